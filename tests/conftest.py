@@ -1,0 +1,33 @@
+"""Shared by all tests: the `gpu` marker's skip, and the option that writes the GPU receipt."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+from tests.receipt import ReceiptPlugin
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--receipt", metavar="PATH", help="write the GPU test receipt (JSON) to PATH when the run ends")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--receipt")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(ReceiptPlugin(pathlib.Path(path)), "gpu-receipt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in gpu_items:
+        item.add_marker(skip)
