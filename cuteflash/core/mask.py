@@ -1,0 +1,75 @@
+"""Interval masks: query `i` sees the keys of one interval `[lo, hi)`.
+
+Which key blocks a tile visits, which of them need no element mask, and the element mask itself all derive from
+`kv_bounds`. The source runs on Python ints (where the tests try every element) and on traced `Int32` values alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cutlass
+
+from cuteflash.problem import MaskKind
+
+Index = Any  # a Python int or a traced cutlass.Int32
+
+
+def _min(a: Index, b: Index) -> Index:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.min(a, b)
+
+
+def _max(a: Index, b: Index) -> Index:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.max(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervalMask:
+    """The keys each query of one sequence sees.
+
+    Attributes:
+        kind: ``"full"``, ``"causal"`` or ``"window"``.
+        seqlen_q, seqlen_k: lengths; the last query is aligned with the last key.
+        window_left, window_right: keys visible before and after the query's own position (``"window"`` only).
+    """
+
+    kind: cutlass.Constexpr[MaskKind]
+    seqlen_q: Index
+    seqlen_k: Index
+    window_left: Index
+    window_right: Index
+
+    @property
+    def has_left_edge(self) -> bool:
+        """Whether intervals may start after key 0."""
+        return self.kind == "window"
+
+    def kv_bounds(self, query: Index) -> tuple[Index, Index]:
+        """The keys `[lo, hi)` that `query` sees; empty where `hi <= lo`."""
+        if self.kind == "full":
+            return 0, self.seqlen_k
+        position = query + self.seqlen_k - self.seqlen_q
+        if self.kind == "causal":
+            return 0, _min(self.seqlen_k, position + 1)
+        # The left window is clamped before the subtraction: unbounded is a large number, not infinity.
+        lo = _max(position - _min(self.window_left, self.seqlen_k + self.seqlen_q), 0)
+        hi = _min(position + _min(self.window_right, self.seqlen_k + self.seqlen_q) + 1, self.seqlen_k)
+        return lo, hi
+
+    def n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
+        """The key blocks `[lo, hi)` that some query of `first..last` (inclusive) sees."""
+        lo, _ = self.kv_bounds(first)
+        _, hi = self.kv_bounds(last)
+        n_hi = _max((_max(hi, 0) + tile_n - 1) // tile_n, 0)
+        n_lo = _min(lo // tile_n, n_hi) if self.has_left_edge else 0
+        return n_lo, n_hi
+
+    def full_n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
+        """The key blocks `[lo, hi)` that every query of `first..last` (inclusive) sees whole; `lo > hi` is none."""
+        _, hi = self.kv_bounds(first)
+        n_hi = _max(hi, 0) // tile_n
+        if not self.has_left_edge:
+            return 0, n_hi
+        lo, _ = self.kv_bounds(last)
+        return (lo + tile_n - 1) // tile_n, n_hi

@@ -1,0 +1,131 @@
+"""The online softmax on accumulator fragments, and the score arithmetic around it.
+
+Each thread holds whole columns of some rows; four neighbouring lanes (a quad) hold one row of S together. The row
+maximum is reduced over the quad every step, the row sum stays per thread and is reduced once at the end.
+Exponentials are base 2: `softmax_scale * log2(e)` is folded into one fused multiply-add before each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+def quad_max(value: Float32) -> Float32:
+    """The largest of the values of four neighbouring lanes."""
+    for lanes in (1, 2):
+        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=lanes))
+    return value
+
+
+def quad_sum(value: Float32) -> Float32:
+    """The sum of the values of four neighbouring lanes."""
+    for lanes in (1, 2):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=lanes)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineSoftmax:
+    """Running row maxima and sums of one thread's rows.
+
+    Attributes:
+        row_max, row_sum: fp32 register tensors, one element a row of this thread.
+        scale_log2: softmax_scale * log2(e), what a score is multiplied with before exp2.
+        check_inf: whether a row may hold nothing but -inf so far (masked kernels).
+    """
+
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    scale_log2: Float32
+    check_inf: cutlass.Constexpr[bool]
+
+    @staticmethod
+    def create(num_rows: int, scale_log2: Float32, check_inf: bool) -> OnlineSoftmax:
+        """A softmax that has seen nothing yet, for `num_rows` rows a thread."""
+        row_max = cute.make_rmem_tensor(num_rows, Float32)
+        row_sum = cute.make_rmem_tensor(num_rows, Float32)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, check_inf)
+
+    @cute.jit
+    def step(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` gets what O must be multiplied with.
+
+        On the first block nothing was accumulated, so the maxima and sums are set and `row_scale` is 1.
+        """
+        rows, cols = scores.shape[0], scores.shape[1]
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            peak = scores[r, 0] if const_expr(is_first) else cute.arch.fmax(self.row_max[r], scores[r, 0])
+            for c in cutlass.range_constexpr(1, cute.size(cols)):
+                peak = cute.arch.fmax(peak, scores[r, c])
+            peak = quad_max(peak)
+            # exp2(-inf - -inf) would be NaN: a row without a visible key subtracts 0 instead.
+            base = peak
+            if const_expr(self.check_inf):
+                base = Float32(0.0) if peak == -Float32.inf else peak
+            shift = base * self.scale_log2
+            if const_expr(is_first):
+                row_scale[r] = Float32(1.0)
+            else:
+                row_scale[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - shift, fastmath=True)
+            self.row_max[r] = peak
+            total = Float32(0.0) if const_expr(is_first) else self.row_sum[r] * row_scale[r]
+            for c in cutlass.range_constexpr(cute.size(cols)):
+                p = cute.math.exp2(scores[r, c] * self.scale_log2 - shift, fastmath=True)
+                scores[r, c] = p
+                total = total + p
+            self.row_sum[r] = total
+
+    @cute.jit
+    def finish(self, row_scale: cute.Tensor, lse: cute.Tensor):
+        """`row_scale` gets 1 / row sum, `lse` the natural-log log-sum-exp; rows without a key get 0 and -inf."""
+        for r in cutlass.range_constexpr(cute.size(self.row_sum)):
+            total = quad_sum(self.row_sum[r])
+            empty = total == 0.0
+            row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+            log2_sum = self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)
+            lse[r] = -Float32.inf if empty else log2_sum * LN_2
+
+
+@cute.jit
+def scale_rows(acc: cute.Tensor, row_scale: cute.Tensor):
+    """Multiply each row of `acc` (rows, columns) with its factor, in place."""
+    for r in cutlass.range_constexpr(cute.size(row_scale)):
+        for c in cutlass.range_constexpr(cute.size(acc.shape[1])):
+            acc[r, c] = acc[r, c] * row_scale[r]
+
+
+@cute.jit
+def apply_softcap(scores: cute.Tensor, inner_scale: Float32):
+    """`scores` become tanh(scores * inner_scale); the caller's softmax scale then holds the cap itself."""
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        scores[i] = cute.math.tanh(scores[i] * inner_scale, fastmath=True)
+
+
+@cute.jit
+def mask_scores(scores: cute.Tensor, columns: cute.Tensor, first_key: Int32, bounds: cute.Tensor, left_edge: cutlass.Constexpr[bool]):
+    """Set to -inf what a row does not see.
+
+    Args:
+        scores: (rows, columns) of this thread.
+        columns: (rows, columns) static column indices of thread 0 inside the tile.
+        first_key: key of this thread's first column: tile origin plus the thread's own offset.
+        bounds: (rows, 2) Int32, each row's visible keys [lo, hi).
+        left_edge: whether `lo` may be above 0.
+    """
+    for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
+        hi = bounds[r, 1] - first_key
+        lo = bounds[r, 0] - first_key
+        for c in cutlass.range_constexpr(cute.size(scores.shape[1])):
+            col = columns[r, c][1]
+            hidden = col >= hi
+            if const_expr(left_edge):
+                hidden = hidden or col < lo
+            scores[r, c] = -Float32.inf if hidden else scores[r, c]

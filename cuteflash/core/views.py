@@ -1,0 +1,48 @@
+"""Other ways to look at a fragment: accumulators by row and column, accumulators as A operands."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+
+
+def rows_view(acc: cute.Tensor) -> cute.Tensor:
+    """A C fragment seen as (rows of this thread, columns of this thread).
+
+    Takes mma.sync fragments ((2, 2), M, N) and WGMMA fragments ((2, 2, V), M, N): the first mode of both
+    is (two neighbouring columns, two rows eight apart[, column groups eight apart]).
+    """
+    atom, m, n = acc.layout.shape
+    d_atom, d_m, d_n = acc.layout.stride
+    groups = (n,) if len(atom) == 2 else (atom[2], n)
+    d_groups = (d_n,) if len(atom) == 2 else (d_atom[2], d_n)
+    layout = cute.make_layout(
+        ((atom[1], m), (atom[0], *groups)),
+        stride=((d_atom[1], d_m), (d_atom[0], *d_groups)),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def acc_as_operand_a(acc: cute.Tensor) -> cute.Tensor:
+    """A C fragment seen with the layout of the A operand of the following product (k extent 16).
+
+    Two neighbouring 8-column groups of an accumulator hold, in the same threads, one 16-wide k-block of A:
+    mma.sync ((2, 2), M, N) becomes ((2, 2, 2), M, N / 2), WGMMA ((2, 2, V), M, N) becomes ((2, 2, 2), M, (V / 2, N)).
+    """
+    if len(acc.layout.shape[0]) == 2:
+        split = cute.logical_divide(acc.layout, (None, None, 2))  # ((2,2), M, (2, N/2))
+        layout = cute.make_layout(
+            ((*split.shape[0], split.shape[2][0]), split.shape[1], split.shape[2][1]),
+            stride=((*split.stride[0], split.stride[2][0]), split.stride[1], split.stride[2][1]),
+        )
+    else:
+        split = cute.logical_divide(acc.layout, ((None, None, 2), None, None))  # ((2,2,(2,V/2)), M, N)
+        (a0, a1, (g, v)), m, n = split.shape
+        (d0, d1, (dg, dv)), dm, dn = split.stride
+        layout = cute.make_layout(((a0, a1, g), m, (v, n)), stride=((d0, d1, dg), dm, (dv, dn)))
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """The same data with its first two modes exchanged: (n, d, ...) becomes (d, n, ...)."""
+    order = (1, 0, *range(2, cute.rank(tensor)))
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(order)))

@@ -1,0 +1,75 @@
+"""Traits of the sm80 family (cp.async, ldmatrix, mma.sync m16n8k16)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cuteflash.traits.arch import ArchSpec, Family
+from cuteflash.traits.base import ELEMENT_BYTES
+
+WARP = 32
+MMA_M, MMA_N, MMA_K = 16, 8, 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FwdTraitsSm80:
+    """One way to run the sm80 forward kernel.
+
+    Attributes:
+        tile_m: query rows of one block.
+        tile_n: key rows of one step of the main loop.
+        head_dim: columns of the Q and K tiles, the problem's head dim padded up to a multiple of 16.
+        head_dim_v: columns of the V and O tiles, padded likewise.
+        num_warps: warps of one block; each owns `tile_m / num_warps` rows.
+        kv_stage: K and V tiles in flight (1: load K while PV runs and V while QK runs).
+        q_in_regs: keep the Q fragments in registers for the whole loop.
+        share_q_v_smem: V's first stage reuses Q's shared memory (needs `q_in_regs`).
+        double_buffer: prefetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
+    """
+
+    tile_m: int
+    tile_n: int
+    head_dim: int
+    head_dim_v: int
+    num_warps: int = 4
+    kv_stage: int = 1
+    q_in_regs: bool = False
+    share_q_v_smem: bool = False
+    double_buffer: bool = True
+
+    @property
+    def family(self) -> Family:
+        return "sm80"
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP
+
+    @property
+    def smem_bytes(self) -> int:
+        q = self.tile_m * self.head_dim
+        k = self.kv_stage * self.tile_n * self.head_dim
+        v = self.kv_stage * self.tile_n * self.head_dim_v
+        o = self.tile_m * self.head_dim_v  # the epilogue stages O where Q (and then K) was
+        qv = max(q, v) if self.share_q_v_smem else q + v
+        return max(qv + k, o) * ELEMENT_BYTES
+
+    def check(self, arch: ArchSpec) -> str | None:
+        """None where the row can run on `arch`, else the reason in words."""
+        if self.family not in arch.families:
+            return f"{arch.name} does not run the {self.family} family"
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if value % MMA_K or not 0 < value <= 256:
+                return f"{name} {value} is not a multiple of {MMA_K} up to 256"
+        if self.tile_m % (MMA_M * self.num_warps):
+            return f"tile_m {self.tile_m} is not a multiple of {MMA_M} rows x {self.num_warps} warps"
+        if self.tile_n % MMA_K:
+            return f"tile_n {self.tile_n} is not a multiple of {MMA_K}, the k extent of the PV product"
+        if self.kv_stage < 1:
+            return f"kv_stage {self.kv_stage} is below 1"
+        if self.share_q_v_smem and not self.q_in_regs:
+            return "share_q_v_smem needs q_in_regs: V would overwrite a Q tile that is still read"
+        if self.smem_bytes > arch.smem_per_block:
+            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
+        return None

@@ -1,0 +1,105 @@
+"""Traits of the sm90 family (TMA, WGMMA, warp-specialised)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cuteflash.traits.arch import ArchSpec, Family
+from cuteflash.traits.base import ELEMENT_BYTES
+
+WARPGROUP = 128
+WGMMA_M, WGMMA_N, WGMMA_K = 64, 8, 16
+BARRIER_BYTES = 1024  # mbarriers, and the padding that aligns the first tile to a swizzle atom
+# Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
+# The sum over all warpgroups is at most the 65536 / threads that the block was launched with.
+REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FwdTraitsSm90:
+    """One way to run the sm90 forward kernel: one producer warpgroup and 1-3 consumer warpgroups.
+
+    Attributes:
+        tile_m: query rows of one block, 64 for each consumer warpgroup.
+        tile_n: key rows of one step of the main loop.
+        head_dim: columns of the Q and K tiles, the problem's head dim padded up to a multiple of 16.
+        head_dim_v: columns of the V and O tiles, padded likewise.
+        kv_stage: K and V tiles in flight, each.
+        pingpong: named barriers let one warpgroup's products run while another does its softmax.
+        overlap: inside a warpgroup, the next QK product is issued before this step's PV product.
+        p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
+        persistent: as many blocks as multiprocessors, each looping over tiles.
+        poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
+    """
+
+    tile_m: int
+    tile_n: int
+    head_dim: int
+    head_dim_v: int
+    kv_stage: int = 2
+    pingpong: bool = True
+    overlap: bool = True
+    p_in_regs: bool = True
+    persistent: bool = True
+    poly_exp2: int = 0
+
+    @property
+    def family(self) -> Family:
+        return "sm90"
+
+    @property
+    def mma_warpgroups(self) -> int:
+        return self.tile_m // WGMMA_M
+
+    @property
+    def num_threads(self) -> int:
+        return (self.mma_warpgroups + 1) * WARPGROUP
+
+    @property
+    def producer_regs(self) -> int:
+        return REGISTER_SPLIT[self.mma_warpgroups][0]
+
+    @property
+    def mma_regs(self) -> int:
+        return REGISTER_SPLIT[self.mma_warpgroups][1]
+
+    @property
+    def smem_bytes(self) -> int:
+        q = self.tile_m * self.head_dim
+        o = self.tile_m * self.head_dim_v
+        kv = self.kv_stage * self.tile_n * (self.head_dim + self.head_dim_v)
+        p = 0 if self.p_in_regs else self.tile_m * self.tile_n
+        return (max(q, o) + kv + p) * ELEMENT_BYTES + BARRIER_BYTES
+
+    def check(self, arch: ArchSpec) -> str | None:
+        """None where the row can run on `arch`, else the reason in words."""
+        if self.family not in arch.families:
+            return f"{arch.name} does not run the {self.family} family"
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if value % WGMMA_K or not 0 < value <= 256:
+                return f"{name} {value} is not a multiple of {WGMMA_K} up to 256"
+        if self.tile_m % WGMMA_M or self.mma_warpgroups not in REGISTER_SPLIT:
+            return f"tile_m {self.tile_m} is not {WGMMA_M} rows for each of 1 to 3 warpgroups"
+        if self.tile_n % WGMMA_K or not 0 < self.tile_n <= 256:
+            return f"tile_n {self.tile_n} is not a multiple of {WGMMA_K} up to 256"
+        if self.pingpong and self.mma_warpgroups == 1:
+            return "pingpong needs a second consumer warpgroup"
+        if not 0 <= self.poly_exp2 <= 16:
+            return f"poly_exp2 {self.poly_exp2} is not 0 to 16"
+        if self.accumulator_regs > self.mma_regs - 24:
+            return (
+                f"S, P and O fragments take {self.accumulator_regs} registers a thread, "
+                f"{self.mma_regs} less 24 for addresses are there"
+            )
+        if self.smem_bytes > arch.smem_per_block:
+            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
+        return None
+
+    @property
+    def accumulator_regs(self) -> int:
+        """Registers a thread needs for the S and O accumulators and, where it stays there, for P."""
+        s = self.tile_n // 2
+        o = self.head_dim_v // 2
+        p = self.tile_n // 4 if self.p_in_regs else 0
+        return s + o + p
