@@ -1,0 +1,194 @@
+"""Checks a source tree against the project's layering and soft sizes, from its syntax alone.
+
+`test_architecture.py` runs these over `cuteflash/` and over small synthetic trees with one planted violation each.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping
+
+# Lowest first. A module imports from its own layer and from layers of lower rank; equal rank means siblings, which
+# never import each other. The longest matching prefix decides ("kernels.sm80" before "kernels").
+RANKS: dict[str, int] = {
+    "problem": 0,
+    "traits": 1,
+    "reference": 2,
+    "core": 2,
+    "atoms": 2,
+    "kernels": 3,
+    "kernels.common": 3,
+    "kernels.sm80": 4,
+    "kernels.sm90": 4,
+    "compile": 5,
+    "dispatch": 6,
+    "ops": 7,
+    "api": 8,
+    "nn": 9,
+    "integrations": 9,
+    "compat": 9,
+    "tune": 10,
+    "cli": 11,
+    "": 12,  # cuteflash/__init__.py, the public face
+}
+STDLIB_ONLY = ("problem", "traits")
+SOURCE_ONLY_PACKAGES = {"benchmarks": ("cli",), "layouts": ("cli",), "tests": ()}  # who may import them
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+ROLE_LINES = 120  # traced device functions: a role's main loop reads best in one piece
+PARAMETERS = 8  # positional ones; beyond that, a bundle
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Module:
+    """One parsed file: its dotted name below the package ("" is the package itself) and its syntax tree."""
+
+    name: str
+    path: pathlib.Path
+    tree: ast.Module
+    lines: int
+
+
+def load(package: pathlib.Path) -> list[Module]:
+    """Every Python file under `package`, parsed."""
+    modules = []
+    for path in sorted(package.rglob("*.py")):
+        parts = list(path.relative_to(package).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        source = path.read_text()
+        modules.append(Module(".".join(parts), path, ast.parse(source), source.count("\n")))
+    return modules
+
+
+def layer_of(name: str) -> str | None:
+    """The layer a module below the package belongs to; None where RANKS does not know it."""
+    if not name:
+        return ""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in RANKS), None)
+
+
+def imports(module: Module, package: str, known: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything a module imports, wherever in the file, also by literal name."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, module, package)
+            for alias in node.names:
+                child = f"{base}.{alias.name}"
+                yield node.lineno, child if child in known else base
+        elif isinstance(node, ast.Call) and _is_import_call(node.func) and node.args:
+            target = node.args[0]
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                yield node.lineno, target.value
+
+
+def _absolute(node: ast.ImportFrom, module: Module, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = [package, *(module.name.split(".") if module.name else [])]
+    if module.path.name != "__init__.py":
+        parts.pop()
+    parts = parts[: len(parts) - (node.level - 1)]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _is_import_call(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def import_violations(root: pathlib.Path, package: str = "cuteflash") -> list[str]:
+    """Each upward, sideways or otherwise forbidden import under `root / package`, in words."""
+    modules = load(root / package)
+    known = {f"{package}.{module.name}".rstrip(".") for module in modules}
+    found = []
+    for module in modules:
+        layer = layer_of(module.name)
+        if layer is None:
+            found.append(f"{package}.{module.name}: no layer; give it a rank in tests/architecture.py")
+            continue
+        for line, target in imports(module, package, known):
+            reason = _reason(layer, target, package)
+            if reason:
+                found.append(f"{module.path.relative_to(root)}:{line}: imports {target}: {reason}")
+    return found
+
+
+def _reason(layer: str, target: str, package: str) -> str | None:
+    top, _, rest = target.partition(".")
+    if top in SOURCE_ONLY_PACKAGES:
+        return None if layer in SOURCE_ONLY_PACKAGES[top] else f"{layer or package} may not import {top}/"
+    if top != package:
+        if layer in STDLIB_ONLY and top not in sys.stdlib_module_names:
+            return f"{layer} imports the standard library only"
+        return None
+    other = layer_of(rest)
+    if other is None:
+        return "no such layer"
+    if other == layer or RANKS[other] < RANKS[layer]:
+        return None
+    return f"{layer or package} may not import {'sideways' if RANKS[other] == RANKS[layer] else 'upward'}"
+
+
+def size_violations(root: pathlib.Path, package: str, exceptions: Mapping[str, str]) -> list[str]:
+    """Files, functions and parameter lists over the soft sizes; `exceptions` maps "path[:function]" to a reason."""
+    found = []
+    used = set()
+
+    def note(key: str, text: str) -> None:
+        if key in exceptions:
+            used.add(key)
+        else:
+            found.append(f"{key}: {text}")
+
+    for module in load(root / package):
+        path = module.path.relative_to(root).as_posix()
+        if module.lines > FILE_LINES:
+            note(path, f"{module.lines} lines, at most {FILE_LINES}")
+        for name, node in functions(module.tree):
+            limit = ROLE_LINES if is_traced(node) else FUNCTION_LINES
+            length = code_lines(node)
+            if length > limit:
+                note(f"{path}:{name}", f"{length} lines, at most {limit}")
+            parameters = positional_parameters(node)
+            if parameters > PARAMETERS:
+                note(f"{path}:{name}", f"{parameters} parameters, at most {PARAMETERS}")
+    return found + [f"{key}: excepted for no reason any more" for key in exceptions if key not in used]
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function with its qualified name."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name, node
+        inner = f"{prefix}{node.name}." if hasattr(node, "name") and isinstance(node.name, str) else prefix
+        yield from functions(node, inner)
+
+
+def is_traced(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether the DSL traces the function: it carries `@cute.jit` or `@cute.kernel`."""
+    decorators = (item.func if isinstance(item, ast.Call) else item for item in node.decorator_list)
+    return any(isinstance(item, ast.Attribute) and item.attr in ("jit", "kernel") for item in decorators)
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, without the docstring."""
+    total = (node.end_lineno or node.lineno) - node.lineno + 1
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        total -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return total
+
+
+def positional_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters that can be given by position, less `self` and `cls`."""
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
