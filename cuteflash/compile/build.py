@@ -177,12 +177,20 @@ def _obtain_and_load(kernel_cls: type, traits: Any, problem: Any, target: str) -
         warnings.warn(
             f"{report.kernel} for {target}, {traits}: {'; '.join(report.complaints)}", KernelWarning, stacklevel=3
         )
-    if artifact.blob is None:
+    if artifact.blob is not None:
+        with tempfile.NamedTemporaryFile(prefix="cuteflash-", suffix=".o") as handle:
+            handle.write(artifact.blob)
+            handle.flush()
+            return _load(pathlib.Path(handle.name), _symbol(artifact.entry))
+    try:
         return _load(artifact.entry.object_path, _symbol(artifact.entry))
-    with tempfile.NamedTemporaryFile(prefix="cuteflash-", suffix=".o") as handle:
-        handle.write(artifact.blob)
-        handle.flush()
-        return _load(pathlib.Path(handle.name), _symbol(artifact.entry))
+    except Exception as error:
+        if not artifact.cached:
+            raise
+        path = artifact.entry.object_path
+        warnings.warn(f"cache entry {path} is rebuilt: it does not load ({error})", CacheWarning, stacklevel=3)
+        artifact.entry.discard()
+    return _obtain_and_load(kernel_cls, traits, problem, target)
 
 
 def _load(path: pathlib.Path, symbol: str) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ class Entry:
         return self.root / f"{self.digest}.json"
 
     def read(self) -> tuple[dict[str, Any] | None, str | None]:
-        """(the stored report, None), or (None, why the entry cannot be believed), or (None, None) where it is absent."""
+        """(the stored report, None); (None, why not) where the entry cannot be believed; (None, None) where absent."""
         try:
             text = self.manifest_path.read_bytes()
             blob = self.object_path.read_bytes()
@@ -89,7 +89,7 @@ class Entry:
             return None, "its manifest is not readable"
         if manifest.get("version") != MANIFEST_VERSION or key != self.key or not isinstance(report, dict):
             return None, "it was made for another key"
-        if hashlib.sha256(blob).hexdigest() != sha256:
+        if _checksum(blob, report) != sha256:
             return None, f"its object of {len(blob)} bytes does not match its manifest"
         return report, None
 
@@ -101,11 +101,15 @@ class Entry:
         manifest = {
             "version": MANIFEST_VERSION,
             "key": self.key,
-            "sha256": hashlib.sha256(blob).hexdigest(),
+            "sha256": _checksum(blob, report),
             "report": report,
         }
         _replace(self.object_path, blob)
         _replace(self.manifest_path, json.dumps(manifest, indent=1).encode())
+
+    def discard(self) -> None:
+        """Makes the entry absent. OSError where the directory cannot be written."""
+        self.manifest_path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -122,6 +126,10 @@ class Entry:
 def key_digest(key: dict[str, Any]) -> str:
     """The entry's file name: 32 hex digits of the canonical key's SHA-256."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _checksum(blob: bytes, report: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(report, sort_keys=True).encode() + b"\0" + blob).hexdigest()
 
 
 def _replace(path: pathlib.Path, content: bytes) -> None:

@@ -1,0 +1,86 @@
+"""The shipped rows: which traits run which forward problem on which target.
+
+A row serves the head dims, padded up to `ROW_HEAD_DIMS`, that its traits are made for, and the mask kinds and dtypes it
+names. Where no row is made for a pair (head_dim, head_dim_v), the square rows of the larger one lend their tile. The
+first row whose traits pass `check` wins: a special row stands above the general one, a lender below. Tuning edits this
+file and nothing else; it is no part of a compiled kernel's cache key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.traits.arch import Family
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
+
+ROW_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FwdRow:
+    """One row; its head dims are those of its traits."""
+
+    traits: FwdTraitsSm80 | FwdTraitsSm90
+    masks: tuple[str, ...] = MASK_KINDS
+    dtypes: tuple[str, ...] = DTYPES
+
+
+def _sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int) -> FwdRow:
+    return FwdRow(FwdTraitsSm80(tile_m, tile_n, head_dim, head_dim, num_warps=num_warps))
+
+
+def _sm90(head_dim: int, tile_m: int, tile_n: int, *, head_dim_v: int | None = None, **more: bool) -> FwdRow:
+    return FwdRow(FwdTraitsSm90(tile_m, tile_n, head_dim, head_dim_v or head_dim, **more))
+
+
+# Hopper. Three consumer warpgroups up to head dim 96, two beyond: the O accumulator grows with head_dim_v. From head
+# dim 192 on, Q and O share their memory, which takes equal head dims; the smaller tile below lends itself to the rest.
+SM90_ROWS = (
+    _sm90(32, 192, 128),
+    _sm90(64, 192, 128),
+    _sm90(96, 192, 128, p_in_regs=False),  # P in registers halves the speed of a 192-row tile at this head dim
+    _sm90(128, 128, 128),
+    _sm90(160, 128, 112),
+    _sm90(192, 128, 112, head_dim_v=128),  # the head dims of multi-head latent attention
+    _sm90(192, 128, 96, share_q_o=True),
+    _sm90(192, 128, 80),
+    _sm90(224, 128, 80, share_q_o=True),
+    _sm90(224, 128, 64),
+    _sm90(256, 128, 80, share_q_o=True),
+    _sm90(256, 128, 48),
+)
+
+# A100, 163 KiB a block; also the sm80 family on Hopper. Four warps spill at head dim 128 with 64 keys a step.
+SM80_ROWS = (
+    _sm80(32, 128, 128, 4),
+    _sm80(64, 128, 128, 4),
+    _sm80(96, 128, 64, 4),
+    _sm80(128, 128, 64, 8),
+    _sm80(160, 128, 64, 8),
+    _sm80(192, 128, 64, 8),
+    _sm80(224, 128, 64, 8),
+    _sm80(256, 128, 64, 8),
+)
+
+# RTX 30/40/50 and their workstation siblings, 99 KiB a block.
+SM80_SMALL_SMEM_ROWS = (
+    _sm80(32, 128, 128, 4),
+    _sm80(64, 128, 128, 4),
+    _sm80(96, 128, 64, 4),
+    _sm80(128, 64, 64, 4),
+    _sm80(160, 128, 32, 8),
+    _sm80(192, 128, 32, 8),
+    _sm80(224, 128, 32, 8),
+    _sm80(256, 128, 32, 8),
+)
+
+FWD_ROWS: dict[tuple[str, Family], tuple[FwdRow, ...]] = {
+    ("sm_90a", "sm90"): SM90_ROWS,
+    ("sm_90a", "sm80"): SM80_ROWS,
+    ("sm_80", "sm80"): SM80_ROWS,
+    ("sm_86", "sm80"): SM80_SMALL_SMEM_ROWS,
+    ("sm_89", "sm80"): SM80_SMALL_SMEM_ROWS,
+    ("sm_120", "sm80"): SM80_SMALL_SMEM_ROWS,
+}
