@@ -1,0 +1,303 @@
+"""Tiny, randomly initialised models of transformers: ours against eager attention, and what is refused."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from cuteflash.integrations import transformers as integration  # noqa: E402
+from cuteflash.integrations.padding import attend_groups, groups  # noqa: E402
+
+VOCABULARY, LENGTH = 97, 24
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+DECODER: dict[str, Any] = dict(
+    **SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0
+)
+
+
+def config(name: str) -> Any:
+    if name == "bert":
+        return transformers.BertConfig(**SIZES, num_attention_heads=4)
+    if name == "llama":
+        return transformers.LlamaConfig(**DECODER)
+    if name == "mistral":
+        return transformers.MistralConfig(**DECODER, sliding_window=7)
+    if name == "gemma2":
+        return transformers.Gemma2Config(
+            **DECODER,
+            sliding_window=7,
+            attn_logit_softcapping=2.0,
+            query_pre_attn_scalar=8,
+            final_logit_softcapping=None,
+        )
+    assert name == "modernbert"
+    return transformers.ModernBertConfig(
+        **SIZES, num_attention_heads=4, local_attention=8, global_attn_every_n_layers=2, pad_token_id=0
+    )
+
+
+def model(name: str, implementation: str) -> Any:
+    """The same random weights for every implementation."""
+    integration.register()
+    classes = {
+        "bert": transformers.BertForMaskedLM,
+        "llama": transformers.LlamaForCausalLM,
+        "mistral": transformers.MistralForCausalLM,
+        "gemma2": transformers.Gemma2ForCausalLM,
+        "modernbert": transformers.ModernBertForMaskedLM,
+    }
+    settings = config(name)
+    settings._attn_implementation = implementation
+    torch.manual_seed(0)
+    built = classes[name](settings).eval()
+    with torch.no_grad():
+        for parameter in built.parameters():  # attention that matters: the usual initialisation is nearly uniform
+            if parameter.dim() == 2:
+                parameter.mul_(6)
+    return built
+
+
+ENCODERS, DECODERS = ["bert", "modernbert"], ["llama", "mistral", "gemma2"]
+each_model = pytest.mark.parametrize("name", ENCODERS + DECODERS)
+each_decoder = pytest.mark.parametrize("name", DECODERS)
+
+
+def batch(padding: str) -> tuple[Tensor, Tensor | None]:
+    """Token ids and a padding mask of rows with 24, 9, 1 and 9 tokens."""
+    ids = torch.randint(1, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    if padding == "none":
+        return ids, None
+    mask = torch.zeros(4, LENGTH, dtype=torch.long)
+    for row, count in enumerate((LENGTH, 9, 1, 9)):
+        if padding == "right":
+            mask[row, :count] = 1
+        else:
+            mask[row, LENGTH - count :] = 1
+    return ids * mask, mask
+
+
+@torch.no_grad()
+def logits(name: str, implementation: str, ids: Tensor, mask: Tensor | None) -> Tensor:
+    output: Tensor = model(name, implementation)(input_ids=ids, attention_mask=mask).logits
+    return output
+
+
+@each_model
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+def test_logits_equal_eager(name, padding):
+    ids, mask = batch(padding)
+    tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    ours, eager = (logits(name, implementation, ids, mask) for implementation in ("cuteflash", "eager"))
+    torch.testing.assert_close(ours[tokens], eager[tokens], atol=2e-4, rtol=2e-4)
+
+
+@each_model
+def test_padding_changes_nothing_for_the_tokens(name):
+    """The same row alone and unpadded: independent of what eager makes of a mask."""
+    ids, mask = batch("right")
+    padded = logits(name, "cuteflash", ids, mask)
+    alone = logits(name, "cuteflash", ids[1:2, :9], None)
+    torch.testing.assert_close(padded[1:2, :9], alone, atol=2e-4, rtol=2e-4)
+
+
+@each_decoder
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_gives_the_tokens_of_eager(name, padding, cache):
+    ids, mask = batch(padding)
+    mask = torch.ones_like(ids) if mask is None else mask
+    tokens = [
+        model(name, implementation).generate(
+            ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache_implementation=cache, eos_token_id=None
+        )
+        for implementation in ("cuteflash", "eager")
+    ]
+    assert tokens[0].shape == (4, LENGTH + 12)
+    assert torch.equal(tokens[0], tokens[1])
+
+
+@each_decoder
+@torch.no_grad()
+def test_chunked_prefill_equals_one_pass(name):
+    ids, _ = batch("none")
+    ours = model(name, "cuteflash")
+    whole = ours(input_ids=ids).logits
+    cache = transformers.DynamicCache(config=ours.config)
+    parts = [ours(input_ids=ids[:, i:j], past_key_values=cache).logits for i, j in ((0, 10), (10, 23), (23, 24))]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_padding_between_tokens():
+    """Right-padded prompts that go on: the padding ends up between tokens."""
+    ids, mask = batch("none")[0], torch.ones(4, LENGTH, dtype=torch.long)
+    mask[1, 5:11] = 0
+    ours, eager = (logits("llama", implementation, ids, mask) for implementation in ("cuteflash", "eager"))
+    torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()], atol=2e-4, rtol=2e-4)
+    with pytest.raises(ValueError, match="padding between tokens"):
+        logits("mistral", "cuteflash", ids, mask)
+
+
+@torch.no_grad()
+def test_cross_attention_sees_the_encoders_tokens():
+    settings = transformers.BertConfig(**SIZES, num_attention_heads=4, is_decoder=True, add_cross_attention=True)
+    outputs = []
+    _ids, mask = batch("right")
+    states = torch.randn(4, LENGTH, 64, generator=torch.Generator().manual_seed(2))
+    integration.register()
+    for implementation in ("cuteflash", "eager"):
+        settings._attn_implementation = implementation
+        torch.manual_seed(0)
+        decoder = transformers.BertModel(settings).eval()
+        full = batch("none")[0]
+        output = decoder(input_ids=full, encoder_hidden_states=states, encoder_attention_mask=mask)
+        outputs.append(output.last_hidden_state)
+    torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
+def test_compiled_model_without_padding_is_one_graph():
+    ids, _ = batch("none")
+    ours = model("llama", "cuteflash")
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(input_ids=ids, use_cache=False).logits, ours(input_ids=ids, use_cache=False).logits
+    )
+
+
+def attention_inputs() -> tuple[torch.nn.Module, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 2, 6, 16, generator=generator) for _ in range(3))
+    return torch.nn.Module(), q, k, v
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dropout": 0.1}, NotImplementedError, "dropout is 0.1"),
+        ({"s_aux": torch.zeros(2)}, NotImplementedError, "attention sinks"),
+        ({"position_bias": torch.zeros(1)}, NotImplementedError, "position bias"),
+        ({"cu_seq_lens_q": torch.zeros(3)}, NotImplementedError, "packed"),
+        ({"output_attentions": True}, ValueError, "output_attentions is True"),
+    ],
+)
+def test_refused_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        integration.attention(*attention_inputs(), None, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 6, 6), (3, 6), (2, 7)])
+def test_masks_that_are_no_padding_are_refused(shape):
+    with pytest.raises(ValueError, match="attention_mask"):
+        integration.attention(*attention_inputs(), torch.ones(shape, dtype=torch.bool))
+
+
+def test_the_operator_names_what_it_refuses():
+    module, q, k, v = attention_inputs()
+    with pytest.raises(ValueError, match="head_dim"):
+        integration.attention(module, q[..., :12], k[..., :12], v[..., :12], None)
+
+
+@pytest.mark.parametrize("kind", ["packed", "chunked", "custom"])
+def test_mask_functions_that_are_no_interval_are_refused(kind):
+    from transformers import masking_utils as masks
+
+    function = {
+        "packed": masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(torch.zeros(1, 4))),
+        "chunked": masks.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.long)),
+        "custom": masks.or_masks(masks.causal_mask_function, lambda b, h, i, j: j < 2),
+    }[kind]
+    with pytest.raises(ValueError, match="does not support"):
+        integration.padding_mask(1, 4, 4, mask_function=function)
+
+
+def test_packed_sequences_are_refused_and_not_mixed():
+    integration.register()
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(ValueError, match="does not support"):
+        model("llama", "cuteflash")(
+            input_ids=torch.ones(1, 6, dtype=torch.long), position_ids=positions, use_cache=False
+        )
+
+
+def test_dropout_in_training_is_refused():
+    settings = transformers.LlamaConfig(**DECODER, attention_dropout=0.1)
+    settings._attn_implementation = "cuteflash"
+    integration.register()
+    with pytest.raises(NotImplementedError, match="dropout"):
+        transformers.LlamaForCausalLM(settings).train()(input_ids=batch("none")[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"q_length": 4, "kv_length": 4}, None),
+        ({"q_length": 1, "kv_length": 8, "q_offset": 7}, None),
+        ({"q_length": 3, "kv_length": 10, "q_offset": 2}, [[True] * 5]),  # a static cache with 5 of 10 slots in use
+        ({"q_length": 3, "kv_length": 3, "attention_mask": torch.ones(1, 3, dtype=torch.bool)}, None),
+        (
+            {
+                "q_length": 1,
+                "kv_length": 3,
+                "q_offset": 4,
+                "kv_offset": 2,
+                "attention_mask": torch.tensor([[0, 0, 0, 1, 1]]).bool(),
+            },
+            [[False, True, True]],
+        ),
+    ],
+)
+def test_padding_mask(arguments, expected):
+    mask = integration.padding_mask(1, device="cpu", **arguments)
+    assert mask is expected if expected is None else mask.tolist() == expected
+
+
+def test_groups_partition_the_tokens():
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 1, 1]]).bool()
+    seen = torch.zeros_like(mask)
+    for group in groups(mask):
+        part = torch.zeros_like(mask)
+        for row in torch.arange(5)[group.rows].tolist():
+            part[row, group.keys] = True
+        assert not (seen & part).any() and part.any()
+        seen |= part
+    assert torch.equal(seen, mask)
+
+
+def test_positions_on_padding_give_zeros():
+    _, q, k, v = attention_inputs()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 0, 1, 1, 0, 0]]).bool()
+    o = attend_groups(lambda q, k, v: torch.ones_like(q), q, k, v, groups(mask), query_offset=0)
+    assert (o[mask] == 1).all() and (o[~mask] == 0).all()
+
+
+def test_register_twice_and_other_implementations_still_load():
+    integration.register()
+    integration.register()
+    from transformers import modeling_flash_attention_utils as loader
+
+    assert loader._lazy_imports.__wrapped__.__name__ == "_lazy_imports"
+    assert not hasattr(loader._lazy_imports.__wrapped__, "__wrapped__")
+    logits("llama", "sdpa", *batch("none"))
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch):
+    real_import = builtins.__import__
+
+    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "transformers":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "transformers")
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ImportError, match=r"cuteflash\[demo\]"):
+        integration.register()
