@@ -18,6 +18,8 @@ MASK_KINDS: tuple[str, ...] = get_args(MaskKind)
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
 PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
+UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
+LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,3 +54,24 @@ class FwdProblem:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
+
+
+def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[MaskKind, int, int]:
+    """The mask kind of a window, with both sides as a kernel takes them.
+
+    Args:
+        window_left: keys a query sees before its own, bottom-right aligned; -1 is all.
+        window_right: keys a query sees after its own; -1 is all, 0 with `window_left` -1 is causal.
+        seqlen_q: queries of one sequence. A single query is the last row of the score matrix, which no right edge
+            cuts, so decoding takes the kernel without a mask.
+
+    Returns:
+        (mask kind, left, right) with ``UNBOUNDED`` for a side of -1.
+    """
+    left = UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED)
+    right = UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED)
+    if window_left < 0 and (window_right < 0 or seqlen_q == 1):
+        return "full", left, right
+    if window_left < 0 and window_right == 0:
+        return "causal", left, right
+    return "window", left, right

@@ -1,0 +1,171 @@
+"""Input checks of the forward operators: one place, the same for CUDA, CPU and fake tensors, before any launch.
+
+Every error names the argument, what it was and what is allowed. Sizes may be symbolic (`torch.compile` with dynamic
+shapes): a check then becomes a guard of the compiled graph, and one that cannot be decided is left to the call itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
+from cuteflash.traits.arch import FAMILIES, arch_of_capability
+
+ALIGNMENT = 16  # bytes of one vectorised load; every row starts on such a boundary
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+REFERENCE_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
+DEVICES = ("cuda", "cpu", "meta")
+LAYOUT = "(batch, seqlen, heads, head_dim)"
+DIMS = ("batch", "seqlen", "heads", "head_dim")
+
+
+class FwdOptions(NamedTuple):
+    """The arguments of the forward operators after q, k and v; fields and defaults are those of the schema.
+
+    Attributes:
+        softmax_scale: factor of the scores; None is ``1 / sqrt(head_dim)``. Any finite number: 0 averages the visible
+            values, a negative one reverses the order of the scores.
+        window_left: keys visible before the query's own position (bottom-right aligned); -1 is all.
+        window_right: keys visible after it; -1 is all, 0 is causal.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
+        pack_gqa: fold the query heads of one KV head into the rows of a tile; None leaves it to a heuristic.
+        family: kernel family, ``"sm80"`` or ``"sm90"``; None is the best of the GPU. CPU tensors ignore it.
+    """
+
+    softmax_scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    pack_gqa: bool | None = None
+    family: str | None = None
+
+
+def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions) -> None:
+    """Raise where the forward operators cannot take these arguments.
+
+    Raises:
+        TypeError: a dtype that is not supported or not that of q.
+        ValueError: a shape, stride, device mix or option that is not allowed.
+        NotImplementedError: a device, memory layout, GPU or kernel family that is not supported.
+    """
+    _check_options(options)
+    tensors = (("q", q), ("k", k), ("v", v))
+    for name, tensor in tensors:
+        _check_kind(name, tensor)
+    for name, tensor in tensors[1:]:
+        _check_same_kind(name, tensor, q)
+    _check_shapes(q, k, v, options.pack_gqa)
+    for name, tensor in tensors:
+        _check_strides(name, tensor)
+    if q.device.type == "cuda":
+        _check_gpu(q.device, options.family)
+
+
+def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError where a tensor's first element is not on a 16-byte boundary (real tensors only)."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{name}.data_ptr() is {tensor.data_ptr():#x}; allowed: multiples of {ALIGNMENT} bytes "
+                f"(its storage offset is {tensor.storage_offset()} elements)"
+            )
+
+
+def _holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds: guards on symbolic ones, False where only the call itself can tell."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy: only where tracing has done so
+
+    return bool(guard_or_false(condition))
+
+
+def _check_options(options: FwdOptions) -> None:
+    scale, softcap = options.softmax_scale, options.softcap
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"softmax_scale is {scale}; allowed: None or a finite number")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap is {softcap}; allowed: 0 (none) or a positive finite number")
+    for name, side in (("window_left", options.window_left), ("window_right", options.window_right)):
+        if _holds(side < -1):
+            raise ValueError(f"{name} is {side}; allowed: -1 (unbounded) or more")
+    if options.family is not None and options.family not in FAMILIES:
+        raise ValueError(f"family is {options.family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")
+
+
+def _check_kind(name: str, tensor: Tensor) -> None:
+    if tensor.device.type not in DEVICES:
+        raise NotImplementedError(f"{name}.device is {tensor.device}; supported: cuda, cpu")
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(f"{name}.layout is {tensor.layout}; supported: torch.strided")
+    allowed = HALF_DTYPES if tensor.device.type == "cuda" else REFERENCE_DTYPES
+    if tensor.dtype not in allowed:
+        names = ", ".join(map(str, allowed))
+        raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed on {tensor.device.type}: {names}")
+    if tensor.dim() != 4:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; allowed: 4, {LAYOUT}")
+
+
+def _check_same_kind(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {q.dtype}, that of q")
+    if tensor.device != q.device:
+        raise ValueError(f"{name}.device is {tensor.device}; allowed: {q.device}, that of q")
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, pack_gqa: bool | None) -> None:
+    for name, tensor in (("q", q), ("v", v)):
+        dim = tensor.shape[3]
+        if _holds(dim < HEAD_DIM_STEP) or _holds(dim > HEAD_DIM_MAX) or _holds(dim % HEAD_DIM_STEP != 0):
+            raise ValueError(
+                f"{name}.shape[3] (head_dim) is {dim}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}"
+            )
+    _check_equal("k", k, 3, "q", q)
+    _check_equal("k", k, 0, "q", q)
+    for dim in (0, 1, 2):
+        _check_equal("v", v, dim, "k", k)
+    seqlen_q, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    if (_holds(kv_heads == 0) and _holds(heads != 0)) or (_holds(kv_heads != 0) and _holds(heads % kv_heads != 0)):
+        raise ValueError(f"q.shape[2] (heads) is {heads}; allowed: multiples of k.shape[2], which is {kv_heads}")
+    ratio = heads // kv_heads if pack_gqa and _holds(kv_heads != 0) else 1
+    if _holds(ratio > PACK_GQA_MAX):
+        raise ValueError(f"pack_gqa is True with {ratio} query heads for each KV head; allowed: up to {PACK_GQA_MAX}")
+    for name, length in (("q.shape[1] (seqlen) times packed heads", seqlen_q * ratio), ("k.shape[1]", k.shape[1])):
+        # Not for symbolic lengths: the guard would bound the dynamic dimension of an exported program.
+        if isinstance(length, int) and length > LENGTH_MAX:
+            raise ValueError(f"{name} is {length}; allowed: up to {LENGTH_MAX}")
+
+
+def _check_equal(name: str, tensor: Tensor, dim: int, other_name: str, other: Tensor) -> None:
+    if _holds(tensor.shape[dim] != other.shape[dim]):
+        raise ValueError(
+            f"{name}.shape[{dim}] ({DIMS[dim]}) is {tensor.shape[dim]}; "
+            f"allowed: {other.shape[dim]}, that of {other_name} ({other_name}.shape is {tuple(other.shape)})"
+        )
+
+
+def _check_strides(name: str, tensor: Tensor) -> None:
+    strides = tensor.stride()
+    if _holds(strides[3] != 1):
+        raise ValueError(f"{name}.stride(3) is {strides[3]}; allowed: 1 (a contiguous head dim)")
+    step = ALIGNMENT // tensor.element_size()
+    for dim in (0, 1, 2):
+        # The stride of a dimension of size 1 is never used. The stride is asked first: it is often known where a
+        # symbolic size is not, and then the size gets no guard.
+        if _holds(strides[dim] % step != 0) and _holds(tensor.shape[dim] > 1):
+            raise ValueError(
+                f"{name}.stride({dim}) is {strides[dim]}; "
+                f"allowed: multiples of {step} elements ({ALIGNMENT} bytes), strides are {tuple(strides)}"
+            )
+
+
+def _check_gpu(device: torch.device, family: str | None) -> None:
+    if not torch.cuda.is_available():  # fake tensors of a GPU that this machine lacks: traced for elsewhere
+        return
+    arch = arch_of_capability(*torch.cuda.get_device_capability(device))
+    if family is not None and family not in arch.families:
+        raise NotImplementedError(f"family is {family!r}; supported on {arch.name}: {', '.join(arch.families)}")
