@@ -1,0 +1,86 @@
+"""What the GPU can do at best in this very run, what it is, and what a call costs the host."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from benchmarks.implementations import runner
+from benchmarks.problems import Cell, make_inputs
+from benchmarks.timing import Runner, clock_for, first_call, median
+
+MATMUL_SIZE = 8192
+COPY_BYTES = 2 << 30
+TINY = Cell(head_dim=64, causal=False, seqlen=128, tokens=128, hidden=512)
+VERSIONED = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Date, device and versions: what is needed to read the numbers later."""
+    versions = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), "versions": versions}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        cudnn = torch.backends.cudnn.version()
+        found |= {"gpu": properties.name, "sms": properties.multi_processor_count, "cudnn": cudnn}
+    else:
+        found["gpu"] = "none (CPU)"
+    return found
+
+
+def matmul_tflops(device: torch.device, size: int = MATMUL_SIZE, rounds: int = 5) -> float:
+    """Rate of a `size`³ bf16 matrix product on random data, TFLOP/s."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (_median_ms(lambda: a @ b, device, rounds) * 1e9)
+
+
+def copy_gbps(device: torch.device, size: int = COPY_BYTES, rounds: int = 5) -> float:
+    """Bandwidth of a device-to-device copy, GB/s, bytes read plus bytes written."""
+    source = torch.empty(size // 4, device=device, dtype=torch.float32).normal_()
+    target = torch.empty_like(source)
+    return 2 * size / (_median_ms(lambda: target.copy_(source), device, rounds) * 1e6)
+
+
+def _median_ms(call: Any, device: torch.device, rounds: int) -> float:
+    def run(calls: int) -> torch.Tensor:
+        for _ in range(calls):
+            out: torch.Tensor = call()
+        return out
+
+    clock = clock_for(device)
+    clock.batch_ms(run, 2, 0.0)
+    return median([clock.batch_ms(run, 3, 0.1) / 3 for _ in range(rounds)])
+
+
+def host_microseconds(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Host time of one public call without gradients on a tiny problem, microseconds, for each implementation."""
+    inputs = make_inputs(TINY, device, dtype)
+    found = {}
+    for name in names:
+        run = runner(name, inputs)
+        first_call(run, device)
+        found[name] = _host_us(run, device)
+    return found
+
+
+def _host_us(run: Runner, device: torch.device, calls: int = 200, rounds: int = 15) -> float:
+    """Fewer calls than the launch queue holds, so that the host never waits for the device."""
+    samples = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        run(calls)
+        samples.append((time.perf_counter() - started) * 1e6 / calls)
+    return median(samples)

@@ -1,0 +1,202 @@
+"""The forward benchmark: our two kernel families against FlashAttention-2, cuDNN and FlashAttention-4.
+
+    python -m benchmarks.forward --json PATH [--plot PATH] [--head-dims 64,128] [--seqlens 512,16384]
+        [--masks full,causal] [--impls sm90,fa4] [--dtype bf16] [--quick] [--traits-override JSON|@FILE]
+
+Each cell's outputs are checked before it is timed; a wrong or failing implementation is reported and takes no part
+in the ratios. The file at --json is rewritten after every cell, so that an interrupted run keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import accuracy, device, report
+from benchmarks.implementations import NAMES, TORCH_DTYPES, Variant, parse_variants, runners_for, unavailable
+from benchmarks.problems import HEAD_DIMS, SEQLENS, Cell, Inputs, grid, make_inputs
+from benchmarks.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
+
+QUICK_SEQLENS = (1024, 8192)
+QUICK_ROUNDS = 3
+
+
+def measure(
+    cell: Cell,
+    names: Sequence[str],
+    dtype: torch.dtype,
+    where: torch.device,
+    rounds: int = ROUNDS,
+    overrides: Sequence[Variant] = (),
+) -> dict[str, Any]:
+    """One cell: check every implementation, then time the right ones side by side."""
+    inputs = make_inputs(cell, where, dtype)
+    reference = accuracy.make_reference(inputs)
+    results: dict[str, dict[str, Any]] = {}
+    runners: dict[str, Runner] = {}
+    known_right: torch.Tensor | None = None
+    for name in reversed(names):  # peers come last in the order: they serve as the known right output
+        checked = results[name] = {}
+        try:
+            (run,) = runners_for(inputs, [name], overrides).values()
+            out = _checked_call(run, inputs, where)
+        except HangError:
+            raise
+        except Exception as failure:
+            checked["problem"] = _one_line(failure)
+            continue
+        checked["error"] = accuracy.error(out, reference)
+        problem = accuracy.complaint(out, reference, known_right)
+        if problem:
+            checked["problem"] = problem
+        elif known_right is None:
+            known_right = out.clone()
+        runners[name] = run
+    del known_right
+    ordered = {name: runners[name] for name in names if name in runners}
+    for name, samples in (interleaved(ordered, where, rounds, BATCH_MS) if ordered else {}).items():
+        milliseconds = median(samples)
+        tflops = cell.flops / (milliseconds * 1e9)
+        results[name] |= {"ms": milliseconds, "spread": spread(samples), "tflops": tflops}
+    return {
+        "label": cell.label,
+        "head_dim": cell.head_dim,
+        "mask": cell.mask,
+        "seqlen": cell.seqlen,
+        "batch": cell.batch,
+        "heads": cell.heads,
+        "torch_error": reference.low_precision_error,
+        "tolerance": reference.tolerance,
+        "results": {name: results[name] for name in names},
+    }
+
+
+def _checked_call(run: Runner, inputs: Inputs, where: torch.device) -> torch.Tensor:
+    first_call(run, where)  # compiles
+    accuracy.poison(inputs.q)
+    return first_call(run, where)
+
+
+def _one_line(failure: BaseException) -> str:
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward", description="attention forward benchmark")
+    parser.add_argument("--json", type=pathlib.Path, required=True, metavar="PATH", help="where the results go")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="also draw them")
+    parser.add_argument("--head-dims", type=_integers, default=HEAD_DIMS, metavar="64,128")
+    parser.add_argument("--seqlens", type=_integers, metavar="512,16384")
+    parser.add_argument("--masks", type=_texts, default=("full", "causal"), metavar="full,causal")
+    parser.add_argument("--impls", type=_texts, default=NAMES, metavar="sm90,fa4", help=f"of {','.join(NAMES)}")
+    parser.add_argument("--dtype", choices=list(TORCH_DTYPES), default="bf16")
+    parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_SEQLENS} and {QUICK_ROUNDS} rounds")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--traits-override", default="[]", metavar="JSON|@FILE", help="see benchmarks.variants")
+    arguments = parser.parse_args(argv)
+    arguments.seqlens = arguments.seqlens or (QUICK_SEQLENS if arguments.quick else SEQLENS)
+    arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
+    unknown = [name for name in arguments.impls if name not in NAMES]
+    if unknown:
+        parser.error(f"--impls has {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
+    unknown = [mask for mask in arguments.masks if mask not in ("full", "causal")]
+    if unknown:
+        parser.error(f"--masks has {', '.join(unknown)}; allowed: full, causal")
+    try:
+        arguments.overrides = parse_variants(arguments.traits_override)
+    except (OSError, ValueError) as failure:
+        parser.error(f"--traits-override: {failure}")
+    return arguments
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the grid; 0 where all outputs were right, 1 otherwise, 2 without a GPU."""
+    arguments = parse(argv)
+    if not torch.cuda.is_available():
+        print("the benchmark needs a CUDA device; torch finds none", file=sys.stderr)
+        return 2
+    where = torch.device("cuda", torch.cuda.current_device())
+    names = []
+    for name in arguments.impls:
+        reason = unavailable(name, where)
+        print(f"{name}: left out, {reason}", file=sys.stderr) if reason else names.append(name)
+    return run_grid(arguments, names, where)
+
+
+def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.device) -> int:
+    """Measure every cell of the command line on `where`, writing the file after each."""
+    dtype = TORCH_DTYPES[arguments.dtype]
+    cells = grid(arguments.head_dims, arguments.seqlens, [mask == "causal" for mask in arguments.masks])
+    result: dict[str, Any] = {
+        "environment": device.environment(where),
+        "dtype": arguments.dtype,
+        "rounds": arguments.rounds,
+        "overrides": [variant.label for variant in arguments.overrides],
+        "device": {},
+        "host_us": {},
+        "cells": [],
+    }
+    if where.type == "cuda":
+        result["device"] = {"matmul_tflops": device.matmul_tflops(where), "copy_gbps": device.copy_gbps(where)}
+    try:
+        for cell in cells:
+            result["cells"].append(measure(cell, names, dtype, where, arguments.rounds, arguments.overrides))
+            write(result, arguments.json)
+            print(_progress(result["cells"][-1]), flush=True)
+        result["host_us"] = device.host_microseconds(names, where, dtype)
+    except HangError:
+        # The context is lost with the kernel that never ends; a normal exit would wait for it.
+        traceback.print_exc()
+        write(result, arguments.json)
+        sys.stderr.flush()
+        os._exit(3)
+    write(result, arguments.json)
+    if arguments.plot:
+        report.plot(result, arguments.plot)
+    report.print_table(result)
+    wrong = any(entry.get("problem") for cell in result["cells"] for entry in cell["results"].values())
+    return 1 if wrong else 0
+
+
+def _progress(cell: dict[str, Any]) -> str:
+    texts = [
+        f"{name} {entry['tflops']:.0f}{' WRONG' if entry.get('problem') else ''}" if "tflops" in entry else f"{name} -"
+        for name, entry in cell["results"].items()
+    ]
+    return f"{cell['label']:<20} {'  '.join(texts)}"
+
+
+def write(result: dict[str, Any], path: pathlib.Path) -> None:
+    """The result with its summary, as JSON with figures rounded to what was measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = result | {"summary": report.summary(result["cells"])}
+    path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""The benchmark's own honesty, on the CPU: operation counts, checks that catch wrong outputs, ratios, reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import accuracy, forward, implementations, report, variants
+from benchmarks.implementations import Variant, parse_variants
+from benchmarks.problems import Cell, Inputs, grid, make_inputs, parse_cell
+from benchmarks.timing import interleaved, median, spread
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
+
+CPU = torch.device("cpu")
+SMALL = Cell(head_dim=32, causal=True, seqlen=48, tokens=96, hidden=64)
+
+
+def result_of(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    environment = {"gpu": "a GPU", "date": "2026-01-01", "versions": {"torch": "2"}}
+    device = {"matmul_tflops": 700.0, "copy_gbps": 3000.0}
+    return {"environment": environment, "dtype": "bf16", "device": device, "host_us": {"sm90": 9.0}, "cells": cells}
+
+
+def cell_row(label: str = "D64 full 512", mask: str = "full", seqlen: int = 512, **tflops: float) -> dict[str, Any]:
+    results = {name: {"tflops": value, "ms": 1.0, "spread": 0.0} for name, value in tflops.items()}
+    return {"label": label, "head_dim": 64, "mask": mask, "seqlen": seqlen, "results": results}
+
+
+def test_grid_is_the_published_one() -> None:
+    cells = grid()
+    assert len(cells) == len(set(cells)) == 36
+    assert {(cell.tokens, cell.head_dim * cell.heads) for cell in cells} == {(16384, 2048)}
+    assert {cell.batch * cell.seqlen for cell in cells} == {16384}
+
+
+def test_flops_count_two_products_and_halve_for_causal() -> None:
+    full, causal = Cell(64, False, 1024), Cell(64, True, 1024)
+    assert full.flops == 2 * (2 * full.batch * full.heads * 1024 * 1024 * 64)
+    assert causal.flops * 2 == full.flops
+
+
+@pytest.mark.parametrize("arguments", [(96, False, 1024), (64, False, 1000)])
+def test_a_cell_that_does_not_divide_is_refused(arguments: tuple[int, bool, int]) -> None:
+    with pytest.raises(ValueError, match="must divide"):
+        Cell(*arguments)
+
+
+def test_cells_parse_from_text() -> None:
+    assert parse_cell("128:512:causal") == Cell(128, True, 512)
+    for text in ("128:512", "128:512:window", "x:512:full"):
+        with pytest.raises(ValueError, match="HEAD_DIM:SEQLEN:full"):
+            parse_cell(text)
+
+
+def sdpa(inputs: Inputs) -> torch.Tensor:
+    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
+    causal = inputs.cell.causal
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_reference_agrees_with_torch_across_chunks(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "CHUNK_ROWS", 20)
+    inputs = make_inputs(Cell(32, causal, 48, tokens=96, hidden=64), CPU, torch.float32)
+    assert accuracy.error(sdpa(inputs), accuracy.make_reference(inputs)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda out: out[0, 3, 0].add_(0.2), "error"),
+        (lambda out: out[0, 3, 1].fill_(float("nan")), "NaN"),
+        (lambda out: out[1, 3, 0].add_(0.5), "another implementation"),
+    ],
+)
+def test_a_wrong_output_is_caught_wherever_it_is(spoil: Any, words: str) -> None:
+    inputs = make_inputs(SMALL, CPU, torch.bfloat16)
+    reference = accuracy.make_reference(inputs)
+    right = sdpa(inputs)
+    assert accuracy.complaint(right, reference, right) is None
+    wrong = right.clone()
+    spoil(wrong)
+    assert words in str(accuracy.complaint(wrong, reference, right))
+
+
+def test_nan_is_an_infinite_error() -> None:
+    inputs = make_inputs(SMALL, CPU, torch.bfloat16)
+    assert accuracy.error(torch.full_like(inputs.q, math.nan), accuracy.make_reference(inputs)) == math.inf
+
+
+def test_rounds_visit_every_runner_in_rotating_order() -> None:
+    visits: list[str] = []
+
+    def recorder(name: str) -> Any:
+        def run(calls: int) -> torch.Tensor:
+            visits.append(name)
+            return torch.zeros(())
+
+        return run
+
+    samples = interleaved({name: recorder(name) for name in "abc"}, CPU, rounds=3)
+    assert [len(samples[name]) for name in "abc"] == [3, 3, 3]
+    assert visits[3:] == list("abcbcacab")
+
+
+def test_median_and_spread() -> None:
+    assert median([3.0, 1.0, 2.0]) == 2.0
+    assert spread([2.0, 2.0, 2.0]) == 0.0
+    assert spread([1.0, 2.0, 3.0]) == pytest.approx(0.5)
+
+
+def test_measured_cell_has_error_beside_speed() -> None:
+    measured = forward.measure(SMALL, ["sm90", "fa2"], torch.bfloat16, CPU, rounds=1)
+    assert list(measured["results"]) == ["sm90", "fa2"]
+    for entry in measured["results"].values():
+        assert "problem" not in entry
+        assert entry["tflops"] > 0
+        assert 0 < entry["error"] <= measured["tolerance"]
+
+
+def test_a_failing_implementation_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(inputs: Inputs, names: list[str], overrides: object) -> Any:
+        if names == ["sm90"]:
+            raise RuntimeError("no such\nkernel")
+        return implementations.runners_for(inputs, names)
+
+    monkeypatch.setattr(forward, "runners_for", broken)
+    measured = forward.measure(SMALL, ["sm90", "fa2"], torch.bfloat16, CPU, rounds=1)
+    assert measured["results"]["sm90"] == {"problem": "RuntimeError: no such kernel"}
+    assert measured["results"]["fa2"]["tflops"] > 0
+
+
+def test_run_writes_json_plot_and_table(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(forward, "grid", lambda *_: [SMALL])
+    path, plot = tmp_path / "results" / "forward.json", tmp_path / "plots" / "forward.png"
+    arguments = forward.parse(["--json", str(path), "--plot", str(plot), "--rounds", "1"])
+    assert forward.run_grid(arguments, ["sm90", "fa2"], CPU) == 0
+    stored = json.loads(path.read_text())
+    assert stored["cells"][0]["label"] == "D32 causal 48"
+    assert set(stored["host_us"]) == {"sm90", "fa2"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "D32 causal 48" in capsys.readouterr().out
+
+
+def test_ratios_take_the_faster_peer_and_only_right_results() -> None:
+    cells = [cell_row("a", sm90=600.0, fa4=500.0, cudnn=400.0), cell_row("b", sm90=300.0, fa4=500.0, cudnn=600.0)]
+    assert report.ratio(cells[0], "sm90/best") == 1.2
+    assert report.ratio(cells[1], "sm90/best") == 0.5
+    assert report.ratio(cells[0], "sm80/FA2") is None
+    entry = report.summary(cells)["sm90/best"]
+    assert entry["geomean"] == pytest.approx(math.sqrt(0.6))
+    assert (entry["worst"], entry["worst_cell"], entry["cells"]) == (0.5, "b", 2)
+    cells[0]["results"]["sm90"]["problem"] = "error 1 over 0.1"
+    assert report.summary(cells)["sm90/best"]["cells"] == 1
+    assert report.summary(cells)["sm90/FA4"]["worst"] == pytest.approx(0.6)
+
+
+def test_markdown_shows_numbers_and_problems() -> None:
+    cells = [cell_row(sm90=512.4, fa4=500.0), cell_row("D64 full 1024", seqlen=1024, sm90=1.0, fa4=2.0)]
+    cells[1]["results"]["sm90"]["problem"] = "error 1 over 0.1"
+    text = report.markdown(result_of(cells))
+    assert "| D64 full 512 | 512 | 500 | 1.02 |" in text
+    assert "| D64 full 1024 | wrong | 2 | - |" in text
+    assert "ours sm90: error 1 over 0.1" in text
+    assert "700 TFLOP/s" in text
+
+
+def test_report_command_renders_and_draws(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plot = tmp_path / "forward.json", tmp_path / "forward.png"
+    cells = [cell_row(mask=mask, seqlen=n, sm90=n / 2.0, fa2=300.0) for mask in ("full", "causal") for n in (512, 1024)]
+    path.write_text(json.dumps(result_of(cells)))
+    assert report.main([str(path), "--plot", str(plot)]) == 0
+    assert plot.stat().st_size > 1000
+    assert "| cell | ours sm90 | FA2 |" in capsys.readouterr().out
+
+
+def test_variants_default_their_head_dims_to_the_cell() -> None:
+    narrow, wide = parse_variants(
+        '[{"tile_m": 64, "tile_n": 64, "mask": "full"}, {"tile_m": 128, "tile_n": 80}]', "sm90"
+    )
+    assert narrow.traits(Cell(128, False, 512)) == FwdTraitsSm90(64, 64, 128, 128)
+    assert not narrow.applies(Cell(128, True, 512))
+    assert wide.applies(Cell(128, True, 512))
+    assert narrow.label == "m=64 n=64"
+
+
+def test_variants_name_their_family_and_head_dim() -> None:
+    (variant,) = parse_variants('[{"family": "sm80", "tile_m": 64, "tile_n": 64, "head_dim": 64, "head_dim_v": 64}]')
+    assert isinstance(variant.traits(Cell(64, True, 512)), FwdTraitsSm80)
+    assert not variant.applies(Cell(128, True, 512))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"tile_m": 64}', '[{"tile_m": 64}]', '[{"family": "sm70"}]', '[{"family": "sm80", "mask": "window"}]']
+)
+def test_malformed_variants_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"JSON list|family is|mask is"):
+        parse_variants(text)
+
+
+def variant_plan(*rows: dict[str, Any]) -> variants.Plan:
+    found = [Variant("sm80", row) for row in rows]
+    return variants.Plan(found, [SMALL], ["fa2"], "bf16", rounds=1, target="sm_80")
+
+
+def test_a_variant_that_does_not_fit_says_why() -> None:
+    plan = variant_plan({"tile_m": 128, "tile_n": 8192}, {"tile_m": 128, "tile_n": 64, "bogus": 1})
+    built = [variants.build_one(variant, SMALL, "bf16", "sm_80") for variant in plan.variants]
+    assert "shared memory" in str(built[0].problem)
+    assert "bogus" in str(built[1].problem)
+
+
+def test_a_worker_reports_a_failing_variant_and_goes_on(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = variant_plan({"tile_m": 64, "tile_n": 64}, {"tile_m": 128, "tile_n": 64}, {"tile_m": 32, "tile_n": 64})
+
+    def fake_runner(variant: Variant, inputs: Inputs, target: str) -> Any:
+        if variant.fields["tile_m"] == 64:
+            raise RuntimeError("ptxas gave up")
+        return implementations.runner("fa2", inputs)
+
+    monkeypatch.setattr(variants, "variant_runner", fake_runner)
+    journal = tmp_path / "journal"
+    variants.Worker(plan, {(2, SMALL.label): "does not compile"}, journal, CPU).run()
+    (row,) = variants.read_journal(journal)
+    assert row["results"]["0"]["problem"] == "RuntimeError: ptxas gave up"
+    assert row["results"]["2"]["problem"] == "does not compile"
+    assert row["results"]["1"]["tflops"] > 0
+    text = "\n".join(variants.table(plan, [row], {(1, SMALL.label): variants.Built(note="2 spills")}))
+    assert "[1] m=128 n=64  (2 spills)" in text
+    assert "[0] m=64 n=64: RuntimeError: ptxas gave up" in text
+
+
+def test_a_lost_context_is_recorded_and_that_variant_skipped(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = variant_plan({"tile_m": 64, "tile_n": 64})
+
+    def lose(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Exited(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        raise Exited(status)
+
+    monkeypatch.setattr(variants, "variant_runner", lose)
+    monkeypatch.setattr(variants.os, "_exit", leave)
+    arguments = argparse.Namespace(skip="[]", worker=tmp_path / "journal")
+    with pytest.raises(Exited) as exited:
+        variants.work(arguments, plan, CPU)
+    assert exited.value.args == (variants.LOST_CONTEXT,)
+    assert variants.work(arguments, plan, CPU) == 0
+    assert "lost the GPU" in variants.read_journal(arguments.worker)[-1]["results"]["0"]["problem"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message for machines without a GPU")
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (forward.main, ["--json", "unused.json"]),
+        (variants.main, ["--variants", "[]", "--cells", "64:512:full"]),
+    ],
+)
+def test_without_a_gpu_the_command_says_so(main: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--impls", "sm90,fa9"], ["--masks", "window"], ["--traits-override", '[{"tile_m": 64}]']]
+)
+def test_bad_options_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        forward.parse(["--json", "unused.json", *arguments])
