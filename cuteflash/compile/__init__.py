@@ -4,4 +4,12 @@ from cuteflash.compile.build import BuildReport, KernelWarning, build, compiled
 from cuteflash.compile.cache import CacheWarning, cache_dir
 from cuteflash.compile.resources import Resources
 
-__all__ = ["BuildReport", "CacheWarning", "KernelWarning", "Resources", "build", "cache_dir", "compiled"]
+__all__ = [
+    "BuildReport",
+    "CacheWarning",
+    "KernelWarning",
+    "Resources",
+    "build",
+    "cache_dir",
+    "compiled",
+]

@@ -1,0 +1,124 @@
+"""The commands and their options; what they do lies in `info` and `build`, in the demo and in the benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+from cuteflash.cli import build as building
+from cuteflash.cli import info as information
+from cuteflash.cli.options import Usage, flags, head_dims, names
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits.arch import ARCHS, FAMILIES
+
+app = typer.Typer(
+    name="cuteflash",
+    help="Exact attention for Ampere and Hopper GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a report
+    rich_markup_mode=None,
+)
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+Arch = Annotated[str | None, typer.Option(help=f"Comma-separated compile targets of {', '.join(ARCHS)}.")]
+Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
+Mask = Annotated[str | None, typer.Option(help=f"Comma-separated kinds of {', '.join(MASK_KINDS)}.")]
+Dtype = Annotated[str | None, typer.Option(help=f"Comma-separated element types of {', '.join(DTYPES)}.")]
+HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q and K, multiples of 8 up to 256.")]
+HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O, one for each --head-dim; default: the same.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+
+
+@app.command()
+def info(
+    *,
+    head_dim: HeadDim = "128",
+    head_dim_v: HeadDimV = None,
+    arch: Arch = None,
+    dtype: Dtype = "bf16",
+    mask: Mask = "full",
+    family: Family = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the environment, and which kernel and traits run a forward problem. --arch defaults to the GPU or to all."""
+    with Usage():
+        problems = [
+            FwdProblem(dtype=kind, head_dim=d, head_dim_v=d_v, mask=masking)
+            for d, d_v in head_dims(head_dim, head_dim_v)
+            for masking in names("mask", mask, MASK_KINDS)
+            for kind in names("dtype", dtype, DTYPES)
+        ]
+        targets = names("arch", arch, ARCHS, default=information.default_targets())
+        checked_family = names("family", family, FAMILIES, default=[None])[0]
+        choices = [information.describe(problem, target, checked_family) for target in targets for problem in problems]
+    result = {"environment": information.environment(), "choices": choices}
+    typer.echo(json.dumps(result, indent=2) if as_json else information.text(result), nl=as_json)
+
+
+@app.command("compile")
+def compile_(
+    *,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    arch: Arch = None,
+    dtype: Dtype = None,
+    mask: Mask = None,
+    causal: Annotated[str | None, typer.Option(help="0, 1 or 0,1: short for --mask full, causal.")] = None,
+    lse: Annotated[str, typer.Option(help="0, 1 or 0,1: without and with the log-sum-exp.")] = "0",
+    softcap: Annotated[str, typer.Option(help="0, 1 or 0,1: without and with softcap.")] = "0",
+    family: Family = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="The whole shipped table; the other options narrow it.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = os.cpu_count() or 1,
+    as_json: AsJson = False,
+) -> None:
+    """Compile kernels into the disk cache, here for any target, and report what they cost.
+
+    Exits with 1 where a kernel does not compile, spills, or draws a warning from ptxas.
+    """
+    with Usage():
+        if head_dim is None and not everything:
+            raise ValueError("compile needs --head-dim, e.g. --head-dim 64,128, or --all")
+        if mask is not None and causal is not None:
+            raise ValueError("mask and causal are both given; allowed: one of them")
+        if causal is not None:
+            mask = ",".join("causal" if flag else "full" for flag in flags("causal", causal))
+        selection = building.Selection(
+            targets=names("arch", arch, ARCHS, default=list(ARCHS) if everything else information.local_target()),
+            families=names("family", family, FAMILIES, default=list(FAMILIES) if everything else [None]),
+            head_dims=head_dims(head_dim, head_dim_v) if head_dim is not None else None,
+            masks=names("mask", mask, MASK_KINDS, default=list(MASK_KINDS) if everything else ["full"]),
+            dtypes=names("dtype", dtype, DTYPES, default=list(DTYPES) if everything else ["bf16"]),
+            lse=flags("lse", lse),
+            softcap=flags("softcap", softcap),
+        )
+        tasks = building.table_tasks(selection) if everything else building.grid_tasks(selection)
+    outcomes = building.run(tasks, jobs)
+    if as_json:
+        typer.echo(json.dumps([outcome.as_dict() for outcome in outcomes], indent=2))
+    else:
+        building.print_table(outcomes)
+    raise typer.Exit(0 if all(outcome.good for outcome in outcomes) else 1)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def demo(context: typer.Context) -> None:
+    """Real sentences through a real model whose attention is ours."""
+    raise typer.Exit(_entry("cuteflash.demo")(context.args))
+
+
+@app.command(context_settings=PASS_THROUGH)
+def bench(context: typer.Context) -> None:
+    """Measure the forward against its peers on this GPU (options: cuteflash bench --help)."""
+    raise typer.Exit(_entry("benchmarks.forward")(context.args))
+
+
+def _entry(module: str) -> Any:
+    """`main(argv) -> exit status` of a module that is only loaded when asked for."""
+    return importlib.import_module(module).main

@@ -1,0 +1,180 @@
+"""`cuteflash compile`: many kernels in parallel processes, and a table of what they cost."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import multiprocessing
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cuteflash.compile import BuildReport, build
+from cuteflash.dispatch import choose_fwd
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.tables import FWD_ROWS
+
+PLAIN_WIDTH = 200  # columns of the table where stdout is no terminal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """What to build: the product of its lists. `head_dims` None leaves the head dims to the table."""
+
+    targets: list[str]
+    families: list[Family | None]
+    head_dims: list[tuple[int, int]] | None
+    masks: list[Any]
+    dtypes: list[Any]
+    lse: list[bool]
+    softcap: list[bool]
+
+    def problems(self, head_dims: Sequence[tuple[int, int]]) -> list[FwdProblem]:
+        """The selected problems of these (head_dim, head_dim_v) pairs."""
+        combinations = itertools.product(head_dims, self.masks, self.dtypes, self.softcap, self.lse)
+        return [
+            FwdProblem(dtype, d, d_v, mask=mask, has_softcap=softcap, has_lse=lse)
+            for (d, d_v), mask, dtype, softcap, lse in combinations
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One kernel to build."""
+
+    target: str
+    family: Family
+    problem: FwdProblem
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """A task's report, or why there is none."""
+
+    task: Task
+    report: BuildReport | None = None
+    error: str | None = None
+
+    @property
+    def good(self) -> bool:
+        """It compiled, without spills and without a warning."""
+        return self.report is not None and not self.report.complaints
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values: the task, then either the report's fields or the error."""
+        result = {**dataclasses.asdict(self.task), "error": self.error}
+        if self.report is not None:
+            result |= self.report.as_dict() | {"complaints": list(self.report.complaints)}
+        return result
+
+
+def grid_tasks(selection: Selection) -> list[Task]:
+    """One task for each selected combination. ValueError, NotImplementedError: the dispatcher has no row for one."""
+    tasks = []
+    for target, family in itertools.product(selection.targets, selection.families):
+        for problem in selection.problems(selection.head_dims or []):
+            tasks.append(Task(target, choose_fwd(problem, target, family).family, problem))
+    return tasks
+
+
+def table_tasks(selection: Selection) -> list[Task]:
+    """One task for each selected combination and each pair of head dims that the selected tables have a row for."""
+    tasks = []
+    for (target, family), rows in FWD_ROWS.items():
+        if target in selection.targets and family in selection.families:
+            made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
+            pairs = [pair for pair in made_for if selection.head_dims is None or pair in selection.head_dims]
+            tasks += [Task(target, family, problem) for problem in selection.problems(pairs)]
+    if not tasks:
+        raise ValueError("no row of the shipped tables is left by the given options")
+    return tasks
+
+
+def run(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
+    """Builds `tasks` in `jobs` fresh processes, in order of completion on a progress bar, in task order as a result.
+
+    Processes, because the compiler is not thread-safe; spawned ones, because it must not inherit a CUDA context.
+    """
+    outcomes: dict[Task, Outcome] = {}
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    pool = concurrent.futures.ProcessPoolExecutor(
+        max_workers=max(1, min(jobs, len(tasks))), mp_context=multiprocessing.get_context("spawn")
+    )
+    with bar, pool:
+        progress = bar.add_task("compiling", total=len(tasks))
+        futures = {pool.submit(build_task, task): task for task in tasks}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                task = futures[future]
+                try:
+                    outcomes[task] = future.result()
+                except concurrent.futures.process.BrokenProcessPool as error:
+                    outcomes[task] = Outcome(task, error=f"a compiler process died: {error}")
+                bar.advance(progress)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [outcomes[task] for task in tasks]
+
+
+def build_task(task: Task) -> Outcome:
+    """Builds one task; a failure becomes text, because the compiler's exceptions do not travel between processes."""
+    try:
+        choice = choose_fwd(task.problem, task.target, task.family)
+        return Outcome(task, build(choice.kernel_cls, choice.traits, task.problem, task.target))
+    except Exception as error:
+        return Outcome(task, error=f"{type(error).__name__}: {error}")
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    """The outcomes on stdout, then every complaint in full."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("target", "family", "head dim", "mask", "dtype", "tile"):
+        table.add_column(name, no_wrap=True)
+    for name in ("seconds", "registers", "stack", "spills", "smem", "of limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("from", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(*_cells(outcome), style=None if outcome.good else "red")
+    console.print(table)
+    for outcome in outcomes:
+        for complaint in (outcome.error,) if outcome.report is None else outcome.report.complaints:
+            console.print(f"{outcome.task}: {complaint}", style="red", markup=False, highlight=False)
+    built = [outcome.report for outcome in outcomes if outcome.report is not None and not outcome.report.cached]
+    bad = sum(not outcome.good for outcome in outcomes)
+    console.print(f"{len(outcomes)} kernels, {len(built)} compiled now, {bad} bad", highlight=False)
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    task, report = outcome.task, outcome.report
+    problem = task.problem
+    extras = "".join(name for name, there in ((" softcap", problem.has_softcap), (" lse", problem.has_lse)) if there)
+    cells = [task.target, task.family, f"{problem.head_dim}x{problem.head_dim_v}", problem.mask + extras, problem.dtype]
+    if report is None:
+        return [*cells, "failed"]
+    used = report.resources
+    return [
+        *cells,
+        f"{report.traits.tile_m}x{report.traits.tile_n}",
+        f"{report.seconds:.2f}",
+        str(used.registers),
+        str(used.stack_bytes),
+        f"{used.spill_store_bytes}+{used.spill_load_bytes}",
+        str(report.smem_bytes),
+        f"{report.smem_bytes / get_arch(task.target).smem_per_block:.0%}",
+        "cache" if report.cached else "compiler",
+    ]

@@ -1,0 +1,59 @@
+"""Comma-separated option values, checked: every complaint names the option, its value and what is allowed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import typer
+
+
+class Usage:
+    """Turns a ValueError or NotImplementedError of its block into one line on stderr and exit code 2."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ValueError | NotImplementedError):
+            print(f"cuteflash: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+
+
+def names(option: str, text: str | None, allowed: Iterable[str], *, default: Sequence[Any] = ()) -> list[Any]:
+    """The items of a comma-separated list, each one of `allowed`; `default` where the option is not given."""
+    if text is None:
+        return list(default)
+    known = list(allowed)
+    items = list(dict.fromkeys(item.strip() for item in text.split(",")))
+    for item in items:
+        if item not in known:
+            raise ValueError(f"{option} is {item!r}; allowed: {', '.join(known)}")
+    return items
+
+
+def flags(option: str, text: str) -> list[bool]:
+    """`0`, `1` or `0,1`."""
+    return [item == "1" for item in names(option, text, ("0", "1"))]
+
+
+def head_dims(head_dim: str | None, head_dim_v: str | None) -> list[tuple[int, int]]:
+    """(head_dim, head_dim_v) pairs; the values themselves are FwdProblem's to check."""
+    columns = _integers("head_dim", head_dim or "")
+    columns_v = _integers("head_dim_v", head_dim_v) if head_dim_v is not None else columns
+    if len(columns_v) == 1:
+        columns_v = columns_v * len(columns)
+    if len(columns) != len(columns_v):
+        raise ValueError(f"head_dim_v has {len(columns_v)} values; allowed: one, or {len(columns)} as head_dim has")
+    return list(dict.fromkeys(zip(columns, columns_v, strict=True)))
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}; allowed: comma-separated integers") from None
