@@ -25,6 +25,7 @@ demo: $(READY)  ## real text through a real model whose attention is ours
 
 test: lint typecheck  ## everything that needs no GPU
 	$(SINGLE) $(BIN)/python -m pytest -q -n 2 -m "not gpu"
+	$(SINGLE) $(BIN)/python -m pytest -q -n 2 -m gpu --device cpu tests/gpu  # the GPU tests' logic, on the reference
 	@$(BIN)/python -m tests.receipt check $(RECEIPT)
 
 lint: $(READY)  ## ruff, check only

@@ -12,6 +12,7 @@ from tests.receipt import ReceiptPlugin
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--receipt", metavar="PATH", help="write the GPU test receipt (JSON) to PATH when the run ends")
+    parser.addoption("--device", default="cuda", choices=["cuda", "cpu"], help="where the tests marked gpu run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,9 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ReceiptPlugin(pathlib.Path(path)), "gpu-receipt")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items:
+    if not gpu_items or config.getoption("--device") == "cpu":
         return
     import torch
 

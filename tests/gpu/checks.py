@@ -1,0 +1,147 @@
+"""How a forward result is judged, on any device: a textbook reference, poisoned outputs, every element compared.
+
+An output passes where its largest error against fp32 is at most twice that of the same computation done by torch in
+the low precision, plus the rounding of an addition at 0.3. The reference builds the whole score matrix, element by
+element from the definition of the mask, and shares nothing with the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cuteflash
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of `flash_attn_func` on normal inputs; `logits` multiplies Q."""
+
+    seqlen_q: int = 128
+    seqlen_k: int | None = None
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bf16"
+    batch: int = 2
+    heads: int = 3
+    kv_heads: int | None = None
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    scale: float | None = None
+    pack_gqa: bool | None = None
+    lse: bool = False
+    logits: float = 1.0
+
+    def __str__(self) -> str:
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(f"{f.name}={getattr(self, f.name)}".replace(" ", "") for f in changed) or "default"
+
+    def inputs(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Fresh Q, K and V, contiguous."""
+        generator = torch.Generator(device).manual_seed(seed)
+        seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
+        kv_heads, head_dim_v = self.kv_heads or self.heads, self.head_dim_v or self.head_dim
+        shapes = (
+            (self.batch, self.seqlen_q, self.heads, self.head_dim),
+            (self.batch, seqlen_k, kv_heads, self.head_dim),
+            (self.batch, seqlen_k, kv_heads, head_dim_v),
+        )
+        q, k, v = (torch.randn(shape, device=device, generator=generator) for shape in shapes)
+        dtype = DTYPES[self.dtype]
+        return (q * self.logits).to(dtype), k.to(dtype), v.to(dtype)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `flash_attn_func`, without `family`."""
+        return {
+            "softmax_scale": self.scale,
+            "causal": self.causal,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "pack_gqa": self.pack_gqa,
+            "return_lse": self.lse,
+        }
+
+
+def visible(seqlen_q: int, seqlen_k: int, case: Case, device: torch.device) -> Tensor:
+    """bool (seqlen_q, seqlen_k), True where a query sees a key."""
+    left, right = case.window
+    right = 0 if case.causal else right
+    position = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
+    key = torch.arange(seqlen_k, device=device)[None, :]
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if left >= 0:
+        seen &= key >= position - left
+    if right >= 0:
+        seen &= key <= position + right
+    return seen
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """O (batch, seqlen_q, heads, head_dim_v) and LSE (batch, heads, seqlen_q), every step in `dtype`, as fp32."""
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[3] ** -0.5 if case.scale is None else case.scale
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # (b, h, s, d)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q * scale) @ k.transpose(2, 3)
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    seen = visible(q.shape[2], k.shape[2], case, q.device)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    weights = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)  # an empty row's softmax is NaN
+    return (weights @ v).transpose(1, 2).float(), torch.logsumexp(scores.float(), dim=-1)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill every uninitialised tensor made inside with NaN, so that an element nobody writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, case: Case, family: str) -> tuple[Tensor, Tensor | None]:
+    """O, and LSE where the case asks for it, from the public function into poisoned memory."""
+    with poisoned(), torch.no_grad():
+        result = cuteflash.flash_attn_func(q, k, v, family=family, **case.options())
+    return result if case.lse else (result, None)
+
+
+def assert_right(inputs: tuple[Tensor, Tensor, Tensor], case: Case, out: Tensor, lse: Tensor | None = None) -> None:
+    """Shapes, dtypes and every element of a result."""
+    q, _, v = inputs
+    exact, exact_lse = reference(*inputs, case, torch.float32)
+    assert out.shape == (*q.shape[:3], v.shape[3])
+    assert out.dtype == q.dtype
+    assert torch.isfinite(out).all(), f"{(~torch.isfinite(out)).sum().item()} elements are not finite"
+    low, _ = reference(*inputs, case, q.dtype)
+    low_error = (low - exact).abs().max().item()
+    tolerance = 2 * low_error + 2 * (exact + 0.3 - 0.3 - exact).abs().max().item()
+    difference = (out.float() - exact).abs()
+    worst = difference.max().item()
+    where = tuple(x.item() for x in torch.unravel_index(difference.argmax(), difference.shape))
+    assert worst <= tolerance, f"error {worst:.3e} at {where} (b, s, h, d), allowed {tolerance:.3e}"
+    if lse is not None:
+        assert lse.shape == exact_lse.shape
+        assert lse.dtype == torch.float32
+        # The hardware's tanh is good to 2^-11, relatively.
+        torch.testing.assert_close(lse, exact_lse, atol=1e-3 + 1e-3 * case.softcap, rtol=1e-4)
+
+
+def check(case: Case, family: str, device: torch.device, seed: int = 0) -> None:
+    """Run a case on fresh inputs and judge it."""
+    inputs = case.inputs(device, seed)
+    out, lse = call(*inputs, case, family)
+    assert_right(inputs, case, out, lse)

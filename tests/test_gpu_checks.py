@@ -1,0 +1,76 @@
+"""The GPU tests' own judge, on the CPU: it accepts right outputs and notices each kind of wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.checks import Case, assert_right, call, poisoned, reference, visible
+
+CPU = torch.device("cpu")
+CASE = Case(40, 70, heads=4, kv_heads=2, causal=True, lse=True)
+
+
+def scale_one_row(out: Tensor) -> None:
+    out[1, 39, 3] *= 1.1
+
+
+def leave_one_out(out: Tensor) -> None:
+    out[0, 5, 1, 7] = float("nan")
+
+
+def swap_heads(out: Tensor) -> None:
+    out[:, :, [0, 1]] = out[:, :, [1, 0]]
+
+
+def shift_rows(out: Tensor) -> None:
+    out.copy_(out.roll(1, dims=1))
+
+
+@pytest.mark.parametrize("spoil", [scale_one_row, leave_one_out, swap_heads, shift_rows])
+def test_a_wrong_output_fails(spoil: Callable[[Tensor], None]) -> None:
+    inputs = CASE.inputs(CPU)
+    out, lse = call(*inputs, CASE, "sm80")
+    assert_right(inputs, CASE, out, lse)
+    spoil(out)
+    with pytest.raises(AssertionError):
+        assert_right(inputs, CASE, out, lse)
+
+
+def test_a_wrong_log_sum_exp_fails() -> None:
+    inputs = CASE.inputs(CPU)
+    out, lse = call(*inputs, CASE, "sm80")
+    assert lse is not None
+    with pytest.raises(AssertionError):
+        assert_right(inputs, CASE, out, lse / 0.6931)  # base 2 in place of e
+
+
+def test_the_reference_is_torchs_where_torch_has_one() -> None:
+    case = Case(50, heads=2, causal=True)
+    q, k, v = (x.float() for x in case.inputs(CPU))
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(reference(q, k, v, case, torch.float32)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        (Case(causal=True), ["111000", "111100", "111110", "111111"][1:]),
+        (Case(window=(1, 0)), ["001100", "000110", "000011"]),
+        (Case(window=(-1, 1)), ["111110", "111111", "111111"]),
+        (Case(window=(0, -1)), ["000111", "000011", "000001"]),
+    ],
+)
+def test_masks_align_at_the_bottom_right(case: Case, rows: list[str]) -> None:
+    seen = visible(3, 6, case, CPU)
+    assert ["".join(str(int(x)) for x in row) for row in seen] == rows
+
+
+def test_poison_fills_and_is_undone() -> None:
+    with poisoned():
+        assert torch.isnan(torch.empty(4)).all()
+    assert not torch.are_deterministic_algorithms_enabled()
