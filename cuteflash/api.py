@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -157,5 +157,5 @@ def _number(name: str, value: object, allowed: str) -> float:
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, torch.SymFloat):
-        return value
+        return cast(float, value)
     raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; allowed: {allowed}")

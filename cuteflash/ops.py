@@ -26,9 +26,10 @@ from torch._C import (  # what torch.library.register_autograd is itself made of
 )
 from torch._ops import OpOverload
 
+from cuteflash.compile import compiled
+from cuteflash.dispatch import choose_fwd, current_target
 from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, Dtype, FwdProblem, mask_of_window
 from cuteflash.reference.fa2 import flash_attention_2
-from cuteflash.traits.base import ceil_to
 from cuteflash.validate import ALIGNMENT, FwdOptions, check_alignment, check_fwd
 
 Result = Any  # Tensor from `fwd`, (Tensor, Tensor) from `fwd_lse`
@@ -42,7 +43,6 @@ DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: 
 ALIGNMENT_MASK = ALIGNMENT - 1
 PLANS_MAX = 4096  # a serving process sees ever new lengths; a plan is about 1 kB and 50 us, so starting over is cheap
 
-_PLANS: dict[Hashable, Launch] = {}
 _library = torch.library.Library("cuteflash", "DEF")
 
 
@@ -50,26 +50,21 @@ def should_pack(seqlen_q: int, heads_per_kv: int, tile_m: int) -> bool:
     """Whether folding a KV head's query heads into the rows of a tile pays (the `pack_gqa=None` heuristic).
 
     Each row block of a head reads all of K and V. Apart, the heads need ``heads_per_kv * ceil(seqlen_q / tile_m)``
-    blocks, mostly padding for a short `seqlen_q`; packed, ``ceil(seqlen_q * heads_per_kv / tile_m)``. Packed rows are
-    gathered from several heads, so packing has to save a tenth of the blocks.
+    blocks, which for a short `seqlen_q` are mostly padding; packed, every 64 rows of a tile hold as many whole tokens
+    as fit. Packed rows are gathered from several heads, so packing has to save a tenth of the blocks.
     """
-    rows = seqlen_q * heads_per_kv
-    if heads_per_kv == 1 or heads_per_kv > PACK_GQA_MAX or rows > LENGTH_MAX:
+    if heads_per_kv == 1 or heads_per_kv > PACK_GQA_MAX or seqlen_q * heads_per_kv > LENGTH_MAX:
         return False
-    apart = heads_per_kv * (ceil_to(seqlen_q, tile_m) // tile_m)
-    packed = ceil_to(rows, tile_m) // tile_m
-    return 10 * packed <= 9 * apart
+    tokens = tile_m // PACK_GQA_MAX * (PACK_GQA_MAX // heads_per_kv)
+    return 10 * -(-seqlen_q // tokens) <= 9 * heads_per_kv * -(-seqlen_q // tile_m)
 
 
 def plan_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Launch:
-    """Check the arguments and prepare a launch for every call that agrees with this one in `_fwd_key`."""
+    """Check the arguments and prepare a launch for every call that agrees with this one in `cuda_forward`'s key."""
     check_fwd(q, k, v, options)
     o_shape = (*q.shape[:3], v.shape[3])
     if q.numel() == 0 or k.shape[1] == 0:
         return _without_kernel(o_shape, has_lse)
-    from cuteflash.compile import compiled, current_target  # loads the compiler: only where a kernel runs
-    from cuteflash.dispatch import choose_fwd
-
     target = current_target(q.device.index)
     mask, left, right = mask_of_window(options.window_left, options.window_right, q.shape[1])
     base = (DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], mask, options.softcap > 0, has_lse)
@@ -176,16 +171,14 @@ class _ForwardOnly(torch.autograd.Function):
         )
 
 
-def _define(name: str, returns: str, has_lse: bool) -> OpOverload:
-    """Define one forward operator with all its implementations."""
-    _library.define(f"{name}({ARGUMENTS}) -> {returns}")
-    op: OpOverload = getattr(torch.ops.cuteflash, name).default
-    plans = _PLANS
+def cuda_forward(has_lse: bool) -> Callable[..., Result]:
+    """The CUDA implementation: look a plan up, or make it, and launch."""
+    plans: dict[Hashable, Launch] = {}
 
     def cuda(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.get_device(), k.get_device(), v.get_device(), options, has_lse,
+            q.get_device(), k.get_device(), v.get_device(), options,
         )  # fmt: skip
         launch = plans.get(key)
         if launch is None:
@@ -197,15 +190,24 @@ def _define(name: str, returns: str, has_lse: bool) -> OpOverload:
             check_alignment(q, k, v)
         return launch(q, k, v)
 
+    return cuda
+
+
+def _define(name: str, returns: str, has_lse: bool) -> OpOverload:
+    """Define one forward operator with all its implementations."""
+    _library.define(f"{name}({ARGUMENTS}) -> {returns}")
+    op: OpOverload = getattr(torch.ops.cuteflash, name).default
+    cuda = cuda_forward(has_lse)
+
     def cpu(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
         return _fwd_cpu(q, k, v, FwdOptions(*options), has_lse)
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Result:
         return _fwd_fake(q, k, v, FwdOptions(*options, **named), has_lse)
 
-    def unsupported(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
+    def elsewhere(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
         check_fwd(q, k, v, FwdOptions(*options))
-        raise NotImplementedError(f"q.device is {q.device}; supported: cuda, cpu")
+        raise NotImplementedError(f"q.device is {q.device} with {type(q).__name__}; supported: cuda, cpu")
 
     # Plain tensors with no mode active: what the dispatcher would call next, without the 4 us of asking it again.
     direct = {
@@ -224,7 +226,7 @@ def _define(name: str, returns: str, has_lse: bool) -> OpOverload:
 
     _library.impl(name, cuda, "CUDA")
     _library.impl(name, cpu, "CPU")
-    _library.impl(name, unsupported, "CompositeExplicitAutograd")
+    _library.impl(name, elsewhere, "CompositeExplicitAutograd")
     _library.impl(name, autograd, "Autograd", with_keyset=True)
     torch.library.register_fake(f"cuteflash::{name}", fake, lib=_library)
     return op
