@@ -40,6 +40,6 @@ class ToyKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         first = (block * self.traits.tile_n + thread) * self.problem.head_dim
-        for i in cutlass.range_constexpr(self.problem.head_dim):
+        for i in cutlass.range(self.problem.head_dim, unroll=4):
             if first + i < mV.shape[0]:
                 mO[first + i] = mV[first + i]

@@ -53,8 +53,8 @@ def info(
             for masking in names("mask", mask, MASK_KINDS)
             for kind in names("dtype", dtype, DTYPES)
         ]
-        targets = names("arch", arch, ARCHS, default=information.default_targets())
-        checked_family = names("family", family, FAMILIES, default=[None])[0]
+        targets = names("arch", arch, ARCHS) or information.default_targets()
+        checked_family = (names("family", family, FAMILIES) or [None])[0]
         choices = [information.describe(problem, target, checked_family) for target in targets for problem in problems]
     result = {"environment": information.environment(), "choices": choices}
     typer.echo(json.dumps(result, indent=2) if as_json else information.text(result), nl=as_json)
@@ -90,11 +90,11 @@ def compile_(
         if causal is not None:
             mask = ",".join("causal" if flag else "full" for flag in flags("causal", causal))
         selection = building.Selection(
-            targets=names("arch", arch, ARCHS, default=list(ARCHS) if everything else information.local_target()),
-            families=names("family", family, FAMILIES, default=list(FAMILIES) if everything else [None]),
+            targets=names("arch", arch, ARCHS) or (list(ARCHS) if everything else information.local_target()),
+            families=names("family", family, FAMILIES) or (list(FAMILIES) if everything else [None]),
             head_dims=head_dims(head_dim, head_dim_v) if head_dim is not None else None,
-            masks=names("mask", mask, MASK_KINDS, default=list(MASK_KINDS) if everything else ["full"]),
-            dtypes=names("dtype", dtype, DTYPES, default=list(DTYPES) if everything else ["bf16"]),
+            masks=names("mask", mask, MASK_KINDS) or (list(MASK_KINDS) if everything else ["full"]),
+            dtypes=names("dtype", dtype, DTYPES) or (list(DTYPES) if everything else ["bf16"]),
             lse=flags("lse", lse),
             softcap=flags("softcap", softcap),
         )

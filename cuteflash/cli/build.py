@@ -51,6 +51,15 @@ class Task:
     family: Family
     problem: FwdProblem
 
+    def cells(self) -> list[str]:
+        """Target, family, head dims, mask and extras, dtype: how a person tells tasks apart."""
+        problem = self.problem
+        extras = "".join(
+            text for text, there in ((" softcap", problem.has_softcap), (" lse", problem.has_lse)) if there
+        )
+        head_dims = f"{problem.head_dim}x{problem.head_dim_v}"
+        return [self.target, self.family, head_dims, problem.mask + extras, problem.dtype]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
@@ -153,7 +162,8 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     console.print(table)
     for outcome in outcomes:
         for complaint in (outcome.error,) if outcome.report is None else outcome.report.complaints:
-            console.print(f"{outcome.task}: {complaint}", style="red", markup=False, highlight=False)
+            title = " ".join(outcome.task.cells())
+            console.print(f"{title}: {complaint}", style="red", markup=False, highlight=False, soft_wrap=True)
     built = [outcome.report for outcome in outcomes if outcome.report is not None and not outcome.report.cached]
     bad = sum(not outcome.good for outcome in outcomes)
     console.print(f"{len(outcomes)} kernels, {len(built)} compiled now, {bad} bad", highlight=False)
@@ -161,9 +171,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 def _cells(outcome: Outcome) -> list[str]:
     task, report = outcome.task, outcome.report
-    problem = task.problem
-    extras = "".join(name for name, there in ((" softcap", problem.has_softcap), (" lse", problem.has_lse)) if there)
-    cells = [task.target, task.family, f"{problem.head_dim}x{problem.head_dim_v}", problem.mask + extras, problem.dtype]
+    cells = task.cells()
     if report is None:
         return [*cells, "failed"]
     used = report.resources

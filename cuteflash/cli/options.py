@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -24,12 +24,10 @@ class Usage:
             raise typer.Exit(2) from error
 
 
-def names(option: str, text: str | None, allowed: Iterable[str], *, default: Sequence[Any] = ()) -> list[Any]:
-    """The items of a comma-separated list, each one of `allowed`; `default` where the option is not given."""
-    if text is None:
-        return list(default)
+def names(option: str, text: str | None, allowed: Iterable[str]) -> list[Any]:
+    """The items of a comma-separated list, each one of `allowed`; none where the option is not given."""
     known = list(allowed)
-    items = list(dict.fromkeys(item.strip() for item in text.split(",")))
+    items = list(dict.fromkeys(item.strip() for item in text.split(","))) if text is not None else []
     for item in items:
         if item not in known:
             raise ValueError(f"{option} is {item!r}; allowed: {', '.join(known)}")

@@ -78,7 +78,7 @@ class Entry:
         try:
             text = self.manifest_path.read_bytes()
             blob = self.object_path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None, None
         except OSError as error:
             return None, f"cannot be read ({error})"

@@ -18,6 +18,8 @@ FUNCTION_NAME = re.compile(r"\s+(?:in|of)( the)? function '+[^']*'+")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 
+REMARK_PREFIX = "ptxas output: "  # precedes the log's first line, which may be a diagnostic
+
 ELF_MAGIC = b"\x7fELF\x02\x01\x01"
 ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 ELF_MACHINE_CUDA = 190
@@ -37,11 +39,12 @@ class Resources:
     warnings: tuple[str, ...] = ()
 
 
-def parse_ptxas_log(log: str) -> Resources:
-    """The resources in a ptxas verbose log; of several kernels the largest of each.
+def parse_ptxas_log(remarks: str) -> Resources:
+    """The resources in a ptxas verbose log, plain or as the DSL's remark file quotes it; of several kernels the largest.
 
     Raises ValueError where the log has no resource lines: that is a change of compiler, not a kernel without costs.
     """
+    log = remarks.replace(REMARK_PREFIX, "\n").replace("''", "'")
     frames = [tuple(map(int, found)) for found in FRAME.findall(log)]
     registers = [int(found) for found in REGISTERS.findall(log)]
     if not frames or not registers:

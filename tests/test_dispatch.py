@@ -1,0 +1,88 @@
+"""Each problem gets traits that can run it, and the choice says where it comes from."""
+
+from __future__ import annotations
+
+import pytest
+
+from cuteflash import dispatch
+from cuteflash.dispatch import choose_fwd, padded_head_dim
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.tables import FWD_ROWS, FwdRow
+
+HEAD_DIMS = range(8, 257, 8)
+
+
+@pytest.mark.parametrize("table", FWD_ROWS, ids="/".join)
+def test_every_pair_of_head_dims_has_a_row(table: tuple[str, str]) -> None:
+    target, family = table
+    for head_dim in HEAD_DIMS:
+        for head_dim_v in HEAD_DIMS:
+            traits = choose_fwd(FwdProblem("bf16", head_dim, head_dim_v), target, family).traits
+            assert traits.family == family
+            assert 0 <= traits.head_dim - head_dim < 32
+            assert 0 <= traits.head_dim_v - head_dim_v < 32
+            assert traits.check(get_arch(target)) is None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "padded"), [(8, 32), (32, 32), (40, 64), (128, 128), (136, 160), (248, 256), (256, 256)]
+)
+def test_head_dims_pad_to_the_next_row(head_dim: int, padded: int) -> None:
+    assert padded_head_dim(head_dim) == padded
+
+
+def test_the_targets_best_family_is_the_default() -> None:
+    problem = FwdProblem("bf16", 64, 64)
+    assert choose_fwd(problem, "sm_90a").family == "sm90"
+    assert choose_fwd(problem, "sm_90a", "sm80").family == "sm80"
+    assert choose_fwd(problem, "sm_120").family == "sm80"
+
+
+def test_the_source_names_table_and_row() -> None:
+    assert choose_fwd(FwdProblem("bf16", 64, 64), "sm_90a").source == "shipped table sm_90a/sm90, row 64x64"
+    assert choose_fwd(FwdProblem("bf16", 192, 128), "sm_90a").source == "shipped table sm_90a/sm90, row 192x128"
+    lent = choose_fwd(FwdProblem("bf16", 40, 128), "sm_80")
+    assert lent.source == "shipped table sm_80/sm80, row 128x128 lent to 64x128"
+    assert (lent.traits.head_dim, lent.traits.head_dim_v) == (64, 128)
+
+
+SPECIAL = FwdTraitsSm80(128, 128, 64, 64)
+GENERAL = FwdTraitsSm80(64, 64, 64, 64)
+TOO_LARGE = FwdTraitsSm80(128, 128, 64, 64, kv_stage=8)
+
+
+def with_rows(monkeypatch: pytest.MonkeyPatch, *rows: FwdRow) -> None:
+    monkeypatch.setitem(dispatch.FWD_ROWS, ("sm_80", "sm80"), rows)
+    monkeypatch.setattr(dispatch, "choose_fwd", choose_fwd.__wrapped__)  # past the memo of the real tables
+
+
+def test_a_special_row_above_the_general_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rows(monkeypatch, FwdRow(SPECIAL, masks=("causal",), dtypes=("fp16",)), FwdRow(GENERAL))
+    assert dispatch.choose_fwd(FwdProblem("fp16", 64, 64, mask="causal"), "sm_80").traits == SPECIAL
+    assert dispatch.choose_fwd(FwdProblem("fp16", 64, 64, mask="full"), "sm_80").traits == GENERAL
+    assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64, mask="causal"), "sm_80").traits == GENERAL
+
+
+def test_a_row_that_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rows(monkeypatch, FwdRow(TOO_LARGE), FwdRow(GENERAL))
+    assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80").traits == GENERAL
+
+
+def test_no_row_names_the_problem_the_reasons_and_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rows(monkeypatch, FwdRow(TOO_LARGE))
+    with pytest.raises(NotImplementedError, match=r"head_dim 64.*head dims with rows: 64x64; 128x128 needs \d+ bytes"):
+        dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80")
+    with pytest.raises(NotImplementedError, match=r"head_dim 96.*head dims with rows: 64x64$"):
+        dispatch.choose_fwd(FwdProblem("bf16", 96, 64), "sm_80")
+
+
+def test_unknown_target_and_family() -> None:
+    problem = FwdProblem("bf16", 64, 64)
+    with pytest.raises(ValueError, match="arch is 'sm_90'; allowed: sm_80"):
+        choose_fwd(problem, "sm_90")
+    with pytest.raises(ValueError, match="family is 'sm100'; allowed: sm80, sm90"):
+        choose_fwd(problem, "sm_90a", "sm100")
+    with pytest.raises(NotImplementedError, match="family is 'sm90', which sm_86 does not run; it runs: sm80"):
+        choose_fwd(problem, "sm_86", "sm90")

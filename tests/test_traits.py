@@ -1,0 +1,114 @@
+"""Traits say what fits an architecture, and the shipped tables hold only rows that do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits.arch import ARCHS, KIB, arch_of_capability, get_arch
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.tables import FWD_ROWS, ROW_HEAD_DIMS
+
+GOOD80 = FwdTraitsSm80(128, 64, 128, 128, num_warps=8)
+GOOD90 = FwdTraitsSm90(128, 128, 128, 128)
+TABLES = pytest.mark.parametrize("table", FWD_ROWS, ids="/".join)
+
+
+def test_good_traits_pass() -> None:
+    assert GOOD80.check(get_arch("sm_80")) is None
+    assert GOOD80.check(get_arch("sm_90a")) is None
+    assert GOOD90.check(get_arch("sm_90a")) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 72}, "head_dim 72"),
+        ({"head_dim_v": 272}, "head_dim_v 272"),
+        ({"tile_m": 64}, "tile_m 64"),
+        ({"tile_n": 24}, "tile_n 24"),
+        ({"kv_stage": 0}, "kv_stage 0"),
+        ({"share_q_v_smem": True}, "q_in_regs"),
+        ({"kv_stage": 9}, "shared memory"),
+    ],
+)
+def test_sm80_says_why_not(change: dict[str, object], reason: str) -> None:
+    assert reason in (dataclasses.replace(GOOD80, **change).check(get_arch("sm_80")) or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 72}, "head_dim 72"),
+        ({"head_dim_v": 272}, "head_dim_v 272"),
+        ({"tile_m": 256}, "tile_m 256"),
+        ({"tile_n": 24}, "tile_n 24"),
+        ({"tile_m": 64}, "pingpong"),
+        ({"poly_exp2": 17}, "poly_exp2 17"),
+        ({"tile_n": 256}, "registers"),
+        ({"kv_stage": 3}, "shared memory"),
+    ],
+)
+def test_sm90_says_why_not(change: dict[str, object], reason: str) -> None:
+    assert reason in (dataclasses.replace(GOOD90, **change).check(get_arch("sm_90a")) or "")
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_89", "sm_120"])
+def test_only_hopper_runs_sm90(name: str) -> None:
+    assert "sm90" in (GOOD90.check(get_arch(name)) or "")
+
+
+def test_smem_is_what_the_tiles_add_up_to() -> None:
+    assert GOOD80.smem_bytes == (128 * 128 + 2 * 64 * 128) * 2
+    assert dataclasses.replace(GOOD80, q_in_regs=True, share_q_v_smem=True).smem_bytes == (128 + 64) * 128 * 2
+    tiles = (2 * 128 * 128 + 2 * 128 * 256) * 2  # Q and O, then two stages of K and V
+    assert tiles <= GOOD90.smem_bytes <= tiles + 2 * KIB
+    shared = dataclasses.replace(GOOD90, share_q_o=True)
+    assert GOOD90.smem_bytes - shared.smem_bytes == 128 * 128 * 2
+
+
+@TABLES
+def test_every_row_passes_its_own_check(table: tuple[str, str]) -> None:
+    for row in FWD_ROWS[table]:
+        assert row.traits.family == table[1]
+        assert row.traits.check(get_arch(table[0])) is None, row
+
+
+@TABLES
+def test_every_row_can_be_reached(table: tuple[str, str]) -> None:
+    for row in FWD_ROWS[table]:
+        assert {row.traits.head_dim, row.traits.head_dim_v} <= set(ROW_HEAD_DIMS)
+        assert set(row.masks) <= set(MASK_KINDS)
+        assert set(row.dtypes) <= set(DTYPES)
+        assert row.masks and row.dtypes
+
+
+def test_every_arch_has_a_table_for_each_of_its_families() -> None:
+    assert set(FWD_ROWS) == {(arch.name, family) for arch in ARCHS.values() for family in arch.families}
+
+
+def test_arch_names_and_capabilities() -> None:
+    assert arch_of_capability(9, 0).name == "sm_90a"
+    with pytest.raises(ValueError, match=r"arch is 'sm_75'; allowed: sm_80"):
+        get_arch("sm_75")
+    with pytest.raises(NotImplementedError, match=r"is 7\.5; supported: 8\.0"):
+        arch_of_capability(7, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"dtype": "fp32"}, "dtype is 'fp32'; allowed: fp16, bf16"),
+        ({"mask": "alibi"}, "mask is 'alibi'"),
+        ({"head_dim": 4}, "head_dim is 4"),
+        ({"head_dim_v": 264}, "head_dim_v is 264"),
+        ({"packed_heads": 0}, "packed_heads is 0"),
+    ],
+)
+def test_problem_names_what_is_wrong(change: dict[str, object], complaint: str) -> None:
+    fields = {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64}
+    with pytest.raises(ValueError, match=complaint):
+        FwdProblem(**fields | change)
