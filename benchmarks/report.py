@@ -16,6 +16,8 @@ from typing import Any
 
 Result = dict[str, Any]
 
+BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+
 # label → (ours, the peers of which the fastest counts)
 RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sm90/FA4": ("sm90", ("fa4",)),
@@ -125,6 +127,16 @@ def markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
+def insert(text: str, path: pathlib.Path) -> None:
+    """Replace what stands between the markers in a markdown file; ValueError where it does not have them."""
+    content = path.read_text()
+    before, begin, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{path} has no {BEGIN} ... {END}")
+    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+
+
 def print_table(result: Result) -> None:
     """The table on the terminal, ratios below 1 in red."""
     from rich import box
@@ -192,11 +204,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="render a benchmark result")
     parser.add_argument("json", type=pathlib.Path, help="a file written by benchmarks.forward")
     parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="also write the plot")
+    parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the table between its markers")
     arguments = parser.parse_args(argv)
     result = json.loads(arguments.json.read_text())
     if arguments.plot:
         plot(result, arguments.plot)
-    print(markdown(result), end="")
+    if arguments.into:
+        insert(markdown(result), arguments.into)
+    else:
+        print(markdown(result), end="")
     return 0
 
 

@@ -32,6 +32,7 @@ RANKS: dict[str, int] = {
     "integrations": 9,
     "compat": 9,
     "tune": 10,
+    "demo": 10,
     "cli": 11,
     "": 12,  # cuteflash/__init__.py, the public face
 }

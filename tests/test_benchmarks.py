@@ -183,6 +183,17 @@ def test_report_command_renders_and_draws(tmp_path: pathlib.Path, capsys: pytest
     assert "| cell | ours sm90 | FA2 |" in capsys.readouterr().out
 
 
+def test_report_replaces_what_stands_between_the_markers(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    for text in ("| new |\n", "| newer |\n"):
+        report.insert(text, path)
+    assert path.read_text() == f"before\n{report.BEGIN}\n| newer |\n{report.END}\nafter\n"
+    path.write_text("no markers\n")
+    with pytest.raises(ValueError, match="no <!-- benchmark"):
+        report.insert("x", path)
+
+
 def test_variants_default_their_head_dims_to_the_cell() -> None:
     narrow, wide = parse_variants(
         '[{"tile_m": 64, "tile_n": 64, "mask": "full"}, {"tile_m": 128, "tile_n": 80}]', "sm90"
