@@ -99,17 +99,10 @@ def attention(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if attention_mask is None:
         return attend(q, k, v), None
-    found = _groups_of(attention_mask, q, k)
-    if window is not None and any(isinstance(group.keys, Tensor) for group in found):
-        raise ValueError(
-            f"attention_mask has padding between tokens; with a sliding window ({window}) it is allowed "
-            "only before or after them"
-        )
-    positional = causal or window is not None
-    offset = attention_mask.shape[1] - q.shape[1] if positional else None
-    return attend_groups(attend, q, k, v, found, offset), None
+    return _attend_padded(attend, (q, k, v), attention_mask, causal, window), None
 
 
+@torch.compiler.disable  # reads the mask on the host
 def padding_mask(
     batch_size: int,
     q_length: int,
@@ -138,8 +131,7 @@ def padding_mask(
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    compiling = torch.compiler.is_compiling()
-    if attention_mask is not None and not compiling and attention_mask in _known_groups:
+    if attention_mask is not None and attention_mask in _known_groups:
         return attention_mask  # made here for a static cache, and handed back by the model
     mask_function = causal_mask_function if mask_function is None else mask_function
     if not _is_interval(mask_function):
@@ -161,8 +153,7 @@ def padding_mask(
         mask = torch.nn.functional.pad(mask, (0, used - mask.shape[1]))
         if used == kv_length and bool(mask.all()):
             return None
-    if not compiling:
-        _known_groups[mask] = groups(mask)
+    _known_groups[mask] = groups(mask)
     return mask
 
 
@@ -176,6 +167,26 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
             raise NotImplementedError(f"{name} is given: {meaning} is not supported by cuteflash")
     if kwargs.get("output_attentions"):
         raise ValueError('output_attentions is True; attention weights exist only with attn_implementation="eager"')
+
+
+@torch.compiler.disable  # which calls are made depends on the mask's values
+def _attend_padded(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    q, k, v = qkv
+    found = _groups_of(mask, q, k)
+    if window is not None and any(isinstance(group.keys, Tensor) for group in found):
+        raise ValueError(
+            f"attention_mask has padding between tokens; with a sliding window ({window}) it is allowed "
+            "only before or after them"
+        )
+    positional = causal or window is not None
+    offset = mask.shape[1] - q.shape[1] if positional else None
+    return attend_groups(attend, q, k, v, found, offset)
 
 
 def _groups_of(mask: Tensor, q: Tensor, k: Tensor) -> list[Group]:
@@ -192,7 +203,8 @@ def _groups_of(mask: Tensor, q: Tensor, k: Tensor) -> list[Group]:
 def _is_interval(mask_function: MaskFunction) -> bool:
     """Whether a mask function of transformers is an interval of keys: causal, full, or a window around the query.
 
-    Windows are closures made anew for each mask, and known by their code.
+    Windows are closures made anew for each mask, and known by their code. Under `torch.compile` transformers always
+    asks for packed sequences; that is an interval where there is only one sequence.
     """
     from transformers import masking_utils as masks
 
@@ -204,9 +216,16 @@ def _is_interval(mask_function: MaskFunction) -> bool:
         masks.sliding_window_bidirectional_overlay(1).__code__,
     ):
         return True
-    closure = getattr(mask_function, "__closure__", None)
-    if closure and code is masks.and_masks(masks.causal_mask_function).__code__:
-        return all(map(_is_interval, closure[0].cell_contents))
+    if code is None:
+        return False
+    cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, mask_function.__closure__ or ())}
+    if code is masks.and_masks(masks.causal_mask_function).__code__:
+        return all(map(_is_interval, cells["mask_functions"]))
+    if code is masks.packed_sequence_mask_function(torch.empty(0)).__code__:
+        return not bool(cells["packed_sequence_mask"].any())
+    remap = getattr(masks, "remap_positions_for_packed_sequence", None)  # transformers before 5.18 has none
+    if remap is not None and code is remap(masks.causal_mask_function, torch.empty(0)).__code__:
+        return _is_interval(cells["mask_function"])
     return False
 
 
