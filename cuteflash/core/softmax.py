@@ -110,7 +110,9 @@ def apply_softcap(scores: cute.Tensor, inner_scale: Float32):
 
 
 @cute.jit
-def mask_scores(scores: cute.Tensor, columns: cute.Tensor, first_key: Int32, bounds: cute.Tensor, left_edge: cutlass.Constexpr[bool]):
+def mask_scores(
+    scores: cute.Tensor, columns: cute.Tensor, first_key: Int32, bounds: cute.Tensor, left_edge: cutlass.Constexpr[bool]
+):
     """Set to -inf what a row does not see.
 
     Args:

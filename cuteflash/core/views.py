@@ -46,3 +46,8 @@ def transposed(tensor: cute.Tensor) -> cute.Tensor:
     """The same data with its first two modes exchanged: (n, d, ...) becomes (d, n, ...)."""
     order = (1, 0, *range(2, cute.rank(tensor)))
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(order)))
+
+
+def rows_first(tensor: cute.Tensor) -> cute.Tensor:
+    """A (batch, seqlen, heads, head_dim) tensor seen as (seqlen, head_dim, heads, batch)."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))

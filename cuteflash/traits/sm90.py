@@ -28,6 +28,7 @@ class FwdTraitsSm90:
         pingpong: named barriers let one warpgroup's products run while another does its softmax.
         overlap: inside a warpgroup, the next QK product is issued before this step's PV product.
         p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
+        share_q_o: O is staged where Q was; saves shared memory, but the next tile's Q has to wait for the store.
         persistent: as many blocks as multiprocessors, each looping over tiles.
         poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
     """
@@ -40,6 +41,7 @@ class FwdTraitsSm90:
     pingpong: bool = True
     overlap: bool = True
     p_in_regs: bool = True
+    share_q_o: bool = False
     persistent: bool = True
     poly_exp2: int = 0
 
@@ -69,7 +71,8 @@ class FwdTraitsSm90:
         o = self.tile_m * self.head_dim_v
         kv = self.kv_stage * self.tile_n * (self.head_dim + self.head_dim_v)
         p = 0 if self.p_in_regs else self.tile_m * self.tile_n
-        return (max(q, o) + kv + p) * ELEMENT_BYTES + BARRIER_BYTES
+        qo = max(q, o) if self.share_q_o else q + o
+        return (qo + kv + p) * ELEMENT_BYTES + BARRIER_BYTES
 
     def check(self, arch: ArchSpec) -> str | None:
         """None where the row can run on `arch`, else the reason in words."""
@@ -85,6 +88,8 @@ class FwdTraitsSm90:
             return f"tile_n {self.tile_n} is not a multiple of {WGMMA_K} up to 256"
         if self.pingpong and self.mma_warpgroups == 1:
             return "pingpong needs a second consumer warpgroup"
+        if self.share_q_o and self.head_dim != self.head_dim_v:
+            return "share_q_o needs head_dim equal to head_dim_v: a warpgroup's O must lie in its own rows of Q"
         if not 0 <= self.poly_exp2 <= 16:
             return f"poly_exp2 {self.poly_exp2} is not 0 to 16"
         if self.accumulator_regs > self.mma_regs - 24:

@@ -1,0 +1,68 @@
+"""Barriers of the warp-specialised kernels: mbarrier rings for TMA tiles, named barriers between warpgroups."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+
+class NamedBarrier(enum.IntEnum):
+    """Hardware barriers in use; 0 is `__syncthreads`."""
+
+    EPILOGUE = 1  # + warpgroup: O is in shared memory
+    TURN = 4  # + warpgroup: this warpgroup may issue its products (ping-pong)
+
+
+@dataclasses.dataclass(frozen=True)
+class TmaRing:
+    """`stages` shared-memory tiles that one TMA warp fills and consumer warps drain.
+
+    Positions count tiles from 0 for ever; tile `p` lives in stage `p % stages` and completes phase `p // stages`.
+
+    Attributes:
+        full: mbarriers, one a stage; a phase completes when the tile's bytes have landed.
+        empty: mbarriers, one a stage; a phase completes when every consumer warp has released the tile.
+        stages: tiles in flight.
+        tile_bytes: bytes TMA writes per tile.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: cutlass.Constexpr[int]
+    tile_bytes: cutlass.Constexpr[int]
+
+    @staticmethod
+    def create(barriers: cute.Pointer, stages: int, tile_bytes: int) -> TmaRing:
+        """A ring over `2 * stages` mbarriers at `barriers` (initialised by `init`)."""
+        return TmaRing(barriers, barriers + stages, stages, tile_bytes)
+
+    def init(self, consumer_warps: int) -> None:
+        """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, 1)
+            cute.arch.mbarrier_init(self.empty + stage, consumer_warps)
+
+    def stage(self, position: Int32) -> Int32:
+        """The stage that tile `position` lives in."""
+        return Int32(0) if const_expr(self.stages == 1) else position % self.stages
+
+    def acquire(self, position: Int32) -> cute.Pointer:
+        """Producer warp: wait until the stage is free, announce the bytes; returns the mbarrier for the copy."""
+        stage = self.stage(position)
+        cute.arch.mbarrier_wait(self.empty + stage, ((position // self.stages) & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.tile_bytes)
+        return self.full + stage
+
+    def wait(self, position: Int32) -> None:
+        """Consumer: wait until tile `position` has landed."""
+        cute.arch.mbarrier_wait(self.full + self.stage(position), (position // self.stages) & 1)
+
+    def release(self, position: Int32) -> None:
+        """Consumer warp: it has finished reading tile `position`."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + self.stage(position))

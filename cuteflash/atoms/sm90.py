@@ -1,0 +1,81 @@
+"""Hopper instructions as the kernels use them: WGMMA products, swizzled tiles, TMA boxes, stmatrix."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.utils import LayoutEnum, hopper_helpers
+
+WARPGROUP_ROWS = 64
+
+
+def smem_tile_layout(dtype: type[cutlass.Numeric], rows: int, cols: int, stages: int = 1) -> cute.ComposedLayout:
+    """A row-major (rows, cols, stages) tile with the widest swizzle that `cols` allows (128, 64 or 32 bytes).
+
+    The same layout is what TMA writes for a box of `cols` in swizzle-wide slabs and what WGMMA descriptors read.
+    """
+    kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, cols)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
+
+
+def packed_rows(tile: cute.ComposedLayout, heads: int, tokens: int) -> cute.ComposedLayout:
+    """The first `heads * tokens` rows of a (rows, cols, stages) tile, seen as ((heads, tokens), cols, stages)."""
+    row_stride = cute.flatten(tile.outer.stride[0])[0]  # rows of a swizzle-wide slab are evenly spaced
+    outer = cute.make_layout(
+        ((heads, tokens), *tile.outer.shape[1:]),
+        stride=((row_stride, row_stride * heads), *tile.outer.stride[1:]),
+    )
+    return cute.make_composed_layout(tile.inner, 0, outer)
+
+
+def tiled_mma(
+    dtype: type[cutlass.Numeric], n: int, b_major: warpgroup.OperandMajorMode, a_from_regs: bool
+) -> cute.TiledMma:
+    """One warpgroup's m64 x n x k16 product with fp32 accumulators; A is K-major."""
+    return hopper_helpers.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        warpgroup.OperandMajorMode.K,
+        b_major,
+        Float32,
+        atom_layout_mnk=(1, 1, 1),
+        tiler_mn=(WARPGROUP_ROWS, n),
+        a_source=warpgroup.OperandSource.RMEM if a_from_regs else warpgroup.OperandSource.SMEM,
+    )
+
+
+def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
+    """Issue acc (+)= a @ b over all k-blocks and commit them as one group; returns before they finish."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)  # a fresh one: the flag set below must not outlive the loop it is set in
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in range(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def store_copy(dtype: type[cutlass.Numeric], mma: cute.TiledMma) -> cute.TiledCopy:
+    """stmatrix.x4 from `mma`'s accumulator fragment to a row-major tile."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+    return cute.make_tiled_copy_C(atom, mma)
+
+
+def tma_load(tensor: cute.Tensor, tile: cute.ComposedLayout, box: cute.Tiler):
+    """(copy atom, coordinate tensor) of a global-to-shared box."""
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box)
+
+
+def tma_store(tensor: cute.Tensor, tile: cute.ComposedLayout, box: cute.Tiler):
+    """(copy atom, coordinate tensor) of a shared-to-global box."""
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, tile, box)
+
+
+def tma_partition(atom: cute.CopyAtom, tiles: cute.Tensor, boxes: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """TMA partitions of a staged tile (rows, cols, stages) and of global boxes (rows, cols, n): (box, stages), (box, n)."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(boxes, 0, 2)
+    )

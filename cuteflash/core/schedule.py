@@ -1,0 +1,58 @@
+"""Which (query tile, head, batch entry) a block works on, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+# K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
+# about half of it leaves room for Q, O and the heads that are about to end.
+L2_BUDGET_BYTES = 24 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOrder:
+    """A linear order of all tiles of a problem.
+
+    Heads are taken in groups; inside a group the last query tiles of every head come first. Under a causal mask
+    those are the longest, so that the last tiles to start are short.
+
+    Attributes:
+        m_blocks: query tiles of one head.
+        heads: heads of one batch entry as the tiles see them (KV heads where query heads are packed).
+        batch: batch entries.
+        group: heads in a group.
+    """
+
+    m_blocks: Int32
+    heads: Int32
+    batch: Int32
+    group: Int32
+
+    @staticmethod
+    def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int) -> Int32:
+        """How many heads' K and V stay in L2 together; at least 1."""
+        kv_heads = (L2_BUDGET_BYTES // kv_row_bytes) // cutlass.max(seqlen_k, 1)
+        return cutlass.max(kv_heads, 1) * heads_per_kv
+
+    def size(self) -> Int32:
+        """Number of tiles."""
+        return self.m_blocks * self.heads * self.batch
+
+    @cute.jit
+    def tile(self, index: Int32, longest_first: cutlass.Constexpr[bool]):
+        """(query tile, head, batch entry) of the `index`-th tile; without `longest_first` a head's tiles are neighbours."""
+        if const_expr(longest_first):
+            per_group = self.group * self.m_blocks
+            first = (index // per_group) * self.group
+            in_group = index % per_group
+            width = cutlass.min(self.group, self.heads * self.batch - first)
+            m_block = self.m_blocks - 1 - in_group // width
+            head = first + in_group % width
+        else:
+            m_block = index % self.m_blocks
+            head = index // self.m_blocks
+        return m_block, head % self.heads, head // self.heads

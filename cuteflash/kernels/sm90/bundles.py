@@ -1,0 +1,67 @@
+"""What the roles of the sm90 forward kernel hand around, by subject."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cuteflash.atoms.barriers import TmaRing
+from cuteflash.core.mask import IntervalMask
+from cuteflash.core.schedule import TileOrder
+
+
+@dataclasses.dataclass(frozen=True)
+class Tma:
+    """TMA descriptors and the coordinate tensors they are sliced with: (rows, columns, heads, batch)."""
+
+    load_q: cute.CopyAtom
+    load_k: cute.CopyAtom
+    load_v: cute.CopyAtom
+    store_o: cute.CopyAtom
+    gQ: cute.Tensor
+    gK: cute.Tensor
+    gV: cute.Tensor
+    gO: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Shared-memory tensors."""
+
+    sQ: cute.Tensor  # (64, head_dim, warpgroups)
+    sQ_boxes: cute.Tensor  # (box rows, head_dim, warpgroups), the same data
+    sK: cute.Tensor  # (tile_n, head_dim, kv_stage)
+    sV: cute.Tensor  # (tile_n, head_dim_v, kv_stage)
+    sVt: cute.Tensor  # (head_dim_v, tile_n, kv_stage), the same data
+    sO: cute.Tensor  # (64, head_dim_v, warpgroups)
+    sO_boxes: cute.Tensor  # (box rows, head_dim_v, warpgroups), the same data
+    sP: cute.Tensor | None  # (64, tile_n, warpgroups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """TMA rings; K and V positions run on from tile to tile."""
+
+    q: TmaRing
+    k: TmaRing
+    v: TmaRing
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Score arithmetic: exp2 is taken of `scale_log2 * s`, with `s = tanh(inner_scale * q k)` under a softcap."""
+
+    scale_log2: Float32
+    inner_scale: Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem90:
+    """The run-time side of the problem."""
+
+    order: TileOrder
+    heads_per_kv: Int32
+    mask: IntervalMask
+    scores: Scores
