@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import ELEMENT_BYTES
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
+CHUNK = 8  # elements of one 16-byte access
+
+
+def swizzle_width(cols: int) -> int:
+    """Columns of the slabs a shared-memory tile is swizzled in: the widest of 64, 32, 16 that divides `cols`."""
+    return math.gcd(cols, 64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +32,7 @@ class FwdTraitsSm80:
         q_in_regs: keep the Q fragments in registers for the whole loop.
         share_q_v_smem: V's first stage reuses Q's shared memory (needs `q_in_regs`).
         double_buffer: prefetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
+        blocks_per_sm: resident blocks the compiler must leave registers for.
     """
 
     tile_m: int
@@ -36,6 +44,7 @@ class FwdTraitsSm80:
     q_in_regs: bool = False
     share_q_v_smem: bool = False
     double_buffer: bool = True
+    blocks_per_sm: int = 1
 
     @property
     def family(self) -> Family:
@@ -66,10 +75,22 @@ class FwdTraitsSm80:
             return f"tile_m {self.tile_m} is not a multiple of {MMA_M} rows x {self.num_warps} warps"
         if self.tile_n % MMA_K:
             return f"tile_n {self.tile_n} is not a multiple of {MMA_K}, the k extent of the PV product"
-        if self.kv_stage < 1:
-            return f"kv_stage {self.kv_stage} is below 1"
-        if self.share_q_v_smem and not self.q_in_regs:
-            return "share_q_v_smem needs q_in_regs: V would overwrite a Q tile that is still read"
+        if self.kv_stage < 1 or self.blocks_per_sm < 1:
+            return f"kv_stage {self.kv_stage} or blocks_per_sm {self.blocks_per_sm} is below 1"
+        for name in ("head_dim", "head_dim_v"):
+            rows = self.copy_rows(getattr(self, name))
+            if self.tile_m % rows or self.tile_n % rows:
+                return (
+                    f"one pass of {self.num_threads} threads copies {rows} rows of {name}, which must divide the tiles"
+                )
+        if self.share_q_v_smem and not (self.q_in_regs and self.kv_stage == 1):
+            return "share_q_v_smem needs q_in_regs and kv_stage 1: V would overwrite a Q tile that is still read"
         if self.smem_bytes > arch.smem_per_block:
             return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
+        if self.blocks_per_sm * self.num_threads > arch.max_threads_per_sm:
+            return f"{self.blocks_per_sm} blocks of {self.num_threads} threads do not fit into one SM of {arch.name}"
         return None
+
+    def copy_rows(self, cols: int) -> int:
+        """Rows of a tile of `cols` columns that one access of every thread covers."""
+        return self.num_threads * CHUNK // swizzle_width(cols)

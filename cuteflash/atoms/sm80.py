@@ -1,0 +1,86 @@
+"""Ampere's instructions as CuTe atoms: cp.async, ldmatrix, mma.sync m16n8k16, and the swizzle that suits all three."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
+
+from cuteflash.traits.sm80 import CHUNK, MMA_K, MMA_M, MMA_N, WARP, swizzle_width
+
+CHUNK_BITS = 128
+
+
+def swizzled_tile(rows: int, cols: int, *stages: int) -> cute.ComposedLayout:
+    """A row-major (rows, cols) tile, or a (rows, cols, stages) one, whose 16-byte chunks are XORed with the row.
+
+    The eight rows that one ldmatrix phase, or one quarter-warp of 128-bit accesses, touches lie in different banks:
+    S<3,3,3> over 64-wide, S<2,3,3> over 32-wide and S<1,3,3> over 16-wide column slabs (in elements of 2 bytes).
+    """
+    width = swizzle_width(cols)
+    bits = {64: 3, 32: 2, 16: 1}[width]
+    slab = cute.make_composed_layout(cute.make_swizzle(bits, 3, 3), 0, cute.make_layout((8, width), stride=(width, 1)))
+    return cute.tile_to_shape(slab, (rows, cols, *stages), tuple(range(2 + len(stages))))
+
+
+def tiled_mma(dtype: type[cutlass.Numeric], num_warps: int) -> cute.TiledMma:
+    """mma.sync m16n8k16 with fp32 accumulation, warps stacked along M; N in pairs, to feed it by ldmatrix.x4."""
+    op = warp.MmaF16BF16Op(dtype, Float32, (MMA_M, MMA_N, MMA_K))
+    return cute.make_tiled_mma(
+        op, cute.make_layout((num_warps, 1, 1)), permutation_mnk=(num_warps * MMA_M, 2 * MMA_N, MMA_K)
+    )
+
+
+def ldmatrix(dtype: type[cutlass.Numeric], transpose: bool = False) -> cute.CopyAtom:
+    """Four 8x8 matrices a warp and instruction; `transpose` for an operand whose k extent runs over rows."""
+    return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype)
+
+
+def store_pairs(dtype: type[cutlass.Numeric], mma: cute.TiledMma) -> cute.TiledCopy:
+    """Accumulators to shared memory, two neighbouring columns (32 bits) at a time."""
+    atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=2 * dtype.width)
+    return cute.make_tiled_copy_C(atom, mma)
+
+
+def _row_copy(atom: cute.CopyAtom, num_threads: int, cols: int) -> cute.TiledCopy:
+    lanes = swizzle_width(cols) // CHUNK
+    threads = cute.make_layout((num_threads // lanes, lanes), stride=(lanes, 1))
+    return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, CHUNK)))
+
+
+def load_copy(dtype: type[cutlass.Numeric], num_threads: int, cols: int) -> cute.TiledCopy:
+    """Global to shared memory by 128-bit cp.async, past L1; neighbouring lanes take neighbouring chunks of a row."""
+    op = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)
+    return _row_copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=CHUNK_BITS), num_threads, cols)
+
+
+def store_copy(dtype: type[cutlass.Numeric], num_threads: int, cols: int) -> cute.TiledCopy:
+    """Shared memory to registers to global memory, 128 bits at a time, the lanes as in `load_copy`."""
+    return _row_copy(cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=CHUNK_BITS), num_threads, cols)
+
+
+@cute.jit
+def gemm(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    copies: tuple,
+    double_buffer: cutlass.Constexpr[bool],
+):
+    """`acc` += A B over all k-blocks, with the operands that `copies` names fetched from shared memory.
+
+    Args:
+        rA, rB: fragments (atom, M or N, k-blocks).
+        copies: (tiled copy slice, source partition, fragment in the copy's shape) of each operand to fetch.
+        double_buffer: fetch k-block i + 1 before the products of k-block i are issued.
+    """
+    k_blocks = cute.size(rA.shape[2])
+    ahead = 1 if const_expr(double_buffer) else 0
+    for k in cutlass.range_constexpr(-ahead, k_blocks):
+        if const_expr(k + ahead < k_blocks):
+            for copy, source, fragment in copies:
+                cute.copy(copy, source[None, None, k + ahead], fragment[None, None, k + ahead])
+        if const_expr(k >= 0):
+            cute.gemm(mma, acc, rA[None, None, k], rB[None, None, k], acc)

@@ -1,0 +1,106 @@
+"""What the roles of the sm80 forward kernel hand around, by subject."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cuteflash.core.mask import IntervalMask
+from cuteflash.core.schedule import TileOrder
+from cuteflash.core.softmax import OnlineSoftmax
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Global tensors as (rows, columns, heads, batch); a query row may be (packed head, token)."""
+
+    gQ: cute.Tensor
+    gK: cute.Tensor
+    gV: cute.Tensor
+    gO: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem80:
+    """The run-time side of the problem.
+
+    exp2 is taken of `scale_log2 * s`, with `s = tanh(inner_scale * q k)` under a softcap and `s = q k` otherwise.
+    """
+
+    order: TileOrder
+    heads_per_kv: Int32
+    mask: IntervalMask
+    scale_log2: Float32
+    inner_scale: Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Shared-memory tensors; O lies over the others, which are done with when it is written."""
+
+    sQ: cute.Tensor  # (tile_m, head_dim)
+    sK: cute.Tensor  # (tile_n, head_dim, kv_stage)
+    sV: cute.Tensor  # (tile_n, head_dim_v, kv_stage)
+    sVt: cute.Tensor  # (head_dim_v, tile_n, kv_stage), the same data
+    sO: cute.Tensor  # (tile_m, head_dim_v)
+
+
+@dataclasses.dataclass(frozen=True)
+class KvLoad:
+    """One thread's share of the K or the V loads.
+
+    Attributes:
+        copy: cp.async of 16 bytes a thread.
+        tXgX: (chunk, passes over rows, column slabs, key block) in global memory.
+        tXsX: (chunk, passes over rows, column slabs, stage) in shared memory.
+        columns: (1, passes, slabs) whether the chunk lies inside the head dim; None where all do.
+        pass_rows: (passes,) static first row of each pass for thread 0.
+        first_row: this thread's row in the first pass.
+    """
+
+    copy: cute.TiledCopy
+    tXgX: cute.Tensor
+    tXsX: cute.Tensor
+    columns: cute.Tensor | None
+    pass_rows: cute.Tensor
+    first_row: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+    """One thread's operands, accumulators and running softmax.
+
+    Attributes:
+        thread: index in the block.
+        rQ, rK, rVt: fragments of the products' operands.
+        copy_q, copy_k, copy_v: ldmatrix slices; tSsQ, tSsK, tOsVt what they read.
+        acc_S, acc_O: accumulators; `scores`, `out` are the same as (rows, columns).
+        inner_scale: what a score is multiplied with before tanh, under a softcap.
+        row_scale: what O has to be multiplied with after a softmax step.
+        columns: (rows, columns) coordinates of thread 0, static.
+        first_row, first_column: this thread's first element in the tile.
+    """
+
+    thread: Int32
+    mma: cute.TiledMma
+    rQ: cute.Tensor
+    rK: cute.Tensor
+    rVt: cute.Tensor
+    copy_q: cute.TiledCopy
+    copy_k: cute.TiledCopy
+    copy_v: cute.TiledCopy
+    tSsQ: cute.Tensor
+    tSsK: cute.Tensor
+    tOsVt: cute.Tensor
+    acc_S: cute.Tensor
+    acc_O: cute.Tensor
+    scores: cute.Tensor
+    out: cute.Tensor
+    softmax: OnlineSoftmax
+    inner_scale: Float32
+    row_scale: cute.Tensor
+    columns: cute.Tensor
+    first_row: Int32
+    first_column: Int32

@@ -1,0 +1,207 @@
+"""The main loop: S = Q K^T, softmax, O += P V over the key blocks of one query tile."""
+
+from __future__ import annotations
+
+import functools
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cuteflash.atoms import sm80 as atoms
+from cuteflash.core.gqa import row_token
+from cuteflash.core.mask import IntervalMask
+from cuteflash.core.softmax import OnlineSoftmax, apply_softcap, mask_scores, scale_rows
+from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import acc_as_operand_a, rows_view
+from cuteflash.kernels.sm80.bundles import Fragments, KvLoad, Problem80, Tiles
+from cuteflash.kernels.sm80.load import load_kv
+
+
+def make_fragments(kernel, tiles: Tiles, work: Problem80, thread: Int32) -> Fragments:
+    """Partition the block's tiles for this thread."""
+    traits, dtype = kernel.traits, kernel.dtype
+    mma = kernel.tiled_mma()
+    mine = mma.get_slice(thread)
+    copy_q = cute.make_tiled_copy_A(atoms.ldmatrix(dtype), mma).get_slice(thread)
+    copy_k = cute.make_tiled_copy_B(atoms.ldmatrix(dtype), mma).get_slice(thread)
+    copy_v = cute.make_tiled_copy_B(atoms.ldmatrix(dtype, transpose=True), mma).get_slice(thread)
+    acc_S = cute.make_rmem_tensor(mine.partition_shape_C((traits.tile_m, traits.tile_n)), Float32)
+    acc_O = cute.make_rmem_tensor(mine.partition_shape_C((traits.tile_m, traits.head_dim_v)), Float32)
+    scores, out = rows_view(acc_S), rows_view(acc_O)
+    rows = cute.size(scores.shape[0])
+    identity = cute.make_identity_tensor((traits.tile_m, traits.tile_n))
+    own = rows_view(mine.partition_C(identity))
+    return Fragments(
+        thread=thread,
+        mma=mma,
+        rQ=mine.make_fragment_A(mine.partition_A(tiles.sQ)),
+        rK=mine.make_fragment_B(mine.partition_B(tiles.sK[None, None, 0])),
+        rVt=mine.make_fragment_B(mine.partition_B(tiles.sVt[None, None, 0])),
+        copy_q=copy_q,
+        copy_k=copy_k,
+        copy_v=copy_v,
+        tSsQ=copy_q.partition_S(tiles.sQ),
+        tSsK=copy_k.partition_S(tiles.sK),
+        tOsVt=copy_v.partition_S(tiles.sVt),
+        acc_S=acc_S,
+        acc_O=acc_O,
+        scores=scores,
+        out=out,
+        softmax=OnlineSoftmax.create(rows, work.scale_log2, kernel.problem.mask != "full"),
+        inner_scale=work.inner_scale,
+        row_scale=cute.make_rmem_tensor(rows, Float32),
+        columns=rows_view(mma.get_slice(0).partition_C(identity)),
+        first_row=own[0, 0][0],
+        first_column=own[0, 0][1],
+    )
+
+
+def arrived(pending: int) -> None:
+    """Wait until all but the last `pending` groups of copies are in shared memory, those of every thread."""
+    cute.arch.cp_async_wait_group(pending)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def attend(kernel: cutlass.Constexpr, f: Fragments, load_k: KvLoad, load_v: KvLoad, tile: QueryTile, work: Problem80):
+    """Accumulate O over the key blocks of a tile, last block first; Q's copies are issued, not committed.
+
+    Blocks come in three runs: those the mask's right edge cuts, those seen whole, those its left edge cuts. A tile that
+    sees no key visits one block, wholly masked.
+    """
+    mask, tile_n = work.mask, kernel.traits.tile_n
+    n_lo, n_hi = tile.n_blocks(mask, tile_n)
+    full_lo, full_hi = tile.full_n_blocks(mask, tile_n)
+    n_last = cutlass.max(n_hi - 1, 0)
+    f.acc_O.fill(0.0)
+    prologue(kernel, f, load_k, load_v, n_lo, n_last, mask.seqlen_k)
+
+    step = functools.partial(attend_block, kernel, f, load_k, load_v, tile, mask, (n_lo, n_last))
+    step(n_last, True, True)
+    n_block = n_last
+    if const_expr(kernel.problem.mask != "full"):
+        for _ in cutlass.range(cutlass.min(n_last - full_hi, n_last - n_lo), unroll=1):
+            n_block -= 1
+            step(n_block, False, True)
+    for _ in cutlass.range(n_block - (cutlass.max(full_lo, n_lo) if mask.has_left_edge else 0), unroll=1):
+        n_block -= 1
+        step(n_block, False, False)
+    if const_expr(mask.has_left_edge):
+        for _ in cutlass.range(n_block - n_lo, unroll=1):
+            n_block -= 1
+            step(n_block, False, True)
+
+
+@cute.jit
+def prologue(
+    kernel: cutlass.Constexpr,
+    f: Fragments,
+    load_k: KvLoad,
+    load_v: KvLoad,
+    n_lo: Int32,
+    n_last: Int32,
+    seqlen_k: Int32,
+):
+    """Issue the first loads, in groups: Q and K; with several stages V, then whole blocks ahead. Q into registers."""
+    traits = kernel.traits
+    rows = seqlen_k - n_last * traits.tile_n
+    load_kv(load_k, n_last, 0, rows)
+    cute.arch.cp_async_commit_group()
+    if const_expr(traits.kv_stage > 1):
+        load_kv(load_v, n_last, 0, rows)
+        cute.arch.cp_async_commit_group()
+        for stage in cutlass.range_constexpr(1, traits.kv_stage - 1):
+            load_block(load_k, load_v, n_last - stage, n_lo, stage)
+    if const_expr(traits.q_in_regs):
+        arrived(0 if traits.kv_stage == 1 else traits.kv_stage - 1)
+        cute.copy(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ))
+
+
+@cute.jit
+def load_block(load_k: KvLoad, load_v: KvLoad, n_block: Int32, n_lo: Int32, stage: Int32 | int):
+    """Issue K and V of a block ahead as one group, which is empty where the tile has no such block."""
+    if n_block >= n_lo:
+        load_kv(load_k, n_block, stage, None)
+        load_kv(load_v, n_block, stage, None)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def attend_block(
+    kernel: cutlass.Constexpr,
+    f: Fragments,
+    load_k: KvLoad,
+    load_v: KvLoad,
+    tile: QueryTile,
+    mask: IntervalMask,
+    n_range: tuple,
+    n_block: Int32,
+    is_first: cutlass.Constexpr[bool],
+    masked: cutlass.Constexpr[bool],
+):
+    """One step of the main loop, `n_range` the tile's (first, last) key block."""
+    stages, tile_n = kernel.traits.kv_stage, kernel.traits.tile_n
+    n_lo, n_last = n_range
+    stage = (n_last - n_block) % stages
+    if const_expr(stages == 1):
+        arrived(0)  # K is here, and nobody reads the last V any more
+        load_kv(load_v, n_block, 0, mask.seqlen_k - n_block * tile_n if is_first else None)
+        cute.arch.cp_async_commit_group()
+    else:
+        arrived(stages - 1 if is_first else stages - 2)  # and nobody reads the last block any more
+        load_block(load_k, load_v, n_block - (stages - 1), n_lo, (stage + stages - 1) % stages)
+    product_qk(kernel, f, stage)
+    if const_expr(stages == 1):
+        arrived(0)  # V is here, and nobody reads K any more
+        if n_block > n_lo:
+            load_kv(load_k, n_block - 1, 0, None)
+        cute.arch.cp_async_commit_group()
+    soften(kernel, f, tile, mask, n_block, is_first, masked)
+    if const_expr(not is_first):
+        scale_rows(f.out, f.row_scale)
+    elif const_expr(stages > 1):
+        arrived(stages - 1)  # the first V is a group of its own, so that the first QK product need not wait for it
+    product_pv(kernel, f, stage)
+
+
+@cute.jit
+def product_qk(kernel: cutlass.Constexpr, f: Fragments, stage: Int32):
+    """S = Q K^T for the K tile in `stage`."""
+    f.acc_S.fill(0.0)
+    copies = [(f.copy_k, f.tSsK[None, None, None, stage], f.copy_k.retile(f.rK))]
+    if const_expr(not kernel.traits.q_in_regs):
+        copies.append((f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ)))
+    atoms.gemm(f.mma, f.acc_S, f.rQ, f.rK, tuple(copies), kernel.traits.double_buffer)
+
+
+@cute.jit
+def product_pv(kernel: cutlass.Constexpr, f: Fragments, stage: Int32):
+    """O += P V for the V tile in `stage`, P rounded to the element type."""
+    rP = cute.make_rmem_tensor_like(f.acc_S, kernel.dtype)
+    rP.store(f.acc_S.load().to(kernel.dtype))
+    copies = ((f.copy_v, f.tOsVt[None, None, None, stage], f.copy_v.retile(f.rVt)),)
+    atoms.gemm(f.mma, f.acc_O, acc_as_operand_a(rP), f.rVt, copies, kernel.traits.double_buffer)
+
+
+@cute.jit
+def soften(
+    kernel: cutlass.Constexpr,
+    f: Fragments,
+    tile: QueryTile,
+    mask: IntervalMask,
+    n_block: Int32,
+    is_first: cutlass.Constexpr[bool],
+    masked: cutlass.Constexpr[bool],
+):
+    """Softcap, mask and online softmax of the scores of one key block, in place."""
+    if const_expr(kernel.problem.has_softcap):
+        apply_softcap(f.scores, f.inner_scale)
+    if const_expr(masked):
+        bounds = cute.make_rmem_tensor((cute.size(f.row_scale), 2), Int32)
+        for r in cutlass.range_constexpr(cute.size(f.row_scale)):
+            token, _ = row_token(f.first_row + f.columns[r, 0][0], kernel.problem.packed_heads)
+            bounds[r, 0], bounds[r, 1] = mask.kv_bounds(tile.first_token + token)
+        first_key = n_block * kernel.traits.tile_n + f.first_column
+        mask_scores(f.scores, f.columns, first_key, bounds, mask.has_left_edge)
+    f.softmax.step(f.scores, f.row_scale, is_first)

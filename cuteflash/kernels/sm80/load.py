@@ -1,0 +1,89 @@
+"""cp.async loads of Q, K and V into swizzled shared memory.
+
+What lies beyond the head dim, the queries or the keys is filled with zeros by the copy itself: a product of a masked
+weight (0) with whatever shared memory held before would be NaN if that was NaN.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from cuteflash.atoms import sm80 as atoms
+from cuteflash.core.gqa import row_coord
+from cuteflash.core.mask import IntervalMask
+from cuteflash.core.tile import QueryTile
+from cuteflash.kernels.sm80.bundles import KvLoad
+from cuteflash.traits.sm80 import CHUNK
+
+
+def column_predicate(coords: cute.Tensor, head_dim: int) -> cute.Tensor:
+    """(1, passes, slabs) whether each chunk's columns lie inside `head_dim`; the same for every pass."""
+    passes, slabs = coords.shape[1], coords.shape[2]
+    inside = cute.make_rmem_tensor(cute.make_layout((1, passes, slabs), stride=(slabs, 0, 1)), Boolean)
+    for slab in range(cute.size(slabs)):
+        inside[0, 0, slab] = coords[0, 0, slab][1] < head_dim
+    return inside
+
+
+def make_kv_load(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread: Int32) -> KvLoad:
+    """Partition one head's K or V (seqlen_k, head_dim) and its shared-memory tile (tile_n, columns, stages)."""
+    rows, cols, _ = sX.shape
+    rows, cols = cute.size(rows), cute.size(cols)
+    copy = atoms.load_copy(kernel.dtype, kernel.traits.num_threads, cols)
+    mine = copy.get_slice(thread)
+    identity = cute.make_identity_tensor((rows, cols))
+    coords = mine.partition_S(identity)
+    return KvLoad(
+        copy=copy,
+        tXgX=mine.partition_S(cute.local_tile(gX, (rows, cols), (None, 0))),
+        tXsX=mine.partition_D(sX),
+        columns=None if cols == head_dim else column_predicate(coords, head_dim),
+        pass_rows=copy.get_slice(0).partition_S(identity)[0, None, 0],
+        first_row=coords[0, 0, 0][0],
+    )
+
+
+@cute.jit
+def load_kv(load: KvLoad, n_block: Int32, stage: Int32 | int, rows: Int32 | None):
+    """Issue the copies of key block `n_block`, of which the first `rows` rows exist; None where all do."""
+    inside = load.columns
+    if const_expr(rows is not None):
+        _, passes, slabs, _ = load.tXsX.shape
+        inside = cute.make_rmem_tensor(cute.make_layout((1, passes, slabs)), Boolean)
+        for i in cutlass.range_constexpr(cute.size(passes)):
+            for slab in cutlass.range_constexpr(cute.size(slabs)):
+                exists = load.pass_rows[i][0] < rows - load.first_row
+                if const_expr(load.columns is not None):
+                    exists = exists and load.columns[0, i, slab]
+                inside[0, i, slab] = exists
+    cute.copy(load.copy, load.tXgX[None, None, None, n_block], load.tXsX[None, None, None, stage], pred=inside)
+
+
+@cute.jit
+def load_q(
+    kernel: cutlass.Constexpr, gQ: cute.Tensor, sQ: cute.Tensor, tile: QueryTile, mask: IntervalMask, thread: Int32
+):
+    """Issue the copies of a query tile; gQ (rows, head_dim) of one head, or of the packed heads of one KV head."""
+    packed, head_dim = kernel.problem.packed_heads, kernel.problem.head_dim
+    copy = atoms.load_copy(kernel.dtype, kernel.traits.num_threads, kernel.traits.head_dim)
+    mine = copy.get_slice(thread)
+    tQsQ = mine.partition_D(sQ)
+    coords = mine.partition_S(cute.make_identity_tensor((kernel.traits.tile_m, kernel.traits.head_dim)))
+    rows = tile.rows(mask, packed)
+    for i in cutlass.range_constexpr(cute.size(tQsQ.shape[1])):
+        row = coords[0, i, 0][0]
+        for slab in cutlass.range_constexpr(cute.size(tQsQ.shape[2])):
+            column = coords[0, i, slab][1]
+            inside = cute.make_rmem_tensor((1,), Boolean)
+            inside[0] = row < rows and column < head_dim
+            cute.copy(copy, query_chunk(gQ, tile, row, column, packed), tQsQ[None, i, slab], pred=inside)
+
+
+def query_chunk(gX: cute.Tensor, tile: QueryTile, row: Int32, column: Int32, packed_heads: int) -> cute.Tensor:
+    """The 16 bytes at (`row`, `column`) of a query tile in (rows, columns) `gX`, as ((8, 1),)."""
+    origin = tile.first_token if packed_heads == 1 else (0, tile.first_token)
+    line = cute.domain_offset((origin, 0), gX)[row_coord(row, packed_heads), None]
+    start = cute.zipped_divide(line, (CHUNK,))[None, column // CHUNK].iterator
+    return cute.make_tensor(start, cute.make_layout(((CHUNK, 1),), stride=((1, 0),)))
