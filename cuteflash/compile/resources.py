@@ -40,7 +40,7 @@ class Resources:
 
 
 def parse_ptxas_log(remarks: str) -> Resources:
-    """The resources in a ptxas verbose log, plain or as the DSL's remark file quotes it; of several kernels the largest.
+    """The resources in a ptxas verbose log, plain or quoted by a remark file; of several kernels the largest of each.
 
     Raises ValueError where the log has no resource lines: that is a change of compiler, not a kernel without costs.
     """

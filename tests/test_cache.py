@@ -1,0 +1,353 @@
+"""The disk cache: compiled once for all processes, never trusted blindly, never in the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from cuteflash.compile import CacheWarning, build, cache_dir, compiled
+from cuteflash.compile import key as key_module
+from cuteflash.compile.cache import Entry, cache_size, key_digest
+from cuteflash.compile.key import FINGERPRINTED, PACKAGE, cache_key, source_fingerprint
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from tests.slow_kernels import WgmmaKernel
+from tests.toy_kernel import ToyKernel
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TRAITS = FwdTraitsSm80(64, 64, 64, 64)
+PROBLEM = FwdProblem("bf16", 64, 64)
+REQUEST = (ToyKernel, TRAITS, PROBLEM, "sm_80")
+
+# One process that wants the toy kernel; it notes every call of the compiler in COMPILE_LOG, or dies of it.
+WORKER = """
+import os, sys
+from cutlass import cute
+from cuteflash.compile import compiled
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from tests.toy_kernel import ToyKernel
+
+compile = cute.compile
+def watched(*args, **kwargs):
+    if "FORBID_COMPILER" in os.environ:
+        raise AssertionError("the compiler was called")
+    with open(os.environ["COMPILE_LOG"], "a") as log:
+        log.write("compiled\\n")
+    return compile(*args, **kwargs)
+cute.compile = watched
+print("ready", flush=True)
+sys.stdin.readline()
+compiled(ToyKernel, FwdTraitsSm80(64, 64, 64, 64), FwdProblem("bf16", 64, 64), "sm_80")
+"""
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An empty cache directory, and a process that remembers nothing."""
+    monkeypatch.setenv("CUTEFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTEFLASH_CACHE", raising=False)
+    monkeypatch.setattr("cuteflash.compile.compiler._loaded", {})
+    monkeypatch.setattr("cuteflash.compile.cache._unwritable", set())
+    return tmp_path / "cache"
+
+
+def start_worker(**environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
+
+
+def release(*workers: subprocess.Popen[str]) -> None:
+    """Lets workers that have imported everything go on at the same moment, and expects them to succeed."""
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n", worker.communicate()[1]
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+    for worker in workers:
+        _, errors = worker.communicate(timeout=120)
+        assert worker.returncode == 0, errors
+
+
+def test_a_second_process_compiles_nothing(tmp_path: pathlib.Path) -> None:
+    release(start_worker(COMPILE_LOG=str(tmp_path / "log")))
+    release(start_worker(FORBID_COMPILER="1"))
+
+
+def test_concurrent_processes_compile_an_entry_once(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log"
+    release(*(start_worker(COMPILE_LOG=str(log)) for _ in range(3)))
+    assert log.read_text() == "compiled\n"
+
+
+def test_an_entry_is_an_object_and_a_manifest(root: pathlib.Path) -> None:
+    build(*REQUEST)
+    digest = key_digest(cache_key(*REQUEST))
+    assert {path.name for path in root.iterdir()} == {f"{digest}.o", f"{digest}.json", f"{digest}.lock"}
+    assert json.loads((root / f"{digest}.json").read_text())["key"] == cache_key(*REQUEST)
+    assert cache_size(root) == (1, (root / f"{digest}.o").stat().st_size)
+
+
+def entry_of(root: pathlib.Path) -> Entry:
+    return Entry(root, cache_key(*REQUEST))
+
+
+def truncate(entry: Entry) -> None:
+    blob = entry.object_path.read_bytes()
+    entry.object_path.write_bytes(blob[: len(blob) // 2])
+
+
+def flip_a_bit(entry: Entry) -> None:
+    blob = bytearray(entry.object_path.read_bytes())
+    blob[len(blob) // 2] ^= 1
+    entry.object_path.write_bytes(blob)
+
+
+def garble_manifest(entry: Entry) -> None:
+    entry.manifest_path.write_bytes(b"\xff{ not JSON")
+
+
+def empty_manifest(entry: Entry) -> None:
+    entry.manifest_path.write_text("[]")
+
+
+def change_report(entry: Entry) -> None:
+    manifest = json.loads(entry.manifest_path.read_text())
+    manifest["report"]["resources"]["registers"] = 1
+    entry.manifest_path.write_text(json.dumps(manifest))
+
+
+def take_anothers(entry: Entry) -> None:
+    build(WgmmaKernel, TRAITS, PROBLEM, "sm_90a")
+    other = Entry(entry.root, cache_key(WgmmaKernel, TRAITS, PROBLEM, "sm_90a"))
+    shutil.copy(other.object_path, entry.object_path)
+    shutil.copy(other.manifest_path, entry.manifest_path)
+
+
+def believably_unloadable(entry: Entry) -> None:
+    report, _ = entry.read()
+    assert report is not None
+    entry.write(b"not an object", report)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (truncate, "does not match its manifest"),
+        (flip_a_bit, "does not match its manifest"),
+        (garble_manifest, "manifest is not readable"),
+        (empty_manifest, "manifest is not readable"),
+        (change_report, "does not match its manifest"),
+        (take_anothers, "made for another key"),
+        (believably_unloadable, "does not load"),
+    ],
+)
+def test_a_damaged_or_foreign_entry_is_rebuilt_with_a_warning(
+    root: pathlib.Path, damage: object, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build(*REQUEST)
+    damage(entry_of(root))
+    with pytest.warns(CacheWarning, match=f"is rebuilt: .*{complaint}"):
+        compiled(*REQUEST)
+    again = build(*REQUEST)
+    assert again.cached
+    assert again.resources == first.resources
+
+
+@pytest.mark.parametrize("suffix", [".o", ".json"])
+def test_a_half_deleted_entry_is_a_plain_miss(root: pathlib.Path, suffix: str) -> None:
+    build(*REQUEST)
+    (root / f"{entry_of(root).digest}{suffix}").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        assert not build(*REQUEST).cached
+        assert build(*REQUEST).cached
+
+
+def test_a_writer_that_dies_leaves_the_entry_as_it_was(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(*REQUEST)
+    entry = entry_of(root)
+    before = entry.read()
+
+    def die(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        entry.write(b"half", {})
+    assert entry.read() == before
+    assert len(list(root.iterdir())) == 3
+
+
+def test_another_version_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not build(*REQUEST).cached
+    assert build(*REQUEST).cached
+    for versions in (("nvidia-cutlass-dsl", "4.8.2"),), (("apache-tvm-ffi", "9"),):
+        monkeypatch.setattr(key_module, "versions", lambda versions=versions: versions)
+        assert not build(*REQUEST).cached
+
+
+def test_switched_off_nothing_is_kept(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTEFLASH_CACHE", "0")
+    assert cache_dir() is None
+    assert not build(*REQUEST).cached
+    assert not build(*REQUEST).cached
+    assert callable(compiled(*REQUEST))
+    assert not root.exists()
+
+
+def test_a_directory_that_cannot_be_made_is_reported_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTEFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(CacheWarning, match="compiled kernels are not kept: .*CUTEFLASH_CACHE_DIR moves") as caught:
+        assert callable(compiled(*REQUEST))
+        assert not build(*REQUEST).cached
+    assert len([item for item in caught if item.category is CacheWarning]) == 1
+
+
+def test_a_full_disk_is_reported_and_done_without(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(CacheWarning, match="No space left"):
+        assert callable(compiled(*REQUEST))
+    assert [path.suffix for path in root.iterdir()] == [".lock"]
+
+
+def test_a_read_only_cache_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(*REQUEST)
+
+    def refuse(self: Entry) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Entry, "locked", refuse)
+    monkeypatch.setattr(Entry, "write", refuse)
+    assert build(*REQUEST).cached
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "home/.cache/cuteflash"),
+        ({"XDG_CACHE_HOME": "{tmp}/xdg"}, "xdg/cuteflash"),
+        ({"XDG_CACHE_HOME": "relative"}, "home/.cache/cuteflash"),
+        ({"XDG_CACHE_HOME": "{tmp}/xdg", "CUTEFLASH_CACHE_DIR": "{tmp}/moved"}, "moved"),
+        ({"CUTEFLASH_CACHE_DIR": "~/mine"}, "home/mine"),
+        ({"CUTEFLASH_CACHE": "1"}, "home/.cache/cuteflash"),
+        ({"CUTEFLASH_CACHE": "off"}, None),
+    ],
+)
+def test_where_the_cache_lies(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str | None
+) -> None:
+    for name in ("XDG_CACHE_HOME", "CUTEFLASH_CACHE_DIR", "CUTEFLASH_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+    assert cache_dir() == (None if expected is None else tmp_path / expected)
+
+
+def test_the_cache_is_private(root: pathlib.Path) -> None:
+    build(*REQUEST)
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+def another(value: object) -> object:
+    """A different value of the same type, within what the dataclasses allow."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 8
+    return {"bf16": "fp16", "full": "causal"}[value]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "instance", [TRAITS, FwdTraitsSm90(128, 128, 128, 128), PROBLEM], ids=["sm80", "sm90", "problem"]
+)
+def test_every_field_is_part_of_the_key(instance: object) -> None:
+    def digest(value: object) -> str:
+        traits, problem = (TRAITS, value) if isinstance(value, FwdProblem) else (value, PROBLEM)
+        return key_digest(cache_key(ToyKernel, traits, problem, "sm_80"))
+
+    changed = [
+        dataclasses.replace(instance, **{field.name: another(getattr(instance, field.name))})
+        for field in dataclasses.fields(instance)
+    ]
+    digests = [digest(value) for value in (instance, *changed)]
+    assert len(set(digests)) == len(digests)
+
+
+def test_kernel_and_target_are_part_of_the_key() -> None:
+    requests = [(ToyKernel, "sm_80"), (ToyKernel, "sm_86"), (WgmmaKernel, "sm_80")]
+    digests = {key_digest(cache_key(kernel, TRAITS, PROBLEM, target)) for kernel, target in requests}
+    assert len(digests) == len(requests)
+
+
+def test_a_setting_that_changes_code_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache_key(*REQUEST)
+    monkeypatch.setenv("CUTE_DSL_LOG_LEVEL", "1")
+    assert cache_key(*REQUEST) == before
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    assert cache_key(*REQUEST) != before
+
+
+@pytest.fixture
+def package(tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(PACKAGE, tmp_path / "cuteflash", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+@pytest.mark.parametrize("path", ["problem.py", "traits/sm90.py", "core/mask.py", "kernels/sm80/__init__.py"])
+def test_device_code_is_part_of_the_key(package: pathlib.Path, path: str) -> None:
+    assert (PACKAGE / path).exists()
+    before = source_fingerprint.__wrapped__(package)
+    (package / path).write_text((package / path).read_text() + "\n# changed\n")
+    assert source_fingerprint.__wrapped__(package) != before
+
+
+def test_a_new_or_renamed_file_is_part_of_the_key(package: pathlib.Path) -> None:
+    prints = [source_fingerprint.__wrapped__(package)]
+    (package / "atoms" / "new.py").write_text("x = 1\n")
+    prints.append(source_fingerprint.__wrapped__(package))
+    (package / "atoms" / "new.py").rename(package / "atoms" / "newer.py")
+    prints.append(source_fingerprint.__wrapped__(package))
+    assert len(set(prints)) == 3
+
+
+def test_tables_and_host_code_are_not_part_of_the_key(package: pathlib.Path) -> None:
+    before = source_fingerprint.__wrapped__(package)
+    assert before == source_fingerprint()
+    for path in ("traits/tables.py", "dispatch.py", "cli/app.py"):
+        (package / path).write_text((package / path).read_text() + "\n# changed\n")
+    assert source_fingerprint.__wrapped__(package) == before
+
+
+def test_every_fingerprinted_path_exists() -> None:
+    assert all((PACKAGE / name).exists() for name in FINGERPRINTED)
+
+
+def test_a_kernel_outside_the_package_counts_with_its_own_file() -> None:
+    assert cache_key(*REQUEST)["kernel_source"]
+    inside = type("Inside", (), {"__module__": "cuteflash.problem"})
+    assert cache_key(inside, TRAITS, PROBLEM, "sm_80")["kernel_source"] is None

@@ -1,0 +1,238 @@
+"""`cuteflash info` explains the dispatcher's choice; `cuteflash compile` builds in parallel and judges."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cuteflash.cli import build as building
+from cuteflash.cli.app import app
+from cuteflash.cli.build import Outcome, Selection, Task, build_task, grid_tasks, table_tasks
+from cuteflash.compile import BuildReport, Resources
+from cuteflash.dispatch import choose_fwd
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits.tables import FWD_ROWS
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROBLEM = FwdProblem("bf16", 128, 128)
+TASK = Task("sm_80", "sm80", PROBLEM)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTEFLASH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def report(**resources: Any) -> BuildReport:
+    used = {"registers": 168, "stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0} | resources
+    traits = choose_fwd(PROBLEM, "sm_80").traits
+    return BuildReport("k.K", "sm_80", traits, PROBLEM, 1.25, Resources(**used), traits.smem_bytes, cached=False)
+
+
+GOOD = Outcome(TASK, report())
+SPILLED = Outcome(TASK, report(spill_store_bytes=8))
+WARNED = Outcome(TASK, report(warnings=("(C7510) wgmma serialized",)))
+FAILED = Outcome(TASK, error="ValueError: no such instruction")
+
+
+def test_info_json_is_the_choice_and_what_follows() -> None:
+    result = json.loads(call("info", "--head-dim", "128", "--arch", "sm_90a", "--json").stdout)
+    (choice,) = result["choices"]
+    expected = choose_fwd(PROBLEM, "sm_90a")
+    assert choice["arch"] == "sm_90a"
+    assert choice["source"] == expected.source
+    assert choice["kernel"] == "cuteflash.kernels.sm90.fwd.FlashFwdSm90"
+    assert choice["traits"] == {name: getattr(expected.traits, name) for name in choice["traits"]}
+    assert choice["threads"] == expected.traits.num_threads
+    assert choice["smem_bytes"] == expected.traits.smem_bytes <= choice["smem_limit"]
+    assert set(choice["registers_per_thread"]) == {"producer", "mma"}
+    assert result["environment"]["versions"]["torch"]
+    assert result["environment"]["cache"]["kernels"] == 0
+
+
+def test_info_text_names_every_trait() -> None:
+    output = call("info", "--head-dim", "64,96", "--arch", "sm_80", "--mask", "causal", "--dtype", "fp16").stdout
+    assert "sm_80: fp16, head_dim 64, head_dim_v 64, causal" in output
+    assert "head_dim 96, head_dim_v 96" in output
+    for text in (
+        "tile_m=",
+        "num_warps=",
+        "shipped table sm_80/sm80",
+        "threads",
+        "registers",
+        "smem",
+        "nvidia-cutlass-dsl",
+    ):
+        assert text in output
+
+
+def test_info_of_another_family_and_value_head_dim() -> None:
+    arguments = ("info", "--arch", "sm_90a", "--family", "sm80", "--head-dim", "192", "--head-dim-v", "128", "--json")
+    (choice,) = json.loads(call(*arguments).stdout)["choices"]
+    assert choice["family"] == "sm80"
+    assert (choice["problem"]["head_dim"], choice["problem"]["head_dim_v"]) == (192, 128)
+    assert choice["registers_per_thread"] == {"limit": 255}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("info", "--arch", "sm_75"), "arch is 'sm_75'; allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
+        (("info", "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
+        (("info", "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
+        (("info", "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
+        (("info", "--head-dim", "264"), "head_dim is 264; allowed: multiples of 8 up to 256"),
+        (("info", "--head-dim", "x"), "head_dim is 'x'; allowed: comma-separated integers"),
+        (("info", "--head-dim", "64,96", "--head-dim-v", "64,96,128"), "head_dim_v has 3 values; allowed: one, or 2"),
+        (("info", "--arch", "sm_80", "--family", "sm90"), "family is 'sm90', which sm_80 does not run; it runs: sm80"),
+        (("compile",), "compile needs --head-dim"),
+        (("compile", "--head-dim", "64", "--arch", "sm_90"), "arch is 'sm_90'; allowed:"),
+        (("compile", "--head-dim", "64", "--arch", "sm_80", "--causal", "2"), "causal is '2'; allowed: 0, 1"),
+        (("compile", "--head-dim", "64", "--causal", "0", "--mask", "full"), "mask and causal are both given"),
+        (("compile", "--all", "--head-dim", "72"), "no row of the shipped tables"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_values_name_what_is_allowed_and_exit_2(arguments: tuple[str, ...], complaint: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert result.stdout == ""
+
+
+def test_compile_needs_an_arch_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = call("compile", "--head-dim", "64")
+    assert result.exit_code == 2
+    assert "arch is not given and torch finds no GPU; allowed: sm_80" in result.stderr
+
+
+def selected(**changes: Any) -> Selection:
+    everything = {
+        "targets": [target for target, _ in FWD_ROWS],
+        "families": ["sm80", "sm90"],
+        "head_dims": None,
+        "masks": list(MASK_KINDS),
+        "dtypes": list(DTYPES),
+        "lse": [False],
+        "softcap": [False],
+    }
+    return Selection(**everything | changes)
+
+
+def test_all_is_every_row_of_every_table_once() -> None:
+    tasks = table_tasks(selected())
+    assert len(tasks) == len(set(tasks))
+    built = {(task.target, task.family, task.problem.head_dim, task.problem.head_dim_v) for task in tasks}
+    rows = {(*table, row.traits.head_dim, row.traits.head_dim_v) for table, rows in FWD_ROWS.items() for row in rows}
+    assert built == rows
+    assert len(tasks) == len(rows) * len(MASK_KINDS) * len(DTYPES)
+
+
+def test_options_narrow_the_table() -> None:
+    tasks = table_tasks(selected(targets=["sm_90a"], families=["sm90"], head_dims=[(64, 64)], masks=["causal"]))
+    assert [(task.target, task.problem.dtype) for task in tasks] == [("sm_90a", dtype) for dtype in DTYPES]
+
+
+def test_a_grid_is_the_product_of_its_options() -> None:
+    tasks = grid_tasks(
+        selected(
+            targets=["sm_80", "sm_90a"],
+            families=[None],
+            head_dims=[(64, 64), (72, 40)],
+            masks=["full", "causal"],
+            dtypes=["bf16"],
+            lse=[False, True],
+        )
+    )
+    assert len(tasks) == len(set(tasks)) == 16
+    assert {(task.target, task.family) for task in tasks} == {("sm_80", "sm80"), ("sm_90a", "sm90")}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"),
+    [([GOOD], 0), ([GOOD, SPILLED], 1), ([WARNED], 1), ([FAILED, GOOD], 1)],
+    ids=["good", "spills", "ptxas warning", "failed"],
+)
+@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+def test_compile_exits_by_the_worst_kernel(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], status: int, as_json: bool
+) -> None:
+    monkeypatch.setattr(building, "run", lambda tasks, jobs: outcomes)
+    result = call("compile", "--arch", "sm_80", "--head-dim", "128", *(["--json"] if as_json else []))
+    assert result.exit_code == status
+    for outcome in outcomes:
+        for complaint in [outcome.error] if outcome.report is None else outcome.report.complaints:
+            assert complaint in result.stdout
+    if as_json:
+        assert [item["error"] for item in json.loads(result.stdout)] == [outcome.error for outcome in outcomes]
+    else:
+        assert "128x128" in result.stdout
+
+
+def test_a_failing_kernel_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def __init__(self, traits: object, problem: object) -> None:
+            raise RuntimeError("nothing works")
+
+    monkeypatch.setattr("cuteflash.dispatch.forward_kernel", lambda family: Broken)
+    assert build_task(TASK) == Outcome(TASK, error="RuntimeError: nothing works")
+
+
+def test_a_dead_compiler_process_is_a_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "build_task", die)
+    (outcome,) = building.run([TASK], jobs=1)
+    assert outcome.error is not None
+    assert "a compiler process died" in outcome.error
+
+
+def die(task: Task) -> None:
+    import os
+
+    os._exit(1)
+
+
+def test_compile_builds_in_parallel_and_the_second_run_compiles_nothing() -> None:
+    arguments = ("compile", "--arch", "sm_90a", "--head-dim", "128", "--causal", "0,1", "--jobs", "2", "--json")
+    first, second = call(*arguments), call(*arguments)
+    reports = json.loads(first.stdout)
+    assert [item["problem"]["mask"] for item in reports] == ["full", "causal"]
+    for item in reports:
+        assert item["error"] is None
+        assert item["seconds"] > 0
+        assert item["registers"] > 0
+        assert item["smem_bytes"] > 0
+        assert {"stack_bytes", "spill_store_bytes", "spill_load_bytes", "warnings"} <= set(item)
+    assert first.exit_code == second.exit_code == any(item["complaints"] for item in reports)
+    assert not any(item["cached"] for item in reports)
+    assert json.loads(second.stdout) == [item | {"cached": True} for item in reports]
+
+
+@pytest.mark.parametrize(("command", "module"), [("bench", "benchmarks.forward"), ("demo", "cuteflash.demo")])
+def test_bench_and_demo_get_their_own_options(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name: SimpleNamespace(main=lambda argv: given.append([name, *argv]) or 3)
+    )
+    assert call(command, "--quick", "x").exit_code == 3
+    assert given == [[module, "--quick", "x"]]
+
+
+def test_the_command_without_its_packages_says_how_to_get_them() -> None:
+    code = "import sys; sys.modules['typer'] = None; from cuteflash.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "the cuteflash command needs typer: pip install 'cuteflash[cli]'"
