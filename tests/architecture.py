@@ -32,8 +32,8 @@ RANKS: dict[str, int] = {
     "integrations": 9,
     "compat": 9,
     "tune": 10,
-    "demo": 10,
     "cli": 11,
+    "demo": 12,  # loaded by the CLI by name; reports its kernels as the CLI does
     "": 12,  # cuteflash/__init__.py, the public face
 }
 STDLIB_ONLY = ("problem", "traits")

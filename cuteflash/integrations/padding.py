@@ -20,13 +20,12 @@ class Group(NamedTuple):
     Attributes:
         rows: which rows; `slice(None)` where it is all of them.
         keys: which key positions hold tokens, ascending; a slice where they are contiguous.
-        first, count: the first of these positions, and how many there are.
+        first: the first of these positions.
     """
 
     rows: slice | Tensor
     keys: slice | Tensor
     first: int
-    count: int
 
 
 def groups(mask: Tensor) -> list[Group]:
@@ -44,7 +43,7 @@ def groups(mask: Tensor) -> list[Group]:
         contiguous = last - first + 1 == len(positions)
         keys = slice(first, last + 1) if contiguous else positions.to(mask.device)
         members = (row_pattern == index).nonzero()[:, 0].to(mask.device)
-        result.append(Group(slice(None) if len(patterns) == 1 else members, keys, first, len(positions)))
+        result.append(Group(slice(None) if len(patterns) == 1 else members, keys, first))
     return result
 
 

@@ -102,7 +102,7 @@ def attention(
     return _attend_padded(attend, (q, k, v), attention_mask, causal, window), None
 
 
-@torch.compiler.disable  # reads the mask on the host
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the mask on the host
 def padding_mask(
     batch_size: int,
     q_length: int,
@@ -169,7 +169,7 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
         raise ValueError('output_attentions is True; attention weights exist only with attn_implementation="eager"')
 
 
-@torch.compiler.disable  # which calls are made depends on the mask's values
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the mask's values decide which calls are made
 def _attend_padded(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     qkv: tuple[Tensor, Tensor, Tensor],
