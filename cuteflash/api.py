@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast, overload
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from cuteflash.ops import fwd, fwd_lse
@@ -143,7 +142,7 @@ def _window(window_size: Window) -> Window:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_bool(name: str, value: object) -> None:
@@ -156,6 +155,4 @@ def _number(name: str, value: object, allowed: str) -> float:
     """`value` as an operator takes it. Not tensors: reading one would synchronise the host with the GPU."""
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(value, torch.SymFloat):
-        return cast(float, value)
     raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; allowed: {allowed}")

@@ -86,13 +86,12 @@ def _holds(condition: bool | torch.SymBool) -> bool:
 
 def _check_options(options: FwdOptions) -> None:
     scale, softcap = options.softmax_scale, options.softcap
-    # A symbolic float is one that a compiled graph takes as an input: asking for its value would make it a constant.
-    if isinstance(scale, float) and not math.isfinite(scale):
+    if scale is not None and not math.isfinite(scale):
         raise ValueError(f"softmax_scale is {scale}; allowed: None or a finite number")
-    if isinstance(softcap, float) and not (math.isfinite(softcap) and softcap >= 0):
+    if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap is {softcap}; allowed: 0 (none) or a positive finite number")
     for name, side in (("window_left", options.window_left), ("window_right", options.window_right)):
-        if _holds(side < -1):
+        if side < -1:
             raise ValueError(f"{name} is {side}; allowed: -1 (unbounded) or more")
     if options.family is not None and options.family not in FAMILIES:
         raise ValueError(f"family is {options.family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")

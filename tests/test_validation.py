@@ -1,0 +1,231 @@
+"""Bad input: the error names the argument, its value and what is allowed, the same on real, fake and meta tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cuteflash.validate as validate
+from cuteflash import flash_attn_func
+from cuteflash.traits.arch import get_arch
+from cuteflash.validate import FwdOptions, check_fwd
+
+WHERE = ["cpu", "fake cpu", "fake cuda", "meta"]
+S, H, D = 6, 4, 16
+
+
+@pytest.fixture(params=WHERE)
+def empty(request: pytest.FixtureRequest):
+    """A maker of bf16 tensors, real or fake."""
+    kind, _, device = request.param.rpartition(" ")
+    with FakeTensorMode() if kind else contextlib.nullcontext():
+        yield lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device=device)
+
+
+Make = Callable[..., Tensor]
+
+
+def bad_tensors(empty: Make) -> dict[str, tuple[tuple[Tensor, Tensor, Tensor], type[Exception], str]]:
+    good, half = empty(2, S, H, D), empty(2, S, H, D, dtype=torch.float16)
+    int32, fp8 = (empty(2, S, H, D, dtype=dtype) for dtype in (torch.int32, torch.float8_e4m3fn))
+    none, narrow, wide = (empty(2, S, H, head_dim) for head_dim in (0, 12, 264))
+    one_kv_head_less, no_kv_head = empty(2, S, H - 1, D), empty(2, S, 0, D)
+    gaps = good.as_strided(good.shape, (8, 8, 4, 1))
+    columns = good.as_strided(good.shape, (384, 64, 1, 4))
+    return {
+        "q rank": ((empty(S, H, D), good, good), ValueError, r"q has 3 dimensions, shape \(6, 4, 16\).*batch, seqlen"),
+        "k rank": ((good, empty(1, 2, S, H, D), good), ValueError, "k has 5 dimensions"),
+        "q dtype": ((int32, good, good), TypeError, "q.dtype is torch.int32; allowed .*torch.bfloat16"),
+        "q fp8": ((fp8, good, good), TypeError, "q.dtype is torch.float8"),
+        "dtype mix": ((good, half, good), TypeError, "k.dtype is torch.float16; allowed: torch.bfloat16, that of q"),
+        "v dtype": ((good, good, half), TypeError, "v.dtype is torch.float16; allowed: torch.bfloat16, that of q"),
+        "batch": ((good, empty(1, S, H, D), good), ValueError, r"k.shape\[0\] \(batch\) is 1; allowed: 2, that of q"),
+        "v batch": ((good, good, empty(1, S, H, D)), ValueError, r"v.shape\[0\] \(batch\) is 1; .*: 2, that of k"),
+        "v seqlen": ((good, good, empty(2, 5, H, D)), ValueError, r"v.shape\[1\] \(seqlen\) is 5; .*: 6, that of k"),
+        "v heads": ((good, good, empty(2, S, 2, D)), ValueError, r"v.shape\[2\] \(heads\) is 2; .*: 4, that of k"),
+        "heads": ((good, one_kv_head_less, one_kv_head_less), ValueError, r"q.shape\[2\] \(heads\) is 4; .*which is 3"),
+        "no kv heads": ((good, no_kv_head, no_kv_head), ValueError, r"q.shape\[2\] \(heads\) is 4; .*which is 0"),
+        "k head_dim": ((good, empty(2, S, H, 24), good), ValueError, r"k.shape\[3\] \(head_dim\) is 24; allowed: 16"),
+        "head_dim of 12": ((narrow, narrow, good), ValueError, r"q.shape\[3\] \(head_dim\) is 12; .*of 8 up to 256"),
+        "head_dim of 264": ((wide, wide, good), ValueError, r"q.shape\[3\] \(head_dim\) is 264; .*of 8 up to 256"),
+        "head_dim of 0": ((none, none, good), ValueError, r"q.shape\[3\] \(head_dim\) is 0"),
+        "head_dim_v": ((good, good, wide), ValueError, r"v.shape\[3\] \(head_dim\) is 264; .*of 8 up to 256"),
+        "last dim": ((good, good, columns), ValueError, r"v.stride\(3\) is 4; allowed: 1"),
+        "row stride": ((good, gaps, good), ValueError, r"k.stride\(2\) is 4; allowed: multiples of 8 elements"),
+    }
+
+
+CASES = tuple(bad_tensors(lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_tensors(empty: Make, case: str) -> None:
+    tensors, error, message = bad_tensors(empty)[case]
+    with pytest.raises(error, match=message):
+        flash_attn_func(*tensors)
+    for op in (torch.ops.cuteflash.fwd, torch.ops.cuteflash.fwd_lse):
+        with pytest.raises(error, match=message):
+            op(*tensors)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "infinite scale": ({"softmax_scale": math.inf}, ValueError, "softmax_scale is inf; allowed: None or a finite"),
+    "nan scale": ({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan"),
+    "negative softcap": ({"softcap": -1.0}, ValueError, "softcap is -1.0; allowed: 0"),
+    "infinite softcap": ({"softcap": math.inf}, ValueError, "softcap is inf"),
+    "nan softcap": ({"softcap": math.nan}, ValueError, "softcap is nan"),
+    "family": ({"family": "sm70"}, ValueError, "family is 'sm70'; allowed: None, 'sm80', 'sm90'"),
+}
+OPERATOR_OPTIONS = OPTIONS | {
+    "left": ({"window_left": -2}, ValueError, r"window_left is -2; allowed: -1 \(unbounded\) or more"),
+    "right": ({"window_right": -3}, ValueError, "window_right is -3"),
+}
+FUNCTION_OPTIONS = OPTIONS | {
+    "left": ({"window_size": (-2, 0)}, ValueError, r"window_size is \(-2, 0\); allowed: -1 \(unbounded\) or more"),
+    "right, causal": ({"window_size": (0, -2), "causal": True}, ValueError, r"window_size is \(0, -2\)"),
+    "window int": ({"window_size": 5}, TypeError, "window_size is 5; allowed: None or a pair of ints"),
+    "window triple": ({"window_size": (1, 2, 3)}, TypeError, r"window_size is \(1, 2, 3\)"),
+    "window float": ({"window_size": (1.0, 2)}, TypeError, r"window_size is \(1.0, 2\)"),
+    "window bool": ({"window_size": (True, 2)}, TypeError, r"window_size is \(True, 2\)"),
+    "causal": ({"causal": 1}, TypeError, "causal is 1; allowed: True, False"),
+    "pack_gqa": ({"pack_gqa": "yes"}, TypeError, "pack_gqa is 'yes'; allowed: None, True, False"),
+    "scale": ({"softmax_scale": "1"}, TypeError, "softmax_scale is '1', a str; allowed: None or a number"),
+    "scale tensor": ({"softmax_scale": torch.ones(())}, TypeError, "softmax_scale is .*, a Tensor"),
+    "softcap": ({"softcap": None}, TypeError, "softcap is None, a NoneType; allowed: a number"),
+    "family type": ({"family": 90}, TypeError, "family is 90; allowed: None, 'sm80', 'sm90'"),
+}
+
+
+@pytest.mark.parametrize("case", OPERATOR_OPTIONS)
+def test_bad_options_of_the_operators(empty: Make, case: str) -> None:
+    options, error, message = OPERATOR_OPTIONS[case]
+    q = empty(2, S, H, D)
+    for op in (torch.ops.cuteflash.fwd, torch.ops.cuteflash.fwd_lse):
+        with pytest.raises(error, match=message):
+            op(q, q, q, **options)
+
+
+@pytest.mark.parametrize("case", FUNCTION_OPTIONS)
+def test_bad_options_of_the_function(empty: Make, case: str) -> None:
+    options, error, message = FUNCTION_OPTIONS[case]
+    q = empty(2, S, H, D)
+    with pytest.raises(error, match=message):
+        flash_attn_func(q, q, q, **options)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("value", [None, [[1.0]], 3])
+def test_arguments_that_are_no_tensors(position: int, value: object) -> None:
+    arguments: list[Any] = [torch.empty(2, S, H, D)] * 3
+    arguments[position] = value
+    with pytest.raises(TypeError, match=f"{'qkv'[position]} is a {type(value).__name__}; allowed: a torch.Tensor"):
+        flash_attn_func(*arguments)
+
+
+def test_at_most_64_query_heads_can_be_packed(empty: Make) -> None:
+    q, k = empty(1, S, 130, D), empty(1, S, 2, D)
+    with pytest.raises(ValueError, match="pack_gqa is True with 65 query heads for each KV head; allowed: up to 64"):
+        flash_attn_func(q, k, k, pack_gqa=True)
+
+
+def test_lengths_stay_below_32_bit_indices(empty: Make) -> None:
+    row, long = empty(1, 1, 1, D), 1 << 30
+    endless = row.expand(1, long, 1, D)
+    with pytest.raises(ValueError, match=rf"q.shape\[1\].* is {long}; allowed: up to {long - 1024}"):
+        flash_attn_func(endless, row, row)
+    with pytest.raises(ValueError, match=rf"k.shape\[1\] is {long}; allowed: up to {long - 1024}"):
+        flash_attn_func(row, endless, endless)
+    packed = row.expand(1, long // 4, 4, D)
+    with pytest.raises(ValueError, match=rf"packed heads is {long}; allowed: up to {long - 1024}"):
+        flash_attn_func(packed, row, row, pack_gqa=True)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_misaligned_pointers(position: int) -> None:
+    tensors = [torch.zeros(2, S, H, D, dtype=torch.bfloat16) for _ in range(3)]
+    shifted = torch.zeros(2 * S * H * D + 4, dtype=torch.bfloat16)[4:].view(2, S, H, D)
+    tensors[position] = shifted
+    message = (
+        rf"{'qkv'[position]}.data_ptr\(\) is 0x[0-9a-f]+8; allowed: multiples of 16 bytes \(its storage offset is 4"
+    )
+    with pytest.raises(ValueError, match=message):
+        flash_attn_func(*tensors)
+
+
+def test_devices_do_not_mix() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        cpu, cuda = (torch.empty(2, S, H, D, device=device, dtype=torch.float16) for device in ("cpu", "cuda"))
+    with pytest.raises(ValueError, match=r"v.device is cpu; allowed: cuda:0, that of q"):
+        check_fwd(cuda, cuda, cpu, FwdOptions())
+    meta = torch.empty(2, S, H, D, device="meta")
+    with pytest.raises(ValueError, match=r"k.device is meta; allowed: cpu, that of q"):
+        flash_attn_func(torch.empty(2, S, H, D), meta, meta)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gpus_take_half_precision_only(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, S, H, D, device="cuda", dtype=dtype)
+        with pytest.raises(TypeError, match=r"allowed on cuda: torch.float16, torch.bfloat16$"):
+            flash_attn_func(q, q, q)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_other_devices_are_not_supported(device: str) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, S, H, D, device=device, dtype=torch.float16)
+        with pytest.raises(NotImplementedError, match=f"q.device is {device}:0; supported: cuda, cpu"):
+            flash_attn_func(q, q, q)
+
+
+def test_sparse_tensors_are_not_supported() -> None:
+    q = torch.zeros(2, S, H, D).to_sparse()
+    with pytest.raises(NotImplementedError, match=r"q.layout is torch.sparse_coo; supported: torch.strided"):
+        flash_attn_func(q, q, q)
+
+
+@pytest.fixture
+def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Pretend that the machine has a GPU of a compute capability."""
+
+    def pretend(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(validate.torch.cuda, "get_device_capability", lambda device: capability)
+
+    return pretend
+
+
+def fake_cuda() -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(2, S, H, D, device="cuda", dtype=torch.float16)
+
+
+def test_a_family_that_the_gpu_lacks(gpu_of) -> None:
+    q = fake_cuda()
+    gpu_of(get_arch("sm_80").capability)
+    check_fwd(q, q, q, FwdOptions(family="sm80"))
+    with pytest.raises(NotImplementedError, match="family is 'sm90'; supported on sm_80: sm80"):
+        check_fwd(q, q, q, FwdOptions(family="sm90"))
+
+
+def test_a_gpu_that_no_kernel_runs_on(gpu_of) -> None:
+    q = fake_cuda()
+    gpu_of((7, 5))
+    with pytest.raises(NotImplementedError, match=r"compute capability is 7\.5; supported: 8\.0"):
+        check_fwd(q, q, q, FwdOptions())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiling_raises_the_same_error(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_func, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    q, k = torch.empty(2, S, H, D), torch.empty(2, S, 3, D)
+    with pytest.raises(Exception, match="heads"):
+        compiled(q, k, k)
