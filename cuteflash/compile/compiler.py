@@ -116,10 +116,8 @@ def _obtain(kernel_cls: type, traits: Any, problem: Any, target: str) -> _Artifa
     if stored is not None:
         return _Artifact(entry, stored, None, cached=True)
     with contextlib.ExitStack() as stack:
-        try:
+        with contextlib.suppress(OSError):  # without a lock two processes may compile the same; writing says the rest
             stack.enter_context(entry.locked())
-        except OSError as error:
-            warn_unwritable(root, error)
         stored, complaint = entry.read()  # another process may have built it while this one waited
         if stored is not None:
             return _Artifact(entry, stored, None, cached=True)
