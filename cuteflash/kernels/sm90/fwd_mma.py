@@ -177,6 +177,7 @@ def attend(
             step(n_block, kv_pos, True)
             kv_pos += 1
     if const_expr(traits.overlap):
+        scale_rows(wg.out, wg.row_scale)
         rings.v.wait(kv_pos)
         product_pv(wg, rings, kv_pos)
         warpgroup.wait_group(0)
@@ -270,16 +271,19 @@ def step_overlapped(
     rings.k.wait(position + 1)
     take_turn(kernel, wg)
     product_qk(wg, rings, position + 1)
+    # O is rescaled while the tensor cores are busy with S; right after the softmax it would pull the wait for the
+    # PV product in front of the exponentials, which then no longer run beside that product.
+    scale_rows(wg.out, wg.row_scale)
     rings.v.wait(position)
     product_pv(wg, rings, position)
     pass_turn(kernel, wg)
     warpgroup.wait_group(1)
     rings.k.release(position + 1)
     soften(kernel, wg, n_block, masked, False)
+    rings.v.wait(position)
     warpgroup.wait_group(0)
     rings.v.release(position)
     store_p(kernel, wg, tiles)
-    scale_rows(wg.out, wg.row_scale)
 
 
 @cute.jit
