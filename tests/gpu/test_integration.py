@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cuteflash
 from tests.gpu.checks import Case, assert_right
@@ -65,6 +66,24 @@ def test_a_language_model_agrees_with_eager(device: torch.device) -> None:
             logits[name] = model(tokens, attention_mask=mask).logits.float()
     errors = {name: (value - logits["exact"])[mask.bool()].abs().max().item() for name, value in logits.items()}
     assert errors["cuteflash"] <= 2 * errors["eager"] + 1e-3
+
+
+def test_scaled_dot_product_attention_runs_ours(cuda: torch.device) -> None:
+    from cuteflash.integrations import sdpa
+
+    case = Case(130, heads=4, causal=True)
+    inputs = case.inputs(cuda)
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    sdpa.register()
+    torch.nn.attention.activate_flash_attention_impl("cuteflash")
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    assert_right(inputs, case, out)
+    with torch.no_grad():
+        assert torch.equal(out, cuteflash.flash_attn_func(*inputs, causal=True))
 
 
 def bad_calls(device: torch.device) -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
