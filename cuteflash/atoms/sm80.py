@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
 
-from cuteflash.traits.sm80 import CHUNK, MMA_K, MMA_M, MMA_N, WARP, swizzle_width
+from cuteflash.traits.sm80 import CHUNK, MMA_K, MMA_M, MMA_N, swizzle_width
 
 CHUNK_BITS = 128
 
@@ -60,27 +62,61 @@ def store_copy(dtype: type[cutlass.Numeric], num_threads: int, cols: int) -> cut
     return _row_copy(cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=CHUNK_BITS), num_threads, cols)
 
 
-@cute.jit
+@dataclasses.dataclass(frozen=True)
+class Fetch:
+    """How an operand's fragments come from shared memory by ldmatrix.
+
+    Attributes:
+        copy: one thread's slice of the tiled copy.
+        source: (atom, 16-wide groups of M or N, k-blocks) in shared memory.
+        fragment: the operand's registers in the same shape.
+    """
+
+    copy: cute.TiledCopy
+    source: cute.Tensor
+    fragment: cute.Tensor
+
+    def __call__(self, groups: range, k: int) -> None:
+        for group in groups:
+            cute.copy(self.copy, self.source[None, group, k], self.fragment[None, group, k])
+
+
+def by_groups(tensor: cute.Tensor, mode: int) -> cute.Tensor:
+    """A fragment whose N mode is split into (2 atoms, 16-wide groups), as one ldmatrix.x4 fetches them."""
+    tiler = tuple(2 if m == mode else None for m in range(cute.rank(tensor)))
+    return cute.logical_divide(tensor, tiler)
+
+
 def gemm(
     mma: cute.TiledMma,
     acc: cute.Tensor,
     rA: cute.Tensor,
     rB: cute.Tensor,
-    copies: tuple,
-    double_buffer: cutlass.Constexpr[bool],
-):
-    """`acc` += A B over all k-blocks, with the operands that `copies` names fetched from shared memory.
+    fetch_a: Fetch | None,
+    fetch_b: Fetch,
+    chunk_groups: int,
+    ahead: int,
+) -> None:
+    """`acc` += A B over all k-blocks, B (and A, unless it is in registers) fetched along the way.
 
-    Args:
-        rA, rB: fragments (atom, M or N, k-blocks).
-        copies: (tiled copy slice, source partition, fragment in the copy's shape) of each operand to fetch.
-        double_buffer: fetch k-block i + 1 before the products of k-block i are issued.
+    The product is cut into chunks of `chunk_groups` 16-wide column groups of one k-block; the fragments of a chunk are
+    fetched `ahead` chunks before its mma.sync. Small chunks need fewer registers, large ones hide more latency.
     """
-    k_blocks = cute.size(rA.shape[2])
-    ahead = 1 if const_expr(double_buffer) else 0
-    for k in cutlass.range_constexpr(-ahead, k_blocks):
-        if const_expr(k + ahead < k_blocks):
-            for copy, source, fragment in copies:
-                cute.copy(copy, source[None, None, k + ahead], fragment[None, None, k + ahead])
-        if const_expr(k >= 0):
-            cute.gemm(mma, acc, rA[None, None, k], rB[None, None, k], acc)
+    acc, rB = by_groups(acc, 2), by_groups(rB, 1)
+    groups = cute.size(rB.shape[1][1])
+    chunks = [
+        (k, range(first, min(first + chunk_groups, groups)))
+        for k in range(cute.size(rA.shape[2]))
+        for first in range(0, groups, chunk_groups)
+    ]
+    for i in range(-ahead, len(chunks)):
+        if i + ahead < len(chunks):
+            k, columns = chunks[i + ahead]
+            if fetch_a is not None and columns.start == 0:
+                fetch_a(range(cute.size(rA.shape[1])), k)
+            fetch_b(columns, k)
+        if i >= 0:
+            k, columns = chunks[i]
+            for group in columns:
+                C = acc[None, None, (None, group)]
+                cute.gemm(mma, C, rA[None, None, k], rB[None, (None, group), k], C)

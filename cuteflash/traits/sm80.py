@@ -11,6 +11,7 @@ from cuteflash.traits.base import ELEMENT_BYTES
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
 CHUNK = 8  # elements of one 16-byte access
+LDMATRIX_COLS = 2 * MMA_N  # columns of a B operand that one ldmatrix.x4 fetches for one k-block
 
 
 def swizzle_width(cols: int) -> int:
@@ -31,7 +32,9 @@ class FwdTraitsSm80:
         kv_stage: K and V tiles in flight (1: load K while PV runs and V while QK runs).
         q_in_regs: keep the Q fragments in registers for the whole loop.
         share_q_v_smem: V's first stage reuses Q's shared memory (needs `q_in_regs`).
-        double_buffer: prefetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
+        chunk: columns of K or V whose fragments one k-block's step fetches by ldmatrix together; 0 takes all of them.
+            Small chunks need fewer registers, large ones hide more latency.
+        double_buffer: fetch the next chunk's fragments while the tensor cores work on this one.
         blocks_per_sm: resident blocks the compiler must leave registers for.
     """
 
@@ -43,6 +46,7 @@ class FwdTraitsSm80:
     kv_stage: int = 1
     q_in_regs: bool = False
     share_q_v_smem: bool = False
+    chunk: int = 0
     double_buffer: bool = True
     blocks_per_sm: int = 1
 
@@ -75,14 +79,14 @@ class FwdTraitsSm80:
             return f"tile_m {self.tile_m} is not a multiple of {MMA_M} rows x {self.num_warps} warps"
         if self.tile_n % MMA_K:
             return f"tile_n {self.tile_n} is not a multiple of {MMA_K}, the k extent of the PV product"
+        if self.chunk < 0 or self.chunk % LDMATRIX_COLS:
+            return f"chunk {self.chunk} is not a multiple of {LDMATRIX_COLS}, the columns of one ldmatrix"
         if self.kv_stage < 1 or self.blocks_per_sm < 1:
             return f"kv_stage {self.kv_stage} or blocks_per_sm {self.blocks_per_sm} is below 1"
         for name in ("head_dim", "head_dim_v"):
             rows = self.copy_rows(getattr(self, name))
             if self.tile_m % rows or self.tile_n % rows:
-                return (
-                    f"one pass of {self.num_threads} threads copies {rows} rows of {name}, which must divide the tiles"
-                )
+                return f"{self.num_threads} threads copy {rows} rows of {name} at once: tile_m, tile_n are no multiples"
         if self.share_q_v_smem and not (self.q_in_regs and self.kv_stage == 1):
             return "share_q_v_smem needs q_in_regs and kv_stage 1: V would overwrite a Q tile that is still read"
         if self.smem_bytes > arch.smem_per_block:
@@ -90,6 +94,15 @@ class FwdTraitsSm80:
         if self.blocks_per_sm * self.num_threads > arch.max_threads_per_sm:
             return f"{self.blocks_per_sm} blocks of {self.num_threads} threads do not fit into one SM of {arch.name}"
         return None
+
+    @property
+    def ahead(self) -> int:
+        """Chunks whose fragments are fetched before they are needed."""
+        return 1 if self.double_buffer else 0
+
+    def chunk_groups(self, cols: int) -> int:
+        """16-wide column groups of a chunk of an operand with `cols` columns."""
+        return (self.chunk or cols) // LDMATRIX_COLS
 
     def copy_rows(self, cols: int) -> int:
         """Rows of a tile of `cols` columns that one access of every thread covers."""

@@ -6,14 +6,13 @@
     V ──cp.async──► sV[s]    O += P V              mma.sync; V by transposing ldmatrix
                              O / row sum ──► sO ──► global, 16 bytes a thread
 
-With one stage, K of the next block is loaded while the PV product runs and V while the QK product runs; with more, whole
-blocks are loaded ahead and a step needs one barrier instead of two. Several blocks on one multiprocessor overlap the
-softmax of one with the products of another. Not here: dropout, ALiBi, variable lengths, paged K/V, gradients.
+With one stage, K of the next block is loaded while the PV product runs and V while the QK product runs; with more,
+whole blocks are loaded ahead and a step needs one barrier instead of two. Several blocks on one multiprocessor overlap
+the softmax of one with the products of another. Not here: dropout, ALiBi, variable lengths, paged K/V, gradients.
 """
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator

@@ -165,23 +165,23 @@ def attend_block(
     product_pv(kernel, f, stage)
 
 
-@cute.jit
-def product_qk(kernel: cutlass.Constexpr, f: Fragments, stage: Int32):
+def product_qk(kernel, f: Fragments, stage: Int32) -> None:
     """S = Q K^T for the K tile in `stage`."""
+    traits = kernel.traits
     f.acc_S.fill(0.0)
-    copies = [(f.copy_k, f.tSsK[None, None, None, stage], f.copy_k.retile(f.rK))]
-    if const_expr(not kernel.traits.q_in_regs):
-        copies.append((f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ)))
-    atoms.gemm(f.mma, f.acc_S, f.rQ, f.rK, tuple(copies), kernel.traits.double_buffer)
+    fetch_q = None if traits.q_in_regs else atoms.Fetch(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ))
+    fetch_k = atoms.Fetch(f.copy_k, f.tSsK[None, None, None, stage], f.copy_k.retile(f.rK))
+    atoms.gemm(f.mma, f.acc_S, f.rQ, f.rK, fetch_q, fetch_k, traits.chunk_groups(traits.tile_n), traits.ahead)
 
 
-@cute.jit
-def product_pv(kernel: cutlass.Constexpr, f: Fragments, stage: Int32):
+def product_pv(kernel, f: Fragments, stage: Int32) -> None:
     """O += P V for the V tile in `stage`, P rounded to the element type."""
+    traits = kernel.traits
     rP = cute.make_rmem_tensor_like(f.acc_S, kernel.dtype)
     rP.store(f.acc_S.load().to(kernel.dtype))
-    copies = ((f.copy_v, f.tOsVt[None, None, None, stage], f.copy_v.retile(f.rVt)),)
-    atoms.gemm(f.mma, f.acc_O, acc_as_operand_a(rP), f.rVt, copies, kernel.traits.double_buffer)
+    fetch_v = atoms.Fetch(f.copy_v, f.tOsVt[None, None, None, stage], f.copy_v.retile(f.rVt))
+    chunk_groups = traits.chunk_groups(traits.head_dim_v)
+    atoms.gemm(f.mma, f.acc_O, acc_as_operand_a(rP), f.rVt, None, fetch_v, chunk_groups, traits.ahead)
 
 
 @cute.jit
