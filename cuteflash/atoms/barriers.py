@@ -17,6 +17,13 @@ class NamedBarrier(enum.IntEnum):
     TURN = 4  # + warpgroup: this warpgroup may issue its products (ping-pong)
 
 
+@cute.jit
+def wait_phase(barrier: cute.Pointer, phase: Int32):
+    """Wait until the mbarrier's phase of this parity is complete; only a wait that lasts goes to sleep."""
+    if not cute.arch.mbarrier_try_wait(barrier, phase):
+        cute.arch.mbarrier_wait(barrier, phase)
+
+
 @dataclasses.dataclass(frozen=True)
 class TmaRing:
     """`stages` shared-memory tiles that one TMA warp fills and consumer warps drain.
@@ -50,17 +57,18 @@ class TmaRing:
         """The stage that tile `position` lives in."""
         return Int32(0) if const_expr(self.stages == 1) else position % self.stages
 
+    @cute.jit
     def acquire(self, position: Int32) -> cute.Pointer:
         """Producer warp: wait until the stage is free, announce the bytes; returns the mbarrier for the copy."""
         stage = self.stage(position)
-        cute.arch.mbarrier_wait(self.empty + stage, ((position // self.stages) & 1) ^ 1)
+        wait_phase(self.empty + stage, ((position // self.stages) & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.tile_bytes)
         return self.full + stage
 
     def wait(self, position: Int32) -> None:
         """Consumer: wait until tile `position` has landed."""
-        cute.arch.mbarrier_wait(self.full + self.stage(position), (position // self.stages) & 1)
+        wait_phase(self.full + self.stage(position), (position // self.stages) & 1)
 
     def release(self, position: Int32) -> None:
         """Consumer warp: it has finished reading tile `position`."""

@@ -33,18 +33,34 @@ class TileOrder:
     group: Int32
 
     @staticmethod
-    def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int) -> Int32:
-        """How many heads' K and V stay in L2 together; at least 1."""
+    def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int, num_sms: Int32) -> Int32:
+        """Heads whose K and V stay in L2 together, but as many as there are multiprocessors at least.
+
+        With fewer, a group is over after a few waves of tiles, and each group ends with idle multiprocessors.
+        """
         kv_heads = (L2_BUDGET_BYTES // kv_row_bytes) // cutlass.max(seqlen_k, 1)
-        return cutlass.max(kv_heads, 1) * heads_per_kv
+        return cutlass.max(kv_heads * heads_per_kv, num_sms)
 
     def size(self) -> Int32:
         """Number of tiles."""
         return self.m_blocks * self.heads * self.batch
 
     @cute.jit
+    def index(self, wave: Int32, longest_first: cutlass.Constexpr[bool]):
+        """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none.
+
+        Longest first, every other wave runs backwards: whoever had the longest tile of one wave has the shortest of
+        the next, which balances the blocks as well as handing out tiles on demand would.
+        """
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        if const_expr(longest_first):
+            if wave % 2 == 1:
+                block = blocks - 1 - block
+        return wave * blocks + block
+
+    @cute.jit
     def tile(self, index: Int32, longest_first: cutlass.Constexpr[bool]):
-        """(query tile, head, batch entry) of the `index`-th tile; without `longest_first` a head's tiles are neighbours."""
+        """(query tile, head, batch entry) of a tile; without `longest_first` a head's tiles are neighbours."""
         if const_expr(longest_first):
             per_group = self.group * self.m_blocks
             first = (index // per_group) * self.group

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, const_expr
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+MAX_CHAINS = 4
 
 
 def quad_max(value: Float32) -> Float32:
@@ -30,6 +31,17 @@ def quad_sum(value: Float32) -> Float32:
     for lanes in (1, 2):
         value = value + cute.arch.shuffle_sync_bfly(value, offset=lanes)
     return value
+
+
+def row_peak(scores: cute.Tensor, row: int) -> Float32:
+    """The largest score of a row in this thread, by independent chains that hide each other's latency."""
+    cols = cute.size(scores.shape[1])
+    peaks = [scores[row, c] for c in range(MAX_CHAINS)]
+    for c in range(MAX_CHAINS, cols):
+        peaks[c % MAX_CHAINS] = cute.arch.fmax(peaks[c % MAX_CHAINS], scores[row, c])
+    while len(peaks) > 1:
+        peaks = [cute.arch.fmax(a, b) for a, b in zip(peaks[::2], peaks[1::2], strict=True)]
+    return peaks[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +72,11 @@ class OnlineSoftmax:
 
         On the first block nothing was accumulated, so the maxima and sums are set and `row_scale` is 1.
         """
-        rows, cols = scores.shape[0], scores.shape[1]
+        rows, cols = scores.shape
         for r in cutlass.range_constexpr(cute.size(rows)):
-            peak = scores[r, 0] if const_expr(is_first) else cute.arch.fmax(self.row_max[r], scores[r, 0])
-            for c in cutlass.range_constexpr(1, cute.size(cols)):
-                peak = cute.arch.fmax(peak, scores[r, c])
-            peak = quad_max(peak)
+            peak = quad_max(row_peak(scores, r))
+            if const_expr(not is_first):
+                peak = cute.arch.fmax(self.row_max[r], peak)
             # exp2(-inf - -inf) would be NaN: a row without a visible key subtracts 0 instead.
             base = peak
             if const_expr(self.check_inf):

@@ -29,6 +29,8 @@ class FwdTraitsSm90:
         overlap: inside a warpgroup, the next QK product is issued before this step's PV product.
         p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
         share_q_o: O is staged where Q was; saves shared memory, but the next tile's Q has to wait for the store.
+        rescale_in_product: O is rescaled between issuing the QK and the PV product, not after the softmax.
+        late_pv_wait: the wait for the PV product is kept behind the exponentials of the softmax beside it.
         persistent: as many blocks as multiprocessors, each looping over tiles.
         poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
     """
@@ -42,6 +44,8 @@ class FwdTraitsSm90:
     overlap: bool = True
     p_in_regs: bool = True
     share_q_o: bool = False
+    rescale_in_product: bool = False
+    late_pv_wait: bool = False
     persistent: bool = True
     poly_exp2: int = 0
 

@@ -160,7 +160,7 @@ class FlashFwdSm90:
             cute.ceil_div(seqlen_q, self.tile_tokens),
             heads,
             batch,
-            TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes),
+            TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes, num_sms),
         )
         if const_expr(problem.has_softcap):
             scores = Scores(softcap * LOG2_E, softmax_scale / softcap)

@@ -111,7 +111,8 @@ def consume_tiles(
             pass_turn(kernel, wg)
     kv_pos = Int32(0)
     q_pos = Int32(0)
-    index = cute.arch.block_idx()[0]
+    wave = Int32(0)
+    index = order.index(wave, kernel.longest_first)
     while index < order.size():
         m_block, head, batch = order.tile(index, kernel.longest_first)
         tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
@@ -132,7 +133,8 @@ def consume_tiles(
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             rings.q.release(q_pos)
         q_pos += 1
-        index += cute.arch.grid_dim()[0]
+        wave += 1
+        index = order.index(wave, kernel.longest_first)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -177,7 +179,8 @@ def attend(
             step(n_block, kv_pos, True)
             kv_pos += 1
     if const_expr(traits.overlap):
-        scale_rows(wg.out, wg.row_scale)
+        if const_expr(traits.rescale_in_product):
+            scale_rows(wg.out, wg.row_scale)
         rings.v.wait(kv_pos)
         product_pv(wg, rings, kv_pos)
         warpgroup.wait_group(0)
@@ -271,19 +274,21 @@ def step_overlapped(
     rings.k.wait(position + 1)
     take_turn(kernel, wg)
     product_qk(wg, rings, position + 1)
-    # O is rescaled while the tensor cores are busy with S; right after the softmax it would pull the wait for the
-    # PV product in front of the exponentials, which then no longer run beside that product.
-    scale_rows(wg.out, wg.row_scale)
+    if const_expr(kernel.traits.rescale_in_product):
+        scale_rows(wg.out, wg.row_scale)
     rings.v.wait(position)
     product_pv(wg, rings, position)
     pass_turn(kernel, wg)
     warpgroup.wait_group(1)
     rings.k.release(position + 1)
     soften(kernel, wg, n_block, masked, False)
-    rings.v.wait(position)
+    if const_expr(kernel.traits.late_pv_wait):
+        rings.v.wait(position)  # has long landed: a branch, past which ptxas does not move the exponentials
     warpgroup.wait_group(0)
     rings.v.release(position)
     store_p(kernel, wg, tiles)
+    if const_expr(not kernel.traits.rescale_in_product):
+        scale_rows(wg.out, wg.row_scale)
 
 
 @cute.jit

@@ -27,7 +27,8 @@ def load_tiles(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, 
     order, mask = problem.order, problem.mask
     kv_pos = Int32(0)
     q_pos = Int32(0)
-    index = cute.arch.block_idx()[0]
+    wave = Int32(0)
+    index = order.index(wave, kernel.longest_first)
     while index < order.size():
         m_block, head, batch = order.tile(index, kernel.longest_first)
         tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
@@ -57,4 +58,5 @@ def load_tiles(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, 
                 kv_pos += 1
             load_v(kv_pos, n_lo)
             kv_pos += 1
-        index += cute.arch.grid_dim()[0]
+        wave += 1
+        index = order.index(wave, kernel.longest_first)
