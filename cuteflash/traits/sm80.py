@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import ELEMENT_BYTES
@@ -107,3 +108,55 @@ class FwdTraitsSm80:
     def copy_rows(self, cols: int) -> int:
         """Rows of a tile of `cols` columns that one access of every thread covers."""
         return self.num_threads * CHUNK // swizzle_width(cols)
+
+
+# Tiles worth timing, by the larger head dim: (tile_m, tile_n, num_warps) and what differs from the defaults. Four warps
+# own 32 rows each, which halves the shared-memory reads of eight; eight leave registers for head dims beyond 128.
+_CANDIDATES: dict[int, tuple[tuple[int, int, int, dict[str, Any]], ...]] = {
+    64: (
+        (128, 128, 4, {"blocks_per_sm": 2}),
+        (128, 128, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
+        (128, 96, 4, {"blocks_per_sm": 2}),
+        (128, 96, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
+        (128, 64, 4, {"blocks_per_sm": 2}),
+        (128, 64, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
+        (128, 64, 4, {"blocks_per_sm": 2, "q_in_regs": True}),
+        (128, 64, 4, {"blocks_per_sm": 3}),
+        (64, 128, 4, {"blocks_per_sm": 3, "q_in_regs": True}),
+        (64, 64, 4, {"blocks_per_sm": 4, "q_in_regs": True, "kv_stage": 2}),
+        (128, 128, 8, {"q_in_regs": True, "kv_stage": 2}),
+        (256, 64, 8, {"kv_stage": 2}),
+    ),
+    128: (
+        (128, 64, 4, {"blocks_per_sm": 2}),
+        (128, 64, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
+        (128, 48, 4, {"blocks_per_sm": 2}),
+        (128, 48, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
+        (128, 32, 4, {"blocks_per_sm": 2}),
+        (128, 32, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
+        (128, 64, 8, {}),
+        (128, 64, 8, {"kv_stage": 2}),
+        (128, 128, 8, {}),
+        (128, 128, 8, {"q_in_regs": True}),
+        (64, 64, 4, {"blocks_per_sm": 3}),
+        (64, 64, 4, {"blocks_per_sm": 2, "q_in_regs": True, "kv_stage": 2}),
+    ),
+    256: (
+        (64, 64, 4, {"blocks_per_sm": 2}),
+        (64, 64, 4, {"blocks_per_sm": 2, "q_in_regs": True}),
+        (64, 32, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
+        (64, 32, 4, {"blocks_per_sm": 2, "q_in_regs": True, "kv_stage": 2}),
+        (64, 48, 4, {"blocks_per_sm": 2}),
+        (128, 64, 8, {}),
+        (128, 64, 8, {"kv_stage": 2}),
+        (128, 48, 8, {"kv_stage": 2}),
+        (128, 64, 8, {"q_in_regs": True}),
+        (128, 96, 8, {}),
+    ),
+}
+
+
+def fwd_candidates(head_dim: int, head_dim_v: int) -> tuple[FwdTraitsSm80, ...]:
+    """Traits worth timing for padded head dims; ask each one's `check` whether it runs on an architecture."""
+    rows = next(rows for widest, rows in _CANDIDATES.items() if max(head_dim, head_dim_v) <= widest)
+    return tuple(FwdTraitsSm80(m, n, head_dim, head_dim_v, num_warps=warps, **more) for m, n, warps, more in rows)

@@ -75,22 +75,25 @@ def attend(kernel: cutlass.Constexpr, f: Fragments, load_k: KvLoad, load_v: KvLo
     full_lo, full_hi = tile.full_n_blocks(mask, tile_n)
     n_last = cutlass.max(n_hi - 1, 0)
     f.acc_O.fill(0.0)
+    f.softmax.row_max.fill(-Float32.inf)
+    f.softmax.row_sum.fill(0.0)
     prologue(kernel, f, load_k, load_v, n_lo, n_last, mask.seqlen_k)
 
     step = functools.partial(attend_block, kernel, f, load_k, load_v, tile, mask, (n_lo, n_last))
-    step(n_last, True, True)
-    n_block = n_last
-    if const_expr(kernel.problem.mask != "full"):
-        for _ in cutlass.range(cutlass.min(n_last - full_hi, n_last - n_lo), unroll=1):
-            n_block -= 1
-            step(n_block, False, True)
-    for _ in cutlass.range(n_block - (cutlass.max(full_lo, n_lo) if mask.has_left_edge else 0), unroll=1):
+    n_block = n_last + 1
+    # The last block is always masked: the keys may end in it.
+    right = 1 if const_expr(kernel.problem.mask == "full") else cutlass.max(n_last + 1 - cutlass.max(full_hi, n_lo), 1)
+    for _ in cutlass.range(right, unroll=1):
         n_block -= 1
-        step(n_block, False, False)
+        step(n_block, True)
+    whole = n_block - (cutlass.max(full_lo, n_lo) if const_expr(mask.has_left_edge) else 0)
+    for _ in cutlass.range(whole, unroll=1):
+        n_block -= 1
+        step(n_block, False)
     if const_expr(mask.has_left_edge):
         for _ in cutlass.range(n_block - n_lo, unroll=1):
             n_block -= 1
-            step(n_block, False, True)
+            step(n_block, True)
 
 
 @cute.jit
@@ -103,18 +106,17 @@ def prologue(
     n_last: Int32,
     seqlen_k: Int32,
 ):
-    """Issue the first loads, in groups: Q and K; with several stages V, then whole blocks ahead. Q into registers."""
+    """Issue the first loads: Q and K in one group, with V and further blocks where there are stages; fetch Q."""
     traits = kernel.traits
     rows = seqlen_k - n_last * traits.tile_n
     load_kv(load_k, n_last, 0, rows)
-    cute.arch.cp_async_commit_group()
     if const_expr(traits.kv_stage > 1):
         load_kv(load_v, n_last, 0, rows)
-        cute.arch.cp_async_commit_group()
-        for stage in cutlass.range_constexpr(1, traits.kv_stage - 1):
-            load_block(load_k, load_v, n_last - stage, n_lo, stage)
+    cute.arch.cp_async_commit_group()
+    for stage in cutlass.range_constexpr(1, traits.kv_stage - 1):
+        load_block(load_k, load_v, n_last - stage, n_lo, stage)
     if const_expr(traits.q_in_regs):
-        arrived(0 if traits.kv_stage == 1 else traits.kv_stage - 1)
+        arrived(max(traits.kv_stage - 2, 0))
         cute.copy(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ))
 
 
@@ -137,7 +139,6 @@ def attend_block(
     mask: IntervalMask,
     n_range: tuple,
     n_block: Int32,
-    is_first: cutlass.Constexpr[bool],
     masked: cutlass.Constexpr[bool],
 ):
     """One step of the main loop, `n_range` the tile's (first, last) key block."""
@@ -146,10 +147,10 @@ def attend_block(
     stage = (n_last - n_block) % stages
     if const_expr(stages == 1):
         arrived(0)  # K is here, and nobody reads the last V any more
-        load_kv(load_v, n_block, 0, mask.seqlen_k - n_block * tile_n if is_first else None)
+        load_kv(load_v, n_block, 0, mask.seqlen_k - n_block * tile_n if masked else None)
         cute.arch.cp_async_commit_group()
     else:
-        arrived(stages - 1 if is_first else stages - 2)  # and nobody reads the last block any more
+        arrived(stages - 2)  # and nobody reads the last block any more
         load_block(load_k, load_v, n_block - (stages - 1), n_lo, (stage + stages - 1) % stages)
     product_qk(kernel, f, stage)
     if const_expr(stages == 1):
@@ -157,11 +158,8 @@ def attend_block(
         if n_block > n_lo:
             load_kv(load_k, n_block - 1, 0, None)
         cute.arch.cp_async_commit_group()
-    soften(kernel, f, tile, mask, n_block, is_first, masked)
-    if const_expr(not is_first):
-        scale_rows(f.out, f.row_scale)
-    elif const_expr(stages > 1):
-        arrived(stages - 1)  # the first V is a group of its own, so that the first QK product need not wait for it
+    soften(kernel, f, tile, mask, n_block, masked)
+    scale_rows(f.out, f.row_scale)
     product_pv(kernel, f, stage)
 
 
@@ -191,7 +189,6 @@ def soften(
     tile: QueryTile,
     mask: IntervalMask,
     n_block: Int32,
-    is_first: cutlass.Constexpr[bool],
     masked: cutlass.Constexpr[bool],
 ):
     """Softcap, mask and online softmax of the scores of one key block, in place."""
@@ -204,4 +201,4 @@ def soften(
             bounds[r, 0], bounds[r, 1] = mask.kv_bounds(tile.first_token + token)
         first_key = n_block * kernel.traits.tile_n + f.first_column
         mask_scores(f.scores, f.columns, first_key, bounds, mask.has_left_edge)
-    f.softmax.step(f.scores, f.row_scale, is_first)
+    f.softmax.step(f.scores, f.row_scale, False)
