@@ -1,0 +1,173 @@
+"""The sm80 forward kernel without a GPU: what it compiles to, and that its layouts hold what they promise."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+import subprocess
+import sysconfig
+from typing import Any
+
+import pytest
+
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.sm80 import FwdTraitsSm80, fwd_candidates
+
+cutlass = pytest.importorskip("cutlass")
+from cutlass import cute  # noqa: E402
+
+from cuteflash.atoms import sm80 as atoms  # noqa: E402
+from cuteflash.core.views import transposed  # noqa: E402
+from cuteflash.kernels.sm80.fwd import FlashFwdSm80  # noqa: E402
+
+BANKS, BANK_BYTES, PHASE_ROWS = 32, 4, 8
+WIDE = FwdTraitsSm80(128, 64, 128, 128, num_warps=8)
+
+CASES = {
+    "full": (WIDE, FwdProblem("bf16", 128, 128)),
+    "causal-lse": (WIDE, FwdProblem("fp16", 128, 128, "causal", has_lse=True)),
+    "window-softcap": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem("bf16", 64, 64, "window", has_softcap=True)),
+    "packed": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem("bf16", 64, 64, "causal", has_lse=True, packed_heads=6)),
+    "padded": (FwdTraitsSm80(64, 64, 96, 32), FwdProblem("bf16", 72, 24, has_lse=True)),
+    "stages": (FwdTraitsSm80(64, 32, 64, 64, kv_stage=3, q_in_regs=True), FwdProblem("bf16", 64, 64, "causal")),
+    "shared-q-v": (
+        FwdTraitsSm80(64, 64, 64, 64, q_in_regs=True, share_q_v_smem=True),
+        FwdProblem("bf16", 64, 64, "causal"),
+    ),
+}
+
+
+def dump(traits: FwdTraitsSm80, problem: FwdProblem, target: str, folder: pathlib.Path) -> tuple[str, str]:
+    """The PTX and SASS of a kernel cross-compiled for `target`."""
+    kernel = FlashFwdSm80(traits, problem)
+    options = f"--gpu-arch={target} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir {folder}"
+    cute.compile(kernel, *kernel.fake_args(), options=options)
+    tool = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "cuobjdump")
+    sass = subprocess.run([tool, "-sass", *folder.glob("*.cubin")], check=True, capture_output=True, text=True).stdout
+    return next(folder.glob("*.ptx")).read_text(), sass
+
+
+@pytest.fixture(scope="module")
+def ampere(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(PTX, SASS) for sm_80 of a case, compiled once."""
+    return functools.cache(lambda case: dump(*CASES[case], "sm_80", tmp_path_factory.mktemp(case)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case_uses_ampere_instructions_and_does_not_spill(ampere: Any, case: str) -> None:
+    ptx, sass = ampere(case)
+    for instruction in (
+        "LDGSTS.E.BYPASS.LTC128B.128",  # cp.async, 16 bytes
+        "LDSM.16.M88.4",  # ldmatrix of Q and K
+        "LDSM.16.MT88.4",  # transposing ldmatrix of V
+        "HMMA.16816.F32",
+        "F2FP",  # two fp32 rounded at once
+        "STG.E.128",
+    ):
+        assert instruction in sass, instruction
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    assert "wgmma" not in ptx and "cp.async.bulk" not in ptx
+
+
+@pytest.mark.parametrize("target", ["sm_86", "sm_89", "sm_90a", "sm_120"])
+def test_every_target_of_the_family_compiles(target: str, tmp_path: pathlib.Path) -> None:
+    traits, problem = CASES["causal-lse"]
+    assert traits.check(get_arch(target)) is None
+    ptx, sass = dump(traits, problem, target, tmp_path)
+    assert f".target {target}" in ptx
+    assert "HMMA.16816.F32" in sass and not re.search(r"\b(LDL|STL)\b", sass)
+
+
+def test_exponentials_take_one_fused_multiply_add_each(ampere: Any) -> None:
+    _, sass = ampere("full")
+    exponentials = len(re.findall(r"MUFU\.EX2", sass))
+    assert len(re.findall(r"\bFFMA\b", sass)) >= exponentials > 0
+    # Two ex2 instructions' worth of multiplications would show up as FMUL beside the rescaling of O (two loop bodies).
+    traits, _ = CASES["full"]
+    rescaled = traits.tile_m * traits.head_dim_v // traits.num_threads
+    assert len(re.findall(r"\bFMUL\b", sass)) < 3 * rescaled + exponentials // 2
+
+
+def test_rows_beyond_the_keys_are_filled_with_zeros(ampere: Any) -> None:
+    ptx, _ = ampere("full")
+    sizes = re.findall(r"cp\.async\.cg\.shared\.global \S+ \S+ 16, (\S+);", ptx)
+    assert any(size.startswith("%r") for size in sizes)  # a source size of 0 writes zeros
+    assert "16" in sizes  # all blocks but the last copy without a predicate
+
+
+def test_strides_of_batch_head_and_sequence_are_multiplied_in_64_bits(ampere: Any) -> None:
+    ptx, _ = ampere("full")
+    strides = set(re.findall(r"ld\.param\.b64 \t?(%rd\d+)", ptx))
+    assert len(strides) >= 12  # three of each of Q, K, V and O
+    assert "mul.lo.s64" in ptx or "mad.lo.s64" in ptx
+
+
+def on_host(probe: Any) -> None:
+    """Run `probe` where layouts can be made and evaluated."""
+    cute.jit(preprocess=False)(probe)()
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_an_ldmatrix_phase_touches_every_bank_once(head_dim: int) -> None:
+    def probe() -> None:
+        tile = FlashFwdSm80(FwdTraitsSm80(64, 64, head_dim, head_dim), FwdProblem("bf16", 16, 16)).smem_layout_q()
+        for column in range(0, head_dim, 8):
+            chunks = [tile((row, column)) * 2 // (4 * BANK_BYTES) for row in range(PHASE_ROWS)]
+            assert len({chunk % (BANKS // 4) for chunk in chunks}) == PHASE_ROWS
+
+    on_host(probe)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 96, 256])
+def test_shared_memory_tiles_are_one_to_one_and_chunks_stay_whole(head_dim: int) -> None:
+    def probe() -> None:
+        tile = FlashFwdSm80(FwdTraitsSm80(64, 64, head_dim, head_dim), FwdProblem("bf16", 16, 16)).smem_layout_q()
+        places = set()
+        for row in range(64):
+            for column in range(0, head_dim, 8):
+                start = tile((row, column))
+                assert start % 8 == 0 and tile((row, column + 7)) == start + 7
+                places.add(start)
+        assert places == set(range(0, 64 * head_dim, 8))
+
+    on_host(probe)
+
+
+def test_transposed_v_is_the_same_memory() -> None:
+    def probe() -> None:
+        traits = FwdTraitsSm80(64, 64, 96, 96, kv_stage=2)
+        layout = FlashFwdSm80(traits, FwdProblem("bf16", 96, 96)).smem_layout_v()
+        pointer = cute.make_ptr(cutlass.BFloat16, 0, cute.AddressSpace.smem, assumed_align=1024)
+        flipped = transposed(cute.make_tensor(pointer, layout)).layout
+        for key, column, stage in ((0, 0, 0), (5, 17, 1), (63, 95, 0), (33, 40, 1)):
+            assert flipped((column, key, stage)) == layout((key, column, stage))
+
+    on_host(probe)
+
+
+@pytest.mark.parametrize("cols", [16, 32, 64, 96, 128])
+def test_a_pass_of_the_copy_covers_whole_rows_of_a_slab_once(cols: int) -> None:
+    traits = FwdTraitsSm80(128, 64, cols, cols)
+
+    def probe() -> None:
+        copy = atoms.load_copy(cutlass.BFloat16, traits.num_threads, cols)
+        rows = cute.size(copy.tiler_mn[0])
+        slab = cute.size(copy.tiler_mn[1])
+        assert rows == traits.copy_rows(cols) and cols % slab == 0
+        places = {copy.layout_tv_tiled((thread, v)) for thread in range(traits.num_threads) for v in range(8)}
+        assert places == set(range(rows * slab))
+
+    on_host(probe)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(32, 32), (64, 64), (64, 128), (128, 128), (192, 128), (256, 256)]
+)
+def test_candidates_run_on_a100(head_dim: int, head_dim_v: int) -> None:
+    candidates = fwd_candidates(head_dim, head_dim_v)
+    assert len(set(candidates)) == len(candidates) > 4
+    runnable = [traits for traits in candidates if traits.check(get_arch("sm_80")) is None]
+    assert len(runnable) >= len(candidates) - 2  # the largest tiles with two stages need Hopper's shared memory
+    assert all((traits.head_dim, traits.head_dim_v) == (head_dim, head_dim_v) for traits in candidates)
