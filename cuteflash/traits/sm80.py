@@ -36,6 +36,8 @@ class FwdTraitsSm80:
         chunk: columns of K or V whose fragments one k-block's step fetches by ldmatrix together; 0 takes all of them.
             Small chunks need fewer registers, large ones hide more latency.
         double_buffer: fetch the next chunk's fragments while the tensor cores work on this one.
+        cutlass_symbol: leave "cutlass" in the kernel's symbol, which ptxas takes as leave to schedule more boldly: more
+            latency hidden, more registers and sometimes spills.
         blocks_per_sm: resident blocks the compiler must leave registers for.
     """
 
@@ -49,6 +51,7 @@ class FwdTraitsSm80:
     share_q_v_smem: bool = False
     chunk: int = 0
     double_buffer: bool = True
+    cutlass_symbol: bool = False
     blocks_per_sm: int = 1
 
     @property
@@ -157,6 +160,10 @@ _CANDIDATES: dict[int, tuple[tuple[int, int, int, dict[str, Any]], ...]] = {
 
 
 def fwd_candidates(head_dim: int, head_dim_v: int) -> tuple[FwdTraitsSm80, ...]:
-    """Traits worth timing for padded head dims; ask each one's `check` whether it runs on an architecture."""
+    """Traits worth timing for padded head dims, scheduled both ways; `check` says what an arch runs."""
     rows = next(rows for widest, rows in _CANDIDATES.items() if max(head_dim, head_dim_v) <= widest)
-    return tuple(FwdTraitsSm80(m, n, head_dim, head_dim_v, num_warps=warps, **more) for m, n, warps, more in rows)
+    return tuple(
+        FwdTraitsSm80(m, n, head_dim, head_dim_v, num_warps=warps, cutlass_symbol=bold, **more)
+        for m, n, warps, more in rows
+        for bold in (False, True)
+    )

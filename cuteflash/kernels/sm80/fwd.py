@@ -108,6 +108,7 @@ class FlashFwdSm80:
         packed = problem.packed_heads
         operands = Operands(query_view(mQ, packed), rows_first(mK), rows_first(mV), query_view(mO, packed))
         work = Problem80(order, heads_per_kv, mask, scale * LOG2_E, inner_scale)
+        self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
         self.kernel(operands, mLSE, work).launch(
             grid=(order.size(), 1, 1),
             block=(traits.num_threads, 1, 1),
