@@ -5,8 +5,9 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.utils import LayoutEnum, hopper_helpers
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
 
 WARPGROUP_ROWS = 64
 
@@ -31,14 +32,12 @@ def packed_rows(tile: cute.ComposedLayout, heads: int, tokens: int) -> cute.Comp
     return cute.make_composed_layout(tile.inner, 0, outer)
 
 
-def tiled_mma(
-    dtype: type[cutlass.Numeric], n: int, b_major: warpgroup.OperandMajorMode, a_from_regs: bool
-) -> cute.TiledMma:
+def tiled_mma(dtype: type[cutlass.Numeric], n: int, b_major: OperandMajorMode, a_from_regs: bool) -> cute.TiledMma:
     """One warpgroup's m64 x n x k16 product with fp32 accumulators; A is K-major."""
     return hopper_helpers.make_trivial_tiled_mma(
         dtype,
         dtype,
-        warpgroup.OperandMajorMode.K,
+        OperandMajorMode.K,
         b_major,
         Float32,
         atom_layout_mnk=(1, 1, 1),
@@ -58,6 +57,12 @@ def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, a
     warpgroup.commit_group()
 
 
+def load_copy_a(dtype: type[cutlass.Numeric], mma: cute.TiledMma) -> cute.TiledCopy:
+    """ldmatrix.x4 from a row-major tile to `mma`'s A fragment."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+    return cute.make_tiled_copy_A(atom, mma)
+
+
 def store_copy(dtype: type[cutlass.Numeric], mma: cute.TiledMma) -> cute.TiledCopy:
     """stmatrix.x4 from `mma`'s accumulator fragment to a row-major tile."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
@@ -75,7 +80,7 @@ def tma_store(tensor: cute.Tensor, tile: cute.ComposedLayout, box: cute.Tiler):
 
 
 def tma_partition(atom: cute.CopyAtom, tiles: cute.Tensor, boxes: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """TMA partitions of a staged tile (rows, cols, stages) and of global boxes (rows, cols, n): (box, stages), (box, n)."""
+    """TMA partitions: (box, stages) of a tile (rows, cols, stages), (box, n) of global boxes (rows, cols, n)."""
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(boxes, 0, 2)
     )

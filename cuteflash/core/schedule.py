@@ -17,8 +17,8 @@ L2_BUDGET_BYTES = 24 << 20
 class TileOrder:
     """A linear order of all tiles of a problem.
 
-    Heads are taken in groups; inside a group the last query tiles of every head come first. Under a causal mask
-    those are the longest, so that the last tiles to start are short.
+    Interleaved, heads are taken in groups; inside a group the last query tiles of every head come first. Under a
+    causal mask those are the longest, so that the last tiles to start are short.
 
     Attributes:
         m_blocks: query tiles of one head.
@@ -46,22 +46,22 @@ class TileOrder:
         return self.m_blocks * self.heads * self.batch
 
     @cute.jit
-    def index(self, wave: Int32, longest_first: cutlass.Constexpr[bool]):
+    def index(self, wave: Int32, interleave_heads: cutlass.Constexpr[bool]):
         """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none.
 
-        Longest first, every other wave runs backwards: whoever had the longest tile of one wave has the shortest of
-        the next, which balances the blocks as well as handing out tiles on demand would.
+        With interleaved heads every other wave runs backwards: whoever had the longest tile of one wave has the
+        shortest of the next, which balances the blocks as well as handing out tiles on demand would.
         """
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        if const_expr(longest_first):
+        if const_expr(interleave_heads):
             if wave % 2 == 1:
                 block = blocks - 1 - block
         return wave * blocks + block
 
     @cute.jit
-    def tile(self, index: Int32, longest_first: cutlass.Constexpr[bool]):
-        """(query tile, head, batch entry) of a tile; without `longest_first` a head's tiles are neighbours."""
-        if const_expr(longest_first):
+    def tile(self, index: Int32, interleave_heads: cutlass.Constexpr[bool]):
+        """(query tile, head, batch entry) of a tile; not interleaved, a head's tiles are neighbours."""
+        if const_expr(interleave_heads):
             per_group = self.group * self.m_blocks
             first = (index // per_group) * self.group
             in_group = index % per_group

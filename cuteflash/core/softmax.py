@@ -14,6 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from cuteflash.core.exp2 import exp2, exp2_polynomial, uses_polynomial
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MAX_CHAINS = 4
@@ -67,10 +69,17 @@ class OnlineSoftmax:
         return OnlineSoftmax(row_max, row_sum, scale_log2, check_inf)
 
     @cute.jit
-    def step(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+    def step(
+        self,
+        scores: cute.Tensor,
+        row_scale: cute.Tensor,
+        is_first: cutlass.Constexpr[bool],
+        poly_share: cutlass.Constexpr[int] = 0,
+    ):
         """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` gets what O must be multiplied with.
 
-        On the first block nothing was accumulated, so the maxima and sums are set and `row_scale` is 1.
+        On the first block nothing was accumulated, so the maxima and sums are set and `row_scale` is 1. Of 16
+        exponentials, `poly_share` are taken by polynomial; no score may then be -inf.
         """
         rows, cols = scores.shape
         for r in cutlass.range_constexpr(cute.size(rows)):
@@ -85,11 +94,12 @@ class OnlineSoftmax:
             if const_expr(is_first):
                 row_scale[r] = Float32(1.0)
             else:
-                row_scale[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - shift, fastmath=True)
+                row_scale[r] = exp2(self.row_max[r] * self.scale_log2 - shift)
             self.row_max[r] = peak
             total = Float32(0.0) if const_expr(is_first) else self.row_sum[r] * row_scale[r]
             for c in cutlass.range_constexpr(cute.size(cols)):
-                p = cute.math.exp2(scores[r, c] * self.scale_log2 - shift, fastmath=True)
+                x = scores[r, c] * self.scale_log2 - shift
+                p = exp2_polynomial(x) if const_expr(uses_polynomial(c, poly_share)) else exp2(x)
                 scores[r, c] = p
                 total = total + p
             self.row_sum[r] = total

@@ -10,6 +10,7 @@ from cuteflash.traits.base import ELEMENT_BYTES
 WARPGROUP = 128
 WGMMA_M, WGMMA_N, WGMMA_K = 64, 8, 16
 BARRIER_BYTES = 1024  # mbarriers, and the padding that aligns the first tile to a swizzle atom
+ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
 # The sum over all warpgroups is at most the 65536 / threads that the block was launched with.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -27,10 +28,12 @@ class FwdTraitsSm90:
         kv_stage: K and V tiles in flight, each.
         pingpong: named barriers let one warpgroup's products run while another does its softmax.
         overlap: inside a warpgroup, the next QK product is issued before this step's PV product.
+        q_in_regs: Q is loaded from shared memory to registers once a tile, not read by every product.
         p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
         share_q_o: O is staged where Q was; saves shared memory, but the next tile's Q has to wait for the store.
         rescale_in_product: O is rescaled between issuing the QK and the PV product, not after the softmax.
         late_pv_wait: the wait for the PV product is kept behind the exponentials of the softmax beside it.
+        interleave_heads: neighbouring blocks take the same query tile of different heads, not one head's tiles.
         persistent: as many blocks as multiprocessors, each looping over tiles.
         poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
     """
@@ -42,10 +45,12 @@ class FwdTraitsSm90:
     kv_stage: int = 2
     pingpong: bool = True
     overlap: bool = True
+    q_in_regs: bool = False
     p_in_regs: bool = True
     share_q_o: bool = False
     rescale_in_product: bool = False
     late_pv_wait: bool = False
+    interleave_heads: bool = False
     persistent: bool = True
     poly_exp2: int = 0
 
@@ -92,14 +97,16 @@ class FwdTraitsSm90:
             return f"tile_n {self.tile_n} is not a multiple of {WGMMA_K} up to 256"
         if self.pingpong and self.mma_warpgroups == 1:
             return "pingpong needs a second consumer warpgroup"
+        if self.share_q_o and self.q_in_regs:
+            return "share_q_o with q_in_regs: Q has left its memory for the next tile's when O is staged"
         if self.share_q_o and self.head_dim != self.head_dim_v:
             return "share_q_o needs head_dim equal to head_dim_v: a warpgroup's O must lie in its own rows of Q"
         if not 0 <= self.poly_exp2 <= 16:
             return f"poly_exp2 {self.poly_exp2} is not 0 to 16"
-        if self.accumulator_regs > self.mma_regs - 24:
+        if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:
             return (
-                f"S, P and O fragments take {self.accumulator_regs} registers a thread, "
-                f"{self.mma_regs} less 24 for addresses are there"
+                f"Q, S, P and O fragments take {self.accumulator_regs} registers a thread, "
+                f"{self.mma_regs} less {ADDRESS_REGS} for addresses are there"
             )
         if self.smem_bytes > arch.smem_per_block:
             return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
@@ -107,8 +114,9 @@ class FwdTraitsSm90:
 
     @property
     def accumulator_regs(self) -> int:
-        """Registers a thread needs for the S and O accumulators and, where it stays there, for P."""
+        """Registers a thread needs for the S and O accumulators and, where they stay there, for Q and P."""
         s = self.tile_n // 2
         o = self.head_dim_v // 2
         p = self.tile_n // 4 if self.p_in_regs else 0
-        return s + o + p
+        q = self.head_dim // 4 if self.q_in_regs else 0
+        return q + s + o + p

@@ -19,7 +19,7 @@ from typing import ClassVar
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
 from cuteflash.atoms import sm90 as atoms
@@ -53,9 +53,9 @@ class FlashFwdSm90:
         return CUTE_DTYPES[self.problem.dtype]
 
     @property
-    def longest_first(self) -> bool:
-        """Whether tiles differ so much in length that their order matters."""
-        return self.problem.mask == "causal"
+    def interleave_heads(self) -> bool:
+        """Whether heads run side by side; causal tiles always do, the longest of all heads first."""
+        return self.traits.interleave_heads or self.problem.mask == "causal"
 
     @property
     def tokens_per_warpgroup(self) -> int:
@@ -74,13 +74,13 @@ class FlashFwdSm90:
     # Layouts and atoms, callable without a launch.
 
     def tiled_mma_qk(self) -> cute.TiledMma:
-        """S = Q K^T: (64, tile_n), both operands K-major in shared memory."""
-        return atoms.tiled_mma(self.dtype, self.traits.tile_n, warpgroup.OperandMajorMode.K, a_from_regs=False)
+        """S = Q K^T: (64, tile_n), both operands K-major, K in shared memory."""
+        return atoms.tiled_mma(self.dtype, self.traits.tile_n, OperandMajorMode.K, a_from_regs=self.traits.q_in_regs)
 
     def tiled_mma_pv(self) -> cute.TiledMma:
         """O += P V: (64, head_dim_v), V MN-major in shared memory."""
         return atoms.tiled_mma(
-            self.dtype, self.traits.head_dim_v, warpgroup.OperandMajorMode.MN, a_from_regs=self.traits.p_in_regs
+            self.dtype, self.traits.head_dim_v, OperandMajorMode.MN, a_from_regs=self.traits.p_in_regs
         )
 
     def smem_layout_q(self) -> cute.ComposedLayout:

@@ -28,7 +28,7 @@ class Warpgroup:
     Attributes:
         index: 0 for the first consumer warpgroup.
         thread: 0..127 inside the warpgroup.
-        tSrQ, tSrK: descriptors of the QK product; tOrP, tOrV: operands of the PV product.
+        tSrQ, tSrK: operands of the QK product; tOrP, tOrV: operands of the PV product.
         acc_S, acc_O: accumulators; `scores`, `out` are the same as (rows, columns).
         inner_scale: what a score is multiplied with before tanh, under a softcap.
         row_scale: what O has to be multiplied with after a softmax step.
@@ -67,6 +67,10 @@ def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
     thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
     acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((WGMMA_M, traits.tile_n)), Float32)
     acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((WGMMA_M, traits.head_dim_v)), Float32)
+    if traits.q_in_regs:
+        tSrQ = cute.make_rmem_tensor(thr_qk.partition_shape_A((WGMMA_M, traits.head_dim)), kernel.dtype)
+    else:
+        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ[None, None, index]))
     if traits.p_in_regs:
         tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
     else:
@@ -80,7 +84,7 @@ def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
         thread=thread,
         mma_qk=mma_qk,
         mma_pv=mma_pv,
-        tSrQ=mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ[None, None, index])),
+        tSrQ=tSrQ,
         tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(tiles.sK)),
         tOrP=tOrP,
         tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(tiles.sVt)),
@@ -112,9 +116,9 @@ def consume_tiles(
     kv_pos = Int32(0)
     q_pos = Int32(0)
     wave = Int32(0)
-    index = order.index(wave, kernel.longest_first)
+    index = order.index(wave, kernel.interleave_heads)
     while index < order.size():
-        m_block, head, batch = order.tile(index, kernel.longest_first)
+        m_block, head, batch = order.tile(index, kernel.interleave_heads)
         tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
         n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
         wg.acc_O.fill(0.0)
@@ -122,9 +126,12 @@ def consume_tiles(
         wg.softmax.row_sum.fill(0.0)
         set_bounds(kernel, wg, tile, mask)
         rings.q.wait(q_pos)
+        if const_expr(traits.q_in_regs):
+            load_q(kernel, wg, tiles)
+            rings.q.release(q_pos)
         if n_hi > n_lo:
             kv_pos = attend(kernel, wg, tiles, rings, tile, mask, kv_pos)
-        if const_expr(not traits.share_q_o):
+        if const_expr(not traits.share_q_o and not traits.q_in_regs):
             rings.q.release(q_pos)
         normalise(kernel, wg, tile, mask, mLSE)
         write_output(kernel, wg, tma, tiles, tile)
@@ -134,7 +141,7 @@ def consume_tiles(
             rings.q.release(q_pos)
         q_pos += 1
         wave += 1
-        index = order.index(wave, kernel.longest_first)
+        index = order.index(wave, kernel.interleave_heads)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -232,7 +239,8 @@ def soften(
     if const_expr(masked):
         first_key = n_block * kernel.traits.tile_n + wg.first_column
         mask_scores(wg.scores, wg.columns, first_key, wg.bounds, kernel.problem.mask == "window")
-    wg.softmax.step(wg.scores, wg.row_scale, is_first)
+    poly_share = 0 if const_expr(masked) else kernel.traits.poly_exp2
+    wg.softmax.step(wg.scores, wg.row_scale, is_first, poly_share)
 
 
 def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
@@ -324,6 +332,12 @@ def row_token(kernel, row: Int32) -> tuple[Int32, Int32]:
     """(token of a warpgroup's rows, packed head) of `row`."""
     heads = kernel.problem.packed_heads
     return (row, Int32(0)) if heads == 1 else (row // heads, row % heads)
+
+
+def load_q(kernel, wg: Warpgroup, tiles: Tiles) -> None:
+    """Load this warpgroup's Q fragments, which stay in registers for the whole tile."""
+    copy = atoms.load_copy_a(kernel.dtype, wg.mma_qk).get_slice(wg.thread)
+    cute.copy(copy, copy.partition_S(tiles.sQ[None, None, wg.index]), copy.retile(wg.tSrQ))
 
 
 @cute.jit
