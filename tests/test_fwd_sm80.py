@@ -59,7 +59,7 @@ def ampere(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_case_uses_ampere_instructions_and_does_not_spill(ampere: Any, case: str) -> None:
     ptx, sass = ampere(case)
     for instruction in (
-        "LDGSTS.E.BYPASS.LTC128B.128",  # cp.async, 16 bytes
+        "LDGSTS.E.BYPASS",  # cp.async past L1
         "LDSM.16.M88.4",  # ldmatrix of Q and K
         "LDSM.16.MT88.4",  # transposing ldmatrix of V
         "HMMA.16816.F32",

@@ -68,7 +68,7 @@ class Fetch:
 
     Attributes:
         copy: one thread's slice of the tiled copy.
-        source: (atom, 16-wide groups of M or N, k-blocks) in shared memory.
+        source: (atom, tiles of M or N, k-blocks) in shared memory.
         fragment: the operand's registers in the same shape.
     """
 
@@ -76,47 +76,18 @@ class Fetch:
     source: cute.Tensor
     fragment: cute.Tensor
 
-    def __call__(self, groups: range, k: int) -> None:
-        for group in groups:
-            cute.copy(self.copy, self.source[None, group, k], self.fragment[None, group, k])
-
-
-def by_groups(tensor: cute.Tensor, mode: int) -> cute.Tensor:
-    """A fragment whose N mode is split into (2 atoms, 16-wide groups), as one ldmatrix.x4 fetches them."""
-    tiler = tuple(2 if m == mode else None for m in range(cute.rank(tensor)))
-    return cute.logical_divide(tensor, tiler)
+    def __call__(self, k: int) -> None:
+        cute.copy(self.copy, self.source[None, None, k], self.fragment[None, None, k])
 
 
 def gemm(
-    mma: cute.TiledMma,
-    acc: cute.Tensor,
-    rA: cute.Tensor,
-    rB: cute.Tensor,
-    fetch_a: Fetch | None,
-    fetch_b: Fetch,
-    chunk_groups: int,
-    ahead: int,
+    mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, fetches: tuple[Fetch, ...], ahead: int
 ) -> None:
-    """`acc` += A B over all k-blocks, B (and A, unless it is in registers) fetched along the way.
-
-    The product is cut into chunks of `chunk_groups` 16-wide column groups of one k-block; the fragments of a chunk are
-    fetched `ahead` chunks before its mma.sync. Small chunks need fewer registers, large ones hide more latency.
-    """
-    acc, rB = by_groups(acc, 2), by_groups(rB, 1)
-    groups = cute.size(rB.shape[1][1])
-    chunks = [
-        (k, range(first, min(first + chunk_groups, groups)))
-        for k in range(cute.size(rA.shape[2]))
-        for first in range(0, groups, chunk_groups)
-    ]
-    for i in range(-ahead, len(chunks)):
-        if i + ahead < len(chunks):
-            k, columns = chunks[i + ahead]
-            if fetch_a is not None and columns.start == 0:
-                fetch_a(range(cute.size(rA.shape[1])), k)
-            fetch_b(columns, k)
-        if i >= 0:
-            k, columns = chunks[i]
-            for group in columns:
-                C = acc[None, None, (None, group)]
-                cute.gemm(mma, C, rA[None, None, k], rB[None, (None, group), k], C)
+    """`acc` += A B over all k-blocks; `fetches` bring operands `ahead` k-blocks early."""
+    k_blocks = cute.size(rA.shape[2])
+    for k in range(-ahead, k_blocks):
+        if k + ahead < k_blocks:
+            for fetch in fetches:
+                fetch(k + ahead)
+        if k >= 0:
+            cute.gemm(mma, acc, rA[None, None, k], rB[None, None, k], acc)

@@ -12,7 +12,6 @@ from cuteflash.traits.base import ELEMENT_BYTES
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
 CHUNK = 8  # elements of one 16-byte access
-LDMATRIX_COLS = 2 * MMA_N  # columns of a B operand that one ldmatrix.x4 fetches for one k-block
 
 
 def swizzle_width(cols: int) -> int:
@@ -33,9 +32,7 @@ class FwdTraitsSm80:
         kv_stage: K and V tiles in flight (1: load K while PV runs and V while QK runs).
         q_in_regs: keep the Q fragments in registers for the whole loop.
         share_q_v_smem: V's first stage reuses Q's shared memory (needs `q_in_regs`).
-        chunk: columns of K or V whose fragments one k-block's step fetches by ldmatrix together; 0 takes all of them.
-            Small chunks need fewer registers, large ones hide more latency.
-        double_buffer: fetch the next chunk's fragments while the tensor cores work on this one.
+        double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
         cutlass_symbol: leave "cutlass" in the kernel's symbol, which ptxas takes as leave to schedule more boldly: more
             latency hidden, more registers and sometimes spills.
         blocks_per_sm: resident blocks the compiler must leave registers for.
@@ -49,7 +46,6 @@ class FwdTraitsSm80:
     kv_stage: int = 1
     q_in_regs: bool = False
     share_q_v_smem: bool = False
-    chunk: int = 0
     double_buffer: bool = True
     cutlass_symbol: bool = False
     blocks_per_sm: int = 1
@@ -83,8 +79,6 @@ class FwdTraitsSm80:
             return f"tile_m {self.tile_m} is not a multiple of {MMA_M} rows x {self.num_warps} warps"
         if self.tile_n % MMA_K:
             return f"tile_n {self.tile_n} is not a multiple of {MMA_K}, the k extent of the PV product"
-        if self.chunk < 0 or self.chunk % LDMATRIX_COLS:
-            return f"chunk {self.chunk} is not a multiple of {LDMATRIX_COLS}, the columns of one ldmatrix"
         if self.kv_stage < 1 or self.blocks_per_sm < 1:
             return f"kv_stage {self.kv_stage} or blocks_per_sm {self.blocks_per_sm} is below 1"
         for name in ("head_dim", "head_dim_v"):
@@ -101,12 +95,8 @@ class FwdTraitsSm80:
 
     @property
     def ahead(self) -> int:
-        """Chunks whose fragments are fetched before they are needed."""
+        """By how many k-blocks fragments are fetched before they are needed."""
         return 1 if self.double_buffer else 0
-
-    def chunk_groups(self, cols: int) -> int:
-        """16-wide column groups of a chunk of an operand with `cols` columns."""
-        return (self.chunk or cols) // LDMATRIX_COLS
 
     def copy_rows(self, cols: int) -> int:
         """Rows of a tile of `cols` columns that one access of every thread covers."""

@@ -27,8 +27,17 @@ class FwdRow:
     dtypes: tuple[str, ...] = DTYPES
 
 
-def _sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int) -> FwdRow:
-    return FwdRow(FwdTraitsSm80(tile_m, tile_n, head_dim, head_dim, num_warps=num_warps))
+def _sm80(
+    head_dim: int,
+    tile_m: int,
+    tile_n: int,
+    num_warps: int,
+    *,
+    masks: tuple[str, ...] = MASK_KINDS,
+    blocks_per_sm: int = 1,
+) -> FwdRow:
+    traits = FwdTraitsSm80(tile_m, tile_n, head_dim, head_dim, num_warps=num_warps, blocks_per_sm=blocks_per_sm)
+    return FwdRow(traits, masks=masks)
 
 
 def _sm90(head_dim: int, tile_m: int, tile_n: int, *, head_dim_v: int | None = None, **more: bool) -> FwdRow:
@@ -52,27 +61,32 @@ SM90_ROWS = (
     _sm90(256, 128, 48),
 )
 
-# A100, 163 KiB a block; also the sm80 family on Hopper. With four warps, 128-row tiles spill from head dim 64 on.
+# A100, 163 KiB a block; also the sm80 family on Hopper. Four warps on 128 rows read shared memory
+# least, but spill from head dim 96 on; so do windows (two masked loops) on wide heads.
 SM80_ROWS = (
     _sm80(32, 128, 128, 8),
-    _sm80(64, 128, 128, 8),
+    _sm80(64, 128, 64, 4, blocks_per_sm=2),
     _sm80(96, 128, 64, 8),
     _sm80(128, 128, 64, 8),
     _sm80(160, 128, 64, 8),
     _sm80(192, 128, 64, 8),
+    _sm80(224, 64, 32, 4, masks=("window",)),
     _sm80(224, 128, 64, 8),
+    _sm80(256, 64, 32, 4, masks=("window",)),
     _sm80(256, 128, 64, 8),
 )
 
 # RTX 30/40/50 and their workstation siblings, 99 KiB a block.
 SM80_SMALL_SMEM_ROWS = (
     _sm80(32, 128, 128, 8),
-    _sm80(64, 128, 128, 8),
+    _sm80(64, 128, 64, 4, blocks_per_sm=2),
     _sm80(96, 128, 64, 8),
     _sm80(128, 64, 64, 4),
     _sm80(160, 64, 64, 4),
     _sm80(192, 128, 64, 8),
+    _sm80(224, 64, 32, 4, masks=("window",)),
     _sm80(224, 64, 64, 4),
+    _sm80(256, 64, 32, 4, masks=("window",)),
     _sm80(256, 64, 64, 4),
 )
 

@@ -69,6 +69,14 @@ class KvLoad:
 
 
 @dataclasses.dataclass(frozen=True)
+class Loads:
+    """One thread's K and V loads."""
+
+    k: KvLoad
+    v: KvLoad
+
+
+@dataclasses.dataclass(frozen=True)
 class Fragments:
     """One thread's operands, accumulators and running softmax.
 

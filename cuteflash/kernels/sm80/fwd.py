@@ -25,7 +25,7 @@ from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_first, transposed
-from cuteflash.kernels.sm80.bundles import Operands, Problem80, Tiles
+from cuteflash.kernels.sm80.bundles import Loads, Operands, Problem80, Tiles
 from cuteflash.kernels.sm80.epilogue import normalise, write_output
 from cuteflash.kernels.sm80.fwd_mma import attend, make_fragments
 from cuteflash.kernels.sm80.load import load_q, make_kv_load
@@ -131,7 +131,7 @@ class FlashFwdSm80:
         load_v = make_kv_load(self, operands.gV[None, None, kv_head, batch], tiles.sV, self.problem.head_dim_v, thread)
 
         load_q(self, operands.gQ[None, None, head, batch], tiles.sQ, tile, work.mask, thread)
-        attend(self, fragments, load_k, load_v, tile, work)
+        attend(self, fragments, Loads(load_k, load_v), tile, work)
         normalise(self, fragments, tile, work.mask, mLSE)
         write_output(self, fragments, operands.gO[None, None, head, batch], tiles.sO, tile, work.mask)
 

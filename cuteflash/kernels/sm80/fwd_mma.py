@@ -14,7 +14,7 @@ from cuteflash.core.mask import IntervalMask
 from cuteflash.core.softmax import OnlineSoftmax, apply_softcap, mask_scores, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
-from cuteflash.kernels.sm80.bundles import Fragments, KvLoad, Problem80, Tiles
+from cuteflash.kernels.sm80.bundles import Fragments, Loads, Problem80, Tiles
 from cuteflash.kernels.sm80.load import load_kv
 
 
@@ -64,7 +64,7 @@ def arrived(pending: int) -> None:
 
 
 @cute.jit
-def attend(kernel: cutlass.Constexpr, f: Fragments, load_k: KvLoad, load_v: KvLoad, tile: QueryTile, work: Problem80):
+def attend(kernel: cutlass.Constexpr, f: Fragments, loads: Loads, tile: QueryTile, work: Problem80):
     """Accumulate O over the key blocks of a tile, last block first; Q's copies are issued, not committed.
 
     Blocks come in three runs: those the mask's right edge cuts, those seen whole, those its left edge cuts. A tile that
@@ -77,9 +77,9 @@ def attend(kernel: cutlass.Constexpr, f: Fragments, load_k: KvLoad, load_v: KvLo
     f.acc_O.fill(0.0)
     f.softmax.row_max.fill(-Float32.inf)
     f.softmax.row_sum.fill(0.0)
-    prologue(kernel, f, load_k, load_v, n_lo, n_last, mask.seqlen_k)
+    prologue(kernel, f, loads, n_lo, n_last, mask.seqlen_k)
 
-    step = functools.partial(attend_block, kernel, f, load_k, load_v, tile, mask, (n_lo, n_last))
+    step = functools.partial(attend_block, kernel, f, loads, tile, mask, (n_lo, n_last))
     n_block = n_last + 1
     # The last block is always masked: the keys may end in it.
     right = 1 if const_expr(kernel.problem.mask == "full") else cutlass.max(n_last + 1 - cutlass.max(full_hi, n_lo), 1)
@@ -100,8 +100,7 @@ def attend(kernel: cutlass.Constexpr, f: Fragments, load_k: KvLoad, load_v: KvLo
 def prologue(
     kernel: cutlass.Constexpr,
     f: Fragments,
-    load_k: KvLoad,
-    load_v: KvLoad,
+    loads: Loads,
     n_lo: Int32,
     n_last: Int32,
     seqlen_k: Int32,
@@ -109,23 +108,23 @@ def prologue(
     """Issue the first loads: Q and K in one group, with V and further blocks where there are stages; fetch Q."""
     traits = kernel.traits
     rows = seqlen_k - n_last * traits.tile_n
-    load_kv(load_k, n_last, 0, rows)
+    load_kv(loads.k, n_last, 0, rows)
     if const_expr(traits.kv_stage > 1):
-        load_kv(load_v, n_last, 0, rows)
+        load_kv(loads.v, n_last, 0, rows)
     cute.arch.cp_async_commit_group()
     for stage in cutlass.range_constexpr(1, traits.kv_stage - 1):
-        load_block(load_k, load_v, n_last - stage, n_lo, stage)
+        load_block(loads, n_last - stage, n_lo, stage)
     if const_expr(traits.q_in_regs):
         arrived(max(traits.kv_stage - 2, 0))
         cute.copy(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ))
 
 
 @cute.jit
-def load_block(load_k: KvLoad, load_v: KvLoad, n_block: Int32, n_lo: Int32, stage: Int32 | int):
+def load_block(loads: Loads, n_block: Int32, n_lo: Int32, stage: Int32 | int):
     """Issue K and V of a block ahead as one group, which is empty where the tile has no such block."""
     if n_block >= n_lo:
-        load_kv(load_k, n_block, stage, None)
-        load_kv(load_v, n_block, stage, None)
+        load_kv(loads.k, n_block, stage, None)
+        load_kv(loads.v, n_block, stage, None)
     cute.arch.cp_async_commit_group()
 
 
@@ -133,8 +132,7 @@ def load_block(load_k: KvLoad, load_v: KvLoad, n_block: Int32, n_lo: Int32, stag
 def attend_block(
     kernel: cutlass.Constexpr,
     f: Fragments,
-    load_k: KvLoad,
-    load_v: KvLoad,
+    loads: Loads,
     tile: QueryTile,
     mask: IntervalMask,
     n_range: tuple,
@@ -147,16 +145,16 @@ def attend_block(
     stage = (n_last - n_block) % stages
     if const_expr(stages == 1):
         arrived(0)  # K is here, and nobody reads the last V any more
-        load_kv(load_v, n_block, 0, mask.seqlen_k - n_block * tile_n if masked else None)
+        load_kv(loads.v, n_block, 0, mask.seqlen_k - n_block * tile_n if masked else None)
         cute.arch.cp_async_commit_group()
     else:
         arrived(stages - 2)  # and nobody reads the last block any more
-        load_block(load_k, load_v, n_block - (stages - 1), n_lo, (stage + stages - 1) % stages)
+        load_block(loads, n_block - (stages - 1), n_lo, (stage + stages - 1) % stages)
     product_qk(kernel, f, stage)
     if const_expr(stages == 1):
         arrived(0)  # V is here, and nobody reads K any more
         if n_block > n_lo:
-            load_kv(load_k, n_block - 1, 0, None)
+            load_kv(loads.k, n_block - 1, 0, None)
         cute.arch.cp_async_commit_group()
     soften(kernel, f, tile, mask, n_block, masked)
     scale_rows(f.out, f.row_scale)
@@ -165,21 +163,19 @@ def attend_block(
 
 def product_qk(kernel, f: Fragments, stage: Int32) -> None:
     """S = Q K^T for the K tile in `stage`."""
-    traits = kernel.traits
     f.acc_S.fill(0.0)
-    fetch_q = None if traits.q_in_regs else atoms.Fetch(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ))
-    fetch_k = atoms.Fetch(f.copy_k, f.tSsK[None, None, None, stage], f.copy_k.retile(f.rK))
-    atoms.gemm(f.mma, f.acc_S, f.rQ, f.rK, fetch_q, fetch_k, traits.chunk_groups(traits.tile_n), traits.ahead)
+    fetches = (atoms.Fetch(f.copy_k, f.tSsK[None, None, None, stage], f.copy_k.retile(f.rK)),)
+    if not kernel.traits.q_in_regs:
+        fetches += (atoms.Fetch(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ)),)
+    atoms.gemm(f.mma, f.acc_S, f.rQ, f.rK, fetches, kernel.traits.ahead)
 
 
 def product_pv(kernel, f: Fragments, stage: Int32) -> None:
     """O += P V for the V tile in `stage`, P rounded to the element type."""
-    traits = kernel.traits
     rP = cute.make_rmem_tensor_like(f.acc_S, kernel.dtype)
     rP.store(f.acc_S.load().to(kernel.dtype))
-    fetch_v = atoms.Fetch(f.copy_v, f.tOsVt[None, None, None, stage], f.copy_v.retile(f.rVt))
-    chunk_groups = traits.chunk_groups(traits.head_dim_v)
-    atoms.gemm(f.mma, f.acc_O, acc_as_operand_a(rP), f.rVt, None, fetch_v, chunk_groups, traits.ahead)
+    fetches = (atoms.Fetch(f.copy_v, f.tOsVt[None, None, None, stage], f.copy_v.retile(f.rVt)),)
+    atoms.gemm(f.mma, f.acc_O, acc_as_operand_a(rP), f.rVt, fetches, kernel.traits.ahead)
 
 
 @cute.jit
