@@ -11,6 +11,8 @@ from cutlass import Int32, const_expr
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
 # about half of it leaves room for Q, O and the heads that are about to end.
 L2_BUDGET_BYTES = 24 << 20
+MANY_TILES = 32
+SMS_PER_HEAD = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +35,21 @@ class TileOrder:
     group: Int32
 
     @staticmethod
-    def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int, num_sms: Int32) -> Int32:
+    def causal_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int, num_sms: Int32) -> Int32:
         """Heads whose K and V stay in L2 together, but as many as there are multiprocessors at least.
 
         With fewer, a group is over after a few waves of tiles, and each group ends with idle multiprocessors.
         """
         kv_heads = (L2_BUDGET_BYTES // kv_row_bytes) // cutlass.max(seqlen_k, 1)
         return cutlass.max(kv_heads * heads_per_kv, num_sms)
+
+    @staticmethod
+    def even_group(m_blocks: Int32, num_sms: Int32) -> Int32:
+        """Heads in a group where all tiles are equally long: 1, or few multiprocessors to a head where it has many tiles.
+
+        A head whose tiles fill the GPU would have every multiprocessor ask for the same K and V at the same time.
+        """
+        return cutlass.select_(m_blocks > MANY_TILES, num_sms // SMS_PER_HEAD, Int32(1))
 
     def size(self) -> Int32:
         """Number of tiles."""

@@ -69,40 +69,51 @@ class OnlineSoftmax:
         return OnlineSoftmax(row_max, row_sum, scale_log2, check_inf)
 
     @cute.jit
-    def step(
-        self,
-        scores: cute.Tensor,
-        row_scale: cute.Tensor,
-        is_first: cutlass.Constexpr[bool],
-        poly_share: cutlass.Constexpr[int] = 0,
-    ):
-        """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` gets what O must be multiplied with.
+    def step(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` gets what O shrinks by."""
+        self.take_peaks(scores, row_scale, is_first)
+        for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
+            self.exponentiate(scores, r, 0)
 
-        On the first block nothing was accumulated, so the maxima and sums are set and `row_scale` is 1. Of 16
-        exponentials, `poly_share` are taken by polynomial; no score may then be -inf.
+    @cute.jit
+    def take_peaks(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        """Move the row maxima to those of `scores` (rows, columns); `row_scale` gets what sums and O shrink by.
+
+        On the first block nothing was accumulated: the maxima are set, the sums are 0 and `row_scale` is 1.
         """
-        rows, cols = scores.shape
-        for r in cutlass.range_constexpr(cute.size(rows)):
+        for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
             peak = quad_max(row_peak(scores, r))
-            if const_expr(not is_first):
-                peak = cute.arch.fmax(self.row_max[r], peak)
-            # exp2(-inf - -inf) would be NaN: a row without a visible key subtracts 0 instead.
-            base = peak
-            if const_expr(self.check_inf):
-                base = Float32(0.0) if peak == -Float32.inf else peak
-            shift = base * self.scale_log2
             if const_expr(is_first):
                 row_scale[r] = Float32(1.0)
+                self.row_sum[r] = Float32(0.0)
+                self.row_max[r] = peak
             else:
-                row_scale[r] = exp2(self.row_max[r] * self.scale_log2 - shift)
-            self.row_max[r] = peak
-            total = Float32(0.0) if const_expr(is_first) else self.row_sum[r] * row_scale[r]
-            for c in cutlass.range_constexpr(cute.size(cols)):
-                x = scores[r, c] * self.scale_log2 - shift
-                p = exp2_polynomial(x) if const_expr(uses_polynomial(c, poly_share)) else exp2(x)
-                scores[r, c] = p
-                total = total + p
-            self.row_sum[r] = total
+                old = self.row_max[r]
+                self.row_max[r] = cute.arch.fmax(old, peak)
+                row_scale[r] = exp2(old * self.scale_log2 - self.shift(r))
+                self.row_sum[r] = self.row_sum[r] * row_scale[r]
+
+    def shift(self, row: int) -> Float32:
+        """What is subtracted from a row's scaled scores: their maximum, or 0 where no key was visible yet."""
+        peak = self.row_max[row]
+        if self.check_inf:  # exp2(-inf - -inf) would be NaN
+            peak = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
+        return peak * self.scale_log2
+
+    @cute.jit
+    def exponentiate(self, scores: cute.Tensor, row: cutlass.Constexpr[int], poly_share: cutlass.Constexpr[int]):
+        """Exponentials of one row of `scores`, in place, added to its sum.
+
+        Of 16, `poly_share` are taken by polynomial; no score may then be -inf.
+        """
+        shift = self.shift(row)
+        total = self.row_sum[row]
+        for c in cutlass.range_constexpr(cute.size(scores.shape[1])):
+            x = scores[row, c] * self.scale_log2 - shift
+            p = exp2_polynomial(x) if const_expr(uses_polynomial(c, poly_share)) else exp2(x)
+            scores[row, c] = p
+            total = total + p
+        self.row_sum[row] = total
 
     @cute.jit
     def finish(self, row_scale: cute.Tensor, lse: cute.Tensor):

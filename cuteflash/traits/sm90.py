@@ -32,7 +32,8 @@ class FwdTraitsSm90:
         p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
         share_q_o: O is staged where Q was; saves shared memory, but the next tile's Q has to wait for the store.
         rescale_in_product: O is rescaled between issuing the QK and the PV product, not after the softmax.
-        late_pv_wait: the wait for the PV product is kept behind the exponentials of the softmax beside it.
+        exp_rows_before_wait: of a thread's two rows, how many have their exponentials taken before the wait for the PV
+            product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
         interleave_heads: neighbouring blocks take the same query tile of different heads, not one head's tiles.
         persistent: as many blocks as multiprocessors, each looping over tiles.
         poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
@@ -49,7 +50,7 @@ class FwdTraitsSm90:
     p_in_regs: bool = True
     share_q_o: bool = False
     rescale_in_product: bool = False
-    late_pv_wait: bool = False
+    exp_rows_before_wait: int = 0
     interleave_heads: bool = False
     persistent: bool = True
     poly_exp2: int = 0
@@ -101,6 +102,8 @@ class FwdTraitsSm90:
             return "share_q_o with q_in_regs: Q has left its memory for the next tile's when O is staged"
         if self.share_q_o and self.head_dim != self.head_dim_v:
             return "share_q_o needs head_dim equal to head_dim_v: a warpgroup's O must lie in its own rows of Q"
+        if self.exp_rows_before_wait not in (0, 1, 2):
+            return f"exp_rows_before_wait {self.exp_rows_before_wait} is not 0, 1 or 2"
         if not 0 <= self.poly_exp2 <= 16:
             return f"poly_exp2 {self.poly_exp2} is not 0 to 16"
         if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:

@@ -155,13 +155,13 @@ class FlashFwdSm90:
         _, seqlen_k, heads_k, _ = mK.shape
         heads = heads_q // problem.packed_heads
         heads_per_kv = heads // heads_k
-        kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
-        order = TileOrder(
-            cute.ceil_div(seqlen_q, self.tile_tokens),
-            heads,
-            batch,
-            TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes, num_sms),
-        )
+        m_blocks = cute.ceil_div(seqlen_q, self.tile_tokens)
+        if const_expr(problem.mask == "causal"):
+            kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
+            group = TileOrder.causal_group(seqlen_k, heads_per_kv, kv_row_bytes, num_sms)
+        else:
+            group = TileOrder.even_group(m_blocks, num_sms)
+        order = TileOrder(m_blocks, heads, batch, group)
         if const_expr(problem.has_softcap):
             scores = Scores(softcap * LOG2_E, softmax_scale / softcap)
         else:

@@ -20,6 +20,8 @@ from cuteflash.core.views import acc_as_operand_a, rows_view
 from cuteflash.kernels.sm90.bundles import Problem90, Rings, Tiles, Tma
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
+ROWS = 2  # rows of S and O that one thread holds elements of
+
 
 @dataclasses.dataclass(frozen=True)
 class Warpgroup:
@@ -76,7 +78,6 @@ def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
     else:
         tOrP = mma_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, index]))
     scores, out = rows_view(acc_S), rows_view(acc_O)
-    rows = cute.size(scores.shape[0])
     identity = cute.make_identity_tensor((WGMMA_M, traits.tile_n))
     own = rows_view(thr_qk.partition_C(identity))
     return Warpgroup(
@@ -93,9 +94,9 @@ def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
         scores=scores,
         out=out,
         inner_scale=problem.scores.inner_scale,
-        softmax=OnlineSoftmax.create(rows, problem.scores.scale_log2, kernel.problem.mask != "full"),
-        row_scale=cute.make_rmem_tensor(rows, Float32),
-        bounds=cute.make_rmem_tensor((rows, 2), Int32),
+        softmax=OnlineSoftmax.create(ROWS, problem.scores.scale_log2, kernel.problem.mask != "full"),
+        row_scale=cute.make_rmem_tensor(ROWS, Float32),
+        bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         columns=rows_view(mma_qk.get_slice(0).partition_C(identity)),
         first_row=own[0, 0][0],
         first_column=own[0, 0][1],
@@ -226,21 +227,26 @@ def product_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
 
 
 @cute.jit
-def soften(
+def take_peaks(
     kernel: cutlass.Constexpr,
     wg: Warpgroup,
     n_block: Int32,
     masked: cutlass.Constexpr[bool],
     is_first: cutlass.Constexpr[bool],
 ):
-    """Softcap, mask and online softmax of the scores of one key block, in place."""
+    """Softcap and mask the scores of one key block, then move the row maxima."""
     if const_expr(kernel.problem.has_softcap):
         apply_softcap(wg.scores, wg.inner_scale)
     if const_expr(masked):
         first_key = n_block * kernel.traits.tile_n + wg.first_column
         mask_scores(wg.scores, wg.columns, first_key, wg.bounds, kernel.problem.mask == "window")
-    poly_share = 0 if const_expr(masked) else kernel.traits.poly_exp2
-    wg.softmax.step(wg.scores, wg.row_scale, is_first, poly_share)
+    wg.softmax.take_peaks(wg.scores, wg.row_scale, is_first)
+
+
+def exponentiate(kernel, wg: Warpgroup, rows: range, masked: bool) -> None:
+    """Exponentials of some of this thread's rows, in place."""
+    for row in rows:
+        wg.softmax.exponentiate(wg.scores, row, 0 if masked else kernel.traits.poly_exp2)
 
 
 def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
@@ -264,7 +270,8 @@ def first_scores(kernel: cutlass.Constexpr, wg: Warpgroup, tiles: Tiles, rings: 
     pass_turn(kernel, wg)
     warpgroup.wait_group(0)
     rings.k.release(position)
-    soften(kernel, wg, n_block, True, True)
+    take_peaks(kernel, wg, n_block, True, True)
+    exponentiate(kernel, wg, range(ROWS), True)
     store_p(kernel, wg, tiles)
 
 
@@ -289,11 +296,14 @@ def step_overlapped(
     pass_turn(kernel, wg)
     warpgroup.wait_group(1)
     rings.k.release(position + 1)
-    soften(kernel, wg, n_block, masked, False)
-    if const_expr(kernel.traits.late_pv_wait):
+    take_peaks(kernel, wg, n_block, masked, False)
+    rows_before = kernel.traits.exp_rows_before_wait
+    exponentiate(kernel, wg, range(rows_before), masked)
+    if const_expr(rows_before > 0):
         rings.v.wait(position)  # has long landed: a branch, past which ptxas does not move the exponentials
     warpgroup.wait_group(0)
     rings.v.release(position)
+    exponentiate(kernel, wg, range(rows_before, ROWS), masked)
     store_p(kernel, wg, tiles)
     if const_expr(not kernel.traits.rescale_in_product):
         scale_rows(wg.out, wg.row_scale)
@@ -316,7 +326,8 @@ def step_in_order(
     pass_turn(kernel, wg)
     warpgroup.wait_group(0)
     rings.k.release(position)
-    soften(kernel, wg, n_block, masked, False)
+    take_peaks(kernel, wg, n_block, masked, False)
+    exponentiate(kernel, wg, range(ROWS), masked)
     store_p(kernel, wg, tiles)
     scale_rows(wg.out, wg.row_scale)
     rings.v.wait(position)
