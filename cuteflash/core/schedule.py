@@ -45,7 +45,7 @@ class TileOrder:
 
     @staticmethod
     def even_group(m_blocks: Int32, num_sms: Int32) -> Int32:
-        """Heads in a group where all tiles are equally long: 1, or few multiprocessors to a head where it has many tiles.
+        """Heads in a group where tiles are equally long: 1, or few multiprocessors to a head that has many tiles.
 
         A head whose tiles fill the GPU would have every multiprocessor ask for the same K and V at the same time.
         """
