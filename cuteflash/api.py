@@ -81,7 +81,7 @@ def flash_attn_func(
         k: (batch, seqlen_k, kv_heads, head_dim), dtype and device of q; `heads` is a multiple of `kv_heads`, and query
             head h reads KV head ``h // (heads // kv_heads)``.
         v: (batch, seqlen_k, kv_heads, head_dim_v); `head_dim_v` is a multiple of 8 up to 256.
-        softmax_scale: factor of the scores, any finite number; None is ``1 / sqrt(head_dim)``.
+        softmax_scale: factor of the scores, positive and finite; None is ``1 / sqrt(head_dim)``.
         causal: a query sees no key after its position; with a window, its right side becomes 0.
         window_size: (left, right) keys seen before and after a query's position; -1 is all, None is (-1, -1).
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask; 0 is none.

@@ -6,7 +6,6 @@ shapes): a check then becomes a guard of the compiled graph, and one that cannot
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -21,14 +20,16 @@ REFERENCE_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 DEVICES = ("cuda", "cpu", "meta")
 LAYOUT = "(batch, seqlen, heads, head_dim)"
 DIMS = ("batch", "seqlen", "heads", "head_dim")
+# Kernels get scalars in fp32, where what is under the smallest normal number becomes 0.
+FP32_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+POSITIVE = f"positive number that fp32 holds ({FP32_TINY:.2g} to {FP32_MAX:.2g})"
 
 
 class FwdOptions(NamedTuple):
     """The arguments of the forward operators after q, k and v; fields and defaults are those of the schema.
 
     Attributes:
-        softmax_scale: factor of the scores; None is ``1 / sqrt(head_dim)``. Any finite number: 0 averages the visible
-            values, a negative one reverses the order of the scores.
+        softmax_scale: factor of the scores, positive and finite; None is ``1 / sqrt(head_dim)``.
         window_left: keys visible before the query's own position (bottom-right aligned); -1 is all.
         window_right: keys visible after it; -1 is all, 0 is causal.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
@@ -86,10 +87,11 @@ def _holds(condition: bool | torch.SymBool) -> bool:
 
 def _check_options(options: FwdOptions) -> None:
     scale, softcap = options.softmax_scale, options.softcap
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"softmax_scale is {scale}; allowed: None or a finite number")
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"softcap is {softcap}; allowed: 0 (none) or a positive finite number")
+    # Kernels take the row maximum of scores that are not scaled yet, and hide a key by -inf: times 0 that would be NaN.
+    if scale is not None and not FP32_TINY <= scale <= FP32_MAX:
+        raise ValueError(f"softmax_scale is {scale}; allowed: None or a {POSITIVE}")
+    if softcap != 0 and not FP32_TINY <= softcap <= FP32_MAX:
+        raise ValueError(f"softcap is {softcap}; allowed: 0 (none) or a {POSITIVE}")
     for name, side in (("window_left", options.window_left), ("window_right", options.window_right)):
         if side < -1:
             raise ValueError(f"{name} is {side}; allowed: -1 (unbounded) or more")

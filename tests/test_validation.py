@@ -76,8 +76,13 @@ def test_bad_tensors(empty: Make, case: str) -> None:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "infinite scale": ({"softmax_scale": math.inf}, ValueError, "softmax_scale is inf; allowed: None or a finite"),
+    "infinite scale": ({"softmax_scale": math.inf}, ValueError, "softmax_scale is inf; allowed: None or a positive"),
     "nan scale": ({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan"),
+    "zero scale": ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0.0; allowed: None or a positive number"),
+    "negative scale": ({"softmax_scale": -0.125}, ValueError, "softmax_scale is -0.125; allowed: None or a positive"),
+    "scale that is 0 in fp32": ({"softmax_scale": 1e-40}, ValueError, "softmax_scale is 1e-40; .*fp32 holds .1.2e-38"),
+    "scale that is inf in fp32": ({"softmax_scale": 1e39}, ValueError, r"softmax_scale is 1e\+39; .* to 3.4e\+38"),
+    "softcap that is 0 in fp32": ({"softcap": 1e-40}, ValueError, "softcap is 1e-40; allowed: 0 .none. or a positive"),
     "negative softcap": ({"softcap": -1.0}, ValueError, "softcap is -1.0; allowed: 0"),
     "infinite softcap": ({"softcap": math.inf}, ValueError, "softcap is inf"),
     "nan softcap": ({"softcap": math.nan}, ValueError, "softcap is nan"),

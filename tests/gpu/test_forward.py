@@ -135,7 +135,7 @@ def test_large_logits(head_dim: int, mask: str, family: str, device: torch.devic
 
 
 def test_one_kernel_serves_other_scales_and_windows(family: str, device: torch.device) -> None:
-    for scale in (None, 1.0, 0.03, 0.0, -0.2):
+    for scale in (None, 1.0, 0.03, 2.5):
         check(Case(90, 130, scale=scale, causal=True), family, device)
     for window in ((4, 4), (50, 0), (0, 50)):
         check(Case(90, 130, window=window), family, device)
