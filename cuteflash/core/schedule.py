@@ -11,16 +11,14 @@ from cutlass import Int32, const_expr
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
 # about half of it leaves room for Q, O and the heads that are about to end.
 L2_BUDGET_BYTES = 24 << 20
-MANY_TILES = 32
-SMS_PER_HEAD = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class TileOrder:
     """A linear order of all tiles of a problem.
 
-    Interleaved, heads are taken in groups; inside a group the last query tiles of every head come first. Under a
-    causal mask those are the longest, so that the last tiles to start are short.
+    Longest first (causal masks), heads are taken in groups, and inside a group the last query tiles of every head come
+    first. The last tiles to start are then short ones.
 
     Attributes:
         m_blocks: query tiles of one head.
@@ -35,7 +33,7 @@ class TileOrder:
     group: Int32
 
     @staticmethod
-    def causal_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int, num_sms: Int32) -> Int32:
+    def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int, num_sms: Int32) -> Int32:
         """Heads whose K and V stay in L2 together, but as many as there are multiprocessors at least.
 
         With fewer, a group is over after a few waves of tiles, and each group ends with idle multiprocessors.
@@ -43,35 +41,27 @@ class TileOrder:
         kv_heads = (L2_BUDGET_BYTES // kv_row_bytes) // cutlass.max(seqlen_k, 1)
         return cutlass.max(kv_heads * heads_per_kv, num_sms)
 
-    @staticmethod
-    def even_group(m_blocks: Int32, num_sms: Int32) -> Int32:
-        """Heads in a group where tiles are equally long: 1, or few multiprocessors to a head that has many tiles.
-
-        A head whose tiles fill the GPU would have every multiprocessor ask for the same K and V at the same time.
-        """
-        return cutlass.select_(m_blocks > MANY_TILES, num_sms // SMS_PER_HEAD, Int32(1))
-
     def size(self) -> Int32:
         """Number of tiles."""
         return self.m_blocks * self.heads * self.batch
 
     @cute.jit
-    def index(self, wave: Int32, interleave_heads: cutlass.Constexpr[bool]):
+    def index(self, wave: Int32, longest_first: cutlass.Constexpr[bool]):
         """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none.
 
-        With interleaved heads every other wave runs backwards: whoever had the longest tile of one wave has the
+        Longest first, every other wave runs backwards: whoever had the longest tile of one wave has the
         shortest of the next, which balances the blocks as well as handing out tiles on demand would.
         """
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        if const_expr(interleave_heads):
+        if const_expr(longest_first):
             if wave % 2 == 1:
                 block = blocks - 1 - block
         return wave * blocks + block
 
     @cute.jit
-    def tile(self, index: Int32, interleave_heads: cutlass.Constexpr[bool]):
-        """(query tile, head, batch entry) of a tile; not interleaved, a head's tiles are neighbours."""
-        if const_expr(interleave_heads):
+    def tile(self, index: Int32, longest_first: cutlass.Constexpr[bool]):
+        """(query tile, head, batch entry) of a tile; without `longest_first` a head's tiles are neighbours."""
+        if const_expr(longest_first):
             per_group = self.group * self.m_blocks
             first = (index // per_group) * self.group
             in_group = index % per_group

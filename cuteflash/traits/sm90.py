@@ -34,7 +34,6 @@ class FwdTraitsSm90:
         rescale_in_product: O is rescaled between issuing the QK and the PV product, not after the softmax.
         exp_rows_before_wait: of a thread's two rows, how many have their exponentials taken before the wait for the PV
             product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
-        interleave_heads: neighbouring blocks take the same query tile of different heads, not one head's tiles.
         persistent: as many blocks as multiprocessors, each looping over tiles.
         poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
     """
@@ -51,7 +50,6 @@ class FwdTraitsSm90:
     share_q_o: bool = False
     rescale_in_product: bool = False
     exp_rows_before_wait: int = 0
-    interleave_heads: bool = False
     persistent: bool = True
     poly_exp2: int = 0
 

@@ -40,25 +40,25 @@ def _sm80(
     return FwdRow(traits, masks=masks)
 
 
-def _sm90(head_dim: int, tile_m: int, tile_n: int, *, head_dim_v: int | None = None, **more: bool) -> FwdRow:
+def _sm90(head_dim: int, tile_m: int, tile_n: int, *, head_dim_v: int | None = None, **more: int) -> FwdRow:
     return FwdRow(FwdTraitsSm90(tile_m, tile_n, head_dim, head_dim_v or head_dim, **more))
 
 
-# Hopper. Three consumer warpgroups up to head dim 96, two beyond: the O accumulator grows with head_dim_v. From head
+# Hopper. Three consumer warpgroups up to head dim 64, two beyond: the O accumulator grows with head_dim_v. From head
 # dim 192 on, Q and O share their memory, which takes equal head dims; the smaller tile below lends itself to the rest.
 SM90_ROWS = (
-    _sm90(32, 192, 128),
-    _sm90(64, 192, 128),
-    _sm90(96, 192, 128, p_in_regs=False),  # P in registers halves the speed of a 192-row tile at this head dim
-    _sm90(128, 128, 128),
-    _sm90(160, 128, 112),
-    _sm90(192, 128, 112, head_dim_v=128),  # the head dims of multi-head latent attention
-    _sm90(192, 128, 96, share_q_o=True),
-    _sm90(192, 128, 80),
-    _sm90(224, 128, 80, share_q_o=True),
-    _sm90(224, 128, 64),
-    _sm90(256, 128, 80, share_q_o=True),
-    _sm90(256, 128, 48),
+    _sm90(32, 192, 128, exp_rows_before_wait=1),
+    _sm90(64, 192, 128, exp_rows_before_wait=1),
+    _sm90(96, 128, 128, q_in_regs=True, exp_rows_before_wait=1),
+    _sm90(128, 128, 128, q_in_regs=True, exp_rows_before_wait=1),
+    _sm90(160, 128, 96, q_in_regs=True, exp_rows_before_wait=1),
+    _sm90(192, 128, 112, head_dim_v=128, exp_rows_before_wait=1),  # multi-head latent attention
+    _sm90(192, 128, 96, share_q_o=True, rescale_in_product=True, exp_rows_before_wait=1),
+    _sm90(192, 128, 80, rescale_in_product=True, exp_rows_before_wait=1),
+    _sm90(224, 128, 80, share_q_o=True, rescale_in_product=True, exp_rows_before_wait=1),
+    _sm90(224, 128, 64, rescale_in_product=True, exp_rows_before_wait=1),
+    _sm90(256, 128, 80, share_q_o=True, rescale_in_product=True, exp_rows_before_wait=1),
+    _sm90(256, 128, 48, rescale_in_product=True, exp_rows_before_wait=1),
 )
 
 # A100, 163 KiB a block; also the sm80 family on Hopper. Four warps on 128 rows read shared memory

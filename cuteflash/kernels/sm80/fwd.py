@@ -98,7 +98,7 @@ class FlashFwdSm80:
         heads_per_kv = heads // heads_k
         kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
         # Blocks start on demand, so the end of a small group of heads leaves no multiprocessor idle.
-        group = TileOrder.causal_group(seqlen_k, heads_per_kv, kv_row_bytes, 1)
+        group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes, 1)
         order = TileOrder(cute.ceil_div(seqlen_q, self.tile_tokens), heads, batch, group)
         mask = IntervalMask(problem.mask, seqlen_q, seqlen_k, window_left, window_right)
         if const_expr(problem.has_softcap):

@@ -53,9 +53,9 @@ class FlashFwdSm90:
         return CUTE_DTYPES[self.problem.dtype]
 
     @property
-    def interleave_heads(self) -> bool:
-        """Whether heads run side by side; causal tiles always do, the longest of all heads first."""
-        return self.traits.interleave_heads or self.problem.mask == "causal"
+    def longest_first(self) -> bool:
+        """Whether tiles differ so much in length that their order matters."""
+        return self.problem.mask == "causal"
 
     @property
     def tokens_per_warpgroup(self) -> int:
@@ -155,13 +155,9 @@ class FlashFwdSm90:
         _, seqlen_k, heads_k, _ = mK.shape
         heads = heads_q // problem.packed_heads
         heads_per_kv = heads // heads_k
-        m_blocks = cute.ceil_div(seqlen_q, self.tile_tokens)
-        if const_expr(problem.mask == "causal"):
-            kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
-            group = TileOrder.causal_group(seqlen_k, heads_per_kv, kv_row_bytes, num_sms)
-        else:
-            group = TileOrder.even_group(m_blocks, num_sms)
-        order = TileOrder(m_blocks, heads, batch, group)
+        kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
+        group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes, num_sms)
+        order = TileOrder(cute.ceil_div(seqlen_q, self.tile_tokens), heads, batch, group)
         if const_expr(problem.has_softcap):
             scores = Scores(softcap * LOG2_E, softmax_scale / softcap)
         else:

@@ -117,9 +117,9 @@ def consume_tiles(
     kv_pos = Int32(0)
     q_pos = Int32(0)
     wave = Int32(0)
-    index = order.index(wave, kernel.interleave_heads)
+    index = order.index(wave, kernel.longest_first)
     while index < order.size():
-        m_block, head, batch = order.tile(index, kernel.interleave_heads)
+        m_block, head, batch = order.tile(index, kernel.longest_first)
         tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
         n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
         wg.acc_O.fill(0.0)
@@ -142,7 +142,7 @@ def consume_tiles(
             rings.q.release(q_pos)
         q_pos += 1
         wave += 1
-        index = order.index(wave, kernel.interleave_heads)
+        index = order.index(wave, kernel.longest_first)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 

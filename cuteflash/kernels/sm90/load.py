@@ -28,9 +28,9 @@ def load_tiles(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, 
     kv_pos = Int32(0)
     q_pos = Int32(0)
     wave = Int32(0)
-    index = order.index(wave, kernel.interleave_heads)
+    index = order.index(wave, kernel.longest_first)
     while index < order.size():
-        m_block, head, batch = order.tile(index, kernel.interleave_heads)
+        m_block, head, batch = order.tile(index, kernel.longest_first)
         tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
         n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
         kv_head = head // problem.heads_per_kv
@@ -59,4 +59,4 @@ def load_tiles(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, 
             load_v(kv_pos, n_lo)
             kv_pos += 1
         wave += 1
-        index = order.index(wave, kernel.interleave_heads)
+        index = order.index(wave, kernel.longest_first)
