@@ -24,7 +24,7 @@ class TileOrder:
         m_blocks: query tiles of one head.
         heads: heads of one batch entry as the tiles see them (KV heads where query heads are packed).
         batch: batch entries.
-        group: heads in a group.
+        group: heads in a group, at most `heads * batch`: with more, `group * m_blocks` could pass 32 bits.
     """
 
     m_blocks: Int32

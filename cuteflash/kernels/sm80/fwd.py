@@ -13,6 +13,7 @@ the softmax of one with the products of another. Not here: dropout, ALiBi, varia
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
@@ -99,7 +100,8 @@ class FlashFwdSm80:
         kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
         # Blocks start on demand, so the end of a small group of heads leaves no multiprocessor idle.
         group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes, 1)
-        order = TileOrder(cute.ceil_div(seqlen_q, self.tile_tokens), heads, batch, group)
+        m_blocks = cute.ceil_div(seqlen_q, self.tile_tokens)
+        order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch))
         mask = IntervalMask(problem.mask, seqlen_q, seqlen_k, window_left, window_right)
         if const_expr(problem.has_softcap):
             scale, inner_scale = softcap, softmax_scale / softcap
