@@ -15,7 +15,7 @@ HIDDEN = 2048
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """One self-attention problem: `TOKENS` tokens in sequences of `seqlen`, `HIDDEN` columns in heads of `head_dim`."""
+    """One self-attention problem: `tokens` tokens in sequences of `seqlen`, as many heads as fit into `hidden` columns."""
 
     head_dim: int
     causal: bool
@@ -24,8 +24,8 @@ class Cell:
     hidden: int = HIDDEN
 
     def __post_init__(self) -> None:
-        if self.hidden % self.head_dim:
-            raise ValueError(f"head_dim is {self.head_dim}; it must divide the hidden size {self.hidden}")
+        if not 0 < self.head_dim <= self.hidden:
+            raise ValueError(f"head_dim is {self.head_dim}; allowed: 1 to the hidden size {self.hidden}")
         if self.tokens % self.seqlen:
             raise ValueError(f"seqlen is {self.seqlen}; it must divide the {self.tokens} tokens")
 
