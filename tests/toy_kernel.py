@@ -1,4 +1,4 @@
-"""A copy kernel with the interface of a forward kernel: compiles in a second, so it stands in for one in the cache tests.
+"""A copy kernel with the interface of a forward kernel: compiles in a second, so it stands in for one in tests.
 
 O (n,) = V (n,) for the elements of one tile; `tile_n` is the number of threads of a block.
 """

@@ -16,14 +16,6 @@ from cuteflash.problem import MaskKind
 Index = Any  # a Python int or a traced cutlass.Int32
 
 
-def _min(a: Index, b: Index) -> Index:
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.min(a, b)
-
-
-def _max(a: Index, b: Index) -> Index:
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.max(a, b)
-
-
 @dataclasses.dataclass(frozen=True)
 class IntervalMask:
     """The keys each query of one sequence sees.
@@ -51,24 +43,24 @@ class IntervalMask:
             return 0, self.seqlen_k
         position = query + self.seqlen_k - self.seqlen_q
         if self.kind == "causal":
-            return 0, _min(self.seqlen_k, position + 1)
+            return 0, cutlass.min(self.seqlen_k, position + 1)
         # The left window is clamped before the subtraction: unbounded is a large number, not infinity.
-        lo = _max(position - _min(self.window_left, self.seqlen_k + self.seqlen_q), 0)
-        hi = _min(position + _min(self.window_right, self.seqlen_k + self.seqlen_q) + 1, self.seqlen_k)
+        lo = cutlass.max(position - cutlass.min(self.window_left, self.seqlen_k + self.seqlen_q), 0)
+        hi = cutlass.min(position + cutlass.min(self.window_right, self.seqlen_k + self.seqlen_q) + 1, self.seqlen_k)
         return lo, hi
 
     def n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
         """The key blocks `[lo, hi)` that some query of `first..last` (inclusive) sees."""
         lo, _ = self.kv_bounds(first)
         _, hi = self.kv_bounds(last)
-        n_hi = _max((_max(hi, 0) + tile_n - 1) // tile_n, 0)
-        n_lo = _min(lo // tile_n, n_hi) if self.has_left_edge else 0
+        n_hi = cutlass.max((cutlass.max(hi, 0) + tile_n - 1) // tile_n, 0)
+        n_lo = cutlass.min(lo // tile_n, n_hi) if self.has_left_edge else 0
         return n_lo, n_hi
 
     def full_n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
         """The key blocks `[lo, hi)` that every query of `first..last` (inclusive) sees whole; `lo > hi` is none."""
         _, hi = self.kv_bounds(first)
-        n_hi = _max(hi, 0) // tile_n
+        n_hi = cutlass.max(hi, 0) // tile_n
         if not self.has_left_edge:
             return 0, n_hi
         lo, _ = self.kv_bounds(last)

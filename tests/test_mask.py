@@ -1,0 +1,115 @@
+"""Interval masks against their definition: every element of small problems, the block ranges of 2**30-long ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuteflash.core.mask import IntervalMask
+from cuteflash.problem import LENGTH_MAX, UNBOUNDED, mask_of_window
+from tests.int32 import Int32
+
+LENGTHS_Q, LENGTHS_K, SIDES = (1, 2, 5), (0, 1, 3, 7), (-1, 0, 1, 2, 5, 9)
+TILES = (1, 2, 3, 4, 16)
+OVERHANG = 192  # rows of the last tile that lie beyond the queries; the kernels compute their bounds too
+
+
+def small_masks() -> list[tuple[IntervalMask, int, int]]:
+    """Masks of every kind, each with the window (-1 is unbounded) that defines it."""
+    masks = []
+    for s_q, s_k, left, right in itertools.product(LENGTHS_Q, LENGTHS_K, SIDES, SIDES):
+        kind, *sides = mask_of_window(left, right, s_q)
+        masks.append((IntervalMask(kind, s_q, s_k, *sides), left, right))
+        if kind != "window":  # the kernels with both edges compute the same
+            masks.append((IntervalMask("window", s_q, s_k, *sides), left, right))
+    return masks
+
+
+def sees(mask: IntervalMask, left: int, right: int, query: int, key: int) -> bool:
+    """The definition."""
+    distance = key - (query + mask.seqlen_k - mask.seqlen_q)
+    return (left < 0 or distance >= -left) and (right < 0 or distance <= right)
+
+
+def test_bounds_are_the_definition() -> None:
+    for mask, left, right in small_masks():
+        for query in range(mask.seqlen_q):
+            lo, hi = mask.kv_bounds(query)
+            visible = [key for key in range(mask.seqlen_k) if sees(mask, left, right, query, key)]
+            assert list(range(max(lo, 0), min(hi, mask.seqlen_k))) == visible == list(range(lo, hi)), (mask, query)
+
+
+@pytest.mark.parametrize("tile_n", TILES)
+def test_visited_blocks_are_those_with_a_visible_key(tile_n: int) -> None:
+    for mask, left, right in small_masks():
+        for first, last in itertools.combinations_with_replacement(range(mask.seqlen_q), 2):
+            pairs = itertools.product(range(first, last + 1), range(mask.seqlen_k))
+            keys = {key for query, key in pairs if sees(mask, left, right, query, key)}
+            n_lo, n_hi = mask.n_blocks(first, last, tile_n)
+            assert 0 <= n_lo <= n_hi
+            assert set(range(n_lo, n_hi)) == {key // tile_n for key in keys}, (mask, first, last)
+
+
+@pytest.mark.parametrize("tile_n", TILES)
+def test_blocks_without_an_element_mask_are_those_seen_whole(tile_n: int) -> None:
+    for mask, left, right in small_masks():
+        blocks = range(mask.seqlen_k // tile_n + 1)
+        for first, last in itertools.combinations_with_replacement(range(mask.seqlen_q), 2):
+            pairs = {
+                block: itertools.product(range(first, last + 1), range(block * tile_n, (block + 1) * tile_n))
+                for block in blocks
+            }
+            whole = {
+                block
+                for block in blocks
+                if all(key < mask.seqlen_k and sees(mask, left, right, i, key) for i, key in pairs[block])
+            }
+            assert set(range(*mask.full_n_blocks(first, last, tile_n))) == whole, (mask, first, last)
+
+
+lengths = st.integers(1, 5000) | st.integers(LENGTH_MAX - 5000, LENGTH_MAX) | st.integers(1, LENGTH_MAX)
+sides = st.integers(0, 600) | st.integers(0, UNBOUNDED) | st.just(UNBOUNDED)
+
+
+@st.composite
+def large_masks(draw: st.DrawFn) -> IntervalMask:
+    return IntervalMask(
+        draw(st.sampled_from(["full", "causal", "window"])),
+        *(Int32(draw(side)) for side in (lengths, lengths, sides, sides)),
+    )
+
+
+@given(large_masks(), st.data())
+def test_bounds_of_long_sequences_stay_in_32_bits(mask: IntervalMask, data: st.DataObject) -> None:
+    mask.kv_bounds(mask.seqlen_q + data.draw(st.integers(0, OVERHANG)))  # no result, but no overflow either
+    query = data.draw(st.integers(0, mask.seqlen_q - 1) | st.just(0) | st.just(mask.seqlen_q - 1))
+    lo, hi = mask.kv_bounds(Int32(query))
+    s_q, s_k = int(mask.seqlen_q), int(mask.seqlen_k)
+    left = mask.window_left if mask.kind == "window" else UNBOUNDED
+    right = {"full": UNBOUNDED, "causal": 0, "window": mask.window_right}[mask.kind]
+    position = query + s_k - s_q
+    assert lo == (0 if left == UNBOUNDED else max(position - int(left), 0))
+    assert hi == (s_k if right == UNBOUNDED else min(position + int(right) + 1, s_k))
+
+
+@given(large_masks(), st.sampled_from([16, 48, 64, 80, 112, 128, 192]), st.integers(1, 192), st.data())
+def test_block_ranges_of_long_sequences_are_tight(mask: IntervalMask, tile_n: int, tile_m: int, data: st.DataObject):
+    first = Int32(data.draw(st.integers(0, mask.seqlen_q - 1)))
+    last = min(first + tile_m, mask.seqlen_q) - 1
+    n_lo, n_hi = map(int, mask.n_blocks(first, last, tile_n))
+    full_lo, full_hi = map(int, mask.full_n_blocks(first, last, tile_n))
+    (lo_first, hi_first), (lo_last, hi_last) = mask.kv_bounds(first), mask.kv_bounds(last)
+    assert n_lo <= n_hi
+    if n_lo < n_hi:  # both edges move to the right with the query, so the outermost rows hold the extremes
+        assert n_lo * tile_n <= lo_first < (n_lo + 1) * tile_n
+        assert (n_hi - 1) * tile_n < hi_last <= n_hi * tile_n
+    else:
+        assert hi_last <= lo_last
+    if full_lo < full_hi:
+        assert n_lo <= full_lo and full_hi <= n_hi
+        assert lo_last <= full_lo * tile_n and full_hi * tile_n <= hi_first
+    assert full_lo * tile_n - tile_n < lo_last or not mask.has_left_edge
+    assert (full_hi + 1) * tile_n > hi_first
