@@ -15,7 +15,7 @@ HIDDEN = 2048
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """One self-attention problem: `tokens` tokens in sequences of `seqlen`, as many heads as fit into `hidden` columns."""
+    """One self-attention problem: `tokens` tokens in sequences of `seqlen`, as many heads as fit into `hidden`."""
 
     head_dim: int
     causal: bool
