@@ -1,4 +1,4 @@
-"""The order of tiles, by the kernels' own arithmetic on host integers: each tile once, and no block works much longer."""
+"""The order of tiles, by the kernels' own arithmetic on host integers: each tile once, and blocks end together."""
 
 from __future__ import annotations
 
