@@ -19,7 +19,6 @@ from cuteflash.core.exp2 import exp2, exp2_polynomial, uses_polynomial
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MAX_CHAINS = 4
-SLACK_LOG2 = 8.0
 
 
 def quad_max(value: Float32) -> Float32:
@@ -55,22 +54,19 @@ class OnlineSoftmax:
         row_max, row_sum: fp32 register tensors, one element a row of this thread.
         scale_log2: softmax_scale * log2(e), what a score is multiplied with before exp2.
         check_inf: whether a row may hold nothing but -inf so far (masked kernels).
-        lazy: whether `row_max` stays behind the true maximum until exponentials would exceed 2**SLACK_LOG2.
-            Nothing is lost by that: P rounds relatively, sums and products are fp32.
     """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
     scale_log2: Float32
     check_inf: cutlass.Constexpr[bool]
-    lazy: cutlass.Constexpr[bool]
 
     @staticmethod
-    def create(num_rows: int, scale_log2: Float32, check_inf: bool, lazy: bool = False) -> OnlineSoftmax:
+    def create(num_rows: int, scale_log2: Float32, check_inf: bool) -> OnlineSoftmax:
         """A softmax that has seen nothing yet, for `num_rows` rows a thread."""
         row_max = cute.make_rmem_tensor(num_rows, Float32)
         row_sum = cute.make_rmem_tensor(num_rows, Float32)
-        return OnlineSoftmax(row_max, row_sum, scale_log2, check_inf, lazy)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, check_inf)
 
     @cute.jit
     def step(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
@@ -93,10 +89,7 @@ class OnlineSoftmax:
                 self.row_max[r] = peak
             else:
                 old = self.row_max[r]
-                peak = cute.arch.fmax(old, peak)
-                if const_expr(self.lazy):
-                    peak = peak if (peak - old) * self.scale_log2 > SLACK_LOG2 else old
-                self.row_max[r] = peak
+                self.row_max[r] = cute.arch.fmax(old, peak)
                 row_scale[r] = exp2(old * self.scale_log2 - self.shift(r))
                 self.row_sum[r] = self.row_sum[r] * row_scale[r]
 
@@ -139,16 +132,6 @@ def scale_rows(acc: cute.Tensor, row_scale: cute.Tensor):
     for r in cutlass.range_constexpr(cute.size(row_scale)):
         for c in cutlass.range_constexpr(cute.size(acc.shape[1])):
             acc[r, c] = acc[r, c] * row_scale[r]
-
-
-@cute.jit
-def scale_rows_if_moved(acc: cute.Tensor, row_scale: cute.Tensor):
-    """`scale_rows`, skipped by a warp none of whose rows has a factor other than 1."""
-    moved = row_scale[0] != 1.0
-    for r in cutlass.range_constexpr(1, cute.size(row_scale)):
-        moved = moved or row_scale[r] != 1.0
-    if cute.arch.vote_any_sync(moved):
-        scale_rows(acc, row_scale)
 
 
 @cute.jit

@@ -31,7 +31,6 @@ class FwdTraitsSm90:
         q_in_regs: Q is loaded from shared memory to registers once a tile, not read by every product.
         p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
         share_q_o: O is staged where Q was; saves shared memory, but the next tile's Q has to wait for the store.
-        lazy_rescale: row maxima follow the scores only in steps of 2**8, so that O is seldom rescaled.
         rescale_in_product: O is rescaled between issuing the QK and the PV product, not after the softmax.
         exp_rows_before_wait: of a thread's two rows, how many have their exponentials taken before the wait for the PV
             product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
@@ -49,7 +48,6 @@ class FwdTraitsSm90:
     q_in_regs: bool = False
     p_in_regs: bool = True
     share_q_o: bool = False
-    lazy_rescale: bool = False
     rescale_in_product: bool = False
     exp_rows_before_wait: int = 0
     persistent: bool = True

@@ -14,7 +14,7 @@ from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import NamedBarrier
 from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.softmax import OnlineSoftmax, apply_softcap, mask_scores, scale_rows, scale_rows_if_moved
+from cuteflash.core.softmax import OnlineSoftmax, apply_softcap, mask_scores, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
 from cuteflash.kernels.sm90.bundles import Problem90, Rings, Tiles, Tma
@@ -94,9 +94,7 @@ def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
         scores=scores,
         out=out,
         inner_scale=problem.scores.inner_scale,
-        softmax=OnlineSoftmax.create(
-            ROWS, problem.scores.scale_log2, kernel.problem.mask != "full", traits.lazy_rescale
-        ),
+        softmax=OnlineSoftmax.create(ROWS, problem.scores.scale_log2, kernel.problem.mask != "full"),
         row_scale=cute.make_rmem_tensor(ROWS, Float32),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         columns=rows_view(mma_qk.get_slice(0).partition_C(identity)),
@@ -190,7 +188,7 @@ def attend(
             kv_pos += 1
     if const_expr(traits.overlap):
         if const_expr(traits.rescale_in_product):
-            rescale(kernel, wg)
+            scale_rows(wg.out, wg.row_scale)
         rings.v.wait(kv_pos)
         product_pv(wg, rings, kv_pos)
         warpgroup.wait_group(0)
@@ -251,12 +249,6 @@ def exponentiate(kernel, wg: Warpgroup, rows: range, masked: bool) -> None:
         wg.softmax.exponentiate(wg.scores, row, 0 if masked else kernel.traits.poly_exp2)
 
 
-def rescale(kernel, wg: Warpgroup) -> None:
-    """Shrink O by what the row maxima moved."""
-    scale = scale_rows_if_moved if kernel.traits.lazy_rescale else scale_rows
-    scale(wg.out, wg.row_scale)
-
-
 def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
     """Round the exponentials to the element type and put them where the PV product reads them."""
     if kernel.traits.p_in_regs:
@@ -298,7 +290,7 @@ def step_overlapped(
     take_turn(kernel, wg)
     product_qk(wg, rings, position + 1)
     if const_expr(kernel.traits.rescale_in_product):
-        rescale(kernel, wg)
+        scale_rows(wg.out, wg.row_scale)
     rings.v.wait(position)
     product_pv(wg, rings, position)
     pass_turn(kernel, wg)
@@ -314,7 +306,7 @@ def step_overlapped(
     exponentiate(kernel, wg, range(rows_before, ROWS), masked)
     store_p(kernel, wg, tiles)
     if const_expr(not kernel.traits.rescale_in_product):
-        rescale(kernel, wg)
+        scale_rows(wg.out, wg.row_scale)
 
 
 @cute.jit
@@ -337,7 +329,7 @@ def step_in_order(
     take_peaks(kernel, wg, n_block, masked, False)
     exponentiate(kernel, wg, range(ROWS), masked)
     store_p(kernel, wg, tiles)
-    rescale(kernel, wg)
+    scale_rows(wg.out, wg.row_scale)
     rings.v.wait(position)
     product_pv(wg, rings, position)
     warpgroup.wait_group(0)
