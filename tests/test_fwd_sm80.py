@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-import subprocess
-import sysconfig
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from cutlass import cute  # noqa: E402
 from cuteflash.atoms import sm80 as atoms  # noqa: E402
 from cuteflash.core.views import transposed  # noqa: E402
 from cuteflash.kernels.sm80.fwd import FlashFwdSm80  # noqa: E402
+from tests.cross_compile import cross_compile  # noqa: E402
 
 BANKS, BANK_BYTES, PHASE_ROWS = 32, 4, 8
 WIDE = FwdTraitsSm80(128, 64, 128, 128, num_warps=8)
@@ -39,25 +38,17 @@ CASES = {
 }
 
 
-def dump(traits: FwdTraitsSm80, problem: FwdProblem, target: str, folder: pathlib.Path) -> tuple[str, str]:
-    """The PTX and SASS of a kernel cross-compiled for `target`."""
-    kernel = FlashFwdSm80(traits, problem)
-    options = f"--gpu-arch={target} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir {folder}"
-    cute.compile(kernel, *kernel.fake_args(), options=options)
-    tool = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "cuobjdump")
-    sass = subprocess.run([tool, "-sass", *folder.glob("*.cubin")], check=True, capture_output=True, text=True).stdout
-    return next(folder.glob("*.ptx")).read_text(), sass
-
-
 @pytest.fixture(scope="module")
 def ampere(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(PTX, SASS) for sm_80 of a case, compiled once."""
-    return functools.cache(lambda case: dump(*CASES[case], "sm_80", tmp_path_factory.mktemp(case)))
+    """A case compiled for sm_80, once."""
+    return functools.cache(
+        lambda case: cross_compile(FlashFwdSm80(*CASES[case]), "sm_80", tmp_path_factory.mktemp(case))
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_case_uses_ampere_instructions_and_does_not_spill(ampere: Any, case: str) -> None:
-    ptx, sass = ampere(case)
+    compiled = ampere(case)
     for instruction in (
         "LDGSTS.E.BYPASS",  # cp.async past L1
         "LDSM.16.M88.4",  # ldmatrix of Q and K
@@ -66,39 +57,40 @@ def test_case_uses_ampere_instructions_and_does_not_spill(ampere: Any, case: str
         "F2FP",  # two fp32 rounded at once
         "STG.E.128",
     ):
-        assert instruction in sass, instruction
-    assert not re.search(r"\b(LDL|STL)\b", sass)
-    assert "wgmma" not in ptx and "cp.async.bulk" not in ptx
+        assert instruction in compiled.sass, instruction
+    compiled.assert_clean()
+    assert "wgmma" not in compiled.ptx and "cp.async.bulk" not in compiled.ptx
 
 
 @pytest.mark.parametrize("target", ["sm_86", "sm_89", "sm_90a", "sm_120"])
 def test_every_target_of_the_family_compiles(target: str, tmp_path: pathlib.Path) -> None:
     traits, problem = CASES["causal-lse"]
     assert traits.check(get_arch(target)) is None
-    ptx, sass = dump(traits, problem, target, tmp_path)
-    assert f".target {target}" in ptx
-    assert "HMMA.16816.F32" in sass and not re.search(r"\b(LDL|STL)\b", sass)
+    compiled = cross_compile(FlashFwdSm80(traits, problem), target, tmp_path)
+    assert f".target {target}" in compiled.ptx
+    assert compiled.count("HMMA.16816.F32")
+    compiled.assert_clean()
 
 
 def test_exponentials_take_one_fused_multiply_add_each(ampere: Any) -> None:
-    _, sass = ampere("full")
-    exponentials = len(re.findall(r"MUFU\.EX2", sass))
-    assert len(re.findall(r"\bFFMA\b", sass)) >= exponentials > 0
+    compiled = ampere("full")
+    exponentials = compiled.count(r"MUFU\.EX2")
+    assert compiled.count(r"FFMA\b") >= exponentials > 0
     # Two ex2 instructions' worth of multiplications would show up as FMUL beside the rescaling of O (two loop bodies).
     traits, _ = CASES["full"]
     rescaled = traits.tile_m * traits.head_dim_v // traits.num_threads
-    assert len(re.findall(r"\bFMUL\b", sass)) < 3 * rescaled + exponentials // 2
+    assert compiled.count(r"FMUL\b") < 3 * rescaled + exponentials // 2
 
 
 def test_rows_beyond_the_keys_are_filled_with_zeros(ampere: Any) -> None:
-    ptx, _ = ampere("full")
+    ptx = ampere("full").ptx
     sizes = re.findall(r"cp\.async\.cg\.shared\.global \S+ \S+ 16, (\S+);", ptx)
     assert any(size.startswith("%r") for size in sizes)  # a source size of 0 writes zeros
     assert "16" in sizes  # all blocks but the last copy without a predicate
 
 
 def test_strides_of_batch_head_and_sequence_are_multiplied_in_64_bits(ampere: Any) -> None:
-    ptx, _ = ampere("full")
+    ptx = ampere("full").ptx
     strides = set(re.findall(r"ld\.param\.b64 \t?(%rd\d+)", ptx))
     assert len(strides) >= 12  # three of each of Q, K, V and O
     assert "mul.lo.s64" in ptx or "mad.lo.s64" in ptx
