@@ -7,7 +7,7 @@ import enum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Uint32
 
 
 class NamedBarrier(enum.IntEnum):
@@ -55,20 +55,24 @@ class TmaRing:
 
     def stage(self, position: Int32) -> Int32:
         """The stage that tile `position` lives in."""
-        return Int32(0) if const_expr(self.stages == 1) else position % self.stages
+        return Int32(Uint32(position) % self.stages)  # unsigned: a mask where the count is a power of two
+
+    def phase(self, position: Int32) -> Int32:
+        """The parity of the phase that completes when tile `position` lands."""
+        return Int32(Uint32(position) // self.stages & 1)
 
     @cute.jit
     def acquire(self, position: Int32) -> cute.Pointer:
         """Producer warp: wait until the stage is free, announce the bytes; returns the mbarrier for the copy."""
         stage = self.stage(position)
-        wait_phase(self.empty + stage, ((position // self.stages) & 1) ^ 1)
+        wait_phase(self.empty + stage, self.phase(position) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.tile_bytes)
         return self.full + stage
 
     def wait(self, position: Int32) -> None:
         """Consumer: wait until tile `position` has landed."""
-        wait_phase(self.full + self.stage(position), (position // self.stages) & 1)
+        wait_phase(self.full + self.stage(position), self.phase(position))
 
     def release(self, position: Int32) -> None:
         """Consumer warp: it has finished reading tile `position`."""
