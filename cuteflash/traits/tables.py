@@ -47,7 +47,8 @@ def _sm90(head_dim: int, tile_m: int, tile_n: int, masks: tuple[str, ...] = ALL,
 # smaller tile below lends itself to the rest.
 SM90_ROWS = (
     _sm90(32, 192, 128, q_in_regs=True),
-    _sm90(64, 192, 128),
+    _sm90(64, 192, 128, EVEN),
+    _sm90(64, 192, 96, q_in_regs=True, kv_stage=4),
     _sm90(96, 128, 128, q_in_regs=True),
     _sm90(128, 128, 128, q_in_regs=True),
     _sm90(160, 128, 96, EVEN, q_in_regs=True),
