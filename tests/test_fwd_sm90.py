@@ -1,0 +1,91 @@
+"""The sm90 forward kernel without a GPU: what each variant compiles to for sm_90a, and that ptxas has no complaint."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cuteflash.dispatch import choose_fwd
+from cuteflash.kernels.sm90.fwd import FlashFwdSm90
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from tests.cross_compile import cross_compile
+
+TARGET = "sm_90a"
+
+
+def shipped(problem: FwdProblem, **change: Any) -> tuple[FwdTraitsSm90, FwdProblem]:
+    """The traits that the tables choose for a problem, with changes."""
+    traits = choose_fwd(problem, TARGET, "sm90").traits
+    assert isinstance(traits, FwdTraitsSm90)
+    return dataclasses.replace(traits, **change), problem
+
+
+# Each case is there for what no other case compiles.
+CASES = {
+    "causal-lse": shipped(FwdProblem("bf16", 64, 64, "causal", has_lse=True)),
+    "full-fp16": shipped(FwdProblem("fp16", 128, 128), q_in_regs=False),
+    "window-softcap-lse": shipped(FwdProblem("bf16", 128, 128, "window", has_softcap=True, has_lse=True)),
+    "q-in-regs": shipped(FwdProblem("bf16", 96, 96, "causal"), q_in_regs=True),
+    "p-in-smem": (FwdTraitsSm90(192, 128, 96, 96, p_in_regs=False), FwdProblem("bf16", 96, 96)),
+    "packed-7": shipped(FwdProblem("bf16", 128, 128, "causal", has_lse=True, packed_heads=7)),
+    "packed-8": shipped(FwdProblem("bf16", 64, 64, packed_heads=8)),
+    "padded": shipped(FwdProblem("bf16", 72, 40, "window")),
+    "latent": shipped(FwdProblem("bf16", 192, 128, "causal")),
+    "share-q-o": shipped(FwdProblem("bf16", 256, 256, "causal"), share_q_o=True, q_in_regs=False),
+    "one-warpgroup": (
+        FwdTraitsSm90(64, 64, 64, 64, kv_stage=3, pingpong=False, overlap=False, persistent=False),
+        FwdProblem("bf16", 64, 64, "causal"),
+    ),
+    "polynomial": shipped(FwdProblem("bf16", 64, 64), poly_exp2=4),
+}
+
+
+# Instructions that a kernel has exactly where its traits or its problem ask for them.
+CONDITIONAL: dict[str, Callable[[FwdTraitsSm90, FwdProblem], bool]] = {
+    r"MUFU\.LG2": lambda traits, problem: problem.has_lse,
+    r"STG\.E\b": lambda traits, problem: problem.has_lse,
+    r"MUFU\.TANH": lambda traits, problem: problem.has_softcap,
+    r"LDSM\.16\.M88\.4": lambda traits, problem: traits.q_in_regs,
+    r"BAR\.ARV": lambda traits, problem: traits.pingpong,
+    r"FMNMX\.NAN": lambda traits, problem: traits.poly_exp2 > 0,
+}
+
+
+def products(sass: str, shape: str, *, transposed: bool) -> list[str]:
+    """The operands of the WGMMA products of a shape, with B as it lies in memory or transposed."""
+    found = re.findall(rf"HGMMA\.{shape} ([^;]*);", sass)
+    return [operands for operands in found if (".tnspB" in operands) == transposed]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, tmp_path: pathlib.Path) -> None:
+    traits, problem = CASES[case]
+    assert traits.check(get_arch(TARGET)) is None
+    compiled = cross_compile(FlashFwdSm90(traits, problem), TARGET, tmp_path)
+    compiled.assert_clean()
+    assert compiled.count(r"UTMALDG\.") and compiled.count(r"UTMASTG\.")  # TMA in, TMA out
+    assert compiled.count(r"STSM\.16\.M88\.4")  # stmatrix
+    assert compiled.count("MUFU.EX2")
+    assert not compiled.count("LDGSTS") and not compiled.count(r"HMMA\.") and not compiled.count(r"STG\.E\.128")
+    for instruction, asked_for in CONDITIONAL.items():
+        assert bool(compiled.count(instruction)) == asked_for(traits, problem), instruction
+
+    changes = {int(value, 16) for value in re.findall(r"USETMAXREG\S* (?:UP\d, )?(0x\w+)", compiled.sass)}
+    assert changes == {traits.producer_regs, traits.mma_regs}
+
+    # S = Q K^T and O += P V, unrolled over their k-blocks, with A from registers where the traits say so.
+    types = {"bf16": "F32.BF16", "fp16": "F32"}[problem.dtype]
+    qk = products(compiled.sass, f"64x{traits.tile_n}x16.{types}", transposed=False)
+    pv = products(compiled.sass, f"64x{traits.head_dim_v}x16.{types}", transposed=True)
+    assert qk and len(qk) % (traits.head_dim // 16) == 0
+    assert pv and len(pv) % (traits.tile_n // 16) == 0
+    assert {operands.split(", ")[1].startswith("R") for operands in qk} == {traits.q_in_regs}
+    assert {operands.split(", ")[1].startswith("R") for operands in pv} == {traits.p_in_regs}
+    assert len(qk) + len(pv) == compiled.count(r"HGMMA\.")

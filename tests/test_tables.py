@@ -1,0 +1,72 @@
+"""The shipped tables: every problem has a row, and every row compiles without a complaint for its own target."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cuteflash.compile import build
+from cuteflash.dispatch import Traits, choose_fwd, forward_kernel
+from cuteflash.problem import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, FwdProblem
+from cuteflash.traits.arch import ARCHS, Family, get_arch
+from cuteflash.traits.tables import FWD_ROWS, ROW_HEAD_DIMS
+
+TABLES = pytest.mark.parametrize(("target", "family"), FWD_ROWS, ids="/".join)
+HEAD_DIMS = range(HEAD_DIM_STEP, HEAD_DIM_MAX + 1, HEAD_DIM_STEP)
+
+
+def test_every_arch_has_a_table_for_each_of_its_families() -> None:
+    assert set(FWD_ROWS) == {(arch.name, family) for arch in ARCHS.values() for family in arch.families}
+
+
+@TABLES
+def test_every_row_can_run(target: str, family: Family) -> None:
+    for row in FWD_ROWS[target, family]:
+        assert row.traits.family == family
+        assert row.traits.check(get_arch(target)) is None, row
+        assert {row.traits.head_dim, row.traits.head_dim_v} <= set(ROW_HEAD_DIMS)
+        assert row.masks and set(row.masks) <= set(MASK_KINDS)
+        assert row.dtypes and set(row.dtypes) <= set(DTYPES)
+    assert len(set(FWD_ROWS[target, family])) == len(FWD_ROWS[target, family])
+
+
+@TABLES
+@pytest.mark.parametrize("mask", MASK_KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_problem_has_a_row(target: str, family: Family, mask: str, dtype: str) -> None:
+    for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        traits = choose_fwd(FwdProblem(dtype, head_dim, head_dim_v, mask), target, family).traits
+        assert traits.family == family
+        assert 0 <= traits.head_dim - head_dim < 32
+        assert 0 <= traits.head_dim_v - head_dim_v < 32
+        assert traits.check(get_arch(target)) is None
+
+
+def row_kernels() -> list[tuple[str, Traits, str, str]]:
+    """Each row's target and traits once, with a mask and a dtype that it serves: causal, bf16 where it can be."""
+    kernels = {}
+    for (target, _), rows in FWD_ROWS.items():
+        for row in rows:
+            mask = "causal" if "causal" in row.masks else row.masks[0]
+            dtype = "bf16" if "bf16" in row.dtypes else row.dtypes[0]
+            kernels.setdefault((target, row.traits), (target, row.traits, mask, dtype))
+    return list(kernels.values())
+
+
+def row_id(kernel: tuple[str, Traits, str, str]) -> str:
+    target, traits, mask, dtype = kernel
+    tile = f"{traits.tile_m}x{traits.tile_n}"
+    return f"{target}-{traits.family}-{traits.head_dim}x{traits.head_dim_v}-{tile}-{mask}-{dtype}"
+
+
+@pytest.mark.parametrize("kernel", row_kernels(), ids=row_id)
+def test_a_row_compiles_without_complaint(
+    kernel: tuple[str, Traits, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, traits, mask, dtype = kernel
+    monkeypatch.setenv("CUTEFLASH_CACHE", "0")
+    problem = FwdProblem(dtype, traits.head_dim, traits.head_dim_v, mask)
+    report = build(forward_kernel(traits.family), traits, problem, target)
+    assert report.complaints == ()
+    assert report.resources.stack_bytes == 0
