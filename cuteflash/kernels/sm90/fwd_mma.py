@@ -1,8 +1,7 @@
-"""The consumers: each warpgroup computes 64 rows of S, their softmax and their O."""
+"""The consumers' main loop: scores, softmax and output of 64 query rows, key block by key block."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import cutlass
@@ -11,96 +10,22 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import NamedBarrier
 from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.softmax import OnlineSoftmax, apply_softcap, mask_scores, scale_rows
+from cuteflash.core.softmax import apply_softcap, mask_scores, scale_rows
 from cuteflash.core.tile import QueryTile
-from cuteflash.core.views import acc_as_operand_a, rows_view
+from cuteflash.core.views import acc_as_operand_a
 from cuteflash.kernels.sm90.bundles import Problem90, Rings, Tiles, Tma
-from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
-
-ROWS = 2  # rows of S and O that one thread holds elements of
-
-
-@dataclasses.dataclass(frozen=True)
-class Warpgroup:
-    """One consumer warpgroup's operands, fragments and running softmax.
-
-    Attributes:
-        index: 0 for the first consumer warpgroup.
-        thread: 0..127 inside the warpgroup.
-        tSrQ, tSrK: operands of the QK product; tOrP, tOrV: operands of the PV product.
-        acc_S, acc_O: accumulators; `scores`, `out` are the same as (rows, columns).
-        inner_scale: what a score is multiplied with before tanh, under a softcap.
-        row_scale: what O has to be multiplied with after a softmax step.
-        bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
-        columns: (rows, columns) coordinates of thread 0, static.
-        first_row, first_column: this thread's first element in the warpgroup's tile.
-    """
-
-    index: Int32
-    thread: Int32
-    mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
-    tSrQ: cute.Tensor
-    tSrK: cute.Tensor
-    tOrP: cute.Tensor
-    tOrV: cute.Tensor
-    acc_S: cute.Tensor
-    acc_O: cute.Tensor
-    scores: cute.Tensor
-    out: cute.Tensor
-    inner_scale: Float32
-    softmax: OnlineSoftmax
-    row_scale: cute.Tensor
-    bounds: cute.Tensor
-    columns: cute.Tensor
-    first_row: Int32
-    first_column: Int32
-
-
-def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
-    """Partition the block's tiles for this thread's warpgroup."""
-    traits = kernel.traits
-    thread = cute.arch.thread_idx()[0] % WARPGROUP
-    index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
-    mma_qk, mma_pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
-    thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
-    acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((WGMMA_M, traits.tile_n)), Float32)
-    acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((WGMMA_M, traits.head_dim_v)), Float32)
-    if traits.q_in_regs:
-        tSrQ = cute.make_rmem_tensor(thr_qk.partition_shape_A((WGMMA_M, traits.head_dim)), kernel.dtype)
-    else:
-        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ[None, None, index]))
-    if traits.p_in_regs:
-        tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
-    else:
-        tOrP = mma_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, index]))
-    scores, out = rows_view(acc_S), rows_view(acc_O)
-    identity = cute.make_identity_tensor((WGMMA_M, traits.tile_n))
-    own = rows_view(thr_qk.partition_C(identity))
-    return Warpgroup(
-        index=index,
-        thread=thread,
-        mma_qk=mma_qk,
-        mma_pv=mma_pv,
-        tSrQ=tSrQ,
-        tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(tiles.sK)),
-        tOrP=tOrP,
-        tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(tiles.sVt)),
-        acc_S=acc_S,
-        acc_O=acc_O,
-        scores=scores,
-        out=out,
-        inner_scale=problem.scores.inner_scale,
-        softmax=OnlineSoftmax.create(ROWS, problem.scores.scale_log2, kernel.problem.mask != "full"),
-        row_scale=cute.make_rmem_tensor(ROWS, Float32),
-        bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
-        columns=rows_view(mma_qk.get_slice(0).partition_C(identity)),
-        first_row=own[0, 0][0],
-        first_column=own[0, 0][1],
-    )
+from cuteflash.kernels.sm90.epilogue import normalise, write_output
+from cuteflash.kernels.sm90.warpgroup import (
+    ROWS,
+    Warpgroup,
+    load_q,
+    make_warpgroup,
+    pass_turn,
+    set_bounds,
+    take_turn,
+)
 
 
 @cute.jit
@@ -195,25 +120,6 @@ def attend(
         rings.v.release(kv_pos)
         kv_pos += 1
     return kv_pos
-
-
-# Ping-pong: a warpgroup issues its products only in its turn, so that its softmax falls into another one's products.
-
-
-def take_turn(kernel, wg: Warpgroup) -> None:
-    """Wait until it is this warpgroup's turn to issue products."""
-    if kernel.traits.pingpong:
-        cute.arch.barrier(barrier_id=NamedBarrier.TURN + wg.index, number_of_threads=2 * WARPGROUP)
-
-
-def pass_turn(kernel, wg: Warpgroup) -> None:
-    """Let the next warpgroup issue its products."""
-    if kernel.traits.pingpong:
-        following = (wg.index + 1) % kernel.traits.mma_warpgroups
-        cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
-
-
-# The steps of the main loop.
 
 
 def product_qk(wg: Warpgroup, rings: Rings, position: Int32) -> None:
@@ -334,67 +240,3 @@ def step_in_order(
     product_pv(wg, rings, position)
     warpgroup.wait_group(0)
     rings.v.release(position)
-
-
-# Before and after the main loop.
-
-
-def row_token(kernel, row: Int32) -> tuple[Int32, Int32]:
-    """(token of a warpgroup's rows, packed head) of `row`."""
-    heads = kernel.problem.packed_heads
-    return (row, Int32(0)) if heads == 1 else (row // heads, row % heads)
-
-
-def load_q(kernel, wg: Warpgroup, tiles: Tiles) -> None:
-    """Load this warpgroup's Q fragments, which stay in registers for the whole tile."""
-    copy = atoms.load_copy_a(kernel.dtype, wg.mma_qk).get_slice(wg.thread)
-    cute.copy(copy, copy.partition_S(tiles.sQ[None, None, wg.index]), copy.retile(wg.tSrQ))
-
-
-@cute.jit
-def set_bounds(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: IntervalMask):
-    """The visible keys of each row of this thread."""
-    first = tile.first_token + wg.index * kernel.tokens_per_warpgroup
-    for r in cutlass.range_constexpr(cute.size(wg.bounds.shape[0])):
-        token, _ = row_token(kernel, wg.first_row + wg.columns[r, 0][0])
-        wg.bounds[r, 0], wg.bounds[r, 1] = mask.kv_bounds(first + token)
-
-
-@cute.jit
-def normalise(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: IntervalMask, mLSE: cute.Tensor | None):
-    """Divide O by the row sums; write the log-sum-exp where it is asked for."""
-    lse = cute.make_rmem_tensor_like(wg.row_scale)
-    wg.softmax.finish(wg.row_scale, lse)
-    scale_rows(wg.out, wg.row_scale)
-    if const_expr(mLSE is not None):
-        heads, tokens = kernel.problem.packed_heads, kernel.tokens_per_warpgroup
-        first = tile.first_token + wg.index * tokens
-        if wg.first_column == 0:
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = wg.first_row + wg.columns[r, 0][0]
-                token, packed = row_token(kernel, row)
-                if row < heads * tokens and first + token < mask.seqlen_q:
-                    mLSE[tile.batch, tile.head * heads + packed, first + token] = lse[r]
-
-
-@cute.jit
-def write_output(kernel: cutlass.Constexpr, wg: Warpgroup, tma: Tma, tiles: Tiles, tile: QueryTile):
-    """Stage this warpgroup's O in shared memory and store it with TMA, which clips what lies outside."""
-    barrier = NamedBarrier.EPILOGUE + wg.index
-    warp = cute.arch.make_warp_uniform(wg.thread // 32)
-    if warp == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's O has left shared memory
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-    sO = tiles.sO[None, None, wg.index]
-    rounded = rounded_fragment(wg.acc_O, kernel.dtype)
-    copy = atoms.store_copy(kernel.dtype, wg.mma_pv).get_slice(wg.thread)
-    cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
-    cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-    if warp == 0:
-        box = kernel.query_box(kernel.traits.head_dim_v)
-        gO = cute.local_tile(tma.gO[None, None, tile.head, tile.batch], box, (None, 0))
-        tOsO, tOgO = atoms.tma_partition(tma.store_o, tiles.sO_boxes, gO)
-        block = tile.first_token // kernel.tokens_per_warpgroup + wg.index
-        cute.copy(tma.store_o, tOsO[None, wg.index], tOgO[None, block])
-        cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,57 @@
+"""The end of a tile: O divided by the row sums, LSE, and both written."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from cuteflash.atoms import sm90 as atoms
+from cuteflash.atoms.barriers import NamedBarrier
+from cuteflash.core.convert import rounded_fragment
+from cuteflash.core.mask import IntervalMask
+from cuteflash.core.softmax import scale_rows
+from cuteflash.core.tile import QueryTile
+from cuteflash.kernels.sm90.bundles import Tiles, Tma
+from cuteflash.kernels.sm90.warpgroup import Warpgroup, row_token
+from cuteflash.traits.sm90 import WARPGROUP
+
+
+@cute.jit
+def normalise(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: IntervalMask, mLSE: cute.Tensor | None):
+    """Divide O by the row sums; write the log-sum-exp where it is asked for."""
+    lse = cute.make_rmem_tensor_like(wg.row_scale)
+    wg.softmax.finish(wg.row_scale, lse)
+    scale_rows(wg.out, wg.row_scale)
+    if const_expr(mLSE is not None):
+        heads, tokens = kernel.problem.packed_heads, kernel.tokens_per_warpgroup
+        first = tile.first_token + wg.index * tokens
+        if wg.first_column == 0:
+            for r in cutlass.range_constexpr(cute.size(lse)):
+                row = wg.first_row + wg.columns[r, 0][0]
+                token, packed = row_token(kernel, row)
+                if row < heads * tokens and first + token < mask.seqlen_q:
+                    mLSE[tile.batch, tile.head * heads + packed, first + token] = lse[r]
+
+
+@cute.jit
+def write_output(kernel: cutlass.Constexpr, wg: Warpgroup, tma: Tma, tiles: Tiles, tile: QueryTile):
+    """Stage this warpgroup's O in shared memory and store it with TMA, which clips what lies outside."""
+    barrier = NamedBarrier.EPILOGUE + wg.index
+    warp = cute.arch.make_warp_uniform(wg.thread // 32)
+    if warp == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's O has left shared memory
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+    sO = tiles.sO[None, None, wg.index]
+    rounded = rounded_fragment(wg.acc_O, kernel.dtype)
+    copy = atoms.store_copy(kernel.dtype, wg.mma_pv).get_slice(wg.thread)
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+    if warp == 0:
+        box = kernel.query_box(kernel.traits.head_dim_v)
+        gO = cute.local_tile(tma.gO[None, None, tile.head, tile.batch], box, (None, 0))
+        tOsO, tOgO = atoms.tma_partition(tma.store_o, tiles.sO_boxes, gO)
+        block = tile.first_token // kernel.tokens_per_warpgroup + wg.index
+        cute.copy(tma.store_o, tOsO[None, wg.index], tOgO[None, block])
+        cute.arch.cp_async_bulk_commit_group()
