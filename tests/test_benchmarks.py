@@ -46,10 +46,18 @@ def test_flops_count_two_products_and_halve_for_causal() -> None:
     assert causal.flops * 2 == full.flops
 
 
-@pytest.mark.parametrize("arguments", [(96, False, 1024), (64, False, 1000)])
-def test_a_cell_that_does_not_divide_is_refused(arguments: tuple[int, bool, int]) -> None:
-    with pytest.raises(ValueError, match="must divide"):
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [((64, False, 1000), "seqlen is 1000; it must divide"), ((2056, False, 1024), "head_dim is 2056; allowed: 1 to")],
+)
+def test_a_cell_that_does_not_fit_is_refused(arguments: tuple[int, bool, int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
         Cell(*arguments)
+
+
+def test_a_cell_has_as_many_heads_as_fit() -> None:
+    assert Cell(64, False, 1024).heads == 32
+    assert Cell(96, False, 1024).heads == 21
 
 
 def test_cells_parse_from_text() -> None:
