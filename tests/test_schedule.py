@@ -68,10 +68,20 @@ def test_otherwise_the_tiles_of_a_head_are_neighbours() -> None:
 
 
 def test_heads_of_a_group_share_the_cache() -> None:
-    assert TileOrder.head_group(16384, 1, 512, 1) == 3  # K and V of 8 MiB a head, of 24
-    assert TileOrder.head_group(16384, 4, 512, 1) == 12  # four query heads share each
-    assert TileOrder.head_group(1 << 20, 1, 512, NUM_SMS) == NUM_SMS
-    assert TileOrder.head_group(0, 1, 512, NUM_SMS) >= NUM_SMS
+    assert TileOrder.head_group(16384, 1, 512) == 3  # K and V of 8 MiB a head, of 24
+    assert TileOrder.head_group(16384, 4, 512) == 12  # four query heads share each
+    assert TileOrder.head_group(1 << 20, 1, 512) == 1
+    assert TileOrder.head_group(0, 1, 512) > 1000
+
+
+@pytest.mark.parametrize("m_blocks", [1, 3, 4, 8, 11, 16, 43, 128])
+@pytest.mark.parametrize("heads", [1, 24, 100, 5000])
+def test_the_tiles_of_a_group_fill_whole_waves(m_blocks: int, heads: int) -> None:
+    group = TileOrder.even_group(heads, m_blocks, NUM_SMS)
+    assert group * m_blocks % NUM_SMS == 0
+    assert group <= max(heads, NUM_SMS)
+    if m_blocks % 4 == 0:
+        assert heads / 2 < group <= max(heads, NUM_SMS // 4)
 
 
 @pytest.mark.parametrize("seqlen_k", [1, 64, LENGTH_MAX])
@@ -79,7 +89,10 @@ def test_heads_of_a_group_share_the_cache() -> None:
 def test_the_order_of_many_tiles_stays_in_32_bits(seqlen_q: int, heads: int, seqlen_k: int) -> None:
     m_blocks = -(-seqlen_q // 64)
     heads = Int32(heads)
-    group = min(TileOrder.head_group(Int32(seqlen_k), Int32(1), 32, Int32(NUM_SMS)), heads)
+    group = min(
+        TileOrder.even_group(TileOrder.head_group(Int32(seqlen_k), Int32(1), 32), Int32(m_blocks), Int32(NUM_SMS)),
+        heads,
+    )
     order = TileOrder(Int32(m_blocks), heads, Int32(1), group)
     last = order.size() - 1
     assert tile_of(order, last, False) == (m_blocks - 1, heads - 1, 0)
@@ -106,8 +119,8 @@ def on_demand(works: list[float], workers: int) -> float:
 def test_blocks_of_causal_problems_end_together(tiles_of_block, cell: Cell) -> None:
     traits = choose_fwd(FwdProblem("bf16", cell.head_dim, cell.head_dim, "causal"), "sm_90a").traits
     kv_row_bytes = 2 * 2 * cell.head_dim
-    group = TileOrder.head_group(cell.seqlen, 1, kv_row_bytes, NUM_SMS)
     m_blocks = -(-cell.seqlen // traits.tile_m)
+    group = TileOrder.even_group(TileOrder.head_group(cell.seqlen, 1, kv_row_bytes), m_blocks, NUM_SMS)
     order = TileOrder(m_blocks, cell.heads, cell.batch, min(group, cell.heads * cell.batch))
     work = work_of(cell, order, traits.tile_m, traits.tile_n)
     ends = [

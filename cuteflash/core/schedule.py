@@ -11,6 +11,7 @@ from cutlass import Int32, const_expr
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
 # about half of it leaves room for Q, O and the heads that are about to end.
 L2_BUDGET_BYTES = 24 << 20
+WAVE_PARTS = (2, 3, 4, 6, 11, 12, 22, 33, 44, 66)  # divisors of the multiprocessor counts there are: 108, 114, 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,23 @@ class TileOrder:
     group: Int32
 
     @staticmethod
-    def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int, num_sms: Int32) -> Int32:
-        """Heads whose K and V stay in L2 together, but as many as there are multiprocessors at least.
-
-        With fewer, a group is over after a few waves of tiles, and each group ends with idle multiprocessors.
-        """
+    def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int) -> Int32:
+        """Heads whose K and V stay in L2 together, at least 1."""
         kv_heads = (L2_BUDGET_BYTES // kv_row_bytes) // cutlass.max(seqlen_k, 1)
-        return cutlass.max(kv_heads * heads_per_kv, num_sms)
+        return cutlass.max(kv_heads, 1) * heads_per_kv
+
+    @staticmethod
+    def even_group(group: Int32, m_blocks: Int32, blocks: Int32) -> Int32:
+        """About `group` heads, so many that their tiles fill whole waves of `blocks` persistent blocks.
+
+        A group that ended inside a wave would give some blocks its short tiles and others the long ones of the next.
+        """
+        unit = blocks
+        for parts in WAVE_PARTS:
+            part = cutlass.max(blocks // parts, 1)
+            fits = 1 - cutlass.min(part * m_blocks % blocks, 1)
+            unit = unit - fits * (unit - part)
+        return cutlass.max(group // unit, 1) * unit
 
     def size(self) -> Int32:
         """Number of tiles."""

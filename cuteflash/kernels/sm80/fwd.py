@@ -98,8 +98,7 @@ class FlashFwdSm80:
         heads = heads_q // problem.packed_heads
         heads_per_kv = heads // heads_k
         kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
-        # Blocks start on demand, so the end of a small group of heads leaves no multiprocessor idle.
-        group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes, 1)
+        group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes)
         m_blocks = cute.ceil_div(seqlen_q, self.tile_tokens)
         order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch))
         mask = IntervalMask(problem.mask, seqlen_q, seqlen_k, window_left, window_right)

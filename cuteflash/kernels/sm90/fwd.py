@@ -156,8 +156,10 @@ class FlashFwdSm90:
         heads = heads_q // problem.packed_heads
         heads_per_kv = heads // heads_k
         kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
-        group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes, num_sms)
         m_blocks = cute.ceil_div(seqlen_q, self.tile_tokens)
+        group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes)
+        if const_expr(traits.persistent):
+            group = TileOrder.even_group(group, m_blocks, num_sms)
         order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch))
         if const_expr(problem.has_softcap):
             scores = Scores(softcap * LOG2_E, softmax_scale / softcap)
