@@ -30,7 +30,8 @@ class FwdRow:
 
 ALL = MASK_KINDS
 EVEN = ("full",)  # every query sees every key: one loop, with registers to spare
-UNEVEN = ("causal", "window")
+CAUSAL = ("causal",)
+WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 
 
 def _sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> FwdRow:
@@ -46,7 +47,8 @@ def _sm90(head_dim: int, tile_m: int, tile_n: int, masks: tuple[str, ...] = ALL,
 # registers where they allow it. On the widest heads Q and O share their memory, which takes equal head dims; the
 # smaller tile below lends itself to the rest.
 SM90_ROWS = (
-    _sm90(32, 192, 128, q_in_regs=True),
+    _sm90(32, 192, 128, EVEN, q_in_regs=True),
+    _sm90(32, 192, 112, q_in_regs=True),
     _sm90(64, 192, 128, EVEN),
     _sm90(64, 192, 96, q_in_regs=True, kv_stage=4),
     _sm90(96, 128, 128, q_in_regs=True),
@@ -65,21 +67,25 @@ SM90_ROWS = (
 # so do windows (two masked loops) on wide heads.
 SM80_ROWS = (
     _sm80(32, 128, 128, 8),
-    _sm80(64, 128, 128, 4, EVEN, kv_stage=2, blocks_per_sm=2),
-    _sm80(64, 128, 64, 4, q_in_regs=True, blocks_per_sm=2),
+    _sm80(64, 128, 64, 4, EVEN, kv_stage=2, blocks_per_sm=2),
+    _sm80(64, 128, 64, 4, CAUSAL, q_in_regs=True, blocks_per_sm=2),
+    _sm80(64, 128, 64, 4, blocks_per_sm=2),
     _sm80(96, 128, 64, 8),
-    _sm80(128, 128, 48, 4, EVEN, kv_stage=2, blocks_per_sm=2),
     _sm80(128, 64, 64, 4, kv_stage=2, q_in_regs=True, blocks_per_sm=2),
     _sm80(160, 128, 64, 8),
     _sm80(192, 128, 64, 8),
-    _sm80(224, 64, 32, 4, ("window",)),
+    _sm80(224, 64, 32, 4, WINDOW),
     _sm80(224, 128, 64, 8),
-    _sm80(256, 64, 32, 4, ("window",)),
+    _sm80(256, 64, 32, 4, WINDOW),
     _sm80(256, 128, 64, 8),
 )
 
 # The sm80 family on Hopper, 227 KiB a block: two blocks of the widest head fit into a multiprocessor.
-SM80_ON_HOPPER_ROWS = (_sm80(256, 64, 64, 4, blocks_per_sm=2, cutlass_symbol=True), *SM80_ROWS)
+SM80_ON_HOPPER_ROWS = (
+    FwdRow(FwdTraitsSm80(128, 48, 128, 128, num_warps=4, kv_stage=2, blocks_per_sm=2), EVEN, ("bf16",)),
+    _sm80(256, 64, 64, 4, EVEN + CAUSAL, blocks_per_sm=2, cutlass_symbol=True),
+    *SM80_ROWS,
+)
 
 # RTX 30/40/50 and their workstation siblings, 99 KiB a block.
 SM80_SMALL_SMEM_ROWS = (
@@ -89,10 +95,10 @@ SM80_SMALL_SMEM_ROWS = (
     _sm80(128, 64, 64, 4),
     _sm80(160, 64, 64, 4),
     _sm80(192, 128, 64, 8),
-    _sm80(224, 64, 32, 4, ("window",)),
+    _sm80(224, 64, 32, 4, WINDOW),
     _sm80(224, 64, 64, 4),
-    _sm80(256, 64, 32, 4, ("window",)),
-    _sm80(256, 64, 64, 4),
+    _sm80(256, 64, 64, 4, EVEN),
+    _sm80(256, 64, 32, 4),
 )
 
 FWD_ROWS: dict[tuple[str, Family], tuple[FwdRow, ...]] = {
