@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from cuteflash.ops import fwd, fwd_lse
+from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda, is_plain_cuda_call
 from cuteflash.traits.arch import FAMILIES, Family
 
 Window = tuple[int, int]
@@ -114,7 +114,10 @@ def flash_attn_func(
         softmax_scale = _number("softmax_scale", softmax_scale, "None or a number")
     if not isinstance(softcap, float):
         softcap = _number("softcap", softcap, "a number")
-    op = fwd_lse if return_lse else fwd
+    if is_plain_cuda_call(q, k, v):
+        op = fwd_lse_cuda if return_lse else fwd_cuda
+    else:
+        op = fwd_lse if return_lse else fwd
     if pack_gqa is None and family is None:  # trailing defaults are cheapest left out: 0.1 us each in the dispatcher
         result: Tensor | tuple[Tensor, Tensor] = op(q, k, v, softmax_scale, left, right, softcap)
         return result

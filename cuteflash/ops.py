@@ -23,6 +23,8 @@ from torch._C import (  # what torch.library.register_autograd is itself made of
     DispatchKeySet,
     _after_autograd_keyset,  # type: ignore[attr-defined]
     _AutoDispatchBelowAutograd,
+    _dispatch_tls_local_include_set,
+    _is_torch_function_mode_enabled,
 )
 from torch._ops import OpOverload
 
@@ -44,6 +46,32 @@ ALIGNMENT_MASK = ALIGNMENT - 1
 PLANS_MAX = 4096  # a serving process sees ever new lengths; a plan is about 1 kB and 50 us, so starting over is cheap
 
 _library = torch.library.Library("cuteflash", "DEF")
+
+
+def _without_modes() -> frozenset[int]:
+    """What the dispatcher adds to a call's keys where no mode, transform or tracer is active."""
+    plain = _dispatch_tls_local_include_set().raw_repr()
+    with torch.inference_mode():
+        return frozenset((plain, _dispatch_tls_local_include_set().raw_repr()))
+
+
+WITHOUT_MODES = _without_modes()
+
+
+def is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the dispatcher would take a call straight to the CUDA implementation, which costs it 3 us.
+
+    It would not under `torch.compile`, a dispatch or function mode, a functorch transform, or with gradients.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and q.is_cuda
+        and q.layout is k.layout is v.layout is torch.strided
+        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and not _is_torch_function_mode_enabled()
+        and _dispatch_tls_local_include_set().raw_repr() in WITHOUT_MODES
+    )
 
 
 def should_pack(seqlen_q: int, heads_per_kv: int, tile_m: int) -> bool:
@@ -193,11 +221,10 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     return cuda
 
 
-def _define(name: str, returns: str, has_lse: bool) -> OpOverload:
+def _define(name: str, returns: str, cuda: Callable[..., Result], has_lse: bool) -> OpOverload:
     """Define one forward operator with all its implementations."""
     _library.define(f"{name}({ARGUMENTS}) -> {returns}")
     op: OpOverload = getattr(torch.ops.cuteflash, name).default
-    cuda = cuda_forward(has_lse)
 
     def cpu(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
         return _fwd_cpu(q, k, v, FwdOptions(*options), has_lse)
@@ -232,5 +259,6 @@ def _define(name: str, returns: str, has_lse: bool) -> OpOverload:
     return op
 
 
-fwd = _define("fwd", "Tensor", has_lse=False)
-fwd_lse = _define("fwd_lse", "(Tensor, Tensor)", has_lse=True)
+fwd_cuda, fwd_lse_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True)
+fwd = _define("fwd", "Tensor", fwd_cuda, has_lse=False)
+fwd_lse = _define("fwd_lse", "(Tensor, Tensor)", fwd_lse_cuda, has_lse=True)

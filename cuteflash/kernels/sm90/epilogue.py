@@ -9,11 +9,12 @@ from cutlass import const_expr
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import NamedBarrier
 from cuteflash.core.convert import rounded_fragment
+from cuteflash.core.gqa import row_token
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Tiles, Tma
-from cuteflash.kernels.sm90.warpgroup import Warpgroup, row_token
+from cuteflash.kernels.sm90.warpgroup import Warpgroup
 from cuteflash.traits.sm90 import WARPGROUP
 
 
@@ -29,7 +30,7 @@ def normalise(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: I
         if wg.first_column == 0:
             for r in cutlass.range_constexpr(cute.size(lse)):
                 row = wg.first_row + wg.columns[r, 0][0]
-                token, packed = row_token(kernel, row)
+                token, packed = row_token(row, heads)
                 if row < heads * tokens and first + token < mask.seqlen_q:
                     mLSE[tile.batch, tile.head * heads + packed, first + token] = lse[r]
 

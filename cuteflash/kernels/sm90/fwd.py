@@ -24,6 +24,7 @@ from cutlass.memory import SmemAllocator
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
+from cuteflash.core.gqa import query_view
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.schedule import TileOrder
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
@@ -113,16 +114,6 @@ class FlashFwdSm90:
         heads = self.problem.packed_heads
         return layout if heads == 1 else atoms.packed_rows(layout, heads, self.tokens_per_warpgroup)
 
-    def query_view(self, tensor: cute.Tensor) -> cute.Tensor:
-        """Q or O as (rows, columns, heads, batch); packed, a row is (packed head, token) and heads are KV heads."""
-        heads = self.problem.packed_heads
-        if heads == 1:
-            return rows_first(tensor)
-        b, s, h, d = tensor.shape
-        db, ds, dh, dd = tensor.stride
-        layout = cute.make_layout(((heads, s), d, h // heads, b), stride=((dh, ds), dd, dh * heads, db))
-        return cute.make_tensor(tensor.iterator, layout)
-
     @cute.jit
     def __call__(
         self,
@@ -145,10 +136,10 @@ class FlashFwdSm90:
             cute.select(self.smem_box_layout(layout), mode=[0, 1])
             for layout in (self.smem_layout_q(), self.smem_layout_o())
         )
-        tma_q, gQ = atoms.tma_load(self.query_view(mQ), smem_q, self.query_box(d))
+        tma_q, gQ = atoms.tma_load(query_view(mQ, problem.packed_heads), smem_q, self.query_box(d))
         tma_k, gK = atoms.tma_load(rows_first(mK), smem_k, (traits.tile_n, d))
         tma_v, gV = atoms.tma_load(rows_first(mV), smem_v, (traits.tile_n, dv))
-        tma_o, gO = atoms.tma_store(self.query_view(mO), smem_o, self.query_box(dv))
+        tma_o, gO = atoms.tma_store(query_view(mO, problem.packed_heads), smem_o, self.query_box(dv))
         tma = Tma(tma_q, tma_k, tma_v, tma_o, gQ, gK, gV, gO)
 
         batch, seqlen_q, heads_q, _ = mQ.shape

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import NamedBarrier
+from cuteflash.core.gqa import row_token
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.softmax import OnlineSoftmax
 from cuteflash.core.tile import QueryTile
@@ -100,12 +101,6 @@ def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
     )
 
 
-def row_token(kernel, row: Int32) -> tuple[Int32, Int32]:
-    """(token of a warpgroup's rows, packed head) of `row`."""
-    heads = kernel.problem.packed_heads
-    return (row, Int32(0)) if heads == 1 else (row // heads, row % heads)
-
-
 def load_q(kernel, wg: Warpgroup, tiles: Tiles) -> None:
     """Load this warpgroup's Q fragments, which stay in registers for the whole tile."""
     copy = atoms.load_copy_a(kernel.dtype, wg.mma_qk).get_slice(wg.thread)
@@ -117,7 +112,7 @@ def set_bounds(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: 
     """The visible keys of each row of this thread."""
     first = tile.first_token + wg.index * kernel.tokens_per_warpgroup
     for r in cutlass.range_constexpr(cute.size(wg.bounds.shape[0])):
-        token, _ = row_token(kernel, wg.first_row + wg.columns[r, 0][0])
+        token, _ = row_token(wg.first_row + wg.columns[r, 0][0], kernel.problem.packed_heads)
         wg.bounds[r, 0], wg.bounds[r, 1] = mask.kv_bounds(first + token)
 
 
