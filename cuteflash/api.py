@@ -10,6 +10,7 @@ from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda, is_plain_cuda_ca
 from cuteflash.traits.arch import FAMILIES, Family
 
 Window = tuple[int, int]
+UNBOUNDED_WINDOW: Window = (-1, -1)
 
 
 @overload
@@ -63,7 +64,7 @@ def flash_attn_func(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window | None = (-1, -1),
+    window_size: Window | None = UNBOUNDED_WINDOW,
     softcap: float = 0.0,
     pack_gqa: bool | None = None,
     family: Family | None = None,
@@ -101,12 +102,10 @@ def flash_attn_func(
         NotImplementedError: a device or family that is not supported; also from ``backward()``, which this release
             does not have.
     """
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+    is_plain = is_plain_cuda_call(q, k, v)
+    if not (is_plain or (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor))):
         raise _not_tensors(q=q, k=k, v=v)
-    if window_size is None:
-        left = right = -1
-    else:
-        left, right = _window(window_size)
+    left, right = (-1, -1) if window_size is UNBOUNDED_WINDOW or window_size is None else _window(window_size)
     if causal is not False:
         _check_bool("causal", causal)
         right = 0
@@ -114,7 +113,7 @@ def flash_attn_func(
         softmax_scale = _number("softmax_scale", softmax_scale, "None or a number")
     if not isinstance(softcap, float):
         softcap = _number("softcap", softcap, "a number")
-    if is_plain_cuda_call(q, k, v):
+    if is_plain:
         op = fwd_lse_cuda if return_lse else fwd_cuda
     else:
         op = fwd_lse if return_lse else fwd

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import (  # what torch.library.register_autograd is itself made of
     DispatchKey,
     DispatchKeySet,
@@ -27,6 +27,7 @@ from torch._C import (  # what torch.library.register_autograd is itself made of
     _is_torch_function_mode_enabled,
 )
 from torch._ops import OpOverload
+from torch.compiler import is_compiling
 
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose_fwd, current_target
@@ -64,11 +65,10 @@ def is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
     It would not under `torch.compile`, a dispatch or function mode, a functorch transform, or with gradients.
     """
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and type(q) is type(k) is type(v) is Tensor
         and q.is_cuda
-        and q.layout is k.layout is v.layout is torch.strided
-        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and not _is_torch_function_mode_enabled()
         and _dispatch_tls_local_include_set().raw_repr() in WITHOUT_MODES
     )
@@ -204,10 +204,14 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     plans: dict[Hashable, Launch] = {}
 
     def cuda(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
-        key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.get_device(), k.get_device(), v.get_device(), options,
-        )  # fmt: skip
+        try:
+            key = (
+                q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+                q.get_device(), k.get_device(), v.get_device(), options,
+            )  # fmt: skip
+        except RuntimeError:  # a sparse tensor has no strides
+            check_fwd(q, k, v, FwdOptions(*options))
+            raise
         launch = plans.get(key)
         if launch is None:
             launch = plan_fwd(q, k, v, FwdOptions(*options), has_lse)
@@ -243,7 +247,7 @@ def _define(name: str, returns: str, cuda: Callable[..., Result], has_lse: bool)
     }
 
     def autograd(keyset: DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _ForwardOnly.apply(op, keyset, q, k, v, *options)  # type: ignore[no-untyped-call]
         implementation = direct.get(keyset.raw_repr())
         if implementation is not None:

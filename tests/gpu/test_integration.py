@@ -97,6 +97,11 @@ def bad_calls(device: torch.device) -> dict[str, tuple[type[Exception], str, dic
         "heads": (ValueError, r"heads", {"q": q[:, :, :3]}),
         "wide head dim": (ValueError, r"264", {"q": q.new_zeros(2, 8, 4, 264), "k": k.new_zeros(2, 160, 2, 264)}),
         "odd head dim": (ValueError, r"multiples of 8", {"q": q[..., :60], "k": k[..., :60]}),
+        "sparse": (
+            NotImplementedError,
+            r"q\.layout",
+            {"q": torch.zeros(q.shape, dtype=q.dtype, device=device).to_sparse()},
+        ),
         "last dim": (ValueError, r"q\.stride\(3\)", {"q": q.transpose(2, 3).contiguous().transpose(2, 3)}),
         "pointer": (ValueError, r"q\.data_ptr", {"q": flat[1 : 1 + q.numel()].view(q.shape)}),
         "batch": (ValueError, r"k\.shape\[0\]", {"k": k[:1]}),
@@ -114,6 +119,31 @@ def test_bad_input_is_refused_before_any_launch(name: str, device: torch.device)
     good = dict(zip("qkv", CASE.inputs(device), strict=True))
     with pytest.raises(error, match=words):
         cuteflash.flash_attn_func(**(good | changed))
+
+
+@pytest.mark.parametrize("name", ["dtype mix", "last dim", "pointer", "heads"])
+def test_a_good_call_before_does_not_let_bad_input_through(name: str, device: torch.device) -> None:
+    error, words, changed = bad_calls(device)[name]
+    good = dict(zip("qkv", CASE.inputs(device), strict=True))
+    cuteflash.flash_attn_func(**good)
+    with pytest.raises(error, match=words):
+        cuteflash.flash_attn_func(**(good | changed))
+
+
+def test_modes_see_the_operator(cuda: torch.device) -> None:
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    inputs = CASE.inputs(cuda)
+    expected = cuteflash.flash_attn_func(*inputs)
+    with Recorder():
+        out = cuteflash.flash_attn_func(*inputs)
+    assert "cuteflash.fwd.default" in seen
+    assert torch.equal(out, expected)
+    assert torch.equal(torch.vmap(cuteflash.flash_attn_func)(*(x[None] for x in inputs))[0], expected)
 
 
 def test_devices_do_not_mix(cuda: torch.device) -> None:
