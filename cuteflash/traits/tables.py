@@ -49,7 +49,7 @@ def _sm90(head_dim: int, tile_m: int, tile_n: int, masks: tuple[str, ...] = ALL,
 SM90_ROWS = (
     _sm90(32, 192, 128, EVEN, q_in_regs=True),
     _sm90(32, 192, 112, q_in_regs=True),
-    _sm90(64, 192, 128, EVEN),
+    _sm90(64, 192, 128, EVEN, rescale_in_product=True),
     _sm90(64, 192, 96, q_in_regs=True, kv_stage=4),
     _sm90(96, 128, 128, q_in_regs=True),
     _sm90(128, 128, 128, q_in_regs=True),
