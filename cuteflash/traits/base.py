@@ -1,12 +1,33 @@
-"""What every kernel's traits have in common: padded head dims, shared-memory size, a reason why not."""
+"""What every kernel's traits have in common: padded head dims, a shared-memory plan, a reason why not."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 from cuteflash.traits.arch import ArchSpec, Family
 
 ELEMENT_BYTES = 2  # fp16 and bf16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SmemRegion:
+    """Where one tensor lies in a block's shared memory; regions that are never live together may overlap.
+
+    Attributes:
+        start: byte offset.
+        nbytes: bytes of all its stages together.
+        stages: equal tiles that follow each other.
+    """
+
+    start: int
+    nbytes: int
+    stages: int = 1
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.start + self.nbytes
 
 
 class FwdTraits(Protocol):
@@ -25,6 +46,8 @@ class FwdTraits(Protocol):
     @property
     def num_threads(self) -> int: ...
     @property
+    def smem_plan(self) -> dict[str, SmemRegion]: ...
+    @property
     def smem_bytes(self) -> int: ...
 
     def check(self, arch: ArchSpec) -> str | None:
@@ -32,6 +55,6 @@ class FwdTraits(Protocol):
         ...
 
 
-def ceil_to(value: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `value`."""
-    return -(-value // step) * step
+def plan_bytes(plan: dict[str, SmemRegion]) -> int:
+    """Bytes of shared memory that a plan takes."""
+    return max(region.end for region in plan.values())

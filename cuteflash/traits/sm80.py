@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.base import ELEMENT_BYTES
+from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
@@ -59,13 +59,18 @@ class FwdTraitsSm80:
         return self.num_warps * WARP
 
     @property
+    def smem_plan(self) -> dict[str, SmemRegion]:
+        """Q, V (over Q where they share), K; the epilogue stages O over all of them."""
+        q = SmemRegion(0, self.tile_m * self.head_dim * ELEMENT_BYTES)
+        v_bytes = self.kv_stage * self.tile_n * self.head_dim_v * ELEMENT_BYTES
+        v = SmemRegion(0 if self.share_q_v_smem else q.end, v_bytes, self.kv_stage)
+        k_bytes = self.kv_stage * self.tile_n * self.head_dim * ELEMENT_BYTES
+        k = SmemRegion(max(q.end, v.end), k_bytes, self.kv_stage)
+        return {"q": q, "v": v, "k": k, "o": SmemRegion(0, self.tile_m * self.head_dim_v * ELEMENT_BYTES)}
+
+    @property
     def smem_bytes(self) -> int:
-        q = self.tile_m * self.head_dim
-        k = self.kv_stage * self.tile_n * self.head_dim
-        v = self.kv_stage * self.tile_n * self.head_dim_v
-        o = self.tile_m * self.head_dim_v  # the epilogue stages O where Q (and then K) was
-        qv = max(q, v) if self.share_q_v_smem else q + v
-        return max(qv + k, o) * ELEMENT_BYTES
+        return plan_bytes(self.smem_plan)
 
     def check(self, arch: ArchSpec) -> str | None:
         """None where the row can run on `arch`, else the reason in words."""

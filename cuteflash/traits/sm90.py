@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.base import ELEMENT_BYTES
+from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
 
 WARPGROUP = 128
-WGMMA_M, WGMMA_N, WGMMA_K = 64, 8, 16
+WGMMA_M, WGMMA_K = 64, 16
 BARRIER_BYTES = 1024  # mbarriers, and the padding that aligns the first tile to a swizzle atom
 ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
@@ -74,13 +74,28 @@ class FwdTraitsSm90:
         return REGISTER_SPLIT[self.mma_warpgroups][1]
 
     @property
+    def smem_plan(self) -> dict[str, SmemRegion]:
+        """Barriers, Q, K, V, O (over Q where they share) and, where it goes through shared memory, P."""
+        wgs, kv = self.mma_warpgroups, self.kv_stage
+        plan = {"barriers": SmemRegion(0, BARRIER_BYTES)}
+
+        def append(name: str, elements: int, stages: int) -> None:
+            plan[name] = SmemRegion(plan_bytes(plan), elements * ELEMENT_BYTES, stages)
+
+        append("q", self.tile_m * self.head_dim, wgs)
+        append("k", kv * self.tile_n * self.head_dim, kv)
+        append("v", kv * self.tile_n * self.head_dim_v, kv)
+        if self.share_q_o:
+            plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * ELEMENT_BYTES, wgs)
+        else:
+            append("o", self.tile_m * self.head_dim_v, wgs)
+        if not self.p_in_regs:
+            append("p", self.tile_m * self.tile_n, wgs)
+        return plan
+
+    @property
     def smem_bytes(self) -> int:
-        q = self.tile_m * self.head_dim
-        o = self.tile_m * self.head_dim_v
-        kv = self.kv_stage * self.tile_n * (self.head_dim + self.head_dim_v)
-        p = 0 if self.p_in_regs else self.tile_m * self.tile_n
-        qo = max(q, o) if self.share_q_o else q + o
-        return (qo + kv + p) * ELEMENT_BYTES + BARRIER_BYTES
+        return plan_bytes(self.smem_plan)
 
     def check(self, arch: ArchSpec) -> str | None:
         """None where the row can run on `arch`, else the reason in words."""

@@ -7,8 +7,6 @@ import dataclasses
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cuteflash.core.mask import IntervalMask
-from cuteflash.core.schedule import TileOrder
 from cuteflash.core.softmax import OnlineSoftmax
 
 
@@ -20,20 +18,6 @@ class Operands:
     gK: cute.Tensor
     gV: cute.Tensor
     gO: cute.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem80:
-    """The run-time side of the problem.
-
-    exp2 is taken of `scale_log2 * s`, with `s = tanh(inner_scale * q k)` under a softcap and `s = q k` otherwise.
-    """
-
-    order: TileOrder
-    heads_per_kv: Int32
-    mask: IntervalMask
-    scale_log2: Float32
-    inner_scale: Float32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 
-from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.gqa import row_token
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.softmax import scale_rows
@@ -40,12 +39,12 @@ def write_output(
     traits, packed, head_dim_v = kernel.traits, kernel.problem.packed_heads, kernel.problem.head_dim_v
     rounded = cute.make_rmem_tensor_like(f.acc_O, kernel.dtype)
     rounded.store(f.acc_O.load().to(kernel.dtype))
-    stage = atoms.store_pairs(kernel.dtype, f.mma).get_slice(f.thread)
+    stage = kernel.copy_o().get_slice(f.thread)
     cute.arch.sync_threads()  # O lies where other warps may still read Q, K and V
     cute.copy(stage, stage.retile(rounded), stage.partition_D(sO))
     cute.arch.sync_threads()
 
-    copy = atoms.store_copy(kernel.dtype, traits.num_threads, traits.head_dim_v)
+    copy = kernel.store_copy(traits.head_dim_v)
     mine = copy.get_slice(f.thread)
     tOsO = mine.partition_S(sO)
     coords = mine.partition_S(cute.make_identity_tensor((traits.tile_m, traits.head_dim_v)))

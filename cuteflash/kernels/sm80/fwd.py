@@ -20,13 +20,11 @@ from cutlass.memory import SmemAllocator
 
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.gqa import query_view
-from cuteflash.core.mask import IntervalMask
-from cuteflash.core.schedule import TileOrder
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
-from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_first, transposed
-from cuteflash.kernels.sm80.bundles import Loads, Operands, Problem80, Tiles
+from cuteflash.core.work import RunTime, Work
+from cuteflash.kernels.sm80.bundles import Loads, Operands, Tiles
 from cuteflash.kernels.sm80.epilogue import normalise, write_output
 from cuteflash.kernels.sm80.fwd_mma import attend, make_fragments
 from cuteflash.kernels.sm80.load import load_q, make_kv_load
@@ -77,6 +75,30 @@ class FlashFwdSm80:
         """(tile_m, head_dim_v)"""
         return atoms.swizzled_tile(self.traits.tile_m, self.traits.head_dim_v)
 
+    def copy_q(self) -> cute.TiledCopy:
+        """sQ to the A fragments of the QK product."""
+        return cute.make_tiled_copy_A(atoms.ldmatrix(self.dtype), self.tiled_mma_qk())
+
+    def copy_k(self) -> cute.TiledCopy:
+        """sK to the B fragments of the QK product."""
+        return cute.make_tiled_copy_B(atoms.ldmatrix(self.dtype), self.tiled_mma_qk())
+
+    def copy_v(self) -> cute.TiledCopy:
+        """sVt to the B fragments of the PV product."""
+        return cute.make_tiled_copy_B(atoms.ldmatrix(self.dtype, transpose=True), self.tiled_mma_pv())
+
+    def copy_o(self) -> cute.TiledCopy:
+        """The O accumulators to sO."""
+        return atoms.store_pairs(self.dtype, self.tiled_mma_pv())
+
+    def load_copy(self, cols: int) -> cute.TiledCopy:
+        """Global memory to a shared tile of `cols` columns, by all threads of the block."""
+        return atoms.load_copy(self.dtype, self.traits.num_threads, cols)
+
+    def store_copy(self, cols: int) -> cute.TiledCopy:
+        """A shared tile of `cols` columns to registers and global memory, by all threads of the block."""
+        return atoms.store_copy(self.dtype, self.traits.num_threads, cols)
+
     @cute.jit
     def __call__(
         self,
@@ -92,26 +114,13 @@ class FlashFwdSm80:
         num_sms: Int32,
         stream,
     ):
-        traits, problem = self.traits, self.problem
-        batch, seqlen_q, heads_q, _ = mQ.shape
-        _, seqlen_k, heads_k, _ = mK.shape
-        heads = heads_q // problem.packed_heads
-        heads_per_kv = heads // heads_k
-        kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
-        group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes)
-        m_blocks = cute.ceil_div(seqlen_q, self.tile_tokens)
-        order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch))
-        mask = IntervalMask(problem.mask, seqlen_q, seqlen_k, window_left, window_right)
-        if const_expr(problem.has_softcap):
-            scale, inner_scale = softcap, softmax_scale / softcap
-        else:
-            scale, inner_scale = softmax_scale, Float32(0.0)
-        packed = problem.packed_heads
+        traits, packed = self.traits, self.problem.packed_heads
         operands = Operands(query_view(mQ, packed), rows_first(mK), rows_first(mV), query_view(mO, packed))
-        work = Problem80(order, heads_per_kv, mask, scale * LOG2_E, inner_scale)
+        values = RunTime(softmax_scale, softcap, window_left, window_right, num_sms)
+        work = Work.of(self, mQ, mK, values, whole_waves=False)
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
         self.kernel(operands, mLSE, work).launch(
-            grid=(order.size(), 1, 1),
+            grid=(work.order.size(), 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=traits.blocks_per_sm,
@@ -119,14 +128,15 @@ class FlashFwdSm80:
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, mLSE: cute.Tensor | None, work: Problem80):
+    def kernel(self, operands: Operands, mLSE: cute.Tensor | None, work: Work):
         thread = cute.arch.thread_idx()[0]
         m_block, head, batch = work.order.tile(cute.arch.block_idx()[0], self.longest_first)
         tile = QueryTile(m_block * self.tile_tokens, head, batch, self.tile_tokens)
         kv_head = head
         if const_expr(self.problem.packed_heads == 1):
             kv_head = head // work.heads_per_kv
-        tiles = self.make_tiles(SmemAllocator())
+        base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
+        tiles = self.make_tiles(base)
         fragments = make_fragments(self, tiles, work, thread)
         load_k = make_kv_load(self, operands.gK[None, None, kv_head, batch], tiles.sK, self.problem.head_dim, thread)
         load_v = make_kv_load(self, operands.gV[None, None, kv_head, batch], tiles.sV, self.problem.head_dim_v, thread)
@@ -136,19 +146,18 @@ class FlashFwdSm80:
         normalise(self, fragments, tile, work.mask, mLSE)
         write_output(self, fragments, operands.gO[None, None, head, batch], tiles.sO, tile, work.mask)
 
-    def make_tiles(self, smem: SmemAllocator) -> Tiles:
-        """The shared-memory tensors in one allocation: Q, V (over Q where they share), K; O over all of them."""
-        traits = self.traits
-        base = smem.allocate_array(self.dtype, traits.smem_bytes // (self.dtype.width // 8), byte_alignment=SMEM_ALIGN)
-        layout_q, layout_k, layout_v = self.smem_layout_q(), self.smem_layout_k(), self.smem_layout_v()
-        q, v = cute.cosize(layout_q), cute.cosize(layout_v)
-        at_v = 0 if traits.share_q_v_smem else q
-        at_k = max(q, v) if traits.share_q_v_smem else q + v
-        sV = cute.make_tensor(base + at_v, layout_v)
+    def make_tiles(self, base: cute.Pointer) -> Tiles:
+        """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""
+        plan = self.traits.smem_plan
+
+        def tile(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
+            return cute.make_tensor(cute.recast_ptr(base + plan[name].start, dtype=self.dtype), layout)
+
+        sV = tile("v", self.smem_layout_v())
         return Tiles(
-            sQ=cute.make_tensor(base, layout_q),
-            sK=cute.make_tensor(base + at_k, layout_k),
+            sQ=tile("q", self.smem_layout_q()),
+            sK=tile("k", self.smem_layout_k()),
             sV=sV,
             sVt=transposed(sV),
-            sO=cute.make_tensor(base, self.smem_layout_o()),
+            sO=tile("o", self.smem_layout_o()),
         )

@@ -14,18 +14,19 @@ from cuteflash.core.mask import IntervalMask
 from cuteflash.core.softmax import OnlineSoftmax, apply_softcap, mask_scores, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
-from cuteflash.kernels.sm80.bundles import Fragments, Loads, Problem80, Tiles
+from cuteflash.core.work import Work
+from cuteflash.kernels.sm80.bundles import Fragments, Loads, Tiles
 from cuteflash.kernels.sm80.load import load_kv
 
 
-def make_fragments(kernel, tiles: Tiles, work: Problem80, thread: Int32) -> Fragments:
+def make_fragments(kernel, tiles: Tiles, work: Work, thread: Int32) -> Fragments:
     """Partition the block's tiles for this thread."""
-    traits, dtype = kernel.traits, kernel.dtype
+    traits = kernel.traits
     mma = kernel.tiled_mma()
     mine = mma.get_slice(thread)
-    copy_q = cute.make_tiled_copy_A(atoms.ldmatrix(dtype), mma).get_slice(thread)
-    copy_k = cute.make_tiled_copy_B(atoms.ldmatrix(dtype), mma).get_slice(thread)
-    copy_v = cute.make_tiled_copy_B(atoms.ldmatrix(dtype, transpose=True), mma).get_slice(thread)
+    copy_q = kernel.copy_q().get_slice(thread)
+    copy_k = kernel.copy_k().get_slice(thread)
+    copy_v = kernel.copy_v().get_slice(thread)
     acc_S = cute.make_rmem_tensor(mine.partition_shape_C((traits.tile_m, traits.tile_n)), Float32)
     acc_O = cute.make_rmem_tensor(mine.partition_shape_C((traits.tile_m, traits.head_dim_v)), Float32)
     scores, out = rows_view(acc_S), rows_view(acc_O)
@@ -64,7 +65,7 @@ def arrived(pending: int) -> None:
 
 
 @cute.jit
-def attend(kernel: cutlass.Constexpr, f: Fragments, loads: Loads, tile: QueryTile, work: Problem80):
+def attend(kernel: cutlass.Constexpr, f: Fragments, loads: Loads, tile: QueryTile, work: Work):
     """Accumulate O over the key blocks of a tile, last block first; Q's copies are issued, not committed.
 
     Blocks come in three runs: those the mask's right edge cuts, those seen whole, those its left edge cuts. A tile that

@@ -10,7 +10,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.gqa import row_coord
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import QueryTile
@@ -31,7 +30,7 @@ def make_kv_load(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread
     """Partition one head's K or V (seqlen_k, head_dim) and its shared-memory tile (tile_n, columns, stages)."""
     rows, cols, _ = sX.shape
     rows, cols = cute.size(rows), cute.size(cols)
-    copy = atoms.load_copy(kernel.dtype, kernel.traits.num_threads, cols)
+    copy = kernel.load_copy(cols)
     mine = copy.get_slice(thread)
     identity = cute.make_identity_tensor((rows, cols))
     coords = mine.partition_S(identity)
@@ -67,7 +66,7 @@ def load_q(
 ):
     """Issue the copies of a query tile; gQ (rows, head_dim) of one head, or of the packed heads of one KV head."""
     packed, head_dim = kernel.problem.packed_heads, kernel.problem.head_dim
-    copy = atoms.load_copy(kernel.dtype, kernel.traits.num_threads, kernel.traits.head_dim)
+    copy = kernel.load_copy(kernel.traits.head_dim)
     mine = copy.get_slice(thread)
     tQsQ = mine.partition_D(sQ)
     coords = mine.partition_S(cute.make_identity_tensor((kernel.traits.tile_m, kernel.traits.head_dim)))

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 
 from cuteflash.atoms.barriers import TmaRing
-from cuteflash.core.mask import IntervalMask
-from cuteflash.core.schedule import TileOrder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +44,3 @@ class Rings:
     q: TmaRing
     k: TmaRing
     v: TmaRing
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """Score arithmetic: exp2 is taken of `scale_log2 * s`, with `s = tanh(inner_scale * q k)` under a softcap."""
-
-    scale_log2: Float32
-    inner_scale: Float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem90:
-    """The run-time side of the problem."""
-
-    order: TileOrder
-    heads_per_kv: Int32
-    mask: IntervalMask
-    scores: Scores

@@ -45,7 +45,7 @@ def write_output(kernel: cutlass.Constexpr, wg: Warpgroup, tma: Tma, tiles: Tile
     cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
     sO = tiles.sO[None, None, wg.index]
     rounded = rounded_fragment(wg.acc_O, kernel.dtype)
-    copy = atoms.store_copy(kernel.dtype, wg.mma_pv).get_slice(wg.thread)
+    copy = kernel.copy_o().get_slice(wg.thread)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)

@@ -1,7 +1,7 @@
 """FlashAttention forward for Hopper: TMA loads, WGMMA products, one producer and 1-3 consumer warpgroups.
 
     producer warp      consumer warpgroups (64 query rows each)
-    Q ──TMA──► sQ      S = Q K^T            WGMMA, both operands in shared memory
+    Q ──TMA──► sQ      S = Q K^T            WGMMA, K from shared memory, Q too or from registers
     K ──TMA──► sK[s]   mask, online softmax registers
     V ──TMA──► sV[s]   O += P V             WGMMA, P from registers (or through shared memory)
                        O / row sum ──► sO ──TMA──► global
@@ -25,15 +25,14 @@ from cutlass.memory import SmemAllocator
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.gqa import query_view
-from cuteflash.core.mask import IntervalMask
-from cuteflash.core.schedule import TileOrder
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
-from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.views import rows_first, transposed
-from cuteflash.kernels.sm90.bundles import Problem90, Rings, Scores, Tiles, Tma
+from cuteflash.core.work import RunTime, Work
+from cuteflash.kernels.sm90.bundles import Rings, Tiles, Tma
 from cuteflash.kernels.sm90.fwd_mma import consume_tiles
 from cuteflash.kernels.sm90.load import load_tiles
 from cuteflash.problem import FwdProblem
+from cuteflash.traits.base import ELEMENT_BYTES
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 SWIZZLE_ALIGN = 1024  # bytes: the period of the 128-byte swizzle
@@ -57,6 +56,11 @@ class FlashFwdSm90:
     def longest_first(self) -> bool:
         """Whether tiles differ so much in length that their order matters."""
         return self.problem.mask == "causal"
+
+    @property
+    def has_left_edge(self) -> bool:
+        """Whether keys may be hidden before the first visible one."""
+        return self.problem.mask == "window"
 
     @property
     def tokens_per_warpgroup(self) -> int:
@@ -114,6 +118,33 @@ class FlashFwdSm90:
         heads = self.problem.packed_heads
         return layout if heads == 1 else atoms.packed_rows(layout, heads, self.tokens_per_warpgroup)
 
+    def copy_q(self) -> cute.TiledCopy:
+        """sQ to the A fragments of the QK product, used where Q stays in registers."""
+        return atoms.load_copy_a(self.dtype, self.tiled_mma_qk())
+
+    def copy_p(self) -> cute.TiledCopy:
+        """The S accumulators to sP, used where P goes through shared memory."""
+        return atoms.store_copy(self.dtype, self.tiled_mma_qk())
+
+    def copy_o(self) -> cute.TiledCopy:
+        """The O accumulators to sO."""
+        return atoms.store_copy(self.dtype, self.tiled_mma_pv())
+
+    def make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor) -> Tma:
+        """TMA descriptors over the (batch, seqlen, heads, head_dim) tensors."""
+        traits, packed = self.traits, self.problem.packed_heads
+        d, dv = traits.head_dim, traits.head_dim_v
+        smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), self.smem_layout_v()))
+        smem_q, smem_o = (
+            cute.select(self.smem_box_layout(layout), mode=[0, 1])
+            for layout in (self.smem_layout_q(), self.smem_layout_o())
+        )
+        load_q, gQ = atoms.tma_load(query_view(mQ, packed), smem_q, self.query_box(d))
+        load_k, gK = atoms.tma_load(rows_first(mK), smem_k, (traits.tile_n, d))
+        load_v, gV = atoms.tma_load(rows_first(mV), smem_v, (traits.tile_n, dv))
+        store_o, gO = atoms.tma_store(query_view(mO, packed), smem_o, self.query_box(dv))
+        return Tma(load_q, load_k, load_v, store_o, gQ, gK, gV, gO)
+
     @cute.jit
     def __call__(
         self,
@@ -129,38 +160,14 @@ class FlashFwdSm90:
         num_sms: Int32,
         stream,
     ):
-        traits, problem = self.traits, self.problem
-        d, dv = traits.head_dim, traits.head_dim_v
-        smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), self.smem_layout_v()))
-        smem_q, smem_o = (
-            cute.select(self.smem_box_layout(layout), mode=[0, 1])
-            for layout in (self.smem_layout_q(), self.smem_layout_o())
-        )
-        tma_q, gQ = atoms.tma_load(query_view(mQ, problem.packed_heads), smem_q, self.query_box(d))
-        tma_k, gK = atoms.tma_load(rows_first(mK), smem_k, (traits.tile_n, d))
-        tma_v, gV = atoms.tma_load(rows_first(mV), smem_v, (traits.tile_n, dv))
-        tma_o, gO = atoms.tma_store(query_view(mO, problem.packed_heads), smem_o, self.query_box(dv))
-        tma = Tma(tma_q, tma_k, tma_v, tma_o, gQ, gK, gV, gO)
-
-        batch, seqlen_q, heads_q, _ = mQ.shape
-        _, seqlen_k, heads_k, _ = mK.shape
-        heads = heads_q // problem.packed_heads
-        heads_per_kv = heads // heads_k
-        kv_row_bytes = (problem.head_dim + problem.head_dim_v) * self.dtype.width // 8
-        m_blocks = cute.ceil_div(seqlen_q, self.tile_tokens)
-        group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes)
-        if const_expr(traits.persistent):
-            group = TileOrder.even_group(group, m_blocks, num_sms)
-        order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch))
-        if const_expr(problem.has_softcap):
-            scores = Scores(softcap * LOG2_E, softmax_scale / softcap)
-        else:
-            scores = Scores(softmax_scale * LOG2_E, Float32(0.0))
-        mask = IntervalMask(problem.mask, seqlen_q, seqlen_k, window_left, window_right)
-        blocks = order.size()
+        traits = self.traits
+        tma = self.make_tma(mQ, mK, mV, mO)
+        values = RunTime(softmax_scale, softcap, window_left, window_right, num_sms)
+        work = Work.of(self, mQ, mK, values, whole_waves=traits.persistent)
+        blocks = work.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, num_sms)
-        self.kernel(tma, mLSE, order, heads_per_kv, mask, scores).launch(
+        self.kernel(tma, mLSE, work).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
@@ -168,19 +175,11 @@ class FlashFwdSm90:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        tma: Tma,
-        mLSE: cute.Tensor | None,
-        order: TileOrder,
-        heads_per_kv: Int32,
-        mask: IntervalMask,
-        scores: Scores,
-    ):
+    def kernel(self, tma: Tma, mLSE: cute.Tensor | None, work: Work):
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = SmemAllocator()
-        rings, tiles = self.make_rings(smem), self.make_tiles(smem)
+        base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
+        rings, tiles = self.make_rings(base), self.make_tiles(base)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
                 cpasync.prefetch_descriptor(atom)
@@ -191,38 +190,46 @@ class FlashFwdSm90:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        problem = Problem90(order, heads_per_kv, mask, scores)
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
             if warp == 0:
-                load_tiles(self, tma, tiles, rings, problem)
+                load_tiles(self, tma, tiles, rings, work)
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
-            consume_tiles(self, tma, tiles, rings, problem, mLSE)
+            consume_tiles(self, tma, tiles, rings, work, mLSE)
 
-    def make_rings(self, smem: SmemAllocator) -> Rings:
-        """Q, K and V rings over fresh mbarriers."""
+    def make_rings(self, base: cute.Pointer) -> Rings:
+        """Q, K and V rings over the mbarriers at the start of the block's shared memory."""
         traits = self.traits
-        element = self.dtype.width // 8
-        q_bytes = self.tile_tokens * self.problem.packed_heads * traits.head_dim * element
-        k_bytes, v_bytes = (traits.tile_n * d * element for d in (traits.head_dim, traits.head_dim_v))
+        q_bytes = self.tile_tokens * self.problem.packed_heads * traits.head_dim * ELEMENT_BYTES
+        k_bytes, v_bytes = (traits.tile_n * d * ELEMENT_BYTES for d in (traits.head_dim, traits.head_dim_v))
+        barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
+        kv = traits.kv_stage
+        return Rings(
+            q=TmaRing.create(barriers, 1, q_bytes),
+            k=TmaRing.create(barriers + 2, kv, k_bytes),
+            v=TmaRing.create(barriers + 2 + 2 * kv, kv, v_bytes),
+        )
 
-        def ring(stages: int, tile_bytes: int) -> TmaRing:
-            return TmaRing.create(smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8), stages, tile_bytes)
+    def make_tiles(self, base: cute.Pointer) -> Tiles:
+        """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""
+        plan = self.traits.smem_plan
 
-        return Rings(ring(1, q_bytes), ring(traits.kv_stage, k_bytes), ring(traits.kv_stage, v_bytes))
-
-    def make_tiles(self, smem: SmemAllocator) -> Tiles:
-        """The shared-memory tensors; V also as the (head_dim_v, tile_n) operand that the product reads."""
-
-        def tile(layout: cute.ComposedLayout) -> cute.Tensor:
-            return smem.allocate_tensor(self.dtype, layout.outer, SWIZZLE_ALIGN, layout.inner)
+        def tile(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
+            start = cute.recast_ptr(base + plan[name].start, layout.inner, dtype=self.dtype)
+            return cute.make_tensor(start, layout.outer)
 
         def boxed(tensor: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
             return cute.make_tensor(tensor.iterator, self.smem_box_layout(layout).outer)
 
-        sQ, sK, sV = tile(self.smem_layout_q()), tile(self.smem_layout_k()), tile(self.smem_layout_v())
-        sO = sQ if self.traits.share_q_o else tile(self.smem_layout_o())
-        sP = None if self.traits.p_in_regs else tile(self.smem_layout_p())
-        sQ_boxes, sO_boxes = boxed(sQ, self.smem_layout_q()), boxed(sO, self.smem_layout_o())
-        return Tiles(sQ, sQ_boxes, sK, sV, transposed(sV), sO, sO_boxes, sP)
+        sV, sQ, sO = tile("v", self.smem_layout_v()), tile("q", self.smem_layout_q()), tile("o", self.smem_layout_o())
+        return Tiles(
+            sQ=sQ,
+            sQ_boxes=boxed(sQ, self.smem_layout_q()),
+            sK=tile("k", self.smem_layout_k()),
+            sV=sV,
+            sVt=transposed(sV),
+            sO=sO,
+            sO_boxes=boxed(sO, self.smem_layout_o()),
+            sP=None if self.traits.p_in_regs else tile("p", self.smem_layout_p()),
+        )

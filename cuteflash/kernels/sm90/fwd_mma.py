@@ -15,7 +15,8 @@ from cuteflash.core.mask import IntervalMask
 from cuteflash.core.softmax import apply_softcap, mask_scores, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a
-from cuteflash.kernels.sm90.bundles import Problem90, Rings, Tiles, Tma
+from cuteflash.core.work import Work
+from cuteflash.kernels.sm90.bundles import Rings, Tiles, Tma
 from cuteflash.kernels.sm90.epilogue import normalise, write_output
 from cuteflash.kernels.sm90.warpgroup import (
     ROWS,
@@ -30,12 +31,12 @@ from cuteflash.kernels.sm90.warpgroup import (
 
 @cute.jit
 def consume_tiles(
-    kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, problem: Problem90, mLSE: cute.Tensor | None
+    kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, work: Work, mLSE: cute.Tensor | None
 ):
     """Attend and write every tile of this block."""
     traits = kernel.traits
-    order, mask = problem.order, problem.mask
-    wg = make_warpgroup(kernel, tiles, problem)
+    order, mask = work.order, work.mask
+    wg = make_warpgroup(kernel, tiles, work)
     if const_expr(traits.pingpong):
         if wg.index == traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
@@ -145,7 +146,7 @@ def take_peaks(
         apply_softcap(wg.scores, wg.inner_scale)
     if const_expr(masked):
         first_key = n_block * kernel.traits.tile_n + wg.first_column
-        mask_scores(wg.scores, wg.columns, first_key, wg.bounds, kernel.problem.mask == "window")
+        mask_scores(wg.scores, wg.columns, first_key, wg.bounds, kernel.has_left_edge)
     wg.softmax.take_peaks(wg.scores, wg.row_scale, is_first)
 
 
@@ -161,7 +162,7 @@ def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
         round_fragment(acc_as_operand_a(wg.acc_S), wg.tOrP)
         return
     rounded = rounded_fragment(wg.acc_S, kernel.dtype)
-    copy = atoms.store_copy(kernel.dtype, wg.mma_qk).get_slice(wg.thread)
+    copy = kernel.copy_p().get_slice(wg.thread)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(tiles.sP[None, None, wg.index]))
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()  # a warp's product reads only the 16 rows of P that the warp itself wrote

@@ -11,7 +11,8 @@ from cutlass import Int32
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.sm90.bundles import Problem90, Rings, Tiles, Tma
+from cuteflash.core.work import Work
+from cuteflash.kernels.sm90.bundles import Rings, Tiles, Tma
 
 
 def _load(atom: cute.CopyAtom, ring: TmaRing, g: cute.Tensor, s: cute.Tensor, position: Int32, block: Int32) -> None:
@@ -21,10 +22,10 @@ def _load(atom: cute.CopyAtom, ring: TmaRing, g: cute.Tensor, s: cute.Tensor, po
 
 
 @cute.jit
-def load_tiles(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, problem: Problem90):
+def load_tiles(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, work: Work):
     """Load Q once and K, V block by block for every tile of this block, last key block first."""
     traits = kernel.traits
-    order, mask = problem.order, problem.mask
+    order, mask = work.order, work.mask
     kv_pos = Int32(0)
     q_pos = Int32(0)
     wave = Int32(0)
@@ -33,7 +34,7 @@ def load_tiles(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, 
         m_block, head, batch = order.tile(index, kernel.longest_first)
         tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
         n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
-        kv_head = head // problem.heads_per_kv
+        kv_head = head // work.heads_per_kv
         gQ = cute.local_tile(tma.gQ[None, None, head, batch], kernel.query_box(traits.head_dim), (None, 0))
         gK = cute.local_tile(tma.gK[None, None, kv_head, batch], (traits.tile_n, traits.head_dim), (None, 0))
         gV = cute.local_tile(tma.gV[None, None, kv_head, batch], (traits.tile_n, traits.head_dim_v), (None, 0))

@@ -8,14 +8,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import NamedBarrier
 from cuteflash.core.gqa import row_token
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.softmax import OnlineSoftmax
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
-from cuteflash.kernels.sm90.bundles import Problem90, Tiles
+from cuteflash.core.work import Work
+from cuteflash.kernels.sm90.bundles import Tiles
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
 ROWS = 2  # rows of S and O that one thread holds elements of
@@ -58,7 +58,7 @@ class Warpgroup:
     first_column: Int32
 
 
-def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
+def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
     """Partition the block's tiles for this thread's warpgroup."""
     traits = kernel.traits
     thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -91,8 +91,8 @@ def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
         acc_O=acc_O,
         scores=scores,
         out=out,
-        inner_scale=problem.scores.inner_scale,
-        softmax=OnlineSoftmax.create(ROWS, problem.scores.scale_log2, kernel.problem.mask != "full"),
+        inner_scale=work.inner_scale,
+        softmax=OnlineSoftmax.create(ROWS, work.scale_log2, kernel.problem.mask != "full"),
         row_scale=cute.make_rmem_tensor(ROWS, Float32),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         columns=rows_view(mma_qk.get_slice(0).partition_C(identity)),
@@ -103,8 +103,9 @@ def make_warpgroup(kernel, tiles: Tiles, problem: Problem90) -> Warpgroup:
 
 def load_q(kernel, wg: Warpgroup, tiles: Tiles) -> None:
     """Load this warpgroup's Q fragments, which stay in registers for the whole tile."""
-    copy = atoms.load_copy_a(kernel.dtype, wg.mma_qk).get_slice(wg.thread)
+    copy = kernel.copy_q().get_slice(wg.thread)
     cute.copy(copy, copy.partition_S(tiles.sQ[None, None, wg.index]), copy.retile(wg.tSrQ))
+    cute.arch.sync_warp()  # every lane has read its rows before one of them lets the next tile's Q in
 
 
 @cute.jit
