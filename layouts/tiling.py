@@ -101,12 +101,18 @@ def flat_product(block: Layout, tiler: Tiler, trace: Trace = no_trace) -> Layout
 
 def blocked_product(block: Layout, tiler: Layout, trace: Trace = no_trace) -> Layout:
     """Mode i is (block's mode i, tiler's mode i): blocks side by side, as in a matrix of blocks."""
-    return _zipped_modes(block, tiler, trace, block_first=True)
+    blocks, repeats = _padded_product(block, tiler, trace).modes()
+    result = concatenate(*map(concatenate, blocks.modes(), repeats.modes()))
+    trace("regroup", (blocks, repeats), result)
+    return result
 
 
 def raked_product(block: Layout, tiler: Layout, trace: Trace = no_trace) -> Layout:
-    """Mode i is (tiler's mode i, block's mode i): the elements of the blocks interleaved."""
-    return _zipped_modes(block, tiler, trace, block_first=False)
+    """Mode i is (tiler's mode i, block's mode i), coalesced: the elements of the blocks interleaved."""
+    blocks, repeats = _padded_product(block, tiler, trace).modes()
+    result = concatenate(*map(coalesce, map(concatenate, repeats.modes(), blocks.modes())))
+    trace("regroup", (repeats, blocks), result)
+    return result
 
 
 def _concatenate(trace: Trace, *parts: Layout) -> Layout:
@@ -144,13 +150,9 @@ def _tile_and_rest(layout: Layout, tiler: Tiler) -> tuple[Layout, Layout]:
     return concatenate(*tiles), concatenate(*rests, *modes[len(tiler) :])
 
 
-def _zipped_modes(block: Layout, tiler: Layout, trace: Trace, block_first: bool) -> Layout:
+def _padded_product(block: Layout, tiler: Layout, trace: Trace) -> Layout:
     rank = max(block.rank, tiler.rank)
-    product = logical_product(_padded(block, rank), _padded(tiler, rank), trace)
-    inner, outer = product.modes() if block_first else product.modes()[::-1]
-    result = concatenate(*map(concatenate, inner.modes(), outer.modes()))
-    trace("regroup", (product,), result)
-    return result
+    return logical_product(_padded(block, rank), _padded(tiler, rank), trace)
 
 
 def _padded(layout: Layout, rank: int) -> Layout:
