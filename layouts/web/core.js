@@ -127,6 +127,11 @@ const CF = {};
     values[key] = text ? parse(text) : initial;
   }
 
+  /** Other initial values, for instance the page's own scene: a key that has its initial value is not in the hash. */
+  function initial(changes) {
+    for (const [key, value] of Object.entries(changes)) keys[key].initial = values[key] = value;
+  }
+
   /** The hash for the present state with `changes` applied, for links: `#view=kernel&panel=sK`. */
   function link(changes = {}) {
     const state = { ...values, ...changes };
@@ -169,7 +174,7 @@ const CF = {};
    * and returns the function that ends it; `define(key, {param, initial, parse, print})` adds a view's own key (with
    * `param`, it is part of the hash); `link(changes)` is the hash of the present state with changes.
    */
-  CF.state = { get: (key) => values[key], set, on, define, link, readHash, parseElement, printElement };
+  CF.state = { get: (key) => values[key], set, on, define, initial, link, readHash, parseElement, printElement };
 })();
 
 /* Colours. Categories are Okabe and Ito's, quantities a ramp from dark blue over green to yellow; both hold for

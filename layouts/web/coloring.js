@@ -1,0 +1,195 @@
+/* Colour modes of a tile or fragment: one number a cell, and how a number becomes a colour, a text and a legend. */
+(() => {
+  "use strict";
+
+  const { category, ramp, mix } = CF.palette;
+  const WHITE = [255, 255, 255];
+  const BLACK = [0, 0, 0];
+
+  const TITLES = {
+    plain: "plain",
+    owner: "owner thread",
+    value: "value index",
+    instruction: "instruction",
+    box: "TMA box",
+    bank: "bank",
+    address: "address order",
+    core: "core matrix",
+  };
+
+  /* The evaluated layout that says which thread, value and instruction a cell belongs to, and whose it is. */
+  function belonging(scene, part, step) {
+    const moved = scene.mover(part, step);
+    if (part.owned && (moved === null || moved.step.id !== step)) return { values: part.owned, of: "held" };
+    return moved ? { values: scene.touchValues(moved.touch), of: moved.step.title, step: moved.step } : null;
+  }
+
+  function descriptorOf(scene, part, step) {
+    const has = (spec) => ["a", "b"].some((side) => spec?.descriptor?.[side]?.tile === part.id);
+    const found = has(scene.step(step)) ? scene.step(step) : scene.steps.find(has);
+    if (!found) return null;
+    const side = found.descriptor.a?.tile === part.id ? "a" : "b";
+    return { step: found, desc: found.descriptor[side] };
+  }
+
+  /** Modes that say something about the part: `[[mode, title], ...]`. */
+  function modes(scene, part) {
+    const found = ["plain"];
+    const moved = belonging(scene, part, null);
+    if (moved) {
+      if (moved.values.threads > 1) found.push("owner");
+      if (moved.values.values > 1) found.push("value");
+      if (moved.values.instructions > 1) found.push(moved.step?.kind === "tma" ? "box" : "instruction");
+    }
+    if (part.space === "shared") found.push("bank");
+    if (part.kind === "tile") found.push("address");
+    if (descriptorOf(scene, part, null)) found.push("core");
+    return found.map((mode) => [mode, TITLES[mode]]);
+  }
+
+  /** The mode that says most about a part at first sight. */
+  function standard(scene, part) {
+    const found = modes(scene, part).map(([mode]) => mode);
+    if (part.space === "shared") return "bank";
+    return ["box", "owner", "instruction", "address"].find((mode) => found.includes(mode)) ?? "plain";
+  }
+
+  function fill(part, visit) {
+    const numbers = new Float64Array(part.size).fill(CF.scene.NONE);
+    visit((cell, number) => {
+      if (numbers[cell] === CF.scene.NONE) numbers[cell] = number;
+    });
+    return numbers;
+  }
+
+  /* Warps differ in hue; lanes of a warp run from dark to light, the second eight warps are darker as a whole. */
+  function threadColour(thread) {
+    const warp = Math.floor(thread / CF.scene.WARP);
+    const lane = thread % CF.scene.WARP;
+    const hue = mix(category(warp), BLACK, warp % 16 > 7 ? 0.3 : 0);
+    return lane < 16 ? mix(hue, BLACK, (16 - lane) / 56) : mix(hue, WHITE, (lane - 15) / 28);
+  }
+
+  const rampOver = (count) => (number) => ramp(count > 1 ? number / (count - 1) : 0.5);
+
+  function warpNames(numbers) {
+    const warps = new Set();
+    for (const thread of numbers) if (thread >= 0) warps.add(Math.floor(thread / CF.scene.WARP));
+    return [...warps].sort((a, b) => a - b).map((warp) => ({ text: `warp ${warp}`, rgb: category(warp) }));
+  }
+
+  const counted = (what, numbers) => {
+    const last = numbers.reduce((a, b) => Math.max(a, b), 0);
+    return Array.from({ length: Math.min(last + 1, 8) }, (_, i) => ({
+      text: i === 7 && last > 7 ? `${what} 7, 15, …` : `${what} ${i}`,
+      rgb: category(i),
+    }));
+  };
+
+  const makers = {
+    plain: (scene, part) => ({
+      numbers: new Float64Array(part.size),
+      rgb: () => CF.palette.parse(CF.palette.theme("cell")),
+      text: (_, cell) => `${cell % part.rows},${Math.floor(cell / part.rows)}`,
+      legend: [],
+    }),
+
+    owner: (scene, part, { step }) => {
+      const { values } = belonging(scene, part, step);
+      const numbers = fill(part, (put) => values.each(null, null, (cell, thread) => put(cell, thread)));
+      return {
+        numbers,
+        rgb: threadColour,
+        text: (number) => `t${number}`,
+        group: (number) => Math.floor(number / CF.scene.WARP),
+        groupText: (warp) => `warp ${warp}`,
+        legend: warpNames(numbers),
+      };
+    },
+
+    value: (scene, part, { step }) => {
+      const { values } = belonging(scene, part, step);
+      const numbers = fill(part, (put) => values.each(null, null, (cell, _, value) => put(cell, value)));
+      return { numbers, rgb: rampOver(values.values), text: (n) => `v${n}`, range: ["v0", `v${values.values - 1}`] };
+    },
+
+    instruction: (scene, part, { step }) => {
+      const { values, step: mover } = belonging(scene, part, step);
+      const what = mover?.kind === "tma" ? "box" : "instruction";
+      const numbers = fill(part, (put) => {
+        for (let i = 0; i < values.instructions; i++) values.each(i, null, (cell) => put(cell, i));
+      });
+      return {
+        numbers,
+        rgb: category,
+        text: (n) => `#${n}`,
+        group: (n) => n,
+        groupText: (n) => `${what} ${n}`,
+        legend: counted(what, numbers),
+      };
+    },
+
+    bank: (scene, part, { stage, swizzled }) => {
+      const numbers = addresses(scene, part, stage, swizzled).map((address) => scene.bank(address));
+      return { numbers, rgb: rampOver(CF.scene.BANKS), text: String, range: ["bank 0", "31"] };
+    },
+
+    address: (scene, part, { stage, swizzled }) => {
+      const numbers = addresses(scene, part, stage, swizzled);
+      const low = numbers.reduce((a, b) => Math.min(a, b), Infinity);
+      const high = numbers.reduce((a, b) => Math.max(a, b), 0);
+      return {
+        numbers,
+        rgb: (address) => ramp((address - low) / Math.max(high - low, 1)),
+        text: (address) => address.toString(16),
+        range: [CF.hex(low), CF.hex(high)],
+      };
+    },
+
+    core: (scene, part, { step, instruction }) => {
+      const found = descriptorOf(scene, part, step);
+      const numbers = coreNumbers(scene, part, found, instruction ?? 0);
+      return {
+        numbers,
+        rgb: category,
+        text: (n) => `c${n}`,
+        group: (n) => n,
+        groupText: (n) => `${n}`,
+        legend: counted("core matrix", numbers),
+      };
+    },
+  };
+  makers.box = makers.instruction;
+
+  function addresses(scene, part, stage, swizzled) {
+    const numbers = new Float64Array(part.size);
+    for (let col = 0, cell = 0; col < part.cols; col++) {
+      for (let row = 0; row < part.rows; row++) numbers[cell++] = scene.address(part, row, col, stage, swizzled);
+    }
+    return numbers;
+  }
+
+  /* The scene gives the core matrices of instruction 0; a later one reads the same pattern, moved as its cells are. */
+  function coreNumbers(scene, part, { step, desc }, instruction) {
+    const touch = step.touches.find((candidate) => candidate.id === part.id && candidate.mode === "read");
+    const values = touch && scene.touchValues(touch);
+    const per = values ? values.threads * values.values : 0;
+    const moved = values && instruction < values.instructions ? values.tv[instruction * per] - values.tv[0] : 0;
+    const cells = CF.algebra.evaluate(desc.core);
+    return fill(part, (put) => cells.forEach((cell, at) => put(cell + moved, Math.floor(at / 64))));
+  }
+
+  /**
+   * The colouring of a part: `{mode, title, numbers: Float64Array by cell (-1 none), rgb(number), text(number, cell)}`
+   * and for the legend either `legend: [{text, rgb}]` or `range: [low, high]`; `group(number)` and `groupText(group)`
+   * where neighbouring cells of one group deserve a label. A mode that the part has not becomes its standard one.
+   */
+  function of(scene, part, wanted, options) {
+    const known = modes(scene, part).map(([mode]) => mode);
+    const alias = wanted === "instruction" && known.includes("box") ? "box" : wanted;
+    const mode = known.includes(alias) ? alias : standard(scene, part);
+    return { mode, title: TITLES[mode], ...makers[mode](scene, part, options) };
+  }
+
+  CF.coloring = { modes, standard, of, TITLES, descriptorOf };
+})();

@@ -1,0 +1,284 @@
+/* One row's scene, evaluated: layouts become typed arrays when they are first asked for, and are kept. No drawing here. */
+(() => {
+  "use strict";
+
+  const WARP = 32;
+  const BANKS = 32;
+  const BANK_BYTES = 4;
+  const NONE = -1;
+
+  /** Cells (`row + rows * col`) of a thread-value array, the other way round: the positions in `tv` of every cell. */
+  function invert(tv, cells) {
+    const start = new Int32Array(cells + 1);
+    for (const cell of tv) if (cell >= 0 && cell < cells) start[cell + 1]++;
+    for (let cell = 0; cell < cells; cell++) start[cell + 1] += start[cell];
+    const entries = new Int32Array(start[cells]);
+    const next = start.slice(0, cells);
+    for (let at = 0; at < tv.length; at++) {
+      if (tv[at] >= 0 && tv[at] < cells) entries[next[tv[at]]++] = at;
+    }
+    return { of: (cell) => entries.subarray(start[cell], start[cell + 1]) };
+  }
+
+  /** A thread-value(-instruction) layout over a grid of `cells` cells; evaluated on first use. */
+  class ThreadValues {
+    #tv = null;
+    #inverse = null;
+
+    constructor(layout, firstThread, cells) {
+      const { size, modes } = CF.algebra;
+      const extents = modes(layout).map(size);
+      [this.threads, this.values = 1, this.instructions = 1] = extents;
+      this.layout = layout;
+      this.first = firstThread;
+      this.cells = cells;
+    }
+
+    get tv() {
+      this.#tv ??= CF.algebra.evaluate(this.layout);
+      return this.#tv;
+    }
+
+    /** `[{thread, value, instruction}]` of a cell, threads counted from the block's first. */
+    of(cell) {
+      this.#inverse ??= invert(this.tv, this.cells);
+      return Array.from(this.#inverse.of(cell), (at) => this.entry(at));
+    }
+
+    entry(at) {
+      const rest = Math.floor(at / this.threads);
+      return {
+        thread: this.first + (at % this.threads),
+        value: rest % this.values,
+        instruction: Math.floor(rest / this.values),
+      };
+    }
+
+    /** Calls `visit(cell, thread, value)` for the threads in `range` (null: all) and one instruction (null: all). */
+    each(instruction, range, visit) {
+      const low = Math.max(0, range ? range.first - this.first : 0);
+      const high = Math.min(this.threads - 1, range ? range.last - this.first : this.threads - 1);
+      const [from, to] = this.#instructions(instruction);
+      for (let at = from * this.values; at < to * this.values; at++) {
+        for (let thread = low; thread <= high; thread++) {
+          const cell = this.tv[at * this.threads + thread];
+          if (cell >= 0 && cell < this.cells) visit(cell, this.first + thread, at % this.values);
+        }
+      }
+    }
+
+    /* An operand with one instruction in its layout is the same for each of the step's instructions. */
+    #instructions(instruction) {
+      if (instruction === null) return [0, this.instructions];
+      if (this.instructions === 1) return [0, 1];
+      return instruction < this.instructions ? [instruction, instruction + 1] : [0, 0];
+    }
+  }
+
+  /** A tile or fragment: its data of the scene (`spec`) and its grid of `rows` x `cols` cells. */
+  class Part {
+    #offsets = null;
+
+    constructor(spec, kind) {
+      this.spec = spec;
+      this.kind = kind;
+      this.id = spec.id;
+      this.tensor = spec.tensor;
+      this.axes = spec.axes;
+      [this.rows, this.cols] = spec.shape;
+      this.stages = spec.stages ?? 1;
+      this.space = kind === "fragment" ? "registers" : spec.space;
+      this.owned = kind === "fragment" ? new ThreadValues(spec.tv, spec.first_thread ?? 0, this.size) : null;
+    }
+
+    get size() {
+      return this.rows * this.cols;
+    }
+
+    /** Element offsets before the swizzle, at `row + rows * (col + cols * stage)`; tiles only. */
+    get offsets() {
+      this.#offsets ??= CF.algebra.evaluate(this.spec.layout);
+      return this.#offsets;
+    }
+
+    cell(row, col) {
+      return row + this.rows * col;
+    }
+
+    /** True where the element exists; the rest of a global tile is read as zeros and never written. */
+    exists(row, col) {
+      const [rows, cols] = this.spec.valid ?? [this.rows, this.cols];
+      return row < rows && col < cols;
+    }
+
+    /** `{m: row, d: col}` */
+    element(row, col) {
+      return { [this.axes[0]]: row, [this.axes[1]]: col };
+    }
+
+    /** `[row | null, col | null]` of an element `{m, n, d, e}`, null where it lacks the axis or lies outside. */
+    place(element) {
+      const index = (axis, extent) => (element && element[axis] < extent ? element[axis] : null);
+      return [index(this.axes[0], this.rows), index(this.axes[1], this.cols)];
+    }
+  }
+
+  class Scene {
+    #parts = new Map();
+    #steps = new Map();
+    #values = new Map();
+
+    constructor(data) {
+      this.data = data;
+      this.elementBytes = data.kernel.element_bytes;
+      for (const spec of data.tiles) this.#parts.set(spec.id, new Part(spec, "tile"));
+      for (const spec of data.fragments) this.#parts.set(spec.id, new Part(spec, "fragment"));
+      for (const spec of data.steps) this.#steps.set(spec.id, spec);
+    }
+
+    /** All tiles, then all fragments. */
+    get parts() {
+      return [...this.#parts.values()];
+    }
+
+    get steps() {
+      return this.data.steps;
+    }
+
+    part(id) {
+      return this.#parts.get(id) ?? null;
+    }
+
+    tile(id) {
+      return this.#partOf(id, "tile");
+    }
+
+    fragment(id) {
+      return this.#partOf(id, "fragment");
+    }
+
+    #partOf(id, kind) {
+      const part = this.part(id);
+      return part && part.kind === kind ? part : null;
+    }
+
+    step(id) {
+      return this.#steps.get(id) ?? null;
+    }
+
+    /** The role that a thread of the block plays, or null. */
+    role(thread) {
+      return this.data.kernel.roles.find((r) => thread >= r.first_thread && thread < r.first_thread + r.threads) ?? null;
+    }
+
+    /** Byte address of an element: in the block's shared memory, or from the tile's first byte in global memory. */
+    address(tile, row, col, stage = 0, swizzled = true) {
+      const part = typeof tile === "string" ? this.tile(tile) : tile;
+      const offset = part.offsets[row + part.rows * (col + part.cols * (stage % part.stages))];
+      const { swizzle, base } = part.spec;
+      const placed = swizzled && swizzle ? CF.algebra.swizzle(swizzle)(offset) : offset;
+      return (base ?? 0) + this.elementBytes * placed;
+    }
+
+    /** Shared-memory bank of a byte address. */
+    bank(address) {
+      return Math.floor(address / BANK_BYTES) % BANKS;
+    }
+
+    /** `[{thread, value}]` that hold an element of a fragment. */
+    owners(fragment, row, col) {
+      const part = typeof fragment === "string" ? this.fragment(fragment) : fragment;
+      return part.owned.of(part.cell(row, col)).map(({ thread, value }) => ({ thread, value }));
+    }
+
+    /** Cells of a fragment that the threads of `range` hold. */
+    held(fragment, range) {
+      const cells = [];
+      fragment.owned.each(null, range, (cell) => cells.push(cell));
+      return Int32Array.from(cells);
+    }
+
+    /** The evaluated thread-value layout of one of a step's touches. */
+    touchValues(touch) {
+      const key = touch;
+      if (!this.#values.has(key)) {
+        const part = this.part(touch.id);
+        this.#values.set(key, new ThreadValues(touch.tv, touch.first_thread ?? 0, part.size));
+      }
+      return this.#values.get(key);
+    }
+
+    /**
+     * What an instruction of a step (null: all of them) touches: `[{id, mode, cells, threads}]`, `threads[i]` touching
+     * `cells[i]`. `warp` or `range` ({first, last} thread) keeps to those threads.
+     */
+    touched(step, instruction = null, { warp = null, range = null } = {}) {
+      const spec = typeof step === "string" ? this.step(step) : step;
+      const threads = warp === null ? range : CF.scene.rangeOf({ warp });
+      return spec.touches.map((touch) => {
+        const cells = [];
+        const by = [];
+        this.touchValues(touch).each(instruction, threads, (cell, thread) => {
+          cells.push(cell);
+          by.push(thread);
+        });
+        return { id: touch.id, mode: touch.mode, cells: Int32Array.from(cells), threads: Int32Array.from(by) };
+      });
+    }
+
+    /** Every step's touches of a cell: `[{step, mode, entries: [{thread, value, instruction}]}]`, in step order. */
+    touches(part, row, col) {
+      const found = [];
+      for (const step of this.steps) {
+        for (const touch of step.touches) {
+          if (touch.id !== part.id) continue;
+          const entries = this.touchValues(touch).of(part.cell(row, col));
+          if (entries.length) found.push({ step, mode: touch.mode, entries });
+        }
+      }
+      return found;
+    }
+
+    /** The touch that says who moves a part: of step `stepId` if it touches the part, else its first writer, else any. */
+    mover(part, stepId = null) {
+      const all = this.steps.flatMap((step) => step.touches.map((touch) => ({ step, touch })));
+      const mine = all.filter(({ touch }) => touch.id === part.id);
+      return (
+        mine.find(({ step }) => step.id === stepId) ?? mine.find(({ touch }) => touch.mode === "write") ?? mine[0] ?? null
+      );
+    }
+  }
+
+  const cache = new Map();
+  let data = { scenes: {} };
+
+  CF.scene = {
+    WARP,
+    BANKS,
+    NONE,
+    Scene,
+    /** Takes the page's data; `of` reads its scenes. */
+    load: (page) => {
+      data = page;
+      cache.clear();
+    },
+    /** The scene `id`, or null where the page has none of that name. */
+    of: (id) => {
+      if (!data.scenes?.[id]) return null;
+      if (!cache.has(id)) cache.set(id, new Scene(data.scenes[id]));
+      return cache.get(id);
+    },
+    /** The threads `{first, last, text}` that a thread, warp or warpgroup names; null where none is chosen. */
+    rangeOf: ({ thread = null, warp = null, warpgroup = null }) => {
+      if (thread !== null) return { first: thread, last: thread, text: `thread ${thread}` };
+      if (warp !== null) return { first: warp * WARP, last: warp * WARP + WARP - 1, text: `warp ${warp}` };
+      if (warpgroup === null) return null;
+      return { first: warpgroup * 128, last: warpgroup * 128 + 127, text: `warpgroup ${warpgroup}` };
+    },
+    /** The range that the page's state selects. */
+    selected: () => {
+      const [thread, warp, warpgroup] = ["thread", "warp", "warpgroup"].map(CF.state.get);
+      return CF.scene.rangeOf({ thread, warp, warpgroup });
+    },
+  };
+})();
