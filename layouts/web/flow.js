@@ -1,0 +1,148 @@
+/* The flow overview: tiles and fragments as nodes, steps on the arrows between them, one lane a tensor. */
+(() => {
+  "use strict";
+
+  const LANES = [["Q"], ["K"], ["S", "P"], ["V"], ["O"]];
+
+  const lane = (tensor) => Math.max(0, LANES.findIndex((tensors) => tensors.includes(tensor)));
+
+  /**
+   * Columns of parts and steps: a step stands right of all that it reads, a part right of the step that writes it;
+   * afterwards each moves as far right as its readers let it, so that a tensor arrives where it is needed.
+   */
+  function columns(scene) {
+    const column = new Map(scene.parts.map((part) => [part.id, 0]));
+    const links = scene.steps.map((step) => linksOf(step));
+    for (const { key, reads, writes } of links) {
+      column.set(key, 1 + Math.max(0, ...reads.map((id) => column.get(id))));
+      for (const id of writes) if (!reads.includes(id)) column.set(id, Math.max(column.get(id), column.get(key) + 1));
+    }
+    for (const { key, reads, writes } of [...links].reverse()) {
+      const targets = writes.filter((id) => !reads.includes(id)).map((id) => column.get(id) - 1);
+      if (targets.length) column.set(key, Math.max(column.get(key), Math.min(...targets)));
+      for (const id of reads) raise(id, column, links);
+    }
+    return column;
+  }
+
+  function raise(id, column, links) {
+    const readers = links.filter(({ reads, writes }) => reads.includes(id) && !writes.includes(id));
+    if (readers.length) column.set(id, Math.max(column.get(id), Math.min(...readers.map(({ key }) => column.get(key))) - 1));
+  }
+
+  function linksOf(step) {
+    const ids = (mode) => [...new Set(step.touches.filter((touch) => touch.mode === mode).map((touch) => touch.id))];
+    return { step, key: `step ${step.id}`, reads: ids("read"), writes: ids("write") };
+  }
+
+  /* The lane of a step is that of what it makes, else of what it reads. */
+  function stepLane(scene, { reads, writes }) {
+    const id = writes[0] ?? reads[0];
+    return id ? lane(scene.part(id).tensor) : 0;
+  }
+
+  class Flow {
+    constructor(container, scene, { openPanel }) {
+      this.scene = scene;
+      this.links = scene.steps.map(linksOf);
+      this.nodes = new Map();
+      this.openPanel = openPanel;
+      this.edges = CF.svg("svg", { class: "flow-edges", "aria-hidden": "true" });
+      this.grid = CF.h("div", { class: "flow-grid" }, this.edges);
+      this.element = CF.h("section", { class: "flow", "aria-label": "The data's way through the kernel" }, this.grid);
+      container.append(this.element);
+      this.#place();
+      this.redraw = CF.perFrame(() => this.#drawEdges());
+      this.resized = new ResizeObserver(this.redraw);
+      this.resized.observe(this.grid);
+      this.stop = CF.state.on(["step", "panel", "theme"], () => this.update());
+      this.update();
+    }
+
+    destroy() {
+      this.stop();
+      this.resized.disconnect();
+      this.element.remove();
+    }
+
+    #place() {
+      const column = columns(this.scene);
+      const used = [...new Set(column.values())].sort((a, b) => a - b);
+      const boxes = new Map();
+      const box = (key, row) => {
+        const at = used.indexOf(column.get(key)) + 2;
+        const where = `${row} ${at}`;
+        if (!boxes.has(where)) boxes.set(where, CF.h("div", { class: "flow-cell", style: `grid-row:${row + 1};grid-column:${at}` }));
+        return boxes.get(where);
+      };
+      for (const part of this.scene.parts) box(part.id, lane(part.tensor)).append(this.#partNode(part));
+      for (const link of this.links) box(link.key, stepLane(this.scene, link)).append(this.#stepNode(link));
+      const names = LANES.map((tensors, row) => CF.h("div", { class: "flow-lane", style: `grid-row:${row + 1}` }, tensors.join(", ")));
+      this.grid.append(...names, ...boxes.values());
+    }
+
+    #partNode(part) {
+      const shape = `${part.rows}×${part.cols}${part.stages > 1 ? `×${part.stages}` : ""}`;
+      const node = CF.h(
+        "button",
+        { type: "button", class: `flow-part ${part.space}`, title: part.spec.note ?? "", onclick: () => this.openPanel(part.id) },
+        CF.h("b", {}, part.id),
+        CF.h("small", {}, shape),
+      );
+      this.nodes.set(part.id, node);
+      return node;
+    }
+
+    #stepNode({ step, key }) {
+      const choose = () => CF.state.set({ step: CF.state.get("step") === step.id ? null : step.id, instruction: null });
+      const node = CF.h("button", { type: "button", class: "flow-step", title: step.title, onclick: choose }, step.kind);
+      node.setAttribute("aria-label", `${step.title} (${step.kind})`);
+      this.nodes.set(key, node);
+      return node;
+    }
+
+    /** Marks the present step and panel. */
+    update() {
+      const [step, panel] = [CF.state.get("step"), CF.state.get("panel")];
+      for (const [key, node] of this.nodes) {
+        if (key.startsWith("step ")) node.setAttribute("aria-pressed", String(key === `step ${step}`));
+        else node.classList.toggle("current", key === panel);
+      }
+      this.redraw();
+    }
+
+    #drawEdges() {
+      const frame = this.grid.getBoundingClientRect();
+      const box = (key) => {
+        const { left, right, top, bottom } = this.nodes.get(key).getBoundingClientRect();
+        return { left: left - frame.left, right: right - frame.left, middle: (top + bottom) / 2 - frame.top };
+      };
+      const paths = [];
+      for (const { step, key, reads, writes } of this.links) {
+        const chosen = CF.state.get("step") === step.id;
+        for (const id of reads) {
+          if (!writes.includes(id)) paths.push(edge(box(id), box(key), chosen ? "read" : ""));
+        }
+        for (const id of writes) {
+          const loop = reads.includes(id) && box(id).right <= box(key).left;
+          paths.push(loop ? edge(box(id), box(key), chosen ? "write" : "") : edge(box(key), box(id), chosen ? "write head" : "head"));
+        }
+      }
+      this.edges.setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
+      this.edges.replaceChildren(...paths.flat());
+    }
+  }
+
+  function edge(from, to, kind) {
+    const [x0, x1] = [from.right, to.left];
+    const bend = Math.max(10, Math.abs(x1 - x0) / 2);
+    const curve = `M${x0},${from.middle} C${x0 + bend},${from.middle} ${x1 - bend},${to.middle} ${x1},${to.middle}`;
+    const line = CF.svg("path", { d: curve, class: kind });
+    if (!kind.includes("head")) return [line];
+    const tip = `M${x1 - 6},${to.middle - 3.5} L${x1},${to.middle} L${x1 - 6},${to.middle + 3.5}`;
+    return [line, CF.svg("path", { d: tip, class: kind })];
+  }
+
+  CF.Flow = Flow;
+  CF.flow = { columns, lane, LANES };
+})();
