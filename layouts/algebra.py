@@ -18,6 +18,7 @@ from layouts.layout import (
     compact,
     concatenate,
     congruent,
+    leaves,
     product,
     text_of,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "flat_product",
     "flatten",
     "group",
+    "leaves",
     "left_inverse",
     "logical_divide",
     "logical_product",

@@ -48,7 +48,6 @@ MESSAGES: Final[dict[str, str]] = {
     # text: meaning
     "function": "unknown function {name}; known are {known}",
     "needs_layout": "{function} needs a layout here, given {given}",
-    "needs_tiler": "{function} needs a layout, a tiler or an integer here, given {given}",
     "needs_integer": "{function} needs an integer here, given {given}",
     "needs_plain": "{function} needs a layout without a swizzle here, given {given}",
     "tiler_alone": "a tuple of layouts is a tiler: it is understood only as the second argument of a function",
