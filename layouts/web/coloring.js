@@ -17,12 +17,8 @@
     core: "core matrix",
   };
 
-  /* The evaluated layout that says which thread, value and instruction a cell belongs to, and whose it is. */
-  function belonging(scene, part, step) {
-    const moved = scene.mover(part, step);
-    if (part.owned && (moved === null || moved.step.id !== step)) return { values: part.owned, of: "held" };
-    return moved ? { values: scene.touchValues(moved.touch), of: moved.step.title, step: moved.step } : null;
-  }
+  /* Which thread and value a cell belongs to: a fragment's own layout, of a tile that of a step which moves it. */
+  const belonging = (scene, part, step) => (part.owned ? { values: part.owned } : scene.mover(part, step));
 
   function descriptorOf(scene, part, step) {
     const has = (spec) => ["a", "b"].some((side) => spec?.descriptor?.[side]?.tile === part.id);
@@ -36,11 +32,10 @@
   function modes(scene, part) {
     const found = ["plain"];
     const moved = belonging(scene, part, null);
-    if (moved) {
-      if (moved.values.threads > 1) found.push("owner");
-      if (moved.values.values > 1) found.push("value");
-      if (moved.values.instructions > 1) found.push(moved.step?.kind === "tma" ? "box" : "instruction");
-    }
+    const split = scene.mover(part, null, true);
+    if (moved?.values.threads > 1) found.push("owner");
+    if (moved?.values.values > 1) found.push("value");
+    if (split) found.push(split.step.kind === "tma" ? "box" : "instruction");
     if (part.space === "shared") found.push("bank");
     if (part.kind === "tile") found.push("address");
     if (descriptorOf(scene, part, null)) found.push("core");
@@ -75,15 +70,15 @@
   function warpNames(numbers) {
     const warps = new Set();
     for (const thread of numbers) if (thread >= 0) warps.add(Math.floor(thread / CF.scene.WARP));
-    return [...warps].sort((a, b) => a - b).map((warp) => ({ text: `warp ${warp}`, rgb: category(warp) }));
+    const sorted = [...warps].sort((a, b) => a - b);
+    return [{ text: span("warp", sorted[0], sorted.at(-1)), rgbs: sorted.slice(0, 8).map(category) }];
   }
+
+  const span = (what, first, last) => (first === last ? `${what} ${first}` : `${what} ${first}–${last}`);
 
   const counted = (what, numbers) => {
     const last = numbers.reduce((a, b) => Math.max(a, b), 0);
-    return Array.from({ length: Math.min(last + 1, 8) }, (_, i) => ({
-      text: i === 7 && last > 7 ? `${what} 7, 15, …` : `${what} ${i}`,
-      rgb: category(i),
-    }));
+    return [{ text: span(what, 0, last), rgbs: Array.from({ length: Math.min(last + 1, 8) }, (_, i) => category(i)) }];
   };
 
   const makers = {
@@ -95,10 +90,11 @@
     }),
 
     owner: (scene, part, { step }) => {
-      const { values } = belonging(scene, part, step);
+      const { values, step: mover } = belonging(scene, part, step);
       const numbers = fill(part, (put) => values.each(null, null, (cell, thread) => put(cell, thread)));
       return {
         numbers,
+        by: mover?.title,
         rgb: threadColour,
         text: (number) => `t${number}`,
         group: (number) => Math.floor(number / CF.scene.WARP),
@@ -108,19 +104,20 @@
     },
 
     value: (scene, part, { step }) => {
-      const { values } = belonging(scene, part, step);
+      const { values, step: mover } = belonging(scene, part, step);
       const numbers = fill(part, (put) => values.each(null, null, (cell, _, value) => put(cell, value)));
-      return { numbers, rgb: rampOver(values.values), text: (n) => `v${n}`, range: ["v0", `v${values.values - 1}`] };
+      return { numbers, by: mover?.title, rgb: rampOver(values.values), text: (n) => `v${n}`, range: ["v0", `v${values.values - 1}`] };
     },
 
     instruction: (scene, part, { step }) => {
-      const { values, step: mover } = belonging(scene, part, step);
-      const what = mover?.kind === "tma" ? "box" : "instruction";
+      const { values, step: mover } = scene.mover(part, step, true);
+      const what = mover.kind === "tma" ? "box" : "instruction";
       const numbers = fill(part, (put) => {
         for (let i = 0; i < values.instructions; i++) values.each(i, null, (cell) => put(cell, i));
       });
       return {
         numbers,
+        by: mover.title,
         rgb: category,
         text: (n) => `#${n}`,
         group: (n) => n,
@@ -181,8 +178,8 @@
 
   /**
    * The colouring of a part: `{mode, title, numbers: Float64Array by cell (-1 none), rgb(number), text(number, cell)}`
-   * and for the legend either `legend: [{text, rgb}]` or `range: [low, high]`; `group(number)` and `groupText(group)`
-   * where neighbouring cells of one group deserve a label. A mode that the part has not becomes its standard one.
+   * and for the legend either `legend: [{text, rgbs}]` or `range: [low, high]`; `group(number)` and `groupText(group)`
+   * where neighbouring cells of one group deserve a label; `by` the step that the numbers are of. A mode that the part has not becomes its standard one.
    */
   function of(scene, part, wanted, options) {
     const known = modes(scene, part).map(([mode]) => mode);

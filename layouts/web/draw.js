@@ -6,6 +6,9 @@
   const TOP = 20;
   const GRID_FROM = 8; // cell size from which every cell has a border
   const TEXT_FROM = 20; // and from which it has room for its number
+  const OUTLINE_FROM = 3; // and from which marked cells are outlined
+  const TINT = 0.18;
+  const TINT_SMALL = 0.6;
   const FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
   const { theme, css, parse, ink } = CF.palette;
@@ -38,17 +41,19 @@
     });
   }
 
-  /** One pixel a cell: hides what is not marked, tints what is read or written. */
-  function maskImage(part, flags) {
+  /** One pixel a cell: hides what is not marked. */
+  function dimImage(part, flags) {
+    const dim = parse(theme("dim"));
+    return offscreen(part, (data, at, cell) => data.set(flags[cell] ? [0, 0, 0, 0] : [...dim, 205], at));
+  }
+
+  /** One pixel a cell: the colours of reading and writing, opaque; `draw` lays them on thinly where outlines help. */
+  function tintImage(part, flags) {
     const { READ, WRITE } = CF.marks;
-    const paint = { dim: parse(theme("dim")), read: parse(theme("read")), write: parse(theme("write")) };
+    const paint = { read: [...parse(theme("read")), 255], write: [...parse(theme("write")), 255] };
     return offscreen(part, (data, at, cell) => {
-      const flag = flags[cell];
-      const rgb = flag & WRITE ? paint.write : flag & READ ? paint.read : paint.dim;
-      data[at] = rgb[0];
-      data[at + 1] = rgb[1];
-      data[at + 2] = rgb[2];
-      data[at + 3] = flag === 0 ? 205 : flag & (READ | WRITE) ? 130 : 0;
+      if (flags[cell] & WRITE) data.set(paint.write, at);
+      else if (flags[cell] & READ) data.set(paint.read, at);
     });
   }
 
@@ -95,17 +100,11 @@
         const number = colouring.numbers[cell];
         if (number < 0) continue;
         const faded = flags && flags[cell] === 0;
-        const marked = flags && (flags[cell] & (CF.marks.READ | CF.marks.WRITE)) !== 0;
-        context.fillStyle = faded ? theme("faint") : marked ? markedInk(flags[cell], colouring.rgb(number)) : ink(colouring.rgb(number));
+        context.fillStyle = faded ? theme("faint") : ink(colouring.rgb(number));
         const [x, y] = [g.x0 + (col + 0.5) * g.cell, g.y0 + (row + 0.5) * g.cell];
         context.fillText(colouring.text(number, cell), x, y + 0.5, g.cell - 2);
       }
     }
-  }
-
-  function markedInk(flag, rgb) {
-    const over = parse(theme(flag & CF.marks.WRITE ? "write" : "read"));
-    return ink(CF.palette.mix(rgb, over, 130 / 255));
   }
 
   /* A name on every group whose cells fill a rectangle that has room for it: colour is then not the only sign. */
@@ -146,6 +145,14 @@
     return [...boxes.values()].filter((b) => b.cells === (b.row1 - b.row0 + 1) * (b.col1 - b.col0 + 1));
   }
 
+  function emphasise(context, { part, dim, tint }, g) {
+    const area = [g.x0, g.y0, part.cols * g.cell, part.rows * g.cell];
+    context.drawImage(dim, ...area);
+    context.globalAlpha = g.cell >= OUTLINE_FROM ? TINT : TINT_SMALL;
+    context.drawImage(tint, ...area);
+    context.globalAlpha = 1;
+  }
+
   function outlines(context, g, paths) {
     for (const [name, path] of Object.entries(paths)) {
       context.save();
@@ -159,7 +166,7 @@
     }
   }
 
-  /* The row and the column of an element lightly, the cell where both meet strongly. */
+  /* The row and the column of an element lightly, the cell where both meet in a frame; a ring if it is pinned. */
   function cursor(context, g, part, [row, col], pinned) {
     const [width, height] = [part.cols * g.cell, part.rows * g.cell];
     const thick = Math.max(g.cell, 1.5);
@@ -167,16 +174,16 @@
     if (row !== null) context.fillRect(g.x0, g.y0 + row * g.cell, width, thick);
     if (col !== null) context.fillRect(g.x0 + col * g.cell, g.y0, thick, height);
     if (row === null || col === null) return;
-    const grow = g.cell < 7 ? (7 - g.cell) / 2 : 0;
-    const [x, y, size] = [g.x0 + col * g.cell - grow, g.y0 + row * g.cell - grow, g.cell + 2 * grow];
-    context.lineWidth = 4;
-    context.strokeStyle = theme("surface");
-    context.strokeRect(x, y, size, size);
-    context.lineWidth = 2;
-    context.strokeStyle = theme("cursor");
-    if (pinned) context.setLineDash([3, 2]);
-    context.strokeRect(x, y, size, size);
-    context.setLineDash([]);
+    const half = Math.max(g.cell, 7) / 2;
+    const [x, y] = [g.x0 + (col + 0.5) * g.cell, g.y0 + (row + 0.5) * g.cell];
+    context.beginPath();
+    if (pinned) context.arc(x, y, half * 1.3, 0, 2 * Math.PI);
+    else context.rect(x - half, y - half, 2 * half, 2 * half);
+    for (const [width, colour] of [[4.5, "surface"], [2, "cursor"]]) {
+      context.lineWidth = width;
+      context.strokeStyle = theme(colour);
+      context.stroke();
+    }
   }
 
   function hatch(context, g, part) {
@@ -237,8 +244,8 @@
   }
 
   /**
-   * Draws a panel. `frame` holds part, colouring, base, and optionally flags, mask, paths (outlines), place and pin
-   * (`[row | null, col | null]`); `view` the scroll position and size in CSS pixels, `ratio` device pixels per CSS pixel.
+   * Draws a panel. `frame` holds part, colouring and base; with flags also dim, tint and paths (outlines); and place and
+   * pin (`[row | null, col | null]`) or null; `view` the scroll position and size in CSS pixels, `ratio` device pixels per CSS pixel.
    */
   function draw(context, frame, cell, view, ratio) {
     const { part, colouring, flags, place, pin } = frame;
@@ -252,17 +259,17 @@
     context.imageSmoothingEnabled = false;
     context.drawImage(frame.base, g.x0, g.y0, part.cols * cell, part.rows * cell);
     hatch(context, g, part);
-    if (frame.mask) context.drawImage(frame.mask, g.x0, g.y0, part.cols * cell, part.rows * cell);
+    if (flags) emphasise(context, frame, g);
     if (cell >= GRID_FROM) lines(context, g, 1, 0.14);
     if (cell >= 2) lines(context, g, 8, cell >= GRID_FROM ? 0.4 : 0.16);
     if (cell >= TEXT_FROM) numbers(context, g, part, colouring, flags);
     else if (!flags) groupLabels(context, g, part, colouring);
-    if (frame.paths && cell >= 3) outlines(context, g, frame.paths);
+    if (flags && cell >= OUTLINE_FROM) outlines(context, g, frame.paths);
     if (pin) cursor(context, g, part, pin, true);
     if (place) cursor(context, g, part, place, false);
     context.restore();
     axes(context, g, part, place ?? pin);
   }
 
-  CF.draw = { LEFT, TOP, TEXT_FROM, baseImage, maskImage, groupBoxes, draw };
+  CF.draw = { LEFT, TOP, TEXT_FROM, baseImage, dimImage, tintImage, groupBoxes, draw };
 })();

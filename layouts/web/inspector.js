@@ -96,7 +96,8 @@
         else if (row !== null) partly.push(`${part.id} row ${part.axes[0]} ${row}`);
         else if (col !== null) partly.push(`${part.id} column ${part.axes[1]} ${col}`);
       }
-      const source = whole.find(({ part }) => part.id === CF.state.get("source")) ?? whole[0];
+      const at = CF.state.get("source") ?? CF.state.get("panel");
+      const source = whole.find(({ part }) => part.id === at) ?? whole[0];
       this.#say(source ? sentence(source.part, source.info) : CF.state.printElement(element), Boolean(!hover && pin));
       this.body.replaceChildren(
         ...whole.map((item) => this.#card(item, item === source)),

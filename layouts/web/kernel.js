@@ -148,6 +148,9 @@
       for (const group of GROUPS) this.#group(panels, group);
       this.keys = (event) => this.#key(event);
       document.addEventListener("keydown", this.keys);
+      this.fitSide = CF.perFrame(() => fill(side));
+      for (const event of ["scroll", "resize"]) window.addEventListener(event, this.fitSide, { passive: true });
+      this.fitSide();
       this.#opened();
     }
 
@@ -187,8 +190,15 @@
 
     destroy() {
       document.removeEventListener("keydown", this.keys);
+      for (const event of ["scroll", "resize"]) window.removeEventListener(event, this.fitSide);
       for (const part of [...this.parts, ...this.panels.values()]) part.destroy();
     }
+  }
+
+  /* The side column reaches from where it stands to the window's lower edge, whether or not the page is scrolled. */
+  function fill(side) {
+    const top = side.getBoundingClientRect().top;
+    side.style.setProperty("--side-height", `${Math.max(window.innerHeight - top - 10, 300)}px`);
   }
 
   function facts(scene) {

@@ -71,12 +71,13 @@
     #header() {
       const { part, scene } = this;
       const [rowAxis, colAxis] = part.axes;
-      const words = [SPACES[part.space], `${rowAxis} ${part.rows} × ${colAxis} ${part.cols}`, part.spec?.dtype];
-      const text = part.kind === "fragment" ? `operand ${part.spec.operand}, ${part.spec.registers} registers a thread` : null;
+      const words = [`${rowAxis} ${part.rows} × ${colAxis} ${part.cols}`];
+      if (part.kind === "fragment") words.push(`${part.spec.dtype} ${part.spec.operand}`, `${part.spec.registers} registers`);
+      else words.push(SPACES[part.space]);
       return CF.h(
         "header",
         { class: "panel-head" },
-        CF.h("div", { class: "panel-title" }, CF.h("h3", {}, part.id), CF.h("span", {}, [...words, text].filter(Boolean).join(" · "))),
+        CF.h("div", { class: "panel-title" }, CF.h("h3", {}, part.id), CF.h("span", { title: part.spec?.note }, words.join(" · "))),
         CF.h("div", { class: "panel-tools" }, this.#colours(scene), this.#stages(), this.#zooms()),
       );
     }
@@ -106,6 +107,7 @@
         button("−", "Smaller cells", () => this.zoomBy(-1)),
         button("fit", "Whole panel", () => this.setZoom(null)),
         button("+", "Larger cells", () => this.zoomBy(1)),
+        button("↔", "Full width", () => this.element.classList.toggle("wide")),
       );
     }
 
@@ -179,7 +181,8 @@
     }
 
     setZoom(size) {
-      const centre = this.at ?? [0, 0];
+      const marked = (CF.state.get("pin") && this.part.place(CF.state.get("pin"))) ?? [0, 0];
+      const centre = this.at ?? marked.map((index) => index ?? 0);
       this.zoom = size;
       this.#measure();
       this.#reveal(centre);
@@ -300,13 +303,15 @@
       const step = this.live ? this.scene?.step(CF.state.get("step")) : null;
       const selection = { step, instruction: CF.state.get("instruction"), range: this.live ? CF.scene.selected() : null };
       const flags = this.scene && part.id ? CF.marks.flags(this.scene, part, selection) : null;
-      Object.assign(frame, { flags, mask: flags && CF.draw.maskImage(part, flags), paths: null });
+      frame.flags = flags;
       this.stale.marks = false;
       this.status.textContent = "";
       this.element.classList.remove("idle");
       if (!flags) return;
       const total = CF.marks.count(flags);
       const line = (flag) => CF.marks.outline(flags, part.rows, part.cols, flag);
+      frame.dim = CF.draw.dimImage(part, flags);
+      frame.tint = CF.draw.tintImage(part, flags);
       frame.paths = { read: line(CF.marks.READ), write: line(CF.marks.WRITE) };
       const words = [["held", "holds"], ["read", "reads"], ["write", "writes"]].filter(([key]) => total[key]);
       this.status.textContent = words.map(([key, verb]) => `${verb} ${CF.number(total[key])}`).join(", ") || "not touched";
@@ -316,12 +321,12 @@
 
   function legend(colouring) {
     const swatch = (rgb) => CF.h("i", { style: `background:${CF.palette.css(rgb)}` });
-    const title = CF.h("b", {}, colouring.title ?? "");
+    const title = CF.h("b", { title: colouring.by && `by the step: ${colouring.by}` }, colouring.title ?? "");
     if (colouring.range) {
       const ramp = CF.h("i", { class: "ramp", style: `background:linear-gradient(90deg,${rampStops()})` });
       return [title, CF.h("span", {}, colouring.range[0], ramp, colouring.range[1])];
     }
-    return [title, ...(colouring.legend ?? []).map(({ text, rgb }) => CF.h("span", {}, swatch(rgb), text))];
+    return [title, ...(colouring.legend ?? []).map(({ text, rgbs }) => CF.h("span", {}, CF.h("span", { class: "strip" }, rgbs.map(swatch)), text))];
   }
 
   const rampStops = () => [0, 0.25, 0.5, 0.75, 1].map((t) => CF.palette.css(CF.palette.ramp(t))).join(",");

@@ -239,13 +239,18 @@
       return found;
     }
 
-    /** The touch that says who moves a part: of step `stepId` if it touches the part, else its first writer, else any. */
-    mover(part, stepId = null) {
+    /**
+     * The touch that says who moves a part, `{step, touch, values}`: of step `stepId` if it touches the part, else its
+     * first writer, else any; of several instructions if `split`. Null where there is none.
+     */
+    mover(part, stepId = null, split = false) {
       const all = this.steps.flatMap((step) => step.touches.map((touch) => ({ step, touch })));
-      const mine = all.filter(({ touch }) => touch.id === part.id);
-      return (
-        mine.find(({ step }) => step.id === stepId) ?? mine.find(({ touch }) => touch.mode === "write") ?? mine[0] ?? null
-      );
+      const mine = all
+        .filter(({ touch }) => touch.id === part.id)
+        .map((found) => ({ ...found, values: this.touchValues(found.touch) }))
+        .filter(({ values }) => !split || values.instructions > 1);
+      const writer = mine.find(({ touch }) => touch.mode === "write");
+      return mine.find(({ step }) => step.id === stepId) ?? writer ?? mine[0] ?? null;
     }
   }
 

@@ -27,8 +27,9 @@
       this.items = new Map();
       this.list = this.#buildList();
       this.detail = CF.h("div", { class: "step-detail" });
+      this.hint = CF.h("p", { class: "hint" }, "Choose a step here or in the flow: the cells that it reads and writes light up. Select a warp to see its share.");
       this.#buildControls();
-      this.element = CF.h("section", { class: "stepper", "aria-label": "Steps of a tile" }, CF.h("h2", {}, "Steps"), this.controls, this.detail, this.list);
+      this.element = CF.h("section", { class: "stepper", "aria-label": "Steps of a tile" }, CF.h("h2", {}, "Steps"), this.controls, this.hint, this.list);
       container.append(this.element);
       this.stop = CF.state.on(["step", "instruction", "thread", "warp", "warpgroup"], (changed) => this.update(changed));
       this.update(new Set(["step"]));
@@ -133,6 +134,7 @@
       const { step } = this;
       const [count, instruction] = [this.count(), CF.state.get("instruction")];
       for (const [id, button] of this.items) {
+        button.setAttribute("aria-expanded", String(id === step?.id));
         if (id === step?.id) button.setAttribute("aria-current", "step");
         else button.removeAttribute("aria-current");
       }
@@ -142,14 +144,17 @@
       const words = instruction === null ? `all ${count}` : `${instruction + 1} of ${count}`;
       this.counter.textContent = step ? words : "no step";
       this.slider.setAttribute("aria-valuetext", step ? `instruction ${words}` : "no step");
-      this.detail.replaceChildren(...(step ? this.#details(step, instruction) : [hint()]));
-      if (changed.has("step") && step) scrollWithin(this.list, this.items.get(step.id));
+      this.hint.hidden = Boolean(step);
+      this.detail.remove();
+      if (!step) return;
+      this.detail.replaceChildren(...this.#details(step, instruction));
+      this.items.get(step.id).after(this.detail);
+      if (changed.has("step")) this.list.scrollTop = this.items.get(step.id).offsetTop;
     }
 
     #details(step, instruction) {
       const row = (name, ...value) => CF.h("div", {}, CF.h("dt", {}, name), CF.h("dd", {}, value));
       return [
-        CF.h("h3", {}, step.title),
         CF.h("code", { class: "mnemonic" }, step.instruction),
         CF.h(
           "dl",
@@ -170,15 +175,6 @@
       if (!cells.length) return [sign, `${id}: nothing by ${CF.scene.selected()?.text ?? "this instruction"}`];
       return [sign, `${id}: ${count(cells)} elements by ${count(threads)} thread${new Set(threads).size === 1 ? "" : "s"}`];
     }
-  }
-
-  const hint = () =>
-    CF.h("p", { class: "hint" }, "Choose a step below or in the flow: the cells that it reads and writes light up. Select a warp to see its share.");
-
-  /* Scrolls the list only, never the page. */
-  function scrollWithin(list, item) {
-    const top = item.offsetTop - list.offsetTop;
-    if (top < list.scrollTop || top + item.offsetHeight > list.scrollTop + list.clientHeight) list.scrollTop = top - list.clientHeight / 3;
   }
 
   function descriptorTable(scene, side, desc, instruction) {

@@ -1,0 +1,234 @@
+"""What the Kernel view computes from a scene, run in node: addresses, owners, touches, colours, flow, descriptors.
+
+The scene is a 16 x 32 tile that one warp copies, reads by ldmatrix and holds as the A operand of mma.m16n8k16; what is
+expected of it follows from the PTX manual's figures and the definition of a layout, not from the page's scripts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.layouts.web import run_js
+
+ROWS, COLS = 16, 32
+BASE = 2048
+ELEMENT_BYTES = 2
+FILES = ("core.js", "algebra.js", "scene.js", "coloring.js", "marks.js", "flow.js", "inspector.js", "stepper.js")
+BROWSER = """
+const matchMedia = () => ({ matches: false, addEventListener() {} });
+const location = { hash: "" };
+const history = {};
+"""
+
+
+def layout(shape: list[Any], stride: list[Any]) -> dict[str, Any]:
+    return {"shape": shape, "stride": stride}
+
+
+def touch(part: str, mode: str, tv: dict[str, Any], first_thread: int = 32) -> dict[str, Any]:
+    return {"id": part, "mode": mode, "first_thread": first_thread, "tv": tv, "lane_bytes": None}
+
+
+def step(name: str, kind: str, touches: list[dict[str, Any]], descriptor: Any = None) -> dict[str, Any]:
+    return {"id": name, "title": name, "kind": kind, "touches": touches, "descriptor": descriptor, "phase": "loop"}
+
+
+# Of mma.m16n8k16's A operand, lane l holds rows l / 4 and l / 4 + 8, columns 2 * (l % 4) and 8 further, two at a time.
+A_LANES = layout([4, 8], [2 * ROWS, 1])
+A_VALUES = layout([2, 2, 2], [ROWS, 8, 8 * ROWS])
+COPY = layout([[4, 8], 8, 2], [[8 * ROWS, 1], ROWS, 8])
+LDMATRIX = layout([[16, 2], 8, 2], [[1, 8 * ROWS], ROWS, 16 * ROWS])
+OPERAND = layout([A_LANES["shape"], A_VALUES["shape"], 2], [A_LANES["stride"], A_VALUES["stride"], 16 * ROWS])
+CORE = layout([8, 8, [2, 2]], [1, ROWS, [8, 8 * ROWS]])
+DESCRIPTOR = {"tile": "sQ", "major": "K", "swizzle_bytes": 64, "leading_bytes": 1, "stride_bytes": 512}
+
+
+@pytest.fixture(scope="module")
+def scene() -> dict[str, Any]:
+    def tile(name: str, space: str, stages: int, swizzle: list[int] | None, base: int) -> dict[str, Any]:
+        grid = layout([ROWS, COLS, stages], [COLS, 1, ROWS * COLS])
+        shape = {"axes": ["m", "d"], "shape": [ROWS, COLS], "stages": stages, "valid": [ROWS, COLS - 2]}
+        return {"id": name, "tensor": "Q", "space": space, "layout": grid, "swizzle": swizzle, "base": base, **shape}
+
+    fragment = {
+        "id": "frag_Q",
+        "tensor": "Q",
+        "axes": ["m", "d"],
+        "shape": [ROWS, COLS],
+        "operand": "A",
+        "dtype": "bf16",
+        "registers": 8,
+        "first_thread": 32,
+        "tv": layout([A_LANES["shape"], [2, 2, 2, 2]], [A_LANES["stride"], [ROWS, 8, 8 * ROWS, 16 * ROWS]]),
+    }
+    return {
+        "id": "small",
+        "title": "small",
+        "kernel": {
+            "element_bytes": ELEMENT_BYTES,
+            "threads": 64,
+            "roles": [{"name": "w", "first_thread": 32, "threads": 32}],
+        },
+        "axes": {},
+        "tiles": [tile("gQ", "global", 1, None, 0), tile("sQ", "shared", 2, [2, 3, 3], BASE)],
+        "fragments": [fragment],
+        "steps": [
+            step("load", "cp.async", [touch("gQ", "read", COPY), touch("sQ", "write", COPY)]),
+            step("ldmatrix", "ldmatrix", [touch("sQ", "read", LDMATRIX), touch("frag_Q", "write", OPERAND)]),
+            step(
+                "wgmma",
+                "wgmma",
+                [touch("sQ", "read", LDMATRIX)],
+                {"a": {**DESCRIPTOR, "starts": [0, 32], "core": CORE}, "b": None},
+            ),
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def ask(scene: dict[str, Any]) -> Any:
+    """Evaluates a JavaScript expression in which `s` is the scene."""
+
+    def ask(expression: str) -> Any:
+        load = 'CF.scene.load({ scenes: { small: data } }); const s = CF.scene.of("small");'
+        body = f"(() => {{ {load} return {expression}; }})()"
+        return run_js(FILES, body, data=scene, prelude=BROWSER)
+
+    return ask
+
+
+def swizzled(offset: int) -> int:
+    """S<2,3,3>: bits 6 and 7 are XORed onto bits 3 and 4."""
+    return offset ^ ((offset >> 6 & 3) << 3)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("on", [True, False])
+def test_addresses_follow_layout_stage_swizzle_and_base(ask: Any, stage: int, on: bool) -> None:
+    found = ask(
+        f"Array.from({{ length: {ROWS * COLS} }}, (_, i) => "
+        f's.address("sQ", i % {ROWS}, Math.floor(i / {ROWS}), {stage}, {str(on).lower()}))'
+    )
+    for cell, address in enumerate(found):
+        offset = cell % ROWS * COLS + cell // ROWS + ROWS * COLS * stage
+        assert address == BASE + ELEMENT_BYTES * (swizzled(offset) if on else offset)
+
+
+def test_a_bank_is_four_bytes_wide_and_there_are_32(ask: Any) -> None:
+    assert ask("[0, 3, 4, 127, 128, 2052].map((byte) => s.bank(byte))") == [0, 0, 1, 31, 0, 1]
+
+
+def test_every_element_of_a_fragment_has_its_one_owner(ask: Any) -> None:
+    found = ask(
+        f"Array.from({{ length: {ROWS * COLS} }}, (_, i) => s.owners('frag_Q', i % {ROWS}, Math.floor(i / {ROWS})))"
+    )
+    for cell, owners in enumerate(found):
+        row, col = cell % ROWS, cell // ROWS
+        lane = row % 8 * 4 + col % 8 // 2
+        value = col % 2 + 2 * (row // 8) + 4 * (col % 16 // 8) + 8 * (col // 16)
+        assert owners == [{"thread": 32 + lane, "value": value}]
+
+
+def test_an_instruction_touches_its_cells_once(ask: Any) -> None:
+    cells, threads = ask('(([t]) => [[...t.cells], [...t.threads]])(s.touched("ldmatrix", 1))')
+    assert sorted(cells) == [row + ROWS * col for col in range(16, 32) for row in range(ROWS)]
+    assert set(threads) == set(range(32, 64))
+
+
+def test_one_thread_of_ldmatrix_points_at_sixteen_bytes(ask: Any) -> None:
+    cells = ask('[...s.touched("ldmatrix", 0, { range: { first: 51, last: 51 } })[0].cells]')
+    assert cells == [3 + ROWS * col for col in range(8, 16)]  # lane 19: row 3 of the right half
+
+
+def test_a_warp_outside_the_role_touches_nothing(ask: Any) -> None:
+    assert ask('s.touched("load", null, { warp: 0 }).map((t) => t.cells.length)') == [0, 0]
+    assert ask('s.touched("load", null, { warp: 1 }).map((t) => t.cells.length)') == [ROWS * COLS] * 2
+
+
+def test_touches_of_a_cell_name_step_thread_and_instruction(ask: Any) -> None:
+    found = ask('s.touches(s.part("sQ"), 9, 17).map(({ step, mode, entries }) => [step.id, mode, entries])')
+    assert found == [
+        ["load", "write", [{"thread": 32 + 2 + 4 * 1, "value": 1, "instruction": 1}]],
+        ["ldmatrix", "read", [{"thread": 32 + 9, "value": 1, "instruction": 1}]],
+        ["wgmma", "read", [{"thread": 32 + 9, "value": 1, "instruction": 1}]],
+    ]
+
+
+def test_an_element_is_placed_only_where_the_axes_agree(ask: Any) -> None:
+    assert ask('s.part("sQ").place({ m: 3, n: 8 })') == [3, None]
+    assert ask('s.part("sQ").place({ m: 3, d: 31 })') == [3, 31]
+    assert ask('s.part("sQ").place({ m: 16, d: 32 })') == [None, None]
+
+
+def test_cells_beyond_the_tensor_do_not_exist(ask: Any) -> None:
+    assert ask('[[0, 29], [0, 30]].map(([row, col]) => s.part("gQ").exists(row, col))') == [True, False]
+
+
+def test_colour_modes_fit_the_part(ask: Any) -> None:
+    def modes(part: str) -> list[str]:
+        return [mode for mode, _ in ask(f's && CF.coloring.modes(s, s.part("{part}"))')]
+
+    assert modes("gQ") == ["plain", "owner", "value", "instruction", "address"]
+    assert modes("sQ") == ["plain", "owner", "value", "instruction", "bank", "address", "core"]
+    assert modes("frag_Q") == ["plain", "owner", "value", "instruction"]
+
+
+def test_a_mode_the_part_lacks_becomes_its_standard_one(ask: Any) -> None:
+    options = "{ step: null, instruction: null, stage: 0, swizzled: true }"
+    assert ask(f'CF.coloring.of(s, s.part("frag_Q"), "bank", {options}).mode') == "owner"
+    assert ask(f'CF.coloring.of(s, s.part("sQ"), null, {options}).mode') == "bank"
+
+
+@pytest.mark.parametrize("instruction", [0, 1])
+def test_core_matrices_move_with_the_instruction(ask: Any, instruction: int) -> None:
+    options = f'{{ step: "wgmma", instruction: {instruction}, stage: 0, swizzled: true }}'
+    found = ask(f'[...CF.coloring.of(s, s.part("sQ"), "core", {options}).numbers]')
+    for cell, core in enumerate(found):
+        row, col = cell % ROWS, cell // ROWS
+        assert core == (row // 8 + 2 * (col % 16 // 8) if col // 16 == instruction else -1)
+
+
+def test_marks_count_what_is_held_read_and_written(ask: Any) -> None:
+    selection = '{ step: s.step("ldmatrix"), instruction: 0, range: CF.scene.rangeOf({ thread: 32 }) }'
+    assert ask(f'CF.marks.count(CF.marks.flags(s, s.part("frag_Q"), {selection}))') == {
+        "read": 0,
+        "write": 8,
+        "held": 16,
+    }
+    assert ask(f'CF.marks.count(CF.marks.flags(s, s.part("sQ"), {selection}))') == {"read": 8, "write": 0, "held": 0}
+    assert ask('CF.marks.flags(s, s.part("sQ"), { step: null, instruction: null, range: null })') is None
+
+
+def test_the_flow_runs_from_left_to_right(ask: Any) -> None:
+    columns = dict(ask("[...CF.flow.columns(s)]"))
+    assert columns["gQ"] < columns["step load"] < columns["sQ"] < columns["step ldmatrix"] < columns["frag_Q"]
+
+
+def test_the_spoken_line_names_place_address_and_bank(ask: Any) -> None:
+    described = "CF.inspector.describe(s, part, 2, 5, { stage: 1, swizzled: true })"
+    line = ask(f'((part) => CF.inspector.sentence(part, {described}))(s.part("sQ"))')
+    address = BASE + ELEMENT_BYTES * swizzled(2 * COLS + 5 + ROWS * COLS)
+    assert line == f"sQ m 2, d 5: address 0x{address:04x}, bank {address // 4 % 32}, stage 1"
+
+
+def test_a_descriptor_is_encoded_as_the_ptx_manual_says(ask: Any) -> None:
+    desc = "{ swizzle_bytes: 128, leading_bytes: 16, stride_bytes: 1024 }"
+    word = int(ask(f"CF.stepper.descriptorWord(CF.stepper.descriptorFields({desc}, 0x2420)).toString()"))
+    assert word & 0x3FFF == 0x2420 >> 4
+    assert word >> 16 & 0x3FFF == 1
+    assert word >> 32 & 0x3FFF == 64
+    assert word >> 62 == 1
+
+
+def test_the_hash_holds_the_state_that_matters(ask: Any) -> None:
+    changes = '{ view: "kernel", panel: "sK", pin: { n: 3, d: 17 }, thread: 130, instruction: 3, swizzle: false }'
+    assert ask(f"CF.state.link({changes})") == "#view=kernel&panel=sK&el=n3,d17&thread=130&i=3&swizzle=0"
+
+
+@pytest.mark.parametrize(
+    "text, element", [("n3,d17", {"n": 3, "d": 17}), ("m0", {"m": 0}), ("nonsense", None), ("", None)]
+)
+def test_an_element_is_read_from_the_hash(ask: Any, text: str, element: dict[str, int] | None) -> None:
+    assert ask(f'CF.state.parseElement("{text}")') == element
