@@ -76,9 +76,9 @@
 
   const span = (what, first, last) => (first === last ? `${what} ${first}` : `${what} ${first}–${last}`);
 
-  const counted = (what, numbers) => {
+  const counted = (numbers) => {
     const last = numbers.reduce((a, b) => Math.max(a, b), 0);
-    return [{ text: span(what, 0, last), rgbs: Array.from({ length: Math.min(last + 1, 8) }, (_, i) => category(i)) }];
+    return [{ text: last ? `0–${last}` : "0", rgbs: Array.from({ length: Math.min(last + 1, 8) }, (_, i) => category(i)) }];
   };
 
   const makers = {
@@ -95,6 +95,7 @@
       return {
         numbers,
         by: mover?.title,
+        follows: ["step"],
         rgb: threadColour,
         text: (number) => `t${number}`,
         group: (number) => Math.floor(number / CF.scene.WARP),
@@ -106,7 +107,7 @@
     value: (scene, part, { step }) => {
       const { values, step: mover } = belonging(scene, part, step);
       const numbers = fill(part, (put) => values.each(null, null, (cell, _, value) => put(cell, value)));
-      return { numbers, by: mover?.title, rgb: rampOver(values.values), text: (n) => `v${n}`, range: ["v0", `v${values.values - 1}`] };
+      return { numbers, by: mover?.title, follows: ["step"], rgb: rampOver(values.values), text: (n) => `v${n}`, range: ["v0", `v${values.values - 1}`] };
     },
 
     instruction: (scene, part, { step }) => {
@@ -118,17 +119,19 @@
       return {
         numbers,
         by: mover.title,
+        follows: ["step"],
         rgb: category,
         text: (n) => `#${n}`,
         group: (n) => n,
         groupText: (n) => `${what} ${n}`,
-        legend: counted(what, numbers),
+        legend: counted(numbers),
       };
     },
 
     bank: (scene, part, { stage, swizzled }) => {
       const numbers = addresses(scene, part, stage, swizzled).map((address) => scene.bank(address));
-      return { numbers, rgb: rampOver(CF.scene.BANKS), text: String, range: ["bank 0", "31"] };
+      const range = ["bank 0", "31"];
+      return { numbers, follows: ["stage", "swizzle"], rgb: rampOver(CF.scene.BANKS), text: String, range };
     },
 
     address: (scene, part, { stage, swizzled }) => {
@@ -137,6 +140,7 @@
       const high = numbers.reduce((a, b) => Math.max(a, b), 0);
       return {
         numbers,
+        follows: ["stage", "swizzle"],
         rgb: (address) => ramp((address - low) / Math.max(high - low, 1)),
         text: (address) => address.toString(16),
         range: [CF.hex(low), CF.hex(high)],
@@ -148,11 +152,13 @@
       const numbers = coreNumbers(scene, part, found, instruction ?? 0);
       return {
         numbers,
+        by: found.step.title,
+        follows: ["step", "instruction"],
         rgb: category,
         text: (n) => `c${n}`,
         group: (n) => n,
         groupText: (n) => `${n}`,
-        legend: counted("core matrix", numbers),
+        legend: counted(numbers),
       };
     },
   };
@@ -170,8 +176,7 @@
   function coreNumbers(scene, part, { step, desc }, instruction) {
     const touch = step.touches.find((candidate) => candidate.id === part.id && candidate.mode === "read");
     const values = touch && scene.touchValues(touch);
-    const per = values ? values.threads * values.values : 0;
-    const moved = values && instruction < values.instructions ? values.tv[instruction * per] - values.tv[0] : 0;
+    const moved = values && instruction < values.instructions ? values.cell(0, 0, instruction) - values.cell(0) : 0;
     const cells = CF.algebra.evaluate(desc.core);
     return fill(part, (put) => cells.forEach((cell, at) => put(cell + moved, Math.floor(at / 64))));
   }
@@ -179,7 +184,8 @@
   /**
    * The colouring of a part: `{mode, title, numbers: Float64Array by cell (-1 none), rgb(number), text(number, cell)}`
    * and for the legend either `legend: [{text, rgbs}]` or `range: [low, high]`; `group(number)` and `groupText(group)`
-   * where neighbouring cells of one group deserve a label; `by` the step that the numbers are of. A mode that the part has not becomes its standard one.
+   * where neighbouring cells of one group deserve a label; `by` the step that the numbers are of, `follows`
+   * the keys of CF.state that they depend on. A mode that the part has not becomes its standard one.
    */
   function of(scene, part, wanted, options) {
     const known = modes(scene, part).map(([mode]) => mode);

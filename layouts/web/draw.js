@@ -13,48 +13,44 @@
 
   const { theme, css, parse, ink } = CF.palette;
 
-  function offscreen(part, paint) {
+  const pack = ([r, g, b], alpha = 255) => ((alpha << 24) | (b << 16) | (g << 8) | r) >>> 0;
+
+  /* A canvas of one pixel a cell; `colour(cell)` is packed as the little-endian bytes of an image are. */
+  function offscreen(part, colour) {
     const canvas = document.createElement("canvas");
     canvas.width = part.cols;
     canvas.height = part.rows;
     const context = canvas.getContext("2d");
     const image = context.createImageData(part.cols, part.rows);
-    for (let row = 0; row < part.rows; row++) {
-      for (let col = 0; col < part.cols; col++) paint(image.data, 4 * (col + part.cols * row), row + part.rows * col);
+    const pixels = new Uint32Array(image.data.buffer);
+    for (let row = 0, at = 0; row < part.rows; row++) {
+      for (let col = 0; col < part.cols; col++) pixels[at++] = colour(row + part.rows * col);
     }
     context.putImageData(image, 0, 0);
     return canvas;
   }
 
-  /** One pixel a cell: the colours of a colouring. */
+  /** The colours of a colouring. */
   function baseImage(part, colouring) {
-    const none = parse(theme("none"));
-    const known = new Map();
-    return offscreen(part, (data, at, cell) => {
+    const known = new Map([[CF.scene.NONE, pack(parse(theme("none")))]]);
+    return offscreen(part, (cell) => {
       const number = colouring.numbers[cell];
-      if (!known.has(number)) known.set(number, number < 0 ? none : colouring.rgb(number));
-      const [r, g, b] = known.get(number);
-      data[at] = r;
-      data[at + 1] = g;
-      data[at + 2] = b;
-      data[at + 3] = 255;
+      if (!known.has(number)) known.set(number, pack(colouring.rgb(number)));
+      return known.get(number);
     });
   }
 
-  /** One pixel a cell: hides what is not marked. */
+  /** Hides what is not marked. */
   function dimImage(part, flags) {
-    const dim = parse(theme("dim"));
-    return offscreen(part, (data, at, cell) => data.set(flags[cell] ? [0, 0, 0, 0] : [...dim, 205], at));
+    const dim = pack(parse(theme("dim")), 205);
+    return offscreen(part, (cell) => (flags[cell] ? 0 : dim));
   }
 
-  /** One pixel a cell: the colours of reading and writing, opaque; `draw` lays them on thinly where outlines help. */
+  /** The colours of reading and writing, opaque; `draw` lays them on thinly where outlines help. */
   function tintImage(part, flags) {
     const { READ, WRITE } = CF.marks;
-    const paint = { read: [...parse(theme("read")), 255], write: [...parse(theme("write")), 255] };
-    return offscreen(part, (data, at, cell) => {
-      if (flags[cell] & WRITE) data.set(paint.write, at);
-      else if (flags[cell] & READ) data.set(paint.read, at);
-    });
+    const [read, write] = [pack(parse(theme("read"))), pack(parse(theme("write")))];
+    return offscreen(part, (cell) => (flags[cell] & WRITE ? write : flags[cell] & READ ? read : 0));
   }
 
   /** What of the grid is to be seen: cell size, the pixel of cell (0, 0), and the first and last row and column. */

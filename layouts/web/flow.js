@@ -15,10 +15,10 @@
     const links = scene.steps.map((step) => linksOf(step));
     for (const { key, reads, writes } of links) {
       column.set(key, 1 + Math.max(0, ...reads.map((id) => column.get(id))));
-      for (const id of writes) if (!reads.includes(id)) column.set(id, Math.max(column.get(id), column.get(key) + 1));
+      for (const id of writes) column.set(id, Math.max(column.get(id), column.get(key) + 1));
     }
     for (const { key, reads, writes } of [...links].reverse()) {
-      const targets = writes.filter((id) => !reads.includes(id)).map((id) => column.get(id) - 1);
+      const targets = writes.map((id) => column.get(id) - 1);
       if (targets.length) column.set(key, Math.max(column.get(key), Math.min(...targets)));
       for (const id of reads) raise(id, column, links);
     }
@@ -26,13 +26,21 @@
   }
 
   function raise(id, column, links) {
-    const readers = links.filter(({ reads, writes }) => reads.includes(id) && !writes.includes(id));
+    const readers = links.filter(({ reads }) => reads.includes(id));
     if (readers.length) column.set(id, Math.max(column.get(id), Math.min(...readers.map(({ key }) => column.get(key))) - 1));
   }
 
+  /*
+   * What a step reads and writes, for drawing: a part that it updates in place counts as written (an accumulator), or as
+   * read where the step touches nothing else (the softmax of scores), so that no arrow goes back.
+   */
   function linksOf(step) {
     const ids = (mode) => [...new Set(step.touches.filter((touch) => touch.mode === mode).map((touch) => touch.id))];
-    return { step, key: `step ${step.id}`, reads: ids("read"), writes: ids("write") };
+    const [reads, writes] = [ids("read"), ids("write")];
+    const others = reads.filter((id) => !writes.includes(id));
+    const key = `step ${step.id}`;
+    if (others.length || !reads.length) return { step, key, reads: others, writes };
+    return { step, key, reads, writes: writes.filter((id) => !reads.includes(id)) };
   }
 
   /* The lane of a step is that of what it makes, else of what it reads. */
@@ -49,7 +57,7 @@
       this.openPanel = openPanel;
       this.edges = CF.svg("svg", { class: "flow-edges", "aria-hidden": "true" });
       this.grid = CF.h("div", { class: "flow-grid" }, this.edges);
-      this.element = CF.h("section", { class: "flow", "aria-label": "The data's way through the kernel" }, this.grid);
+      this.element = CF.h("section", { class: "flow", "aria-label": "The data's way through the kernel" }, this.grid, key());
       container.append(this.element);
       this.#place();
       this.redraw = CF.perFrame(() => this.#drawEdges());
@@ -120,18 +128,23 @@
       const paths = [];
       for (const { step, key, reads, writes } of this.links) {
         const chosen = CF.state.get("step") === step.id;
-        for (const id of reads) {
-          if (!writes.includes(id)) paths.push(edge(box(id), box(key), chosen ? "read" : ""));
-        }
-        for (const id of writes) {
-          const loop = reads.includes(id) && box(id).right <= box(key).left;
-          paths.push(loop ? edge(box(id), box(key), chosen ? "write" : "") : edge(box(key), box(id), chosen ? "write head" : "head"));
-        }
+        for (const id of reads) paths.push(edge(box(id), box(key), chosen ? "read" : ""));
+        for (const id of writes) paths.push(edge(box(key), box(id), chosen ? "write head" : "head"));
       }
       this.edges.setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
       this.edges.replaceChildren(...paths.flat());
     }
   }
+
+  const key = () =>
+    CF.h(
+      "p",
+      { class: "flow-key" },
+      [["global", "global memory"], ["shared", "shared memory"], ["registers", "registers"]].map(([space, text]) =>
+        CF.h("span", {}, CF.h("i", { class: `flow-part ${space}` }), text),
+      ),
+      CF.h("span", {}, "A tile or fragment opens its panel, a step shows what it touches."),
+    );
 
   function edge(from, to, kind) {
     const [x0, x1] = [from.right, to.left];

@@ -9,7 +9,7 @@
   const SCROLLBAR = 14;
   const PAGE = 8; // cells that Page Up and Page Down move by: the height of a core matrix
   const STATE = ["hover", "pin", "thread", "warp", "warpgroup", "step", "instruction", "stage", "swizzle", "color", "theme"];
-  const COLOURED_BY = ["stage", "swizzle", "color", "theme", "step", "instruction"];
+  const COLOURED_BY = ["color", "theme"]; // and what the colouring itself says it follows
   const MARKED_BY = ["thread", "warp", "warpgroup", "step", "instruction", "theme"];
   const SPACES = { global: "global memory", shared: "shared memory", registers: "registers" };
 
@@ -129,7 +129,9 @@
 
     #watch() {
       this.stop = CF.state.on(STATE, (changed) => {
-        if (COLOURED_BY.some((key) => changed.has(key))) this.stale.colours = true;
+        const coloured = [...COLOURED_BY, ...(this.frame.colouring?.follows ?? [])];
+        if (coloured.some((key) => changed.has(key))) this.stale.colours = true;
+        if (changed.has("stage") && this.stageSelect) this.stageSelect.value = String(this.#stage());
         if (MARKED_BY.some((key) => changed.has(key))) this.stale.marks = true;
         this.redraw();
       });
@@ -293,7 +295,6 @@
       this.frame.colouring = colouring;
       this.frame.base = CF.draw.baseImage(this.part, colouring);
       this.stale.colours = false;
-      if (this.stageSelect) this.stageSelect.value = String(this.#stage());
       this.element.dataset.color = colouring.mode ?? "own";
       this.legend.replaceChildren(...legend(colouring));
     }

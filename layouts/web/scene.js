@@ -20,51 +20,113 @@
     return { of: (cell) => entries.subarray(start[cell], start[cell + 1]) };
   }
 
-  /** A thread-value(-instruction) layout over a grid of `cells` cells; evaluated on first use. */
+  /**
+   * The threads of a mode, sorted into classes that do the same: modes of stride 0 tell no threads apart (all threads of
+   * a warpgroup share a wgmma operand). `of[thread]` is a thread's class, `members[class]` the threads, `layout` the
+   * mode without its copies.
+   */
+  function classify({ shape, stride }) {
+    const [extents, strides] = [shape, stride].map((tree) => CF.algebra.flatten(tree));
+    const kept = extents.map((_, i) => i).filter((i) => strides[i] !== 0);
+    const threads = extents.reduce((a, b) => a * b, 1);
+    const of = new Int32Array(threads);
+    for (let thread = 0; thread < threads; thread++) {
+      let [rest, next] = [thread, 1];
+      extents.forEach((extent, i) => {
+        if (strides[i] !== 0) {
+          of[thread] += next * (rest % extent);
+          next *= extent;
+        }
+        rest = Math.floor(rest / extent);
+      });
+    }
+    const members = [];
+    of.forEach((group, thread) => (members[group] ??= []).push(thread));
+    const once = kept.length ? kept : [extents.length];
+    return { of, members, layout: { shape: once.map((i) => extents[i] ?? 1), stride: once.map((i) => strides[i] ?? 0) } };
+  }
+
+  /** A thread-value(-instruction) layout over a grid of `cells` cells; evaluated on first use, copies only once. */
   class ThreadValues {
-    #tv = null;
+    #cells = null;
     #inverse = null;
+    #classes = null;
 
     constructor(layout, firstThread, cells) {
       const { size, modes } = CF.algebra;
-      const extents = modes(layout).map(size);
-      [this.threads, this.values = 1, this.instructions = 1] = extents;
-      this.layout = layout;
+      this.modes = modes(layout);
+      [this.threads, this.values = 1, this.instructions = 1] = this.modes.map(size);
       this.first = firstThread;
       this.cells = cells;
     }
 
+    get classes() {
+      this.#classes ??= classify(this.modes[0]);
+      return this.#classes;
+    }
+
+    /* Cells at `class + classes * (value + values * instruction)`. */
     get tv() {
-      this.#tv ??= CF.algebra.evaluate(this.layout);
-      return this.#tv;
+      const modes = [this.classes.layout, ...this.modes.slice(1)];
+      this.#cells ??= CF.algebra.evaluate({ shape: modes.map((mode) => mode.shape), stride: modes.map((mode) => mode.stride) });
+      return this.#cells;
+    }
+
+    /** The cell of a thread (counted from `first`), value and instruction. */
+    cell(thread, value = 0, instruction = 0) {
+      const { of, members } = this.classes;
+      return this.tv[of[thread] + members.length * (value + this.values * instruction)];
     }
 
     /** `[{thread, value, instruction}]` of a cell, threads counted from the block's first. */
     of(cell) {
       this.#inverse ??= invert(this.tv, this.cells);
-      return Array.from(this.#inverse.of(cell), (at) => this.entry(at));
+      const { members } = this.classes;
+      return Array.from(this.#inverse.of(cell)).flatMap((at) => {
+        const rest = Math.floor(at / members.length);
+        const [value, instruction] = [rest % this.values, Math.floor(rest / this.values)];
+        return members[at % members.length].map((thread) => ({ thread: this.first + thread, value, instruction }));
+      });
     }
 
-    entry(at) {
-      const rest = Math.floor(at / this.threads);
-      return {
-        thread: this.first + (at % this.threads),
-        value: rest % this.values,
-        instruction: Math.floor(rest / this.values),
-      };
-    }
-
-    /** Calls `visit(cell, thread, value)` for the threads in `range` (null: all) and one instruction (null: all). */
-    each(instruction, range, visit) {
-      const low = Math.max(0, range ? range.first - this.first : 0);
-      const high = Math.min(this.threads - 1, range ? range.last - this.first : this.threads - 1);
+    /**
+     * Calls `visit(cell, thread, value)` for the threads in `range` (null: all) and one instruction (null: all). Of
+     * threads that do the same only the first is visited, unless `copies`.
+     */
+    each(instruction, range, visit, copies = false) {
+      const groups = this.#groups(range, copies);
       const [from, to] = this.#instructions(instruction);
+      const stride = this.classes.members.length;
       for (let at = from * this.values; at < to * this.values; at++) {
-        for (let thread = low; thread <= high; thread++) {
-          const cell = this.tv[at * this.threads + thread];
-          if (cell >= 0 && cell < this.cells) visit(cell, this.first + thread, at % this.values);
+        for (const [group, thread] of groups) {
+          const cell = this.tv[group + stride * at];
+          if (cell >= 0 && cell < this.cells) visit(cell, thread, at % this.values);
         }
       }
+    }
+
+    /* `[class, thread]` of the threads in range, one of each class or all. */
+    #groups(range, copies) {
+      const found = [];
+      const seen = new Set();
+      this.classes.of.forEach((group, index) => {
+        const thread = this.first + index;
+        if ((range && (thread < range.first || thread > range.last)) || (!copies && seen.has(group))) return;
+        seen.add(group);
+        found.push([group, thread]);
+      });
+      return found;
+    }
+
+    /** How many `{cells, threads}` an instruction (null: all) touches, for the threads in `range` (null: all). */
+    count(instruction, range) {
+      const seen = new Uint8Array(this.cells);
+      let cells = 0;
+      this.each(instruction, range, (cell) => {
+        cells += 1 - seen[cell];
+        seen[cell] = 1;
+      });
+      return { cells, threads: cells ? this.#groups(range, true).length : 0 };
     }
 
     /* An operand with one instruction in its layout is the same for each of the step's instructions. */
@@ -200,12 +262,10 @@
 
     /** The evaluated thread-value layout of one of a step's touches. */
     touchValues(touch) {
-      const key = touch;
-      if (!this.#values.has(key)) {
-        const part = this.part(touch.id);
-        this.#values.set(key, new ThreadValues(touch.tv, touch.first_thread ?? 0, part.size));
+      if (!this.#values.has(touch)) {
+        this.#values.set(touch, new ThreadValues(touch.tv, touch.first_thread ?? 0, this.part(touch.id).size));
       }
-      return this.#values.get(key);
+      return this.#values.get(touch);
     }
 
     /**
@@ -218,10 +278,11 @@
       return spec.touches.map((touch) => {
         const cells = [];
         const by = [];
-        this.touchValues(touch).each(instruction, threads, (cell, thread) => {
+        const put = (cell, thread) => {
           cells.push(cell);
           by.push(thread);
-        });
+        };
+        this.touchValues(touch).each(instruction, threads, put, true);
         return { id: touch.id, mode: touch.mode, cells: Int32Array.from(cells), threads: Int32Array.from(by) };
       });
     }

@@ -162,18 +162,19 @@
           row("issued by", step.role),
           row("how often", `${step.repeat}, ${step.instructions} per issuing thread`),
           step.box ? row("TMA box", `${step.box[0]} × ${step.box[1]} elements`) : null,
-          this.scene.touched(step, instruction, { range: CF.scene.selected() }).map((touch) => row(...this.#touchRow(touch))),
+          step.touches.map((touch) => row(...this.#touchRow(touch, instruction))),
         ),
         step.note ? CF.h("p", {}, step.note) : null,
         ...["a", "b"].filter((side) => step.descriptor?.[side]).map((side) => descriptorTable(this.scene, side, step.descriptor[side], instruction ?? 0)),
       ].filter(Boolean);
     }
 
-    #touchRow({ id, mode, cells, threads }) {
-      const count = (numbers) => CF.number(new Set(numbers).size);
-      const sign = CF.h("span", { class: `badge ${mode}` }, mode === "read" ? "reads" : "writes");
-      if (!cells.length) return [sign, `${id}: nothing by ${CF.scene.selected()?.text ?? "this instruction"}`];
-      return [sign, `${id}: ${count(cells)} elements by ${count(threads)} thread${new Set(threads).size === 1 ? "" : "s"}`];
+    #touchRow(touch, instruction) {
+      const range = CF.scene.selected();
+      const { cells, threads } = this.scene.touchValues(touch).count(instruction, range);
+      const sign = CF.h("span", { class: `badge ${touch.mode}` }, touch.mode === "read" ? "reads" : "writes");
+      if (!cells) return [sign, `${touch.id}: nothing by ${range?.text ?? "this instruction"}`];
+      return [sign, `${touch.id}: ${CF.number(cells)} elements by ${threads} thread${threads === 1 ? "" : "s"}`];
     }
   }
 
