@@ -1,0 +1,50 @@
+"""Which shared-memory accesses of a warp collide in a bank.
+
+Shared memory has 32 banks of 4 bytes. A warp's access is served in phases of at most 128 bytes: 32 lanes at 4 bytes
+each, 16 at 8, 8 at 16. Every matrix of ldmatrix or stmatrix is a phase as well, 8 rows of 16 bytes. In a phase a bank
+hands out one 4-byte word; lanes that want the same word share it, further words take further passes.
+`python -m benchmarks.bank_conflicts` measures the model on a GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+BANKS = 32
+WORD = 4  # bytes
+PHASE_BYTES = BANKS * WORD
+WARP = 32
+
+Addresses = npt.NDArray[np.int64]
+
+
+def phase_lanes(lane_bytes: int) -> int:
+    """Lanes served together when each accesses `lane_bytes` (4, 8 or 16)."""
+    if lane_bytes not in (4, 8, 16):
+        raise ValueError(f"lane_bytes is {lane_bytes}; allowed: 4, 8, 16")
+    return min(WARP, PHASE_BYTES // lane_bytes)
+
+
+def words_by_bank(addresses: Addresses, lane_bytes: int) -> npt.NDArray[np.int64]:
+    """Distinct words that each phase of an access wants from each bank.
+
+    Args:
+        addresses: byte address of every lane's access, a multiple of `lane_bytes`; up to 32 lanes, whole phases.
+        lane_bytes: bytes a lane accesses.
+
+    Returns:
+        (phases, 32).
+    """
+    phases = np.asarray(addresses, np.int64).reshape(-1, phase_lanes(lane_bytes))
+    words = (phases[:, :, None] + np.arange(0, lane_bytes, WORD)) // WORD
+    table = np.zeros((len(phases), BANKS), np.int64)
+    for phase, wanted in enumerate(words.reshape(len(phases), -1)):
+        table[phase] = np.bincount(np.unique(wanted) % BANKS, minlength=BANKS)
+    return table
+
+
+def ways(addresses: Addresses, lane_bytes: int) -> npt.NDArray[np.int64]:
+    """Passes that each phase takes, 1 where nothing collides: the largest number of words wanted from one bank."""
+    found: npt.NDArray[np.int64] = words_by_bank(addresses, lane_bytes).max(axis=1)
+    return found

@@ -1,0 +1,226 @@
+"""From a kernel's DSL objects to the parts of a scene: what both kernel families have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from cuteflash.traits.base import ELEMENT_BYTES
+from layouts.algebra import ComposedLayout, Layout, Swizzle, composition, concatenate, right_inverse
+from layouts.dsl import coordinates, extents, layout_of, plain
+from layouts.scene import AXES, Axis, Fragment, Tile, Touch
+
+SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle
+EXAMPLE_HEADS = 16  # of the (batch, seqlen, heads, head_dim) tensor that a global tile is cut from
+SOFTMAX_NOTE = (
+    "Row by row of each thread: the maximum over its columns, then over the four lanes of the quad; exponentials in "
+    "place. The row sum stays with the thread until the epilogue."
+)
+OPERAND_AXES = {"A": (0, 2), "B": (1, 2), "C": (0, 1)}  # of a product's (M, N, K)
+Operand = Literal["A", "B", "C"]
+Strides = tuple[int, int]  # elements of the whole tile that a step in a copy's or product's two coordinates is worth
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """One operand of a tiled product, placed in the block's tile.
+
+    Attributes:
+        operand: which one.
+        threads: thread of the consumers to element.
+        values: (atom values, and the two of (tiles of M, tiles of N, k-blocks) that the operand has) to element.
+    """
+
+    operand: Operand
+    threads: Layout
+    values: Layout
+
+    def touch(self, id: str, mode: Literal["read", "write"], counts: Sequence[int], first_thread: int) -> Touch:
+        """What the product's instructions touch of it; they count through (tiles of M, tiles of N, k-blocks)."""
+        atom, *moving = self.values.modes()
+        steps = [Layout(count, 0) for count in counts]
+        for axis, moved in zip(OPERAND_AXES[self.operand], moving):
+            steps[axis] = moved
+        return Touch(id, mode, concatenate(self.threads, atom, concatenate(*steps)), first_thread)
+
+    def touch_k_blocks(self, id: str, mode: Literal["read", "write"], first_thread: int) -> Touch:
+        """All of its elements once, its last mode outermost, by an instruction for each atom."""
+        atom, *moving = self.values.modes()
+        return Touch(id, mode, concatenate(self.threads, atom, concatenate(*moving)), first_thread)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """A block's tile and the consumers that share its rows.
+
+    Attributes:
+        sizes: extent of each axis.
+        groups: warpgroups that tile_m is dealt out to, 64 rows each; 1 on sm80, where the tiled MMA spans all warps.
+        first_thread: of the first consumer.
+        group_threads: threads of one group.
+    """
+
+    sizes: dict[Axis, int]
+    groups: int
+    first_thread: int
+    group_threads: int
+
+    def shape(self, tensor: str) -> tuple[int, int]:
+        """(rows, cols) of a tensor's tile."""
+        row, col = AXES[tensor]
+        return self.sizes[row], self.sizes[col]
+
+    def part(self, tensor: str) -> tuple[int, int]:
+        """(rows, cols) of what one group works on."""
+        rows, cols = self.shape(tensor)
+        return (rows // self.groups if AXES[tensor][0] == "m" else rows), cols
+
+    def all_groups(self, threads: Layout, tensor: str) -> Layout:
+        """The thread mode of all groups from that of one; groups share K and V."""
+        if self.groups == 1:
+            return threads
+        step = self.part(tensor)[0] if AXES[tensor][0] == "m" else 0
+        return concatenate(threads, Layout(self.groups, step))
+
+    def placed(self, mma: Any, operand: Operand, tensor: str) -> Placed:
+        """An operand of a tiled MMA; the B operand of PV is V transposed."""
+        import cutlass.cute as cute
+
+        tile, strides = self.oriented(tensor, transposed=tensor == "V")
+        tv = plain(getattr(mma, f"tv_layout_{operand}_tiled"))
+        sizes = [mma.get_tile_size(axis) for axis in OPERAND_AXES[operand]]
+        partition = getattr(mma.get_slice(0), f"partition_{operand}")(cute.make_identity_tensor(tile))
+        threads = self.all_groups(composition(Layout(tuple(sizes), strides), tv.mode(0)), tensor)
+        return Placed(operand, threads, coordinates(partition.layout, strides))
+
+    def copy(self, tv: Any, tiler: Any, tensor: str, transposed: bool = False, everyone: bool = False) -> Layout:
+        """(thread, value, instruction) to element of a tiled copy's source or destination.
+
+        Args:
+            tv: the DSL's (thread, (atom values, rest)) layout over the tiler.
+            tiler: the DSL's tiler.
+            transposed: the copy's rows are the tile's columns.
+            everyone: the copy spans the whole tile, not one group's rows.
+        """
+        tile, strides = self.oriented(tensor, transposed, everyone)
+        sizes = extents(tiler)
+        block = Layout(sizes, strides)
+        threads, values = plain(tv).modes()
+        atom, rest = values.modes()
+        repeats = [
+            Layout(extent // size, size * stride if extent > size else 0)
+            for extent, size, stride in zip(tile, sizes, strides, strict=True)
+        ]
+        thread_mode = composition(block, threads)
+        return concatenate(
+            thread_mode if everyone else self.all_groups(thread_mode, tensor),
+            composition(block, atom),
+            concatenate(composition(block, rest), *repeats),
+        )
+
+    def oriented(self, tensor: str, transposed: bool, everyone: bool = False) -> tuple[tuple[int, int], Strides]:
+        """A tile's extents in the coordinates of a copy or product, and what a step in them is worth."""
+        rows, cols = self.shape(tensor) if everyone else self.part(tensor)
+        step = self.shape(tensor)[0]
+        return ((cols, rows), (step, 1)) if transposed else ((rows, cols), (1, step))
+
+    def fragment(self, id: str, tensor: str, placed: Placed, registers: Any, note: str) -> Fragment:
+        """A register tensor of the kernel; value v of a thread is element v of its registers."""
+        values = composition(placed.values, right_inverse(plain(registers.layout)))
+        width = registers.element_type.width
+        return Fragment(
+            id=id,
+            tensor=tensor,
+            shape=self.shape(tensor),
+            operand=placed.operand,
+            dtype={"Float32": "f32", "Float16": "f16", "BFloat16": "bf16"}[registers.element_type.__name__],
+            first_thread=self.first_thread,
+            tv=concatenate(placed.threads, values),
+            registers=values.size() * width // 32,
+            note=note,
+        )
+
+    def row_touch(self, id: str, mode: Literal["read", "write"], acc: Placed) -> Touch:
+        """An accumulator row by row of each thread, as the softmax goes through it: one "instruction" is one row.
+
+        The atom's values are (2 columns, 2 rows[, column groups]) on both families; see `cuteflash.core.views`.
+        """
+        atom, m, n = acc.values.modes()
+        pair, row, *groups = atom.modes()
+        return Touch(
+            id, mode, concatenate(acc.threads, concatenate(pair, *groups, n), concatenate(row, m)), self.first_thread
+        )
+
+
+def products(frame: Frame, kernel: Any) -> dict[str, Placed]:
+    """The operands of both products by tensor: S = Q K^T and O += P V."""
+    qk, pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
+    return {
+        "Q": frame.placed(qk, "A", "Q"),
+        "K": frame.placed(qk, "B", "K"),
+        "S": frame.placed(qk, "C", "S"),
+        "P": frame.placed(pv, "A", "P"),
+        "V": frame.placed(pv, "B", "V"),
+        "O": frame.placed(pv, "C", "O"),
+    }
+
+
+def no_work() -> Any:
+    """Stands for the run-time side of a problem, of which a kernel's fragments need the two scales."""
+    from cutlass import Float32
+
+    return types.SimpleNamespace(scale_log2=Float32(1), inner_scale=Float32(1))
+
+
+def smem_start() -> Any:
+    """A pointer to the start of a block's shared memory."""
+    import cutlass
+    import cutlass.cute as cute
+
+    return cute.make_ptr(cutlass.Uint8, 0, cute.AddressSpace.smem, assumed_align=SMEM_ALIGN)
+
+
+def global_tile(frame: Frame, tensor: str, head_dim: int, note: str) -> Tile:
+    """A block's tile of a contiguous (batch, seqlen, heads, head_dim) tensor of EXAMPLE_HEADS heads."""
+    rows, cols = frame.shape(tensor)
+    return Tile(
+        id=f"g{tensor}",
+        tensor=tensor,
+        space="global",
+        shape=(rows, cols),
+        layout=Layout((rows, cols), (EXAMPLE_HEADS * head_dim, 1)),
+        valid=(rows, head_dim),
+        note=f"{note} Drawn for a (batch, seqlen, {EXAMPLE_HEADS} heads, {head_dim}) tensor, whose rows are "
+        f"{EXAMPLE_HEADS * head_dim * ELEMENT_BYTES} bytes apart.",
+    )
+
+
+def shared_tile(tensor: str, smem: Any, base: int, swizzle_bytes: bool, note: str) -> Tile:
+    """A shared-memory tensor of the kernel from its composed layout, (rows, cols) or (rows, cols, stages).
+
+    Args:
+        base: byte offset in the block's shared memory.
+        swizzle_bytes: the swizzle counts bytes (sm90), not elements (sm80).
+    """
+    found = layout_of(smem)
+    if not isinstance(found, ComposedLayout):
+        raise TypeError(f"{tensor}: {found} has no swizzle")
+    shift = ELEMENT_BYTES.bit_length() - 1 if swizzle_bytes else 0
+    swizzle = Swizzle(found.swizzle.bits, found.swizzle.base - shift, found.swizzle.shift)
+    layout = found.layout
+    if layout.rank == 3 and AXES[tensor][0] == "m":  # its stages are the warpgroups' parts of the rows
+        rows, cols, parts = layout.modes()
+        layout = concatenate(concatenate(rows, parts), cols)
+    return Tile(
+        id=f"s{tensor}",
+        tensor=tensor,
+        space="shared",
+        shape=(layout.mode(0).size(), layout.mode(1).size()),
+        layout=layout,
+        swizzle=swizzle,
+        base=base,
+        stages=layout.mode(2).size() if layout.rank == 3 else 1,
+        note=note,
+    )

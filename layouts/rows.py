@@ -1,0 +1,131 @@
+"""From a forward problem, or a row of the shipped tables, to its scene."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+
+from cuteflash.compile import BuildReport
+from cuteflash.dispatch import FWD_KERNELS, Choice, choose_fwd
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.tables import FWD_ROWS, ROW_HEAD_DIMS, FwdRow
+from layouts.banks import WARP, ways
+from layouts.budget import budget
+from layouts.dsl import context
+from layouts.scene import Scene, Step, Touch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShippedRow:
+    """A row of the shipped tables, and a problem that it runs.
+
+    Attributes:
+        masks, dtypes: all that the row serves and no row above it takes; `problem` has the first of each.
+    """
+
+    target: str
+    family: Family
+    problem: FwdProblem
+    masks: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+
+def shipped_rows() -> Iterator[ShippedRow]:
+    """Every row of every table, each with a problem that the dispatcher gives to it."""
+    for (target, family), rows in FWD_ROWS.items():
+        for row in rows:
+            for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
+                served = [problem for problem in _problems(row, head_dim_v) if _runs(row, problem, target, family)]
+                if served:
+                    masks = tuple(dict.fromkeys(problem.mask for problem in served))
+                    dtypes = tuple(dict.fromkeys(problem.dtype for problem in served))
+                    yield ShippedRow(target, family, served[0], masks, dtypes)
+                    break
+
+
+def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
+    """A row's own head_dim_v, then those it may lend its tile to where another row takes its own."""
+    return (size for size in reversed(ROW_HEAD_DIMS) if size <= head_dim_v)
+
+
+def _problems(row: FwdRow, head_dim_v: int) -> Iterator[FwdProblem]:
+    """What the row may serve, bf16 first."""
+    for dtype in sorted(row.dtypes, key=lambda name: name != "bf16"):
+        for mask in row.masks:
+            yield FwdProblem(
+                dtype=cast(Any, dtype), head_dim=row.traits.head_dim, head_dim_v=head_dim_v, mask=cast(Any, mask)
+            )
+
+
+def _runs(row: FwdRow, problem: FwdProblem, target: str, family: Family) -> bool:
+    traits = dataclasses.replace(row.traits, head_dim_v=problem.head_dim_v)
+    return choose_fwd(problem, target, family).traits == traits
+
+
+def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildReport | None = None) -> Scene:
+    """The scene of a problem on a target.
+
+    Args:
+        choice: the dispatcher's.
+        report: the compiler's numbers where the kernel has been compiled for the target.
+    """
+    from layouts.read_sm80 import ReaderSm80
+    from layouts.read_sm90 import ReaderSm90
+
+    traits, arch = choice.traits, get_arch(target)
+    module, name = FWD_KERNELS[choice.family]
+    with context(target):
+        kernel = choice.kernel_cls(traits, problem)
+        reader = ReaderSm90(kernel) if choice.family == "sm90" else ReaderSm80(kernel)
+        fragments = reader.fragments()
+        dims = f"{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+        return Scene(
+            id=f"{target}-{choice.family}-{dims}-{problem.mask}-{problem.dtype}",
+            title=f"{name} · {target} · head dim {dims} · {problem.mask} · {problem.dtype}",
+            kernel={
+                "name": name,
+                "module": module,
+                "family": choice.family,
+                "arch": target,
+                "dtype": problem.dtype,
+                "element_bytes": 2,
+                "head_dim": problem.head_dim,
+                "head_dim_v": problem.head_dim_v,
+                "mask": problem.mask,
+                "source": choice.source,
+                "traits": dataclasses.asdict(traits),
+                "threads": traits.num_threads,
+            },
+            sizes=reader.frame.sizes,
+            roles=reader.roles(),
+            tiles=reader.tiles(),
+            fragments=fragments,
+            steps=reader.steps(),
+            budget=budget(traits, arch, fragments, report),
+        )
+
+
+def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) -> np.ndarray[Any, Any]:
+    """Ways of every phase of a shared-memory access: (instructions, warps, phases). Stage 0 stands for all.
+
+    Raises ValueError where the touch has no bank model.
+    """
+    if touch.lane_bytes is None:
+        raise ValueError(f"{step.id} touches {touch.id} not by lanes of shared memory")
+    tile = scene.tile(touch.id)
+    offsets = tile.offsets(swizzled).reshape(-1)  # stage 0 comes first
+    threads, values, instructions = (mode.size() for mode in touch.tv.modes())
+    first = touch.tv.indices().reshape(instructions, values, threads)[:, 0, :]  # a lane's first element
+    addresses = tile.base + offsets[first] * scene.kernel["element_bytes"]
+    warps = addresses.reshape(instructions, threads // WARP, WARP)
+    return np.array([[ways(lanes, touch.lane_bytes) for lanes in instruction] for instruction in warps])
+
+
+def worst_ways(scene: Scene) -> int:
+    """The most passes that a phase of any instruction takes."""
+    banked = ((step, touch) for step in scene.steps for touch in step.touches if touch.lane_bytes)
+    return max((int(touch_ways(scene, step, touch).max()) for step, touch in banked), default=1)

@@ -1,0 +1,251 @@
+"""What the explorer knows of one kernel row: its tiles, fragments, steps and budgets, as plain values.
+
+Axes are m (query row), n (key row), d (column of Q and K) and e (column of V and O); a tensor is a pair of them. An
+element of a tile or fragment is the number `row + rows * col`. `layouts/read_sm80.py` and `layouts/read_sm90.py` fill a
+scene from the kernel's own classes, `as_dict` is what pages and pictures are made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from layouts.algebra import ComposedLayout, Layout, Swizzle
+
+Axis = Literal["m", "n", "d", "e"]
+Space = Literal["global", "shared"]
+Phase = Literal["prologue", "loop", "epilogue"]
+Kind = Literal[
+    "tma",
+    "cp.async",
+    "ldmatrix",
+    "mma",
+    "wgmma",
+    "softmax",
+    "convert",
+    "stmatrix",
+    "st.shared",
+    "ld.shared",
+    "st.global",
+]
+
+Named = TypeVar("Named", "Tile", "Fragment", "Step")
+
+AXES: dict[str, tuple[Axis, Axis]] = {
+    "Q": ("m", "d"),
+    "K": ("n", "d"),
+    "S": ("m", "n"),
+    "P": ("m", "n"),
+    "V": ("n", "e"),
+    "O": ("m", "e"),
+}
+AXIS_LABELS: dict[Axis, str] = {
+    "m": "query",
+    "n": "key",
+    "d": "column of Q and K",
+    "e": "column of V and O",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """A block's tile of a tensor in global or shared memory.
+
+    Attributes:
+        layout: (row, col) or (row, col, stage) to element offset, before the swizzle.
+        swizzle: on element offsets; None where there is none.
+        base: byte address of the tile: in the block's shared memory, or 0.
+        valid: rows and columns that exist in global memory; the others are filled with zeros.
+    """
+
+    id: str
+    tensor: str
+    space: Space
+    shape: tuple[int, int]
+    layout: Layout
+    swizzle: Swizzle | None = None
+    base: int = 0
+    stages: int = 1
+    valid: tuple[int, int] | None = None
+    note: str = ""
+
+    def offsets(self, swizzled: bool = True) -> npt.NDArray[np.int64]:
+        """Element offset of every element, (cols, rows) or (stages, cols, rows): colexicographic order, reversed."""
+        layout = ComposedLayout(self.swizzle, 0, self.layout) if self.swizzle and swizzled else self.layout
+        rows, cols = self.shape
+        stages = (self.stages,) if self.layout.rank == 3 else ()
+        return layout.indices().reshape(*stages, cols, rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fragment:
+    """A tensor in the registers of many threads.
+
+    Attributes:
+        operand: which operand of its product it is.
+        first_thread: thread of the block that thread 0 of `tv` is.
+        tv: (thread, register element) to element. A thread mode of stride 0 means copies.
+        registers: 32-bit registers a thread.
+    """
+
+    id: str
+    tensor: str
+    shape: tuple[int, int]
+    operand: Literal["A", "B", "C"]
+    dtype: str
+    first_thread: int
+    tv: Layout
+    registers: int
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Touch:
+    """What one step reads or writes of a tile or fragment.
+
+    Attributes:
+        tv: (thread, value, instruction) to element; value runs over what one thread moves by one instruction.
+        first_thread, thread_step: index i of the thread mode is thread `first_thread + thread_step * i` of the block
+            (a step of 128 where whole warpgroups issue).
+        lane_bytes: bytes that a lane accesses in shared memory; None where no bank is involved.
+    """
+
+    id: str
+    mode: Literal["read", "write"]
+    tv: Layout
+    first_thread: int = 0
+    thread_step: int = 1
+    lane_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A WGMMA operand in shared memory, as its 64-bit matrix descriptor says it.
+
+    Attributes:
+        major: "K" where the product's k extent is contiguous, else "MN".
+        swizzle_bytes: 128, 64, 32 or 0.
+        leading_bytes, stride_bytes: the descriptor's two byte offsets; with a swizzled K-major operand the hardware
+            ignores the leading one, and the compiler leaves it at 16.
+        starts: start address of each instruction, in bytes from the tile's.
+        core: (row, element, core matrix) to element of the tile: the core matrices, 8 rows of 16 bytes, of the first
+            instruction.
+    """
+
+    tile: str
+    major: Literal["K", "MN"]
+    swizzle_bytes: int
+    leading_bytes: int
+    stride_bytes: int
+    starts: tuple[int, ...]
+    core: Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One kind of instruction on the data's way through a tile.
+
+    Attributes:
+        role: who issues it; `repeat`: how often.
+        instructions: how many each issuing thread, warp or warpgroup issues every time.
+        descriptor: of operands "a" and "b" where they lie in shared memory.
+        box: (rows, columns) that one TMA instruction moves.
+    """
+
+    id: str
+    title: str
+    kind: Kind
+    instruction: str
+    role: str
+    repeat: str
+    phase: Phase
+    touches: tuple[Touch, ...]
+    note: str = ""
+    descriptor: Mapping[str, Descriptor | None] | None = None
+    box: tuple[int, int] | None = None
+
+    @property
+    def instructions(self) -> int:
+        return self.touches[0].tv.mode(2).size()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Role:
+    """Threads of a block that run the same code."""
+
+    name: str
+    first_thread: int
+    threads: int
+    does: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scene:
+    """Everything drawn of one row.
+
+    Attributes:
+        id: unique among the rows, usable as a file name.
+        kernel: name, module, family, arch, dtype, head dims, mask, traits and where they come from.
+        sizes: extent of each axis in one tile.
+        budget: see `layouts.budget`.
+    """
+
+    id: str
+    title: str
+    kernel: Mapping[str, Any]
+    sizes: Mapping[Axis, int]
+    roles: tuple[Role, ...]
+    tiles: tuple[Tile, ...]
+    fragments: tuple[Fragment, ...]
+    steps: tuple[Step, ...]
+    budget: Mapping[str, Any]
+
+    def tile(self, id: str) -> Tile:
+        """The tile of that id; KeyError where there is none."""
+        return _named(self.tiles, id)
+
+    def fragment(self, id: str) -> Fragment:
+        """The fragment of that id; KeyError where there is none."""
+        return _named(self.fragments, id)
+
+    def step(self, id: str) -> Step:
+        """The step of that id; KeyError where there is none."""
+        return _named(self.steps, id)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The scene as JSON values; layouts are {"shape", "stride"}, swizzles [bits, base, shift]."""
+        return {
+            "id": self.id,
+            "title": self.title,
+            "kernel": dict(self.kernel) | {"roles": _json(self.roles)},
+            "axes": {axis: {"label": AXIS_LABELS[axis], "size": size} for axis, size in self.sizes.items()},
+            "tiles": [_json(tile) | {"axes": AXES[tile.tensor]} for tile in self.tiles],
+            "fragments": [_json(fragment) | {"axes": AXES[fragment.tensor]} for fragment in self.fragments],
+            "steps": [_json(step) | {"instructions": step.instructions} for step in self.steps],
+            "budget": dict(self.budget),
+        }
+
+
+def _named(items: tuple[Named, ...], id: str) -> Named:
+    for item in items:
+        if item.id == id:
+            return item
+    raise KeyError(f"{id}; there are {', '.join(item.id for item in items)}")
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return {"shape": value.shape, "stride": value.stride}
+    if isinstance(value, Swizzle):
+        return [value.bits, value.base, value.shift]
+    if dataclasses.is_dataclass(value):
+        return {field.name: _json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _json(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return [_json(part) for part in value]
+    return value
