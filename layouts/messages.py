@@ -1,7 +1,7 @@
 """Every error message of the algebra and of the layout parser, in one place.
 
-The page's JavaScript twins (`web/algebra.js`, `web/text.js`) use the same keys and the same words, so that an error
-reads the same in a terminal and in the playground; a test compares them. `{name}` marks what `str.format` fills in.
+The page's JavaScript twins (`web/algebra.js`, `web/text.js`) say the same words at the same positions, so that an error
+reads the same in a terminal and in the playground. `{name}` marks what `str.format` fills in.
 Layouts and shapes are filled in as CuTe text without spaces, as `str(layout)` and `text_of(shape)` write them.
 """
 

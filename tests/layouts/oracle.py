@@ -1,29 +1,12 @@
-"""The CuTe DSL as the oracle of the layout algebra: our values into DSL objects and back."""
+"""The CuTe DSL as the oracle of the layout algebra: our values as DSL objects, inside `layouts.dsl.context`."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass._mlir import ir
-from cutlass.cutlass_dsl import CuTeDSL
 
 from layouts.algebra import IntTuple, Layout
-
-
-@contextlib.contextmanager
-def context(arch: str = "sm_90a") -> Iterator[None]:
-    """Inside, DSL layouts can be made outside of jit."""
-    environment = CuTeDSL._get_dsl().envar
-    previous = environment._arch
-    environment.arch = arch
-    try:
-        with ir.Context(), ir.Location.unknown(), ir.InsertionPoint(ir.Module.create().body):
-            yield
-    finally:
-        environment._arch = previous
 
 
 def to_dsl(operand: Any) -> Any:
@@ -35,10 +18,6 @@ def to_dsl(operand: Any) -> Any:
         operand = without_idle_strides(operand)
         return cute.make_layout(operand.shape, stride=operand.stride)
     return tuple(map(to_dsl, operand)) if isinstance(operand, tuple) else operand
-
-
-def from_dsl(layout: Any) -> Layout:
-    return Layout(layout.shape, layout.stride)
 
 
 def without_idle_strides(layout: Layout) -> Layout:

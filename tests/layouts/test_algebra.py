@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from layouts import algebra
+from layouts import algebra, dsl
 from layouts.algebra import AlgebraError, ComposedLayout, Layout, Swizzle, Tiler
 from tests.layouts import oracle
 from tests.layouts.strategies import (
@@ -261,12 +261,12 @@ class TestTiling:
 
 
 @pytest.fixture(scope="module")
-def dsl() -> Iterator[None]:
-    with oracle.context():
+def dsl_context() -> Iterator[None]:
+    with dsl.context("sm_90a"):
         yield
 
 
-@pytest.mark.usefixtures("dsl")
+@pytest.mark.usefixtures("dsl_context")
 class TestOracle:
     """The same shapes and strides as the DSL (strides of extents of 1 aside), where the result exists.
 
@@ -275,7 +275,7 @@ class TestOracle:
 
     def agree(self, name: str, *operands: Tiler) -> None:
         ours = existing(getattr(algebra, name), *operands)
-        theirs = oracle.from_dsl(getattr(cute, name)(*map(oracle.to_dsl, operands)))
+        theirs = dsl.plain(getattr(cute, name)(*map(oracle.to_dsl, operands)))
         assert str(oracle.without_idle_strides(ours)) == str(oracle.without_idle_strides(theirs))
 
     @pytest.mark.parametrize("name", ["coalesce", "right_inverse", "flatten", "filter"])
@@ -331,6 +331,7 @@ class TestOracle:
         inner = Layout((8, 16), (16, 1))
         theirs = cute.make_composed_layout(cute.make_swizzle(*swizzle), 16, oracle.to_dsl(inner))
         ours = ComposedLayout(Swizzle(*swizzle), 16, inner)
+        assert dsl.layout_of(theirs) == ours
         assert ours.indices().tolist() == [int(theirs(index)) for index in range(inner.size())]
 
 
