@@ -15,6 +15,8 @@
     document.getElementById("theme").addEventListener("click", CF.theme.toggle);
     document.getElementById("skip").addEventListener("click", () => document.getElementById("main").focus());
     buildTabs();
+    const bar = document.getElementById("top");
+    new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
     CF.state.on(["view", "scene"], show);
     window.addEventListener("hashchange", follow);
     window.addEventListener("popstate", follow);

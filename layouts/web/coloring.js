@@ -34,7 +34,7 @@
     const moved = belonging(scene, part, null);
     const split = scene.mover(part, null, true);
     if (moved?.values.threads > 1) found.push("owner");
-    if (moved?.values.values > 1) found.push("value");
+    if (moved?.values.values > 1 && moved.step?.kind !== "tma") found.push("value");
     if (split) found.push(split.step.kind === "tma" ? "box" : "instruction");
     if (part.space === "shared") found.push("bank");
     if (part.kind === "tile") found.push("address");
@@ -57,11 +57,10 @@
     return numbers;
   }
 
-  /* Warps differ in hue; lanes of a warp run from dark to light, the second eight warps are darker as a whole. */
+  /* Warps differ in hue; lanes of a warp run from dark to light. */
   function threadColour(thread) {
-    const warp = Math.floor(thread / CF.scene.WARP);
     const lane = thread % CF.scene.WARP;
-    const hue = mix(category(warp), BLACK, warp % 16 > 7 ? 0.3 : 0);
+    const hue = CF.palette.warp(Math.floor(thread / CF.scene.WARP));
     return lane < 16 ? mix(hue, BLACK, (16 - lane) / 56) : mix(hue, WHITE, (lane - 15) / 28);
   }
 
@@ -71,7 +70,14 @@
     const warps = new Set();
     for (const thread of numbers) if (thread >= 0) warps.add(Math.floor(thread / CF.scene.WARP));
     const sorted = [...warps].sort((a, b) => a - b);
-    return [{ text: span("warp", sorted[0], sorted.at(-1)), rgbs: sorted.slice(0, 8).map(category) }];
+    return [{ text: span("warp", sorted[0], sorted.at(-1)), rgbs: sorted.map(CF.palette.warp) }];
+  }
+
+  /* Of an element with several owners the first gives the colour; its warp's name would then hide the others. */
+  function ownerNames(copies, numbers) {
+    if (copies > 1) return { legend: [{ text: `the first of ${copies} threads`, rgbs: [] }] };
+    const group = (thread) => Math.floor(thread / CF.scene.WARP);
+    return { group, groupText: (warp) => `warp ${warp}`, legend: warpNames(numbers) };
   }
 
   const span = (what, first, last) => (first === last ? `${what} ${first}` : `${what} ${first}–${last}`);
@@ -98,9 +104,7 @@
         follows: ["step"],
         rgb: threadColour,
         text: (number) => `t${number}`,
-        group: (number) => Math.floor(number / CF.scene.WARP),
-        groupText: (warp) => `warp ${warp}`,
-        legend: warpNames(numbers),
+        ...ownerNames(values.classes.members[0].length, numbers),
       };
     },
 

@@ -201,6 +201,9 @@ const CF = {};
     return 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b) > 0.18 ? "#000" : "#fff";
   }
 
+  /* The second eight warps have the hues of the first, darker. */
+  const warp = (index) => mix(categoryRgb[index % 8], [0, 0, 0], index % 16 > 7 ? 0.32 : 0);
+
   const themed = new Map();
   function theme(name) {
     if (!themed.has(name)) themed.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
@@ -208,12 +211,13 @@ const CF = {};
   }
 
   /**
-   * `categories` hex strings; `category(i)` and `ramp(0..1)` give [r, g, b]; `mix(a, b, t)`; `css(rgb, alpha)`;
+   * `categories` hex strings; `category(i)`, `warp(i)` and `ramp(0..1)` give [r, g, b]; `mix(a, b, t)`; `css(rgb, alpha)`;
    * `ink(rgb)` the text colour that reads on it; `theme(name)` the CSS custom property `--name` of the present theme.
    */
   CF.palette = {
     categories,
     category: (index) => categoryRgb[((index % 8) + 8) % 8],
+    warp,
     ramp,
     mix,
     ink,

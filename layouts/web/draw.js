@@ -6,9 +6,9 @@
   const TOP = 20;
   const GRID_FROM = 8; // cell size from which every cell has a border
   const TEXT_FROM = 20; // and from which it has room for its number
-  const OUTLINE_FROM = 3; // and from which marked cells are outlined
-  const TINT = 0.18;
-  const TINT_SMALL = 0.6;
+  const OUTLINE_FROM = 1.5; // and from which marked cells are outlined
+  const TINT = 0.12;
+  const TINT_SMALL = 0.45; // where cells are too small for outlines to tell reading from writing
   const FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
   const { theme, css, parse, ink } = CF.palette;
@@ -144,7 +144,7 @@
   function emphasise(context, { part, dim, tint }, g) {
     const area = [g.x0, g.y0, part.cols * g.cell, part.rows * g.cell];
     context.drawImage(dim, ...area);
-    context.globalAlpha = g.cell >= OUTLINE_FROM ? TINT : TINT_SMALL;
+    context.globalAlpha = g.cell >= 2 * OUTLINE_FROM ? TINT : TINT_SMALL;
     context.drawImage(tint, ...area);
     context.globalAlpha = 1;
   }
@@ -154,7 +154,7 @@
       context.save();
       context.translate(g.x0, g.y0);
       context.scale(g.cell, g.cell);
-      context.lineWidth = (g.cell >= GRID_FROM ? 2 : 1) / g.cell;
+      context.lineWidth = (g.cell >= GRID_FROM ? 2.5 : g.cell >= 3 ? 1.5 : 1) / g.cell;
       context.strokeStyle = theme(`${name}-line`);
       if (name === "write" && g.cell >= GRID_FROM) context.setLineDash([4 / g.cell, 2.5 / g.cell]);
       context.stroke(path);
@@ -204,7 +204,7 @@
   }
 
   /* Row and column indices along the edges; they stay in sight while the cells scroll. */
-  function axes(context, g, part, place) {
+  function axes(context, g, part, place, width) {
     context.font = `10px ${FONT}`;
     context.textBaseline = "middle";
     const spacing = (room) => [1, 2, 4, 8, 16, 32, 64, 128].find((every) => every * g.cell >= room) ?? 128;
@@ -220,7 +220,7 @@
     }
     if (!place) return;
     const [row, col] = place;
-    if (col !== null) chip(context, col, g.x0 + (col + 0.5) * g.cell, TOP - 9, LEFT);
+    if (col !== null) chip(context, col, Math.min(g.x0 + (col + 0.5) * g.cell, width - 13), TOP - 9, LEFT);
     if (row !== null) chip(context, row, LEFT - 14, g.y0 + (row + 0.5) * g.cell, 0);
   }
 
@@ -264,7 +264,7 @@
     if (pin) cursor(context, g, part, pin, true);
     if (place) cursor(context, g, part, place, false);
     context.restore();
-    axes(context, g, part, place ?? pin);
+    axes(context, g, part, place ?? pin, view.width);
   }
 
   CF.draw = { LEFT, TOP, TEXT_FROM, baseImage, dimImage, tintImage, groupBoxes, draw };

@@ -12,7 +12,8 @@
    */
   function columns(scene) {
     const column = new Map(scene.parts.map((part) => [part.id, 0]));
-    const links = scene.steps.map((step) => linksOf(step));
+    const links = linksIn(scene);
+    for (const { key } of links) column.set(key, 0);
     for (const { key, reads, writes } of links) {
       column.set(key, 1 + Math.max(0, ...reads.map((id) => column.get(id))));
       for (const id of writes) column.set(id, Math.max(column.get(id), column.get(key) + 1));
@@ -43,6 +44,21 @@
     return { step, key, reads, writes: writes.filter((id) => !reads.includes(id)) };
   }
 
+  /*
+   * The links of all steps. A step that reads no part but writes one takes up what an earlier step of the same tensor
+   * read without writing any: the values pass through registers that the scene does not draw.
+   */
+  function linksIn(scene) {
+    const links = scene.steps.map(linksOf);
+    const tensors = (ids) => ids.map((id) => scene.part(id)?.tensor);
+    links.forEach((link, at) => {
+      if (link.reads.length) return;
+      const before = links.slice(0, at).findLast(({ reads, writes }) => !writes.length && tensors(reads).some((t) => tensors(link.writes).includes(t)));
+      if (before) link.reads = [before.key];
+    });
+    return links;
+  }
+
   /* The lane of a step is that of what it makes, else of what it reads. */
   function stepLane(scene, { reads, writes }) {
     const id = writes[0] ?? reads[0];
@@ -52,7 +68,7 @@
   class Flow {
     constructor(container, scene, { openPanel }) {
       this.scene = scene;
-      this.links = scene.steps.map(linksOf);
+      this.links = linksIn(scene);
       this.nodes = new Map();
       this.openPanel = openPanel;
       this.edges = CF.svg("svg", { class: "flow-edges", "aria-hidden": "true" });

@@ -63,7 +63,7 @@
       this.element = CF.h("section", { class: "inspector", "aria-label": "Inspector" }, this.handle, this.line, this.spoken, this.body);
       container.append(this.element);
       this.redraw = CF.perFrame(() => this.update());
-      this.stop = CF.state.on(["hover", "pin", "stage", "swizzle", "source", "scene"], this.redraw);
+      this.stop = CF.state.on(["hover", "pin", "panel", "stage", "swizzle", "source"], this.redraw);
       this.update();
     }
 
@@ -96,7 +96,7 @@
         else if (row !== null) partly.push(`${part.id} row ${part.axes[0]} ${row}`);
         else if (col !== null) partly.push(`${part.id} column ${part.axes[1]} ${col}`);
       }
-      const at = CF.state.get("source") ?? CF.state.get("panel");
+      const at = CF.state.get(hover ? "source" : "panel");
       const source = whole.find(({ part }) => part.id === at) ?? whole[0];
       this.#say(source ? sentence(source.part, source.info) : CF.state.printElement(element), Boolean(!hover && pin));
       this.body.replaceChildren(

@@ -18,7 +18,7 @@
     constructor(container, scene) {
       this.scene = scene;
       this.kind = KINDS.find((kind) => CF.state.get(kind) !== null) ?? "warp";
-      this.element = CF.h("div", { class: "toolbar", role: "toolbar", "aria-label": "What the panels show" }, this.#colour(), this.#swizzle(), this.#selection());
+      this.element = CF.h("div", { class: "toolbar", role: "group", "aria-label": "What the panels show" }, this.#colour(), this.#swizzle(), this.#selection());
       container.append(this.element);
       this.stop = CF.state.on(["color", "swizzle", ...KINDS], () => this.update());
       this.update();
@@ -65,7 +65,7 @@
     #warpChips() {
       const warps = Math.ceil(this.scene.data.kernel.threads / CF.scene.WARP);
       return Array.from({ length: warps }, (_, warp) => {
-        const rgb = CF.palette.category(warp);
+        const rgb = CF.palette.warp(warp);
         const role = this.scene.role(warp * CF.scene.WARP);
         return CF.h(
           "button",
@@ -151,7 +151,9 @@
       this.fitSide = CF.perFrame(() => fill(side));
       for (const event of ["scroll", "resize"]) window.addEventListener(event, this.fitSide, { passive: true });
       this.fitSide();
-      this.#opened();
+      // A link names a panel, now or later; a panel that the reader focused needs no showing.
+      this.stop = CF.state.on("panel", () => this.#reveal(CF.state.get("panel")));
+      requestAnimationFrame(() => this.#reveal(CF.state.get("panel")));
     }
 
     #group(container, { title, tensors }) {
@@ -168,15 +170,10 @@
       return (a, b) => column.get(a.id) - column.get(b.id);
     }
 
-    /* A link that names a panel opens on it. */
-    #opened() {
-      const id = CF.state.get("panel");
-      if (this.panels.has(id)) requestAnimationFrame(() => this.#reveal(id));
-    }
-
+    /* Scrolls to a panel and focuses it. */
     #reveal(id) {
       const panel = this.panels.get(id);
-      if (!panel) return;
+      if (!panel || panel.element.contains(document.activeElement)) return;
       panel.element.scrollIntoView({ block: "center" });
       panel.view.focus({ preventScroll: true });
     }
@@ -189,6 +186,7 @@
     }
 
     destroy() {
+      this.stop();
       document.removeEventListener("keydown", this.keys);
       for (const event of ["scroll", "resize"]) window.removeEventListener(event, this.fitSide);
       for (const part of [...this.parts, ...this.panels.values()]) part.destroy();
@@ -203,13 +201,16 @@
 
   function facts(scene) {
     const { kernel } = scene.data;
-    const words = [
-      `${kernel.name} · ${kernel.arch} · ${kernel.dtype}`,
-      `head dim ${kernel.head_dim}${kernel.head_dim_v === kernel.head_dim ? "" : `/${kernel.head_dim_v}`}, ${kernel.mask}`,
-      `${kernel.threads} threads: ${kernel.roles.map((role) => `${role.name} ${role.first_thread}–${role.first_thread + role.threads - 1}`).join(", ")}`,
-      kernel.source,
-    ];
-    return CF.h("p", { class: "facts" }, words.map((text) => CF.h("span", {}, text)));
+    const role = ({ name, first_thread: first, threads, does }) => CF.h("span", { title: does }, `${name} ${first}–${first + threads - 1}`);
+    const traits = Object.entries(kernel.traits ?? {}).map(([name, value]) => CF.h("span", {}, `${name} `, CF.h("b", {}, String(value))));
+    return CF.h(
+      "div",
+      { class: "facts" },
+      CF.h("span", {}, `${kernel.threads} threads: `),
+      kernel.roles.map(role),
+      CF.h("span", {}, kernel.source),
+      traits.length ? CF.h("details", {}, CF.h("summary", {}, "traits"), CF.h("p", { class: "traits" }, traits)) : null,
+    );
   }
 
   let view = null;

@@ -121,6 +121,7 @@
         if (!at) return;
         this.#hover(at);
         this.pin();
+        if (event.pointerType === "touch") this.#hover(null);
       });
       view.addEventListener("keydown", (event) => this.#key(event));
       view.addEventListener("focus", () => this.live && !this.compact && CF.state.set({ panel: this.part.id }));
@@ -135,7 +136,11 @@
         if (MARKED_BY.some((key) => changed.has(key))) this.stale.marks = true;
         this.redraw();
       });
-      this.resized = new ResizeObserver(() => this.redraw());
+      // Unseen panels are measured too: the page must not shift when they come into view.
+      this.resized = new ResizeObserver(() => {
+        this.#measure();
+        this.redraw();
+      });
       this.resized.observe(this.element);
       this.visible = new IntersectionObserver(
         ([entry]) => {
@@ -183,8 +188,8 @@
     }
 
     setZoom(size) {
-      const marked = (CF.state.get("pin") && this.part.place(CF.state.get("pin"))) ?? [0, 0];
-      const centre = this.at ?? marked.map((index) => index ?? 0);
+      const pinned = this.part.place(CF.state.get("pin"));
+      const centre = this.at ?? (pinned.includes(null) ? this.#firstMarked() : pinned) ?? [0, 0];
       this.zoom = size;
       this.#measure();
       this.#reveal(centre);
@@ -261,6 +266,12 @@
       this.#reveal(to);
     }
 
+    /* The first cell that the step reads or writes, or null. */
+    #firstMarked() {
+      const at = this.frame.flags?.findIndex((flag) => flag & (CF.marks.READ | CF.marks.WRITE)) ?? -1;
+      return at < 0 ? null : [at % this.part.rows, Math.floor(at / this.part.rows)];
+    }
+
     /* Scrolls inside the panel so that a cell is in sight. */
     #reveal([row, col]) {
       const { view, cell } = this;
@@ -306,7 +317,7 @@
       const flags = this.scene && part.id ? CF.marks.flags(this.scene, part, selection) : null;
       frame.flags = flags;
       this.stale.marks = false;
-      this.status.textContent = "";
+      this.status.replaceChildren();
       this.element.classList.remove("idle");
       if (!flags) return;
       const total = CF.marks.count(flags);
@@ -314,9 +325,11 @@
       frame.dim = CF.draw.dimImage(part, flags);
       frame.tint = CF.draw.tintImage(part, flags);
       frame.paths = { read: line(CF.marks.READ), write: line(CF.marks.WRITE) };
+      if (this.zoom !== null && this.#firstMarked()) this.#reveal(this.#firstMarked());
       const words = [["held", "holds"], ["read", "reads"], ["write", "writes"]].filter(([key]) => total[key]);
-      this.status.textContent = words.map(([key, verb]) => `${verb} ${CF.number(total[key])}`).join(", ") || "not touched";
-      this.element.classList.toggle("idle", !words.length);
+      const badges = words.map(([key, verb]) => CF.h("span", { class: `badge ${key}` }, `${verb} ${CF.number(total[key])}`));
+      this.status.append(...(badges.length ? badges : ["not touched"]));
+      this.element.classList.toggle("idle", !badges.length);
     }
   }
 

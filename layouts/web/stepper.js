@@ -10,7 +10,7 @@
   function descriptorFields(desc, start) {
     const field = (bytes) => BigInt((bytes & 0x3ffff) >> 4);
     return [
-      ["start address", "13–0", `${CF.hex(start)} (${start} B)`, field(start), 0n],
+      ["start address", "13–0", CF.hex(start), field(start), 0n],
       ["leading byte offset", "29–16", `${desc.leading_bytes} B`, field(desc.leading_bytes), 16n],
       ["stride byte offset", "45–32", `${desc.stride_bytes} B`, field(desc.stride_bytes), 32n],
       ["swizzle", "63–62", desc.swizzle_bytes ? `${desc.swizzle_bytes} B` : "none", BigInt(SWIZZLE_CODES[desc.swizzle_bytes]), 62n],
@@ -23,6 +23,7 @@
   class Stepper {
     constructor(container, scene) {
       this.scene = scene;
+      this.steps = Object.keys(PHASES).flatMap((phase) => scene.steps.filter((step) => step.phase === phase));
       this.timer = null;
       this.items = new Map();
       this.list = this.#buildList();
@@ -43,9 +44,9 @@
 
     #buildList() {
       const groups = Object.entries(PHASES).map(([phase, title]) => {
-        const steps = this.scene.steps.filter((step) => step.phase === phase);
+        const steps = this.steps.filter((step) => step.phase === phase);
         if (!steps.length) return null;
-        return [CF.h("h3", {}, title), CF.h("ol", { start: this.scene.steps.indexOf(steps[0]) + 1 }, steps.map((step) => this.#item(step)))];
+        return [CF.h("h3", {}, title), CF.h("ol", { start: this.steps.indexOf(steps[0]) + 1 }, steps.map((step) => this.#item(step)))];
       });
       return CF.h("div", { class: "step-list" }, groups);
     }
@@ -90,8 +91,8 @@
 
     /** The step `by` places further in the list, all its instructions; nothing moves past the ends. */
     moveStep(by) {
-      const at = this.scene.steps.indexOf(this.step);
-      const next = this.scene.steps[at < 0 ? (by > 0 ? 0 : this.scene.steps.length - 1) : at + by];
+      const at = this.steps.indexOf(this.step);
+      const next = this.steps[at < 0 ? (by > 0 ? 0 : this.steps.length - 1) : at + by];
       if (next) CF.state.set({ step: next.id, instruction: null });
       return Boolean(next);
     }
