@@ -28,7 +28,7 @@
   function follow() {
     CF.state.readHash();
     if (names().includes(CF.state.get("view"))) return;
-    const view = names().includes(data.view) ? data.view : names()[0] ?? null;
+    const view = names().includes(data.view) ? data.view : (names()[0] ?? null);
     CF.state.set({ view }, { fromHash: true });
   }
 
@@ -38,7 +38,13 @@
       ...names().map((name) =>
         CF.h(
           "button",
-          { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "main", onclick: () => CF.state.set({ view: name }) },
+          {
+            type: "button",
+            role: "tab",
+            id: `tab-${name}`,
+            "aria-controls": "main",
+            onclick: () => CF.state.set({ view: name }),
+          },
           CF.views[name].title,
         ),
       ),

@@ -84,7 +84,9 @@
 
   const counted = (numbers) => {
     const last = numbers.reduce((a, b) => Math.max(a, b), 0);
-    return [{ text: last ? `0–${last}` : "0", rgbs: Array.from({ length: Math.min(last + 1, 8) }, (_, i) => category(i)) }];
+    return [
+      { text: last ? `0–${last}` : "0", rgbs: Array.from({ length: Math.min(last + 1, 8) }, (_, i) => category(i)) },
+    ];
   };
 
   const makers = {
@@ -111,7 +113,14 @@
     value: (scene, part, { step }) => {
       const { values, step: mover } = belonging(scene, part, step);
       const numbers = fill(part, (put) => values.each(null, null, (cell, _, value) => put(cell, value)));
-      return { numbers, by: mover?.title, follows: ["step"], rgb: rampOver(values.values), text: (n) => `v${n}`, range: ["v0", `v${values.values - 1}`] };
+      return {
+        numbers,
+        by: mover?.title,
+        follows: ["step"],
+        rgb: rampOver(values.values),
+        text: (n) => `v${n}`,
+        range: ["v0", `v${values.values - 1}`],
+      };
     },
 
     instruction: (scene, part, { step }) => {

@@ -31,7 +31,9 @@ const CF = {};
 
   /** A `<select>` from `[value, text]` pairs; `change(value)` is called with the chosen value. */
   CF.select = (label, pairs, value, change) => {
-    const options = pairs.map(([key, text]) => CF.h("option", { value: key, selected: String(key) === String(value) }, text));
+    const options = pairs.map(([key, text]) =>
+      CF.h("option", { value: key, selected: String(key) === String(value) }, text),
+    );
     return CF.h("select", { "aria-label": label, onchange: (event) => change(event.target.value) }, options);
   };
 
@@ -72,7 +74,9 @@ const CF = {};
   }
 
   function printElement(value) {
-    return AXES.filter((axis) => axis in value).map((axis) => axis + value[axis]).join(",");
+    return AXES.filter((axis) => axis in value)
+      .map((axis) => axis + value[axis])
+      .join(",");
   }
 
   /* key -> {param: name in the hash or null, initial, parse, print} */
@@ -206,13 +210,15 @@ const CF = {};
 
   const themed = new Map();
   function theme(name) {
-    if (!themed.has(name)) themed.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+    if (!themed.has(name))
+      themed.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
     return themed.get(name);
   }
 
   /**
-   * `categories` hex strings; `category(i)`, `warp(i)` and `ramp(0..1)` give [r, g, b]; `mix(a, b, t)`; `css(rgb, alpha)`;
-   * `ink(rgb)` the text colour that reads on it; `theme(name)` the CSS custom property `--name` of the present theme.
+   * `categories` hex strings; `category(i)`, `warp(i)` and `ramp(0..1)` give [r, g, b]; `mix(a, b, t)`; `parse(hex)`;
+   * `css(rgb, alpha)`; `ink(rgb)` the text colour that reads on it; `theme(name)` the CSS custom property `--name` of
+   * the present theme.
    */
   CF.palette = {
     categories,

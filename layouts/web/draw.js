@@ -175,7 +175,10 @@
     context.beginPath();
     if (pinned) context.arc(x, y, half * 1.3, 0, 2 * Math.PI);
     else context.rect(x - half, y - half, 2 * half, 2 * half);
-    for (const [width, colour] of [[4.5, "surface"], [2, "cursor"]]) {
+    for (const [width, colour] of [
+      [4.5, "surface"],
+      [2, "cursor"],
+    ]) {
       context.lineWidth = width;
       context.strokeStyle = theme(colour);
       context.stroke();
@@ -241,7 +244,8 @@
 
   /**
    * Draws a panel. `frame` holds part, colouring and base; with flags also dim, tint and paths (outlines); and place and
-   * pin (`[row | null, col | null]`) or null; `view` the scroll position and size in CSS pixels, `ratio` device pixels per CSS pixel.
+   * pin (`[row | null, col | null]`) or null; `view` the scroll position and size in CSS pixels, `ratio` device pixels
+   * per CSS pixel.
    */
   function draw(context, frame, cell, view, ratio) {
     const { part, colouring, flags, place, pin } = frame;

@@ -4,7 +4,11 @@
 
   const LANES = [["Q"], ["K"], ["S", "P"], ["V"], ["O"]];
 
-  const lane = (tensor) => Math.max(0, LANES.findIndex((tensors) => tensors.includes(tensor)));
+  const lane = (tensor) =>
+    Math.max(
+      0,
+      LANES.findIndex((tensors) => tensors.includes(tensor)),
+    );
 
   /**
    * Columns of parts and steps: a step stands right of all that it reads, a part right of the step that writes it;
@@ -28,7 +32,8 @@
 
   function raise(id, column, links) {
     const readers = links.filter(({ reads }) => reads.includes(id));
-    if (readers.length) column.set(id, Math.max(column.get(id), Math.min(...readers.map(({ key }) => column.get(key))) - 1));
+    if (readers.length)
+      column.set(id, Math.max(column.get(id), Math.min(...readers.map(({ key }) => column.get(key))) - 1));
   }
 
   /*
@@ -53,7 +58,11 @@
     const tensors = (ids) => ids.map((id) => scene.part(id)?.tensor);
     links.forEach((link, at) => {
       if (link.reads.length) return;
-      const before = links.slice(0, at).findLast(({ reads, writes }) => !writes.length && tensors(reads).some((t) => tensors(link.writes).includes(t)));
+      const before = links
+        .slice(0, at)
+        .findLast(
+          ({ reads, writes }) => !writes.length && tensors(reads).some((t) => tensors(link.writes).includes(t)),
+        );
       if (before) link.reads = [before.key];
     });
     return links;
@@ -73,7 +82,12 @@
       this.openPanel = openPanel;
       this.edges = CF.svg("svg", { class: "flow-edges", "aria-hidden": "true" });
       this.grid = CF.h("div", { class: "flow-grid" }, this.edges);
-      this.element = CF.h("section", { class: "flow", "aria-label": "The data's way through the kernel" }, this.grid, key());
+      this.element = CF.h(
+        "section",
+        { class: "flow", "aria-label": "The data's way through the kernel" },
+        this.grid,
+        key(),
+      );
       container.append(this.element);
       this.#place();
       this.redraw = CF.perFrame(() => this.#drawEdges());
@@ -96,12 +110,15 @@
       const box = (key, row) => {
         const at = used.indexOf(column.get(key)) + 2;
         const where = `${row} ${at}`;
-        if (!boxes.has(where)) boxes.set(where, CF.h("div", { class: "flow-cell", style: `grid-row:${row + 1};grid-column:${at}` }));
+        if (!boxes.has(where))
+          boxes.set(where, CF.h("div", { class: "flow-cell", style: `grid-row:${row + 1};grid-column:${at}` }));
         return boxes.get(where);
       };
       for (const part of this.scene.parts) box(part.id, lane(part.tensor)).append(this.#partNode(part));
       for (const link of this.links) box(link.key, stepLane(this.scene, link)).append(this.#stepNode(link));
-      const names = LANES.map((tensors, row) => CF.h("div", { class: "flow-lane", style: `grid-row:${row + 1}` }, tensors.join(", ")));
+      const names = LANES.map((tensors, row) =>
+        CF.h("div", { class: "flow-lane", style: `grid-row:${row + 1}` }, tensors.join(", ")),
+      );
       this.grid.append(...names, ...boxes.values());
     }
 
@@ -109,7 +126,12 @@
       const shape = `${part.rows}×${part.cols}${part.stages > 1 ? `×${part.stages}` : ""}`;
       const node = CF.h(
         "button",
-        { type: "button", class: `flow-part ${part.space}`, title: part.spec.note ?? "", onclick: () => this.openPanel(part.id) },
+        {
+          type: "button",
+          class: `flow-part ${part.space}`,
+          title: part.spec.note ?? "",
+          onclick: () => this.openPanel(part.id),
+        },
         CF.h("b", {}, part.id),
         CF.h("small", {}, shape),
       );
@@ -119,7 +141,11 @@
 
     #stepNode({ step, key }) {
       const choose = () => CF.state.set({ step: CF.state.get("step") === step.id ? null : step.id, instruction: null });
-      const node = CF.h("button", { type: "button", class: "flow-step", title: step.title, onclick: choose }, step.kind);
+      const node = CF.h(
+        "button",
+        { type: "button", class: "flow-step", title: step.title, onclick: choose },
+        step.kind,
+      );
       node.setAttribute("aria-label", `${step.title} (${step.kind})`);
       this.nodes.set(key, node);
       return node;
@@ -156,9 +182,11 @@
     CF.h(
       "p",
       { class: "flow-key" },
-      [["global", "global memory"], ["shared", "shared memory"], ["registers", "registers"]].map(([space, text]) =>
-        CF.h("span", {}, CF.h("i", { class: `flow-part ${space}` }), text),
-      ),
+      [
+        ["global", "global memory"],
+        ["shared", "shared memory"],
+        ["registers", "registers"],
+      ].map(([space, text]) => CF.h("span", {}, CF.h("i", { class: `flow-part ${space}` }), text)),
       CF.h("span", {}, "A tile or fragment opens its panel, a step shows what it touches."),
     );
 

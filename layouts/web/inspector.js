@@ -6,10 +6,13 @@
   const MANY = 4; // owners listed before the rest are only counted
 
   /** `t130 (warp 4, lane 2) v5` */
-  const ownerText = ({ thread, value }) => `t${thread} (warp ${Math.floor(thread / 32)}, lane ${thread % 32}) v${value}`;
+  const ownerText = ({ thread, value }) =>
+    `t${thread} (warp ${Math.floor(thread / 32)}, lane ${thread % 32}) v${value}`;
 
   function listed(texts) {
-    return texts.length > MANY ? `${texts.slice(0, MANY).join(", ")} and ${texts.length - MANY} more` : texts.join(", ");
+    return texts.length > MANY
+      ? `${texts.slice(0, MANY).join(", ")} and ${texts.length - MANY} more`
+      : texts.join(", ");
   }
 
   /* Threads in increasing order with runs written as 0–31. */
@@ -57,10 +60,23 @@
       this.body = CF.h("div", { class: "inspector-body", id: "inspector-body" });
       this.handle = CF.h(
         "button",
-        { type: "button", class: "inspector-handle", "aria-expanded": "false", "aria-controls": "inspector-body", onclick: () => this.open(!this.isOpen) },
+        {
+          type: "button",
+          class: "inspector-handle",
+          "aria-expanded": "false",
+          "aria-controls": "inspector-body",
+          onclick: () => this.open(!this.isOpen),
+        },
         "Element",
       );
-      this.element = CF.h("section", { class: "inspector", "aria-label": "Inspector" }, this.handle, this.line, this.spoken, this.body);
+      this.element = CF.h(
+        "section",
+        { class: "inspector", "aria-label": "Inspector" },
+        this.handle,
+        this.line,
+        this.spoken,
+        this.body,
+      );
       container.append(this.element);
       this.redraw = CF.perFrame(() => this.update());
       this.stop = CF.state.on(["hover", "pin", "panel", "stage", "swizzle", "source"], this.redraw);
@@ -109,7 +125,11 @@
     #empty() {
       this.#say("No element under the cursor", false);
       this.body.replaceChildren(
-        CF.h("p", { class: "hint" }, "Move over a panel, tap a cell, or focus a panel and use the arrow keys: the element lights up everywhere it lives."),
+        CF.h(
+          "p",
+          { class: "hint" },
+          "Move over a panel, tap a cell, or use the arrow keys in a panel: the element lights up everywhere it lives.",
+        ),
       );
     }
 
@@ -137,7 +157,13 @@
           {},
           info.exists ? null : row("value", "zero: outside the tensor"),
           info.owners ? row(info.owners.length > 1 ? "threads" : "thread", listed(info.owners.map(ownerText))) : null,
-          info.address === undefined ? null : row(part.space === "shared" ? "address" : "offset", CF.h("code", {}, CF.hex(info.address, digits)), ` ${info.address}`),
+          info.address === undefined
+            ? null
+            : row(
+                part.space === "shared" ? "address" : "offset",
+                CF.h("code", {}, CF.hex(info.address, digits)),
+                ` ${info.address}`,
+              ),
           info.bank === undefined || info.bank === null ? null : row("bank", info.bank),
           info.stage === undefined || info.stage === null ? null : row("stage", info.stage),
           info.touches.map((touch) => row(...touchRow(touch))),

@@ -40,15 +40,26 @@
   /** The outline of the cells that have `flag`, in cell units, as a Path2D. */
   function outline(found, rows, cols, flag) {
     const path = new Path2D();
-    const has = (row, col) => row >= 0 && row < rows && col >= 0 && col < cols && (found[row + rows * col] & flag) !== 0;
-    for (let row = 0; row <= rows; row++) runs(cols, (col) => has(row, col) !== has(row - 1, col), (from, to) => {
-      path.moveTo(from, row);
-      path.lineTo(to, row);
-    });
-    for (let col = 0; col <= cols; col++) runs(rows, (row) => has(row, col) !== has(row, col - 1), (from, to) => {
-      path.moveTo(col, from);
-      path.lineTo(col, to);
-    });
+    const has = (row, col) =>
+      row >= 0 && row < rows && col >= 0 && col < cols && (found[row + rows * col] & flag) !== 0;
+    for (let row = 0; row <= rows; row++)
+      runs(
+        cols,
+        (col) => has(row, col) !== has(row - 1, col),
+        (from, to) => {
+          path.moveTo(from, row);
+          path.lineTo(to, row);
+        },
+      );
+    for (let col = 0; col <= cols; col++)
+      runs(
+        rows,
+        (row) => has(row, col) !== has(row, col - 1),
+        (from, to) => {
+          path.moveTo(col, from);
+          path.lineTo(col, to);
+        },
+      );
     return path;
   }
 

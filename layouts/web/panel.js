@@ -8,10 +8,9 @@
   const TALLEST = 440;
   const SCROLLBAR = 14;
   const PAGE = 8; // cells that Page Up and Page Down move by: the height of a core matrix
-  const STATE = ["hover", "pin", "thread", "warp", "warpgroup", "step", "instruction", "stage", "swizzle", "color", "theme"];
   const COLOURED_BY = ["color", "theme"]; // and what the colouring itself says it follows
   const MARKED_BY = ["thread", "warp", "warpgroup", "step", "instruction", "theme"];
-  const SPACES = { global: "global memory", shared: "shared memory", registers: "registers" };
+  const STATE = ["hover", "pin", "stage", "swizzle", "color", ...MARKED_BY];
 
   CF.state.define("source"); // the panel in which the cursor is
 
@@ -24,7 +23,15 @@
      * grid may take (pixels); `live: false` keeps it from following hover, selection and step.
      */
     constructor(container, options) {
-      const { scene, id, part = scene.part(id), color = null, compact = false, height = TALLEST, live = true } = options;
+      const {
+        scene,
+        id,
+        part = scene.part(id),
+        color = null,
+        compact = false,
+        height = TALLEST,
+        live = true,
+      } = options;
       if (!part) throw new Error(`the scene ${scene.data.id} has no tile or fragment "${id}"`);
       Object.assign(this, { scene, part, compact, live, tallest: height, color });
       this.onHover = options.onHover ?? null;
@@ -42,73 +49,27 @@
     #build(container) {
       this.canvas = CF.h("canvas", { "aria-hidden": "true" });
       this.sizer = CF.h("div", { class: "panel-sizer" }, this.canvas);
-      this.view = CF.h("div", { class: "panel-view", tabindex: 0, role: "application", "aria-label": this.#describe() }, this.sizer);
+      this.view = CF.h(
+        "div",
+        { class: "panel-view", tabindex: 0, role: "application", "aria-label": CF.panelHead.label(this) },
+        this.sizer,
+      );
       this.legend = CF.h("div", { class: "panel-legend" });
       this.status = CF.h("span", { class: "panel-status" });
       this.element = CF.h(
         "section",
-        { class: this.compact ? "panel compact" : "panel", "aria-label": this.part.id, dataset: { panel: this.part.id } },
-        this.compact ? null : this.#header(),
+        {
+          class: this.compact ? "panel compact" : "panel",
+          "aria-label": this.part.id,
+          dataset: { panel: this.part.id },
+        },
+        this.compact ? null : CF.panelHead.header(this),
         this.view,
         this.compact ? null : CF.h("div", { class: "panel-foot" }, this.legend, this.status),
       );
       this.context = this.canvas.getContext("2d");
       this.#listen();
       container.append(this.element);
-    }
-
-    #describe() {
-      const { part } = this;
-      const axes = this.scene?.data.axes ?? {};
-      const name = (axis, extent) => `${extent} ${axes[axis]?.label ?? axis}`;
-      const stages = part.stages > 1 ? `, ${part.stages} stages` : "";
-      return (
-        `${part.id}, ${SPACES[part.space] ?? ""}: ${name(part.axes[0], part.rows)} rows by ` +
-        `${name(part.axes[1], part.cols)} columns${stages}. Arrow keys move the cursor, Enter pins it, plus and minus zoom.`
-      );
-    }
-
-    #header() {
-      const { part, scene } = this;
-      const [rowAxis, colAxis] = part.axes;
-      const words = [`${rowAxis} ${part.rows} × ${colAxis} ${part.cols}`];
-      if (part.kind === "fragment") words.push(`${part.spec.dtype} ${part.spec.operand}`, `${part.spec.registers} registers`);
-      else words.push(SPACES[part.space]);
-      return CF.h(
-        "header",
-        { class: "panel-head" },
-        CF.h("div", { class: "panel-title" }, CF.h("h3", {}, part.id), CF.h("span", { title: part.spec?.note }, words.join(" · "))),
-        CF.h("div", { class: "panel-tools" }, this.#colours(scene), this.#stages(), this.#zooms()),
-      );
-    }
-
-    #colours(scene) {
-      if (this.ownColouring) return null;
-      const pairs = [["", "colour: as all"], ...CF.coloring.modes(scene, this.part).map(([mode, title]) => [mode, title])];
-      this.colourSelect = CF.select(`Colour of ${this.part.id}`, pairs, this.color ?? "", (mode) => {
-        this.color = mode || null;
-        this.update();
-      });
-      return this.colourSelect;
-    }
-
-    #stages() {
-      if (this.part.stages < 2) return null;
-      const pairs = Array.from({ length: this.part.stages }, (_, i) => [i, `stage ${i}`]);
-      this.stageSelect = CF.select(`Stage of ${this.part.id}`, pairs, this.#stage(), (stage) => CF.state.set({ stage: Number(stage) }));
-      return this.stageSelect;
-    }
-
-    #zooms() {
-      const button = (text, label, act) => CF.h("button", { type: "button", "aria-label": `${label}: ${this.part.id}`, title: label, onclick: act }, text);
-      return CF.h(
-        "span",
-        { class: "segmented" },
-        button("−", "Smaller cells", () => this.zoomBy(-1)),
-        button("fit", "Whole panel", () => this.setZoom(null)),
-        button("+", "Larger cells", () => this.zoomBy(1)),
-        button("↔", "Full width", () => this.element.classList.toggle("wide")),
-      );
     }
 
     #listen() {
@@ -132,7 +93,7 @@
       this.stop = CF.state.on(STATE, (changed) => {
         const coloured = [...COLOURED_BY, ...(this.frame.colouring?.follows ?? [])];
         if (coloured.some((key) => changed.has(key))) this.stale.colours = true;
-        if (changed.has("stage") && this.stageSelect) this.stageSelect.value = String(this.#stage());
+        if (changed.has("stage") && this.stageSelect) this.stageSelect.value = String(this.stage);
         if (MARKED_BY.some((key) => changed.has(key))) this.stale.marks = true;
         this.redraw();
       });
@@ -167,13 +128,20 @@
       this.element.remove();
     }
 
+    /** Fixes the colour mode; null follows the state's again. */
+    setColor(mode) {
+      this.color = mode;
+      this.update();
+    }
+
     /** Another colouring of one's own in place of the present one. */
     setColouring(colouring) {
       this.ownColouring = colouring;
       this.update();
     }
 
-    #stage() {
+    /** The stage that the panel shows. */
+    get stage() {
       return CF.state.get("stage") % this.part.stages;
     }
 
@@ -197,7 +165,8 @@
     }
 
     zoomBy(direction) {
-      const sizes = direction > 0 ? LADDER.filter((s) => s > this.cell + 0.5) : LADDER.filter((s) => s < this.cell - 0.5);
+      const sizes =
+        direction > 0 ? LADDER.filter((s) => s > this.cell + 0.5) : LADDER.filter((s) => s < this.cell - 0.5);
       const next = direction > 0 ? sizes[0] : sizes.at(-1);
       if (next !== undefined) this.setZoom(next <= this.fit() + 0.5 ? null : next);
     }
@@ -245,11 +214,23 @@
 
     #key(event) {
       const moves = {
-        ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1],
-        PageUp: [-PAGE, 0], PageDown: [PAGE, 0], Home: [0, -Infinity], End: [0, Infinity],
+        ArrowUp: [-1, 0],
+        ArrowDown: [1, 0],
+        ArrowLeft: [0, -1],
+        ArrowRight: [0, 1],
+        PageUp: [-PAGE, 0],
+        PageDown: [PAGE, 0],
+        Home: [0, -Infinity],
+        End: [0, Infinity],
       };
-      const acts = { Enter: () => this.pin(), " ": () => this.pin(), "+": () => this.zoomBy(1), "=": () => this.zoomBy(1),
-        "-": () => this.zoomBy(-1), 0: () => this.setZoom(null) };
+      const acts = {
+        Enter: () => this.pin(),
+        " ": () => this.pin(),
+        "+": () => this.zoomBy(1),
+        "=": () => this.zoomBy(1),
+        "-": () => this.zoomBy(-1),
+        0: () => this.setZoom(null),
+      };
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (moves[event.key]) this.#move(moves[event.key]);
       else if (acts[event.key]) acts[event.key]();
@@ -299,7 +280,7 @@
 
     #recolour() {
       const [step, instruction, swizzled] = ["step", "instruction", "swizzle"].map(CF.state.get);
-      const options = { step, instruction, swizzled, stage: this.#stage() };
+      const options = { step, instruction, swizzled, stage: this.stage };
       const wanted = this.color ?? CF.state.get("color");
       const colouring = this.ownColouring ?? CF.coloring.of(this.scene, this.part, wanted, options);
       colouring.boxes ??= CF.draw.groupBoxes(this.part, colouring);
@@ -307,13 +288,17 @@
       this.frame.base = CF.draw.baseImage(this.part, colouring);
       this.stale.colours = false;
       this.element.dataset.color = colouring.mode ?? "own";
-      this.legend.replaceChildren(...legend(colouring));
+      this.legend.replaceChildren(...CF.panelHead.legend(colouring));
     }
 
     #remark() {
       const { frame, part } = this;
       const step = this.live ? this.scene?.step(CF.state.get("step")) : null;
-      const selection = { step, instruction: CF.state.get("instruction"), range: this.live ? CF.scene.selected() : null };
+      const selection = {
+        step,
+        instruction: CF.state.get("instruction"),
+        range: this.live ? CF.scene.selected() : null,
+      };
       const flags = this.scene && part.id ? CF.marks.flags(this.scene, part, selection) : null;
       frame.flags = flags;
       this.stale.marks = false;
@@ -326,24 +311,11 @@
       frame.tint = CF.draw.tintImage(part, flags);
       frame.paths = { read: line(CF.marks.READ), write: line(CF.marks.WRITE) };
       if (this.zoom !== null && this.#firstMarked()) this.#reveal(this.#firstMarked());
-      const words = [["held", "holds"], ["read", "reads"], ["write", "writes"]].filter(([key]) => total[key]);
-      const badges = words.map(([key, verb]) => CF.h("span", { class: `badge ${key}` }, `${verb} ${CF.number(total[key])}`));
+      const badges = CF.panelHead.badges(total);
       this.status.append(...(badges.length ? badges : ["not touched"]));
       this.element.classList.toggle("idle", !badges.length);
     }
   }
-
-  function legend(colouring) {
-    const swatch = (rgb) => CF.h("i", { style: `background:${CF.palette.css(rgb)}` });
-    const title = CF.h("b", { title: colouring.by && `by the step: ${colouring.by}` }, colouring.title ?? "");
-    if (colouring.range) {
-      const ramp = CF.h("i", { class: "ramp", style: `background:linear-gradient(90deg,${rampStops()})` });
-      return [title, CF.h("span", {}, colouring.range[0], ramp, colouring.range[1])];
-    }
-    return [title, ...(colouring.legend ?? []).map(({ text, rgbs }) => CF.h("span", {}, CF.h("span", { class: "strip" }, rgbs.map(swatch)), text))];
-  }
-
-  const rampStops = () => [0, 0.25, 0.5, 0.75, 1].map((t) => CF.palette.css(CF.palette.ramp(t))).join(",");
 
   CF.Panel = Panel;
 })();

@@ -1,4 +1,4 @@
-/* One row's scene, evaluated: layouts become typed arrays when they are first asked for, and are kept. No drawing here. */
+/* One row's scene, evaluated: layouts become typed arrays when first asked for, and are kept. No drawing here. */
 (() => {
   "use strict";
 
@@ -43,7 +43,11 @@
     const members = [];
     of.forEach((group, thread) => (members[group] ??= []).push(thread));
     const once = kept.length ? kept : [extents.length];
-    return { of, members, layout: { shape: once.map((i) => extents[i] ?? 1), stride: once.map((i) => strides[i] ?? 0) } };
+    return {
+      of,
+      members,
+      layout: { shape: once.map((i) => extents[i] ?? 1), stride: once.map((i) => strides[i] ?? 0) },
+    };
   }
 
   /** A thread-value(-instruction) layout over a grid of `cells` cells; evaluated on first use, copies only once. */
@@ -68,7 +72,10 @@
     /* Cells at `class + classes * (value + values * instruction)`. */
     get tv() {
       const modes = [this.classes.layout, ...this.modes.slice(1)];
-      this.#cells ??= CF.algebra.evaluate({ shape: modes.map((mode) => mode.shape), stride: modes.map((mode) => mode.stride) });
+      this.#cells ??= CF.algebra.evaluate({
+        shape: modes.map((mode) => mode.shape),
+        stride: modes.map((mode) => mode.stride),
+      });
       return this.#cells;
     }
 
@@ -230,7 +237,9 @@
 
     /** The role that a thread of the block plays, or null. */
     role(thread) {
-      return this.data.kernel.roles.find((r) => thread >= r.first_thread && thread < r.first_thread + r.threads) ?? null;
+      return (
+        this.data.kernel.roles.find((r) => thread >= r.first_thread && thread < r.first_thread + r.threads) ?? null
+      );
     }
 
     /** Byte address of an element: in the block's shared memory, or from the tile's first byte in global memory. */
@@ -334,6 +343,8 @@
       if (!cache.has(id)) cache.set(id, new Scene(data.scenes[id]));
       return cache.get(id);
     },
+    /** A part of one's own for CF.Panel: a grid `{id, axes: [row axis, column axis], shape: [rows, cols]}`. */
+    grid: (spec) => new Part(spec, "grid"),
     /** The threads `{first, last, text}` that a thread, warp or warpgroup names; null where none is chosen. */
     rangeOf: ({ thread = null, warp = null, warpgroup = null }) => {
       if (thread !== null) return { first: thread, last: thread, text: `thread ${thread}` };

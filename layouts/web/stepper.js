@@ -2,7 +2,11 @@
 (() => {
   "use strict";
 
-  const PHASES = { prologue: "Prologue, once a tile", loop: "Loop, every key block", epilogue: "Epilogue, once a tile" };
+  const PHASES = {
+    prologue: "Prologue, once a tile",
+    loop: "Loop, every key block",
+    epilogue: "Epilogue, once a tile",
+  };
   const PLAY_MS = 450;
   const SWIZZLE_CODES = { 0: 0, 128: 1, 64: 2, 32: 3 };
 
@@ -13,7 +17,13 @@
       ["start address", "13–0", CF.hex(start), field(start), 0n],
       ["leading byte offset", "29–16", `${desc.leading_bytes} B`, field(desc.leading_bytes), 16n],
       ["stride byte offset", "45–32", `${desc.stride_bytes} B`, field(desc.stride_bytes), 32n],
-      ["swizzle", "63–62", desc.swizzle_bytes ? `${desc.swizzle_bytes} B` : "none", BigInt(SWIZZLE_CODES[desc.swizzle_bytes]), 62n],
+      [
+        "swizzle",
+        "63–62",
+        desc.swizzle_bytes ? `${desc.swizzle_bytes} B` : "none",
+        BigInt(SWIZZLE_CODES[desc.swizzle_bytes]),
+        62n,
+      ],
     ];
   }
 
@@ -28,11 +38,24 @@
       this.items = new Map();
       this.list = this.#buildList();
       this.detail = CF.h("div", { class: "step-detail" });
-      this.hint = CF.h("p", { class: "hint" }, "Choose a step here or in the flow: the cells that it reads and writes light up. Select a warp to see its share.");
+      this.hint = CF.h(
+        "p",
+        { class: "hint" },
+        "Choose a step here or in the flow: the cells that it reads and writes light up. Select a warp to see its share.",
+      );
       this.#buildControls();
-      this.element = CF.h("section", { class: "stepper", "aria-label": "Steps of a tile" }, CF.h("h2", {}, "Steps"), this.controls, this.hint, this.list);
+      this.element = CF.h(
+        "section",
+        { class: "stepper", "aria-label": "Steps of a tile" },
+        CF.h("h2", {}, "Steps"),
+        this.controls,
+        this.hint,
+        this.list,
+      );
       container.append(this.element);
-      this.stop = CF.state.on(["step", "instruction", "thread", "warp", "warpgroup"], (changed) => this.update(changed));
+      this.stop = CF.state.on(["step", "instruction", "thread", "warp", "warpgroup"], (changed) =>
+        this.update(changed),
+      );
       this.update(new Set(["step"]));
     }
 
@@ -46,22 +69,41 @@
       const groups = Object.entries(PHASES).map(([phase, title]) => {
         const steps = this.steps.filter((step) => step.phase === phase);
         if (!steps.length) return null;
-        return [CF.h("h3", {}, title), CF.h("ol", { start: this.steps.indexOf(steps[0]) + 1 }, steps.map((step) => this.#item(step)))];
+        return [
+          CF.h("h3", {}, title),
+          CF.h(
+            "ol",
+            { start: this.steps.indexOf(steps[0]) + 1 },
+            steps.map((step) => this.#item(step)),
+          ),
+        ];
       });
       return CF.h("div", { class: "step-list" }, groups);
     }
 
     #item(step) {
       const choose = () => CF.state.set({ step: CF.state.get("step") === step.id ? null : step.id, instruction: null });
-      const button = CF.h("button", { type: "button", onclick: choose, dataset: { step: step.id } }, CF.h("span", {}, step.title), CF.h("code", {}, step.kind));
+      const button = CF.h(
+        "button",
+        { type: "button", onclick: choose, dataset: { step: step.id } },
+        CF.h("span", {}, step.title),
+        CF.h("code", {}, step.kind),
+      );
       this.items.set(step.id, button);
       return CF.h("li", {}, button);
     }
 
     #buildControls() {
-      const button = (text, label, act) => CF.h("button", { type: "button", "aria-label": label, title: label, onclick: act }, text);
+      const button = (text, label, act) =>
+        CF.h("button", { type: "button", "aria-label": label, title: label, onclick: act }, text);
       this.playButton = button("▶", "Play", () => (this.timer ? this.pause() : this.play()));
-      this.slider = CF.h("input", { type: "range", min: 0, step: 1, "aria-label": "Instruction", oninput: () => this.#slide() });
+      this.slider = CF.h("input", {
+        type: "range",
+        min: 0,
+        step: 1,
+        "aria-label": "Instruction",
+        oninput: () => this.#slide(),
+      });
       this.counter = CF.h("output", { class: "step-count" });
       this.controls = CF.h(
         "div",
@@ -166,7 +208,9 @@
           step.touches.map((touch) => row(...this.#touchRow(touch, instruction))),
         ),
         step.note ? CF.h("p", {}, step.note) : null,
-        ...["a", "b"].filter((side) => step.descriptor?.[side]).map((side) => descriptorTable(this.scene, side, step.descriptor[side], instruction ?? 0)),
+        ...["a", "b"]
+          .filter((side) => step.descriptor?.[side])
+          .map((side) => descriptorTable(this.scene, side, step.descriptor[side], instruction ?? 0)),
       ].filter(Boolean);
     }
 
@@ -183,14 +227,39 @@
     const index = Math.min(instruction, desc.starts.length - 1);
     const start = (scene.tile(desc.tile)?.spec.base ?? 0) + desc.starts[index];
     const fields = descriptorFields(desc, start);
-    const cells = ([name, bits, plain, value]) => CF.h("tr", {}, CF.h("th", { scope: "row" }, name), CF.h("td", {}, bits), CF.h("td", {}, plain), CF.h("td", {}, CF.hex(value, 1)));
+    const cells = ([name, bits, plain, value]) =>
+      CF.h(
+        "tr",
+        {},
+        CF.h("th", { scope: "row" }, name),
+        CF.h("td", {}, bits),
+        CF.h("td", {}, plain),
+        CF.h("td", {}, CF.hex(value, 1)),
+      );
     return CF.h(
       "table",
       { class: "descriptor" },
       CF.h("caption", {}, `Descriptor ${side.toUpperCase()}: ${desc.tile}, ${desc.major}-major, instruction ${index}`),
-      CF.h("thead", {}, CF.h("tr", {}, ["field", "bits", "value", "encoded"].map((text) => CF.h("th", { scope: "col" }, text)))),
+      CF.h(
+        "thead",
+        {},
+        CF.h(
+          "tr",
+          {},
+          ["field", "bits", "value", "encoded"].map((text) => CF.h("th", { scope: "col" }, text)),
+        ),
+      ),
       CF.h("tbody", {}, fields.map(cells)),
-      CF.h("tfoot", {}, CF.h("tr", {}, CF.h("th", { scope: "row" }, "word"), CF.h("td", { colspan: 3 }, CF.hex(descriptorWord(fields), 16)))),
+      CF.h(
+        "tfoot",
+        {},
+        CF.h(
+          "tr",
+          {},
+          CF.h("th", { scope: "row" }, "word"),
+          CF.h("td", { colspan: 3 }, CF.hex(descriptorWord(fields), 16)),
+        ),
+      ),
     );
   }
 
