@@ -6,31 +6,25 @@ import contextlib
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 
 def check_file(path: pathlib.Path) -> None:
     """ValueError where no file can be written at `path`; leaves nothing behind."""
-    if path.is_dir():
-        raise ValueError(f"output {path} is a directory; a file is needed")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"output {path} is no regular file")
-    parent = path.resolve().parent
-    if not parent.exists():
-        raise ValueError(f"output {path}: the directory {parent} does not exist")
-    _check_writable(path, parent)
+    with _said(path):
+        if path.is_dir():
+            raise ValueError(f"output {path} is a directory; a file is needed")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"output {path} is no regular file")
+        _check_writable(path, path.resolve().parent)
 
 
 def check_directory(path: pathlib.Path) -> None:
     """ValueError where no files can be written into `path`, which may have to be made first; leaves nothing behind."""
-    if path.is_dir():
-        _check_writable(path, path)
-        return
-    if path.exists() or path.is_symlink():
-        raise ValueError(f"output {path} is no directory; a directory is needed")
-    parent = path.resolve().parent
-    if not parent.exists():
-        raise ValueError(f"output {path}: the directory {parent} does not exist")
-    _check_writable(path, parent)
+    with _said(path):
+        if not path.is_dir() and (path.exists() or path.is_symlink()):
+            raise ValueError(f"output {path} is no directory; a directory is needed")
+        _check_writable(path, path if path.is_dir() else path.resolve().parent)
 
 
 def write_file(path: pathlib.Path, content: str | bytes) -> int:
@@ -39,10 +33,9 @@ def write_file(path: pathlib.Path, content: str | bytes) -> int:
     path = path.resolve()  # a link stays a link
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        raise ValueError(f"output {path} cannot be written: {error.strerror}") from error
+        with _said(path):
+            temporary.write_bytes(content)
+            temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -51,18 +44,24 @@ def write_file(path: pathlib.Path, content: str | bytes) -> int:
 
 def make_directory(path: pathlib.Path) -> None:
     """Makes the directory unless it is there. ValueError where the system refuses."""
-    try:
+    with _said(path):
         path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output {path} cannot be made: {error.strerror}") from error
 
 
 def _check_writable(path: pathlib.Path, directory: pathlib.Path) -> None:
     """By trying: permission bits do not tell of read-only file systems, quotas, or what root may do."""
+    if not directory.exists():
+        raise ValueError(f"output {path}: the directory {directory} does not exist")
     if not directory.is_dir():
         raise ValueError(f"output {path}: {directory} is no directory")
+    with tempfile.TemporaryFile(dir=directory):
+        pass
+
+
+@contextlib.contextmanager
+def _said(path: pathlib.Path) -> Iterator[None]:
+    """Turns the system's refusal into a ValueError that names the output."""
     try:
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        yield
     except OSError as error:
-        raise ValueError(f"output {path}: {directory} cannot be written: {error.strerror}") from error
+        raise ValueError(f"output {path} cannot be written: {error.strerror}") from error

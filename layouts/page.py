@@ -41,9 +41,9 @@ SLOT = re.compile(r"\{\{(\w+)\}\}")
 def page_data(
     view: str,
     views: Sequence[str],
-    *,
-    scenes: Mapping[str, Any] | None = None,
     scene: str | None = None,
+    scenes: Mapping[str, Any] | None = None,
+    *,
     gallery: Sequence[Mapping[str, Any]] | None = None,
     lessons: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def page_data(
     Args:
         view: the view that opens without a hash in the address.
         views: the views that have a tab.
-        scenes: scenes as JSON values, by id.
         scene: id of the page's own row.
+        scenes: scenes as JSON values, by id.
         gallery: what is known of each row that has a page.
         lessons: the numbers of the study path.
     """

@@ -1,4 +1,4 @@
-"""The command line: `cuteflash info | compile | demo | bench`."""
+"""The command line: `cuteflash info | compile | layouts | demo | bench`."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import typer
 
 from cuteflash.cli import build as building
 from cuteflash.cli import info as information
+from cuteflash.cli.layouts import layouts
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
@@ -107,6 +108,9 @@ def compile_(
     else:
         building.print_table(outcomes)
     raise typer.Exit(0 if all(outcome.good for outcome in outcomes) else 1)
+
+
+app.command()(layouts)
 
 
 @app.command(context_settings=PASS_THROUGH)

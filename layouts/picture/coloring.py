@@ -102,9 +102,14 @@ def _core(part: Part) -> Scale:
     numbers = part.core_matrices()
     assert numbers is not None, f"{part.spec['id']} has no core matrices"
     last = int(numbers.max())
-    legend = tuple((f"core matrix {number}", category(number)) for number in range(min(last + 1, len(CATEGORIES))))
+    legend = tuple((f"core matrix {number}", _core_color(number)) for number in range(min(last + 1, len(CATEGORIES))))
     repeat = f", colours repeating up to {last}" if last >= len(CATEGORIES) else ""
-    return numbers, category, legend, f"Colour: core matrix of the first instruction that reads here{repeat}."
+    return numbers, _core_color, legend, f"Colour: core matrix of the first instruction that reads here{repeat}."
+
+
+def _core_color(number: int) -> str:
+    """Shifted by one every eight: matrices side by side are a multiple of eight apart in many tiles."""
+    return category(number + number // len(CATEGORIES))
 
 
 def _thread_color(thread: int) -> str:

@@ -1,0 +1,233 @@
+"""`cuteflash layouts`: what a kernel does with its data, as one page, as pictures, or every row as a gallery."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cuteflash.cli import build as building
+from cuteflash.cli import info as information
+from cuteflash.cli.options import Usage, head_dims, names
+from cuteflash.dispatch import choose_fwd
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits.arch import ARCHS, FAMILIES
+
+KERNELS = ("fwd",)
+PICTURES = ("svg", "png", "ascii")
+FORMATS = ("html", "json", *PICTURES)
+COLORS = ("owner", "bank", "value", "address", "core", "plain")
+PACKAGES = {"numpy": "numpy", "PIL": "pillow"}  # module -> what brings it; both are part of the extra
+
+Item = TypeVar("Item")
+Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(KERNELS)}.")]
+Arch = Annotated[str | None, typer.Option(help=f"One of {', '.join(ARCHS)}; default: this GPU's. With --all, several.")]
+HeadDim = Annotated[
+    str | None, typer.Option(help="Columns of Q and K, a multiple of 8 up to 256. With --all, several.")
+]
+HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O; default: the same.")]
+Mask = Annotated[str | None, typer.Option(help=f"One of {', '.join(MASK_KINDS)}; default: full.")]
+Causal = Annotated[bool, typer.Option("--causal", help="Short for --mask causal.")]
+Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; default: bf16.")]
+Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
+Format = Annotated[str, typer.Option("--format", help="html: the page; json: its data; svg, png, ascii: its panels.")]
+Panel = Annotated[
+    str | None, typer.Option(help="Tile or fragment to draw, e.g. sK or acc_S; default: all, into -o DIR.")
+]
+Color = Annotated[str | None, typer.Option(help=f"Colour of a picture's cells, one of {', '.join(COLORS)}.")]
+Swizzle = Annotated[bool, typer.Option("--swizzle/--no-swizzle", help="Shared-memory addresses of a picture.")]
+Stage = Annotated[int | None, typer.Option(min=0, help="Which buffer of a tile with several a picture shows.")]
+Output = Annotated[pathlib.Path | None, typer.Option("-o", "--output", help="File, or directory, to write.")]
+All = Annotated[bool, typer.Option("--all", help="A page for every shipped row, with an index, into -o DIR.")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the kernels that are not in the cache, for their registers.")
+]
+
+
+def layouts(
+    *,
+    kernel: Kernel = "fwd",
+    arch: Arch = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    mask: Mask = None,
+    causal: Causal = False,
+    dtype: Dtype = None,
+    family: Family = None,
+    form: Format = "html",
+    panel: Panel = None,
+    color: Color = None,
+    swizzle: Swizzle = True,
+    stage: Stage = None,
+    output: Output = None,
+    everything: All = False,
+    compile_now: Compile = False,
+) -> None:
+    """Show a kernel's layouts: tiles, fragments, instructions, banks and budgets of a row, on one page without network.
+
+    --arch and --head-dim choose the row. JSON, and one panel as ascii, go to stdout without -o.
+    """
+    with Usage(), _extra():
+        _one("kernel", kernel, KERNELS)
+        _one("format", form, FORMATS)
+        if color is not None:
+            _one("color", color, COLORS)
+        of_pictures = {"panel": panel, "color": color, "stage": stage, "no-swizzle": None if swizzle else True}
+        if form not in PICTURES:
+            _refuse(f"with format {form}; it is for: {', '.join(PICTURES)}", of_pictures)
+        if mask is not None and causal:
+            raise ValueError("mask and causal are both given; allowed: one of them")
+        mask = "causal" if causal else mask
+        if everything:
+            if form != "html":
+                raise ValueError(f"format is {form!r}; with --all allowed: html")
+            _refuse("with --all, which shows every row", {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype})
+            good = _gallery(arch, head_dim, family, _needed(output, "site/"), compile_now)
+            raise typer.Exit(0 if good else 1)
+        row = _row(arch, head_dim, head_dim_v, mask or "full", dtype or "bf16", family)
+        if form in PICTURES:
+            _pictures(row, form, panel, (color, stage, swizzle), output, compile_now)
+        else:
+            _whole(row, form, output, compile_now)
+
+
+def _row(
+    arch: str | None, head_dim: str | None, head_dim_v: str | None, mask: str, dtype: str, family: str | None
+) -> tuple[FwdProblem, str, Any]:
+    """(problem, target, family) of one row, checked; the dispatcher's complaint where there is no such row."""
+    if head_dim is None:
+        raise ValueError("layouts needs --head-dim, e.g. --head-dim 128, or --all")
+    pairs = head_dims(head_dim, head_dim_v)
+    if len(pairs) > 1:
+        raise ValueError(f"head_dim is {head_dim!r}; allowed: one, or --all")
+    problem = FwdProblem(_one("dtype", dtype, DTYPES), *pairs[0], mask=_one("mask", mask, MASK_KINDS))
+    target = information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
+    row = problem, target, None if family is None else _one("family", family, FAMILIES)
+    choose_fwd(*row)
+    return row
+
+
+def _whole(row: tuple[FwdProblem, str, Any], form: str, output: pathlib.Path | None, compile_now: bool) -> None:
+    """The page, or the scene as JSON, to `output`; JSON without it to stdout."""
+    from layouts import command
+    from layouts.output import check_file, write_file
+
+    if form == "html":
+        output = _needed(output, "page.html")
+    if output is not None:
+        check_file(output)
+    scene = command.scene_json(command.read_scene(*row, compile_now))
+    text = command.page_text(scene) if form == "html" else command.scene_text(scene)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        size = write_file(output, text)
+        typer.echo(f"{output}: {scene['title']}, {size / 1e6:.2f} MB")
+
+
+def _pictures(
+    row: tuple[FwdProblem, str, Any],
+    form: str,
+    panel: str | None,
+    look: tuple[str | None, int | None, bool],
+    output: pathlib.Path | None,
+    compile_now: bool,
+) -> None:
+    """One panel to `output`, all panels into the directory `output`, or one panel as text to stdout."""
+    from layouts import command
+    from layouts.output import check_directory, check_file
+
+    if form != "ascii":
+        output = _needed(output, f"panel.{form}" if panel else "pictures/")
+    if output is not None:
+        (check_file if panel else check_directory)(output)
+    command.require(form)
+    scene = command.scene_json(command.read_scene(*row, compile_now))
+    view = command.View(*look)
+    if output is None:
+        width = shutil.get_terminal_size().columns
+        typer.echo(command.panel_text(scene, panel, view, width, cropped=sys.stdout.isatty()), nl=False)
+    elif panel is None:
+        written = list(command.write_panels(scene, form, view, output))
+        typer.echo(f"{output}: {len(written)} panels of {scene['title']}")
+    else:
+        command.write_panel(scene, panel, form, view, output)
+        typer.echo(f"{output}: {panel} of {scene['title']}")
+
+
+def _gallery(
+    arch: str | None, head_dim: str | None, family: str | None, output: pathlib.Path, compile_now: bool
+) -> bool:
+    """Writes the gallery of the selected rows; False where a kernel that should be compiled was not."""
+    from layouts import site
+    from layouts.output import check_directory
+
+    rows = site.chosen_rows(
+        targets=names("arch", arch, ARCHS) or list(ARCHS),
+        families=names("family", family, FAMILIES) or list(FAMILIES),
+        head_dims=[columns for columns, _ in head_dims(head_dim, None)] if head_dim is not None else None,
+    )
+    check_directory(output)
+    failed = []
+    if compile_now:
+        tasks = [building.Task(row.target, row.family, row.problem) for row in rows]
+        failed = [outcome for outcome in building.run(tasks, os.cpu_count() or 1) if outcome.error]
+    entries = list(_tracked("reading", map(site.make_entry, rows), len(rows)))
+    pages = list(_tracked("writing", site.write_site(output, entries), site.page_count(len(rows))))
+    for outcome in failed:
+        print(f"cuteflash: {' '.join(outcome.task.cells())}: {outcome.error}", file=sys.stderr)
+    typer.echo(f"{len(pages)} pages of {len(rows)} rows; open {output / 'index.html'}")
+    return not failed
+
+
+def _tracked(title: str, items: Iterable[Item], total: int) -> Iterator[Item]:
+    """`items` with a progress bar on stderr."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
+        yield from bar.track(items, total=total, description=title)
+
+
+def _one(option: str, text: str, allowed: Iterable[str]) -> Any:
+    """The value of an option that takes exactly one of `allowed`."""
+    values = names(option, text, allowed)
+    if len(values) != 1:
+        raise ValueError(f"{option} is {text!r}; allowed: one of {', '.join(allowed)}")
+    return values[0]
+
+
+def _refuse(why: str, options: dict[str, Any]) -> None:
+    """ValueError for the first of these options that is given."""
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{option} is given {why}")
+
+
+def _needed(output: pathlib.Path | None, example: str) -> pathlib.Path:
+    if output is None:
+        raise ValueError(f"layouts needs -o, e.g. -o {example}")
+    return output
+
+
+@contextlib.contextmanager
+def _extra() -> Iterator[None]:
+    """Says what to install where a package of the extra is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        sys.exit(f"cuteflash layouts needs {PACKAGES[error.name]}: pip install 'cuteflash[layouts]'")

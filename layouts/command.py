@@ -1,0 +1,135 @@
+"""The work behind `cuteflash layouts` for one row: its page, its scene as JSON, pictures of its panels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cuteflash.compile import build, cache_dir
+from cuteflash.compile.cache import Entry
+from cuteflash.compile.key import cache_key
+from cuteflash.dispatch import choose_fwd
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import Family
+from layouts.output import make_directory, write_file
+from layouts.page import ROW_VIEWS, make_page, page_data
+from layouts.picture import Table, ascii, colors, lay_out, make_table, panels, part_of
+from layouts.rows import make_scene
+from layouts.scene import Scene
+
+Json = dict[str, Any]
+SUFFIXES = {"svg": "svg", "png": "png", "ascii": "txt"}
+TERMINAL_CROP = (32, 32)  # rows and columns of a tile that a terminal gets
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """How pictures show their panels; a panel that lacks the colouring or stage of a whole set takes its own.
+
+    Attributes:
+        color: one of `layouts.picture.COLORS`; None leaves it to the panel.
+        stage: which buffer of tiles with several.
+        swizzled: False shows addresses without the swizzle.
+    """
+
+    color: str | None = None
+    stage: int | None = None
+    swizzled: bool = True
+
+
+def read_scene(problem: FwdProblem, target: str, family: Family | None, compile_now: bool = False) -> Scene:
+    """The scene of the row that runs a problem.
+
+    Its registers as compiled are there where the disk cache has the kernel; with `compile_now` they always are.
+    ValueError, NotImplementedError: no row runs the problem, and why.
+    """
+    choice = choose_fwd(problem, target, family)
+    request = (choice.kernel_cls, choice.traits, problem, target)
+    root = cache_dir()
+    cached = root is not None and Entry(root, cache_key(*request)).read()[0] is not None
+    report = build(*request) if cached or compile_now else None
+    return make_scene(problem, target, choice, report)
+
+
+def scene_json(scene: Scene) -> Json:
+    """The scene as JSON values alone, lists for tuples: what whoever reads the JSON gets."""
+    values: Json = json.loads(json.dumps(scene.as_dict()))
+    return values
+
+
+def page_text(scene: Json) -> str:
+    """One self-contained page that opens on the kernel view."""
+    data = page_data("kernel", ROW_VIEWS, scene["id"], {scene["id"]: scene})
+    return make_page(scene["title"], data)
+
+
+def scene_text(scene: Json) -> str:
+    """The scene as JSON text, one line."""
+    return json.dumps(scene, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
+def panel_text(scene: Json, panel: str | None, view: View, width: int, cropped: bool) -> str:
+    """One panel as text, lines of `width` characters; cropped to what a terminal can show, which it then says.
+
+    ValueError: no panel is chosen, there is none of that name, or it lacks the colouring or stage.
+    """
+    if panel is None:
+        raise ValueError(f"panel is not given; {scene['id']} has: {', '.join(panels(scene))}; all of them with -o DIR")
+    return ascii.render(_table(scene, panel, view), width, TERMINAL_CROP if cropped else None)
+
+
+def write_panel(scene: Json, panel: str, form: str, view: View, output: pathlib.Path) -> None:
+    """One panel as "svg", "png" or "ascii". ValueError: no such panel, or it lacks the colouring or stage."""
+    write_file(output, _renderer(form)(_table(scene, panel, view)))
+
+
+def write_panels(scene: Json, form: str, view: View, directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Every panel into `directory`, which is made where it is missing; yields their paths.
+
+    ValueError where no panel has the colouring or the stage.
+    """
+    names = panels(scene)
+    _check_somewhere(scene, names, view)
+    render = _renderer(form)
+    make_directory(directory)
+    for name in names:
+        part = part_of(scene, name)
+        color = view.color if view.color in colors(part) else None
+        stage = view.stage if view.stage is not None and view.stage < part.stages else None
+        path = directory / f"{name}.{SUFFIXES[form]}"
+        write_file(path, render(_table(scene, name, View(color, stage, view.swizzled))))
+        yield path
+
+
+def require(form: str) -> None:
+    """Imports what a format needs, so that a missing package is known before the work."""
+    if form in SUFFIXES:
+        _renderer(form)
+
+
+def _check_somewhere(scene: Json, names: list[str], view: View) -> None:
+    parts = [part_of(scene, name) for name in names]
+    known = dict.fromkeys(color for part in parts for color in colors(part))
+    if view.color is not None and view.color not in known:
+        raise ValueError(f"color is {view.color!r}; the panels of {scene['id']} have: {', '.join(known)}")
+    stages = max(part.stages for part in parts)
+    if view.stage is not None and view.stage >= stages:
+        raise ValueError(f"stage is {view.stage}; the panels of {scene['id']} have at most: {_upto(stages)}")
+
+
+def _upto(stages: int) -> str:
+    return ", ".join(map(str, range(stages)))
+
+
+def _table(scene: Json, panel: str, view: View) -> Table:
+    return make_table(scene, panel, view.color, view.stage or 0, view.swizzled)
+
+
+def _renderer(form: str) -> Callable[[Table], str | bytes]:
+    module = importlib.import_module(f"layouts.picture.{form}")
+    render: Callable[[Any], str | bytes] = module.render
+    return render if form == "ascii" else lambda table: render(lay_out(table))

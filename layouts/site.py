@@ -1,0 +1,103 @@
+"""The gallery: a page for every shipped row, an index, a comparison of two rows, the playground, the study path."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from layouts.command import read_scene, scene_json
+from layouts.output import make_directory, write_file
+from layouts.page import ROW_VIEWS, make_page, page_data
+from layouts.rows import ShippedRow, shipped_rows, worst_ways
+from layouts.scene import Scene
+
+TITLE = "cuteflash layouts"
+# Pages beside those of the rows: name, which is also their view's, and title.
+COMMON_PAGES = {
+    "index": TITLE,
+    "compare": f"{TITLE}: two rows",
+    "playground": f"{TITLE}: playground",
+    "learn": f"{TITLE}: study path",
+}
+NEED_SCENES = ("compare", "learn")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of the gallery: its scene as JSON values and what the index says of it."""
+
+    scene: dict[str, Any]
+    summary: dict[str, Any]
+
+
+def chosen_rows(
+    targets: Collection[str], families: Collection[str], head_dims: Collection[int] | None
+) -> list[ShippedRow]:
+    """The shipped rows of these targets, families and head dims of Q and K (None: all), in the tables' order.
+
+    ValueError where none is left.
+    """
+    rows = [
+        row
+        for row in shipped_rows()
+        if row.target in targets and row.family in families and (head_dims is None or row.problem.head_dim in head_dims)
+    ]
+    if not rows:
+        raise ValueError("no row of the shipped tables is left by the given options")
+    return rows
+
+
+def make_entry(row: ShippedRow) -> Entry:
+    """Reads one row; its registers are there where the disk cache has the kernel."""
+    scene = read_scene(row.problem, row.target, row.family)
+    return Entry(scene_json(scene), _summary(row, scene))
+
+
+def page_count(rows: int) -> int:
+    """Pages of a gallery of so many rows."""
+    return rows + len(COMMON_PAGES)
+
+
+def write_site(directory: pathlib.Path, entries: Iterable[Entry]) -> Iterator[pathlib.Path]:
+    """Writes every page of the gallery into `directory`, which is made where it is missing; yields each page's path.
+
+    ValueError where the system refuses to write.
+    """
+    entries = list(entries)
+    gallery = [entry.summary for entry in entries]
+    scenes = {entry.scene["id"]: entry.scene for entry in entries}
+    make_directory(directory)
+    for entry in entries:
+        scene = entry.scene
+        data = page_data("kernel", ROW_VIEWS, scene["id"], {scene["id"]: scene}, gallery=gallery)
+        yield _write(directory / entry.summary["file"], scene["title"], data)
+    for view, title in COMMON_PAGES.items():
+        data = page_data(view, [view], None, scenes if view in NEED_SCENES else {}, gallery=gallery)
+        yield _write(directory / f"{view}.html", title, data)
+
+
+def _write(path: pathlib.Path, title: str, data: Mapping[str, Any]) -> pathlib.Path:
+    write_file(path, make_page(title, data))
+    return path
+
+
+def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
+    kernel, traits = scene.kernel, scene.kernel["traits"]
+    return {
+        "id": scene.id,
+        "title": scene.title,
+        "arch": row.target,
+        "family": row.family,
+        "head_dim": kernel["head_dim"],
+        "head_dim_v": kernel["head_dim_v"],
+        "mask": ", ".join(row.masks),
+        "dtype": ", ".join(row.dtypes),
+        "file": f"{scene.id}.html",
+        "tile": f"{traits['tile_m']}x{traits['tile_n']}",
+        "threads": kernel["threads"],
+        "smem_bytes": scene.budget["smem"]["total"],
+        "blocks_per_sm": scene.budget["occupancy"]["blocks"],
+        "worst_ways": worst_ways(scene),
+    }

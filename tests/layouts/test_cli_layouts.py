@@ -1,0 +1,342 @@
+"""`cuteflash layouts`: what it writes, and what it says to bad input before any work."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from click.testing import Result
+from PIL import Image
+from typer.testing import CliRunner
+
+from cuteflash.cli import build as building
+from cuteflash.cli import layouts as command_line
+from cuteflash.cli.app import app
+from cuteflash.cli.build import Outcome
+from cuteflash.compile import BuildReport, Resources
+from cuteflash.dispatch import choose_fwd
+from cuteflash.traits.tables import FWD_ROWS
+from layouts import command, output, site
+from layouts.picture import COLORS
+from layouts.rows import shipped_rows
+from tests.layouts.test_page import LIMIT, data_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROW = ("--arch", "sm_80", "--head-dim", "64")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTEFLASH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An empty current directory."""
+    directory = tmp_path / "here"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    return directory
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*arguments: Any, **more: Any) -> None:
+        raise AssertionError("worked before the complaint")
+
+    monkeypatch.setattr(command, "read_scene", work)
+    monkeypatch.setattr(site, "read_scene", work)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["layouts", *arguments])
+
+
+def names_in(directory: pathlib.Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_html_is_one_page_with_the_row(here: pathlib.Path) -> None:
+    result = call("--kernel", "fwd", "--arch", "sm_90a", "--head-dim", "128", "--causal", "-o", "page.html")
+    assert result.exit_code == 0, result.output
+    assert names_in(here) == {"page.html"}
+    text = (here / "page.html").read_text()
+    assert len(text.encode()) < LIMIT
+    (scene,) = data_of(text)["scenes"].values()
+    kernel = scene["kernel"]
+    assert (kernel["arch"], kernel["head_dim"], kernel["mask"], kernel["dtype"]) == ("sm_90a", 128, "causal", "bf16")
+    assert scene["title"] in result.stdout
+
+
+def test_json_goes_to_stdout_or_into_a_file(here: pathlib.Path) -> None:
+    options = ("--head-dim-v", "128", "--mask", "window", "--dtype", "fp16", "--family", "sm80", "--format", "json")
+    shown = call("--arch", "sm_90a", "--head-dim", "192", *options)
+    scene = json.loads(shown.stdout)
+    kernel = scene["kernel"]
+    assert (kernel["family"], kernel["head_dim"], kernel["head_dim_v"]) == ("sm80", 192, 128)
+    assert (kernel["mask"], kernel["dtype"]) == ("window", "fp16")
+    written = call("--arch", "sm_90a", "--head-dim", "192", *options, "-o", "scene.json")
+    assert written.exit_code == 0
+    assert json.loads((here / "scene.json").read_text()) == scene
+
+
+def test_a_panel_as_text_goes_to_stdout(here: pathlib.Path) -> None:
+    result = call(*ROW, "--format", "ascii", "--panel", "acc_S")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("acc_S of FlashFwdSm80")
+    assert "T0 V0" in result.stdout
+    assert names_in(here) == set()
+
+
+@pytest.mark.parametrize("form", ["svg", "png", "ascii"])
+def test_a_panel_as_a_file(here: pathlib.Path, form: str) -> None:
+    plain = call(*ROW, "--format", form, "--panel", "sK", "-o", "swizzled")
+    assert plain.exit_code == 0, plain.output
+    other = call(*ROW, "--format", form, "--panel", "sK", "--no-swizzle", "--color", "address", "-o", "unswizzled")
+    assert other.exit_code == 0, other.output
+    first, second = ((here / name).read_bytes() for name in ("swizzled", "unswizzled"))
+    assert first != second
+    if form == "png":
+        assert Image.open(here / "swizzled").format == "PNG"
+
+
+def test_all_panels_go_into_a_directory(here: pathlib.Path) -> None:
+    result = call(*ROW, "--mask", "full", "--format", "ascii", "--color", "bank", "--stage", "1", "-o", "panels")
+    assert result.exit_code == 0, result.output
+    scene = json.loads(call(*ROW, "--format", "json").stdout)
+    assert names_in(here / "panels") == {f"{part['id']}.txt" for part in (*scene["tiles"], *scene["fragments"])}
+    assert "stage 1 of 2" in (here / "panels" / "sK.txt").read_text()
+    assert "Colour: bank." in (here / "panels" / "sK.txt").read_text()
+    assert "Colour: thread" in (here / "panels" / "acc_S.txt").read_text()
+
+
+def test_compiled_registers_are_shown_once_the_cache_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+
+    def build(kernel_cls: type, traits: Any, problem: Any, target: str) -> BuildReport:
+        built.append(problem)
+        used = Resources(registers=168, stack_bytes=0, spill_store_bytes=0, spill_load_bytes=0)
+        return BuildReport("k.K", target, traits, problem, 1.0, used, traits.smem_bytes, cached=False)
+
+    monkeypatch.setattr(command, "build", build)
+    without = json.loads(call(*ROW, "--format", "json").stdout)
+    assert without["budget"]["registers"]["compiled"] is None
+    assert built == []
+    compiled = json.loads(call(*ROW, "--format", "json", "--compile").stdout)
+    assert compiled["budget"]["registers"]["compiled"]["registers"] == 168
+    assert len(built) == 1
+
+
+def test_registers_come_from_the_cache(here: pathlib.Path) -> None:
+    compiled = call("--arch", "sm_80", "--head-dim", "32", "--format", "json", "--compile")
+    cached = call("--arch", "sm_80", "--head-dim", "32", "--format", "json")
+    assert cached.stdout == compiled.stdout
+    assert json.loads(cached.stdout)["budget"]["registers"]["compiled"]["registers"] > 32
+
+
+def test_the_gallery_has_a_page_for_every_row_chosen(here: pathlib.Path) -> None:
+    result = call("--all", "--arch", "sm_80,sm_90a", "--head-dim", "64,96", "-o", "site")
+    assert result.exit_code == 0, result.output
+    rows = [row for row in shipped_rows() if row.target in ("sm_80", "sm_90a") and row.problem.head_dim in (64, 96)]
+    data = data_of((here / "site" / "index.html").read_text())
+    assert data["view"] == "index"
+    assert len(data["gallery"]) == len(rows)
+    files = {entry["file"] for entry in data["gallery"]}
+    assert len(files) == len(rows)
+    assert names_in(here / "site") == files | {"index.html", "compare.html", "playground.html", "learn.html"}
+    for entry in data["gallery"]:
+        own = data_of((here / "site" / entry["file"]).read_text())
+        (scene,) = own["scenes"].values()
+        assert own["scene"] == scene["id"] == entry["id"]
+        assert entry["smem_bytes"] == scene["budget"]["smem"]["total"]
+        assert entry["blocks_per_sm"] == scene["budget"]["occupancy"]["blocks"]
+        assert entry["worst_ways"] >= 1
+        assert own["gallery"] == data["gallery"]
+    assert set(data_of((here / "site" / "compare.html").read_text())["scenes"]) == {e["id"] for e in data["gallery"]}
+    for name in names_in(here / "site"):
+        assert (here / "site" / name).stat().st_size < LIMIT
+
+
+def test_the_gallery_is_every_table_row_that_a_problem_reaches() -> None:
+    rows = site.chosen_rows([target for target, _ in FWD_ROWS], ["sm80", "sm90"], None)
+    assert {(row.target, row.family) for row in rows} == set(FWD_ROWS)
+    chosen = [choose_fwd(row.problem, row.target, row.family) for row in rows]
+    assert len({(row.target, row.family, choice.traits, row.masks) for row, choice in zip(rows, chosen)}) == len(rows)
+
+
+def test_the_same_gallery_twice_is_the_same_files(here: pathlib.Path) -> None:
+    options = ("--all", "--arch", "sm_86", "--head-dim", "32")
+    for name in ("first", "second"):
+        assert call(*options, "-o", name).exit_code == 0
+    for path in (here / "first").iterdir():
+        assert path.read_bytes() == (here / "second" / path.name).read_bytes()
+
+
+def test_the_gallery_compiles_on_request_and_says_what_failed(
+    here: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "run", lambda tasks, jobs: [Outcome(task, error="no such luck") for task in tasks])
+    result = call("--all", "--arch", "sm_86", "--head-dim", "32", "--compile", "-o", "site")
+    assert result.exit_code == 1
+    assert "sm_86 sm80 32x32" in result.stderr
+    assert "no such luck" in result.stderr
+    assert (here / "site" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("-o", "x.html"), "layouts needs --head-dim, e.g. --head-dim 128, or --all"),
+        ((*ROW, "--kernel", "bwd", "-o", "x"), "kernel is 'bwd'; allowed: fwd"),
+        (("--arch", "sm_75", "--head-dim", "64"), "arch is 'sm_75'; allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
+        (("--arch", "sm_80,sm_86", "--head-dim", "64"), "arch is 'sm_80,sm_86'; allowed: one of sm_80"),
+        (("--arch", "sm_80", "--head-dim", "264"), "head_dim is 264; allowed: multiples of 8 up to 256"),
+        (("--arch", "sm_80", "--head-dim", "x"), "head_dim is 'x'; allowed: comma-separated integers"),
+        (("--arch", "sm_80", "--head-dim", "64,96"), "head_dim is '64,96'; allowed: one, or --all"),
+        ((*ROW, "--head-dim-v", "7"), "head_dim_v is 7; allowed: multiples of 8 up to 256"),
+        ((*ROW, "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
+        ((*ROW, "--mask", "full", "--causal"), "mask and causal are both given"),
+        ((*ROW, "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
+        ((*ROW, "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
+        ((*ROW, "--family", "sm90"), "family is 'sm90', which sm_80 does not run; it runs: sm80"),
+        ((*ROW, "--format", "pdf"), "format is 'pdf'; allowed: html, json, svg, png, ascii"),
+        ((*ROW, "--format", "svg", "--color", "red", "-o", "x"), f"color is 'red'; allowed: {', '.join(COLORS)}"),
+        ((*ROW, "--panel", "sK", "-o", "x"), "--panel is given with format html; it is for: svg, png, ascii"),
+        ((*ROW, "--format", "json", "--stage", "0"), "--stage is given with format json"),
+        ((*ROW, "--no-swizzle", "-o", "x"), "--no-swizzle is given with format html"),
+        (ROW, "layouts needs -o, e.g. -o page.html"),
+        ((*ROW, "--format", "png", "--panel", "sK"), "layouts needs -o, e.g. -o panel.png"),
+        ((*ROW, "--format", "svg"), "layouts needs -o, e.g. -o pictures/"),
+        (("--all",), "layouts needs -o, e.g. -o site/"),
+        (("--all", "--format", "svg", "-o", "x"), "format is 'svg'; with --all allowed: html"),
+        (("--all", "--causal", "-o", "x"), "--mask is given with --all, which shows every row"),
+        (("--all", "--dtype", "bf16", "-o", "x"), "--dtype is given with --all"),
+        (("--all", "--arch", "sm_75", "-o", "x"), "arch is 'sm_75'; allowed: sm_80"),
+        (("--all", "--arch", "sm_80", "--family", "sm90", "-o", "x"), "no row of the shipped tables is left"),
+        (("--all", "--head-dim", "72", "-o", "x"), "no row of the shipped tables is left"),
+        ((*ROW, "-o", "no/page.html"), "does not exist"),
+        ((*ROW, "-o", "folder"), "output folder is a directory; a file is needed"),
+        ((*ROW, "-o", "file/page.html"), "is no directory"),
+        ((*ROW, "-o", "/dev/null"), "output /dev/null is no regular file"),
+        ((*ROW, "-o", "/proc/page.html"), "cannot be written"),
+        ((*ROW, "-o", "x" * 300), "File name too long"),
+        ((*ROW, "--format", "svg", "-o", "file"), "output file is no directory; a directory is needed"),
+        ((*ROW, "--format", "svg", "-o", "/proc/panels"), "cannot be written"),
+        ((*ROW, "--format", "json", "-o", "no/x.json"), "does not exist"),
+        (("--all", "-o", "no/site"), "does not exist"),
+        (("--all", "-o", "file"), "output file is no directory; a directory is needed"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_said_before_the_work_with_exit_2(
+    here: pathlib.Path, no_work: None, arguments: tuple[str, ...], complaint: str
+) -> None:
+    (here / "file").write_text("mine")
+    (here / "folder").mkdir()
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert complaint in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert names_in(here) == {"file", "folder"}
+    assert (here / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("ascii",), "panel is not given; sm_80-sm80-64-full-bf16 has: gQ, gK"),
+        (("ascii", "--panel", "sX"), "panel is 'sX'; sm_80-sm80-64-full-bf16 has: gQ, gK"),
+        (("svg", "--panel", "acc_S", "--color", "bank", "-o", "x"), "color is 'bank'; panel acc_S has: owner, value"),
+        (("svg", "--panel", "sK", "--stage", "7", "-o", "x"), "stage is 7; panel sK has: 0, 1"),
+        (("svg", "--color", "core", "-o", "x"), "color is 'core'; the panels of sm_80-sm80-64-full-bf16 have: owner"),
+        (("svg", "--stage", "7", "-o", "x"), "stage is 7; the panels of sm_80-sm80-64-full-bf16 have at most: 0, 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_the_row_has_not_is_listed(here: pathlib.Path, arguments: tuple[str, ...], complaint: str) -> None:
+    result = call(*ROW, "--format", *arguments)
+    assert result.exit_code == 2, result.output
+    assert complaint in result.stderr
+    assert names_in(here) == set()
+
+
+def test_a_row_that_does_not_fit_says_why(here: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {("sm_80", "sm80"): tuple(row for row in FWD_ROWS["sm_80", "sm80"] if row.traits.head_dim == 256)}
+    monkeypatch.setattr("cuteflash.dispatch.FWD_ROWS", {("sm_86", "sm80"): rows["sm_80", "sm80"]})
+    choose_fwd.cache_clear()
+    try:
+        result = call("--arch", "sm_86", "--head-dim", "256", "-o", "x.html")
+    finally:
+        choose_fwd.cache_clear()
+    assert result.exit_code == 2
+    assert "bytes of shared memory, sm_86 has 101376" in result.stderr
+
+
+def test_a_gpu_is_needed_only_where_no_arch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = call("--head-dim", "64", "--format", "json")
+    assert result.exit_code == 2
+    assert "arch is not given and torch finds no GPU; allowed: sm_80" in result.stderr
+
+
+def test_the_commands_names_are_the_packages() -> None:
+    assert command_line.COLORS == COLORS
+    assert set(command_line.PICTURES) == set(command.SUFFIXES)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    here: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = here / "page.html"
+    target.write_text("before")
+
+    def full(self: pathlib.Path, content: bytes) -> int:
+        with open(self, "wb") as handle:
+            handle.write(content[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    with pytest.raises(ValueError, match="cannot be written: No space left on device"):
+        output.write_file(target, "after")
+    assert names_in(here) == {"page.html"}
+    assert target.read_text() == "before"
+
+
+def test_a_written_file_has_the_usual_permissions_and_a_link_stays_one(here: pathlib.Path) -> None:
+    (here / "real.html").write_text("before")
+    (here / "link.html").symlink_to("real.html")
+    output.check_file(here / "link.html")
+    output.write_file(here / "link.html", "after")
+    assert (here / "link.html").is_symlink()
+    assert (here / "real.html").read_text() == "after"
+    (here / "plain").touch()
+    assert os.stat(here / "real.html").st_mode == os.stat(here / "plain").st_mode
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_the_command_line_starts_without_the_explorers_packages() -> None:
+    """numpy is torch's to import."""
+    code = "import sys, cuteflash.cli.app; print({'PIL', 'cutlass', 'layouts'} & sys.modules.keys())"
+    assert run_python(code).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "form"), [("numpy", "numpy", "json"), ("PIL", "pillow", "png")], ids=["numpy", "pillow"]
+)
+def test_a_missing_package_is_named_with_the_extra(here: pathlib.Path, module: str, package: str, form: str) -> None:
+    arguments = ["layouts", *ROW, "--format", form, "-o", str(here / "x"), "--panel", "sK"]
+    if form == "json":
+        arguments = arguments[:-2]
+    missing = f"import sys; sys.modules[{module!r}] = None; sys.argv[1:] = {arguments!r}"
+    done = run_python(f"{missing}; from cuteflash.cli import main; main()")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"cuteflash layouts needs {package}: pip install 'cuteflash[layouts]'"
