@@ -7,8 +7,10 @@
   const GRID_FROM = 8; // cell size from which every cell has a border
   const TEXT_FROM = 20; // and from which it has room for its number
   const OUTLINE_FROM = 1.5; // and from which marked cells are outlined
-  const TINT = 0.12;
+  const TINT = 0.08;
   const TINT_SMALL = 0.45; // where cells are too small for outlines to tell reading from writing
+  const FEW = 512; // marked cells, up to which each is drawn so large that it is seen
+  const SEEN = 4; // pixels
   const FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
   const { theme, css, parse, ink } = CF.palette;
@@ -149,6 +151,16 @@
     context.globalAlpha = 1;
   }
 
+  /* A thread's few cells would drown in a large tile whose cells are a pixel or two. */
+  function spots(context, { part, flags, marked }, g) {
+    if (g.cell >= SEEN || marked.length > FEW) return;
+    for (const cell of marked) {
+      const [x, y] = [g.x0 + (Math.floor(cell / part.rows) + 0.5) * g.cell, g.y0 + ((cell % part.rows) + 0.5) * g.cell];
+      context.fillStyle = theme(flags[cell] & CF.marks.WRITE ? "write-line" : "read-line");
+      context.fillRect(x - SEEN / 2, y - SEEN / 2, SEEN, SEEN);
+    }
+  }
+
   function outlines(context, g, paths) {
     for (const [name, path] of Object.entries(paths)) {
       context.save();
@@ -243,7 +255,8 @@
   }
 
   /**
-   * Draws a panel. `frame` holds part, colouring and base; with flags also dim, tint and paths (outlines); and place and
+   * Draws a panel. `frame` holds part, colouring and base; with flags also dim, tint, paths (outlines)
+   * and marked (cells read or written); and place and
    * pin (`[row | null, col | null]`) or null; `view` the scroll position and size in CSS pixels, `ratio` device pixels
    * per CSS pixel.
    */
@@ -265,6 +278,7 @@
     if (cell >= TEXT_FROM) numbers(context, g, part, colouring, flags);
     else if (!flags) groupLabels(context, g, part, colouring);
     if (flags && cell >= OUTLINE_FROM) outlines(context, g, frame.paths);
+    if (flags) spots(context, frame, g);
     if (pin) cursor(context, g, part, pin, true);
     if (place) cursor(context, g, part, place, false);
     context.restore();

@@ -95,6 +95,7 @@
       this.resized.observe(this.grid);
       this.stop = CF.state.on(["step", "panel", "theme"], () => this.update());
       this.update();
+      requestAnimationFrame(() => this.#bringIntoView());
     }
 
     destroy() {
@@ -158,7 +159,18 @@
         if (key.startsWith("step ")) node.setAttribute("aria-pressed", String(key === `step ${step}`));
         else node.classList.toggle("current", key === panel);
       }
+      this.#bringIntoView();
       this.redraw();
+    }
+
+    /* On a narrow screen the flow scrolls sideways within itself. */
+    #bringIntoView() {
+      const node = this.nodes.get(`step ${CF.state.get("step")}`);
+      if (!node) return;
+      const [box, frame] = [node.getBoundingClientRect(), this.element.getBoundingClientRect()];
+      if (box.left < frame.left || box.right > frame.right) {
+        this.element.scrollLeft += (box.left + box.right - frame.left - frame.right) / 2;
+      }
     }
 
     #drawEdges() {

@@ -73,10 +73,12 @@
     }
   }
 
-  /* The side column reaches from where it stands to the window's lower edge, whether or not the page is scrolled. */
+  /* The side column fills what is to be seen of the view below the bars, wherever the page is scrolled to. */
   function fill(side) {
-    const top = side.getBoundingClientRect().top;
-    side.style.setProperty("--side-height", `${Math.max(window.innerHeight - top - 10, 300)}px`);
+    const body = side.parentElement.getBoundingClientRect();
+    const top = Math.max(body.top, parseFloat(getComputedStyle(side).top) || 0);
+    const bottom = Math.min(body.bottom, window.innerHeight - 10);
+    side.style.setProperty("--side-height", `${Math.max(bottom - top, 260)}px`);
   }
 
   function facts(scene) {

@@ -37,6 +37,13 @@
     return total;
   }
 
+  /** The cells that are read or written. */
+  function touched(found) {
+    const cells = [];
+    found.forEach((flag, cell) => flag & (READ | WRITE) && cells.push(cell));
+    return cells;
+  }
+
   /** The outline of the cells that have `flag`, in cell units, as a Path2D. */
   function outline(found, rows, cols, flag) {
     const path = new Path2D();
@@ -76,5 +83,5 @@
     }
   }
 
-  CF.marks = { READ, WRITE, HELD, flags, count, outline };
+  CF.marks = { READ, WRITE, HELD, flags, count, touched, outline };
 })();

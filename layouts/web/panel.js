@@ -249,8 +249,8 @@
 
     /* The first cell that the step reads or writes, or null. */
     #firstMarked() {
-      const at = this.frame.flags?.findIndex((flag) => flag & (CF.marks.READ | CF.marks.WRITE)) ?? -1;
-      return at < 0 ? null : [at % this.part.rows, Math.floor(at / this.part.rows)];
+      const [at = null] = this.frame.flags ? this.frame.marked : [];
+      return at === null ? null : [at % this.part.rows, Math.floor(at / this.part.rows)];
     }
 
     /* Scrolls inside the panel so that a cell is in sight. */
@@ -307,6 +307,7 @@
       if (!flags) return;
       const total = CF.marks.count(flags);
       const line = (flag) => CF.marks.outline(flags, part.rows, part.cols, flag);
+      frame.marked = CF.marks.touched(flags);
       frame.dim = CF.draw.dimImage(part, flags);
       frame.tint = CF.draw.tintImage(part, flags);
       frame.paths = { read: line(CF.marks.READ), write: line(CF.marks.WRITE) };

@@ -20,11 +20,15 @@
       );
       container.append(this.element);
       this.stop = CF.state.on(["color", "swizzle", ...KINDS], () => this.update());
+      const { style } = document.documentElement; // what sticks below the toolbar needs its height
+      this.resized = new ResizeObserver(() => style.setProperty("--toolbar", `${this.element.offsetHeight}px`));
+      this.resized.observe(this.element);
       this.update();
     }
 
     destroy() {
       this.stop();
+      this.resized.disconnect();
       this.element.remove();
     }
 
