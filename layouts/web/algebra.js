@@ -64,7 +64,7 @@
     return { shape, stride };
   }
 
-  const isComposed = (value) => value.swizzle !== undefined;
+  const isComposed = (value) => Boolean(value.swizzle);
   const plain = (value) => (isComposed(value) ? value.layout : value);
 
   const product = (shape) => flatten(shape).reduce((total, x) => total * x, 1);
@@ -86,7 +86,6 @@
 
   /** Mode `i` of a layout, and all of them. */
   const mode = ({ shape, stride }, i) => (isTuple(shape) ? { shape: shape[i], stride: stride[i] } : { shape, stride });
-
   const modes = (value) => Array.from({ length: rank(value) }, (_, i) => mode(value, i));
 
   /** One layout with the given layouts as modes. */
@@ -135,18 +134,16 @@
 
   /** All indices, each below 2**31, as an Int32Array in colexicographic order. */
   function evaluate(value) {
-    const { shape, stride } = plain(value);
     const out = new Int32Array(size(value));
-    const strides = flatten(stride);
     out[0] = isComposed(value) ? value.offset : 0;
     let filled = 1;
-    flatten(shape).forEach((extent, i) => {
+    for (const [extent, stride] of pairs(plain(value))) {
       for (let k = 1, at = filled; k < extent; k++) {
-        const step = k * strides[i];
+        const step = k * stride;
         for (let j = 0; j < filled; j++, at++) out[at] = out[j] + step;
       }
       filled *= extent;
-    });
+    }
     if (!isComposed(value)) return out;
     const apply = swizzle(value.swizzle);
     for (let i = 0; i < out.length; i++) out[i] = apply(out[i]);
@@ -173,8 +170,8 @@
 
   /* The layout of the pairs: an integer one for a single pair, 1:0 for none. */
   function fromPairs(list) {
-    if (list.length === 0) return { shape: 1, stride: 0 };
-    if (list.length === 1) return { shape: list[0][0], stride: list[0][1] };
+    const [first = [1, 0], second] = list;
+    if (!second) return { shape: first[0], stride: first[1] };
     return { shape: list.map(([extent]) => extent), stride: list.map(([, stride]) => stride) };
   }
 
@@ -316,7 +313,6 @@
 
   /* Tilings. `trace(operation, operands, result)` sees each intermediate result; the default sees nothing. */
   const noTrace = () => {};
-
   function traced(trace, operation, operands, result) {
     trace(operation, operands, result);
     return result;
