@@ -41,6 +41,7 @@ A_VALUES = layout([2, 2, 2], [ROWS, 8, 8 * ROWS])
 COPY = layout([[4, 8], 8, 2], [[8 * ROWS, 1], ROWS, 8])
 LDMATRIX = layout([[16, 2], 8, 2], [[1, 8 * ROWS], ROWS, 16 * ROWS])
 OPERAND = layout([A_LANES["shape"], A_VALUES["shape"], 2], [A_LANES["stride"], A_VALUES["stride"], 16 * ROWS])
+SHARED = layout([[16, 2], 8, 2], [[1, 0], ROWS, 8 * ROWS])  # lanes l and l + 16 read the same
 CORE = layout([8, 8, [2, 2]], [1, ROWS, [8, 8 * ROWS]])
 DESCRIPTOR = {"tile": "sQ", "major": "K", "swizzle_bytes": 64, "leading_bytes": 1, "stride_bytes": 512}
 
@@ -77,6 +78,7 @@ def scene() -> dict[str, Any]:
         "steps": [
             step("load", "cp.async", [touch("gQ", "read", COPY), touch("sQ", "write", COPY)]),
             step("ldmatrix", "ldmatrix", [touch("sQ", "read", LDMATRIX), touch("frag_Q", "write", OPERAND)]),
+            step("both_halves", "ld.shared", [touch("gQ", "read", SHARED)]),
             step(
                 "wgmma",
                 "wgmma",
@@ -145,6 +147,16 @@ def test_one_thread_of_ldmatrix_points_at_sixteen_bytes(ask: Any) -> None:
 def test_a_warp_outside_the_role_touches_nothing(ask: Any) -> None:
     assert ask('s.touched("load", null, { warp: 0 }).map((t) => t.cells.length)') == [0, 0]
     assert ask('s.touched("load", null, { warp: 1 }).map((t) => t.cells.length)') == [ROWS * COLS] * 2
+
+
+def test_threads_that_share_cells_are_all_named(ask: Any) -> None:
+    assert ask('s.touches(s.part("gQ"), 3, 8)[1].entries') == [
+        {"thread": 32 + 3, "value": 0, "instruction": 1},
+        {"thread": 32 + 19, "value": 0, "instruction": 1},
+    ]
+    assert ask('s.touched("both_halves", 1)[0].cells.length') == 32 * 8
+    assert ask('s.touchValues(s.step("both_halves").touches[0]).count(1, null)') == {"cells": 16 * 8, "threads": 32}
+    assert ask('[...s.touched("both_halves", 0, { range: { first: 51, last: 51 } })[0].threads]') == [51] * 8
 
 
 def test_touches_of_a_cell_name_step_thread_and_instruction(ask: Any) -> None:
