@@ -1,0 +1,44 @@
+"""The numbers and source texts of the study path: what `layouts/web/lessons*.js` shows and never retypes.
+
+The traces run the building blocks of `cuteflash.reference`; the schedules follow the kernels' own order of calls, and
+name the lines of those kernels, so that a page says where each step stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import Family
+from layouts.lessons.loops import loop_data
+from layouts.lessons.pipeline import pipeline_data
+from layouts.lessons.ring import ring_data
+from layouts.lessons.softmax import softmax_data
+from layouts.lessons.turns import turn_data
+
+_LESSON_PROBLEM = FwdProblem(dtype="bf16", head_dim=128, head_dim_v=128, mask="full")
+_LESSON_ROWS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm90"))
+
+
+def lesson_scenes() -> list[tuple[FwdProblem, str, Family]]:
+    """What a page must embed for its lessons to be live: (problem, target, family) of one row of each family.
+
+    Both are rows of the gallery, so that a page which holds all rows holds nothing twice.
+    """
+    return [(_LESSON_PROBLEM, target, family) for target, family in _LESSON_ROWS]
+
+
+def lesson_data() -> dict[str, Any]:
+    """Everything that the lessons show beside the scenes, as JSON values without NaN or infinity."""
+    problem = _LESSON_PROBLEM
+    return {
+        "scenes": {
+            family: f"{target}-{family}-{problem.head_dim}-{problem.mask}-{problem.dtype}"
+            for target, family in _LESSON_ROWS
+        },
+        "softmax": softmax_data(),
+        "loops": loop_data(),
+        "pipeline": pipeline_data(),
+        "ring": ring_data(),
+        "turns": turn_data(),
+    }

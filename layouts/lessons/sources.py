@@ -1,0 +1,54 @@
+"""Source text of the real functions, and the lines in it that a step stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pathlib
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Consecutive lines of a function.
+
+    Attributes:
+        name: of the function.
+        file: relative to the repository, or to the directory that holds the package.
+        first: line number of `lines[0]` in the file.
+    """
+
+    name: str
+    file: str
+    first: int
+    lines: tuple[str, ...]
+
+    def line(self, text: str) -> int:
+        """Index in `lines` of the one line that contains `text`; ValueError where there is none or are several."""
+        found = [index for index, line in enumerate(self.lines) if text in line]
+        if len(found) != 1:
+            raise ValueError(f"{self.name} in {self.file} has {len(found)} lines with {text!r}, expected one")
+        return found[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "file": self.file, "first": self.first, "lines": list(self.lines)}
+
+
+def source_of(function: Callable[..., Any], start: str | None = None) -> Source:
+    """The source of a function, decorators included; from the line that contains `start` on where that is given.
+
+    ValueError where `start` is not in exactly one line; OSError where the source is not installed.
+    """
+    plain = inspect.unwrap(function)
+    lines, first = inspect.getsourcelines(plain)
+    file = pathlib.Path(inspect.getsourcefile(plain) or "").resolve().relative_to(_ROOT).as_posix()
+    whole = Source(plain.__qualname__, file, first, tuple(textwrap.dedent("".join(lines)).splitlines()))
+    if start is None:
+        return whole
+    skipped = whole.line(start)
+    kept = textwrap.dedent("\n".join(whole.lines[skipped:])).splitlines()
+    return Source(whole.name, file, first + skipped, tuple(kept))

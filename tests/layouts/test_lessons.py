@@ -1,0 +1,201 @@
+"""The numbers of the study path: they are the reference's and the kernels' own, not copies of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cuteflash.dispatch import choose_fwd
+from cuteflash.reference import fa1, fa2
+from layouts.lessons import lesson_data, lesson_scenes, loops, pipeline, softmax, turns
+from layouts.rows import make_scene, shipped_rows
+
+ROOT = Path(__file__).parents[2]
+ROUNDED = 10.0**-softmax.DIGITS
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    return lesson_data()
+
+
+def test_is_json_without_nan(data: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+def test_scenes_are_those_of_the_gallery(data: dict[str, Any]) -> None:
+    gallery = [(row.problem, row.target, row.family) for row in shipped_rows()]
+    for problem, target, family in lesson_scenes():
+        assert (problem, target, family) in gallery
+        assert make_scene(problem, target, choose_fwd(problem, target, family)).id == data["scenes"][family]
+
+
+@pytest.mark.parametrize("mask", softmax.MASKS)
+def test_softmax_ends_at_the_result_of_flash_attention_2(mask: str) -> None:
+    o, lse = softmax.expected(mask)
+    traced = softmax.trace(mask)
+    torch.testing.assert_close(torch.tensor(traced["o"], dtype=o.dtype), o, atol=ROUNDED, rtol=0)
+    torch.testing.assert_close(torch.tensor(traced["lse"]), lse, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mask", softmax.MASKS)
+def test_softmax_of_every_block_is_that_of_the_keys_so_far(mask: str) -> None:
+    """After each block exp(maximum) * sum is the sum over all visible keys up to it, however the maximum moved."""
+    total = torch.zeros(softmax.S_Q, dtype=torch.float64)
+    for block in softmax.trace(mask)["blocks"]:
+        scores = torch.tensor([[_number(s) for s in row] for row in block["scores"]], dtype=torch.float64)
+        total += scores.exp().sum(dim=1)
+        shift = torch.tensor(block["shift"], dtype=torch.float64)
+        found = shift.exp() * torch.tensor(block["sum"], dtype=torch.float64)
+        torch.testing.assert_close(found, total, atol=1e-4, rtol=1e-4)
+
+
+def test_softmax_shows_a_row_without_a_key() -> None:
+    first = softmax.trace("window")["blocks"][0]
+    row = first["scores"].index([None] * softmax.TILE_N)
+    assert (first["maximum"][row], first["shift"][row], first["sum"][row]) == (None, 0.0, 0.0)
+    assert [None] * softmax.TILE_N in softmax.trace("causal")["blocks"][-1]["scores"]
+
+
+@pytest.mark.parametrize("mask", loops.MASKS)
+@pytest.mark.parametrize("sizes", [(8, 8), (7, 9), (5, 12), (12, 5)])
+def test_visits_are_those_of_the_reference(mask: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    s_q, s_k = sizes
+    left, right = loops.MASKS[mask]
+    for module, attend, visits in (
+        (fa1, fa1.flash_attention_1, loops.fa1_visits),
+        (fa2, fa2.flash_attention_2, loops.fa2_visits),
+    ):
+        seen: list[tuple[int, int]] = []
+
+        def watch(i0: int, i1: int, j0: int, *rest: Any, seen: Any = seen, real: Any = module.visible) -> Any:
+            seen.append((i0, j0))
+            return real(i0, i1, j0, *rest)
+
+        monkeypatch.setattr(module, "TILE_M", 3)
+        monkeypatch.setattr(module, "TILE_N", 2)
+        monkeypatch.setattr(module, "visible", watch)
+        q, k = torch.zeros(1, s_q, 1, 2), torch.zeros(1, s_k, 1, 2)
+        attend(q, k, k, 1.0, left, right)
+        assert visits(s_q, s_k, 3, 2, left, right) == seen
+
+
+@pytest.mark.parametrize("mask", loops.MASKS)
+@pytest.mark.parametrize("sizes", [(8, 8), (7, 9), (12, 6)])
+def test_traffic_is_what_a_walk_through_the_loops_moves(mask: str, sizes: tuple[int, int]) -> None:
+    (s_q, s_k), d, tile, sides = sizes, 5, 3, loops.MASKS[mask]
+    reads = writes = 0
+    for j0 in range(0, s_k, tile):
+        reads += 2 * d * min(tile, s_k - j0)  # K_j, V_j
+        for i0 in range(0, s_q, tile):
+            rows = min(tile, s_q - i0)
+            reads += rows * (d + d + 1 + 1)  # Q_i, O_i, m_i, l_i
+            writes += rows * (d + 1 + 1)
+    visits = loops.fa1_visits(s_q, s_k, tile, tile, *sides)
+    assert loops.fa1_traffic(visits, s_q, s_k, d, tile) == {"reads": reads, "writes": writes}
+
+    visits = loops.fa2_visits(s_q, s_k, tile, tile, *sides)
+    reads = writes = 0
+    for i0 in range(0, s_q, tile):
+        rows = min(tile, s_q - i0)
+        reads += rows * d
+        writes += rows * (d + 1)
+        reads += sum(2 * d * min(tile, s_k - j0) for i, j0 in visits if i == i0)
+    assert loops.fa2_traffic(visits, s_q, s_k, d, tile) == {"reads": reads, "writes": writes}
+
+
+def test_causal_halves_the_tiles_of_flash_attention_2_only() -> None:
+    n = loops.SHOWN
+    assert len(loops.fa2_visits(n, n, 1, 1, -1, 0)) == n * (n + 1) // 2
+    assert len(loops.fa1_visits(n, n, 1, 1, -1, 0)) == n * n
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("stages", pipeline.STAGES)
+def test_pipeline_reads_only_what_has_arrived(stages: int, blocks: int) -> None:
+    before = None
+    read = []
+    for action in pipeline.run(stages, blocks):
+        for name, (block, status) in action["buffers"].items():
+            was = before["buffers"][name] if before else [None, "free"]
+            if status == "reading" and was[1] != "reading":
+                assert was == [block, "ready"]
+                read.append((block, name[0]))
+            if status == "loading":
+                assert was[1] in ("free", "loading", "reading")
+                assert was[1] != "loading" or was[0] == block
+        before = action
+    assert read == [(block, tensor) for block in range(blocks - 1, -1, -1) for tensor in "KV"]
+
+
+@pytest.mark.parametrize("stages", pipeline.STAGES)
+def test_pipeline_overwrites_only_behind_a_barrier(stages: int) -> None:
+    """Between the product that reads a buffer and the copies that overwrite it stands a wait with its barrier."""
+    unsafe: set[str] = set()
+    for action in pipeline.run(stages):
+        if action["kind"] == "wait":
+            unsafe.clear()
+        if action["kind"] == "load":
+            assert not unsafe.intersection(action["open"])
+        unsafe |= {name for name, (_, status) in action["buffers"].items() if status == "reading"}
+
+
+def test_every_shipped_sm80_row_has_a_pipeline(data: dict[str, Any]) -> None:
+    shipped = sum(row.family == "sm80" for row in shipped_rows())
+    assert sum(len(rows) for rows in data["pipeline"]["rows"].values()) >= shipped
+
+
+@pytest.mark.parametrize("head_dim", turns.HEAD_DIMS)
+def test_turns_keep_units_and_order(head_dim: int) -> None:
+    traits = turns.row_traits(head_dim)
+    product, softmax_clocks = turns.clocks(head_dim, traits.tile_n)
+    for overlap in (False, True):
+        work = turns.tasks(traits.mma_warpgroups, overlap, True, product, softmax_clocks)
+        spans = {span.task.key: span for span in turns.simulate(work)}
+        assert len(spans) == len(work)
+        for task in work:
+            assert all(spans[key].end <= spans[task.key].start for key in task.after)
+        for unit in (turns.TENSOR, turns.EXPONENTIAL):
+            clocks = sum(task.clocks for task in work if task.unit == unit)
+            assert clocks <= max(span.end for span in spans.values())
+
+
+def test_floor_is_that_of_the_performance_notes() -> None:
+    assert turns.clocks(128, 128) == (512, 512)
+    assert turns.clocks(64, 128) == (256, 512)
+
+
+def test_turns_that_wait_for_each_other_are_refused() -> None:
+    a, b = (0, "QK", 0), (1, "QK", 0)
+    with pytest.raises(ValueError, match="wait for each other"):
+        turns.simulate([turns.Task(a, turns.TENSOR, 1, (b,)), turns.Task(b, turns.TENSOR, 1, (a,))])
+
+
+def test_a_line_that_is_not_there_once_is_refused() -> None:
+    prologue = pipeline.Pipeline(1, 1).sources["prologue"]
+    assert prologue.line("load_kv(loads.k, n_last, 0, rows)") > 0
+    for text in ("no such line", "load_kv("):
+        with pytest.raises(ValueError, match="expected one"):
+            prologue.line(text)
+
+
+def test_sources_are_where_they_say(data: dict[str, Any]) -> None:
+    for source in _sources(data):
+        text = (ROOT / source["file"]).read_text().splitlines()
+        found = text[source["first"] - 1 : source["first"] - 1 + len(source["lines"])]
+        assert [line.strip() for line in found] == [line.strip() for line in source["lines"]]
+
+
+def _sources(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, dict):
+        own = [value] if {"file", "first", "lines"} <= value.keys() else []
+        return own + [found for item in value.values() for found in _sources(item)]
+    return []
+
+
+def _number(value: float | None) -> float:
+    return float("-inf") if value is None else value
