@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cuteflash.compile import build, cache_dir
@@ -15,6 +16,7 @@ from cuteflash.compile.key import cache_key
 from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family
+from layouts.lessons import lesson_data, lesson_scenes
 from layouts.output import make_directory, write_file
 from layouts.page import ROW_VIEWS, make_page, page_data
 from layouts.picture import Table, ascii, colors, lay_out, make_table, panels, part_of
@@ -41,6 +43,14 @@ class View:
     swizzled: bool = True
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StudyPath:
+    """The numbers of the lessons, and the scenes that their panels show, by id; JSON values."""
+
+    lessons: Json
+    scenes: dict[str, Json]
+
+
 def read_scene(problem: FwdProblem, target: str, family: Family | None, compile_now: bool = False) -> Scene:
     """The scene of the row that runs a problem.
 
@@ -61,10 +71,19 @@ def scene_json(scene: Scene) -> Json:
     return values
 
 
-def page_text(scene: Json) -> str:
-    """One self-contained page that opens on the kernel view."""
-    data = page_data("kernel", ROW_VIEWS, scene["id"], {scene["id"]: scene})
+def page_text(scene: Json, gallery: Sequence[Json] | None = None) -> str:
+    """One self-contained page that opens on the kernel view; `gallery` is what a page of a site knows of all rows."""
+    path = study_path()
+    scenes = path.scenes | {scene["id"]: scene}
+    data = page_data("kernel", ROW_VIEWS, scene["id"], scenes, gallery=gallery, lessons=path.lessons)
     return make_page(scene["title"], data)
+
+
+@functools.cache
+def study_path() -> StudyPath:
+    """What every page with the study path embeds for it."""
+    scenes = [scene_json(read_scene(*row)) for row in lesson_scenes()]
+    return StudyPath(lesson_data(), {scene["id"]: scene for scene in scenes})
 
 
 def scene_text(scene: Json) -> str:

@@ -31,8 +31,11 @@ SCRIPTS = (
     "banks.js",
     "budget.js",
     "compare.js",
+    "playmodel.js",
+    "playgrid.js",
     "playground.js",
     "lessons.js",
+    "lessons-kit.js",
     "app.js",
 )
 ROW_VIEWS = ("kernel", "banks", "budget", "playground", "learn")

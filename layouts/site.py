@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from layouts.command import read_scene, scene_json
+from layouts.command import page_text, read_scene, scene_json, study_path
 from layouts.output import make_directory, write_file
-from layouts.page import ROW_VIEWS, make_page, page_data
+from layouts.page import make_page, page_data
 from layouts.rows import ShippedRow, shipped_rows, worst_ways
 from layouts.scene import Scene
 
@@ -21,7 +21,6 @@ COMMON_PAGES = {
     "playground": f"{TITLE}: playground",
     "learn": f"{TITLE}: study path",
 }
-NEED_SCENES = ("compare", "learn")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,17 +69,17 @@ def write_site(directory: pathlib.Path, entries: Iterable[Entry]) -> Iterator[pa
     scenes = {entry.scene["id"]: entry.scene for entry in entries}
     make_directory(directory)
     for entry in entries:
-        scene = entry.scene
-        data = page_data("kernel", ROW_VIEWS, scene["id"], {scene["id"]: scene}, gallery=gallery)
-        yield _write(directory / entry.summary["file"], scene["title"], data)
+        path = directory / entry.summary["file"]
+        write_file(path, page_text(entry.scene, gallery))
+        yield path
+    lessons = study_path()
+    shown = {"compare": scenes, "learn": lessons.scenes}
     for view, title in COMMON_PAGES.items():
-        data = page_data(view, [view], None, scenes if view in NEED_SCENES else {}, gallery=gallery)
-        yield _write(directory / f"{view}.html", title, data)
-
-
-def _write(path: pathlib.Path, title: str, data: Mapping[str, Any]) -> pathlib.Path:
-    write_file(path, make_page(title, data))
-    return path
+        numbers = lessons.lessons if view == "learn" else None
+        data = page_data(view, [view], None, shown.get(view), gallery=gallery, lessons=numbers)
+        path = directory / f"{view}.html"
+        write_file(path, make_page(title, data))
+        yield path
 
 
 def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from cuteflash.problem import FwdProblem
 from layouts import page
 from layouts.command import page_text, read_scene, scene_json
+from layouts.lessons import lesson_data
 from layouts.page import ROW_VIEWS, SCRIPTS, STYLES, TEMPLATE, make_page, page_data
 
 WEB = pathlib.Path(page.__file__).parent / "web"
@@ -66,9 +67,15 @@ def test_a_page_carries_its_scene_and_opens_on_the_kernel(text: str, scene: dict
     assert data["view"] == "kernel"
     assert data["views"] == list(ROW_VIEWS)
     assert data["scene"] == scene["id"]
-    assert data["scenes"] == {scene["id"]: scene}
+    assert data["scenes"][scene["id"]] == scene
     assert data["gallery"] is None
     assert len(text.encode()) < LIMIT
+
+
+def test_a_page_carries_the_study_path_and_its_scenes(text: str) -> None:
+    data = data_of(text)
+    assert data["lessons"] == json.loads(json.dumps(lesson_data()))
+    assert set(data["lessons"]["scenes"].values()) <= set(data["scenes"])
 
 
 def test_a_page_refers_to_nothing_outside(text: str) -> None:
