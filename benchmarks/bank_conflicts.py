@@ -13,8 +13,8 @@ Shared memory serves one wavefront a cycle, so the model predicts cycles = sum o
     ratio   not that, but the ratio to the conflict-free case is the predicted one, within 10 %
     hidden  as fast as the conflict-free case, which takes longer than the predicted wavefronts
     no      anything else: the exit status is 1
-Global-to-shared copies also wait for L2: their verdict is printed in brackets and does not count. With `--ncu` it all
-runs again under Nsight Compute and puts its wavefronts beside the prediction; these must agree within 2 %.
+Global-to-shared copies also wait for L2: the verdict of their cycles is printed in brackets and does not count. With
+`--ncu` it all runs again under Nsight Compute, whose wavefronts must agree with the prediction within 2 %.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def failed(row: Row) -> bool:
     if row.problem:
         return True
     miscounted = row.counted is not None and not bank_counters.agrees(row.counted, row.wavefronts)
-    return row.case.what.judged and (row.verdict == "no" or miscounted)
+    return miscounted or (row.case.what.judged and row.verdict == "no")
 
 
 def table(rows: Iterable[Row], counted: bool) -> list[str]:

@@ -95,6 +95,9 @@ class BankProbe:
         if self.what.pattern == "rows":
             return sm80.store_copy(DTYPE, LANES, COLS).get_slice(lane).partition_S(identity)
         atom = cute.make_copy_atom(CopyUniversalOp(), DTYPE, num_bits_per_copy=sm80.CHUNK_BITS)
+        if self.what.pattern == "halves":
+            owners = cute.make_layout(((4, 2, 4), sm80.CHUNK), stride=((8 * sm80.CHUNK, 4, 1), 8))
+            return cute.make_tiled_copy(atom, owners, (8, COLS // 2)).get_slice(lane).partition_S(identity)
         lanes, chunk = cute.make_layout((LANES, 1)), cute.make_layout((1, sm80.CHUNK))
         return cute.make_tiled_copy_tv(atom, lanes, chunk).get_slice(lane).partition_S(identity)
 

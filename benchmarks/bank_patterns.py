@@ -22,7 +22,8 @@ REGISTERS = 4  # room for each lane's data; 32-bit stores use the first
 POISON = 0x7FC1  # in no element of the tile's numbering
 
 Ints = npt.NDArray[np.int64]
-Model = Callable[[Ints, int], npt.NDArray[Any]]  # (32 byte addresses, bytes of a lane's access) -> ways of each phase
+# (32 byte addresses, bytes of a lane's access, whether it is an asynchronous copy) -> ways of each phase
+Model = Callable[[Ints, int, bool], npt.NDArray[Any]]
 Path = Literal["load", "store", "copy"]
 
 
@@ -35,15 +36,16 @@ class Instruction:
         path: shared memory to registers, registers to shared memory, or global to shared memory.
         lane_bytes: what one lane's address stands for.
         pattern: "matrices" 16x16 elements, lane l at row l % 16; "pairs" accumulators of mma.sync m16n8; "rows" eight
-            lanes side by side in a row of 128 bytes; "columns" lane l in row l.
+            lanes side by side in a row of 128 bytes; "halves" four in each of two rows, four apart; "columns" lane
+            l in row l.
         sass: its name in machine code, a regular expression.
-        judged: whether cycles can contradict the model; global-to-shared copies wait for L2 as well.
+        judged: whether cycles can contradict the model; copies wait for L2 as well, so that only counters can.
     """
 
     name: str
     path: Path
     lane_bytes: int
-    pattern: Literal["matrices", "pairs", "rows", "columns"]
+    pattern: Literal["matrices", "pairs", "rows", "halves", "columns"]
     sass: str
     judged: bool = True
 
@@ -68,6 +70,7 @@ INSTRUCTION_SET = {
         Instruction("ld.shared.v4 rows", "load", 16, "rows", r"LDS\.128"),
         Instruction("ld.shared.v4 columns", "load", 16, "columns", r"LDS\.128"),
         Instruction("cp.async.16 rows", "copy", 16, "rows", r"LDGSTS\.E\.BYPASS\.128", judged=False),
+        Instruction("cp.async.16 halves", "copy", 16, "halves", r"LDGSTS\.E\.BYPASS\.128", judged=False),
         Instruction("cp.async.16 columns", "copy", 16, "columns", r"LDGSTS\.E\.BYPASS\.128", judged=False),
     )
 }
@@ -113,6 +116,8 @@ def lane_coordinates(instruction: Instruction) -> tuple[Ints, Ints]:
         rows, cols = j // 4 * 16 + j % 2 * 8 + lane // 4, j % 4 // 2 * 8 + lane % 4 * 2
     elif instruction.pattern == "rows":
         rows, cols = j * 4 + lane // 8, lane % 8 * 8 + 0 * j
+    elif instruction.pattern == "halves":
+        rows, cols = j % 8 * 8 + lane // 8 + lane % 8 // 4 * 4, j // 8 * 32 + lane % 4 * 8
     else:
         rows, cols = j % 2 * 32 + lane, j // 2 * 8 + 0 * lane
     return tuple(np.broadcast_to(x, (INSTRUCTIONS, LANES)).astype(np.int64) for x in (rows, cols))  # type: ignore[return-value]
@@ -131,7 +136,8 @@ def addresses(case: Case) -> Ints:
 
 def ways(case: Case, model: Model) -> list[int]:
     """Ways of each phase by `model`, which must be the same for all instructions of the case (ValueError)."""
-    found = {tuple(int(way) for way in np.asarray(model(lanes, case.what.lane_bytes))) for lanes in addresses(case)}
+    copies = case.what.path == "copy"
+    found = {tuple(map(int, model(lanes, case.what.lane_bytes, copies))) for lanes in addresses(case)}
     if len(found) != 1:
         raise ValueError(f"{case}: instructions differ in their conflicts: {sorted(found)}")
     return list(found.pop())

@@ -70,7 +70,7 @@ def choose_fwd(problem: FwdProblem, target: str, family: Family | None = None) -
     for row, traits in _candidates(rows, problem):
         reason = traits.check(arch)
         if reason is None:
-            source = f"shipped table {arch.name}/{family}, row {_title(row.traits)}"
+            source = f"shipped table {arch.name}/{family}, row of head dims {_title(row.traits)}"
             return Choice(family, traits, source if traits == row.traits else f"{source} lent to {_title(traits)}")
         reasons.append(f"{row.traits.tile_m}x{row.traits.tile_n} {reason}")
     raise NotImplementedError(

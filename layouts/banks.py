@@ -2,8 +2,9 @@
 
 Shared memory has 32 banks of 4 bytes. A warp's access is served in phases of at most 128 bytes: 32 lanes at 4 bytes
 each, 16 at 8, 8 at 16. Every matrix of ldmatrix or stmatrix is a phase as well, 8 rows of 16 bytes. In a phase a bank
-hands out one 4-byte word; lanes that want the same word share it, further words take further passes.
-`python -m benchmarks.bank_conflicts` measures the model on a GPU.
+hands out one 4-byte word; lanes that want the same word share it, further words take further passes. cp.async is
+another matter: a phase takes a pass for every 128-byte line it writes to, whatever the banks.
+`python -m benchmarks.bank_conflicts --ncu` measures both on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ def words_by_bank(addresses: Addresses, lane_bytes: int) -> npt.NDArray[np.int64
     return table
 
 
-def ways(addresses: Addresses, lane_bytes: int) -> npt.NDArray[np.int64]:
-    """Passes that each phase takes, 1 where nothing collides: the largest number of words wanted from one bank."""
-    found: npt.NDArray[np.int64] = words_by_bank(addresses, lane_bytes).max(axis=1)
+def ways(addresses: Addresses, lane_bytes: int, asynchronous: bool = False) -> npt.NDArray[np.int64]:
+    """Passes that each phase takes, 1 where nothing collides.
+
+    The largest number of words wanted from one bank; of an asynchronous copy, the number of 128-byte lines.
+    """
+    if asynchronous:
+        lines = np.sort(np.asarray(addresses, np.int64).reshape(-1, phase_lanes(lane_bytes)) // PHASE_BYTES, axis=1)
+        found: npt.NDArray[np.int64] = 1 + np.count_nonzero(np.diff(lines, axis=1), axis=1)
+    else:
+        found = words_by_bank(addresses, lane_bytes).max(axis=1)
     return found

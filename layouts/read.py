@@ -167,6 +167,11 @@ def products(frame: Frame, kernel: Any) -> dict[str, Placed]:
     }
 
 
+def ptx_type(dtype: str) -> str:
+    """An element type as PTX spells it."""
+    return {"fp16": "f16", "bf16": "bf16"}[dtype]
+
+
 def no_work() -> Any:
     """Stands for the run-time side of a problem, of which a kernel's fragments need the two scales."""
     from cutlass import Float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuteflash.problem import FwdProblem
-from layouts.read import SOFTMAX_NOTE, Frame, Placed, global_tile, no_work, products, shared_tile, smem_start
+from layouts.read import SOFTMAX_NOTE, Frame, Placed, global_tile, no_work, products, ptx_type, shared_tile, smem_start
 from layouts.scene import Fragment, Role, Step, Tile, Touch
 
 CP_ASYNC = "cp.async.cg.shared.global [dst], [src], 16"
@@ -133,7 +133,7 @@ class ReaderSm80:
 
     def _block(self) -> tuple[Step, ...]:
         """The steps of one key block."""
-        mma = MMA.format(self.problem.dtype)
+        mma = MMA.format(ptx_type(self.problem.dtype))
         acc = self.frame.row_touch("acc_S", "read", self.of["S"])
         return (
             self._product(
@@ -154,7 +154,7 @@ class ReaderSm80:
                 "convert_p",
                 "P: rounded to the element type",
                 "convert",
-                f"cvt.rn.{self.problem.dtype}x2.f32",
+                f"cvt.rn.{ptx_type(self.problem.dtype)}x2.f32",
                 WARPS,
                 "every key block",
                 "loop",

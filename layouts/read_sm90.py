@@ -18,6 +18,7 @@ from layouts.read import (
     global_tile,
     no_work,
     products,
+    ptx_type,
     shared_tile,
     smem_start,
 )
@@ -149,7 +150,10 @@ class ReaderSm90:
         # TMA counts coordinates from the contiguous one: 0 is the column, 1 the row.
         box, slabs = coordinates(partition.layout, (step, 1, 0, 0)).mode(0).modes()
         parts = Layout(step // rows, rows if step > rows else 0)
-        tv = concatenate(Layout(1, 0), box, concatenate(slabs, parts))
+        if tensor == "O":  # every warpgroup stores its own rows
+            first_thread, tv = WARPGROUP, concatenate(self.warpgroups("O"), box, slabs)
+        else:
+            first_thread, tv = 0, concatenate(Layout(1, 0), box, concatenate(slabs, parts))
         is_load, once = tensor != "O", tensor in ("Q", "O")
         source, target = (f"g{tensor}", f"s{tensor}") if is_load else (f"s{tensor}", f"g{tensor}")
         return Step(
@@ -160,7 +164,7 @@ class ReaderSm90:
             role=PRODUCER if is_load else "warp 0 of every consumer warpgroup",
             repeat="once a tile" if once else "every key block",
             phase="epilogue" if not is_load else "prologue" if once else "loop",
-            touches=(Touch(source, "read", tv), Touch(target, "write", tv)),
+            touches=(Touch(source, "read", tv, first_thread), Touch(target, "write", tv, first_thread)),
             note=f"An instruction moves one box; the TMA unit applies the swizzle. {note}",
             box=(rows, box.size() // rows),
         )
@@ -217,7 +221,7 @@ class ReaderSm90:
             "convert_p",
             "P: rounded to the element type",
             "convert",
-            f"cvt.rn.{self.problem.dtype}x2.f32",
+            f"cvt.rn.{ptx_type(self.problem.dtype)}x2.f32",
             CONSUMERS,
             "every key block",
             "loop",
@@ -267,7 +271,7 @@ class ReaderSm90:
             id=id,
             title=title,
             kind="wgmma",
-            instruction=WGMMA.format(n=n, dtype=self.problem.dtype),
+            instruction=WGMMA.format(n=n, dtype=ptx_type(self.problem.dtype)),
             role=WARPGROUPS,
             repeat="every key block",
             phase="loop",
@@ -279,16 +283,13 @@ class ReaderSm90:
     def _from_shared(self, placed: Placed, tensor: str, counts: tuple[int, int, int]) -> Touch:
         """An operand that the product reads from shared memory: by warpgroups, not by threads."""
         whole = placed.touch(f"s{tensor}", "read", counts, WARPGROUP).tv
-        groups = self.all_groups(tensor)
         return Touch(
-            f"s{tensor}", "read", concatenate(groups, whole.mode(1), whole.mode(2)), WARPGROUP, thread_step=WARPGROUP
+            f"s{tensor}", "read", concatenate(self.warpgroups(tensor), whole.mode(1), whole.mode(2)), WARPGROUP
         )
 
-    def all_groups(self, tensor: str) -> Layout:
-        """A thread mode with one entry a warpgroup."""
-        rows = self.frame.part(tensor)[0]
-        step = rows if tensor in ("Q", "P") and self.frame.groups > 1 else 0
-        return Layout(self.frame.groups, step)
+    def warpgroups(self, tensor: str) -> Layout:
+        """A thread mode in which a warpgroup's threads all name the first element of its rows."""
+        return self.frame.all_groups(Layout(WARPGROUP, 0), tensor)
 
     def _descriptor(self, tensor: str, operand: Operand) -> Descriptor:
         """The matrix descriptor of an operand: starts from the kernel's own fragment, offsets from its layout.

@@ -122,7 +122,8 @@ def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) ->
     first = touch.tv.indices().reshape(instructions, values, threads)[:, 0, :]  # a lane's first element
     addresses = tile.base + offsets[first] * scene.kernel["element_bytes"]
     warps = addresses.reshape(instructions, threads // WARP, WARP)
-    return np.array([[ways(lanes, touch.lane_bytes) for lanes in instruction] for instruction in warps])
+    asynchronous = step.kind == "cp.async"
+    return np.array([[ways(lanes, touch.lane_bytes, asynchronous) for lanes in instruction] for instruction in warps])
 
 
 def worst_ways(scene: Scene) -> int:

@@ -109,8 +109,8 @@ class Touch:
 
     Attributes:
         tv: (thread, value, instruction) to element; value runs over what one thread moves by one instruction.
-        first_thread, thread_step: index i of the thread mode is thread `first_thread + thread_step * i` of the block
-            (a step of 128 where whole warpgroups issue).
+        first_thread: index i of the thread mode is thread `first_thread + i` of the block. Where whole warpgroups
+            issue, all their threads name the same elements.
         lane_bytes: bytes that a lane accesses in shared memory; None where no bank is involved.
     """
 
@@ -118,7 +118,6 @@ class Touch:
     mode: Literal["read", "write"]
     tv: Layout
     first_thread: int = 0
-    thread_step: int = 1
     lane_bytes: int | None = None
 
 

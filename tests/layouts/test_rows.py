@@ -1,0 +1,251 @@
+"""Every shipped row's drawing against the DSL and the compiler: addresses, owners, TMA boxes, descriptors, budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuteflash.dispatch import choose_fwd
+from cuteflash.traits.tables import FWD_ROWS
+from layouts.dsl import context
+from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
+from layouts.scene import Descriptor, Fragment, Scene, Touch
+from tests.cross_compile import cross_compile
+from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
+
+WARPGROUP = 128
+DESCRIPTOR = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
+
+
+def name_of(row: ShippedRow) -> str:
+    dims = f"{row.problem.head_dim}x{row.problem.head_dim_v}"
+    return f"{row.target}-{row.family}-{dims}-{'-'.join((*row.masks, *row.dtypes))}"
+
+
+ROWS = {name_of(row): row for row in shipped_rows()}
+# sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
+DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
+every_row = pytest.mark.parametrize("name", ROWS)
+distinct_rows = pytest.mark.parametrize("name", DISTINCT)
+hopper_rows = pytest.mark.parametrize("name", [name for name in ROWS if "-sm90-" in name])
+
+
+@functools.cache
+def scene_of(name: str) -> Scene:
+    row = ROWS[name]
+    return make_scene(row.problem, row.target, choose_fwd(row.problem, row.target, row.family))
+
+
+def kernel_of(row: ShippedRow) -> Any:
+    choice = choose_fwd(row.problem, row.target, row.family)
+    return choice.kernel_cls(choice.traits, row.problem)
+
+
+def elements(touch: Touch) -> np.ndarray[Any, Any]:
+    """(instructions, values, threads) elements that a touch names."""
+    threads, values, instructions = (mode.size() for mode in touch.tv.modes())
+    return touch.tv.indices().reshape(instructions, values, threads)
+
+
+def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
+    """The same with one entry for each warpgroup where its threads issue together."""
+    named = elements(touch)
+    together = named.shape[2] % WARPGROUP == 0 and (named[:, :, 0] == named[:, :, 1]).all()
+    return named[:, :, ::WARPGROUP] if together else named
+
+
+def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
+    drawn = {name: choose_fwd(row.problem, row.target, row.family).traits for name, row in ROWS.items()}
+    assert len(ROWS) == len(list(shipped_rows()))
+    for (target, family), rows in FWD_ROWS.items():
+        mine = [traits for name, traits in drawn.items() if name.startswith(f"{target}-{family}-")]
+        left_out = [row for row in rows if not any(same_but_for_v(row.traits, traits) for traits in mine)]
+        # On Hopper, two rows above it take every mask of the sm80 family's widest tile.
+        assert len(left_out) == ((target, family) == ("sm_90a", "sm80"))
+
+
+def same_but_for_v(row: Any, traits: Any) -> bool:
+    return bool(dataclasses.replace(row, head_dim_v=traits.head_dim_v) == traits)
+
+
+@every_row
+@pytest.mark.parametrize("tensor", ["q", "k", "v", "o"])
+def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
+    row, tile = ROWS[name], scene_of(name).tile(f"s{tensor.upper()}")
+    expected = smem_offsets(kernel_of(row), row.target, tensor)
+    drawn = tile.offsets() * 2
+    if row.family == "sm90" and tensor in "qo":  # the kernel counts (row, col, warpgroup), the drawing all rows
+        rows, cols = tile.shape
+        drawn = drawn.reshape(cols, rows // 64, 64).transpose(1, 0, 2)
+    assert np.array_equal(drawn.reshape(-1), expected)
+    assert len(np.unique(expected)) == expected.size
+
+
+@every_row
+def test_live_tiles_do_not_overlap_and_fill_the_plan(name: str) -> None:
+    scene = scene_of(name)
+    for tile in (tile for tile in scene.tiles if tile.space == "shared"):
+        (region,) = (region for region in scene.budget["smem"]["regions"] if region["id"] == tile.id)
+        assert (region["start"], region["bytes"]) == (tile.base, tile.layout.size() * 2)
+        assert tile.base % 1024 == 0  # the swizzle's period: the drawn XOR of offsets is that of addresses
+        assert tile.offsets().max() + 1 == tile.layout.size()
+
+
+@every_row
+def test_each_fragment_element_has_one_owner(name: str) -> None:
+    for fragment in scene_of(name).fragments:
+        rows, cols = fragment.shape
+        threads, values = (mode.size() for mode in fragment.tv.modes())
+        owned = fragment.tv.indices().reshape(values, threads)
+        copies = threads * values // (rows * cols)
+        assert np.array_equal(np.bincount(owned.reshape(-1), minlength=rows * cols), np.full(rows * cols, copies))
+        if fragment.operand == "B":  # once in every warp
+            per_warp = owned.reshape(values, threads // 32, 32)
+            assert copies == threads // 32
+            assert all(len(np.unique(per_warp[:, warp])) == rows * cols for warp in range(copies))
+        else:
+            assert copies == 1
+
+
+@distinct_rows
+def test_fragments_are_the_dsls_partitions(name: str) -> None:
+    row, scene = ROWS[name], scene_of(name)
+    groups = scene.kernel["threads"] // WARPGROUP - 1 if row.family == "sm90" else 1
+    with context(row.target):
+        kernel = kernel_of(row)
+        qk, pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
+        for fragment in scene.fragments:
+            rows, cols = fragment.shape
+            mma = qk if fragment.tensor in "QKS" else pv
+            if fragment.tensor == "V":
+                part = (cols, rows)
+            else:
+                part = (rows // groups if fragment.tensor in "QSPO" else rows, cols)
+            threads, values = (mode.size() for mode in fragment.tv.modes())
+            owned = fragment.tv.indices().reshape(values, threads)
+            for thread in (5, threads // groups - 2):
+                at = owned_by(mma, thread, fragment.operand, part)
+                expected = at[:, 1] + rows * at[:, 0] if fragment.tensor == "V" else at[:, 0] + rows * at[:, 1]
+                assert set(owned[:, thread]) == set(expected)
+                if fragment.operand == "C":  # whose registers are in the partition's order
+                    assert np.array_equal(owned[:, thread], expected)
+
+
+@distinct_rows
+def test_copies_are_the_dsls_partitions(name: str) -> None:
+    row, scene = ROWS[name], scene_of(name)
+    groups = scene.kernel["threads"] // WARPGROUP - 1 if row.family == "sm90" else 1
+    with context(row.target):
+        kernel = kernel_of(row)
+        for step in scene.steps:
+            if step.kind not in ("ldmatrix", "stmatrix", "st.shared"):
+                continue
+            tensor = step.id[-1].upper()
+            copy = getattr(kernel, f"copy_{step.id[-1]}")()
+            source, target = step.touches
+            for side, touch in (("S", source), ("D", target)):
+                rows, cols = next(t.shape for t in (*scene.tiles, *scene.fragments) if t.id == touch.id)
+                part = (cols, rows) if tensor == "V" else (rows // groups if tensor in "QPO" else rows, cols)
+                named = elements(touch)
+                for thread in (9, named.shape[2] // groups - 2):
+                    at = copied_by(copy, thread, side, part)
+                    expected = at[:, 1] + rows * at[:, 0] if tensor == "V" else at[:, 0] + rows * at[:, 1]
+                    assert np.array_equal(named[:, :, thread].reshape(-1), expected), (step.id, side, thread)
+
+
+@every_row
+def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
+    scene = scene_of(name)
+    for step in scene.steps:
+        for touch in step.touches:
+            rows, cols = next(t.shape for t in (*scene.tiles, *scene.fragments) if t.id == touch.id)
+            counts = np.bincount(by_issuer(touch).reshape(-1), minlength=rows * cols)
+            assert len(counts) == rows * cols and counts.min() >= 1
+            if step.kind in (
+                "tma",
+                "cp.async",
+                "st.shared",
+                "ld.shared",
+                "st.global",
+                "stmatrix",
+                "convert",
+                "softmax",
+            ):
+                assert counts.max() == 1, (step.id, touch.id)
+
+
+@hopper_rows
+def test_tma_boxes_tile_the_shared_tile(name: str) -> None:
+    scene = scene_of(name)
+    for step in (step for step in scene.steps if step.kind == "tma"):
+        shared = next(touch for touch in step.touches if touch.id.startswith("s"))
+        tile = scene.tile(shared.id)
+        boxes = by_issuer(shared).transpose(0, 2, 1).reshape(-1, shared.tv.mode(1).size())
+        assert np.array_equal(np.sort(boxes.reshape(-1)), np.arange(tile.shape[0] * tile.shape[1]))
+        assert step.box is not None and boxes.shape[1] == step.box[0] * step.box[1]
+        assert step.box[1] * 2 == 16 << tile.swizzle.bits  # as wide as the swizzle, which TMA demands
+        # TMA writes a box densely, its columns fastest, and swizzles the addresses: so must the tile lie.
+        flat = tile.offsets(swizzled=False).reshape(-1)[: tile.shape[0] * tile.shape[1]]
+        for box in boxes:
+            assert np.array_equal(flat[box] - flat[box[0]], np.arange(len(box)))
+
+
+@every_row
+def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
+    scene = scene_of(name)
+    if not any(fragment.id == "rP" for fragment in scene.fragments):
+        return
+
+    def owners(fragment: Fragment) -> np.ndarray[Any, Any]:
+        threads, values = (mode.size() for mode in fragment.tv.modes())
+        found = np.empty(threads * values, np.int64)
+        found[fragment.tv.indices()] = np.tile(np.arange(threads), values)
+        return found
+
+    assert np.array_equal(owners(scene.fragment("acc_S")), owners(scene.fragment("rP")))
+
+
+@every_row
+def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(name: str) -> None:
+    scene = scene_of(name)
+    assert worst_ways(scene) == 1
+    unswizzled = [
+        int(touch_ways(scene, step, touch, swizzled=False).max())
+        for step in scene.steps
+        for touch in step.touches
+        if touch.lane_bytes
+    ]
+    assert max(unswizzled) >= 4
+
+
+@distinct_rows
+def test_budgets_and_descriptors_are_the_compilers(name: str, tmp_path: pathlib.Path) -> None:
+    row, scene = ROWS[name], scene_of(name)
+    choice = choose_fwd(row.problem, row.target, row.family)
+    compiled = cross_compile(kernel_of(row), row.target, tmp_path)
+    registers = scene.budget["registers"]
+    assert scene.budget["smem"]["total"] == choice.traits.smem_bytes
+    ends = [region["start"] + region["bytes"] for region in scene.budget["smem"]["regions"]]
+    assert max(ends) == choice.traits.smem_bytes
+    if row.family == "sm90":
+        assert compiled.resources.registers == registers["launch"]
+        setmax = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", compiled.ptx)}
+        assert setmax == {role["limit"] for role in registers["roles"]}
+        encoded = {int(text) % (1 << 64) for text in DESCRIPTOR.findall(compiled.ptx)}
+        descriptors = [step.descriptor[side] for step in scene.steps if step.descriptor for side in "ab"]
+        assert encoded >= {constant(descriptor) for descriptor in descriptors if descriptor}
+    else:
+        held = sum(part["registers"] for part in registers["roles"][0]["parts"] if part["name"].startswith("acc"))
+        assert held < compiled.resources.registers <= registers["launch"]
+
+
+def constant(descriptor: Descriptor) -> int:
+    """The fields of a matrix descriptor that do not depend on the address: PTX ISA, "Matrix descriptor"."""
+    mode = {128: 1, 64: 2, 32: 3}[descriptor.swizzle_bytes]
+    return mode << 62 | (descriptor.stride_bytes >> 4) << 32 | (descriptor.leading_bytes >> 4) << 16
