@@ -101,10 +101,18 @@
     }
   }
 
+  /** A touch's layout (thread, value, instruction), evaluated: `cell(thread, instruction)` of a thread's first value. */
+  function firstCells(touch) {
+    const { evaluate, modes, size } = CF.algebra;
+    const [threads, values, instructions] = modes(touch.tv).map(size);
+    const cells = evaluate(touch.tv);
+    return { threads, instructions, cell: (thread, instruction) => cells[thread + threads * values * instruction] };
+  }
+
   class WarpAccess extends Access {
     constructor(scene, step, touch) {
       super(scene, step, touch.id);
-      this.values = scene.touchValues(touch);
+      this.values = firstCells(touch);
       this.mode = touch.mode;
       this.laneBytes = touch.lane_bytes;
       this.lanes = WARP;
@@ -116,7 +124,7 @@
 
     /** The cell `row + rows * col` of a lane's first element. */
     cell(group, instruction, lane) {
-      return this.values.cell(WARP * group + lane, 0, instruction);
+      return this.values.cell(WARP * group + lane, instruction);
     }
   }
 
@@ -124,7 +132,7 @@
     constructor(scene, step, descriptor) {
       super(scene, step, descriptor.tile);
       const touch = step.touches.find(({ id, mode }) => id === descriptor.tile && mode === "read");
-      this.values = scene.touchValues(touch);
+      this.values = firstCells(touch);
       this.cores = CF.algebra.evaluate(descriptor.core);
       this.mode = "read";
       this.laneBytes = CORE_BYTES;
@@ -135,11 +143,11 @@
       this.names = { group: "warpgroup", phase: "core matrix", lane: "row" };
     }
 
-    /* The core matrices are given of the first instruction and warpgroup; those of others lie as far on as their cells. */
+    /* The core matrices are given of the first instruction and warpgroup; others lie as far on as their cells do. */
     cell(group, instruction, lane) {
       const row = lane % CORE_ROWS;
       const core = Math.floor(lane / CORE_ROWS);
-      const moved = this.values.cell(group, 0, instruction) - this.values.cell(0);
+      const moved = this.values.cell(group, instruction) - this.values.cell(0, 0);
       return this.cores[row + CORE_ROWS * CORE_ELEMENTS * core] + moved;
     }
   }

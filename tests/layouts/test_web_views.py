@@ -94,6 +94,15 @@ def test_core_matrices_collide_only_without_swizzle(scene: Scene) -> None:
         assert without == 2**bits
 
 
+def test_a_descriptor_is_used_by_every_consumer_warpgroup(scene: Scene) -> None:
+    consumers = [role for role in scene.as_dict()["kernel"]["roles"] if role["name"].startswith("consumer")]
+    for groups, first in ask(
+        scene, "all.filter((a) => a.names.group === 'warpgroup').map((a) => [a.groups, a.firstGroup])"
+    ):
+        assert groups == len(consumers)
+        assert first == consumers[0]["first_thread"] // 128
+
+
 def test_a_summary_counts_every_phase_of_the_tile(scene: Scene) -> None:
     found = ask(scene, "all.map((a) => [a.summary(a.swizzle), a.ways(a.swizzle).flat(2)])")
     for summary, ways in found:
