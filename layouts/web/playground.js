@@ -43,7 +43,7 @@
   CF.state.define("bytes", { param: "bytes", initial: 2, parse: (text) => (ELEMENTS.includes(+text) ? +text : null) });
   CF.state.define("cells", { param: "cells" });
 
-  /** `6 of 8`-like words for the facts of a value. */
+  /** What there is to say about a value as a whole, in a few words each. */
   function facts(value) {
     if (value.tv) {
       const [threads, values] = A.modes(value.tv).map(A.size);
@@ -111,8 +111,9 @@
       this.#clearSteps();
     }
 
+    /* A link may hold line ends, which the field would drop and so move the error's place. */
     get text() {
-      return CF.state.get("layout") ?? DEFAULT;
+      return (CF.state.get("layout") ?? DEFAULT).replace(/[\r\n\t]/g, " ");
     }
 
     #build(container) {
@@ -163,7 +164,7 @@
       this.bits = CF.h("div", { class: "play-bits" });
       const stage = CF.h("div", { class: "play-grid" });
       this.body = CF.h("section", { class: "play-result", "aria-label": "Result" });
-      this.body.append(this.heading, this.facts, this.tools, stage, this.remark, this.inspector, this.bits);
+      this.body.append(this.heading, this.facts, this.tools, this.remark, stage, this.inspector, this.bits);
       this.result = new CF.PlayGrid(stage, {
         label: "The result, one cell an element. Arrow keys move, plus and minus zoom, Escape leaves.",
         onCursor: (row, col, keyboard) => this.#point(row, col, keyboard),
@@ -194,7 +195,13 @@
       const span = this.caret.firstChild;
       const shown = error ? Math.max(1, Math.min(error.length, error.text.length - error.position)) : 0;
       span.textContent = error ? "\u00a0".repeat(error.position) + "^".repeat(shown) : "";
+      if (error && document.activeElement !== this.input) this.#revealCaret(span);
       this.#followCaret();
+    }
+
+    /* Scrolls a field in which nobody types so that the character at fault is in sight. */
+    #revealCaret(span) {
+      this.input.scrollLeft = Math.max(0, span.offsetWidth - this.input.clientWidth * 0.8);
     }
 
     #followCaret() {
@@ -252,10 +259,9 @@
       const { legend, names, remark } = this.model;
       const stops = [0, 0.25, 0.5, 0.75, 1].map((t) => CF.palette.css(CF.palette.ramp(t))).join(",");
       const colours = CF.h("i", { style: `background:linear-gradient(90deg,${stops})` });
-      const axes = names[0] ? `down: ${names[0]}, across: ${names[1]}` : `across: ${names[1]}`;
       this.legend.replaceChildren(
         ...(legend ? [CF.h("span", {}, legend[0], colours, legend[1])] : []),
-        CF.h("span", {}, axes),
+        CF.h("span", {}, names),
       );
       this.remark.textContent = remark;
     }
@@ -264,7 +270,7 @@
     #point(row, col, keyboard = false) {
       const here = row !== null && this.model;
       const found = here ? this.model.facts(row, col) : [];
-      const hint = CF.h("div", { class: "hint" }, "Move over the cells, tap one, or use the arrow keys in the drawing.");
+      const hint = CF.h("div", { class: "hint" }, "Move over the cells, tap one, or use the arrow keys there.");
       this.inspector.replaceChildren(...(found.length ? found.map(term) : [hint]));
       if (keyboard) this.announcer.textContent = found.map((fact) => fact.join(" ")).join(", ");
       const composed = A.isComposed(this.value);
@@ -303,7 +309,8 @@
         CF.h("p", {}, CF.h("b", {}, step.operation), " ", CF.h("span", { class: "hint" }, WORDS[step.operation] ?? "")),
         CF.h("p", {}, CF.h("code", {}, words === result ? words : `${words} = ${result}`)),
       );
-      card.append(...(last ? [CF.h("p", { class: "play-line" }, "The result, drawn above.")] : this.#stepGrid(step, at)));
+      const above = CF.h("p", { class: "play-line" }, "The result, drawn above.");
+      card.append(...(last ? [above] : this.#stepGrid(step, at)));
       return card;
     }
 

@@ -22,13 +22,13 @@
     if (others.length === 0) {
       const cols = size >= FOLD_FROM ? FOLD : size;
       const rows = Math.ceil(size / cols);
-      const names = rows > 1 ? ["first of the line", "further"] : ["", "coordinate"];
+      const names = rows > 1 ? "coordinate = label of the line + label of the column" : "across: coordinate";
       const position = (row, col) => row * cols + col;
       const rowName = (row) => row * cols;
       return { rows, cols, position, rowName, names, rowPeriod: 0, colPeriod: rows > 1 ? 0 : period(first.shape) };
     }
     const rows = A.size(first);
-    const names = ["mode 0", others.length > 1 ? "all other modes" : "mode 1"];
+    const names = `down: mode 0, across: ${others.length > 1 ? "all other modes" : "mode 1"}`;
     const colPeriod = period(others.map((other) => other.shape));
     const position = (row, col) => row + rows * col;
     const rowName = (row) => row;
@@ -126,7 +126,7 @@
     const colour = (row, col) =>
       byValue ? ramp(values > 1 ? register(row, col) / (values - 1) : 0.5) : threadColour(thread(row, col));
     return {
-      ...cut({ rows, cols, rowName: (row) => row, names: ["row", "column"], rowPeriod: 0, colPeriod: 0 }),
+      ...cut({ rows, cols, rowName: (row) => row, names: "down: row, across: column", rowPeriod: 0, colPeriod: 0 }),
       rgb: (row, col) => (owner(row, col) < 0 ? null : colour(row, col)),
       text: (row, col) => (owner(row, col) < 0 ? "" : `T${thread(row, col)}`),
       sub: (row, col) => {

@@ -294,7 +294,8 @@
     layout(node) {
       if (node.type !== "layout" && hasLayouts(node)) throw this.error(node, "tiler_alone");
       if (node.type === "layout") this.checkCongruent(node.shape, node.stride);
-      const value = node.type === "layout" ? A.layout(integers(node.shape), integers(node.stride)) : A.layout(integers(node));
+      const parts = node.type === "layout" ? [node.shape, node.stride] : [node];
+      const value = A.layout(...parts.map(integers));
       this.step(node, "layout", [], value);
       return value;
     }
