@@ -27,10 +27,10 @@
 
   /**
    * The heat map of one instruction as a table: a row for each phase, a column for each bank, in the cells the words
-   * wanted. `table` is the access's `words`, `phase` the chosen row, `choose(phase)` is called with another.
+   * wanted. `table` is the access's `words`, `ways` its passes, `phase` the chosen row, `choose(phase)` is called with
+   * another.
    */
-  function heatMap({ access, swizzle, table, phase, choose }) {
-    const ways = table.map((row) => Math.max(...row));
+  function heatMap({ access, swizzle, table, ways, phase, choose }) {
     const wavefronts = ways.reduce((sum, n) => sum + n, 0);
     const worst = Math.max(...ways);
     const title = swizzle ? `With ${CF.banks.swizzleText(swizzle)}` : "Without swizzle";
@@ -48,7 +48,7 @@
             phaseName(access, index),
           ),
         ),
-        Array.from(banks, (words) => heatCell(words, ways[index])),
+        Array.from(banks, (words) => heatCell(words, access.asynchronous ? 1 : ways[index])),
         CF.h("td", { class: ways[index] > 1 ? "ways bad" : "ways" }, ways[index] > 1 ? `${ways[index]} ▲` : "1"),
       );
     return CF.h(
@@ -80,14 +80,14 @@
     return CF.h("td", { class: ways > 1 && words === ways ? "worst" : null, style: style(words) }, String(words));
   }
 
-  /** Legend of the heat map's colours. */
-  const legend = () =>
+  /** Legend of an access's heat map. */
+  const legend = ({ asynchronous }) =>
     CF.h(
       "p",
       { class: "bank-legend" },
       "Words wanted from a bank:",
       [1, 2, 4, 8].map((words) => CF.h("i", { style: style(words) }, String(words))),
-      CF.h("span", {}, "· none; the largest number of a row, outlined, is the number of passes that the phase takes."),
+      CF.h("span", {}, asynchronous ? `· none. ${CF.banks.LINES}` : "· none. The largest of a row, outlined, is its ways."),
     );
 
   /** Bank of the first and the last word of an access. */
@@ -97,10 +97,10 @@
     return { first, last, text: first === last ? `bank ${first}` : `banks ${first}–${last}` };
   }
 
-  /* A lane's access as a bar over the 32 banks; hatched where the bank has more than one word to give. */
+  /* A lane's access as a bar over the 32 banks; hatched where a bank has more than one word to give. */
   function strip(address, name, laneBytes, banks) {
     const { first, last, text } = bankRange(address, laneBytes);
-    const most = Math.max(...banks.slice(first, last + 1));
+    const most = banks ? Math.max(...banks.slice(first, last + 1)) : 1;
     const place = `left:${(first / BANKS) * 100}%;width:${((last - first + 1) / BANKS) * 100}%`;
     const label = `${text}${most > 1 ? `, wanted ${most} times` : ""}`;
     return CF.h(
@@ -120,7 +120,7 @@
    * (null: left), `pin(cell)` of a chosen one.
    */
   function lanes({ access, group, instruction, phase, sides, point, pin }) {
-    const { part, phaseLanes, laneBytes } = access;
+    const { part, phaseLanes, laneBytes, asynchronous } = access;
     const row = (_, index) => {
       const lane = phase * phaseLanes + index;
       const cell = access.cell(group, instruction, lane);
@@ -134,7 +134,7 @@
         CF.h("td", {}, `${part.axes[0]}${at}, ${part.axes[1]}${column}`),
         sides.map(({ addresses, words }) => [
           CF.h("td", { class: "mono" }, CF.hex(addresses[lane])),
-          strip(addresses[lane], label, laneBytes, words[phase]),
+          strip(addresses[lane], label, laneBytes, asynchronous ? null : words[phase]),
         ]),
       );
     };

@@ -30,8 +30,23 @@
     return table;
   }
 
-  /** Passes that each phase takes, 1 where nothing collides: the largest number of words wanted from one bank. */
-  const ways = (addresses, laneBytes) => wordsByBank(addresses, laneBytes).map((banks) => Math.max(...banks));
+  /** Distinct 128-byte lines that each phase touches. */
+  function linesOf(addresses, laneBytes) {
+    const lanes = phaseLanes(laneBytes);
+    return Array.from({ length: addresses.length / lanes }, (_, phase) => {
+      const mine = Array.from(addresses.slice(phase * lanes, (phase + 1) * lanes));
+      return new Set(mine.map((address) => Math.floor(address / PHASE_BYTES))).size;
+    });
+  }
+
+  /**
+   * Passes that each phase takes, 1 where nothing collides: the largest number of words wanted from one bank; of an
+   * asynchronous copy (cp.async), the number of 128-byte lines.
+   */
+  const ways = (addresses, laneBytes, asynchronous = false) =>
+    asynchronous
+      ? linesOf(addresses, laneBytes)
+      : wordsByBank(addresses, laneBytes).map((banks) => Math.max(...banks));
 
   /**
    * The accesses of one step to one shared-memory tile: by the lanes of warps, or by warpgroups through a matrix
@@ -45,6 +60,7 @@
       this.scene = scene;
       this.step = step;
       this.part = scene.tile(tile);
+      this.asynchronous = step.kind === "cp.async";
     }
 
     /** Lanes of one phase. */
@@ -80,12 +96,15 @@
       return wordsByBank(this.addresses(group, instruction, swizzle), this.laneBytes);
     }
 
+    /** Ways of the phases of one instruction of one group. */
+    waysOf(group, instruction, swizzle) {
+      return ways(this.addresses(group, instruction, swizzle), this.laneBytes, this.asynchronous);
+    }
+
     /** Ways of every phase of the tile: `[instruction][group][phase]`. */
     ways(swizzle) {
       return Array.from({ length: this.instructions }, (_, instruction) =>
-        Array.from({ length: this.groups }, (_, group) =>
-          ways(this.addresses(group, instruction, swizzle), this.laneBytes),
-        ),
+        Array.from({ length: this.groups }, (_, group) => this.waysOf(group, instruction, swizzle)),
       );
     }
 
@@ -101,18 +120,10 @@
     }
   }
 
-  /** A touch's layout (thread, value, instruction), evaluated: `cell(thread, instruction)` of a thread's first value. */
-  function firstCells(touch) {
-    const { evaluate, modes, size } = CF.algebra;
-    const [threads, values, instructions] = modes(touch.tv).map(size);
-    const cells = evaluate(touch.tv);
-    return { threads, instructions, cell: (thread, instruction) => cells[thread + threads * values * instruction] };
-  }
-
   class WarpAccess extends Access {
     constructor(scene, step, touch) {
       super(scene, step, touch.id);
-      this.values = firstCells(touch);
+      this.values = scene.touchValues(touch);
       this.mode = touch.mode;
       this.laneBytes = touch.lane_bytes;
       this.lanes = WARP;
@@ -124,7 +135,7 @@
 
     /** The cell `row + rows * col` of a lane's first element. */
     cell(group, instruction, lane) {
-      return this.values.cell(WARP * group + lane, instruction);
+      return this.values.cell(WARP * group + lane, 0, instruction);
     }
   }
 
@@ -132,12 +143,12 @@
     constructor(scene, step, descriptor) {
       super(scene, step, descriptor.tile);
       const touch = step.touches.find(({ id, mode }) => id === descriptor.tile && mode === "read");
-      this.values = firstCells(touch);
+      this.values = scene.touchValues(touch);
       this.cores = CF.algebra.evaluate(descriptor.core);
       this.mode = "read";
       this.laneBytes = CORE_BYTES;
       this.lanes = this.cores.length / CORE_ELEMENTS;
-      this.groups = this.values.threads;
+      this.groups = this.values.threads / WARPGROUP;
       this.firstGroup = Math.floor(touch.first_thread / WARPGROUP);
       this.instructions = this.values.instructions;
       this.names = { group: "warpgroup", phase: "core matrix", lane: "row" };
@@ -147,7 +158,7 @@
     cell(group, instruction, lane) {
       const row = lane % CORE_ROWS;
       const core = Math.floor(lane / CORE_ROWS);
-      const moved = this.values.cell(group, instruction) - this.values.cell(0, 0);
+      const moved = this.values.cell(WARPGROUP * group, 0, instruction) - this.values.cell(0);
       return this.cores[row + CORE_ROWS * CORE_ELEMENTS * core] + moved;
     }
   }
@@ -178,5 +189,7 @@
   /** `S<3,3,3>`, or "no swizzle". */
   const swizzleText = (swizzle) => (swizzle ? `S<${swizzle.join(",")}>` : "no swizzle");
 
-  CF.banks = { BANKS, WORD, phaseLanes, wordsByBank, ways, accesses, alternatives, swizzleText };
+  const LINES = "cp.async takes a pass for every 128-byte line that a phase writes to, whatever the banks.";
+
+  CF.banks = { LINES, BANKS, WORD, phaseLanes, wordsByBank, ways, accesses, alternatives, swizzleText };
 })();

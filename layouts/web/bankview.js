@@ -126,17 +126,19 @@
         title,
         addresses: access.addresses(group, instruction, swizzle),
         words: access.words(group, instruction, swizzle),
+        ways: access.waysOf(group, instruction, swizzle),
       });
       const sides = [side(shown, shown ? swizzleText(shown) : "no swizzle"), side(null, "no swizzle")];
       const choose = (index) => CF.state.set({ phase: index });
-      const map = ({ swizzle, words }) => CF.bankMap.heatMap({ access, swizzle, table: words, phase, choose });
+      const map = ({ swizzle, words, ways }) =>
+        CF.bankMap.heatMap({ access, swizzle, table: words, ways, phase, choose });
       const element = (cell) => access.part.element(cell % access.part.rows, Math.floor(cell / access.part.rows));
       this.detail.replaceChildren(
         h("h2", {}, `${access.step.title}: one instruction`),
         h("p", { class: "hint" }, h("code", {}, access.step.instruction), ` on ${access.part.id}. ${this.#note()}`),
         this.#controls(),
         h("div", { class: "bank-maps" }, sides.map(map)),
-        CF.bankMap.legend(),
+        CF.bankMap.legend(access),
         CF.bankMap.lanes({
           access,
           group,
@@ -232,6 +234,7 @@
       { class: "lead" },
       "Shared memory has 32 banks of 4 bytes. A warp's access is served in phases of at most 128 bytes; a phase takes ",
       "as many passes, wavefronts, as the bank most in demand has different words to give. One is conflict-free. ",
+      "cp.async differs: it takes a pass for every 128-byte line of a phase. ",
       "Choose an access for its banks, lanes and bits.",
     );
 

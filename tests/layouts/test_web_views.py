@@ -122,6 +122,13 @@ def test_words_by_bank_equal_pythons_for_any_addresses(lane_bytes: int) -> None:
     assert np.array_equal(found, banks.words_by_bank(addresses, lane_bytes))
 
 
+def test_a_phase_of_an_asynchronous_copy_takes_a_pass_for_each_line() -> None:
+    rng = np.random.default_rng(0)
+    addresses = rng.integers(0, 64, 32) * 16
+    found = run_js(FILES, "CF.banks.ways(data, 16, true)", data=addresses.tolist(), prelude=BROWSER)
+    assert np.array_equal(found, banks.ways(addresses, 16, asynchronous=True))
+
+
 def test_alternatives_have_none_to_three_bits_with_the_tiles_base_and_shift() -> None:
     found = run_js(
         FILES, "[[3, 3, 3], [2, 3, 4], null].map((s) => CF.banks.alternatives({ swizzle: s }, 2))", prelude=BROWSER
