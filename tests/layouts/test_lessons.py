@@ -114,12 +114,13 @@ def test_causal_halves_the_tiles_of_flash_attention_2_only() -> None:
     assert len(loops.fa1_visits(n, n, 1, 1, -1, 0)) == n * n
 
 
+@pytest.mark.parametrize("q_in_regs", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-@pytest.mark.parametrize("stages", pipeline.STAGES)
-def test_pipeline_reads_only_what_has_arrived(stages: int, blocks: int) -> None:
+@pytest.mark.parametrize("stages", pipeline.SHOWN)
+def test_pipeline_reads_only_what_has_arrived(stages: int, blocks: int, q_in_regs: bool) -> None:
     before = None
     read = []
-    for action in pipeline.run(stages, blocks):
+    for action in pipeline.run(stages, blocks, q_in_regs):
         for name, (block, status) in action["buffers"].items():
             was = before["buffers"][name] if before else [None, "free"]
             if status == "reading" and was[1] != "reading":
@@ -132,7 +133,7 @@ def test_pipeline_reads_only_what_has_arrived(stages: int, blocks: int) -> None:
     assert read == [(block, tensor) for block in range(blocks - 1, -1, -1) for tensor in "KV"]
 
 
-@pytest.mark.parametrize("stages", pipeline.STAGES)
+@pytest.mark.parametrize("stages", pipeline.SHOWN)
 def test_pipeline_overwrites_only_behind_a_barrier(stages: int) -> None:
     """Between the product that reads a buffer and the copies that overwrite it stands a wait with its barrier."""
     unsafe: set[str] = set()
@@ -176,7 +177,7 @@ def test_turns_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_a_line_that_is_not_there_once_is_refused() -> None:
-    prologue = pipeline.Pipeline(1, 1).sources["prologue"]
+    prologue = pipeline.Pipeline(1, 1, True).sources["prologue"]
     assert prologue.line("load_kv(loads.k, n_last, 0, rows)") > 0
     for text in ("no such line", "load_kv("):
         with pytest.raises(ValueError, match="expected one"):

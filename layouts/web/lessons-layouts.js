@@ -1,0 +1,205 @@
+/* Lessons 1 and 2: what a layout is, and what a thread-value layout is. */
+(() => {
+  "use strict";
+
+  const { Grid, inline, prose, figure, slider, checks } = CF.lessons;
+  const MOST_CELLS = 256; // of a layout that a reader types
+
+  /** The sum that a layout is at a coordinate, as text: `5·64 + 2·1 = 322`. Coordinates count within each top mode. */
+  function workings(layout, coordinates) {
+    const terms = [];
+    let total = 0;
+    CF.algebra.modes(layout).forEach((mode, i) => {
+      const [extents, strides] = [mode.shape, mode.stride].map(CF.algebra.flatten);
+      let rest = coordinates[i];
+      extents.forEach((extent, j) => {
+        const index = j === extents.length - 1 ? rest : rest % extent;
+        rest = Math.floor(rest / extent);
+        if (extent === 1) return;
+        terms.push(`${index}·${strides[j]}`);
+        total += index * strides[j];
+      });
+    });
+    return `${terms.join(" + ") || 0} = ${total}`;
+  }
+
+  const EXAMPLES = [
+    ["(4,8):(1,4)", "columns follow each other"],
+    ["(4,8):(8,1)", "rows follow each other"],
+    ["(4,8):(9,1)", "padded rows"],
+    ["((2,2),(2,4)):((1,4),(2,8))", "2×2 blocks"],
+    ["(4,8):(0,1)", "one row, seen four times"],
+  ];
+
+  /** A layout that a reader types, as the grid of its indices and as the memory that it fills. */
+  class LayoutFigure {
+    constructor() {
+      this.input = CF.h("input", { type: "text", value: EXAMPLES[0][0], spellcheck: "false", autocomplete: "off", "aria-label": "Layout, as shape:stride", oninput: () => this.#read() });
+      this.message = CF.h("p", { class: "lesson-message", role: "status" });
+      this.host = CF.h("div");
+      this.memory = CF.h("div", { class: "lesson-memory", role: "img" });
+      const example = ([text, words]) => CF.h("button", { type: "button", title: words, onclick: () => this.#take(text) }, CF.h("code", {}, text), CF.h("small", {}, words));
+      this.element = figure(
+        "A layout of your own",
+        [CF.h("label", { class: "lesson-input" }, "layout ", this.input)],
+        CF.h("div", { class: "lesson-examples" }, EXAMPLES.map(example)),
+        this.host,
+        this.memory,
+        this.message,
+      );
+      this.#read();
+    }
+
+    #take(text) {
+      this.input.value = text;
+      this.#read();
+    }
+
+    #read() {
+      try {
+        const { value } = CF.text.evaluate(this.input.value);
+        if (value.tv || CF.algebra.modes(CF.algebra.plain(value)).length !== 2) throw new RangeError("this experiment takes a layout of two modes: rows and columns");
+        if (CF.algebra.size(value) > MOST_CELLS) throw new RangeError(`this experiment takes at most ${MOST_CELLS} elements`);
+        this.#show(value);
+        this.input.setAttribute("aria-invalid", "false");
+      } catch (error) {
+        if (!(error instanceof Error)) throw error;
+        this.input.setAttribute("aria-invalid", "true");
+        this.message.textContent = error.message;
+      }
+    }
+
+    #show(value) {
+      const [rows, cols] = CF.algebra.modes(CF.algebra.plain(value)).map(CF.algebra.size);
+      const indices = CF.algebra.evaluate(value);
+      const last = indices.reduce((a, b) => Math.max(a, b), 1);
+      const index = (row, col) => indices[row + rows * col];
+      const rgb = (number) => CF.palette.ramp(number / last);
+      this.grid = new Grid(`Indices of ${this.input.value}`, {
+        rows, cols, text: (row, col) => String(index(row, col)), rgb: (row, col) => rgb(index(row, col)), pick: (row, col) => this.#pick(value, row, col, index(row, col)),
+      });
+      this.host.replaceChildren(this.grid.element);
+      const used = new Set(indices);
+      this.slots = Array.from({ length: last + 1 }, (_, at) => CF.h("i", { title: String(at), style: used.has(at) ? `background:${CF.palette.css(rgb(at))}` : null }));
+      this.memory.setAttribute("aria-label", `Memory of ${last + 1} elements, ${used.size} of them used`);
+      this.memory.replaceChildren(...this.slots);
+      this.#pick(value, rows > 1 ? 1 : 0, cols > 2 ? 2 : 0, index(rows > 1 ? 1 : 0, cols > 2 ? 2 : 0));
+    }
+
+    #pick(value, row, col, found) {
+      const sum = CF.algebra.isComposed(value) ? `${found} after the swizzle` : workings(value, [row, col]);
+      this.message.textContent = `(${row}, ${col}) → ${sum}`;
+      this.grid.mark((r, c) => r === row && c === col);
+      this.slots.forEach((slot, at) => slot.classList.toggle("marked", at === found));
+    }
+  }
+
+  CF.lessons.add({
+    id: "layout",
+    title: "Layout = shape : stride",
+    question: "Where in memory is element (row, column) of a tile?",
+    families: ["sm80"],
+    build(kit) {
+      const scene = kit.scene("sm80");
+      const tile = scene.tile("sK");
+      const text = CF.algebra.toText(tile.spec.layout);
+      const line = CF.h("p", { class: "lesson-message", role: "status" });
+      const told = (row, col) => row !== null && (line.textContent = `sK(${row}, ${col}, stage 0) → ${workings(tile.spec.layout, [row, col, 0])} elements, before the swizzle`);
+      told(5, 70);
+      return [
+        prose(`A layout is a function from coordinates to integers, written \`shape:stride\`. The shape says how far each
+          coordinate runs, the stride what one step of it adds: under \`(4,8):(8,1)\` element (row, column) has index
+          row·8 + column·1. That is all; row-major, column-major, padded and broadcast are only strides.
+
+          Shape and stride may nest, in the same way. A nested mode counts with several digits, the leftmost fastest:
+          in \`(2,4):(1,8)\` as one mode of extent 8, coordinate 5 is the digits (1, 2) and stands for 1·1 + 2·8 = 17. So a
+          tile still has plain rows and columns for whoever reads it, while blocks of blocks lie underneath.`),
+        new LayoutFigure().element,
+        prose(`The kernels build nothing else. Here is the shared-memory tile of K of \`FlashFwdSm80\`: 64 keys by 128 columns, in
+          two stages. Its layout is \`${text}\`. Columns count with two digits: 64 of them lie side by side, so that a
+          row is 128 bytes, as long as all 32 banks together. The next 64 columns start 4096 elements later, in a second
+          slab. The third mode is the stage, 8192 elements further.`),
+        figure(
+          "sK, coloured by address",
+          null,
+          kit.panel("sm80", "sK", { color: "address", onHover: told }),
+          line,
+        ),
+        CF.h("p", {}, "In the playground: ", kit.playground("divide((8,16):(16,1), (4,4))"), " cuts a tile into blocks, ", kit.playground("S<3,3,3> o (8,64):(64,1)"), " is eight rows of sK with its swizzle."),
+        kit.seeInKernel("sm80", { panel: "sK", color: "address" }, "sK among all tiles", "FlashFwdSm80.smem_layout_k, cuteflash/kernels/sm80/fwd.py"),
+        checks(
+          ["Which layout stores a 4 × 8 tile so that columns are contiguous and each starts at a multiple of 5?", "`(4,8):(1,5)`: a step down adds 1, a step right adds 5. One slot after each column stays unused."],
+          ["What does a stride of 0 mean?", "All coordinates of that mode name the same element: a broadcast. Bias vectors and shared operands look like that."],
+          ["Under sK's layout, what is the offset of key 9, column 64, stage 1, before the swizzle?", "Key 9 is the digits (1, 1): 1·64 + 1·512. Column 64 is (0, 1): 4096. Stage 1 adds 8192. Together 12864 elements."],
+        ),
+      ];
+    },
+  });
+
+  CF.lessons.add({
+    id: "tv",
+    title: "TV layouts: who owns what",
+    question: "Four warps hold a 64 × 64 tile of scores in registers. Which of them are yours?",
+    families: ["sm80"],
+    state: { thread: 5 },
+    build(kit) {
+      const scene = kit.scene("sm80");
+      const part = scene.fragment("acc_S");
+      const { tv } = part.spec;
+      const line = CF.h("p", { class: "lesson-message", role: "status" });
+      let value = 0;
+      const threads = slider("thread", { to: part.owned.threads - 1 }, (thread) => CF.state.set({ thread, warp: null, warpgroup: null }));
+      const values = slider("value", { to: part.owned.values - 1 }, (chosen) => {
+        value = chosen;
+        show();
+      });
+      let panel = null;
+      function show() {
+        const thread = CF.state.get("thread") ?? 0;
+        threads.to(thread);
+        const cell = part.owned.cell(thread, value);
+        const at = [cell % part.rows, Math.floor(cell / part.rows)];
+        line.textContent = `tv(${thread}, ${value}) → ${workings(tv, [thread, value])} → query ${at[0]}, key ${at[1]}`;
+        CF.state.set({ pin: part.element(...at), hover: null });
+        panel?.update();
+      }
+      kit.follow(["thread"], show);
+      return [
+        prose(`A register has no address that another thread could read; a tile in registers is spread over threads. CuTe
+          writes the spread as one more layout, with two modes: (thread, value) to the place in the tile. The value counts
+          a thread's own registers. The place is a number too: row + rows · column.
+
+          The scores of \`FlashFwdSm80\` have \`${CF.algebra.toText(tv)}\` over 64 × 64. Read the thread's digits: four
+          neighbouring lanes step by 128, two columns; eight groups of them step by 1, a row; four warps step by 16 rows.
+          Read the value's: 64 is the next column, 8 is eight rows below, 512 is eight columns on. This is not a choice of
+          the kernel. It is what \`mma.m16n8k16\` leaves in the registers, repeated over the tile.`),
+        figure(
+          "acc_S: pick a thread, then one of its values",
+          [threads, values],
+          kit.panel("sm80", "acc_S", { color: "owner", height: 470 }, (made) => (panel = made)),
+          line,
+        ),
+        prose(`Four lanes, a quad, hold a row together. That is why a row's maximum needs only two shuffles
+          (\`quad_max\`), and why each thread keeps two row maxima: its rows g and g + 8.
+
+          An operand may have copies. Every warp multiplies its own query rows with all keys, so every warp needs all of
+          K: in \`rK\` the warp's digit has stride 0, and each element has four owners.`),
+        figure("rK: every element four times", null, kit.panel("sm80", "rK", { color: "owner", height: 240 }), copies(scene)),
+        CF.h("p", {}, "In the playground, the C operand of one mma: ", kit.playground("TV ((4,8),(2,2)):((32,1),(16,8)) on (16,8)"), "."),
+        kit.seeInKernel("sm80", { panel: "acc_S", thread: 5 }, "thread 5 in every fragment", "make_fragments, cuteflash/kernels/sm80/fwd_mma.py"),
+        checks(
+          ["How many scores does a thread hold, and in how many rows?", "64 · 64 / 128 threads = 32 scores (2·2·8 values), in two rows that are 8 apart."],
+          ["Which threads hold query row 0?", "Lanes 0 to 3 of warp 0: the quad whose row digit and warp digit are 0."],
+          ["What would `TV` layout strides of 0 in the value mode mean?", "Several registers of a thread would hold the same element."],
+        ),
+      ];
+    },
+  });
+
+  function copies(scene) {
+    const owners = scene.owners("rK", 0, 0).map(({ thread }) => `t${thread}`);
+    return CF.h("p", { class: "lesson-message" }, inline(`Key 0, column 0 is in registers of ${owners.join(", ")}: the same lane of each warp.`));
+  }
+
+  Object.assign(CF.lessons, { workings });
+})();
