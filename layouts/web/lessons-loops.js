@@ -108,7 +108,7 @@
           {},
           CF.h("th", { scope: "row" }, NAMES[algorithm]),
           [CF.number(tiles), large(reads), large(writes)].map((text) => CF.h("td", {}, text)),
-          CF.h("td", { class: "wide" }, CF.h("div", { class: "bar", "aria-hidden": "true" }, bar(reads / most, CF.palette.category(1)), bar(writes / most, CF.palette.category(5)))),
+          CF.h("td", { class: "wide" }, CF.h("div", { class: "lesson-bar", "aria-hidden": "true" }, bar(reads / most, CF.palette.category(1)), bar(writes / most, CF.palette.category(5)))),
         );
       const heads = ["", "tiles", "read", "written", "read and written"].map((text) => CF.h("th", { scope: "col" }, text));
       this.host.replaceChildren(CF.h("table", { class: "lesson-traffic" }, CF.h("thead", {}, CF.h("tr", {}, heads)), CF.h("tbody", {}, chosen.map(row))));

@@ -117,8 +117,8 @@
 
   /** `TmaRing` with its mbarriers: who may go on, who waits for which parity. Positions count tiles for ever. */
   class Ring {
-    constructor(stages, warps) {
-      Object.assign(this, { stages, warps, produced: 0, landed: 0, waited: 0, released: 0 });
+    constructor(stages) {
+      Object.assign(this, { stages, produced: 0, landed: 0, waited: 0, released: 0 });
       this.full = new Array(stages).fill(0); // completed phases
       this.empty = new Array(stages).fill(0);
     }
@@ -214,7 +214,7 @@
     }
 
     #reset(stages) {
-      this.ring = new Ring(stages, this.warps);
+      this.ring = new Ring(stages);
       this.line.textContent = "All stages are free. The producer may run ahead until the ring is full.";
       this.#show("acquire");
     }

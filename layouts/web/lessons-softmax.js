@@ -34,7 +34,9 @@
       this.element = figure(
         "One row through all its blocks",
         [choice("mask", Object.keys(this.data.masks).map((mask) => [mask, mask]), this.mask, (mask) => this.#setMask(mask)), this.rows, this.stepper.element],
-        CF.h("div", { class: "lesson-beside" }, CF.h("div", {}, this.line, this.host, this.bars, this.table), this.source),
+        this.line,
+        this.host,
+        CF.h("div", { class: "lesson-pair" }, CF.h("div", {}, this.bars, this.table), this.source),
       );
       kit.then(() => this.#setMask(this.mask));
       kit.follow(["theme"], () => this.grid?.paint());

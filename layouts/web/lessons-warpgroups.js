@@ -53,7 +53,7 @@
     const { launch, file, roles } = scene.data.budget.registers;
     const { threads } = scene.data.kernel;
     const bar = (label, parts) =>
-      CF.h("div", { class: "bar-row" }, CF.h("span", {}, label), CF.h("div", { class: "bar" }, parts.map(([text, share, rgb]) => CF.h("i", { style: `width:${share * 100}%;background:${CF.palette.css(rgb)};color:${CF.palette.ink(rgb)}` }, text))));
+      CF.h("div", { class: "lesson-bar-row" }, CF.h("span", {}, label), CF.h("div", { class: "lesson-bar" }, parts.map(([text, share, rgb]) => CF.h("i", { style: `width:${share * 100}%;background:${CF.palette.css(rgb)};color:${CF.palette.ink(rgb)}` }, text))));
     const warpgroups = threads / 128;
     const grey = CF.palette.category(7);
     const launched = Array.from({ length: warpgroups }, (_, i) => [`${launch}`, (launch * 128) / file, i ? CF.palette.category(i) : grey]);

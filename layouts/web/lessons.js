@@ -45,6 +45,7 @@
         if (link.dataset.lesson === lesson.id) link.setAttribute("aria-current", "page");
         else link.removeAttribute("aria-current");
       }
+      this.#reveal(this.list.querySelector("[aria-current]"));
       this.kit?.end();
       this.kit = new CF.lessons.Kit(this.data);
       const title = CF.h("h2", { id: "lesson-title" }, `${at + 1}. ${lesson.title}`);
@@ -55,6 +56,11 @@
         window.scrollTo(0, 0);
         this.article.focus({ preventScroll: true });
       }
+    }
+
+    /* On narrow screens the list is one line that scrolls. */
+    #reveal(link) {
+      this.list.scrollLeft = link.offsetLeft - (this.list.clientWidth - link.offsetWidth) / 2;
     }
 
     #body(lesson) {
