@@ -34,6 +34,7 @@
     const wavefronts = ways.reduce((sum, n) => sum + n, 0);
     const worst = Math.max(...ways);
     const title = swizzle ? `With ${CF.banks.swizzleText(swizzle)}` : "Without swizzle";
+    const passes = `${wavefronts} ${plural("wavefront", wavefronts)}`;
     const phases = `${table.length} ${plural(access.names.phase, table.length)}`;
     const row = (banks, index) =>
       CF.h(
@@ -54,7 +55,7 @@
     return CF.h(
       "div",
       { class: "bank-map" },
-      CF.h("p", {}, CF.h("b", {}, title), `: worst ${worst}-way, ${wavefronts} wavefronts for ${phases}`),
+      CF.h("p", {}, CF.h("b", {}, title), `: worst ${worst}-way, ${passes} for ${phases}`),
       CF.h(
         "div",
         { class: "bank-scroll" },
@@ -81,14 +82,11 @@
   }
 
   /** Legend of an access's heat map. */
-  const legend = ({ asynchronous }) =>
-    CF.h(
-      "p",
-      { class: "bank-legend" },
-      "Words wanted from a bank:",
-      [1, 2, 4, 8].map((words) => CF.h("i", { style: style(words) }, String(words))),
-      CF.h("span", {}, asynchronous ? `· none. ${CF.banks.LINES}` : "· none. The largest of a row, outlined, is its ways."),
-    );
+  function legend({ asynchronous }) {
+    const rule = asynchronous ? CF.banks.LINES : "The largest number of a row, outlined, is its ways.";
+    const keys = [1, 2, 4, 8].map((words) => CF.h("i", { style: style(words) }, String(words)));
+    return CF.h("p", { class: "bank-legend" }, "Words wanted from a bank:", keys, CF.h("span", {}, `· none. ${rule}`));
+  }
 
   /** Bank of the first and the last word of an access. */
   function bankRange(address, bytes) {

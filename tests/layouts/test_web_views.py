@@ -5,11 +5,13 @@ The scenes are read from the kernels of a few rows that differ in family, swizzl
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cuteflash.cli.app import compile_
 from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import FwdProblem
 from layouts import banks
@@ -136,3 +138,44 @@ def test_alternatives_have_none_to_three_bits_with_the_tiles_base_and_shift() ->
     assert found[0] == [None, [1, 3, 3], [2, 3, 3], [3, 3, 3]]
     assert found[1] == [None, [1, 3, 4], [2, 3, 4], [3, 3, 4]]
     assert found[2] == found[0]
+
+
+def budget(expression: str, data: object = None) -> Any:
+    return run_js((*FILES, "budget.js"), expression, data=data, prelude=BROWSER)
+
+
+def test_overlapping_regions_get_lanes_of_their_own() -> None:
+    regions = [
+        {"id": "sQ", "start": 0, "bytes": 64},
+        {"id": "sK", "start": 64, "bytes": 64},
+        {"id": "sO", "start": 0, "bytes": 96},
+        {"id": "sV", "start": 96, "bytes": 32},
+    ]
+    lanes = budget("CF.budget.lanes(data).map((lane) => lane.map((region) => region.id))", regions)
+    assert lanes == [["sQ", "sK"], ["sO", "sV"]]
+
+
+def test_registers_left_to_a_role_are_its_limit_less_its_fragments() -> None:
+    role = {"limit": 100, "parts": [{"name": "a", "registers": 64}, {"name": "b", "registers": 40}]}
+    assert budget("CF.budget.roleUse(data)", role) == {"used": 104, "left": -4, "limit": 100}
+
+
+def test_a_block_of_warpgroups_keeps_within_its_launch(scene: Scene) -> None:
+    values = scene_json(scene)
+    asked = {"registers": values["budget"]["registers"], "threads": values["kernel"]["threads"]}
+    found = budget("CF.budget.split(data)", asked)
+    assert found["total"] <= found["launch"] <= asked["registers"]["file"]
+    assert sum(share["threads"] for share in found["shares"]) == asked["threads"]
+
+
+def test_the_fewest_blocks_bind() -> None:
+    occupancy = {"blocks": 1, "limits": {"shared memory": 1, "registers": 1, "threads": 5}}
+    assert budget("CF.budget.binding(data)", occupancy) == ["shared memory", "registers"]
+
+
+def test_the_compile_command_is_one_that_the_cli_takes(scene: Scene) -> None:
+    command = budget("CF.budget.compileCommand(data)", scene.kernel)
+    assert command.startswith("cuteflash compile --head-dim ")
+    options = inspect.signature(compile_).parameters
+    for option in command.split()[2::2]:
+        assert option.removeprefix("--").replace("-", "_") in options
