@@ -48,7 +48,7 @@ from benchmarks.bank_patterns import (
 )
 from benchmarks.device import environment
 from benchmarks.implementations import target_of
-from benchmarks.timing import HangError, first_call, median
+from cuteflash.tune.timing import HangError, first_call, median
 
 SWIZZLES = (0, 2, 3)  # none, half, full
 WARPS = (1, 4, 8)

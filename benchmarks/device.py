@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.implementations import runner
-from benchmarks.problems import Cell, make_inputs
-from benchmarks.timing import Runner, clock_for, first_call, median
+from cuteflash.tune.cells import Cell, make_inputs
+from cuteflash.tune.timing import Runner, clock_for, first_call, median
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import accuracy, device, report
+from benchmarks import device, report
 from benchmarks.implementations import NAMES, TORCH_DTYPES, Variant, parse_variants, runners_for, unavailable
-from benchmarks.problems import HEAD_DIMS, SEQLENS, Cell, Inputs, grid, make_inputs
-from benchmarks.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
+from cuteflash.tune import accuracy
+from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, Cell, Inputs, grid, make_inputs
+from cuteflash.tune.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
 
 QUICK_SEQLENS = (1024, 8192)
 QUICK_ROUNDS = 3

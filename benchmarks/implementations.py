@@ -19,8 +19,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cuteflash
-from benchmarks.problems import Cell, Inputs
-from benchmarks.timing import Runner
 from cuteflash.compile import BuildReport, build, compiled
 from cuteflash.dispatch import forward_kernel
 from cuteflash.problem import DTYPES, UNBOUNDED, FwdProblem
@@ -28,6 +26,8 @@ from cuteflash.traits.arch import FAMILIES, Family, arch_of_capability, get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.tune.cells import Cell, Inputs
+from cuteflash.tune.timing import Runner
 
 OURS = ("sm90", "sm80")
 PEERS = ("fa4", "cudnn", "fa2")

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import accuracy
 from benchmarks.implementations import (
     PEERS,
     TORCH_DTYPES,
@@ -38,9 +37,10 @@ from benchmarks.implementations import (
     unavailable,
     variant_runner,
 )
-from benchmarks.problems import Cell, make_inputs, parse_cell
-from benchmarks.timing import ROUNDS, HangError, Runner, first_call, interleaved, median, spread
 from cuteflash.traits.arch import FAMILIES
+from cuteflash.tune import accuracy
+from cuteflash.tune.cells import Cell, make_inputs, parse_cell
+from cuteflash.tune.timing import ROUNDS, HangError, Runner, first_call, interleaved, median, spread
 
 LOST_CONTEXT = 3  # exit status of a worker whose GPU context is gone
 CONTEXT_ERRORS = (

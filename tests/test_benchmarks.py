@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import accuracy, forward, implementations, report, variants
+from benchmarks import forward, implementations, report, variants
 from benchmarks.implementations import Variant, parse_variants
-from benchmarks.problems import Cell, Inputs, grid, make_inputs, parse_cell
-from benchmarks.timing import interleaved, median, spread
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.tune import accuracy
+from cuteflash.tune.cells import Cell, Inputs, grid, make_inputs, parse_cell
+from cuteflash.tune.timing import interleaved, median, spread
 
 CPU = torch.device("cpu")
 SMALL = Cell(head_dim=32, causal=True, seqlen=48, tokens=96, hidden=64)

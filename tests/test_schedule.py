@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.problems import Cell, grid
 from cuteflash.core import schedule
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.schedule import TileOrder
 from cuteflash.core.tile import QueryTile
 from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import LENGTH_MAX, UNBOUNDED, FwdProblem
+from cuteflash.tune.cells import Cell, grid
 from tests.int32 import Int32
 
 NUM_SMS = 132  # an H100 SXM

@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 
-from benchmarks.problems import Inputs
+from cuteflash.tune.cells import Inputs
 
 CHUNK_ROWS = 2048  # query rows at a time: 16k keys make 128 MB of fp32 scores
 AGREEMENT = 0.02  # two correct bf16 outputs differ by less, absolutely plus relatively
