@@ -1,0 +1,368 @@
+"""What a sweep has found out, in one SQLite file: verdicts on candidates, and their timings.
+
+Every record is its own transaction in a write-ahead log that is flushed to disk, so a process that is killed at any
+point loses the record it was about to write and nothing else. Several processes may write: the funnel and its worker.
+
+What makes a record current is its key, the digest of the compile cache's key: with another source, compiler or problem
+the same candidate has another key, and only such candidates are compiled, checked and timed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import pathlib
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import Family
+
+Stage = Literal["prune", "compile", "gate", "time"]
+STAGES: tuple[str, ...] = get_args(Stage)
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x63666C73  # "cfls" in the file's header: a sweep's database and no other
+BUSY_SECONDS = 30.0  # how long a writer waits for another one
+
+SCHEMA = (
+    "CREATE TABLE candidates (id TEXT PRIMARY KEY, family TEXT NOT NULL, traits TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE cells (id TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE verdicts (
+        candidate TEXT NOT NULL, target TEXT NOT NULL, problem TEXT NOT NULL, stage TEXT NOT NULL, key TEXT NOT NULL,
+        ok INTEGER NOT NULL, reason TEXT, details TEXT NOT NULL, at TEXT NOT NULL,
+        PRIMARY KEY (candidate, target, problem, stage, key)) WITHOUT ROWID""",
+    """CREATE TABLE timings (
+        candidate TEXT NOT NULL, cell TEXT NOT NULL, target TEXT NOT NULL, gpu TEXT NOT NULL, driver TEXT NOT NULL,
+        key TEXT NOT NULL, race TEXT NOT NULL, versions TEXT NOT NULL, source TEXT NOT NULL, samples TEXT NOT NULL,
+        ms REAL, low REAL, high REAL, tflops REAL, error TEXT, at TEXT NOT NULL,
+        PRIMARY KEY (candidate, cell, gpu, driver, key, race)) WITHOUT ROWID""",
+    "CREATE TABLE marks (name TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID",
+)
+
+
+class StoreError(RuntimeError):
+    """The database cannot be used; the message names the file, what is wrong and what to do."""
+
+
+def candidate_id(family: Family, traits: Any) -> str:
+    """Identity of a candidate: 16 hex digits over its family and all fields of its traits (a dataclass)."""
+    text = json.dumps([family, dataclasses.asdict(traits)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def problem_id(problem: FwdProblem) -> str:
+    """Identity of a problem, readable: `"bf16 128x128 causal"`, then `softcap`, `lse`, `packed 4` where they apply."""
+    extras = [name for name, there in (("softcap", problem.has_softcap), ("lse", problem.has_lse)) if there]
+    if problem.packed_heads > 1:
+        extras.append(f"packed {problem.packed_heads}")
+    return " ".join([problem.dtype, f"{problem.head_dim}x{problem.head_dim_v}", problem.mask, *extras])
+
+
+def now() -> str:
+    """This moment in UTC, to the second, as records carry it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one stage of the funnel decided about one candidate.
+
+    Attributes:
+        candidate: `candidate_id`.
+        target: compile target, e.g. "sm_90a".
+        problem: `problem_id`; empty for "prune", which does not depend on the problem.
+        stage: "prune", "compile", "gate" or "time".
+        key: digest of the compile cache's key; empty for "prune", which costs nothing and is always run.
+        ok: whether the candidate goes on to the next stage.
+        reason: why not, one sentence; None where it does.
+        details: numbers behind it, JSON values. Of "compile" the fields of `Resources` and `seconds`.
+        at: when, `now()`.
+    """
+
+    candidate: str
+    target: str
+    problem: str
+    stage: Stage
+    key: str
+    ok: bool
+    reason: str | None = None
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    at: str = dataclasses.field(default_factory=now)
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise ValueError(f"stage is {self.stage!r}; allowed: {', '.join(STAGES)}")
+        if self.ok != (self.reason is None):
+            raise ValueError(
+                f"reason is {self.reason!r} with ok {self.ok}; a rejection, and nothing else, has a reason"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """How long one candidate took on one cell, or why that is not known.
+
+    Attributes:
+        candidate: `candidate_id`, or a name such as "peer:cudnn" for what is timed beside the candidates.
+        cell: `Cell.id`; `Store.add_cell` keeps its fields.
+        target: compile target.
+        gpu, driver: as the driver names them.
+        key: digest of the compile cache's key.
+        race: name of the interleaved rounds it took part in; only times of one race share the GPU's clock and heat.
+        samples: milliseconds per call, one a round.
+        ms: their median; low, high: its 95 % confidence interval (`high` may be infinite).
+        tflops: TFLOP/s at the median.
+        versions: distribution → version.
+        source: fingerprint of the kernels' sources.
+        error: why there are no samples: a crash, a hang, a wrong result. Then the numbers are None.
+        at: when, `now()`.
+    """
+
+    candidate: str
+    cell: str
+    target: str
+    gpu: str
+    driver: str
+    key: str
+    race: str = ""
+    samples: tuple[float, ...] = ()
+    ms: float | None = None
+    low: float | None = None
+    high: float | None = None
+    tflops: float | None = None
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    error: str | None = None
+    at: str = dataclasses.field(default_factory=now)
+
+    def __post_init__(self) -> None:
+        numbers = (self.ms, self.low, self.high, self.tflops)
+        if self.error is None and (not self.samples or None in numbers):
+            raise ValueError(f"a timing of {self.candidate} without error lacks samples, ms, low, high or tflops")
+        if self.error is not None and (self.samples or numbers != (None,) * 4):
+            raise ValueError(f"a timing of {self.candidate} has both numbers and the error {self.error!r}")
+
+
+class Store:
+    """The database at `path`, created where it is absent, with its folder; a context manager that closes it.
+
+    Args:
+        path: the file.
+        create: False where reading something that is not there is an error.
+
+    Raises:
+        StoreError: here and from every method: no such file, not a sweep's database, another schema version, a full
+            disk, a folder that cannot be written.
+    """
+
+    def __init__(self, path: str | pathlib.Path, create: bool = True) -> None:
+        self.path = pathlib.Path(path)
+        if not create and not self.path.is_file():
+            raise StoreError(f"{self.path}: no such sweep database; `cuteflash sweep` writes one, --db names it")
+        with self._explained("cannot be opened"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            self._open()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file; records are safe without it."""
+        self._connection.close()
+
+    # Writing: each call is one transaction, on disk when it returns.
+
+    def add_candidate(self, family: Family, traits: Any) -> str:
+        """Keeps a candidate's traits under its id, which is returned."""
+        return self.add_candidates(family, [traits])[0]
+
+    def add_candidates(self, family: Family, candidates: Iterable[Any]) -> list[str]:
+        """`add_candidate` of many, in one transaction."""
+        rows = [(candidate_id(family, one), family, json.dumps(dataclasses.asdict(one))) for one in candidates]
+        self._write("INSERT OR IGNORE INTO candidates VALUES (?, ?, ?)", rows)
+        return [row[0] for row in rows]
+
+    def add_cell(self, cell_id: str, fields: Mapping[str, Any]) -> None:
+        """Keeps what a cell is: the fields of `Cell` by name."""
+        self._write("INSERT OR REPLACE INTO cells VALUES (?, ?)", [(cell_id, json.dumps(dict(fields)))])
+
+    def record_verdict(self, verdict: Verdict) -> None:
+        """Keeps a verdict, in place of an older one for the same candidate, target, problem, stage and key."""
+        self.record_verdicts([verdict])
+
+    def record_verdicts(self, verdicts: Iterable[Verdict]) -> None:
+        """`record_verdict` of many, in one transaction: for verdicts that cost nothing to find again."""
+        self._insert("verdicts", verdicts)
+
+    def record_timing(self, timing: Timing) -> None:
+        """Keeps a timing, in place of an older one of the same candidate, cell, GPU, driver, key and race."""
+        self._insert("timings", [timing])
+
+    def mark(self, name: str, value: Any) -> None:
+        """Keeps one JSON value by name, with the time: what a worker is about to do, so that its end can be blamed."""
+        moment = datetime.datetime.now(datetime.UTC).timestamp()
+        self._write("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", [(name, json.dumps(value), moment)])
+
+    # Reading.
+
+    def marked(self, name: str) -> tuple[Any, float] | None:
+        """(value, seconds since the epoch) of a mark, None where there is none."""
+        for value, moment in self._read("SELECT value, at FROM marks WHERE name = ?", (name,)):
+            return json.loads(value), moment
+        return None
+
+    def candidates(self) -> dict[str, tuple[Family, dict[str, Any]]]:
+        """All candidates: id → (family, fields of the traits)."""
+        rows = self._read("SELECT id, family, traits FROM candidates ORDER BY id")
+        return {name: (family, json.loads(traits)) for name, family, traits in rows}
+
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """All cells: id → fields."""
+        return {name: json.loads(fields) for name, fields in self._read("SELECT * FROM cells ORDER BY id")}
+
+    def verdict(self, candidate: str, target: str, problem: str, stage: Stage, key: str) -> Verdict | None:
+        """The verdict recorded under exactly these, None where the stage has still to run."""
+        wanted = {"candidate": candidate, "target": target, "problem": problem, "stage": stage, "key": key}
+        return next(iter(self.verdicts(**wanted)), None)
+
+    def verdicts(self, **wanted: Any) -> list[Verdict]:
+        """Verdicts whose columns have the values given by name, oldest first."""
+        return [
+            Verdict(**row | {"ok": bool(row["ok"]), "details": json.loads(row["details"])})
+            for row in self._select("verdicts", wanted)
+        ]
+
+    def have_timing(self, candidate: str, cell: str, gpu: str, driver: str, key: str) -> bool:
+        """Whether the candidate was timed on the cell, by this GPU and driver, with this key; a failure counts."""
+        query = "SELECT 1 FROM timings WHERE candidate = ? AND cell = ? AND gpu = ? AND driver = ? AND key = ? LIMIT 1"
+        return bool(list(self._read(query, (candidate, cell, gpu, driver, key))))
+
+    def timings(self, **wanted: Any) -> list[Timing]:
+        """Timings whose columns have the values given by name, oldest first."""
+        parsed = ("samples", "versions")
+        rows = (row | {name: json.loads(row[name]) for name in parsed} for row in self._select("timings", wanted))
+        return [Timing(**row | {"samples": tuple(row["samples"])}) for row in rows]
+
+    def counts(self) -> dict[str, int]:
+        """Records of each kind: candidates, cells, verdicts, timings."""
+        names = ("candidates", "cells", "verdicts", "timings")
+        return {name: next(iter(self._read(f"SELECT count(*) FROM {name}")))[0] for name in names}
+
+    def export(self) -> dict[str, Any]:
+        """Everything as JSON values; an infinite `high` is None."""
+        timings = [dataclasses.asdict(timing) for timing in self.timings()]
+        for timing in timings:
+            timing["samples"] = list(timing["samples"])
+            if timing["high"] is not None and math.isinf(timing["high"]):
+                timing["high"] = None
+        return {
+            "schema": SCHEMA_VERSION,
+            "candidates": [{"id": name, "family": f, "traits": t} for name, (f, t) in self.candidates().items()],
+            "cells": [{"id": name, "fields": fields} for name, fields in self.cells().items()],
+            "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts()],
+            "timings": timings,
+        }
+
+    # The file.
+
+    def _open(self) -> None:
+        with self._explained("cannot be opened"):
+            self._connection.execute("PRAGMA synchronous = FULL")  # a record survives the machine, not only the process
+            with self._transaction():
+                version, owner = (
+                    self._connection.execute(f"PRAGMA {name}").fetchone()[0]
+                    for name in ("user_version", "application_id")
+                )
+                tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+                if not tables and not version:
+                    for statement in SCHEMA:
+                        self._connection.execute(statement)
+                    self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                    self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                elif owner != APPLICATION_ID:
+                    raise StoreError(f"{self.path}: a SQLite file, but no sweep database; --db names another file")
+                elif version != SCHEMA_VERSION:
+                    raise StoreError(
+                        f"{self.path}: schema version {version}, this cuteflash reads version {SCHEMA_VERSION}; export "
+                        "it with the cuteflash that wrote it (`sweep export --json`), or start anew with another --db"
+                    )
+            # Where the file system cannot share memory SQLite keeps its rollback journal, which is as safe and slower.
+            if self._connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                self._connection.execute("PRAGMA journal_mode = WAL")
+
+    def _insert(self, table: str, records: Iterable[Verdict] | Iterable[Timing]) -> None:
+        rows = [dataclasses.asdict(record) for record in records]
+        if rows:
+            names = list(rows[0])
+            marks = ", ".join("?" * len(names))
+            values = [[_stored(row[name]) for name in names] for row in rows]
+            self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", values)
+
+    def _write(self, statement: str, rows: Iterable[Iterable[Any]]) -> None:
+        try:
+            with self._transaction():
+                self._connection.executemany(statement, [tuple(row) for row in rows])
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"{self.path}: the sweep database cannot be written ({error}); {self._kept()}, and the same command "
+                "goes on from there once the file can be written"
+            ) from error
+
+    def _select(self, table: str, wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        names = [row[1] for row in self._read(f"PRAGMA table_info({table})")]
+        for name in wanted:
+            if name not in names:
+                raise ValueError(f"{name} is no column of {table}; allowed: {', '.join(names)}")
+        where = " AND ".join(f"{name} = ?" for name in wanted) or "1"
+        order = "at, " + ", ".join(name for name in ("candidate", "target", "problem", "cell") if name in names)
+        rows = self._read(f"SELECT * FROM {table} WHERE {where} ORDER BY {order}", tuple(wanted.values()))
+        return (dict(zip(names, row, strict=True)) for row in rows)
+
+    def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        with self._explained("cannot be read"):
+            return self._connection.execute(query, values).fetchall()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:  # SQLite has rolled back by itself where the disk was full
+                self._connection.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"{self.path}: the sweep database {what} ({error})") from error
+
+    def _kept(self) -> str:
+        """What the file holds, for the message of a write that failed."""
+        counts = self.counts()
+        return f"{counts['verdicts']} verdicts and {counts['timings']} timings are kept"
+
+
+def _stored(value: Any) -> Any:
+    """A field as a column: containers as JSON text."""
+    return json.dumps(value) if isinstance(value, Mapping | tuple) else value
