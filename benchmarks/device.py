@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 import platform
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.implementations import runner
+from cuteflash.problem import Dtype
 from cuteflash.tune.cells import Cell, make_inputs
 from cuteflash.tune.timing import Runner, clock_for, first_call, median
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
-TINY = Cell(head_dim=64, causal=False, seqlen=128, tokens=128, hidden=512)
+TINY = Cell(64, "full", 128, tokens=128, hidden=512)
 VERSIONED = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4")
 
 
@@ -63,9 +65,9 @@ def _median_ms(call: Any, device: torch.device, rounds: int) -> float:
     return median([clock.batch_ms(run, 3, 0.1) / 3 for _ in range(rounds)])
 
 
-def host_microseconds(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def host_microseconds(names: Iterable[str], device: torch.device, dtype: Dtype) -> dict[str, float]:
     """Host time of one public call without gradients on a tiny problem, microseconds, for each implementation."""
-    inputs = make_inputs(TINY, device, dtype)
+    inputs = make_inputs(dataclasses.replace(TINY, dtype=dtype), device)
     found = {}
     for name in names:
         run = runner(name, inputs)

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks import device, report
-from benchmarks.implementations import NAMES, TORCH_DTYPES, Variant, parse_variants, runners_for, unavailable
+from benchmarks.implementations import NAMES, Variant, parse_variants, runners_for, unavailable
+from cuteflash.problem import DTYPES
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, Cell, Inputs, grid, make_inputs
 from cuteflash.tune.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
@@ -33,13 +34,12 @@ QUICK_ROUNDS = 3
 def measure(
     cell: Cell,
     names: Sequence[str],
-    dtype: torch.dtype,
     where: torch.device,
     rounds: int = ROUNDS,
     overrides: Sequence[Variant] = (),
 ) -> dict[str, Any]:
     """One cell: check every implementation, then time the right ones side by side."""
-    inputs = make_inputs(cell, where, dtype)
+    inputs = make_inputs(cell, where)
     reference = accuracy.make_reference(inputs)
     results: dict[str, dict[str, Any]] = {}
     runners: dict[str, Runner] = {}
@@ -99,7 +99,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seqlens", type=_integers, metavar="512,16384")
     parser.add_argument("--masks", type=_texts, default=("full", "causal"), metavar="full,causal")
     parser.add_argument("--impls", type=_texts, default=NAMES, metavar="sm90,fa4", help=f"of {','.join(NAMES)}")
-    parser.add_argument("--dtype", choices=list(TORCH_DTYPES), default="bf16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_SEQLENS} and {QUICK_ROUNDS} rounds")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--traits-override", default="[]", metavar="JSON|@FILE", help="see benchmarks.variants")
@@ -143,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.device) -> int:
     """Measure every cell of the command line on `where`, writing the file after each."""
-    dtype = TORCH_DTYPES[arguments.dtype]
-    cells = grid(arguments.head_dims, arguments.seqlens, [mask == "causal" for mask in arguments.masks])
+    cells = grid(arguments.head_dims, arguments.seqlens, arguments.masks, arguments.dtype)
     result: dict[str, Any] = {
         "environment": device.environment(where),
         "dtype": arguments.dtype,
@@ -158,10 +157,10 @@ def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.d
         result["device"] = {"matmul_tflops": device.matmul_tflops(where), "copy_gbps": device.copy_gbps(where)}
     try:
         for cell in cells:
-            result["cells"].append(measure(cell, names, dtype, where, arguments.rounds, arguments.overrides))
+            result["cells"].append(measure(cell, names, where, arguments.rounds, arguments.overrides))
             write(result, arguments.json)
             print(_progress(result["cells"][-1]), flush=True)
-        result["host_us"] = device.host_microseconds(names, where, dtype)
+        result["host_us"] = device.host_microseconds(names, where, arguments.dtype)
     except HangError:
         # The context is lost with the kernel that never ends; a normal exit would wait for it.
         traceback.print_exc()

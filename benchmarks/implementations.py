@@ -19,14 +19,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cuteflash
-from cuteflash.compile import BuildReport, build, compiled
+from cuteflash.compile import BuildReport, build
 from cuteflash.dispatch import forward_kernel
-from cuteflash.problem import DTYPES, UNBOUNDED, FwdProblem
 from cuteflash.traits.arch import FAMILIES, Family, arch_of_capability, get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.cells import Cell, Inputs
+from cuteflash.tune.launch import direct_runner
 from cuteflash.tune.timing import Runner
 
 OURS = ("sm90", "sm80")
@@ -34,7 +34,6 @@ PEERS = ("fa4", "cudnn", "fa2")
 NAMES = OURS + PEERS
 
 TRAITS: dict[Family, type[FwdTraitsSm80] | type[FwdTraitsSm90]] = {"sm80": FwdTraitsSm80, "sm90": FwdTraitsSm90}
-TORCH_DTYPES = dict(zip(DTYPES, (torch.float16, torch.bfloat16), strict=True))
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
@@ -54,7 +53,7 @@ def unavailable(name: str, device: torch.device) -> str | None:
 
 def runner(name: str, inputs: Inputs) -> Runner:
     """The implementation called `name` through its public interface."""
-    causal = inputs.cell.causal
+    causal = inputs.cell.mask == "causal"
     if name in OURS:
         call = functools.partial(cuteflash.flash_attn_func, inputs.q, inputs.k, inputs.v, causal=causal, family=name)
         return _repeated(call)
@@ -78,7 +77,7 @@ def _repeated(call: Callable[[], Any], output: Callable[[Any], torch.Tensor] = l
 
 def _sdpa(inputs: Inputs, backend: SDPBackend) -> Runner:
     q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))  # (b, h, s, d) views
-    causal = inputs.cell.causal
+    causal = inputs.cell.mask == "causal"
 
     def run(calls: int) -> torch.Tensor:
         with torch.no_grad(), sdpa_kernel(backend):
@@ -109,7 +108,7 @@ class Variant:
 
     def traits(self, cell: Cell) -> FwdTraits:
         """The traits for `cell`; TypeError names a field that the family does not have."""
-        fields = {"head_dim": cell.head_dim, "head_dim_v": cell.head_dim} | dict(self.fields)
+        fields = {"head_dim": cell.head_dim, "head_dim_v": cell.head_dim_v} | dict(self.fields)
         return TRAITS[self.family](**fields)
 
     @property
@@ -143,41 +142,18 @@ def parse_variants(text: str, family: str | None = None) -> list[Variant]:
     return variants
 
 
-def problem_of(cell: Cell, dtype: torch.dtype) -> FwdProblem:
-    """The compile-time side of a cell."""
-    name = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == dtype)
-    return FwdProblem(dtype=name, head_dim=cell.head_dim, head_dim_v=cell.head_dim, mask=cell.mask)  # type: ignore[arg-type]
-
-
-def _request(variant: Variant, cell: Cell, dtype: torch.dtype, target: str) -> tuple[type, FwdTraits, FwdProblem, str]:
-    """What `cuteflash.compile` wants; ValueError where the traits cannot run on the target."""
+def build_variant(variant: Variant, cell: Cell, target: str) -> BuildReport:
+    """Compile a variant into the disk cache; what it costs. ValueError where its traits do not fit."""
     traits = variant.traits(cell)
     reason = traits.check(get_arch(target))
     if reason:
         raise ValueError(reason)
-    return forward_kernel(variant.family), traits, problem_of(cell, dtype), target
-
-
-def build_variant(variant: Variant, cell: Cell, dtype: torch.dtype, target: str) -> BuildReport:
-    """Compile a variant into the disk cache; what it costs. ValueError where its traits do not fit."""
-    return build(*_request(variant, cell, dtype, target))
+    return build(forward_kernel(variant.family), traits, cell.problem, target)
 
 
 def variant_runner(variant: Variant, inputs: Inputs, target: str) -> Runner:
-    """A variant launched directly, without the operator around it, into one output that starts as NaN."""
-    cell = inputs.cell
-    kernel = compiled(*_request(variant, cell, inputs.q.dtype, target))
-    out = torch.full_like(inputs.q, float("nan"))
-    num_sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
-    right = 0 if cell.causal else UNBOUNDED
-    arguments = (inputs.q, inputs.k, inputs.v, out, None, cell.head_dim**-0.5, 0.0, UNBOUNDED, right, num_sms)
-
-    def run(calls: int) -> torch.Tensor:
-        for _ in range(calls):
-            kernel(*arguments)
-        return out
-
-    return run
+    """A variant launched directly, without the operator around it."""
+    return direct_runner(variant.traits(inputs.cell), inputs, target)
 
 
 def target_of(device: torch.device) -> str:

@@ -28,7 +28,6 @@ import torch
 
 from benchmarks.implementations import (
     PEERS,
-    TORCH_DTYPES,
     Variant,
     build_variant,
     parse_variants,
@@ -37,6 +36,7 @@ from benchmarks.implementations import (
     unavailable,
     variant_runner,
 )
+from cuteflash.problem import DTYPES
 from cuteflash.traits.arch import FAMILIES
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, make_inputs, parse_cell
@@ -59,7 +59,6 @@ class Plan:
     variants: list[Variant]
     cells: list[Cell]
     peers: list[str]
-    dtype: str
     rounds: int
     target: str
 
@@ -75,10 +74,10 @@ class Built:
 Key = tuple[int | str, str]  # (variant's index or peer's name, cell label)
 
 
-def build_one(variant: Variant, cell: Cell, dtype: str, target: str) -> Built:
+def build_one(variant: Variant, cell: Cell, target: str) -> Built:
     """Compile a variant into the disk cache."""
     try:
-        report = build_variant(variant, cell, TORCH_DTYPES[dtype], target)
+        report = build_variant(variant, cell, target)
     except Exception as failure:
         return Built(problem=describe(failure))
     return Built(note="; ".join(report.complaints))
@@ -95,8 +94,7 @@ def build_all(plan: Plan, jobs: int) -> dict[Key, Built]:
     spawn = multiprocessing.get_context("spawn")  # a forked child would inherit the parent's compiler and CUDA state
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
         futures = {
-            key: pool.submit(build_one, plan.variants[key[0]], cells[0], plan.dtype, plan.target)
-            for key, cells in kinds.items()
+            key: pool.submit(build_one, plan.variants[key[0]], cells[0], plan.target) for key, cells in kinds.items()
         }
         for key, future in futures.items():
             try:
@@ -136,7 +134,7 @@ class Worker:
 
     def measure(self, cell: Cell) -> dict[str, dict[str, Any]]:
         """Results of one cell by name: a peer's, or the variant's index."""
-        inputs = make_inputs(cell, self.device, TORCH_DTYPES[self.plan.dtype])
+        inputs = make_inputs(cell, self.device)
         reference = accuracy.make_reference(inputs)
         results: dict[str, dict[str, Any]] = {}
         runners: dict[str, Runner] = {}
@@ -218,7 +216,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", required=True, metavar="JSON|@FILE", help="list of objects of trait fields")
     parser.add_argument("--cells", required=True, metavar="D:S:full|causal,...", help="problem cells")
     parser.add_argument("--peers", default="fa4,cudnn", help=f"yardsticks, of {','.join(PEERS)}; empty for none")
-    parser.add_argument("--dtype", choices=list(TORCH_DTYPES), default="bf16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="compiler processes")
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="where to write the results")
@@ -228,7 +226,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     try:
         arguments.parsed_variants = parse_variants(arguments.variants, arguments.family)
-        arguments.parsed_cells = [parse_cell(text) for text in arguments.cells.split(",")]
+        arguments.parsed_cells = [parse_cell(text, arguments.dtype) for text in arguments.cells.split(",")]
     except (OSError, ValueError) as failure:
         parser.error(str(failure))
     return arguments
@@ -244,7 +242,6 @@ def make_plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
         arguments.parsed_variants,
         arguments.parsed_cells,
         peers,
-        arguments.dtype,
         arguments.rounds,
         target_of(device),
     )

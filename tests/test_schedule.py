@@ -115,7 +115,7 @@ def on_demand(works: list[float], workers: int) -> float:
     return max(ends)
 
 
-@pytest.mark.parametrize("cell", grid(causal=[True]), ids=lambda cell: cell.label)
+@pytest.mark.parametrize("cell", grid(masks=["causal"]), ids=lambda cell: cell.label)
 def test_blocks_of_causal_problems_end_together(tiles_of_block, cell: Cell) -> None:
     traits = choose_fwd(FwdProblem("bf16", cell.head_dim, cell.head_dim, "causal"), "sm_90a").traits
     kv_row_bytes = 2 * 2 * cell.head_dim

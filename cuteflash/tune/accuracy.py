@@ -10,6 +10,7 @@ import dataclasses
 
 import torch
 
+from cuteflash.problem import UNBOUNDED
 from cuteflash.tune.cells import Inputs
 
 CHUNK_ROWS = 2048  # query rows at a time: 16k keys make 128 MB of fp32 scores
@@ -28,32 +29,38 @@ class Reference:
 
 
 def attention_of_head(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dtype: torch.dtype
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attention of one head, (seqlen, head_dim) each, all steps in `dtype`, rows in chunks; returns fp32."""
-    seqlen, head_dim = q.shape
+    """Attention of one head, (rows, columns) each, all steps in `dtype`, query rows in chunks; returns fp32.
+
+    `window`: keys a query sees before and after its own, `UNBOUNDED` for all; bottom-right aligned.
+    """
+    (left, right), scale = window, q.shape[1] ** -0.5
     q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
-    positions = torch.arange(seqlen, device=q.device)
+    keys = torch.arange(k.shape[0], device=q.device)
+    own = torch.arange(q.shape[0], device=q.device) + (k.shape[0] - q.shape[0])
     chunks = []
-    for start in range(0, seqlen, CHUNK_ROWS):
-        rows = q[start : start + CHUNK_ROWS]
-        scores = (rows * head_dim**-0.5) @ k.T
-        if causal:
-            hidden = positions[None, :] > positions[start : start + CHUNK_ROWS, None]
-            scores = scores.masked_fill(hidden, float("-inf"))
+    for start in range(0, q.shape[0], CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        scores = (q[rows] * scale) @ k.T
+        if min(left, right) < UNBOUNDED:
+            distance = keys[None, :] - own[rows, None]
+            scores = scores.masked_fill((distance > right) | (distance < -left), float("-inf"))
         chunks.append((torch.softmax(scores, dim=-1) @ v).float())
     return torch.cat(chunks)
 
 
-def make_reference(inputs: Inputs) -> Reference:
-    """The reference of the first and the last head of a cell."""
+def make_reference(inputs: Inputs, heads: int = HEADS_CHECKED) -> Reference:
+    """The reference of `heads` heads of a cell, spread from the first to the last."""
     cell = inputs.cell
-    pairs = ((0, 0), (cell.batch - 1, cell.heads - 1))[: min(HEADS_CHECKED, cell.batch * cell.heads)]
+    count = cell.batch * cell.heads
+    chosen = [count - 1 - index * (count - 1) // max(1, heads - 1) for index in range(heads)] if heads < count else None
+    pairs = tuple(divmod(index, cell.heads) for index in sorted(set(chosen or range(count))))
     exact, low = [], []
     for batch, head in pairs:
         q, k, v = (tensor[batch, :, head] for tensor in (inputs.q, inputs.k, inputs.v))
-        exact.append(attention_of_head(q, k, v, cell.causal, torch.float32))
-        low.append(attention_of_head(q, k, v, cell.causal, inputs.q.dtype))
+        exact.append(attention_of_head(q, k, v, cell.window, torch.float32))
+        low.append(attention_of_head(q, k, v, cell.window, inputs.q.dtype))
     out = torch.stack(exact)
     low_error = (torch.stack(low) - out).abs().max().item()
     rounding = (out + 0.3 - 0.3 - out).abs().max().item()

@@ -1,4 +1,4 @@
-"""What is measured: the grid of problem cells, their operation counts and their inputs."""
+"""What is measured: problem cells, their operation counts and their inputs."""
 
 from __future__ import annotations
 
@@ -7,27 +7,53 @@ from collections.abc import Iterable
 
 import torch
 
+from cuteflash.problem import DTYPES, MASK_KINDS, UNBOUNDED, Dtype, FwdProblem, MaskKind
+
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 16384
 HIDDEN = 2048
+WINDOW = (1024, 0)  # keys a query of a window cell sees before and after its own
+
+TORCH_DTYPES = dict(zip(DTYPES, (torch.float16, torch.bfloat16), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """One self-attention problem: `tokens` tokens in sequences of `seqlen`, as many heads as fit into `hidden`."""
+    """One attention problem: `tokens` keys in sequences of `seqlen`, as many heads as fit into `hidden`.
+
+    Attributes:
+        head_dim: columns of Q and K.
+        mask: a window cell has the window `WINDOW`.
+        seqlen: keys of one sequence.
+        dtype: element type of all tensors.
+        head_dim_v: columns of V and O; 0, the default, becomes `head_dim`.
+        seqlen_q: queries of one sequence, the last ones of it; 0, the default, becomes `seqlen`.
+        tokens: keys of all sequences.
+        hidden: columns of Q's heads together, at most.
+    """
 
     head_dim: int
-    causal: bool
+    mask: MaskKind
     seqlen: int
+    dtype: Dtype = "bf16"
+    _: dataclasses.KW_ONLY
+    head_dim_v: int = 0
+    seqlen_q: int = 0
     tokens: int = TOKENS
     hidden: int = HIDDEN
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        object.__setattr__(self, "seqlen_q", self.seqlen_q or self.seqlen)
         if not 0 < self.head_dim <= self.hidden:
             raise ValueError(f"head_dim is {self.head_dim}; allowed: 1 to the hidden size {self.hidden}")
-        if self.tokens % self.seqlen:
+        if self.seqlen < 1 or self.tokens % self.seqlen:
             raise ValueError(f"seqlen is {self.seqlen}; it must divide the {self.tokens} tokens")
+        if not 0 < self.seqlen_q <= self.seqlen:
+            raise ValueError(f"seqlen_q is {self.seqlen_q}; allowed: 1 to the {self.seqlen} keys")
+        if self.mask == "causal" and self.seqlen_q == 1:
+            raise ValueError("seqlen_q is 1 with a causal mask; a single query takes the kernel of mask full")
 
     @property
     def batch(self) -> int:
@@ -38,53 +64,100 @@ class Cell:
         return self.hidden // self.head_dim
 
     @property
-    def mask(self) -> str:
-        return "causal" if self.causal else "full"
+    def problem(self) -> FwdProblem:
+        """The compile-time side of the cell."""
+        return FwdProblem(dtype=self.dtype, head_dim=self.head_dim, head_dim_v=self.head_dim_v, mask=self.mask)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Keys a query sees before and after its own, as kernels get them; bottom-right aligned."""
+        return {"full": (UNBOUNDED, UNBOUNDED), "causal": (UNBOUNDED, 0), "window": WINDOW}[self.mask]
+
+    @property
+    def pairs(self) -> int:
+        """Scores of one head that the mask leaves; under a causal mask the diagonal's count half, by convention."""
+        earlier = self.seqlen - self.seqlen_q  # keys before the first query's own
+        if self.mask == "full":
+            return self.seqlen_q * self.seqlen
+        if self.mask == "causal":
+            return self.seqlen_q * earlier + self.seqlen_q**2 // 2
+        left, _ = WINDOW
+        cut = max(0, min(self.seqlen_q, left - earlier))  # queries that the sequence's start leaves fewer keys
+        return cut * (earlier + 1) + cut * (cut - 1) // 2 + (self.seqlen_q - cut) * (left + 1)
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the two products; a causal mask halves them, by convention."""
-        full = 4 * self.batch * self.heads * self.seqlen**2 * self.head_dim
-        return full // 2 if self.causal else full
+        """Floating-point operations of the two products over the pairs that count."""
+        return 2 * self.batch * self.heads * self.pairs * (self.head_dim + self.head_dim_v)
 
     @property
     def label(self) -> str:
-        return f"D{self.head_dim} {self.mask} {self.seqlen}"
+        columns = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
+        length = str(self.seqlen) if self.seqlen == self.seqlen_q else f"{self.seqlen_q}x{self.seqlen}"
+        return f"D{columns} {self.mask} {length}{'' if self.dtype == 'bf16' else f' {self.dtype}'}"
+
+    @property
+    def id(self) -> str:
+        """The label with what it leaves out: equal texts, equal cells."""
+        return f"{self.label.removesuffix(f' {self.dtype}')} {self.dtype} batch {self.batch} heads {self.heads}"
 
 
 def grid(
     head_dims: Iterable[int] = HEAD_DIMS,
     seqlens: Iterable[int] = SEQLENS,
-    causal: Iterable[bool] = (False, True),
+    masks: Iterable[MaskKind] = ("full", "causal"),
+    dtype: Dtype = "bf16",
 ) -> list[Cell]:
-    """All cells, ordered so that cells that share a kernel are neighbours."""
-    seqlens, causal = tuple(seqlens), tuple(causal)
-    return [Cell(d, c, s) for d in head_dims for c in causal for s in seqlens]
+    """All self-attention cells, ordered so that cells that share a kernel are neighbours."""
+    seqlens, masks = tuple(seqlens), tuple(masks)
+    return [Cell(d, mask, s, dtype) for d in head_dims for mask in masks for s in seqlens]
 
 
-def parse_cell(text: str) -> Cell:
-    """`"128:16384:causal"` as a Cell; ValueError says what the form is."""
+def parse_cell(text: str, dtype: Dtype = "bf16") -> Cell:
+    """`"128:16384:causal"` or, of 192 columns of Q and 128 of V, `"192x128:1x8192:full"`, one query a sequence.
+
+    ValueError says what the form is.
+    """
     try:
-        head_dim, seqlen, mask = text.split(":")
-        causal = {"full": False, "causal": True}[mask]
-        return Cell(int(head_dim), causal, int(seqlen))
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"cell is {text!r}; the form is HEAD_DIM:SEQLEN:full|causal ({error})") from error
+        columns, lengths, mask = text.split(":")
+        if mask not in MASK_KINDS:
+            raise ValueError(f"mask is {mask!r}")
+        head_dim, _, head_dim_v = columns.partition("x")
+        first, _, second = lengths.partition("x")
+        kind: MaskKind = mask  # type: ignore[assignment]
+        queries = int(first) if second else 0
+        return Cell(int(head_dim), kind, int(second or first), dtype, head_dim_v=int(head_dim_v or 0), seqlen_q=queries)
+    except ValueError as error:
+        raise ValueError(
+            f"cell is {text!r}; the form is HEAD_DIM[xHEAD_DIM_V]:[SEQLEN_Qx]SEQLEN:{'|'.join(MASK_KINDS)} ({error})"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
-    """Q, K and V of one cell, each (batch, seqlen, heads, head_dim)."""
+    """Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen, heads, head_dim) and V (.., head_dim_v) of one cell."""
 
     cell: Cell
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.q, self.k, self.v))
 
-def make_inputs(cell: Cell, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    def empty_out(self) -> torch.Tensor:
+        """An output, (batch, seqlen_q, heads, head_dim_v), full of NaN."""
+        return self.q.new_full((*self.q.shape[:3], self.cell.head_dim_v), float("nan"))
+
+
+def make_inputs(cell: Cell, device: torch.device, seed: int = 0) -> Inputs:
     """Fresh normal inputs of `cell`."""
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in range(3))
-    return Inputs(cell, q, k, v)
+
+    def normal(rows: int, columns: int) -> torch.Tensor:
+        shape = (cell.batch, rows, cell.heads, columns)
+        return torch.randn(shape, device=device, dtype=TORCH_DTYPES[cell.dtype], generator=generator)
+
+    q, k = normal(cell.seqlen_q, cell.head_dim), normal(cell.seqlen, cell.head_dim)
+    return Inputs(cell, q, k, normal(cell.seqlen, cell.head_dim_v))

@@ -1,16 +1,18 @@
-"""Timing of several implementations side by side: warm-up with a watchdog, interleaved rounds, medians.
+"""Timing of several implementations side by side: warm-up with a watchdog, interleaved rounds, medians, intervals.
 
 A batch is enough calls to fill `BATCH_MS` of device time, between two events. Before it the device is kept
 spinning while the host enqueues the batch, so that an implementation whose host code is slower than its kernel is
-not charged for the host (that is measured apart, see `device.host_microseconds`). Rounds visit the implementations
-in rotating order: whatever drifts (clocks, temperature), it drifts for all.
+not charged for the host (the benchmarks measure that apart). Rounds visit the implementations in rotating order:
+whatever drifts (clocks, temperature), it drifts for all. In a race the clear losers leave early.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,6 +24,10 @@ HANG_SECONDS = 20.0
 SPIN_CYCLES_PER_MS = 2_000_000  # at most: the highest SM clock is just under 2 GHz
 SPIN_MARGIN = 1.3
 
+# Student's t, 97.5 % quantile, by degrees of freedom from 1; beyond the table the last entry is a little wide.
+T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+MEDIAN_WIDTH = math.sqrt(math.pi / 2)  # standard error of a normal sample's median over that of its mean
+
 Runner = Callable[[int], torch.Tensor]  # runs the implementation n times, returns the last output
 
 
@@ -30,16 +36,22 @@ class HangError(RuntimeError):
 
 
 class Clock(Protocol):
-    """Milliseconds that `calls` calls of a runner take, all together."""
+    """Times batches of calls."""
 
-    def batch_ms(self, runner: Runner, calls: int, host_ms: float) -> float: ...
+    def batch_ms(self, runner: Runner, calls: int, host_ms: float) -> float:
+        """Milliseconds of `calls` calls together, where the host needs `host_ms` to enqueue them."""
+        ...
+
+    def host_ms(self, runner: Runner, calls: int) -> float:
+        """Milliseconds the host is busy with one call; the device's work is not waited for."""
+        ...
 
 
 class CudaClock:
     """Device time between two events."""
 
     def batch_ms(self, runner: Runner, calls: int, host_ms: float) -> float:
-        """`host_ms`: what the host needs to enqueue the batch; the device spins as long before it starts."""
+        """The device spins for `host_ms` before it starts."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(int(host_ms * SPIN_MARGIN * SPIN_CYCLES_PER_MS))
@@ -49,6 +61,14 @@ class CudaClock:
         end.synchronize()
         return float(start.elapsed_time(end))
 
+    def host_ms(self, runner: Runner, calls: int) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        runner(calls)
+        elapsed = time.perf_counter() - started
+        torch.cuda.synchronize()
+        return elapsed * 1e3 / calls
+
 
 class HostClock:
     """Wall-clock time, for CPU tensors."""
@@ -57,6 +77,9 @@ class HostClock:
         started = time.perf_counter()
         runner(calls)
         return (time.perf_counter() - started) * 1e3
+
+    def host_ms(self, runner: Runner, calls: int) -> float:
+        return 0.0
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -78,45 +101,101 @@ def first_call(runner: Runner, device: torch.device, seconds: float = HANG_SECON
     return out
 
 
-def host_ms_per_call(runner: Runner, device: torch.device, calls: int = 8) -> float:
-    """Milliseconds the host is busy with one call; the device's work is not waited for."""
-    if device.type != "cuda":
-        return 0.0
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    runner(calls)
-    elapsed = time.perf_counter() - started
-    torch.cuda.synchronize()
-    return elapsed * 1e3 / calls
+class Sampler:
+    """Times one batch of a runner at a time, each as many calls as fill `batch_ms` by the first one's estimate."""
+
+    def __init__(self, clock: Clock, batch_ms: float = BATCH_MS):
+        self.clock, self.batch_ms = clock, batch_ms
+        self._sizes: dict[Runner, tuple[int, float]] = {}  # calls of a batch, host time of one
+
+    def __call__(self, runner: Runner) -> float:
+        """Milliseconds per call. The runner has been called before."""
+        if runner not in self._sizes:
+            estimate = self.clock.batch_ms(runner, 2, 1.0) / 2
+            calls = max(1, min(MAX_CALLS, round(self.batch_ms / max(estimate, 1e-3))))
+            self._sizes[runner] = calls, self.clock.host_ms(runner, min(8, calls))
+        calls, host_ms = self._sizes[runner]
+        return self.clock.batch_ms(runner, calls, host_ms * calls) / calls
 
 
 def interleaved(
     runners: Mapping[str, Runner], device: torch.device, rounds: int = ROUNDS, batch_ms: float = BATCH_MS
 ) -> dict[str, list[float]]:
     """Milliseconds per call of each runner in each round. Every runner has been called before."""
-    clock = clock_for(device)
-    calls: dict[str, int] = {}
-    host: dict[str, float] = {}
-    for name, runner in runners.items():
-        estimate = clock.batch_ms(runner, 2, 1.0) / 2
-        calls[name] = max(1, min(MAX_CALLS, round(batch_ms / max(estimate, 1e-3))))
-        host[name] = host_ms_per_call(runner, device, min(8, calls[name]))
-    names = list(runners)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(rounds):
-        shift = index % len(names)
-        for name in names[shift:] + names[:shift]:
-            spin = host[name] * calls[name]
-            samples[name].append(clock.batch_ms(runners[name], calls[name], spin) / calls[name])
+    sampler = Sampler(clock_for(device), batch_ms)
+    samples: dict[str, list[float]] = {name: [] for name in runners}
+    race(samples, lambda name: sampler(runners[name]), Rules(rounds=rounds, margin=math.inf))
     return samples
 
 
-def median(samples: list[float]) -> float:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rules:
+    """How a race is run.
+
+    Attributes:
+        rounds: samples of a runner that stays to the end.
+        first: rounds before anybody leaves.
+        margin: a runner leaves once its interval lies above the best one's by more than this share of it.
+    """
+
+    rounds: int = ROUNDS
+    first: int = 3
+    margin: float = 0.03
+
+
+def race(
+    samples: dict[str, list[float]],
+    sample: Callable[[str], float | None],
+    rules: Rules,
+    stays: Collection[str] = (),
+) -> None:
+    """Interleaved rounds that clear losers leave early, and that go on where an interrupted race stopped.
+
+    Args:
+        samples: of each name what was measured before, which is not measured again; what is measured is appended.
+        sample: milliseconds per call of one batch of a name; None takes the name out of the race.
+        stays: names that take part in every round, yardsticks for the others.
+    """
+    running = list(samples)
+    for index in range(rules.rounds):
+        shift = index % max(1, len(running))
+        for name in running[shift:] + running[:shift]:
+            if len(samples[name]) <= index:
+                found = sample(name)
+                if found is None:
+                    running.remove(name)
+                else:
+                    samples[name].append(found)
+        if index + 1 >= rules.first:
+            # Judged by what this round knew, so that a race that goes on sends the same ones home.
+            slow = losers({name: samples[name][: index + 1] for name in running}, rules.margin)
+            running = [name for name in running if name not in slow or name in stays]
+
+
+def losers(samples: Mapping[str, Sequence[float]], margin: float) -> set[str]:
+    """Names whose interval lies above that of the best median by more than `margin` of it."""
+    if not samples:
+        return set()
+    _, high = interval(min(samples.values(), key=statistics.median))
+    return {name for name, values in samples.items() if interval(values)[0] > (1 + margin) * high}
+
+
+def median(samples: Sequence[float]) -> float:
     """The middle value."""
     return statistics.median(samples)
 
 
-def spread(samples: list[float]) -> float:
+def interval(samples: Sequence[float]) -> tuple[float, float]:
+    """95 % confidence interval of the median by Student's t; of one sample, everything above 0."""
+    if len(samples) < 2:
+        return 0.0, math.inf
+    quantile = T_QUANTILES[min(len(samples) - 1, len(T_QUANTILES)) - 1]
+    middle = statistics.median(samples)
+    reach = quantile * MEDIAN_WIDTH * statistics.stdev(samples) / math.sqrt(len(samples))
+    return max(0.0, middle - reach), middle + reach
+
+
+def spread(samples: Sequence[float]) -> float:
     """Distance between the quartiles over the median: differences below it are noise."""
     if len(samples) < 2:
         return 0.0
