@@ -66,8 +66,8 @@ def problem_id(problem: FwdProblem) -> str:
 
 
 def now() -> str:
-    """This moment in UTC, to the second, as records carry it."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    """This moment in UTC, as records carry it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,7 +213,11 @@ class Store:
 
     def record_timing(self, timing: Timing) -> None:
         """Keeps a timing, in place of an older one of the same candidate, cell, GPU, driver, key and race."""
-        self._insert("timings", [timing])
+        self.record_timings([timing])
+
+    def record_timings(self, timings: Iterable[Timing]) -> None:
+        """`record_timing` of many, in one transaction: of a round in which all took part."""
+        self._insert("timings", timings)
 
     def mark(self, name: str, value: Any) -> None:
         """Keeps one JSON value by name, with the time: what a worker is about to do, so that its end can be blamed."""
