@@ -1,0 +1,297 @@
+"""The sweep's database: what goes in comes out, survives any death of its writer, and says what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.tune.store import (
+    SCHEMA_VERSION,
+    STAGES,
+    Store,
+    StoreError,
+    Timing,
+    Verdict,
+    candidate_id,
+    problem_id,
+)
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TRAITS = FwdTraitsSm80(128, 64, 128, 128)
+NUMBERS: dict[str, Any] = {"samples": (1.0, 1.5, 2.0), "ms": 1.5, "low": 1.25, "high": 1.75, "tflops": 300.0}
+
+
+def timing(**fields: Any) -> Timing:
+    """A timing; its numbers are there unless it has an error."""
+    names = {"candidate": "c", "cell": "cell", "target": "sm_90a", "gpu": "g", "driver": "d", "key": "k"}
+    return Timing(**names | ({} if "error" in fields else NUMBERS) | fields)
+
+
+def verdict(**fields: Any) -> Verdict:
+    names: dict[str, Any] = {"candidate": "c", "target": "sm_80", "problem": "p", "stage": "compile", "key": "k"}
+    return Verdict(**names | {"ok": True} | fields)
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "folder" / "sweep.db"
+
+
+def test_what_is_recorded_is_read_again(path: pathlib.Path) -> None:
+    rejected = verdict(stage="gate", ok=False, reason="error 0.1, allowed 0.01", details={"error": 0.1})
+    failed = timing(cell="other", error="the kernel did not finish within 20 s")
+    with Store(path) as store:
+        name = store.add_candidate("sm80", TRAITS)
+        store.add_cell("cell", {"mask": "full"})
+        store.record_verdict(verdict())
+        store.record_verdict(rejected)
+        store.record_timing(timing())
+        store.record_timing(failed)
+    with Store(path, create=False) as store:
+        assert store.candidates() == {name: ("sm80", dataclasses.asdict(TRAITS))}
+        assert store.cells() == {"cell": {"mask": "full"}}
+        assert store.verdict("c", "sm_80", "p", "gate", "k") == rejected
+        assert store.verdicts(ok=True) == [verdict(at=store.verdicts(ok=True)[0].at)]
+        assert store.timings(cell="other") == [failed]
+        assert store.counts() == {"candidates": 1, "cells": 1, "verdicts": 2, "timings": 2}
+
+
+@given(
+    samples=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20),
+    high=st.floats(1e-6, allow_infinity=True, allow_nan=False),
+    text=st.text(max_size=40),
+    versions=st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3),
+)
+def test_numbers_and_texts_come_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory,
+    samples: list[float],
+    high: float,
+    text: str,
+    versions: dict[str, str],
+) -> None:
+    one = timing(samples=tuple(samples), high=high, gpu=text, versions=versions)
+    with Store(tmp_path_factory.mktemp("store") / "a.db") as store:
+        store.record_timing(one)
+        assert store.timings() == [one]
+        json.dumps(store.export(), allow_nan=False)
+
+
+def test_identity_is_family_and_every_trait() -> None:
+    changed = [dataclasses.replace(TRAITS, **change) for change in ({"tile_n": 32}, {"q_in_regs": True})]
+    names = {candidate_id("sm80", TRAITS), candidate_id("sm90", TRAITS), *(candidate_id("sm80", t) for t in changed)}
+    assert len(names) == 4
+    assert candidate_id("sm80", dataclasses.replace(TRAITS)) in names
+
+
+def test_problems_read_as_what_they_are() -> None:
+    assert problem_id(FwdProblem("bf16", 128, 64, "causal")) == "bf16 128x64 causal"
+    extras = FwdProblem("fp16", 64, 64, has_softcap=True, has_lse=True, packed_heads=4)
+    assert problem_id(extras) == "fp16 64x64 full softcap lse packed 4"
+
+
+def test_only_the_same_thing_again_is_replaced(path: pathlib.Path) -> None:
+    with Store(path) as store:
+        for one in (verdict(), verdict(ok=False, reason="spills"), verdict(key="k2"), verdict(problem="p2")):
+            store.record_verdict(one)
+        assert len(store.verdicts()) == 3
+        assert store.verdict("c", "sm_80", "p", "compile", "k").reason == "spills"
+        store.record_timing(timing())
+        store.record_timing(timing(ms=1.6))
+        store.record_timing(timing(race="second"))
+        assert sorted(one.ms for one in store.timings()) == [1.5, 1.6]
+
+
+@pytest.mark.parametrize("changed", ["candidate", "cell", "gpu", "driver", "key"])
+def test_what_was_not_timed_under_just_this_is_still_to_do(path: pathlib.Path, changed: str) -> None:
+    done = {"candidate": "c", "cell": "cell", "gpu": "g", "driver": "d", "key": "k"}
+    with Store(path) as store:
+        assert not store.have_timing(**done)
+        store.record_timing(timing())
+        assert store.have_timing(**done)
+        assert not store.have_timing(**done | {changed: "another"})
+
+
+def test_a_failure_counts_as_timed(path: pathlib.Path) -> None:
+    with Store(path) as store:
+        store.record_timing(timing(error="hangs"))
+        assert store.have_timing("c", "cell", "g", "d", "k")
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: verdict(stage="luck"), f"stage is 'luck'; allowed: {', '.join(STAGES)}"),
+        (lambda: verdict(ok=False), "reason is None with ok False"),
+        (lambda: verdict(reason="because"), "reason is 'because' with ok True"),
+        (lambda: timing(ms=None), "without error lacks"),
+        (lambda: timing(samples=()), "without error lacks"),
+        (lambda: timing(error="hangs", ms=1.0), "both numbers and the error 'hangs'"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(make: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        make()
+
+
+def test_export_holds_everything_and_is_strict_json(path: pathlib.Path) -> None:
+    with Store(path) as store:
+        name = store.add_candidate("sm80", TRAITS)
+        store.add_cell("cell", {"mask": "full"})
+        store.record_verdict(verdict())
+        store.record_timing(timing(samples=(1.0,), low=0.0, high=math.inf))
+        exported = json.loads(json.dumps(store.export(), allow_nan=False))
+    assert exported["schema"] == SCHEMA_VERSION
+    assert exported["candidates"] == [{"id": name, "family": "sm80", "traits": dataclasses.asdict(TRAITS)}]
+    assert exported["cells"] == [{"id": "cell", "fields": {"mask": "full"}}]
+    assert Verdict(**exported["verdicts"][0]).key == "k"
+    assert exported["timings"][0]["samples"] == [1.0] and exported["timings"][0]["high"] is None
+
+
+def test_marks_keep_the_last_value_and_its_time(path: pathlib.Path) -> None:
+    with Store(path) as store:
+        assert store.marked("worker") is None
+        store.mark("worker", {"candidate": "a"})
+        store.mark("worker", {"candidate": "b"})
+        value, moment = store.marked("worker") or (None, 0.0)
+        assert value == {"candidate": "b"} and abs(time.time() - moment) < 60
+
+
+# What goes wrong.
+
+
+def test_another_schema_version_is_named_with_the_way_out(path: pathlib.Path) -> None:
+    Store(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(StoreError) as caught:
+        Store(path)
+    for part in (str(path), "version 99", f"version {SCHEMA_VERSION}", "export", "--db"):
+        assert part in str(caught.value)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == 99
+
+
+def test_other_files_are_left_alone(tmp_path: pathlib.Path) -> None:
+    text, other = tmp_path / "notes.txt", tmp_path / "other.db"
+    text.write_text("nothing that SQLite knows " * 100)
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    for path, complaint in ((text, "not a database"), (other, "no sweep database")):
+        before = path.read_bytes()
+        with pytest.raises(StoreError, match=complaint) as caught:
+            Store(path)
+        assert str(path) in str(caught.value)
+        assert path.read_bytes() == before
+
+
+def test_a_place_that_cannot_hold_it_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"sweep\.db: the sweep database cannot be opened"):
+        Store(tmp_path / "file" / "sweep.db")
+    with pytest.raises(StoreError, match=r"absent\.db: no such sweep database"):
+        Store(tmp_path / "absent.db", create=False)
+    assert not (tmp_path / "absent.db").exists()
+
+
+def test_a_full_disk_keeps_what_was_recorded_and_says_so(path: pathlib.Path) -> None:
+    with Store(path) as store:
+        store.record_timing(timing())
+        pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+        store._connection.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then fails as it does on a full disk
+        with pytest.raises(StoreError) as caught:
+            for index in range(1000):
+                store.record_verdict(verdict(key=str(index), ok=False, reason="because " * 20))
+        assert "full" in str(caught.value) and str(path) in str(caught.value)
+        assert f"{index} verdicts and 1 timings are kept" in str(caught.value)
+        store._connection.execute("PRAGMA max_page_count = 100000")
+        store.record_verdict(verdict(key="after"))
+        assert store.counts()["verdicts"] == index + 1
+
+
+def test_unknown_columns_are_named(path: pathlib.Path) -> None:
+    with Store(path) as store, pytest.raises(ValueError, match="colour is no column of timings; allowed: candidate"):
+        store.timings(colour="red")
+
+
+# Death at any point. The writer times what is still to do and says so before and after it has been recorded.
+
+WRITER = """
+import sys
+from cuteflash.tune.store import Store, Timing
+path, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+numbers = {"samples": tuple(float(i + 1) for i in range(7)), "ms": 4.0, "low": 3.0, "high": 5.0, "tflops": 1.0}
+with Store(path) as store:
+    for index in range(first, last):
+        name = f"candidate {index}"
+        if not store.have_timing(name, "cell", "g", "d", "k"):
+            store.record_timing(Timing(name, "cell", "sm_90a", "g", "d", "k", **numbers))
+            print(index, flush=True)
+"""
+
+
+def writer(path: pathlib.Path, first: int, last: int, **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(path), str(first), str(last)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, **more)
+
+
+def recorded(path: pathlib.Path) -> set[int]:
+    with Store(path, create=False) as store:
+        assert store._connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+        for one in store.timings():
+            assert len(one.samples) == 7 and one.error is None
+        return {int(one.candidate.split()[1]) for one in store.timings()}
+
+
+def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.Path) -> None:
+    generator, count = random.Random(0), 2000
+    acknowledged: list[int] = []
+    for _ in range(4):
+        process = writer(path, 0, count, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        acknowledged.append(int(process.stdout.readline()))
+        time.sleep(generator.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        acknowledged += [int(line) for line in process.stdout.read().splitlines()]
+        assert process.wait() == -signal.SIGKILL
+        done = recorded(path)
+        assert set(acknowledged) <= done  # a record may be on disk before its writer could say so
+        assert done == set(range(len(done)))
+    assert len(acknowledged) == len(set(acknowledged))
+    assert len(acknowledged) < count, "the writer was never killed at work; give it more to do"
+
+
+def test_a_writer_killed_inside_a_transaction_leaves_the_state_before_it(path: pathlib.Path) -> None:
+    with Store(path) as store:
+        store.record_timing(timing(candidate="candidate 0", samples=(1.0,) * 7))
+    code = """
+import os, signal, sys
+from cuteflash.tune.store import Store
+store = Store(sys.argv[1])
+with store._transaction():
+    store._connection.execute("DELETE FROM timings")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert recorded(path) == {0}
+
+
+def test_several_processes_create_and_write_one_database(path: pathlib.Path) -> None:
+    processes = [writer(path, first, first + 40, stdout=subprocess.DEVNULL) for first in (0, 40, 80)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert recorded(path) == set(range(120))
