@@ -1,8 +1,14 @@
-/* What lessons are made of: prose, figures, panels, steppers, small grids, source lines, questions, links to a kernel. */
+/*
+ * The lessons' registry, and what they are made of: prose, figures, panels, steppers, small grids, source lines,
+ * questions, links to a kernel. A lesson is `{id, title, question, families, state, build(kit)}`: `families` are the
+ * kernel families whose rows it shows, `state` what CF.state holds where the address leaves it open, and `build` gives
+ * the nodes of its body. The files lessons-*.js add them in order; lessons.js shows them.
+ */
 (() => {
   "use strict";
 
   const PLAY_MS = 900;
+  const lessons = [];
   let named = 0;
 
   /** Text in which `back quotes` are code. */
@@ -262,5 +268,16 @@
     }
   }
 
-  Object.assign(CF.lessons, { Kit, Stepper, Grid, inline, prose, figure, slider, choice, stateSwitch, source, checks });
+  CF.lessons = {
+    /** Adds a lesson at the end of the path. */
+    add: (lesson) => lessons.push(lesson),
+    /** All lessons, in order. */
+    all: () => [...lessons],
+    /** State of a link that selects nothing. */
+    NOTHING: {
+      panel: null, hover: null, pin: null, thread: null, warp: null, warpgroup: null, step: null, instruction: null,
+      stage: 0, swizzle: true, color: null, lesson: null,
+    },
+    Kit, Stepper, Grid, inline, prose, figure, slider, choice, stateSwitch, source, checks,
+  };
 })();

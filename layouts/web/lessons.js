@@ -1,11 +1,8 @@
-/*
- * The Learn view: a list of lessons and the chosen one. A lesson is `{id, title, question, state, build(kit)}`; `build`
- * gives the nodes of its body, made with the kit of lessons-kit.js. The files lessons-*.js add the lessons in order.
- */
+/* The Learn view: a list of the lessons that the files lessons-*.js have added, and the chosen one. */
 (() => {
   "use strict";
 
-  const lessons = [];
+  const lessons = CF.lessons.all();
 
   CF.state.define("lesson", { param: "lesson" });
 
@@ -90,18 +87,6 @@
     unmount() {
       view?.destroy();
       view = null;
-    },
-  };
-
-  CF.lessons = {
-    /** Adds a lesson at the end of the path. */
-    add: (lesson) => lessons.push(lesson),
-    /** All lessons, in order. */
-    all: () => [...lessons],
-    /** State of a link that selects nothing. */
-    NOTHING: {
-      panel: null, hover: null, pin: null, thread: null, warp: null, warpgroup: null, step: null, instruction: null,
-      stage: 0, swizzle: true, color: null, lesson: null,
     },
   };
 })();

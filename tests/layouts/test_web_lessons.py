@@ -12,20 +12,12 @@ import pytest
 
 from cuteflash.dispatch import choose_fwd
 from layouts.lessons import lesson_data, lesson_scenes
+from layouts.page import SCRIPTS
 from layouts.rows import make_scene, touch_ways
 from tests.layouts.web import run_js
 
-LESSONS = ("kit", "layouts", "banks", "pipelines", "warpgroups", "softmax", "loops")
-FILES = (
-    "core.js",
-    "algebra.js",
-    "text.js",
-    "scene.js",
-    "coloring.js",
-    "stepper.js",
-    "lessons.js",
-    *(f"lessons-{name}.js" for name in LESSONS),
-)
+NEEDED = ("core.js", "algebra.js", "text.js", "scene.js", "coloring.js", "stepper.js")
+FILES = tuple(name for name in SCRIPTS if name in NEEDED or name.startswith("lessons"))  # in the page's own order
 IDS = ["layout", "tv", "swizzle", "mma", "cp-async", "tma", "wgmma", "softmax", "loops"]
 
 # As much of a document as the lessons touch; texts, attributes and listeners are kept, nothing is laid out.
