@@ -85,10 +85,11 @@
 
   const counted = (numbers, rgb) => {
     const last = numbers.reduce((a, b) => Math.max(a, b), 0);
-    return [{ text: last ? `0–${last}` : "0", rgbs: Array.from({ length: Math.min(last + 1, HUES) }, (_, i) => rgb(i)) }];
+    const rgbs = Array.from({ length: Math.min(last + 1, HUES) }, (_, i) => rgb(i));
+    return [{ text: last ? `0–${last}` : "0", rgbs }];
   };
 
-  /* As the static pictures: shifted by one every eight, so that neighbours differ where a multiple of eight lies below each other. */
+  /* As in the static pictures, shifted by one every eight: neighbours differ where a multiple of eight makes a column. */
   const coreColour = (number) => category(number + Math.floor(number / HUES));
 
   const makers = {

@@ -6,18 +6,32 @@
 
   CF.state.define("lesson", { param: "lesson" });
 
-  const indexOf = (id) => Math.max(0, lessons.findIndex((lesson) => lesson.id === id));
+  const indexOf = (id) =>
+    Math.max(
+      0,
+      lessons.findIndex((lesson) => lesson.id === id),
+    );
 
   /** The address of a lesson: its own state and nothing that another view left behind. */
-  const address = (lesson) => CF.state.link({ ...CF.lessons.NOTHING, ...lesson.state, view: "learn", lesson: lesson.id });
+  const address = (lesson) =>
+    CF.state.link({ ...CF.lessons.NOTHING, ...lesson.state, view: "learn", lesson: lesson.id });
 
   class Learn {
     constructor(container, data) {
       this.data = data;
-      this.list = CF.h("ol", { class: "lesson-list" }, lessons.map((lesson) => this.#entry(lesson)));
+      this.list = CF.h(
+        "ol",
+        { class: "lesson-list" },
+        lessons.map((lesson) => this.#entry(lesson)),
+      );
       this.article = CF.h("article", { class: "lesson", tabindex: -1 });
       container.append(
-        CF.h("div", { class: "learn" }, CF.h("nav", { class: "lesson-nav", "aria-label": "Lessons" }, this.list), this.article),
+        CF.h(
+          "div",
+          { class: "learn" },
+          CF.h("nav", { class: "lesson-nav", "aria-label": "Lessons" }, this.list),
+          this.article,
+        ),
       );
       this.stop = CF.state.on("lesson", () => this.#open(true));
       this.#open(false);
@@ -47,7 +61,12 @@
       this.kit = new CF.lessons.Kit(this.data);
       const title = CF.h("h2", { id: "lesson-title" }, `${at + 1}. ${lesson.title}`);
       this.article.setAttribute("aria-labelledby", "lesson-title");
-      this.article.replaceChildren(title, CF.h("p", { class: "lesson-question" }, lesson.question), ...this.#body(lesson), this.#ends(at));
+      this.article.replaceChildren(
+        title,
+        CF.h("p", { class: "lesson-question" }, lesson.question),
+        ...this.#body(lesson),
+        this.#ends(at),
+      );
       this.kit.start();
       if (byReader) {
         window.scrollTo(0, 0);
@@ -62,7 +81,8 @@
 
     #body(lesson) {
       const absent = (lesson.families ?? []).filter((family) => !this.kit.scene(family));
-      if (!this.data.lessons || absent.length) return [CF.h("p", { class: "hint" }, "This page does not hold the kernel rows that this lesson is about.")];
+      if (!this.data.lessons || absent.length)
+        return [CF.h("p", { class: "hint" }, "This page does not hold the kernel rows that this lesson is about.")];
       return lesson.build(this.kit).flat(Infinity);
     }
 
