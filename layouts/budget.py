@@ -67,10 +67,9 @@ def _registers(
     roles: list[dict[str, Any]]
     if isinstance(traits, FwdTraitsSm90):
         consumers = traits.mma_warpgroups
-        roles = [
-            _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, []),
-            _role("consumer warpgroup", consumers, consumers * WARPGROUP, traits.mma_regs, parts),
-        ]
+        roles = [_role("consumer warpgroup", consumers, consumers * WARPGROUP, traits.mma_regs, parts)]
+        if traits.warp_specialized:
+            roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, []))
     else:
         roles = [_role("all warps", 0, traits.num_threads, launch, parts)]
     compiled = None

@@ -48,26 +48,26 @@ class ReaderSm90:
         self.problem: FwdProblem = kernel.problem
         t = self.traits
         sizes = {"m": t.tile_m, "n": t.tile_n, "d": t.head_dim, "e": t.head_dim_v}
-        self.frame = Frame(sizes, t.mma_warpgroups, WARPGROUP, WARPGROUP)  # type: ignore[arg-type]
+        self.frame = Frame(sizes, t.mma_warpgroups, t.first_consumer, WARPGROUP)  # type: ignore[arg-type]
         self.smem = kernel.make_tiles(smem_start())
         self.warpgroup = make_warpgroup(kernel, self.smem, no_work())
         self.of = products(self.frame, kernel)
 
     def roles(self) -> tuple[Role, ...]:
-        """The producer warpgroup, then the consumers."""
+        """The producer warpgroup, where there is one, then the consumers."""
         consumers = [
             Role(
                 f"consumer {i}",
-                (i + 1) * WARPGROUP,
+                self.traits.first_consumer + i * WARPGROUP,
                 WARPGROUP,
                 f"query rows {i * WGMMA_M} to {i * WGMMA_M + WGMMA_M - 1}",
             )
             for i in range(self.traits.mma_warpgroups)
         ]
-        return (
-            Role("producer", 0, WARPGROUP, "warp 0 issues every TMA load; the others give up registers"),
-            *consumers,
-        )
+        if not self.traits.warp_specialized:
+            return tuple(consumers)
+        producer = Role("producer", 0, WARPGROUP, "warp 0 issues every TMA load; the others give up registers")
+        return (producer, *consumers)
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
@@ -151,7 +151,7 @@ class ReaderSm90:
         box, slabs = coordinates(partition.layout, (step, 1, 0, 0)).mode(0).modes()
         parts = Layout(step // rows, rows if step > rows else 0)
         if tensor == "O":  # every warpgroup stores its own rows
-            first_thread, tv = WARPGROUP, concatenate(self.warpgroups("O"), box, slabs)
+            first_thread, tv = self.frame.first_thread, concatenate(self.warpgroups("O"), box, slabs)
         else:
             first_thread, tv = 0, concatenate(Layout(1, 0), box, concatenate(slabs, parts))
         is_load, once = tensor != "O", tensor in ("Q", "O")
@@ -173,7 +173,10 @@ class ReaderSm90:
         copy = self.kernel.copy_q()
         source = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, "Q")
         target = self.frame.copy(copy.layout_dst_tv_tiled, copy.tiler_mn, "Q")
-        touches = (Touch("sQ", "read", source, WARPGROUP, lane_bytes=16), Touch("rQ", "write", target, WARPGROUP))
+        touches = (
+            Touch("sQ", "read", source, self.frame.first_thread, lane_bytes=16),
+            Touch("rQ", "write", target, self.frame.first_thread),
+        )
         note = "Lane i gives the address of a row of 8 elements; a phase is the 8 rows of one matrix."
         return Step(
             "ldmatrix_q",
@@ -214,7 +217,7 @@ class ReaderSm90:
         if not self.traits.p_in_regs:
             return self._stage("P", self.kernel.copy_p())
         touches = tuple(
-            self.of["P"].touch_k_blocks(id, mode, WARPGROUP)  # type: ignore[arg-type]
+            self.of["P"].touch_k_blocks(id, mode, self.frame.first_thread)  # type: ignore[arg-type]
             for id, mode in (("acc_S", "read"), ("rP", "write"))
         )
         return Step(
@@ -238,8 +241,8 @@ class ReaderSm90:
         if tensor == "O":
             note = f"Divided by the row sums and rounded. {note}"
         touches = (
-            Touch(acc, "read", source, WARPGROUP),
-            Touch(f"s{tensor}", "write", target, WARPGROUP, lane_bytes=16),
+            Touch(acc, "read", source, self.frame.first_thread),
+            Touch(f"s{tensor}", "write", target, self.frame.first_thread, lane_bytes=16),
         )
         once = tensor == "O"
         return Step(
@@ -262,9 +265,11 @@ class ReaderSm90:
         counts = (1, 1, k_blocks)
         in_regs = {"Q": self.traits.q_in_regs, "P": self.traits.p_in_regs}[a[1]]
         touches = [
-            a[0].touch(f"r{a[1]}", "read", counts, WARPGROUP) if in_regs else self._from_shared(*a, counts),
+            a[0].touch(f"r{a[1]}", "read", counts, self.frame.first_thread)
+            if in_regs
+            else self._from_shared(*a, counts),
             self._from_shared(*b, counts),
-            c[0].touch(c[1], "write", counts, WARPGROUP),
+            c[0].touch(c[1], "write", counts, self.frame.first_thread),
         ]
         n = self.frame.shape(b[1])[0 if b[1] == "K" else 1]
         return Step(
@@ -282,9 +287,12 @@ class ReaderSm90:
 
     def _from_shared(self, placed: Placed, tensor: str, counts: tuple[int, int, int]) -> Touch:
         """An operand that the product reads from shared memory: by warpgroups, not by threads."""
-        whole = placed.touch(f"s{tensor}", "read", counts, WARPGROUP).tv
+        whole = placed.touch(f"s{tensor}", "read", counts, self.frame.first_thread).tv
         return Touch(
-            f"s{tensor}", "read", concatenate(self.warpgroups(tensor), whole.mode(1), whole.mode(2)), WARPGROUP
+            f"s{tensor}",
+            "read",
+            concatenate(self.warpgroups(tensor), whole.mode(1), whole.mode(2)),
+            self.frame.first_thread,
         )
 
     def warpgroups(self, tensor: str) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -80,6 +81,30 @@ def test_exponentials_take_one_fused_multiply_add_each(ampere: Any) -> None:
     traits, _ = CASES["full"]
     rescaled = traits.tile_m * traits.head_dim_v // traits.num_threads
     assert compiled.count(r"FMUL\b") < 3 * rescaled + exponentials // 2
+
+
+ABLATED = {
+    "async_copy": dataclasses.replace(WIDE, async_copy=False),
+    "swizzle_bits": dataclasses.replace(WIDE, swizzle_bits=0),
+    "eager_loads": dataclasses.replace(WIDE, eager_loads=False),
+    "double_buffer": dataclasses.replace(WIDE, double_buffer=False),
+    "fused_softmax": dataclasses.replace(WIDE, fused_softmax=False),
+    "longest_first": dataclasses.replace(WIDE, longest_first=False),
+}
+
+
+@pytest.mark.parametrize("trait", ABLATED)
+def test_an_optimisation_switched_off_leaves_a_kernel_without_it(
+    ampere: Any, trait: str, tmp_path: pathlib.Path
+) -> None:
+    whole = ampere("causal-lse")
+    without = cross_compile(FlashFwdSm80(ABLATED[trait], CASES["causal-lse"][1]), "sm_80", tmp_path)
+    without.assert_clean()
+    assert bool(without.count("LDGSTS")) == (trait != "async_copy")
+    if trait == "fused_softmax":  # a score is scaled and its exponent multiplied by themselves; more shuffles
+        assert without.count(r"FMUL\b") > whole.count(r"FMUL\b") + whole.count(r"MUFU\.EX2")
+        assert without.count("SHFL") > whole.count("SHFL")
+    assert without.ptx != whole.ptx  # in machine code ptxas fetches fragments early anyway
 
 
 def test_rows_beyond_the_keys_are_filled_with_zeros(ampere: Any) -> None:

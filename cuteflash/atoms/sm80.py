@@ -14,14 +14,15 @@ from cuteflash.traits.sm80 import CHUNK, MMA_K, MMA_M, MMA_N, swizzle_width
 CHUNK_BITS = 128
 
 
-def swizzled_tile(rows: int, cols: int, *stages: int) -> cute.ComposedLayout:
+def swizzled_tile(rows: int, cols: int, *stages: int, most_bits: int = 3) -> cute.ComposedLayout:
     """A row-major (rows, cols) tile, or a (rows, cols, stages) one, whose 16-byte chunks are XORed with the row.
 
     The eight rows that one ldmatrix phase, or one quarter-warp of 128-bit accesses, touches lie in different banks:
-    S<3,3,3> over 64-wide, S<2,3,3> over 32-wide and S<1,3,3> over 16-wide column slabs (in elements of 2 bytes).
+    S<3,3,3> over 64-wide, S<2,3,3> over 32-wide and S<1,3,3> over 16-wide column slabs (in elements of 2 bytes), where
+    `most_bits` allows it.
     """
     width = swizzle_width(cols)
-    bits = {64: 3, 32: 2, 16: 1}[width]
+    bits = min({64: 3, 32: 2, 16: 1}[width], most_bits)
     slab = cute.make_composed_layout(cute.make_swizzle(bits, 3, 3), 0, cute.make_layout((8, width), stride=(width, 1)))
     return cute.tile_to_shape(slab, (rows, cols, *stages), tuple(range(2 + len(stages))))
 
@@ -51,10 +52,27 @@ def _row_copy(atom: cute.CopyAtom, num_threads: int, cols: int) -> cute.TiledCop
     return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, CHUNK)))
 
 
-def load_copy(dtype: type[cutlass.Numeric], num_threads: int, cols: int) -> cute.TiledCopy:
-    """Global to shared memory by 128-bit cp.async, past L1; neighbouring lanes take neighbouring chunks of a row."""
-    op = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)
+def load_copy(dtype: type[cutlass.Numeric], num_threads: int, cols: int, asynchronous: bool = True) -> cute.TiledCopy:
+    """Global to shared memory, 128 bits at a time; neighbouring lanes take neighbouring chunks of a row.
+
+    By cp.async past L1, or else by a load to registers and a store from there.
+    """
+    op = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL) if asynchronous else CopyUniversalOp()
     return _row_copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=CHUNK_BITS), num_threads, cols)
+
+
+def load(copy: cute.TiledCopy, source: cute.Tensor, target: cute.Tensor, inside: cute.Tensor | None) -> None:
+    """Copy chunks of global memory to shared memory, zeros where a chunk is not `inside` (a predicate a chunk).
+
+    cp.async writes the zeros itself and runs on after this returns. Any other copy goes through registers.
+    """
+    if isinstance(copy.op, cpasync.CopyG2SOp):
+        cute.copy(copy, source, target, pred=inside)
+        return
+    staged = cute.make_rmem_tensor_like(target)
+    staged.fill(0.0)
+    cute.copy(copy, source, staged, pred=inside)
+    cute.copy(copy, staged, target)
 
 
 def store_copy(dtype: type[cutlass.Numeric], num_threads: int, cols: int) -> cute.TiledCopy:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Self
 
 import cutlass
 import cutlass.cute as cute
@@ -61,12 +62,12 @@ class OnlineSoftmax:
     scale_log2: Float32
     check_inf: cutlass.Constexpr[bool]
 
-    @staticmethod
-    def create(num_rows: int, scale_log2: Float32, check_inf: bool) -> OnlineSoftmax:
+    @classmethod
+    def create(cls, num_rows: int, scale_log2: Float32, check_inf: bool) -> Self:
         """A softmax that has seen nothing yet, for `num_rows` rows a thread."""
         row_max = cute.make_rmem_tensor(num_rows, Float32)
         row_sum = cute.make_rmem_tensor(num_rows, Float32)
-        return OnlineSoftmax(row_max, row_sum, scale_log2, check_inf)
+        return cls(row_max, row_sum, scale_log2, check_inf)
 
     @cute.jit
     def step(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
@@ -124,6 +125,53 @@ class OnlineSoftmax:
             row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
             log2_sum = self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if empty else log2_sum * LN_2
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainSoftmax(OnlineSoftmax):
+    """The same as a textbook has it: scores are scaled first, exponentials natural, row sums reduced every step.
+
+    It shows what `OnlineSoftmax` saves. `row_max` is of scaled scores.
+    """
+
+    @cute.jit
+    def take_peaks(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        """Scale `scores`, then as `OnlineSoftmax.take_peaks`."""
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            scores[i] = scores[i] * (self.scale_log2 * LN_2)
+        for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
+            old = -Float32.inf if const_expr(is_first) else self.row_max[r]
+            self.row_max[r] = cute.arch.fmax(old, quad_max(row_peak(scores, r)))
+            row_scale[r] = exp2((old - self.shift(r)) * LOG2_E)
+            self.row_sum[r] = self.row_sum[r] * row_scale[r]
+
+    def shift(self, row: int) -> Float32:
+        """What is subtracted from a row's scores: their maximum, or 0 where no key was visible yet."""
+        peak = self.row_max[row]
+        if self.check_inf:
+            peak = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
+        return peak
+
+    @cute.jit
+    def exponentiate(self, scores: cute.Tensor, row: cutlass.Constexpr[int], poly_share: cutlass.Constexpr[int]):
+        """Exponentials of one row of `scores`, in place, added to its sum; none by polynomial."""
+        shift = self.shift(row)
+        total = Float32(0.0)
+        for c in cutlass.range_constexpr(cute.size(scores.shape[1])):
+            p = exp2((scores[row, c] - shift) * LOG2_E)
+            scores[row, c] = p
+            total = total + p
+        self.row_sum[row] = self.row_sum[row] + quad_sum(total)
+
+    @cute.jit
+    def finish(self, row_scale: cute.Tensor, lse: cute.Tensor):
+        """As `OnlineSoftmax.finish`; the sums are those of whole rows already."""
+        for r in cutlass.range_constexpr(cute.size(self.row_sum)):
+            total = self.row_sum[r]
+            empty = total == 0.0
+            row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+            log_sum = self.row_max[r] + cute.math.log2(total, fastmath=True) * LN_2
+            lse[r] = -Float32.inf if empty else log_sum
 
 
 @cute.jit

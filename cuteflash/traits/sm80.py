@@ -33,6 +33,13 @@ class FwdTraitsSm80:
         q_in_regs: keep the Q fragments in registers for the whole loop.
         share_q_v_smem: V's first stage reuses Q's shared memory (needs `q_in_regs`).
         double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
+        async_copy: cp.async writes shared memory directly; otherwise every load passes through registers and is waited
+            for.
+        swizzle_bits: at most so many address bits are XORed with the row: 3 over 64, 2 over 32 and 1 over 16 columns
+            keep every access free of bank conflicts; 0 stores rows as they are.
+        eager_loads: K and V are loaded while products run; otherwise a step loads both and waits.
+        fused_softmax: the scale is folded into the exponent's multiply-add and row sums are reduced once a tile.
+        longest_first: a causal problem's long tiles start first.
         cutlass_symbol: leave "cutlass" in the kernel's symbol, which ptxas takes as leave to schedule more boldly: more
             latency hidden, more registers and sometimes spills.
         blocks_per_sm: resident blocks the compiler must leave registers for.
@@ -47,6 +54,11 @@ class FwdTraitsSm80:
     q_in_regs: bool = False
     share_q_v_smem: bool = False
     double_buffer: bool = True
+    async_copy: bool = True
+    swizzle_bits: int = 3
+    eager_loads: bool = True
+    fused_softmax: bool = True
+    longest_first: bool = True
     cutlass_symbol: bool = False
     blocks_per_sm: int = 1
 
@@ -90,6 +102,10 @@ class FwdTraitsSm80:
             rows = self.copy_rows(getattr(self, name))
             if self.tile_m % rows or self.tile_n % rows:
                 return f"{self.num_threads} threads copy {rows} rows of {name} at once: tile_m, tile_n are no multiples"
+        if not 0 <= self.swizzle_bits <= 3:
+            return f"swizzle_bits {self.swizzle_bits} is not 0 to 3"
+        if self.kv_stage > 1 and not (self.eager_loads and self.async_copy):
+            return f"kv_stage {self.kv_stage} needs eager_loads and async_copy: without them no load runs ahead"
         if self.share_q_v_smem and not (self.q_in_regs and self.kv_stage == 1):
             return "share_q_v_smem needs q_in_regs and kv_stage 1: V would overwrite a Q tile that is still read"
         if self.smem_bytes > arch.smem_per_block:

@@ -13,12 +13,13 @@ BARRIER_BYTES = 1024  # mbarriers, and the padding that aligns the first tile to
 ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
 # The sum over all warpgroups is at most the 65536 / threads that the block was launched with.
+MAX_REGS, REGISTER_FILE = 255, 65536  # a thread's at most, a multiprocessor's
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FwdTraitsSm90:
-    """One way to run the sm90 forward kernel: one producer warpgroup and 1-3 consumer warpgroups.
+    """One way to run the sm90 forward kernel: 1-3 consumer warpgroups and, as a rule, a producer warpgroup.
 
     Attributes:
         tile_m: query rows of one block, 64 for each consumer warpgroup.
@@ -26,6 +27,7 @@ class FwdTraitsSm90:
         head_dim: columns of the Q and K tiles, the problem's head dim padded up to a multiple of 16.
         head_dim_v: columns of the V and O tiles, padded likewise.
         kv_stage: K and V tiles in flight, each.
+        warp_specialized: a warpgroup of its own issues the TMA loads; otherwise a consumer's warp does, step by step.
         pingpong: named barriers let one warpgroup's products run while another does its softmax.
         overlap: inside a warpgroup, the next QK product is issued before this step's PV product.
         q_in_regs: Q is loaded from shared memory to registers once a tile, not read by every product.
@@ -35,6 +37,8 @@ class FwdTraitsSm90:
         exp_rows_before_wait: of a thread's two rows, how many have their exponentials taken before the wait for the PV
             product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
         persistent: as many blocks as multiprocessors, each looping over tiles.
+        longest_first: a causal problem's long tiles start first, and in turn forwards and backwards.
+        ceded_regs: registers a thread, by eights, that every consumer warpgroup leaves to the producer's.
         poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
     """
 
@@ -43,6 +47,7 @@ class FwdTraitsSm90:
     head_dim: int
     head_dim_v: int
     kv_stage: int = 2
+    warp_specialized: bool = True
     pingpong: bool = True
     overlap: bool = True
     q_in_regs: bool = False
@@ -51,6 +56,8 @@ class FwdTraitsSm90:
     rescale_in_product: bool = False
     exp_rows_before_wait: int = 0
     persistent: bool = True
+    longest_first: bool = True
+    ceded_regs: int = 0
     poly_exp2: int = 0
 
     @property
@@ -62,16 +69,30 @@ class FwdTraitsSm90:
         return self.tile_m // WGMMA_M
 
     @property
+    def producer_warpgroups(self) -> int:
+        """Warpgroups in front of the consumers, 0 or 1."""
+        return int(self.warp_specialized)
+
+    @property
+    def first_consumer(self) -> int:
+        """The first thread of the first consumer warpgroup."""
+        return self.producer_warpgroups * WARPGROUP
+
+    @property
     def num_threads(self) -> int:
-        return (self.mma_warpgroups + 1) * WARPGROUP
+        return (self.producer_warpgroups + self.mma_warpgroups) * WARPGROUP
 
     @property
     def producer_regs(self) -> int:
-        return REGISTER_SPLIT[self.mma_warpgroups][0]
+        """Registers a thread of the producer warpgroup, where there is one."""
+        return REGISTER_SPLIT[self.mma_warpgroups][0] + self.mma_warpgroups * self.ceded_regs
 
     @property
     def mma_regs(self) -> int:
-        return REGISTER_SPLIT[self.mma_warpgroups][1]
+        """Registers a thread of a consumer warpgroup."""
+        if not self.warp_specialized:
+            return min(MAX_REGS, REGISTER_FILE // self.num_threads // 8 * 8)
+        return REGISTER_SPLIT[self.mma_warpgroups][1] - self.ceded_regs
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
@@ -111,6 +132,12 @@ class FwdTraitsSm90:
             return f"tile_n {self.tile_n} is not a multiple of {WGMMA_K} up to 256"
         if self.pingpong and self.mma_warpgroups == 1:
             return "pingpong needs a second consumer warpgroup"
+        if (self.pingpong or self.overlap or self.ceded_regs) and not self.warp_specialized:
+            return "pingpong, overlap and ceded_regs need warp_specialized: nobody else loads far enough ahead"
+        if self.ceded_regs % 8 or not 0 <= self.ceded_regs <= 64:
+            return f"ceded_regs {self.ceded_regs} is not a multiple of 8 up to 64"
+        if self.kv_stage < 2:
+            return f"kv_stage {self.kv_stage} is below 2: nothing would be loaded ahead"
         if self.share_q_o and self.q_in_regs:
             return "share_q_o with q_in_regs: Q has left its memory for the next tile's when O is staged"
         if self.share_q_o and self.head_dim != self.head_dim_v:

@@ -19,7 +19,8 @@ BLOCKS = 5
 # Stages, and whether Q is kept in registers: as most rows of one stage, and as the lessons' row, which has two.
 SHOWN = {1: False, 2: True, 3: True}
 
-Status = Literal["free", "loading", "ready", "reading"]
+# "read": this warp is done with it, others may not be; only a barrier makes it free.
+Status = Literal["free", "loading", "ready", "reading", "read"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,7 +78,7 @@ class Pipeline:
         self._wait(at, "arrived(0)  # K is here", 0)
         self._load(at, "load_kv(loads.v, n_block, 0", "V", block, 0)
         self._commit(at, "load_kv(loads.v, n_block, 0", line_below=True)
-        self._read(at, "product_qk(kernel, f, stage)", "K", block, 0, "S = Q K^T")
+        self._read(at, "product_qk(kernel, f, stage)", "K", block, 0, "S = Q Kᵀ")
         self._wait(at, "arrived(0)  # V is here", 0)
         if block > 0:
             self._load(at, "load_kv(loads.k, n_block - 1, 0, None)", "K", block - 1, 0)
@@ -89,7 +90,7 @@ class Pipeline:
         at = self.sources["attend_block"]
         self._wait(at, "arrived(stages - 2)", self.stages - 2)
         self._load_block(block - (self.stages - 1), (stage + self.stages - 1) % self.stages)
-        self._read(at, "product_qk(kernel, f, stage)", "K", block, stage, "S = Q K^T")
+        self._read(at, "product_qk(kernel, f, stage)", "K", block, stage, "S = Q Kᵀ")
         self._compute(at, "soften(kernel, f, tile", block)
         self._read(at, "product_pv(kernel, f, stage)", "V", block, stage, "O += P V")
 
@@ -107,6 +108,9 @@ class Pipeline:
 
     def _wait(self, at: Source, text: str, pending: int, then: str = "") -> None:
         seen = len(self.groups) - pending
+        for buffer in self.buffers.values():
+            if buffer.status == "read":  # the barrier has seen every warp past its product
+                buffer.status = "free"
         for name in (name for group in self.groups[: max(seen, 0)] for name in group):
             self.buffers[name].status = "ready"
         self.groups = self.groups[max(seen, 0) :]
@@ -116,11 +120,11 @@ class Pipeline:
     def _read(self, at: Source, text: str, tensor: str, block: int, stage: int, product: str) -> None:
         name = f"{tensor}{stage}"
         self.buffers[name].status = "reading"
-        self._act(at, at.line(text), "read", f"{product} reads {tensor} block {block} from stage {stage}", block)
-        self.buffers[name].status = "free"  # once the next barrier has seen every warp here
+        self._act(at, at.line(text), "product", f"{product} reads {tensor} block {block} from stage {stage}", block)
+        self.buffers[name].status = "read"
 
     def _compute(self, at: Source, text: str, block: int) -> None:
-        self._act(at, at.line(text), "compute", f"softmax of the scores of block {block}, in registers", block)
+        self._act(at, at.line(text), "softmax", f"softmax of the scores of block {block}, in registers", block)
 
     def _act(self, at: Source, line: int, kind: str, text: str, block: int | None) -> None:
         state = {name: [buffer.block, buffer.status] for name, buffer in self.buffers.items()}

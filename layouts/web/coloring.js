@@ -5,6 +5,7 @@
   const { category, ramp, mix } = CF.palette;
   const WHITE = [255, 255, 255];
   const BLACK = [0, 0, 0];
+  const HUES = CF.palette.categories.length;
 
   const TITLES = {
     plain: "plain",
@@ -82,12 +83,14 @@
 
   const span = (what, first, last) => (first === last ? `${what} ${first}` : `${what} ${first}–${last}`);
 
-  const counted = (numbers) => {
+  const counted = (numbers, rgb) => {
     const last = numbers.reduce((a, b) => Math.max(a, b), 0);
-    return [
-      { text: last ? `0–${last}` : "0", rgbs: Array.from({ length: Math.min(last + 1, 8) }, (_, i) => category(i)) },
-    ];
+    const rgbs = Array.from({ length: Math.min(last + 1, HUES) }, (_, i) => rgb(i));
+    return [{ text: last ? `0–${last}` : "0", rgbs }];
   };
+
+  /* As in the static pictures, shifted by one every eight: neighbours differ where a multiple of eight makes a column. */
+  const coreColour = (number) => category(number + Math.floor(number / HUES));
 
   const makers = {
     plain: (scene, part) => ({
@@ -137,7 +140,7 @@
         text: (n) => `#${n}`,
         group: (n) => n,
         groupText: (n) => `${what} ${n}`,
-        legend: counted(numbers),
+        legend: counted(numbers, category),
       };
     },
 
@@ -167,11 +170,11 @@
         numbers,
         by: found.step.title,
         follows: ["step", "instruction"],
-        rgb: category,
+        rgb: coreColour,
         text: (n) => `c${n}`,
         group: (n) => n,
         groupText: (n) => `${n}`,
-        legend: counted(numbers),
+        legend: counted(numbers, coreColour),
       };
     },
   };

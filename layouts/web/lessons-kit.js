@@ -1,15 +1,25 @@
-/* What lessons are made of: prose, figures, panels, steppers, small grids, source lines, questions, links to a kernel. */
+/*
+ * The lessons' registry, and what they are made of: prose, figures, panels, steppers, small grids, source lines,
+ * questions, links to a kernel. A lesson is `{id, title, question, families, state, build(kit)}`: `families` are the
+ * kernel families whose rows it shows, `state` what CF.state holds where the address leaves it open, and `build` gives
+ * the nodes of its body. The files lessons-*.js add them in order; lessons.js shows them.
+ */
 (() => {
   "use strict";
 
   const PLAY_MS = 900;
+  const lessons = [];
   let named = 0;
 
   /** Text in which `back quotes` are code. */
   const inline = (text) => text.split("`").map((part, i) => (i % 2 ? CF.h("code", {}, part) : part));
 
   /** Paragraphs, separated by blank lines. */
-  const prose = (text) => text.trim().split(/\n\s*\n/).map((paragraph) => CF.h("p", {}, inline(paragraph.replace(/\s+/g, " "))));
+  const prose = (text) =>
+    text
+      .trim()
+      .split(/\n\s*\n/)
+      .map((paragraph) => CF.h("p", {}, inline(paragraph.replace(/\s+/g, " "))));
 
   /** A live experiment: a titled box with controls and content. */
   function figure(title, controls, ...content) {
@@ -41,21 +51,34 @@
     return element;
   }
 
-  /** Buttons of which one is pressed; `pairs` are `[value, text]`. */
+  /** Buttons of which one is pressed; `pairs` are `[value, text]`. `.to(value)` presses one silently. */
   function choice(label, pairs, value, change) {
     const buttons = pairs.map(([key, text]) =>
       CF.h("button", { type: "button", "aria-pressed": String(key === value), onclick: () => press(key) }, text),
     );
-    function press(key) {
+    const show = (key) =>
       buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(pairs[i][0] === key)));
+    function press(key) {
+      show(key);
       change(key);
     }
-    return CF.h("div", { class: "lesson-choice", role: "group", "aria-label": label }, CF.h("span", {}, label), CF.h("span", { class: "segmented" }, buttons));
+    const element = CF.h(
+      "div",
+      { class: "lesson-choice", role: "group", "aria-label": label },
+      CF.h("span", {}, label),
+      CF.h("span", { class: "segmented" }, buttons),
+    );
+    element.to = show;
+    return element;
   }
 
   /** A switch that follows a flag of CF.state. */
   function stateSwitch(kit, label, key) {
-    const button = CF.h("button", { type: "button", class: "switch", role: "switch", onclick: () => CF.state.set({ [key]: !CF.state.get(key) }) }, label);
+    const button = CF.h(
+      "button",
+      { type: "button", class: "switch", role: "switch", onclick: () => CF.state.set({ [key]: !CF.state.get(key) }) },
+      label,
+    );
     kit.follow([key], () => button.setAttribute("aria-checked", String(CF.state.get(key))));
     return button;
   }
@@ -64,11 +87,21 @@
   class Stepper {
     constructor(kit, label, count, draw) {
       Object.assign(this, { count, draw, at: 0, timer: null });
-      const button = (text, name, act) => CF.h("button", { type: "button", "aria-label": `${name}: ${label}`, title: name, onclick: act }, text);
+      const button = (text, name, act) =>
+        CF.h("button", { type: "button", "aria-label": `${name}: ${label}`, title: name, onclick: act }, text);
       this.playButton = button("▶", "Play", () => (this.timer ? this.pause() : this.#play()));
       this.slider = slider(label, { to: 0, show: (at) => `${at + 1} of ${this.count()}` }, (at) => this.go(at));
-      const buttons = [button("‹", "Previous", () => this.#by(-1)), this.playButton, button("›", "Next", () => this.#by(1))];
-      this.element = CF.h("div", { class: "lesson-stepper" }, CF.h("span", { class: "segmented" }, buttons), this.slider);
+      const buttons = [
+        button("‹", "Previous", () => this.#by(-1)),
+        this.playButton,
+        button("›", "Next", () => this.#by(1)),
+      ];
+      this.element = CF.h(
+        "div",
+        { class: "lesson-stepper" },
+        CF.h("span", { class: "segmented" }, buttons),
+        this.slider,
+      );
       kit.onEnd(() => this.pause());
     }
 
@@ -103,23 +136,52 @@
 
   /**
    * A small table of cells, one tab stop, arrow keys inside. `text(row, col)`; `rgb(row, col)` or null; `pick(row, col)`
-   * is told of the cell under pointer or focus; `heads` are row and column names. `.paint()` draws anew,
-   * `.mark(test, name)` sets class `name` on the cells that fulfil the test.
+   * is told of the cell that is clicked or has the focus, with `follow` also of that under the pointer. `.paint()` draws
+   * anew, `.mark(test, name)` sets class `name` on the cells that fulfil the test.
    */
   class Grid {
-    constructor(label, { rows, cols, text, rgb = () => null, pick = null, rowHead = String, colHead = String, corner = "" }) {
-      Object.assign(this, { rows, cols, text, rgb, pick, at: [0, 0] });
-      this.cells = Array.from({ length: rows }, (_, row) => Array.from({ length: cols }, (_, col) => this.#cell(row, col)));
-      const head = CF.h("tr", {}, CF.h("th", { class: "corner" }, corner), Array.from({ length: cols }, (_, col) => CF.h("th", { scope: "col" }, colHead(col))));
+    constructor(
+      label,
+      {
+        rows,
+        cols,
+        text,
+        rgb = () => null,
+        pick = null,
+        follow = false,
+        rowHead = String,
+        colHead = String,
+        corner = "",
+      },
+    ) {
+      Object.assign(this, { rows, cols, text, rgb, pick, follow });
+      this.cells = Array.from({ length: rows }, (_, row) =>
+        Array.from({ length: cols }, (_, col) => this.#cell(row, col)),
+      );
+      const head = CF.h(
+        "tr",
+        {},
+        CF.h("th", { class: "corner" }, corner),
+        Array.from({ length: cols }, (_, col) => CF.h("th", { scope: "col" }, colHead(col))),
+      );
       const body = this.cells.map((cells, row) => CF.h("tr", {}, CF.h("th", { scope: "row" }, rowHead(row)), cells));
-      this.table = CF.h("table", { class: "lesson-grid", role: pick ? "grid" : null, "aria-label": label }, CF.h("thead", {}, head), CF.h("tbody", {}, body));
+      this.table = CF.h(
+        "table",
+        { class: "lesson-grid", role: pick ? "grid" : null, "aria-label": label },
+        CF.h("thead", {}, head),
+        CF.h("tbody", {}, body),
+      );
       this.element = CF.h("div", { class: "lesson-scroll" }, this.table);
       if (pick) this.#listen();
       this.paint();
     }
 
     #cell(row, col) {
-      return CF.h("td", { role: this.pick ? "gridcell" : null, tabindex: this.pick ? (row || col ? -1 : 0) : null, dataset: { row, col } });
+      return CF.h("td", {
+        role: this.pick ? "gridcell" : null,
+        tabindex: this.pick ? (row || col ? -1 : 0) : null,
+        dataset: { row, col },
+      });
     }
 
     #listen() {
@@ -127,7 +189,7 @@
         const cell = target.closest?.("td");
         if (cell) this.pick(Number(cell.dataset.row), Number(cell.dataset.col));
       };
-      this.table.addEventListener("pointerover", told);
+      if (this.follow) this.table.addEventListener("pointerover", told);
       this.table.addEventListener("click", told);
       this.table.addEventListener("focusin", told);
       this.table.addEventListener("keydown", (event) => {
@@ -165,15 +227,22 @@
     }
   }
 
-  /** Source lines as Python has them; `.to(index)` marks a line (null: none) and brings it into sight. */
+  /** Source lines as Python has them; `.to(...indices)` marks these lines and brings them into sight. */
   function source({ name, file, first, lines }) {
-    const items = lines.map((line, i) => CF.h("div", { class: "line" }, CF.h("span", { class: "number", "aria-hidden": "true" }, first + i), line || " "));
+    const items = lines.map((line, i) =>
+      CF.h("div", { class: "line" }, CF.h("span", { class: "number", "aria-hidden": "true" }, first + i), line || " "),
+    );
     const code = CF.h("div", { class: "code", tabindex: 0, role: "group", "aria-label": `Source of ${name}` }, items);
-    const element = CF.h("figure", { class: "lesson-source" }, CF.h("figcaption", {}, CF.h("code", {}, name), ` in ${file}`), code);
-    element.to = (index) => {
-      items.forEach((item, i) => item.classList.toggle("current", i === index));
-      const item = items[index];
-      if (item) code.scrollTop = Math.max(0, item.offsetTop - code.offsetTop - code.clientHeight / 2);
+    const element = CF.h(
+      "figure",
+      { class: "lesson-source" },
+      CF.h("figcaption", {}, CF.h("code", {}, name), ` in ${file}`),
+      code,
+    );
+    element.to = (...indices) => {
+      items.forEach((item, i) => item.classList.toggle("current", indices.includes(i)));
+      const middle = items[Math.round((Math.min(...indices) + Math.max(...indices)) / 2)];
+      if (middle) code.scrollTop = Math.max(0, middle.offsetTop - code.clientHeight / 2);
     };
     return element;
   }
@@ -184,7 +253,13 @@
       "section",
       { class: "lesson-checks", "aria-label": "Check questions" },
       CF.h("h3", {}, "Check yourself"),
-      CF.h("ol", {}, pairs.map(([asked, answer]) => CF.h("li", {}, CF.h("details", {}, CF.h("summary", {}, inline(asked)), CF.h("p", {}, inline(answer)))))),
+      CF.h(
+        "ol",
+        {},
+        pairs.map(([asked, answer]) =>
+          CF.h("li", {}, CF.h("details", {}, CF.h("summary", {}, inline(asked)), CF.h("p", {}, inline(answer)))),
+        ),
+      ),
     );
 
   /** One lesson's means: it knows the page's data, and ends what it started. */
@@ -242,7 +317,14 @@
     seeInKernel(family, where, text, code) {
       const href = this.#address(family, where);
       const words = href ? CF.h("a", { href }, text) : text;
-      return CF.h("p", { class: "lesson-kernel" }, "See it in the kernel: ", words, ". ", code ? ["Source: ", CF.h("code", {}, code), "."] : null);
+      return CF.h(
+        "p",
+        { class: "lesson-kernel" },
+        "See it in the kernel: ",
+        words,
+        ". ",
+        code ? ["Source: ", CF.h("code", {}, code), "."] : null,
+      );
     }
 
     /** A link that opens a layout text in the playground, here or on its own page; the bare text where there is none. */
@@ -262,5 +344,36 @@
     }
   }
 
-  Object.assign(CF.lessons, { Kit, Stepper, Grid, inline, prose, figure, slider, choice, stateSwitch, source, checks });
+  CF.lessons = {
+    /** Adds a lesson at the end of the path. */
+    add: (lesson) => lessons.push(lesson),
+    /** All lessons, in order. */
+    all: () => [...lessons],
+    /** State of a link that selects nothing. */
+    NOTHING: {
+      panel: null,
+      hover: null,
+      pin: null,
+      thread: null,
+      warp: null,
+      warpgroup: null,
+      step: null,
+      instruction: null,
+      stage: 0,
+      swizzle: true,
+      color: null,
+      lesson: null,
+    },
+    Kit,
+    Stepper,
+    Grid,
+    inline,
+    prose,
+    figure,
+    slider,
+    choice,
+    stateSwitch,
+    source,
+    checks,
+  };
 })();

@@ -34,11 +34,24 @@
   /** A layout that a reader types, as the grid of its indices and as the memory that it fills. */
   class LayoutFigure {
     constructor() {
-      this.input = CF.h("input", { type: "text", value: EXAMPLES[0][0], spellcheck: "false", autocomplete: "off", "aria-label": "Layout, as shape:stride", oninput: () => this.#read() });
+      this.input = CF.h("input", {
+        type: "text",
+        value: EXAMPLES[0][0],
+        spellcheck: "false",
+        autocomplete: "off",
+        "aria-label": "Layout, as shape:stride",
+        oninput: () => this.#read(),
+      });
       this.message = CF.h("p", { class: "lesson-message", role: "status" });
       this.host = CF.h("div");
       this.memory = CF.h("div", { class: "lesson-memory", role: "img" });
-      const example = ([text, words]) => CF.h("button", { type: "button", title: words, onclick: () => this.#take(text) }, CF.h("code", {}, text), CF.h("small", {}, words));
+      const example = ([text, words]) =>
+        CF.h(
+          "button",
+          { type: "button", title: words, onclick: () => this.#take(text) },
+          CF.h("code", {}, text),
+          CF.h("small", {}, words),
+        );
       this.element = figure(
         "A layout of your own",
         [CF.h("label", { class: "lesson-input" }, "layout ", this.input)],
@@ -58,8 +71,10 @@
     #read() {
       try {
         const { value } = CF.text.evaluate(this.input.value);
-        if (value.tv || CF.algebra.modes(CF.algebra.plain(value)).length !== 2) throw new RangeError("this experiment takes a layout of two modes: rows and columns");
-        if (CF.algebra.size(value) > MOST_CELLS) throw new RangeError(`this experiment takes at most ${MOST_CELLS} elements`);
+        if (value.tv || CF.algebra.modes(CF.algebra.plain(value)).length !== 2)
+          throw new RangeError("this experiment takes a layout of two modes: rows and columns");
+        if (CF.algebra.size(value) > MOST_CELLS)
+          throw new RangeError(`this experiment takes at most ${MOST_CELLS} elements`);
         this.#show(value);
         this.input.setAttribute("aria-invalid", "false");
       } catch (error) {
@@ -76,11 +91,18 @@
       const index = (row, col) => indices[row + rows * col];
       const rgb = (number) => CF.palette.ramp(number / last);
       this.grid = new Grid(`Indices of ${this.input.value}`, {
-        rows, cols, text: (row, col) => String(index(row, col)), rgb: (row, col) => rgb(index(row, col)), pick: (row, col) => this.#pick(value, row, col, index(row, col)),
+        rows,
+        cols,
+        text: (row, col) => String(index(row, col)),
+        rgb: (row, col) => rgb(index(row, col)),
+        pick: (row, col) => this.#pick(value, row, col, index(row, col)),
+        follow: true,
       });
       this.host.replaceChildren(this.grid.element);
       const used = new Set(indices);
-      this.slots = Array.from({ length: last + 1 }, (_, at) => CF.h("i", { title: String(at), style: used.has(at) ? `background:${CF.palette.css(rgb(at))}` : null }));
+      this.slots = Array.from({ length: last + 1 }, (_, at) =>
+        CF.h("i", { title: String(at), style: used.has(at) ? `background:${CF.palette.css(rgb(at))}` : null }),
+      );
       this.memory.setAttribute("aria-label", `Memory of ${last + 1} elements, ${used.size} of them used`);
       this.memory.replaceChildren(...this.slots);
       this.#pick(value, rows > 1 ? 1 : 0, cols > 2 ? 2 : 0, index(rows > 1 ? 1 : 0, cols > 2 ? 2 : 0));
@@ -102,35 +124,57 @@
     build(kit) {
       const scene = kit.scene("sm80");
       const tile = scene.tile("sK");
+      const { shape, stride } = tile.spec.layout;
       const text = CF.algebra.toText(tile.spec.layout);
+      const slab = shape[1][0];
       const line = CF.h("p", { class: "lesson-message", role: "status" });
-      const told = (row, col) => row !== null && (line.textContent = `sK(${row}, ${col}, stage 0) → ${workings(tile.spec.layout, [row, col, 0])} elements, before the swizzle`);
+      const told = (row, col) =>
+        row !== null &&
+        (line.textContent = `sK(${row}, ${col}, stage 0) → ${workings(tile.spec.layout, [row, col, 0])} elements, before the swizzle`);
       told(5, 70);
       return [
-        prose(`A layout is a function from coordinates to integers, written \`shape:stride\`. The shape says how far each
-          coordinate runs, the stride what one step of it adds: under \`(4,8):(8,1)\` element (row, column) has index
-          row·8 + column·1. That is all; row-major, column-major, padded and broadcast are only strides.
+        prose(`A layout is a function from coordinates to integers, written \`shape:stride\`. The shape says how far
+          each coordinate runs, the stride what one step of it adds: under \`(4,8):(8,1)\` element (row, column) has
+          index row·8 + column·1. That is all; row-major, column-major, padded and broadcast are only strides.
 
           Shape and stride may nest, in the same way. A nested mode counts with several digits, the leftmost fastest:
-          in \`(2,4):(1,8)\` as one mode of extent 8, coordinate 5 is the digits (1, 2) and stands for 1·1 + 2·8 = 17. So a
-          tile still has plain rows and columns for whoever reads it, while blocks of blocks lie underneath.`),
+          in \`(2,4):(1,8)\` as one mode of extent 8, coordinate 5 is the digits (1, 2) and stands for 1·1 + 2·8 = 17.
+          So a tile still has plain rows and columns for whoever reads it, while blocks of blocks lie underneath.`),
         new LayoutFigure().element,
-        prose(`The kernels build nothing else. Here is the shared-memory tile of K of \`FlashFwdSm80\`: 64 keys by 128 columns, in
-          two stages. Its layout is \`${text}\`. Columns count with two digits: 64 of them lie side by side, so that a
-          row is 128 bytes, as long as all 32 banks together. The next 64 columns start 4096 elements later, in a second
-          slab. The third mode is the stage, 8192 elements further.`),
-        figure(
-          "sK, coloured by address",
-          null,
-          kit.panel("sm80", "sK", { color: "address", onHover: told }),
-          line,
+        prose(`The kernels build nothing else. Here is the shared-memory tile of K of \`FlashFwdSm80\`: ${tile.rows}
+          keys by ${tile.cols} columns, in ${tile.stages} stages. Its layout is \`${text}\`. Columns count with two
+          digits: ${slab} of them lie side by side, so that a row is ${slab * scene.elementBytes} bytes, as long as
+          all ${CF.scene.BANKS} banks together. The next ${slab} columns start ${stride[1][1]} elements later, in a
+          second slab. The third mode is the stage, ${CF.algebra.flatten(stride[2]).at(-1)} elements further.`),
+        figure("sK, coloured by address", null, kit.panel("sm80", "sK", { color: "address", onHover: told }), line),
+        CF.h(
+          "p",
+          {},
+          "In the playground: ",
+          kit.playground("divide((8,16):(16,1), (4,4))"),
+          " cuts a tile into blocks, ",
+          kit.playground("S<3,3,3> o (8,64):(64,1)"),
+          " is eight rows of sK with its swizzle.",
         ),
-        CF.h("p", {}, "In the playground: ", kit.playground("divide((8,16):(16,1), (4,4))"), " cuts a tile into blocks, ", kit.playground("S<3,3,3> o (8,64):(64,1)"), " is eight rows of sK with its swizzle."),
-        kit.seeInKernel("sm80", { panel: "sK", color: "address" }, "sK among all tiles", "FlashFwdSm80.smem_layout_k, cuteflash/kernels/sm80/fwd.py"),
+        kit.seeInKernel(
+          "sm80",
+          { panel: "sK", color: "address" },
+          "sK among all tiles",
+          "FlashFwdSm80.smem_layout_k, cuteflash/kernels/sm80/fwd.py",
+        ),
         checks(
-          ["Which layout stores a 4 × 8 tile so that columns are contiguous and each starts at a multiple of 5?", "`(4,8):(1,5)`: a step down adds 1, a step right adds 5. One slot after each column stays unused."],
-          ["What does a stride of 0 mean?", "All coordinates of that mode name the same element: a broadcast. Bias vectors and shared operands look like that."],
-          ["Under sK's layout, what is the offset of key 9, column 64, stage 1, before the swizzle?", "Key 9 is the digits (1, 1): 1·64 + 1·512. Column 64 is (0, 1): 4096. Stage 1 adds 8192. Together 12864 elements."],
+          [
+            "Which layout stores a 4 × 8 tile so that columns are contiguous and each starts at a multiple of 5?",
+            "`(4,8):(1,5)`: a step down adds 1, a step right adds 5. One slot after each column stays unused.",
+          ],
+          [
+            "What does a stride of 0 mean?",
+            "All coordinates of that mode name the same element: a broadcast. Bias vectors and shared operands look like that.",
+          ],
+          [
+            "Under sK's layout, what is the offset of key 9, column 64, stage 1, before the swizzle?",
+            `Digit by digit, each times its stride: ${workings(tile.spec.layout, [9, 64, 1])} elements.`,
+          ],
         ),
       ];
     },
@@ -139,16 +183,20 @@
   CF.lessons.add({
     id: "tv",
     title: "TV layouts: who owns what",
-    question: "Four warps hold a 64 × 64 tile of scores in registers. Which of them are yours?",
+    question: "A tile of scores is spread over the registers of all threads. Which of them are yours?",
     families: ["sm80"],
     state: { thread: 5 },
     build(kit) {
       const scene = kit.scene("sm80");
       const part = scene.fragment("acc_S");
       const { tv } = part.spec;
+      const [[quad, groups, warps], extents] = tv.shape;
+      const [[byLane, byGroup, byWarp], [next, below, on]] = tv.stride;
       const line = CF.h("p", { class: "lesson-message", role: "status" });
       let value = 0;
-      const threads = slider("thread", { to: part.owned.threads - 1 }, (thread) => CF.state.set({ thread, warp: null, warpgroup: null }));
+      const threads = slider("thread", { to: part.owned.threads - 1 }, (thread) =>
+        CF.state.set({ thread, warp: null, warpgroup: null }),
+      );
       const values = slider("value", { to: part.owned.values - 1 }, (chosen) => {
         value = chosen;
         show();
@@ -165,14 +213,15 @@
       }
       kit.follow(["thread"], show);
       return [
-        prose(`A register has no address that another thread could read; a tile in registers is spread over threads. CuTe
-          writes the spread as one more layout, with two modes: (thread, value) to the place in the tile. The value counts
-          a thread's own registers. The place is a number too: row + rows · column.
+        prose(`A register has no address that another thread could read; a tile in registers is spread over threads.
+          CuTe writes the spread as one more layout, with two modes: (thread, value) to the place in the tile. The
+          value counts a thread's own registers. The place is a number too: row + rows · column.
 
-          The scores of \`FlashFwdSm80\` have \`${CF.algebra.toText(tv)}\` over 64 × 64. Read the thread's digits: four
-          neighbouring lanes step by 128, two columns; eight groups of them step by 1, a row; four warps step by 16 rows.
-          Read the value's: 64 is the next column, 8 is eight rows below, 512 is eight columns on. This is not a choice of
-          the kernel. It is what \`mma.m16n8k16\` leaves in the registers, repeated over the tile.`),
+          The scores of \`FlashFwdSm80\` have \`${CF.algebra.toText(tv)}\` over ${part.rows} × ${part.cols}. Read the
+          thread's digits: ${quad} neighbouring lanes step by ${byLane}, that is ${byLane / part.rows} columns;
+          ${groups} groups of them step by ${byGroup}, a row; ${warps} warps step by ${byWarp} rows. Read the value's:
+          ${next} is the next column, ${below} is ${below} rows below, ${on} is ${on / part.rows} columns on. This is
+          not a choice of the kernel. It is what \`mma.m16n8k16\` leaves in the registers, repeated over the tile.`),
         figure(
           "acc_S: pick a thread, then one of its values",
           [threads, values],
@@ -182,15 +231,37 @@
         prose(`Four lanes, a quad, hold a row together. That is why a row's maximum needs only two shuffles
           (\`quad_max\`), and why each thread keeps two row maxima: its rows g and g + 8.
 
-          An operand may have copies. Every warp multiplies its own query rows with all keys, so every warp needs all of
-          K: in \`rK\` the warp's digit has stride 0, and each element has four owners.`),
-        figure("rK: every element four times", null, kit.panel("sm80", "rK", { color: "owner", height: 240 }), copies(scene)),
-        CF.h("p", {}, "In the playground, the C operand of one mma: ", kit.playground("TV ((4,8),(2,2)):((32,1),(16,8)) on (16,8)"), "."),
-        kit.seeInKernel("sm80", { panel: "acc_S", thread: 5 }, "thread 5 in every fragment", "make_fragments, cuteflash/kernels/sm80/fwd_mma.py"),
+          An operand may have copies. Every warp multiplies its own query rows with all keys, so every warp needs all
+          of K: in \`rK\` the warp's digit has stride 0, and each element has ${warps} owners.`),
+        figure(
+          `rK: every element ${warps} times`,
+          null,
+          kit.panel("sm80", "rK", { color: "owner", height: 240 }),
+          copies(scene),
+        ),
+        CF.h(
+          "p",
+          {},
+          "In the playground, the C operand of one mma: ",
+          kit.playground("TV ((4,8),(2,2)):((32,1),(16,8)) on (16,8)"),
+          ".",
+        ),
+        kit.seeInKernel(
+          "sm80",
+          { panel: "acc_S", thread: 5 },
+          "thread 5 in every fragment",
+          "make_fragments, cuteflash/kernels/sm80/fwd_mma.py",
+        ),
         checks(
-          ["How many scores does a thread hold, and in how many rows?", "64 · 64 / 128 threads = 32 scores (2·2·8 values), in two rows that are 8 apart."],
+          [
+            "How many scores does a thread hold, and in how many rows?",
+            `${part.rows} · ${part.cols} / ${part.owned.threads} threads = ${part.owned.values} scores (${extents.join("·")} values), in ${extents[1]} rows that are ${below} apart.`,
+          ],
           ["Which threads hold query row 0?", "Lanes 0 to 3 of warp 0: the quad whose row digit and warp digit are 0."],
-          ["What would `TV` layout strides of 0 in the value mode mean?", "Several registers of a thread would hold the same element."],
+          [
+            "What would `TV` layout strides of 0 in the value mode mean?",
+            "Several registers of a thread would hold the same element.",
+          ],
         ),
       ];
     },
@@ -198,7 +269,11 @@
 
   function copies(scene) {
     const owners = scene.owners("rK", 0, 0).map(({ thread }) => `t${thread}`);
-    return CF.h("p", { class: "lesson-message" }, inline(`Key 0, column 0 is in registers of ${owners.join(", ")}: the same lane of each warp.`));
+    return CF.h(
+      "p",
+      { class: "lesson-message" },
+      inline(`Key 0, column 0 is in registers of ${owners.join(", ")}: the same lane of each warp.`),
+    );
   }
 
   Object.assign(CF.lessons, { workings });

@@ -16,12 +16,29 @@
     constructor(kit) {
       this.data = kit.data.loops;
       this.mask = "full";
-      this.stepper = new Stepper(kit, "tile", () => Math.max(...Object.keys(NAMES).map((name) => this.order(name).length)), (at) => this.#show(at));
+      this.stepper = new Stepper(
+        kit,
+        "tile",
+        () => Math.max(...Object.keys(NAMES).map((name) => this.order(name).length)),
+        (at) => this.#show(at),
+      );
       this.sides = Object.entries(NAMES).map(([name, title]) => this.#side(name, title));
       this.element = figure(
         `The order of tiles, ${this.data.blocks} × ${this.data.blocks} blocks`,
-        [choice("mask", ["full", "causal"].map((mask) => [mask, mask]), this.mask, (mask) => this.#setMask(mask)), this.stepper.element],
-        CF.h("div", { class: "lesson-pair" }, this.sides.map(({ element }) => element)),
+        [
+          choice(
+            "mask",
+            ["full", "causal"].map((mask) => [mask, mask]),
+            this.mask,
+            (mask) => this.#setMask(mask),
+          ),
+          this.stepper.element,
+        ],
+        CF.h(
+          "div",
+          { class: "lesson-pair" },
+          this.sides.map(({ element }) => element),
+        ),
       );
       kit.then(() => this.stepper.go(0));
       kit.follow(["theme"], () => this.#show(this.stepper.at));
@@ -34,7 +51,9 @@
     #side(name, title) {
       const rank = (row, col) => this.order(name).findIndex(([i, j]) => i === row && j === col);
       const grid = new Grid(`Tiles of ${title}`, {
-        rows: this.data.blocks, cols: this.data.blocks, corner: "i \\ j",
+        rows: this.data.blocks,
+        cols: this.data.blocks,
+        corner: "i \\ j",
         text: (row, col) => (rank(row, col) < 0 ? "" : String(rank(row, col))),
         rgb: (row, col) => {
           const at = rank(row, col);
@@ -59,16 +78,29 @@
         side.grid.paint();
         side.grid.mark((row, col) => here && row === here[0] && col === here[1], "now");
         side.line.textContent = here ? this.#told(side.name, order, at) : `Done after ${order.length} tiles.`;
-        side.code.to(this.data.lines[side.name].inner);
+        side.code.to(...(here ? this.#lines(side.name, order, at) : []));
       }
+    }
+
+    /* Whether a visit is the first and the last of its turn of the outer loop. */
+    #ends(name, order, at) {
+      const outer = name === "fa1" ? 1 : 0;
+      const other = (neighbour) => order[neighbour]?.[outer] !== order[at][outer];
+      return [other(at - 1), other(at + 1)];
+    }
+
+    /* The lines of the reference that a visit runs through: the loops it enters, what it reads, what it writes. */
+    #lines(name, order, at) {
+      const { outer, inner, read, write } = this.data.lines[name];
+      const [first, last] = this.#ends(name, order, at);
+      return [...(first ? [outer] : []), inner, read, ...(name === "fa1" || last ? [write] : [])];
     }
 
     #told(name, order, at) {
       const [i, j] = order[at];
-      const outer = name === "fa1" ? 1 : 0;
-      const first = at === 0 || order[at - 1][outer] !== order[at][outer];
-      const last = at === order.length - 1 || order[at + 1][outer] !== order[at][outer];
-      if (name === "fa1") return `${first ? `Load K${j}, V${j}. ` : ""}Read Q${i}, O${i}, m${i}, l${i}; write O${i}, m${i}, l${i} back.`;
+      const [first, last] = this.#ends(name, order, at);
+      if (name === "fa1")
+        return `${first ? `Load K${j}, V${j}. ` : ""}Read Q${i}, O${i}, m${i}, l${i}; write O${i}, m${i}, l${i} back.`;
       return `${first ? `Load Q${i}. ` : ""}Read K${j}, V${j}.${last ? ` Divide, write O${i} and LSE${i}.` : " O, m, l stay in registers."}`;
     }
   }
@@ -81,37 +113,82 @@
       const dims = [...new Set(this.rows.map(({ head_dim: dim }) => dim))];
       Object.assign(this, { seqlen: 4096, dim: 128, mask: "full" });
       this.host = CF.h("div", { class: "lesson-scroll" });
+      this.line = CF.h("p", { class: "lesson-message", role: "status" });
       const set = (key) => (value) => {
         this[key] = value;
         this.#show();
       };
-      const select = CF.select("Queries and keys", sizes.map((size) => [size, CF.number(size)]), this.seqlen, (size) => set("seqlen")(Number(size)));
+      const select = CF.select(
+        "Queries and keys",
+        sizes.map((size) => [size, CF.number(size)]),
+        this.seqlen,
+        (size) => set("seqlen")(Number(size)),
+      );
       this.element = figure(
         "Numbers that cross slow memory, for one head",
         [
           CF.h("label", { class: "lesson-input" }, "queries = keys ", select),
-          choice("head dim", dims.map((dim) => [dim, String(dim)]), this.dim, set("dim")),
-          choice("mask", ["full", "causal"].map((mask) => [mask, mask]), this.mask, set("mask")),
+          choice(
+            "head dim",
+            dims.map((dim) => [dim, String(dim)]),
+            this.dim,
+            set("dim"),
+          ),
+          choice(
+            "mask",
+            ["full", "causal"].map((mask) => [mask, mask]),
+            this.mask,
+            set("mask"),
+          ),
         ],
         this.host,
+        this.line,
       );
       kit.follow(["theme"], () => this.#show());
     }
 
+    /* The two algorithms in proportion. */
+    #told(chosen) {
+      const of = (name) => chosen.find(({ algorithm }) => algorithm === name);
+      const times = (key) => (of("fa1")[key] / of("fa2")[key]).toFixed(1);
+      return `${NAMES.fa1} reads ${times("reads")} times as much as ${NAMES.fa2}, and writes ${times("writes")} times as much.`;
+    }
+
     #show() {
-      const chosen = this.rows.filter(({ seqlen, head_dim: dim, mask }) => seqlen === this.seqlen && dim === this.dim && mask === this.mask);
+      const chosen = this.rows.filter(
+        ({ seqlen, head_dim: dim, mask }) => seqlen === this.seqlen && dim === this.dim && mask === this.mask,
+      );
+      this.line.textContent = this.#told(chosen);
       const most = Math.max(...chosen.map(({ reads, writes }) => reads + writes));
       const bar = (share, rgb) => CF.h("i", { style: `width:${share * 100}%;background:${CF.palette.css(rgb)}` });
       const row = ({ algorithm, tiles, reads, writes }) =>
         CF.h(
           "tr",
           {},
-          CF.h("th", { scope: "row" }, NAMES[algorithm]),
+          CF.h("th", { scope: "row" }, CF.h("abbr", { title: NAMES[algorithm] }, algorithm.toUpperCase())),
           [CF.number(tiles), large(reads), large(writes)].map((text) => CF.h("td", {}, text)),
-          CF.h("td", { class: "wide" }, CF.h("div", { class: "lesson-bar", "aria-hidden": "true" }, bar(reads / most, CF.palette.category(1)), bar(writes / most, CF.palette.category(5)))),
+          CF.h(
+            "td",
+            { class: "wide" },
+            CF.h(
+              "div",
+              { class: "lesson-bar", "aria-hidden": "true" },
+              bar(reads / most, CF.palette.category(1)),
+              bar(writes / most, CF.palette.category(5)),
+            ),
+          ),
         );
-      const heads = ["", "tiles", "read", "written", "read and written"].map((text) => CF.h("th", { scope: "col" }, text));
-      this.host.replaceChildren(CF.h("table", { class: "lesson-traffic" }, CF.h("thead", {}, CF.h("tr", {}, heads)), CF.h("tbody", {}, chosen.map(row))));
+      const heads = ["", "tiles", "read", "written", "read and written"].map((text) =>
+        CF.h("th", { scope: "col" }, text),
+      );
+      this.host.replaceChildren(
+        CF.h(
+          "table",
+          { class: "lesson-traffic" },
+          CF.h("thead", {}, CF.h("tr", {}, heads)),
+          CF.h("tbody", {}, chosen.map(row)),
+        ),
+      );
     }
   }
 
@@ -123,29 +200,45 @@
     build(kit) {
       const { tile } = kit.data.loops;
       return [
-        prose(`Both algorithms walk over tiles (i, j), a block of queries and a block of keys, and never store the scores. They
-          differ in what stays in fast memory.
+        prose(`Both algorithms walk over tiles (i, j), a block of queries and a block of keys, and never store the
+          scores. They differ in what stays in fast memory.
 
-          FlashAttention-1 holds a block of keys and lets all queries come by: the outer loop is j. Then each block of queries
-          is visited once for every j, and its unfinished O, m and l must come from slow memory and go back, every time. Its O
-          is also divided in every step.
+          FlashAttention-1 holds a block of keys and lets all queries come by: the outer loop is j. Then each block of
+          queries is visited once for every j, and its unfinished O, m and l must come from slow memory and go back,
+          every time. Its O is also divided in every step.
 
-          FlashAttention-2 holds a block of queries: the outer loop is i. O, m and l stay in registers until the row is done;
-          they are divided and written once. The blocks of queries do not need each other, so each becomes a thread block of a
-          GPU. And a block of queries knows which keys it sees: \`block_bounds\` gives the first and last, and tiles that the
-          causal mask hides are not visited at all. The reference's first version has no such bound.`),
+          FlashAttention-2 holds a block of queries: the outer loop is i. O, m and l stay in registers until the row
+          is done; they are divided and written once. The blocks of queries do not need each other, so each becomes a
+          thread block of a GPU. And a block of queries knows which keys it sees: \`block_bounds\` gives the first and
+          last, and tiles that the causal mask hides are not visited at all. The reference's first version has no such
+          bound.`),
         new OrderFigure(kit).element,
-        prose(`The counts below follow these loops with tiles of ${tile} × ${tile}. A GPU's L2 cache hides some of the reading: thread
-          blocks that run together ask for the same K and V. It cannot hide the writing.`),
+        prose(`The counts below follow these loops with tiles of ${tile} × ${tile}. Slow memory is whatever lies
+          behind the multiprocessor: a GPU's L2 cache serves part of it, since thread blocks that run together ask for
+          the same K and V.`),
         new TrafficFigure(kit).element,
-        prose(`The kernels here are FlashAttention-2 with two changes of order. They visit key blocks last to first, so that the
-          ragged end is masked in the first step only. And under a causal mask, thread blocks with the longest rows start first, since
-          otherwise the last ones to start would be the longest.`),
-        kit.seeInKernel("sm90", { panel: "acc_O" }, "acc_O, which stays in registers for the whole tile", "attend, cuteflash/kernels/sm90/fwd_mma.py"),
+        prose(`The kernels here are FlashAttention-2 with two changes of order. They visit key blocks last to first,
+          so that the ragged end is masked in the first step only. And under a causal mask, thread blocks with the
+          longest rows start first, since otherwise the last ones to start would be the longest.`),
+        kit.seeInKernel(
+          "sm90",
+          { panel: "acc_O" },
+          "acc_O, which stays in registers for the whole tile",
+          "attend, cuteflash/kernels/sm90/fwd_mma.py",
+        ),
         checks(
-          ["Under a causal mask with 8 × 8 blocks, how many tiles does each version visit?", "FlashAttention-2 visits 8·9/2 = 36, the reference's FlashAttention-1 all 64."],
-          ["Which of the two reads K and V more often?", "FlashAttention-2: once for every block of queries. FlashAttention-1 reads them once, but reads and writes O instead."],
-          ["How does the written traffic grow with twice the sequence?", "FlashAttention-2: twice. FlashAttention-1: four times, since O makes the trip once for every block of keys."],
+          [
+            "Under a causal mask with 8 × 8 blocks, how many tiles does each version visit?",
+            "FlashAttention-2 visits 8·9/2 = 36, the reference's FlashAttention-1 all 64.",
+          ],
+          [
+            "Which of the two reads K and V more often?",
+            "FlashAttention-2: once for every block of queries. FlashAttention-1 reads them once, but reads and writes O instead.",
+          ],
+          [
+            "How does the written traffic grow with twice the sequence?",
+            "FlashAttention-2: twice. FlashAttention-1: four times, since O makes the trip once for every block of keys.",
+          ],
         ),
       ];
     },

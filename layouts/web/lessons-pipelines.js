@@ -2,9 +2,16 @@
 (() => {
   "use strict";
 
-  const { Grid, Stepper, prose, figure, choice, source, checks } = CF.lessons;
-  const STATUS = { free: "·", loading: "↓", ready: "✓", reading: "●" };
-  const WORDS = { free: "free", loading: "in flight", ready: "ready", reading: "being read" };
+  const { Grid, Stepper, prose, figure, slider, choice, source, checks } = CF.lessons;
+  const STATUS = { free: "·", loading: "↓", ready: "✓", reading: "●", read: "○" };
+  const WORDS = {
+    free: "free",
+    loading: "in flight",
+    ready: "ready",
+    reading: "being read",
+    read: "read here, other warps may still be at it",
+  };
+  const KINDS = { load: "L", commit: "C", wait: "W", product: "P", softmax: "S" };
 
   const pale = (rgb) => CF.palette.mix(rgb, CF.palette.parse(CF.palette.theme("surface")), 0.62);
 
@@ -18,21 +25,34 @@
   class PipelineFigure {
     constructor(kit) {
       this.data = kit.data.pipeline;
-      this.stages = "2";
-      this.stepper = new Stepper(kit, "action", () => this.actions.length, (at) => this.#show(at));
+      this.scene = kit.scene("sm80");
+      this.stages = String(this.scene.data.kernel.traits.kv_stage);
+      this.stepper = new Stepper(
+        kit,
+        "action",
+        () => this.actions.length,
+        (at) => this.#show(at),
+      );
       this.host = CF.h("div");
       this.groups = CF.h("p", { class: "lesson-groups" });
       this.line = CF.h("p", { class: "lesson-message", role: "status" });
       this.sources = Object.fromEntries(Object.entries(this.data.sources).map(([name, data]) => [name, source(data)]));
       this.rows = CF.h("p", { class: "hint" });
       const depths = Object.keys(this.data.actions).map((stages) => [stages, stages]);
-      const key = Object.keys(STATUS).slice(1).map((status) => CF.h("span", {}, `${STATUS[status]} ${WORDS[status]}`));
+      const key = Object.keys(STATUS)
+        .slice(1)
+        .map((status) => CF.h("span", {}, `${STATUS[status]} ${WORDS[status]}`));
       this.element = figure(
         "Stages over time: a column is one call of the kernel",
         [choice("kv_stage", depths, this.stages, (stages) => this.#choose(stages)), this.stepper.element],
         this.line,
         this.host,
         CF.h("p", { class: "lesson-key" }, key, CF.h("span", {}, "the number is the key block")),
+        CF.h(
+          "p",
+          { class: "lesson-key" },
+          Object.entries(KINDS).map(([kind, letter]) => CF.h("span", {}, `${letter} ${kind}`)),
+        ),
         this.groups,
         Object.values(this.sources),
         this.rows,
@@ -50,32 +70,53 @@
       const buffers = Object.keys(this.actions[0].buffers);
       const at = (row, col) => this.actions[col].buffers[buffers[row]];
       this.grid = new Grid("Buffers over time", {
-        rows: buffers.length, cols: this.actions.length,
+        rows: buffers.length,
+        cols: this.actions.length,
         text: (row, col) => (at(row, col)[1] === "free" ? STATUS.free : `${at(row, col)[0]}${STATUS[at(row, col)[1]]}`),
         rgb: (row, col) => shade(...at(row, col)),
         rowHead: (row) => `s${buffers[row][0]}[${buffers[row].slice(1)}]`,
-        colHead: (col) => CF.h("abbr", { title: this.actions[col].kind }, this.actions[col].kind[0]),
+        colHead: (col) => CF.h("abbr", { title: this.actions[col].kind }, KINDS[this.actions[col].kind]),
         pick: (_, col) => this.stepper.go(col),
       });
       this.grid.table.classList.add("timeline");
       this.host.replaceChildren(this.grid.element);
       const rows = this.data.rows[stages];
-      this.rows.textContent = rows.length ? `Shipped rows with kv_stage ${stages}: ${rows.join("; ")}.` : `No shipped row has kv_stage ${stages}: a third stage would take the shared memory of a second block. The kernel can do it.`;
+      this.rows.textContent = rows.length
+        ? `Shipped rows with kv_stage ${stages}: ${rows.join("; ")}.`
+        : `No shipped row has kv_stage ${stages}. ${this.#price(Number(stages))}`;
       this.stepper.go(0);
+    }
+
+    /* What the lesson's row would pay in shared memory for so many stages. */
+    #price(stages) {
+      const { regions, total, per_sm: perSm, reserved } = this.scene.data.budget.smem;
+      const staged = regions.filter(({ id }) => id === "sK" || id === "sV");
+      const stage = staged.reduce((sum, region) => sum + region.bytes / region.stages, 0);
+      const bytes = total + (stages - this.scene.data.kernel.traits.kv_stage) * stage;
+      const blocks = (size) => Math.floor(perSm / (size + reserved));
+      return `In this row it would take ${CF.number(bytes)} bytes instead of ${CF.number(total)}: a multiprocessor has room for ${blocks(bytes)} of its blocks instead of ${blocks(total)}.`;
     }
 
     #show(at) {
       const action = this.actions[at];
       this.grid.mark((_, col) => col === at, "now");
-      this.grid.element.scrollLeft = Math.max(0, (this.grid.cells[0][at]?.offsetLeft ?? 0) - this.grid.element.clientWidth / 2);
+      this.grid.element.scrollLeft = Math.max(
+        0,
+        (this.grid.cells[0][at]?.offsetLeft ?? 0) - this.grid.element.clientWidth / 2,
+      );
       this.line.replaceChildren(CF.h("b", {}, action.kind), ` · ${action.text}`);
-      const group = (names) => (names.length ? names.map((name) => `s${name[0]}[${name.slice(1)}]`).join(" ") : "empty");
+      const group = (names) =>
+        names.length ? names.map((name) => `s${name[0]}[${name.slice(1)}]`).join(" ") : "empty";
       const listed = action.groups.map((names) => CF.h("span", {}, group(names)));
       const open = action.open.length ? CF.h("span", { class: "open" }, `not closed: ${group(action.open)}`) : null;
-      this.groups.replaceChildren("groups in flight, oldest first: ", ...(listed.length ? listed : ["none "]), open ?? "");
+      this.groups.replaceChildren(
+        "groups in flight, oldest first: ",
+        ...(listed.length ? listed : ["none "]),
+        open ?? "",
+      );
       for (const [name, element] of Object.entries(this.sources)) {
         element.hidden = name !== action.function;
-        element.to(name === action.function ? action.line : null);
+        if (!element.hidden) element.to(action.line);
       }
     }
   }
@@ -83,101 +124,53 @@
   CF.lessons.add({
     id: "cp-async",
     title: "cp.async pipelines",
-    question: "Loading a key block takes longer than a product. How does a kernel multiply one block while the next is on its way?",
+    question:
+      "Global memory is hundreds of clocks away. How does a kernel multiply one key block while the next is on its way?",
     families: ["sm80"],
     build(kit) {
-      const { traits } = kit.scene("sm80").data.kernel;
+      const stages = kit.scene("sm80").data.kernel.traits.kv_stage;
       return [
-        prose(`\`cp.async\` copies 16 bytes from global to shared memory without passing through registers, and without making
-          the thread wait. A thread closes what it has issued since last time into a group (\`cp_async_commit_group\`), and
-          later waits until all but its last n groups have landed (\`cp_async_wait_group(n)\`). Groups are counted, not named. A
-          wait is about a thread's own copies only, so a block-wide barrier follows it; the kernel calls the pair \`arrived\`.
+        prose(`\`cp.async\` copies 16 bytes from global to shared memory without passing through registers, and
+          without making the thread wait. A thread closes what it has issued since last time into a group
+          (\`cp_async_commit_group\`), and later waits until all but its last n groups have landed
+          (\`cp_async_wait_group(n)\`). Groups are counted, not named. A wait is about a thread's own copies only, so
+          a block-wide barrier follows it; the kernel calls the pair \`arrived\`.
 
-          This row has \`kv_stage\` ${traits.kv_stage}: two buffers for K and two for V. At the top of a step \`arrived(${traits.kv_stage - 2})\` does two
-          jobs. It makes this step's block readable, and its barrier proves that every warp is done with the buffer of the step
-          before. So the next load may overwrite that buffer at once, and flies while both products and the softmax run.
+          This row has \`kv_stage\` ${stages}: ${stages} buffers for K and ${stages} for V. At the top of a step
+          \`arrived(${stages - 2})\` does two jobs. It makes this step's block readable, and its barrier proves that
+          every warp is done with the buffer of the step before. So the next load may overwrite that buffer at once,
+          and flies while both products and the softmax run.
 
-          With one stage there is nothing to swap. K and V then cover for each other: V loads during Q K^T, the next K during
-          the softmax and P V; the price is a second barrier in each step.
+          With one stage there is nothing to swap. K and V then cover for each other: V loads during Q Kᵀ, the next K
+          during the softmax and P V; the price is a second barrier in each step.
 
-          Past the last block \`load_block\` still closes a group, an empty one: otherwise the count of the wait would be off by
-          one. Blocks run from the last to the first, so that only the first step has to mask the ragged end.`),
+          Past the last block \`load_block\` still closes a group, an empty one: otherwise the count of the wait would
+          be off by one. Blocks run from the last to the first, so that only the first step has to mask the ragged
+          end.`),
         new PipelineFigure(kit).element,
-        kit.seeInKernel("sm80", { panel: "sK", step: "load_k", instruction: 0 }, "the copies of K", "prologue, load_block, attend_block, cuteflash/kernels/sm80/fwd_mma.py"),
+        kit.seeInKernel(
+          "sm80",
+          { panel: "sK", step: "load_k", instruction: 0 },
+          "the copies of K",
+          "prologue, load_block, attend_block, cuteflash/kernels/sm80/fwd_mma.py",
+        ),
         checks(
-          ["With two stages, how many groups may still be in flight when a product starts to read its K?", "One: that of the next block, issued between the wait and the product. The wait itself left 0 pending."],
-          ["With three stages the wait is `arrived(1)`. Why not 0?", "Two blocks are ahead; only the older one is needed now. Waiting for 0 would stall on the younger one and waste the third stage."],
-          ["Why is Q in the same group as the first K?", "Both are needed for the first product and for nothing before it, so one wait serves both. `load_q` issues the copies; `prologue` commits."],
+          [
+            "With two stages, how many groups may still be in flight when a product starts to read its K?",
+            "One: that of the next block, issued between the wait and the product. The wait itself left 0 pending.",
+          ],
+          [
+            "With three stages the wait is `arrived(1)`. Why not 0?",
+            "Two blocks are ahead; only the older one is needed now. Waiting for 0 would stall on the younger one and waste the third stage.",
+          ],
+          [
+            "Why is Q in the same group as the first K?",
+            "Both are needed for the first product and for nothing before it, so one wait serves both. `load_q` issues the copies; `prologue` commits.",
+          ],
         ),
       ];
     },
   });
-
-  /* ---- TMA ---- */
-
-  /** `TmaRing` with its mbarriers: who may go on, who waits for which parity. Positions count tiles for ever. */
-  class Ring {
-    constructor(stages) {
-      Object.assign(this, { stages, produced: 0, landed: 0, waited: 0, released: 0 });
-      this.full = new Array(stages).fill(0); // completed phases
-      this.empty = new Array(stages).fill(0);
-    }
-
-    stage(position) {
-      return position % this.stages;
-    }
-
-    phase(position) {
-      return Math.floor(position / this.stages) % 2;
-    }
-
-    /** Whether a wait for the phase of this parity goes through: the barrier is then in a phase of the other parity. */
-    static passes(completed, parity) {
-      return completed % 2 !== parity;
-    }
-
-    /** `{method, position, parity, why}` of an actor's next act; `why` is null where it may act now. */
-    next(actor) {
-      const say = (method, position, parity, why) => ({ method, position, parity, why });
-      if (actor === "acquire") {
-        const parity = this.phase(this.produced) ^ 1;
-        const free = Ring.passes(this.empty[this.stage(this.produced)], parity);
-        return say("acquire", this.produced, parity, free ? null : `waits: stage ${this.stage(this.produced)} is not empty`);
-      }
-      if (actor === "land") return say("acquire", this.landed, null, this.landed < this.produced ? null : "nothing is in flight");
-      if (actor === "wait") {
-        if (this.waited > this.released) return say("wait", this.waited, null, "first release the tile that was read");
-        const parity = this.phase(this.waited);
-        const full = this.landed > this.waited && Ring.passes(this.full[this.stage(this.waited)], parity);
-        return say("wait", this.waited, parity, full ? null : `waits: tile ${this.waited} has not landed`);
-      }
-      return say("release", this.released, null, this.waited > this.released ? null : "nothing is being read");
-    }
-
-    act(actor) {
-      const { position } = this.next(actor);
-      if (actor === "acquire") this.produced++;
-      if (actor === "land") {
-        this.full[this.stage(position)]++;
-        this.landed++;
-      }
-      if (actor === "wait") this.waited++;
-      if (actor === "release") {
-        this.empty[this.stage(position)]++;
-        this.released++;
-      }
-    }
-
-    /** What a stage holds: `[tile or null, status]`. */
-    holds(stage) {
-      for (let position = this.released; position < this.produced; position++) {
-        if (this.stage(position) !== stage) continue;
-        if (position >= this.landed) return [position, "loading"];
-        return [position, position < this.waited ? "reading" : "ready"];
-      }
-      return [null, "free"];
-    }
-  }
 
   const ACTORS = [
     ["acquire", "producer: acquire, issue TMA"],
@@ -189,23 +182,39 @@
   class RingFigure {
     constructor(kit) {
       const { kernel } = kit.scene("sm90").data;
-      this.warps = (kernel.threads - 128) / 32;
-      this.sources = Object.fromEntries(Object.entries(kit.data.ring.sources).map(([name, data]) => [name, source(data)]));
+      this.warps = consumerThreads(kit.scene("sm90")) / 32;
+      this.sources = Object.fromEntries(
+        Object.entries(kit.data.ring.sources).map(([name, data]) => [name, source(data)]),
+      );
       this.stageBoxes = CF.h("div", { class: "ring-stages" });
       this.line = CF.h("p", { class: "lesson-message", role: "status" });
       this.buttons = ACTORS.map(([actor, text]) => {
         const why = CF.h("small");
-        const button = CF.h("button", { type: "button", "aria-disabled": "false", onclick: () => this.#act(actor) }, CF.h("span", {}, text), why);
+        const button = CF.h(
+          "button",
+          { type: "button", "aria-disabled": "false", onclick: () => this.#act(actor) },
+          CF.h("span", {}, text),
+          why,
+        );
         return { actor, button, why };
       });
       const stages = kernel.traits.kv_stage;
       this.element = figure(
         "The ring of K tiles: act as producer, TMA and consumers",
         [
-          choice("stages", [2, 3, 4].map((count) => [count, String(count)]), stages, (count) => this.#reset(count)),
+          choice(
+            "stages",
+            [2, 3, 4].map((count) => [count, String(count)]),
+            stages,
+            (count) => this.#reset(count),
+          ),
           CF.h("button", { type: "button", onclick: () => this.#reset(this.ring.stages) }, "start again"),
         ],
-        CF.h("div", { class: "ring-actors", role: "group", "aria-label": "Who acts next" }, this.buttons.map(({ button }) => button)),
+        CF.h(
+          "div",
+          { class: "ring-actors", role: "group", "aria-label": "Who acts next" },
+          this.buttons.map(({ button }) => button),
+        ),
         this.stageBoxes,
         this.line,
         Object.values(this.sources),
@@ -214,7 +223,7 @@
     }
 
     #reset(stages) {
-      this.ring = new Ring(stages);
+      this.ring = new CF.lessons.Ring(stages);
       this.line.textContent = "All stages are free. The producer may run ahead until the ring is full.";
       this.#show("acquire");
     }
@@ -223,7 +232,10 @@
       const { position, parity, why, method } = this.ring.next(actor);
       const stage = this.ring.stage(position);
       if (why) {
-        this.line.textContent = parity === null ? `Not now: ${why}.` : `Blocked: ${why}. wait_phase asks for parity ${parity}, which that mbarrier has not completed.`;
+        this.line.textContent =
+          parity === null
+            ? `Not now: ${why}.`
+            : `Blocked: ${why}. wait_phase asks for parity ${parity}, which that mbarrier has not completed.`;
         return this.#show(method);
       }
       this.ring.act(actor);
@@ -246,8 +258,19 @@
           const [tile, status] = ring.holds(stage);
           const rgb = tile === null ? null : shade(tile, status);
           const style = rgb ? `background:${CF.palette.css(rgb)};color:${CF.palette.ink(rgb)}` : null;
-          const barrier = (name, completed) => CF.h("div", {}, CF.h("code", {}, `${name}[${stage}]`), ` phase ${completed}, parity ${completed % 2}`);
-          return CF.h("div", { class: "ring-stage" }, CF.h("div", { class: "ring-tile", style }, `stage ${stage}: ${tile === null ? "free" : `tile ${tile}, ${WORDS[status]}`}`), barrier("full", ring.full[stage]), barrier("empty", ring.empty[stage]));
+          const barrier = (name, completed) =>
+            CF.h("div", {}, CF.h("code", {}, `${name}[${stage}]`), ` phase ${completed}, parity ${completed % 2}`);
+          return CF.h(
+            "div",
+            { class: "ring-stage" },
+            CF.h(
+              "div",
+              { class: "ring-tile", style },
+              `stage ${stage}: ${tile === null ? "free" : `tile ${tile}, ${WORDS[status]}`}`,
+            ),
+            barrier("full", ring.full[stage]),
+            barrier("empty", ring.empty[stage]),
+          );
         }),
       );
       for (const { actor, button, why } of this.buttons) {
@@ -259,10 +282,32 @@
     }
   }
 
+  const consumerThreads = (scene) =>
+    scene.data.kernel.roles.filter(({ name }) => name !== "producer").reduce((sum, { threads }) => sum + threads, 0);
+
+  /** The boxes of a tile, one at a time: where it is taken from, and the bytes that it fills. */
+  function boxes(kit, scene, step) {
+    const tile = scene.tile("sK");
+    const line = CF.h("p", { class: "lesson-message", role: "status" });
+    const chosen = slider("box", { to: step.instructions - 1 }, (i) => CF.state.set({ instruction: i }));
+    const [rows, cols] = step.box;
+    kit.follow(["instruction", "stage"], () => {
+      const [box, stage] = [CF.state.get("instruction") ?? 0, CF.state.get("stage")];
+      const first = scene.address(tile, 0, box * cols, stage, true);
+      const last = first + rows * cols * scene.elementBytes - 1;
+      chosen.to(box);
+      line.textContent = `Box ${box}: keys 0 to ${rows - 1} of the block, columns ${box * cols} to ${(box + 1) * cols - 1}, fill bytes ${CF.hex(first)} to ${CF.hex(last)} of shared memory, stage ${stage}.`;
+    });
+    const panel = (id) => kit.panel("sm90", id, { color: "box", height: 240 });
+    const pair = CF.h("div", { class: "lesson-pair" }, panel("gK"), panel("sK"));
+    return figure("K: the boxes of one tile, in global and shared memory", [chosen], pair, line);
+  }
+
   CF.lessons.add({
     id: "tma",
     title: "TMA and the mbarrier ring",
-    question: "One thread can fetch a whole swizzled tile. How do the others learn that it has arrived, and how does it learn that they are done?",
+    question:
+      "One thread can fetch a whole swizzled tile. How do the others learn that it has arrived, and how does it learn that they are done?",
     families: ["sm90"],
     state: { step: "load_k", instruction: 0 },
     build(kit) {
@@ -271,31 +316,49 @@
       const [rows, cols] = step.box;
       const bytes = rows * cols * scene.elementBytes;
       const count = step.instructions;
+      const consumers = consumerThreads(scene);
       return [
-        prose(`The Tensor Memory Accelerator copies boxes. The host describes a tensor once (\`make_tma\`): extents, strides, box,
-          swizzle. In the kernel one thread then names a box by its coordinates, and the unit computes every address, applies
-          the swizzle and fills what lies outside the tensor with zeros. No thread spends registers on addresses.
+        prose(`The Tensor Memory Accelerator copies boxes. The host describes a tensor once (\`make_tma\`): extents,
+          strides, box, swizzle. In the kernel one thread then names a box by its coordinates, and the unit computes
+          every address, applies the swizzle and fills what lies outside the tensor with zeros. No thread spends
+          registers on addresses.
 
-          A box row may not be longer than the swizzle: 128 bytes, ${cols} elements. So a K tile of ${scene.data.axes.n.size} keys × ${scene.data.axes.d.size} columns is ${count}
-          boxes of ${rows} × ${cols}, ${CF.number(bytes)} bytes each. The unit's 128-byte swizzle is the permutation of lesson 3.`),
-        figure("K: the boxes of one tile, in global and shared memory", null, CF.h("div", { class: "lesson-pair" }, kit.panel("sm90", "gK", { color: "box", height: 240 }), kit.panel("sm90", "sK", { color: "box", height: 240 }))),
-        prose(`Completion is a barrier in shared memory, an mbarrier. Each stage has two. \`full\` completes a phase when its one
-          arrival and the announced ${CF.number(bytes * count)} bytes are there; TMA itself counts the bytes. \`empty\` completes a phase when all
-          consumer warps have arrived. Phases alternate in parity, and a wait names the parity whose completion it wants. So
-          tile p lives in stage p mod stages and completes phase p / stages of both barriers. Nobody resets anything.
+          A box row may not be longer than the swizzle: ${cols * scene.elementBytes} bytes, ${cols} elements. So a K
+          tile of ${scene.data.axes.n.size} keys × ${scene.data.axes.d.size} columns is ${count} boxes of ${rows} ×
+          ${cols}, ${CF.number(bytes)} bytes each. The unit's swizzle is the permutation of lesson 3. Where the last
+          block of a sequence is ragged, the box still has its full size: the rows beyond the end arrive as zeros, and
+          count as bytes.`),
+        boxes(kit, scene, step),
+        prose(`Completion is a barrier in shared memory, an mbarrier. Each stage has two. \`full\` completes a phase
+          when its one arrival and the announced ${CF.number(bytes * count)} bytes are there; TMA itself counts the
+          bytes. \`empty\` completes a phase when all consumer warps have arrived. Phases alternate in parity, and a
+          wait names the parity whose completion it wants. So tile p lives in stage p mod stages and completes phase p
+          / stages of both barriers. Nobody resets anything.
 
-          The producer waits on \`empty\` with the opposite parity: on a fresh barrier that passes at once, so the first round
-          finds every stage free without a special case.`),
+          The producer waits on \`empty\` with the opposite parity: on a fresh barrier that passes at once, so the
+          first round finds every stage free without a special case.`),
         new RingFigure(kit).element,
-        kit.seeInKernel("sm90", { panel: "sK", step: "load_k", instruction: 0, color: "instruction" }, "the TMA boxes of K", "TmaRing, cuteflash/atoms/barriers.py; load_tiles, cuteflash/kernels/sm90/load.py"),
+        kit.seeInKernel(
+          "sm90",
+          { panel: "sK", step: "load_k", instruction: 0, color: "instruction" },
+          "the TMA boxes of K",
+          "TmaRing, cuteflash/atoms/barriers.py; load_tiles, cuteflash/kernels/sm90/load.py",
+        ),
         checks(
-          ["With two stages, which stage and which parity has tile 5?", "Stage 5 mod 2 = 1; 5 / 2 = 2, so parity 0. Consumers wait on full[1] for parity 0; the producer waits on empty[1] for parity 1."],
-          ["What would happen if one consumer warp forgot to release?", "`empty` would never complete its phase, and the producer would wait for ever at that stage's next turn."],
-          ["Why is the release per warp and not per thread?", "One elected lane arrives for its warp, so `empty` counts 8 arrivals instead of 256. A product that a warp has waited for is finished for all its lanes."],
+          [
+            "With two stages, which stage and which parity has tile 5?",
+            "Stage 5 mod 2 = 1; 5 / 2 = 2, so parity 0. Consumers wait on full[1] for parity 0; the producer waits on empty[1] for parity 1.",
+          ],
+          [
+            "What would happen if one consumer warp forgot to release?",
+            "`empty` would never complete its phase, and the producer would wait for ever at that stage's next turn.",
+          ],
+          [
+            "Why is the release per warp and not per thread?",
+            `One elected lane arrives for its warp, so \`empty\` counts ${consumers / 32} arrivals instead of ${consumers}. A product that a warp has waited for is finished for all its lanes.`,
+          ],
         ),
       ];
     },
   });
-
-  Object.assign(CF.lessons, { Ring });
 })();

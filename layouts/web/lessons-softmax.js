@@ -8,35 +8,73 @@
   const short = (value) => (value === null ? "−∞" : String(Math.round(value * 1000) / 1000).replace("-", "−"));
   const vector = (values) => `(${values.map(short).join(", ")})`;
 
+  /** Rows of a table, as its part `tag`. */
+  const cells = (tag, cell, rows) =>
+    CF.h(
+      tag,
+      {},
+      rows.map((row) =>
+        CF.h(
+          "tr",
+          {},
+          row.map((text) => CF.h(cell, { scope: cell === "th" ? "col" : null }, text)),
+        ),
+      ),
+    );
+
   /** What one step did to one row, in words with its numbers. */
   const told = {
-    scores: ({ block, row }) => `s = scale · q·k for keys ${block.keys[0]} to ${block.keys[1] - 1}: ${vector(block.scores[row])}`,
-    maximum: ({ block, row, old }) => `m_new = max(${short(old.maximum)}, ${short(block.peak[row])}) = ${short(block.maximum[row])}`,
-    shift: ({ block, row }) => (block.maximum[row] === null ? "no key was visible yet: shift is 0, for −∞ − (−∞) would be NaN" : `shift = ${short(block.shift[row])}`),
+    scores: ({ block, row }) =>
+      `s = scale · q·k for keys ${block.keys[0]} to ${block.keys[1] - 1}: ${vector(block.scores[row])}`,
+    maximum: ({ block, row, old }) =>
+      `m_new = max(${short(old.maximum)}, ${short(block.peak[row])}) = ${short(block.maximum[row])}`,
+    shift: ({ block, row }) =>
+      block.maximum[row] === null
+        ? "no key was visible yet: shift is 0, for −∞ − (−∞) would be NaN"
+        : `shift = ${short(block.shift[row])}`,
     exponentials: ({ block, row }) => `p = exp(s − ${short(block.shift[row])}) = ${vector(block.exponentials[row])}`,
-    rescale: ({ block, row, old }) => `rescale = exp(${short(old.maximum)} − ${short(block.shift[row])}) = ${short(block.rescale[row])}${block.rescale[row] === 1 ? ": the maximum stays" : ""}`,
-    sum: ({ block, row, old }) => `l = ${short(block.rescale[row])} · ${short(old.sum)} + ${short(block.exponentials[row].reduce((a, b) => a + b, 0))} = ${short(block.sum[row])}`,
-    output: ({ block, row, old }) => `O = ${short(block.rescale[row])} · ${vector(old.output)} + p V = ${vector(block.output[row])}`,
-    divide: ({ trace, row, old }) => `O / l = ${vector(old.output)} / ${short(old.sum)} = ${vector(trace.o[row])}, LSE = ${short(old.maximum)} + log ${short(old.sum)} = ${short(trace.lse[row])}`,
+    rescale: ({ block, row, old }) =>
+      `rescale = exp(${short(old.maximum)} − ${short(block.shift[row])}) = ${short(block.rescale[row])}${block.rescale[row] === 1 ? ": the maximum stays" : ""}`,
+    sum: ({ block, row, old }) =>
+      `l = ${short(block.rescale[row])} · ${short(old.sum)} + ${short(block.exponentials[row].reduce((a, b) => a + b, 0))} = ${short(block.sum[row])}`,
+    output: ({ block, row, old }) =>
+      `O = ${short(block.rescale[row])} · ${vector(old.output)} + p V = ${vector(block.output[row])}`,
+    divide: ({ trace, row, old }) =>
+      `O / l = ${vector(old.output)} / ${short(old.sum)} = ${vector(trace.o[row])}, LSE = ${short(old.maximum)} + log ${short(old.sum)} = ${short(trace.lse[row])}`,
   };
 
   class SoftmaxFigure {
     constructor(kit) {
       this.data = kit.data.softmax;
       Object.assign(this, { mask: "full", row: 2 });
-      this.stepper = new Stepper(kit, "step", () => this.places.length, (at) => this.#show(at));
+      this.stepper = new Stepper(
+        kit,
+        "step",
+        () => this.places.length,
+        (at) => this.#show(at),
+      );
       this.rows = slider("query row", { to: this.data.q.length - 1, value: this.row }, (row) => this.#setRow(row));
       this.source = source(this.data.source);
       this.host = CF.h("div");
       this.line = CF.h("p", { class: "lesson-message", role: "status" });
       this.bars = CF.h("div", { class: "softmax-bars", "aria-hidden": "true" });
+      this.keys = CF.h("div", { class: "lesson-scroll" });
       this.table = CF.h("div", { class: "lesson-scroll" });
       this.element = figure(
         "One row through all its blocks",
-        [choice("mask", Object.keys(this.data.masks).map((mask) => [mask, mask]), this.mask, (mask) => this.#setMask(mask)), this.rows, this.stepper.element],
+        [
+          choice(
+            "mask",
+            Object.keys(this.data.masks).map((mask) => [mask, mask]),
+            this.mask,
+            (mask) => this.#setMask(mask),
+          ),
+          this.rows,
+          this.stepper.element,
+        ],
         this.line,
         this.host,
-        CF.h("div", { class: "lesson-pair" }, CF.h("div", {}, this.bars, this.table), this.source),
+        CF.h("div", { class: "lesson-pair" }, CF.h("div", {}, this.keys, this.bars, this.table), this.source),
       );
       kit.then(() => this.#setMask(this.mask));
       kit.follow(["theme"], () => this.grid?.paint());
@@ -48,7 +86,10 @@
 
     /* Every step of every block, then the division. */
     get places() {
-      return [...this.trace.blocks.flatMap((_, block) => STEPS.map((step) => ({ block, step }))), { block: this.trace.blocks.length, step: "divide" }];
+      return [
+        ...this.trace.blocks.flatMap((_, block) => STEPS.map((step) => ({ block, step }))),
+        { block: this.trace.blocks.length, step: "divide" },
+      ];
     }
 
     #setMask(mask) {
@@ -59,9 +100,12 @@
         return block ? block.scores[row][key - block.keys[0]] : undefined;
       };
       this.grid = new Grid("Scores of all queries and keys", {
-        rows: this.data.q.length, cols: keys, corner: "q \\ k",
+        rows: this.data.q.length,
+        cols: keys,
+        corner: "q \\ k",
         text: (row, key) => (score(row, key) === undefined ? "" : short(score(row, key))),
-        rgb: (row, key) => (score(row, key) === null || score(row, key) === undefined ? null : CF.palette.ramp((score(row, key) + 4) / 8)),
+        rgb: (row, key) =>
+          score(row, key) === null || score(row, key) === undefined ? null : CF.palette.ramp((score(row, key) + 4) / 8),
         pick: (row) => this.#setRow(row),
       });
       this.grid.mark((row, key) => score(row, key) === null, "hidden-key");
@@ -92,8 +136,33 @@
       const text = told[step]({ trace, block, row, old: this.#before(number) });
       this.line.replaceChildren(CF.h("b", {}, block ? `block ${number}, ${step}` : "after all blocks"), ` · ${text}`);
       this.source.to(this.data.lines[step]);
+      this.keys.replaceChildren(this.#block(Math.min(number, trace.blocks.length - 1), step));
       this.#drawBars(number, step);
       this.table.replaceChildren(this.#state(number, STEPS.indexOf(step)));
+    }
+
+    /* What the block at hand brings: its keys, their scores, weights and values. The weights come with their step. */
+    #block(number, step) {
+      const { row, data } = this;
+      const { keys, scores, exponentials } = this.trace.blocks[number];
+      const weighted = !["scores", "maximum", "shift"].includes(step);
+      const line = (score, i) => {
+        const key = keys[0] + i;
+        return [
+          key,
+          vector(data.k[key]),
+          short(score),
+          weighted ? short(exponentials[row][i]) : "",
+          vector(data.v[key]),
+        ];
+      };
+      return CF.h(
+        "table",
+        { class: "lesson-state" },
+        CF.h("caption", {}, `Block ${number} · q = ${vector(data.q[row])} · scale ${short(data.scale)}`),
+        cells("thead", "th", [["key", "k", "s", "p", "v"]]),
+        cells("tbody", "td", scores[row].map(line)),
+      );
     }
 
     /* Exponentials of all keys so far, as the present maximum sees them: what rescaling does to the earlier ones. */
@@ -102,12 +171,15 @@
       const done = (name) => STEPS.indexOf(step) < 0 || STEPS.indexOf(step) >= STEPS.indexOf(name);
       const shown = trace.blocks.slice(0, number + (done("exponentials") ? 1 : 0));
       const last = trace.blocks[Math.min(number, trace.blocks.length - 1)];
-      const reference = done("rescale") ? last : trace.blocks[number - 1] ?? last;
+      const reference = done("rescale") ? last : (trace.blocks[number - 1] ?? last);
       const bars = shown.flatMap((block, at) =>
         block.scores[row].map((score, i) => {
           const shift = at === number ? block.shift[row] : reference.shift[row];
           const height = score === null ? 0 : Math.exp(score - shift);
-          return CF.h("i", { style: `height:${Math.min(height, 1) * 100}%;background:${CF.palette.css(CF.palette.category(at))}`, title: `key ${block.keys[0] + i}: ${short(height)}` });
+          return CF.h("i", {
+            style: `height:${Math.min(height, 1) * 100}%;background:${CF.palette.css(CF.palette.category(at))}`,
+            title: `key ${block.keys[0] + i}: ${short(height)}`,
+          });
         }),
       );
       this.bars.replaceChildren(...bars);
@@ -120,14 +192,15 @@
       const after = (name, from, value) => (block && step >= STEPS.indexOf(name) ? short(value) : short(from));
       const m = after("maximum", before.maximum, block?.maximum[row]);
       const l = after("sum", before.sum, block?.sum[row]);
-      const outputs = block && step >= STEPS.indexOf("output") ? block.output[row] : step < 0 ? this.trace.o[row] : before.output;
+      const outputs =
+        block && step >= STEPS.indexOf("output") ? block.output[row] : step < 0 ? this.trace.o[row] : before.output;
       const names = ["m", "l", ...outputs.map((_, i) => `O[${i}]`)];
       return CF.h(
         "table",
         { class: "lesson-state" },
         CF.h("caption", {}, `Registers of query ${row}`),
-        CF.h("thead", {}, CF.h("tr", {}, names.map((name) => CF.h("th", { scope: "col" }, name)))),
-        CF.h("tbody", {}, CF.h("tr", {}, [m, l, ...outputs.map(short)].map((text) => CF.h("td", {}, text)))),
+        cells("thead", "th", [names]),
+        cells("tbody", "td", [[m, l, ...outputs.map(short)]]),
       );
     }
   }
@@ -135,32 +208,46 @@
   CF.lessons.add({
     id: "softmax",
     title: "Online softmax, step by step",
-    question: "A row's softmax needs its maximum and its sum. How can you multiply with V before you have seen all keys?",
+    question:
+      "A row's softmax needs its maximum and its sum. How can you multiply with V before you have seen all keys?",
     families: ["sm80"],
     build(kit) {
       const { softmax } = kit.data;
       return [
-        prose(`Softmax does not change when a constant is subtracted from all scores. So keep, for each row, the largest score
-          so far, m; the sum l of exp(s − m); and O, the same weights times V. When a block brings a larger maximum m', everything
-          kept is worth exp(m − m') of what it was: one multiplication each for l and for the row of O. At the end O / l is the
-          exact result, as if the whole row had been there from the start.
+        prose(`Softmax does not change when a constant is subtracted from all scores. So keep, for each row, the
+          largest score so far, m; the sum l of exp(s − m); and O, the same weights times V. When a block brings a
+          larger maximum m', everything kept is worth exp(m − m') of what it was: one multiplication each for l and
+          for the row of O. At the end O / l is the exact result, as if the whole row had been there from the start.
 
-          Below are ${softmax.q.length} queries, ${softmax.k.length} keys and head dim ${softmax.q[0].length}, in blocks of ${softmax.tile_n} keys. The numbers are computed by the functions
-          of \`cuteflash.reference\` in the loop shown beside them; its last line agrees with \`flash_attention_2\`. Pick a row and
-          step. Watch the bars, the weights as the present maximum sees them: when m grows, the old ones shrink.`),
+          Below are ${softmax.q.length} queries, ${softmax.k.length} keys and head dim ${softmax.q[0].length}, in
+          blocks of ${softmax.tile_n} keys. The numbers are computed by the functions of \`cuteflash.reference\` in
+          the loop shown beside them; its last line agrees with \`flash_attention_2\`. Pick a row and step. Watch the
+          bars, the weights as the present maximum sees them: when m grows, the old ones shrink.`),
         new SoftmaxFigure(kit).element,
-        prose(`Masks add one trap. A hidden key has score −∞ and weight 0. A row that has seen no key at all has m = −∞, and
-          −∞ − (−∞) is NaN; \`finite_or_zero\` subtracts 0 instead, and all weights become 0. Choose the window mask and the last
-          row to see it. Under the causal mask, row 0 finds no key in the last block: m stays, and nothing changes.
+        prose(`Masks add one trap. A hidden key has score −∞ and weight 0. A row that has seen no key at all has m =
+          −∞, and −∞ − (−∞) is NaN; \`finite_or_zero\` subtracts 0 instead, and all weights become 0. Choose the
+          window mask and the last row to see it. Under the causal mask, row 0 finds no key in the last block: m
+          stays, and nothing changes.
 
-          The kernels do the same arithmetic in base 2: \`softmax_scale · log2(e)\` is folded into one multiply-add before each
-          \`ex2\`. They visit the last block first. The maximum is agreed on by a quad with two shuffles in every step; the sum
-          stays with each thread until the end.`),
-        kit.seeInKernel("sm80", { panel: "acc_S", step: "softmax", thread: 5 }, "the softmax of a thread's two rows", "OnlineSoftmax, cuteflash/core/softmax.py"),
+          The kernels do the same arithmetic in base 2: \`softmax_scale · log2(e)\` is folded into one multiply-add
+          before each \`ex2\`. They visit the last block first. The maximum is agreed on by a quad with two shuffles
+          in every step; the sum stays with each thread until the end.`),
+        kit.seeInKernel(
+          "sm80",
+          { panel: "acc_S", step: "softmax", thread: 5 },
+          "the softmax of a thread's two rows",
+          "OnlineSoftmax, cuteflash/core/softmax.py",
+        ),
         checks(
           ["m goes from 2 to 5. By which factor do l and O shrink?", "By exp(2 − 5), about 0.05."],
-          ["Why does the last row's rescale of 0 in the window case do no harm?", "There m was −∞: exp(−∞ − shift) = 0, and what it multiplies, l and O, is 0 too."],
-          ["What does the order of the blocks change?", "Only how often the maximum moves, and rounding. The result is the same sum."],
+          [
+            "Why does the last row's rescale of 0 in the window case do no harm?",
+            "There m was −∞: exp(−∞ − shift) = 0, and what it multiplies, l and O, is 0 too.",
+          ],
+          [
+            "What does the order of the blocks change?",
+            "Only how often the maximum moves, and rounding. The result is the same sum.",
+          ],
         ),
       ];
     },

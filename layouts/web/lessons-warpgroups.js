@@ -1,29 +1,108 @@
-/* Lesson 7: WGMMA operands and descriptors, roles of warpgroups, and ping-pong. */
+/* The ring that warpgroups share, and lesson 7: WGMMA operands and descriptors, roles of warpgroups, and ping-pong. */
 (() => {
   "use strict";
 
   const { prose, figure, slider, choice, checks } = CF.lessons;
   const ROW = 26; // pixels of a lane in the schedule
   const LEFT = 104;
-  const LABEL_FROM = 34; // width of a task that has room for its name
+  const LABEL_FROM = 38; // width of a task that has room for its name
   const SCALE = 1000; // the drawing's width in its own units
+  const WGMMA_K = 16; // extent of the sum in one instruction, for 16-bit elements
+
+  /** `TmaRing` with its mbarriers: who may go on, who waits for which parity. Positions count tiles for ever. */
+  class Ring {
+    constructor(stages) {
+      Object.assign(this, { stages, produced: 0, landed: 0, waited: 0, released: 0 });
+      this.full = new Array(stages).fill(0); // completed phases
+      this.empty = new Array(stages).fill(0);
+    }
+
+    stage(position) {
+      return position % this.stages;
+    }
+
+    phase(position) {
+      return Math.floor(position / this.stages) % 2;
+    }
+
+    /** Whether a wait for the phase of this parity goes through: the barrier is then in a phase of the other parity. */
+    static passes(completed, parity) {
+      return completed % 2 !== parity;
+    }
+
+    /** `{method, position, parity, why}` of an actor's next act; `why` is null where it may act now. */
+    next(actor) {
+      const say = (method, position, parity, why) => ({ method, position, parity, why });
+      if (actor === "acquire") {
+        const parity = this.phase(this.produced) ^ 1;
+        const free = Ring.passes(this.empty[this.stage(this.produced)], parity);
+        return say(
+          "acquire",
+          this.produced,
+          parity,
+          free ? null : `waits: stage ${this.stage(this.produced)} is not empty`,
+        );
+      }
+      if (actor === "land")
+        return say("acquire", this.landed, null, this.landed < this.produced ? null : "nothing is in flight");
+      if (actor === "wait") {
+        if (this.waited > this.released) return say("wait", this.waited, null, "first release the tile that was read");
+        const parity = this.phase(this.waited);
+        const full = this.landed > this.waited && Ring.passes(this.full[this.stage(this.waited)], parity);
+        return say("wait", this.waited, parity, full ? null : `waits: tile ${this.waited} has not landed`);
+      }
+      return say("release", this.released, null, this.waited > this.released ? null : "nothing is being read");
+    }
+
+    act(actor) {
+      const { position } = this.next(actor);
+      if (actor === "acquire") this.produced++;
+      if (actor === "land") {
+        this.full[this.stage(position)]++;
+        this.landed++;
+      }
+      if (actor === "wait") this.waited++;
+      if (actor === "release") {
+        this.empty[this.stage(position)]++;
+        this.released++;
+      }
+    }
+
+    /** What a stage holds: `[tile or null, status]`. */
+    holds(stage) {
+      for (let position = this.released; position < this.produced; position++) {
+        if (this.stage(position) !== stage) continue;
+        if (position >= this.landed) return [position, "loading"];
+        return [position, position < this.waited ? "reading" : "ready"];
+      }
+      return [null, "free"];
+    }
+  }
 
   /** The descriptor of one instruction, beside the core matrices that it describes. */
   class DescriptorFigure {
     constructor(kit) {
       this.scene = kit.scene("sm90");
-      const steps = [["wgmma_qk", "K, K-major"], ["wgmma_pv", "V, MN-major"]];
+      const steps = [
+        ["wgmma_qk", "K, K-major"],
+        ["wgmma_pv", "V, MN-major"],
+      ];
       this.host = CF.h("div", { class: "lesson-scroll" });
-      this.slider = slider("instruction", { to: 7 }, (i) => CF.state.set({ instruction: i }));
-      const hosts = { wgmma_qk: kit.panel("sm90", "sK", { color: "core" }), wgmma_pv: kit.panel("sm90", "sV", { color: "core" }) };
+      this.slider = slider("instruction", { to: 1 }, (i) => CF.state.set({ instruction: i }));
+      this.operand = choice("operand", steps, "wgmma_qk", (step) => CF.state.set({ step, instruction: 0 }));
+      const hosts = {
+        wgmma_qk: kit.panel("sm90", "sK", { color: "core" }),
+        wgmma_pv: kit.panel("sm90", "sV", { color: "core" }),
+      };
       this.element = figure(
         "Core matrices and the descriptor of one wgmma",
-        [choice("operand", steps, "wgmma_qk", (step) => CF.state.set({ step, instruction: 0 })), this.slider],
+        [this.operand, this.slider],
         CF.h("div", { class: "lesson-pair" }, CF.h("div", {}, Object.values(hosts)), this.host),
       );
       kit.follow(["step", "instruction"], () => {
         const step = this.scene.step(CF.state.get("step"))?.descriptor ? CF.state.get("step") : "wgmma_qk";
         for (const [name, host] of Object.entries(hosts)) host.hidden = name !== step;
+        this.operand.to(step);
         this.#show(this.scene.step(step).descriptor.b);
       });
     }
@@ -35,16 +114,41 @@
       const start = this.scene.part(desc.tile).spec.base + desc.starts[at];
       const fields = CF.stepper.descriptorFields(desc, start);
       const cell = (text) => CF.h("td", {}, text);
-      const row = ([name, bits, plain, value]) => CF.h("tr", {}, CF.h("th", { scope: "row" }, name), cell(bits), cell(plain), cell(CF.hex(value, 1)));
+      const row = ([name, bits, plain, value]) =>
+        CF.h("tr", {}, CF.h("th", { scope: "row" }, name), cell(bits), cell(plain), cell(CF.hex(value, 1)));
       this.host.replaceChildren(
         CF.h(
           "table",
           { class: "descriptor" },
           CF.h("caption", {}, `Descriptor of ${desc.tile}, instruction ${at}: ${desc.starts[at]} bytes into the tile`),
-          CF.h("thead", {}, CF.h("tr", {}, ["field", "bits", "value", "encoded"].map((text) => CF.h("th", { scope: "col" }, text)))),
+          CF.h(
+            "thead",
+            {},
+            CF.h(
+              "tr",
+              {},
+              ["field", "bits", "value", "encoded"].map((text) => CF.h("th", { scope: "col" }, text)),
+            ),
+          ),
           CF.h("tbody", {}, fields.map(row)),
+          CF.h("tfoot", {}, row(["all 64 bits", "63–0", "", CF.stepper.descriptorWord(fields)])),
         ),
+        CF.h("p", { class: "lesson-message" }, this.#told(desc, at)),
       );
+    }
+
+    /* What the numbers of this operand say; K-major operands with a swizzle leave the leading field unused. */
+    #told(desc, at) {
+      const tile = this.scene.tile(desc.tile);
+      const step =
+        desc.major === "K"
+          ? `columns ${at * WGMMA_K} to ${(at + 1) * WGMMA_K - 1}`
+          : `keys ${at * WGMMA_K} to ${(at + 1) * WGMMA_K - 1}`;
+      const leading =
+        desc.major === "K"
+          ? "The leading field means nothing with this swizzle."
+          : `The next ${desc.swizzle_bytes / this.scene.elementBytes} columns lie ${CF.number(desc.leading_bytes)} bytes on.`;
+      return `Instruction ${at} multiplies ${step} of ${tile.id}. The next eight keys lie ${CF.number(desc.stride_bytes)} bytes on. ${leading}`;
     }
   }
 
@@ -53,11 +157,36 @@
     const { launch, file, roles } = scene.data.budget.registers;
     const { threads } = scene.data.kernel;
     const bar = (label, parts) =>
-      CF.h("div", { class: "lesson-bar-row" }, CF.h("span", {}, label), CF.h("div", { class: "lesson-bar" }, parts.map(([text, share, rgb]) => CF.h("i", { style: `width:${share * 100}%;background:${CF.palette.css(rgb)};color:${CF.palette.ink(rgb)}` }, text))));
+      CF.h(
+        "div",
+        { class: "lesson-bar-row" },
+        CF.h("span", {}, label),
+        CF.h(
+          "div",
+          { class: "lesson-bar" },
+          parts.map(([text, share, rgb]) =>
+            CF.h(
+              "i",
+              { style: `width:${share * 100}%;background:${CF.palette.css(rgb)};color:${CF.palette.ink(rgb)}` },
+              text,
+            ),
+          ),
+        ),
+      );
     const warpgroups = threads / 128;
     const grey = CF.palette.category(7);
-    const launched = Array.from({ length: warpgroups }, (_, i) => [`${launch}`, (launch * 128) / file, i ? CF.palette.category(i) : grey]);
-    const split = roles.flatMap((role, r) => Array.from({ length: role.threads / 128 }, (_, i) => [`${role.limit}`, (role.limit * 128) / file, r ? CF.palette.category(i + 1) : grey]));
+    const launched = Array.from({ length: warpgroups }, (_, i) => [
+      `${launch}`,
+      (launch * 128) / file,
+      i ? CF.palette.category(i) : grey,
+    ]);
+    const split = roles.flatMap((role, r) =>
+      Array.from({ length: role.threads / 128 }, (_, i) => [
+        `${role.limit}`,
+        (role.limit * 128) / file,
+        r ? CF.palette.category(i + 1) : grey,
+      ]),
+    );
     const used = roles.map((role) => `${role.threads} · ${role.limit}`).join(" + ");
     const total = roles.reduce((sum, role) => sum + role.threads * role.limit, 0);
     return figure(
@@ -65,7 +194,11 @@
       null,
       bar("at launch", launched),
       bar("after setmaxnreg", split),
-      CF.h("p", { class: "lesson-message" }, `${used} = ${CF.number(total)} = ${threads} · ${launch}, of ${CF.number(file)} registers. The producer needs few; what it gives up lets each consumer thread hold its accumulators.`),
+      CF.h(
+        "p",
+        { class: "lesson-message" },
+        `${used} = ${CF.number(total)} = ${threads} · ${launch}, of ${CF.number(file)} registers. The producer needs few; what it gives up lets each consumer thread hold its accumulators.`,
+      ),
     );
   }
 
@@ -83,14 +216,47 @@
       this.element = figure(
         "Who uses the tensor cores when: a model of four key blocks",
         [
-          choice("head dim", Object.keys(this.data).map((dim) => [dim, dim]), this.dim, set("dim")),
-          choice("consumers", [["1", "one"], ["many", "as shipped"]], this.groups, set("groups")),
-          choice("overlap", [[0, "off"], [1, "on"]], this.overlap, set("overlap")),
-          choice("ping-pong", [[0, "off"], [1, "on"]], this.turns, set("turns")),
+          choice(
+            "head dim",
+            Object.keys(this.data).map((dim) => [dim, dim]),
+            this.dim,
+            set("dim"),
+          ),
+          choice(
+            "consumers",
+            [
+              ["1", "one"],
+              ["many", "as shipped"],
+            ],
+            this.groups,
+            set("groups"),
+          ),
+          choice(
+            "overlap",
+            [
+              [0, "off"],
+              [1, "on"],
+            ],
+            this.overlap,
+            set("overlap"),
+          ),
+          choice(
+            "ping-pong",
+            [
+              [0, "off"],
+              [1, "on"],
+            ],
+            this.turns,
+            set("turns"),
+          ),
         ],
         this.host,
         this.line,
-        CF.h("p", { class: "hint" }, "A colour is a key block, and exp its exponentials. The model knows the rates of the two units and the order of issue; no latencies, maxima, conversions or rescaling. Without turns it assumes that the warpgroups run in step, the worst case."),
+        CF.h(
+          "p",
+          { class: "hint" },
+          "A colour is a key block, and exp its exponentials. The model knows the rates of the two units and the order of issue; no latencies, maxima, conversions or rescaling. Without turns it assumes that the warpgroups run in step, the worst case.",
+        ),
       );
       kit.follow(["theme"], () => this.#show());
     }
@@ -116,18 +282,45 @@
           "g",
           {},
           CF.svg("title", {}, `${what} of block ${block}, warpgroup ${wg}: clocks ${start} to ${end}`),
-          CF.svg("rect", { x: x(start), y: y + 2, width: Math.max(x(end) - x(start) - 1, 1), height: ROW - 4, rx: 2, fill: CF.palette.css(rgb, what === "softmax" ? 0.55 : 1) }),
-          x(end) - x(start) > LABEL_FROM ? CF.svg("text", { x: (x(start) + x(end)) / 2, y: y + ROW / 2 + 4, "text-anchor": "middle", fill: what === "softmax" ? CF.palette.theme("ink") : CF.palette.ink(rgb) }, what === "softmax" ? `exp ${block}` : `${what} ${block}`) : null,
+          CF.svg("rect", {
+            x: x(start),
+            y: y + 2,
+            width: Math.max(x(end) - x(start) - 1, 1),
+            height: ROW - 4,
+            rx: 2,
+            fill: CF.palette.css(rgb, what === "softmax" ? 0.55 : 1),
+          }),
+          x(end) - x(start) > LABEL_FROM
+            ? CF.svg(
+                "text",
+                {
+                  x: (x(start) + x(end)) / 2,
+                  y: y + ROW / 2 + 4,
+                  "text-anchor": "middle",
+                  fill: what === "softmax" ? CF.palette.theme("ink") : CF.palette.ink(rgb),
+                },
+                what === "softmax" ? `exp ${block}` : `${what} ${block}`,
+              )
+            : null,
         );
       };
       const height = lanes.length * ROW;
       return CF.svg(
         "svg",
-        { viewBox: `0 0 ${SCALE} ${height + 18}`, class: "lesson-turns", role: "img", "aria-label": `Schedule of ${groups} warpgroups over ${clocks} clocks` },
+        {
+          viewBox: `0 0 ${SCALE} ${height + 18}`,
+          class: "lesson-turns",
+          role: "img",
+          "aria-label": `Schedule of ${groups} warpgroups over ${clocks} clocks`,
+        },
         lanes.map((name, i) => CF.svg("text", { x: 0, y: i * ROW + ROW / 2 + 4, class: "lane" }, name)),
         spans.map(box),
         CF.svg("line", { x1: x(clocks), x2: x(clocks), y1: 0, y2: height, class: "end" }),
-        CF.svg("text", { x: x(clocks), y: height + 13, "text-anchor": "end", class: "lane" }, `${CF.number(clocks)} clocks`),
+        CF.svg(
+          "text",
+          { x: x(clocks), y: height + 13, "text-anchor": "end", class: "lane" },
+          `${CF.number(clocks)} clocks`,
+        ),
       );
     }
   }
@@ -135,37 +328,65 @@
   CF.lessons.add({
     id: "wgmma",
     title: "WGMMA and warp specialisation",
-    question: "Hopper multiplies with 128 threads at once and reads operands through a descriptor. What is left for the threads to do, and who does it?",
+    question:
+      "Hopper multiplies with 128 threads at once and reads operands through a descriptor. What is left for the threads to do, and who does it?",
     families: ["sm90"],
     state: { step: "wgmma_qk", instruction: 0 },
     build(kit) {
       const scene = kit.scene("sm90");
       const roles = scene.data.kernel.roles.map(({ name, does }) => `${name}: ${does}`).join("; ");
+      const [k, v] = ["wgmma_qk", "wgmma_pv"].map((id) => scene.step(id).descriptor.b);
+      const shape = scene.step("wgmma_qk").instruction.match(/m\d+n\d+k\d+/)[0];
+      const columns = k.swizzle_bytes / scene.elementBytes; // of a slab
+      const moves = k.starts[1] - k.starts[0];
+      const slab = k.swizzle_bytes / moves; // instructions
+      const { launch, roles: split } = scene.data.budget.registers;
+      const { threads } = scene.data.kernel;
+      const narrow = kit.data.turns.head_dims["64"];
+      const best = Math.round(narrow.schedules[`${narrow.warpgroups} 1 1`].tensor * 100);
       return [
-        prose(`\`wgmma\` is issued by a warpgroup, four warps together: here m64n128k16. It runs asynchronously, like a copy:
-          fence, issue, commit a group, wait later. A comes from registers or shared memory, B always from shared memory, where
-          the unit reads it itself. It needs no per-thread addresses, only a 64-bit descriptor.
+        prose(`\`wgmma\` is issued by a warpgroup, four warps together: here ${shape}. It runs asynchronously, like a
+          copy: fence, issue, commit a group, wait later. A comes from registers or shared memory, B always from
+          shared memory, where the unit reads it itself. It needs no per-thread addresses, only a 64-bit descriptor.
 
-          The descriptor describes core matrices, 8 rows × 16 bytes. For K, whose k extent runs along the row, the stride
-          field says how far the next eight keys are (1024 bytes); an instruction takes 16 columns, so the start moves by 32 bytes,
-          and after four instructions into the next slab. V has its k extent down the rows: start moves by 16 keys, 2048 bytes, and the
-          leading field is the distance to the next 64 columns. The swizzle field repeats what TMA wrote.`),
+          The descriptor describes core matrices, 8 rows × 16 bytes. For K, whose k extent runs along the row, the
+          stride field says how far the next eight keys are (${k.stride_bytes} bytes); an instruction takes ${WGMMA_K}
+          columns, so the start moves by ${moves} bytes, and after ${slab} instructions into the next slab. V has its
+          k extent down the rows: the start moves by ${WGMMA_K} keys, ${v.starts[1] - v.starts[0]} bytes, and the
+          leading field is the distance to the next ${columns} columns. The swizzle field repeats what TMA wrote.`),
         new DescriptorFigure(kit).element,
-        prose(`Roles split the block (${roles}). Loads then no longer stand between a consumer's products, and \`setmaxnreg\`
-          moves registers to where they are needed.`),
+        prose(`Roles split the block (${roles}). Loads then no longer stand between a consumer's products, and
+          \`setmaxnreg\` moves registers to where they are needed.`),
         registers(scene),
-        prose(`Two units bound the loop: tensor cores and the exponentials. While a warpgroup is at its softmax the tensor cores
-          must have someone else's work. With \`pingpong\`, named barriers let a warpgroup issue its products only in its turn. With
-          \`overlap\`, the scores of the next block are issued before P V of this one, so that a softmax finds products running even
-          in its own warpgroup. Measured on an H200: without turns D64 loses 5 %, D128 ±1 %; without overlap D64 14 %, D128 10 to 20 %.`),
+        prose(`Two units bound the loop: tensor cores and the exponentials. While a warpgroup is at its softmax the
+          tensor cores must have someone else's work. With \`pingpong\`, named barriers let a warpgroup issue its
+          products only in its turn. With \`overlap\`, the scores of the next block are issued before P V of this one,
+          so that a softmax finds products running even in its own warpgroup. What turns and overlap bring on a GPU
+          was measured, row by row, and stands in \`docs/performance.md\`.`),
         new TurnFigure(kit).element,
-        kit.seeInKernel("sm90", { panel: "sK", step: "wgmma_qk", instruction: 0, color: "core" }, "the wgmma of Q K^T with its descriptor", "step_overlapped, cuteflash/kernels/sm90/fwd_mma.py; take_turn, warpgroup.py"),
+        kit.seeInKernel(
+          "sm90",
+          { panel: "sK", step: "wgmma_qk", instruction: 0, color: "core" },
+          "the wgmma of Q Kᵀ with its descriptor",
+          "step_overlapped, cuteflash/kernels/sm90/fwd_mma.py; take_turn, cuteflash/kernels/sm90/warpgroup.py",
+        ),
         checks(
-          ["Instruction 4 of Q K^T starts 16384 bytes into sK. Why?", "Four instructions use up the 64 columns of the first slab; the second slab begins after 128 rows of 128 bytes."],
-          ["At head dim 64 the products take half as long as the exponentials. What can scheduling still do?", "A block's two products together take as long as its exponentials, so at best both units stay busy. With three consumers the model comes near it; the kernel reaches 62 %."],
-          ["Why must the launch ask for 168 registers when consumers need 240?", "All threads start equal. `setmaxnreg` only moves registers inside the block's allocation, 384 · 168; the producers must first give up theirs."],
+          [
+            `Instruction ${slab} of Q Kᵀ starts ${k.starts[slab]} bytes into sK. Why?`,
+            `${slab} instructions use up the ${columns} columns of the first slab; the second begins after ${scene.tile("sK").rows} rows of ${k.swizzle_bytes} bytes.`,
+          ],
+          [
+            `At head dim 64 a product takes ${narrow.product} clocks, the exponentials of its scores ${narrow.softmax}. What can scheduling still do?`,
+            `A block's two products together take ${2 * narrow.product} clocks, so at best both units stay busy. With ${narrow.warpgroups} consumers the model keeps the tensor cores at ${best} %; what the profiler counts is in \`docs/performance.md\`.`,
+          ],
+          [
+            `Why must the launch ask for ${launch} registers when consumers need ${split.at(-1).limit}?`,
+            `All threads start equal. \`setmaxnreg\` only moves registers inside the block's allocation, ${threads} · ${launch}; the producers must first give up theirs.`,
+          ],
         ),
       ];
     },
   });
+
+  Object.assign(CF.lessons, { Ring });
 })();

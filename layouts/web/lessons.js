@@ -1,26 +1,37 @@
-/*
- * The Learn view: a list of lessons and the chosen one. A lesson is `{id, title, question, state, build(kit)}`; `build`
- * gives the nodes of its body, made with the kit of lessons-kit.js. The files lessons-*.js add the lessons in order.
- */
+/* The Learn view: a list of the lessons that the files lessons-*.js have added, and the chosen one. */
 (() => {
   "use strict";
 
-  const lessons = [];
+  const lessons = CF.lessons.all();
 
   CF.state.define("lesson", { param: "lesson" });
 
-  const indexOf = (id) => Math.max(0, lessons.findIndex((lesson) => lesson.id === id));
+  const indexOf = (id) =>
+    Math.max(
+      0,
+      lessons.findIndex((lesson) => lesson.id === id),
+    );
 
   /** The address of a lesson: its own state and nothing that another view left behind. */
-  const address = (lesson) => CF.state.link({ ...CF.lessons.NOTHING, ...lesson.state, view: "learn", lesson: lesson.id });
+  const address = (lesson) =>
+    CF.state.link({ ...CF.lessons.NOTHING, ...lesson.state, view: "learn", lesson: lesson.id });
 
   class Learn {
     constructor(container, data) {
       this.data = data;
-      this.list = CF.h("ol", { class: "lesson-list" }, lessons.map((lesson) => this.#entry(lesson)));
+      this.list = CF.h(
+        "ol",
+        { class: "lesson-list" },
+        lessons.map((lesson) => this.#entry(lesson)),
+      );
       this.article = CF.h("article", { class: "lesson", tabindex: -1 });
       container.append(
-        CF.h("div", { class: "learn" }, CF.h("nav", { class: "lesson-nav", "aria-label": "Lessons" }, this.list), this.article),
+        CF.h(
+          "div",
+          { class: "learn" },
+          CF.h("nav", { class: "lesson-nav", "aria-label": "Lessons" }, this.list),
+          this.article,
+        ),
       );
       this.stop = CF.state.on("lesson", () => this.#open(true));
       this.#open(false);
@@ -50,7 +61,12 @@
       this.kit = new CF.lessons.Kit(this.data);
       const title = CF.h("h2", { id: "lesson-title" }, `${at + 1}. ${lesson.title}`);
       this.article.setAttribute("aria-labelledby", "lesson-title");
-      this.article.replaceChildren(title, CF.h("p", { class: "lesson-question" }, lesson.question), ...this.#body(lesson), this.#ends(at));
+      this.article.replaceChildren(
+        title,
+        CF.h("p", { class: "lesson-question" }, lesson.question),
+        ...this.#body(lesson),
+        this.#ends(at),
+      );
       this.kit.start();
       if (byReader) {
         window.scrollTo(0, 0);
@@ -65,7 +81,8 @@
 
     #body(lesson) {
       const absent = (lesson.families ?? []).filter((family) => !this.kit.scene(family));
-      if (!this.data.lessons || absent.length) return [CF.h("p", { class: "hint" }, "This page does not hold the kernel rows that this lesson is about.")];
+      if (!this.data.lessons || absent.length)
+        return [CF.h("p", { class: "hint" }, "This page does not hold the kernel rows that this lesson is about.")];
       return lesson.build(this.kit).flat(Infinity);
     }
 
@@ -90,18 +107,6 @@
     unmount() {
       view?.destroy();
       view = null;
-    },
-  };
-
-  CF.lessons = {
-    /** Adds a lesson at the end of the path. */
-    add: (lesson) => lessons.push(lesson),
-    /** All lessons, in order. */
-    all: () => [...lessons],
-    /** State of a link that selects nothing. */
-    NOTHING: {
-      panel: null, hover: null, pin: null, thread: null, warp: null, warpgroup: null, step: null, instruction: null,
-      stage: 0, swizzle: true, color: null, lesson: null,
     },
   };
 })();

@@ -6,26 +6,19 @@ Bank conflicts are expected from `layouts.rows`, layouts from `layouts.algebra`;
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from cuteflash.dispatch import choose_fwd
 from layouts.lessons import lesson_data, lesson_scenes
+from layouts.page import SCRIPTS
 from layouts.rows import make_scene, touch_ways
-from tests.layouts.web import run_js
+from tests.layouts.web import WEB, run_js
 
-LESSONS = ("kit", "layouts", "banks", "pipelines", "warpgroups", "softmax", "loops")
-FILES = (
-    "core.js",
-    "algebra.js",
-    "text.js",
-    "scene.js",
-    "coloring.js",
-    "stepper.js",
-    "lessons.js",
-    *(f"lessons-{name}.js" for name in LESSONS),
-)
+NEEDED = ("core.js", "algebra.js", "text.js", "scene.js", "coloring.js", "stepper.js")
+FILES = tuple(name for name in SCRIPTS if name in NEEDED or name.startswith("lessons"))  # in the page's own order
 IDS = ["layout", "tv", "swizzle", "mma", "cp-async", "tma", "wgmma", "softmax", "loops"]
 
 # As much of a document as the lessons touch; texts, attributes and listeners are kept, nothing is laid out.
@@ -128,6 +121,33 @@ def test_every_lesson_mounts_with_what_a_lesson_has(mounted: dict[str, Any], les
 @pytest.mark.parametrize("lesson", ["tv", "swizzle", "mma", "tma", "wgmma"])
 def test_lessons_on_layouts_show_panels_of_the_row(mounted: dict[str, Any], lesson: str) -> None:
     assert mounted[lesson]["panels"]
+
+
+@pytest.mark.parametrize("lesson", IDS)
+def test_the_source_that_a_lesson_names_is_there(mounted: dict[str, Any], lesson: str) -> None:
+    named = mounted[lesson]["text"].split("Source: ")[1].split(".Check yourself")[0]
+    for part in named.split("; "):
+        *names, file = part.split(", ")
+        text = (WEB.parents[1] / file).read_text()
+        for name in ".".join(names).split("."):
+            assert re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE), f"no {name} in {file}"
+
+
+@pytest.mark.parametrize("step", ["wgmma_qk", "wgmma_pv"])
+def test_a_link_to_a_step_of_the_wgmma_lesson_presses_its_operand(page: dict[str, Any], step: str) -> None:
+    expression = f"""(() => {{
+      CF.scene.load(data);
+      CF.Panel = class {{ update() {{}} destroy() {{}} }};
+      CF.state.set({{ lesson: "wgmma", step: "{step}", instruction: 1 }});
+      const container = new Node("main");
+      CF.views.learn.mount(container, {{ data, scene: null }});
+      const pressed = container.querySelectorAll("button").filter((it) => it.attributes["aria-pressed"] === "true");
+      return [pressed[0].textContent, container.querySelectorAll("caption")[0].textContent];
+    }})()"""
+    pressed, caption = run_js(FILES, expression, page, BROWSER)
+    tile = {"wgmma_qk": "K", "wgmma_pv": "V"}[step]
+    assert pressed.startswith(tile)
+    assert caption.startswith(f"Descriptor of s{tile}, instruction 1:")
 
 
 def test_a_page_without_the_rows_says_so(page: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class KvLoad:
     """One thread's share of the K or the V loads.
 
     Attributes:
-        copy: cp.async of 16 bytes a thread.
+        copy: 16 bytes a thread, by cp.async or through registers.
         tXgX: (chunk, passes over rows, column slabs, key block) in global memory.
         tXsX: (chunk, passes over rows, column slabs, stage) in shared memory.
         columns: (1, passes, slabs) whether the chunk lies inside the head dim; None where all do.

@@ -45,7 +45,7 @@ class FlashFwdSm80:
         self.dtype = CUTE_DTYPES[problem.dtype]
         # A tile holds whole tokens: with packed heads that do not divide tile_m, the last rows stay unused.
         self.tile_tokens = traits.tile_m // problem.packed_heads
-        self.longest_first = problem.mask == "causal"
+        self.longest_first = traits.longest_first and problem.mask == "causal"
 
     def fake_args(self) -> tuple:
         """The arguments this kernel is compiled with, in the order of `__call__`."""
@@ -59,21 +59,25 @@ class FlashFwdSm80:
 
     tiled_mma_qk = tiled_mma_pv = tiled_mma
 
+    def smem_tile(self, rows: int, cols: int, *stages: int) -> cute.ComposedLayout:
+        """A (rows, cols) tile, or a (rows, cols, stages) one, swizzled as the traits say."""
+        return atoms.swizzled_tile(rows, cols, *stages, most_bits=self.traits.swizzle_bits)
+
     def smem_layout_q(self) -> cute.ComposedLayout:
         """(tile_m, head_dim)"""
-        return atoms.swizzled_tile(self.traits.tile_m, self.traits.head_dim)
+        return self.smem_tile(self.traits.tile_m, self.traits.head_dim)
 
     def smem_layout_k(self) -> cute.ComposedLayout:
         """(tile_n, head_dim, kv_stage)"""
-        return atoms.swizzled_tile(self.traits.tile_n, self.traits.head_dim, self.traits.kv_stage)
+        return self.smem_tile(self.traits.tile_n, self.traits.head_dim, self.traits.kv_stage)
 
     def smem_layout_v(self) -> cute.ComposedLayout:
         """(tile_n, head_dim_v, kv_stage)"""
-        return atoms.swizzled_tile(self.traits.tile_n, self.traits.head_dim_v, self.traits.kv_stage)
+        return self.smem_tile(self.traits.tile_n, self.traits.head_dim_v, self.traits.kv_stage)
 
     def smem_layout_o(self) -> cute.ComposedLayout:
         """(tile_m, head_dim_v)"""
-        return atoms.swizzled_tile(self.traits.tile_m, self.traits.head_dim_v)
+        return self.smem_tile(self.traits.tile_m, self.traits.head_dim_v)
 
     def copy_q(self) -> cute.TiledCopy:
         """sQ to the A fragments of the QK product."""
@@ -93,7 +97,7 @@ class FlashFwdSm80:
 
     def load_copy(self, cols: int) -> cute.TiledCopy:
         """Global memory to a shared tile of `cols` columns, by all threads of the block."""
-        return atoms.load_copy(self.dtype, self.traits.num_threads, cols)
+        return atoms.load_copy(self.dtype, self.traits.num_threads, cols, self.traits.async_copy)
 
     def store_copy(self, cols: int) -> cute.TiledCopy:
         """A shared tile of `cols` columns to registers and global memory, by all threads of the block."""

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.gqa import row_token
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.softmax import OnlineSoftmax, apply_softcap, mask_scores, scale_rows
+from cuteflash.core.softmax import OnlineSoftmax, PlainSoftmax, apply_softcap, mask_scores, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
 from cuteflash.core.work import Work
@@ -33,6 +33,7 @@ def make_fragments(kernel, tiles: Tiles, work: Work, thread: Int32) -> Fragments
     rows = cute.size(scores.shape[0])
     identity = cute.make_identity_tensor((traits.tile_m, traits.tile_n))
     own = rows_view(mine.partition_C(identity))
+    softmax = OnlineSoftmax if traits.fused_softmax else PlainSoftmax
     return Fragments(
         thread=thread,
         mma=mma,
@@ -49,7 +50,7 @@ def make_fragments(kernel, tiles: Tiles, work: Work, thread: Int32) -> Fragments
         acc_O=acc_O,
         scores=scores,
         out=out,
-        softmax=OnlineSoftmax.create(rows, work.scale_log2, kernel.problem.mask != "full"),
+        softmax=softmax.create(rows, work.scale_log2, kernel.problem.mask != "full"),
         inner_scale=work.inner_scale,
         row_scale=cute.make_rmem_tensor(rows, Float32),
         columns=rows_view(mma.get_slice(0).partition_C(identity)),
@@ -109,7 +110,8 @@ def prologue(
     """Issue the first loads: Q and K in one group, with V and further blocks where there are stages; fetch Q."""
     traits = kernel.traits
     rows = seqlen_k - n_last * traits.tile_n
-    load_kv(loads.k, n_last, 0, rows)
+    if const_expr(traits.eager_loads):
+        load_kv(loads.k, n_last, 0, rows)
     if const_expr(traits.kv_stage > 1):
         load_kv(loads.v, n_last, 0, rows)
     cute.arch.cp_async_commit_group()
@@ -141,18 +143,25 @@ def attend_block(
     masked: cutlass.Constexpr[bool],
 ):
     """One step of the main loop, `n_range` the tile's (first, last) key block."""
-    stages, tile_n = kernel.traits.kv_stage, kernel.traits.tile_n
+    stages, eager = kernel.traits.kv_stage, kernel.traits.eager_loads
     n_lo, n_last = n_range
     stage = (n_last - n_block) % stages
-    if const_expr(stages == 1):
+    rows = mask.seqlen_k - n_block * kernel.traits.tile_n if masked else None
+    if const_expr(not eager):
+        arrived(0)  # nobody reads the last K and V any more
+        load_kv(loads.k, n_block, 0, rows)
+        load_kv(loads.v, n_block, 0, rows)
+        cute.arch.cp_async_commit_group()
+        arrived(0)
+    elif const_expr(stages == 1):
         arrived(0)  # K is here, and nobody reads the last V any more
-        load_kv(loads.v, n_block, 0, mask.seqlen_k - n_block * tile_n if masked else None)
+        load_kv(loads.v, n_block, 0, rows)
         cute.arch.cp_async_commit_group()
     else:
         arrived(stages - 2)  # and nobody reads the last block any more
         load_block(loads, n_block - (stages - 1), n_lo, (stage + stages - 1) % stages)
     product_qk(kernel, f, stage)
-    if const_expr(stages == 1):
+    if const_expr(eager and stages == 1):
         arrived(0)  # V is here, and nobody reads K any more
         if n_block > n_lo:
             load_kv(loads.k, n_block - 1, 0, None)

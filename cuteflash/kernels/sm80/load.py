@@ -1,4 +1,4 @@
-"""cp.async loads of Q, K and V into swizzled shared memory.
+"""Loads of Q, K and V into swizzled shared memory, by cp.async.
 
 What lies beyond the head dim, the queries or the keys is filled with zeros by the copy itself: a product of a masked
 weight (0) with whatever shared memory held before would be NaN if that was NaN.
@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.gqa import row_coord
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import QueryTile
@@ -57,7 +58,7 @@ def load_kv(load: KvLoad, n_block: Int32, stage: Int32 | int, rows: Int32 | None
                 if const_expr(load.columns is not None):
                     exists = exists and load.columns[0, i, slab]
                 inside[0, i, slab] = exists
-    cute.copy(load.copy, load.tXgX[None, None, None, n_block], load.tXsX[None, None, None, stage], pred=inside)
+    atoms.load(load.copy, load.tXgX[None, None, None, n_block], load.tXsX[None, None, None, stage], inside)
 
 
 @cute.jit
@@ -77,7 +78,7 @@ def load_q(
             column = coords[0, i, slab][1]
             inside = cute.make_rmem_tensor((1,), Boolean)
             inside[0] = row < rows and column < head_dim
-            cute.copy(copy, query_chunk(gQ, tile, row, column, packed), tQsQ[None, i, slab], pred=inside)
+            atoms.load(copy, query_chunk(gQ, tile, row, column, packed), tQsQ[None, i, slab], inside)
 
 
 def query_chunk(gX: cute.Tensor, tile: QueryTile, row: Int32, column: Int32, packed_heads: int) -> cute.Tensor:

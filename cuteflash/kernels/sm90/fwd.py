@@ -8,7 +8,8 @@
 
 The S product of the next key block is issued before the P V product of this one (`overlap`), and named barriers make
 the warpgroups take turns at the tensor cores (`pingpong`). Blocks are persistent: the producer runs ahead into the next
-tile while the consumers finish this one. Not here: dropout, ALiBi, variable lengths, paged K/V, gradients.
+tile while the consumers finish this one. Without `warp_specialized` the first consumer warp issues the loads instead,
+which shows what the producer is worth. Not here: dropout, ALiBi, variable lengths, paged K/V, gradients.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class FlashFwdSm90:
     @property
     def longest_first(self) -> bool:
         """Whether tiles differ so much in length that their order matters."""
-        return self.problem.mask == "causal"
+        return self.traits.longest_first and self.problem.mask == "causal"
 
     @property
     def has_left_edge(self) -> bool:
@@ -190,7 +191,9 @@ class FlashFwdSm90:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp < WARPGROUP // 32:
+        if const_expr(not traits.warp_specialized):
+            consume_tiles(self, tma, tiles, rings, work, mLSE)
+        elif warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
             if warp == 0:
                 load_tiles(self, tma, tiles, rings, work)

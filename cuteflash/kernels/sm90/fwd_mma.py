@@ -18,6 +18,7 @@ from cuteflash.core.views import acc_as_operand_a
 from cuteflash.core.work import Work
 from cuteflash.kernels.sm90.bundles import Rings, Tiles, Tma
 from cuteflash.kernels.sm90.epilogue import normalise, write_output
+from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
 from cuteflash.kernels.sm90.warpgroup import (
     ROWS,
     Warpgroup,
@@ -52,12 +53,16 @@ def consume_tiles(
         wg.softmax.row_max.fill(-Float32.inf)
         wg.softmax.row_sum.fill(0.0)
         set_bounds(kernel, wg, tile, mask)
+        loads = None
+        if const_expr(not traits.warp_specialized):
+            loads = make_tile_loads(kernel, tma, tiles, rings, work, m_block, tile)
+            load_first(kernel, loads, q_pos, kv_pos, n_hi)
         rings.q.wait(q_pos)
         if const_expr(traits.q_in_regs):
             load_q(kernel, wg, tiles)
             rings.q.release(q_pos)
         if n_hi > n_lo:
-            kv_pos = attend(kernel, wg, tiles, rings, tile, mask, kv_pos)
+            kv_pos = attend(kernel, wg, tiles, rings, loads, tile, mask, kv_pos)
         if const_expr(not traits.share_q_o and not traits.q_in_regs):
             rings.q.release(q_pos)
         normalise(kernel, wg, tile, mask, mLSE)
@@ -78,6 +83,7 @@ def attend(
     wg: Warpgroup,
     tiles: Tiles,
     rings: Rings,
+    loads: TileLoads | None,
     tile: QueryTile,
     mask: IntervalMask,
     kv_pos: Int32,
@@ -89,7 +95,12 @@ def attend(
     traits = kernel.traits
     n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
     full_lo, full_hi = tile.full_n_blocks(mask, traits.tile_n)
-    step = functools.partial(step_overlapped if traits.overlap else step_in_order, kernel, wg, tiles, rings)
+    if const_expr(traits.overlap):
+        step = functools.partial(step_overlapped, kernel, wg, tiles, rings)
+    elif const_expr(traits.warp_specialized):
+        step = functools.partial(step_in_order, kernel, wg, tiles, rings)
+    else:
+        step = functools.partial(step_alone, kernel, wg, tiles, rings, loads)
     n_block = n_hi - 1
     if const_expr(traits.overlap):
         first_scores(kernel, wg, tiles, rings, n_block, kv_pos)
@@ -241,3 +252,20 @@ def step_in_order(
     product_pv(wg, rings, position)
     warpgroup.wait_group(0)
     rings.v.release(position)
+
+
+@cute.jit
+def step_alone(
+    kernel: cutlass.Constexpr,
+    wg: Warpgroup,
+    tiles: Tiles,
+    rings: Rings,
+    loads: TileLoads,
+    n_block: Int32,
+    position: Int32,
+    masked: cutlass.Constexpr[bool],
+):
+    """`step_in_order` without a producer: first the loads into the stage that the last step has left."""
+    ahead = kernel.traits.kv_stage - 1
+    load_ahead(loads, n_block - ahead, position + ahead)
+    step_in_order(kernel, wg, tiles, rings, n_block, position, masked)

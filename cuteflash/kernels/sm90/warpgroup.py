@@ -62,7 +62,7 @@ def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
     """Partition the block's tiles for this thread's warpgroup."""
     traits = kernel.traits
     thread = cute.arch.thread_idx()[0] % WARPGROUP
-    index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
+    index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - traits.producer_warpgroups
     mma_qk, mma_pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
     thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
     acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((WGMMA_M, traits.tile_n)), Float32)

@@ -1,0 +1,149 @@
+/* What differs between two rows: their traits, tiles, fragments, instructions, bank conflicts and budgets. No drawing. */
+(() => {
+  "use strict";
+
+  const { bytes, percent, roleUse, binding } = CF.budget;
+
+  /** Both lists as one, each name once: the first's in order, the second's own after what they follow there. */
+  function merged(first, second) {
+    const found = [...first];
+    second.forEach((name, at) => {
+      if (!found.includes(name)) found.splice(found.indexOf(second[at - 1]) + 1, 0, name);
+    });
+    return found;
+  }
+
+  /**
+   * Two scenes line by line: `[{name, a, b, differs}]`. `cellsOf(scene)` gives `[key, name, cell]` of each line; a cell
+   * is `{text, note?, code?, bad?}` or, where the scene has no such line, null.
+   */
+  function lines(a, b, cellsOf) {
+    const [mine, others] = [a, b].map((scene) => new Map(cellsOf(scene).map((line) => [line[0], line])));
+    return merged([...mine.keys()], [...others.keys()]).map((key) => {
+      const [, name] = mine.get(key) ?? others.get(key);
+      const [left, right] = [mine, others].map((side) => side.get(key)?.[2] ?? null);
+      return { name, a: left, b: right, differs: JSON.stringify(left) !== JSON.stringify(right) };
+    });
+  }
+
+  const plain = (name, value) => [name, name, { text: String(value) }];
+
+  function rowCells({ data: { kernel } }) {
+    const { head_dim: own, head_dim_v: other } = kernel;
+    const roles = kernel.roles.map(({ name, first_thread: first, threads }) => `${name} ${first}–${first + threads - 1}`);
+    return [
+      plain("kernel", kernel.name),
+      plain("arch", kernel.arch),
+      plain("family", kernel.family),
+      plain("dtype", kernel.dtype),
+      plain("head dim", own === other ? own : `${own}, of V ${other}`),
+      plain("mask", kernel.mask),
+      plain("threads", kernel.threads),
+      plain("roles", roles.join(", ")),
+    ];
+  }
+
+  const traitCells = ({ data }) => Object.entries(data.kernel.traits).map(([name, value]) => plain(name, value));
+
+  function partCells(scene) {
+    return scene.parts.map(({ id, rows, cols, axes, stages, spec, owned }) => {
+      const shape = `${axes[0]} ${rows} × ${axes[1]} ${cols}`;
+      const kind = owned ? [`${spec.dtype} ${spec.operand}`, `${spec.registers} registers`] : [];
+      if (stages > 1) kind.push(`${stages} stages`);
+      const layout = owned ? spec.tv : spec.layout;
+      const placed = spec.swizzle ? { swizzle: spec.swizzle, offset: 0, layout } : layout;
+      return [id, id, { text: [shape, ...kind].join(" · "), code: CF.algebra.toText(placed) }];
+    });
+  }
+
+  function stepCells({ steps }) {
+    return steps.map(({ id, title, instruction, instructions, repeat }) => {
+      return [id, title, { text: `${instructions} × ${repeat}`, code: instruction }];
+    });
+  }
+
+  function accessCells(scene) {
+    return CF.banks.accesses(scene).map((access) => {
+      const [on, off] = [access.summary(access.swizzle), access.summary(null)];
+      const without = access.swizzle ? `; without swizzle ${off.worst}-way` : "";
+      const text = `${on.worst}-way${on.worst > 1 ? " ▲" : ""}`;
+      const note = `${CF.number(on.wavefronts)} wavefronts${without}`;
+      return [access.id, `${access.step.title}, ${access.part.id}`, { text, note, bad: on.worst > 1 }];
+    });
+  }
+
+  function budgetCells({ data: { budget } }) {
+    const { smem, registers, occupancy } = budget;
+    const share = percent(smem.total, smem.limit);
+    const cells = [
+      ["smem", "smem of a block", { text: bytes(smem.total), note: `${share} of ${bytes(smem.limit)}` }],
+      ...smem.regions.map((region) => [`smem ${region.id}`, `smem: ${region.id}`, regionCell(region)]),
+      plain("registers at launch", registers.launch),
+      ...registers.roles.map(roleLine),
+    ];
+    if (registers.compiled) cells.push(compiledLine(registers.compiled));
+    const binds = `${binding(occupancy).join(" and ")} ${binding(occupancy).length > 1 ? "bind" : "binds"}`;
+    cells.push(["blocks", "blocks a multiprocessor", { text: String(occupancy.blocks), note: binds }]);
+    cells.push(["warps", "warps a multiprocessor", { text: `${occupancy.warps} of ${occupancy.max_warps}` }]);
+    return cells;
+  }
+
+  const regionCell = ({ bytes: size, stages, note }) => ({
+    text: stages > 1 ? `${bytes(size)} in ${stages}` : bytes(size),
+    note,
+  });
+
+  function roleLine(role) {
+    const { used, limit } = roleUse(role);
+    const note = used ? `${used} of them for fragments` : "none for fragments";
+    return [`role ${role.name}`, `registers: ${role.name}`, { text: String(limit), note }];
+  }
+
+  function compiledLine({ registers, spill_store_bytes: stored, spill_load_bytes: loaded }) {
+    const spilled = stored + loaded;
+    const note = spilled ? `${bytes(spilled)} spilled` : "no spills";
+    return ["compiled", "registers as compiled", { text: String(registers), note, bad: spilled > 0 }];
+  }
+
+  /** How many lines differ, in words, and which traits: `tile_n and kv_stage differ`. */
+  function summary(traits) {
+    const names = traits.filter(({ differs }) => differs).map(({ name }) => name);
+    if (!names.length) return "All traits are the same.";
+    if (names.length === 1) return `Of ${traits.length} traits one differs: ${names[0]}.`;
+    return `Of ${traits.length} traits ${names.length} differ: ${names.slice(0, -1).join(", ")} and ${names.at(-1)}.`;
+  }
+
+  /** The rows `[a, b]` that a comparison starts with: head dim 128, in both families of an arch where it has them. */
+  function standard(rows) {
+    const first = rows.find((row) => row.head_dim === 128) ?? rows[0];
+    const others = rows.filter((row) => row !== first);
+    const alike = others.filter((row) => row.arch === first?.arch && row.head_dim === first.head_dim);
+    const second = alike.find((row) => row.family !== first.family) ?? alike[0] ?? others[0] ?? first;
+    return [first, second];
+  }
+
+  /** What the page knows of its rows, in the tables' order: the gallery's entries that have a scene, else the scenes. */
+  function rowsOf({ gallery, scenes }) {
+    if (gallery) return gallery.filter((row) => row.id in scenes);
+    return Object.values(scenes).map(({ id, title, kernel }) => ({ ...kernel, id, title }));
+  }
+
+  CF.state.define("a", { param: "a" });
+  CF.state.define("b", { param: "b" });
+
+  CF.compare = {
+    merged,
+    lines,
+    summary,
+    standard,
+    rowsOf,
+    row: (a, b) => lines(a, b, rowCells),
+    traits: (a, b) => lines(a, b, traitCells),
+    parts: (a, b) => lines(a, b, partCells),
+    steps: (a, b) => lines(a, b, stepCells),
+    accesses: (a, b) => lines(a, b, accessCells),
+    budget: (a, b) => lines(a, b, budgetCells),
+    /** Address of the comparison of two rows, from a page of the site. */
+    link: (a, b) => `compare.html#a=${encodeURIComponent(a)}&b=${encodeURIComponent(b)}`,
+  };
+})();
