@@ -12,7 +12,7 @@ import pytest
 
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.sm80 import FwdTraitsSm80, fwd_candidates
+from cuteflash.traits.sm80 import FwdTraitsSm80
 
 cutlass = pytest.importorskip("cutlass")
 from cutlass import cute  # noqa: E402
@@ -177,14 +177,3 @@ def test_a_pass_of_the_copy_covers_whole_rows_of_a_slab_once(cols: int) -> None:
         assert places == set(range(rows * slab))
 
     on_host(probe)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(32, 32), (64, 64), (64, 128), (128, 128), (192, 128), (256, 256)]
-)
-def test_candidates_run_on_a100(head_dim: int, head_dim_v: int) -> None:
-    candidates = fwd_candidates(head_dim, head_dim_v)
-    assert len(set(candidates)) == len(candidates) > 4
-    runnable = [traits for traits in candidates if traits.check(get_arch("sm_80")) is None]
-    assert len(runnable) >= len(candidates) - 4  # the largest tiles with two stages need Hopper's shared memory
-    assert all((traits.head_dim, traits.head_dim_v) == (head_dim, head_dim_v) for traits in candidates)

@@ -9,6 +9,7 @@ Family = Literal["sm80", "sm90"]
 FAMILIES: tuple[str, ...] = get_args(Family)
 
 KIB = 1024
+BLOCK_SMEM = 1 * KIB  # of each resident block, beside what it asks for, since compute capability 8.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

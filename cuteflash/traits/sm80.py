@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
-from cuteflash.traits.arch import ArchSpec, Family
+from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
 from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
 CHUNK = 8  # elements of one 16-byte access
+ADDRESS_REGS = 16  # registers a thread needs at least beside its fragments
+REGS_STEP = 8  # the compiler's register limit is a multiple of this
 
 
 def swizzle_width(cols: int) -> int:
@@ -101,7 +102,8 @@ class FwdTraitsSm80:
         for name in ("head_dim", "head_dim_v"):
             rows = self.copy_rows(getattr(self, name))
             if self.tile_m % rows or self.tile_n % rows:
-                return f"{self.num_threads} threads copy {rows} rows of {name} at once: tile_m, tile_n are no multiples"
+                tiles = f"tile_m {self.tile_m} or tile_n {self.tile_n} is no multiple"
+                return f"{self.num_threads} threads copy {rows} rows of {name} at once: {tiles}"
         if not 0 <= self.swizzle_bits <= 3:
             return f"swizzle_bits {self.swizzle_bits} is not 0 to 3"
         if self.kv_stage > 1 and not (self.eager_loads and self.async_copy):
@@ -112,7 +114,31 @@ class FwdTraitsSm80:
             return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
         if self.blocks_per_sm * self.num_threads > arch.max_threads_per_sm:
             return f"{self.blocks_per_sm} blocks of {self.num_threads} threads do not fit into one SM of {arch.name}"
+        resident_bytes = self.blocks_per_sm * (self.smem_bytes + BLOCK_SMEM)
+        if resident_bytes > arch.smem_per_sm:
+            return (
+                f"{self.blocks_per_sm} blocks of {self.smem_bytes} + {BLOCK_SMEM} bytes of shared memory need "
+                f"{resident_bytes}, one SM of {arch.name} has {arch.smem_per_sm}"
+            )
+        limit = self.register_limit(arch)
+        if self.accumulator_regs > limit - ADDRESS_REGS:
+            return (
+                f"Q, S and O fragments take {self.accumulator_regs} registers a thread, {limit} less {ADDRESS_REGS} "
+                f"for addresses are there with {self.blocks_per_sm} x {self.num_threads} threads on an SM"
+            )
         return None
+
+    def register_limit(self, arch: ArchSpec) -> int:
+        """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""
+        share = arch.regs_per_sm // (self.blocks_per_sm * self.num_threads)
+        return min(arch.max_regs_per_thread, share // REGS_STEP * REGS_STEP)
+
+    @property
+    def accumulator_regs(self) -> int:
+        """Registers a thread needs for the S and O accumulators and, where it stays there, for Q; P replaces S."""
+        accumulators = self.tile_m * (self.tile_n + self.head_dim_v) // self.num_threads
+        q = self.tile_m * self.head_dim // self.num_threads // 2 if self.q_in_regs else 0
+        return accumulators + q
 
     @property
     def ahead(self) -> int:
@@ -122,59 +148,3 @@ class FwdTraitsSm80:
     def copy_rows(self, cols: int) -> int:
         """Rows of a tile of `cols` columns that one access of every thread covers."""
         return self.num_threads * CHUNK // swizzle_width(cols)
-
-
-# Tiles worth timing, by the larger head dim: (tile_m, tile_n, num_warps) and what differs from the defaults. Four warps
-# own 32 rows each, which halves the shared-memory reads of eight; eight leave registers for head dims beyond 128.
-_CANDIDATES: dict[int, tuple[tuple[int, int, int, dict[str, Any]], ...]] = {
-    64: (
-        (128, 128, 4, {"blocks_per_sm": 2}),
-        (128, 128, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
-        (128, 96, 4, {"blocks_per_sm": 2}),
-        (128, 96, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
-        (128, 64, 4, {"blocks_per_sm": 2}),
-        (128, 64, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
-        (128, 64, 4, {"blocks_per_sm": 2, "q_in_regs": True}),
-        (128, 64, 4, {"blocks_per_sm": 3}),
-        (64, 128, 4, {"blocks_per_sm": 3, "q_in_regs": True}),
-        (64, 64, 4, {"blocks_per_sm": 4, "q_in_regs": True, "kv_stage": 2}),
-        (128, 128, 8, {"q_in_regs": True, "kv_stage": 2}),
-        (256, 64, 8, {"kv_stage": 2}),
-    ),
-    128: (
-        (128, 64, 4, {"blocks_per_sm": 2}),
-        (128, 64, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
-        (128, 48, 4, {"blocks_per_sm": 2}),
-        (128, 48, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
-        (128, 32, 4, {"blocks_per_sm": 2}),
-        (128, 32, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
-        (128, 64, 8, {}),
-        (128, 64, 8, {"kv_stage": 2}),
-        (128, 128, 8, {}),
-        (128, 128, 8, {"q_in_regs": True}),
-        (64, 64, 4, {"blocks_per_sm": 3}),
-        (64, 64, 4, {"blocks_per_sm": 2, "q_in_regs": True, "kv_stage": 2}),
-    ),
-    256: (
-        (64, 64, 4, {"blocks_per_sm": 2}),
-        (64, 64, 4, {"blocks_per_sm": 2, "q_in_regs": True}),
-        (64, 32, 4, {"blocks_per_sm": 2, "kv_stage": 2}),
-        (64, 32, 4, {"blocks_per_sm": 2, "q_in_regs": True, "kv_stage": 2}),
-        (64, 48, 4, {"blocks_per_sm": 2}),
-        (128, 64, 8, {}),
-        (128, 64, 8, {"kv_stage": 2}),
-        (128, 48, 8, {"kv_stage": 2}),
-        (128, 64, 8, {"q_in_regs": True}),
-        (128, 96, 8, {}),
-    ),
-}
-
-
-def fwd_candidates(head_dim: int, head_dim_v: int) -> tuple[FwdTraitsSm80, ...]:
-    """Traits worth timing for padded head dims, scheduled both ways; `check` says what an arch runs."""
-    rows = next(rows for widest, rows in _CANDIDATES.items() if max(head_dim, head_dim_v) <= widest)
-    return tuple(
-        FwdTraitsSm80(m, n, head_dim, head_dim_v, num_warps=warps, cutlass_symbol=bold, **more)
-        for m, n, warps, more in rows
-        for bold in (False, True)
-    )

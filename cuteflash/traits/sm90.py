@@ -141,7 +141,9 @@ class FwdTraitsSm90:
         if self.share_q_o and self.q_in_regs:
             return "share_q_o with q_in_regs: Q has left its memory for the next tile's when O is staged"
         if self.share_q_o and self.head_dim != self.head_dim_v:
-            return "share_q_o needs head_dim equal to head_dim_v: a warpgroup's O must lie in its own rows of Q"
+            return (
+                f"share_q_o takes O as wide as Q, not {self.head_dim_v} and {self.head_dim} columns: the rows coincide"
+            )
         if self.exp_rows_before_wait not in (0, 1, 2):
             return f"exp_rows_before_wait {self.exp_rows_before_wait} is not 0, 1 or 2"
         if not 0 <= self.poly_exp2 <= 16:

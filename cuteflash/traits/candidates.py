@@ -1,0 +1,110 @@
+"""Which traits a sweep considers: one generator a kernel family, over everything that may differ.
+
+A candidate that no architecture runs stands for all its variants: what does not fit with one block a multiprocessor
+and plain switches does not fit otherwise. So generators stay short where the products would be hopeless, and every
+refusal still has a candidate whose `check` says why. Switches that were measured to interact are multiplied out; the
+others are turned one at a time, on a tile's plain form.
+
+This file is no part of a compiled kernel's cache key: a wider space leaves what was measured as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from cuteflash.traits.arch import ARCHS
+from cuteflash.traits.base import FwdTraits
+from cuteflash.traits.sm80 import CHUNK, FwdTraitsSm80, swizzle_width
+from cuteflash.traits.sm90 import WGMMA_M, FwdTraitsSm90
+
+AnyTraits = TypeVar("AnyTraits", FwdTraitsSm80, FwdTraitsSm90)
+
+# (tile_m, warps): 16 rows a warp is the instruction's own height, 32 halve the reads of K and V from shared memory.
+SM80_WARPS = ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8))
+SM80_TILE_N = (32, 48, 64, 80, 96, 112, 128, 160, 192)
+SM80_STAGES = (1, 2, 3)
+SM80_MAX_BLOCKS = 4
+
+SM90_TILE_M = (64, 128, 192)
+SM90_TILE_N = range(32, 257, 16)
+SM90_STAGES = (2, 3, 4)
+# Where Q, P and O live. Sharing Q's memory with O needs Q there to the end, so not in registers.
+SM90_PLACES: tuple[dict[str, Any], ...] = tuple(
+    q | p for q in ({}, {"q_in_regs": True}, {"share_q_o": True}) for p in ({}, {"p_in_regs": False})
+)
+# How the softmax lies between the products; the two interact (docs/performance.md, 4 and 6).
+SM90_ORDERS: tuple[dict[str, Any], ...] = tuple(
+    {"rescale_in_product": rescale, "exp_rows_before_wait": rows}
+    for rescale, rows in itertools.product((False, True), (1, 0, 2))
+)
+SM90_SWITCHES: tuple[dict[str, Any], ...] = (
+    {"pingpong": False},
+    {"overlap": False, "exp_rows_before_wait": 0},  # no product runs beside the softmax, so there is no wait to place
+    {"persistent": False},
+    {"longest_first": False},
+    {"ceded_regs": 8},
+    {"ceded_regs": 16},
+    {"warp_specialized": False, "pingpong": False, "overlap": False, "exp_rows_before_wait": 0},
+    {"poly_exp2": 2},
+    {"poly_exp2": 4},
+)
+
+
+def fwd_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm80]:
+    """Forward candidates of the sm80 family for padded head dims; some come twice."""
+    widest = swizzle_width(head_dim) // CHUNK  # 16-byte chunks of a swizzled row: 8, 4 or 2
+    switches: tuple[dict[str, Any], ...] = (
+        {"double_buffer": False},
+        {"longest_first": False},
+        {"swizzle_bits": widest.bit_length() - 2},  # one bit short of what is free of conflicts
+    )
+    for (tile_m, warps), tile_n, stages in itertools.product(SM80_WARPS, SM80_TILE_N, SM80_STAGES):
+        plain = FwdTraitsSm80(tile_m, tile_n, head_dim, head_dim_v, num_warps=warps, kv_stage=stages)
+        yield from _resident(plain)
+        in_regs = dataclasses.replace(plain, q_in_regs=True)
+        yield from _resident(in_regs)
+        if stages == 1:
+            yield from _resident(dataclasses.replace(in_regs, share_q_v_smem=True))
+            if _runs_somewhere(plain):
+                yield from _changed(plain, switches)
+
+
+def _resident(base: FwdTraitsSm80) -> Iterator[FwdTraitsSm80]:
+    """A base with 1, 2, .. resident blocks, up to and with the first number that fits nowhere, scheduled both ways."""
+    for blocks in range(1, SM80_MAX_BLOCKS + 1):
+        traits = dataclasses.replace(base, blocks_per_sm=blocks)
+        yield traits
+        if not _runs_somewhere(traits):
+            return
+        yield dataclasses.replace(traits, cutlass_symbol=True)
+
+
+def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm90]:
+    """Forward candidates of the sm90 family for padded head dims; some come twice."""
+    for tile_m, tile_n, stages in itertools.product(SM90_TILE_M, SM90_TILE_N, SM90_STAGES):
+        for places in SM90_PLACES:
+            base = FwdTraitsSm90(
+                tile_m,
+                tile_n,
+                head_dim,
+                head_dim_v,
+                kv_stage=stages,
+                pingpong=tile_m > WGMMA_M,  # one consumer warpgroup has nobody to take turns with
+                exp_rows_before_wait=1,
+                **places,
+            )
+            yield base
+            if stages == SM90_STAGES[0] and _runs_somewhere(base):
+                yield from _changed(base, SM90_ORDERS if base.p_in_regs else ())
+                yield from _changed(base, () if places else SM90_SWITCHES)
+
+
+def _changed(base: AnyTraits, changes: tuple[dict[str, Any], ...]) -> Iterator[AnyTraits]:
+    return (dataclasses.replace(base, **change) for change in changes)
+
+
+def _runs_somewhere(traits: FwdTraits) -> bool:
+    return any(traits.check(arch) is None for arch in ARCHS.values())

@@ -1,0 +1,121 @@
+"""The search space is wide, finite and says why what cannot run cannot run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from cuteflash.compile import build
+from cuteflash.dispatch import forward_kernel
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
+from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
+from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
+from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.tune.space import enumerate_fwd, prune
+
+HEAD_DIMS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+PAIRS: list[tuple[str, Family]] = [("sm_80", "sm80"), ("sm_90a", "sm80"), ("sm_90a", "sm90")]
+MOST = 2200  # what a laptop can still compile over night
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+@pytest.mark.parametrize(("target", "family"), PAIRS)
+def test_at_least_200_are_considered_and_each_rejection_has_a_reason(
+    target: str, family: Family, head_dims: tuple[int, int]
+) -> None:
+    judged = prune(enumerate_fwd(family, *head_dims), get_arch(target))
+    assert 200 <= len(judged) <= MOST
+    runnable = [traits for traits, reason in judged if reason is None]
+    reasons = [reason for _, reason in judged if reason is not None]
+    assert len(runnable) >= 50 and reasons
+    for reason in reasons:
+        assert re.search(r"\d", reason) and "\n" not in reason, reason
+        assert len(reason) < 200
+    for traits, _ in judged:
+        assert (traits.family, traits.head_dim, traits.head_dim_v) == (family, *head_dims)
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_candidate_comes_once(family: Family, head_dims: tuple[int, int]) -> None:
+    candidates = list(enumerate_fwd(family, *head_dims))
+    assert len(set(candidates)) == len(candidates)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tunable_trait_takes_several_values(family: Family) -> None:
+    values: dict[str, set[object]] = collections.defaultdict(set)
+    for traits in enumerate_fwd(family, 128, 128):
+        for name, value in dataclasses.asdict(traits).items():
+            values[name].add(value)
+    # The switches of the ablation ladder that only take something away are timed there.
+    fixed = {"head_dim", "head_dim_v", "async_copy", "eager_loads", "fused_softmax"}
+    assert {name for name, seen in values.items() if len(seen) < 2} <= fixed
+    assert len(values["tile_m"]) >= 3
+    assert values["tile_n"] == set(SM80_TILE_N if family == "sm80" else SM90_TILE_N)
+    assert len(values["kv_stage"]) == 3
+
+
+def test_every_shipped_row_is_a_candidate() -> None:
+    spaces: dict[tuple[str, int, int], set[object]] = {}
+    for rows in FWD_ROWS.values():
+        for row in rows:
+            place = row.traits.family, row.traits.head_dim, row.traits.head_dim_v
+            space = spaces.get(place) or spaces.setdefault(place, set(enumerate_fwd(*place)))
+            assert row.traits in space, row.traits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_runs_nowhere_stands_for_its_variants(family: Family) -> None:
+    """A tile that no architecture holds is considered in one form for each place of its operands, not in all."""
+    hopeless = collections.Counter(
+        (traits.tile_m, traits.tile_n, traits.kv_stage, getattr(traits, "num_warps", 0))
+        for traits in enumerate_fwd(family, 256, 256)
+        if all(traits.check(arch) for arch in ARCHS.values())
+    )
+    assert max(hopeless.values()) <= 6
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"blocks_per_sm": 3},
+            "3 blocks of 65536 + 1024 bytes of shared memory need 199680, one SM of sm_80 has 167936",
+        ),
+        ({"tile_n": 128, "q_in_regs": True, "kv_stage": 1}, "take 320 registers a thread, 255 less 16"),
+        ({"num_warps": 8, "tile_n": 48}, "256 threads copy 32 rows of head_dim at once: tile_m 128 or tile_n 48"),
+    ],
+)
+def test_sm80_says_with_numbers_what_does_not_fit(change: dict[str, Any], reason: str) -> None:
+    good = FwdTraitsSm80(128, 64, 128, 128, num_warps=4)
+    assert good.check(get_arch("sm_80")) is None
+    assert reason in (dataclasses.replace(good, **change).check(get_arch("sm_80")) or "")
+
+
+@pytest.mark.parametrize(
+    "traits",
+    [
+        FwdTraitsSm80(128, 48, 128, 128, q_in_regs=True),
+        FwdTraitsSm80(64, 48, 128, 128, num_warps=4, q_in_regs=True, blocks_per_sm=4),
+    ],
+    ids=["by-thread", "by-residency"],
+)
+def test_what_is_pruned_for_registers_would_spill(traits: FwdTraitsSm80, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest misses: one k-block less of fragments and the estimate would let them through."""
+    pytest.importorskip("cutlass")
+    monkeypatch.setenv("CUTEFLASH_CACHE", "0")
+    assert "registers a thread" in (traits.check(get_arch("sm_90a")) or "")
+    assert traits.accumulator_regs - 16 <= traits.register_limit(get_arch("sm_90a")) - ADDRESS_REGS
+    report = build(forward_kernel("sm80"), traits, FwdProblem("bf16", 128, 128), "sm_90a")
+    assert report.resources.spill_store_bytes > 0
+
+
+def test_unknown_families_are_named() -> None:
+    with pytest.raises(ValueError, match=r"family is 'sm70'; allowed: sm80, sm90"):
+        next(enumerate_fwd("sm70", 64, 64))  # type: ignore[arg-type]
