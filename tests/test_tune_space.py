@@ -61,13 +61,27 @@ def test_every_tunable_trait_takes_several_values(family: Family) -> None:
     assert len(values["kv_stage"]) == 3
 
 
-def test_every_shipped_row_is_a_candidate() -> None:
-    spaces: dict[tuple[str, int, int], set[object]] = {}
-    for rows in FWD_ROWS.values():
+def test_every_shipped_row_is_a_candidate_or_compiles_to_one() -> None:
+    spaces: dict[tuple[Family, int, int], set[object]] = {}
+    for (target, _), rows in FWD_ROWS.items():
         for row in rows:
             place = row.traits.family, row.traits.head_dim, row.traits.head_dim_v
             space = spaces.get(place) or spaces.setdefault(place, set(enumerate_fwd(*place)))
-            assert row.traits in space, row.traits
+            same = {row.traits}
+            if isinstance(row.traits, FwdTraitsSm80):  # fewer resident blocks, where they leave as many registers
+                fewer = (dataclasses.replace(row.traits, blocks_per_sm=n) for n in range(1, row.traits.blocks_per_sm))
+                limit = row.traits.register_limit(get_arch(target))
+                same |= {traits for traits in fewer if traits.register_limit(get_arch(target)) == limit}
+            assert same & space, row.traits
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+def test_resident_blocks_are_considered_where_they_change_the_register_limit(head_dims: tuple[int, int]) -> None:
+    a100, seen = get_arch("sm_80"), set()
+    for traits in enumerate_fwd("sm80", *head_dims):
+        code = dataclasses.replace(traits, blocks_per_sm=1), traits.register_limit(a100)
+        assert code not in seen
+        seen.add(code)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -27,6 +27,7 @@ SM80_WARPS = ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8))
 SM80_TILE_N = (32, 48, 64, 80, 96, 112, 128, 160, 192)
 SM80_STAGES = (1, 2, 3)
 SM80_MAX_BLOCKS = 4
+AMPERE = ARCHS["sm_80"]  # for its register file, which all architectures have
 
 SM90_TILE_M = (64, 128, 192)
 SM90_TILE_N = range(32, 257, 16)
@@ -73,13 +74,20 @@ def fwd_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm8
 
 
 def _resident(base: FwdTraitsSm80) -> Iterator[FwdTraitsSm80]:
-    """A base with 1, 2, .. resident blocks, up to and with the first number that fits nowhere, scheduled both ways."""
+    """A base with 1, 2, .. resident blocks, up to and with the first number that fits nowhere, scheduled both ways.
+
+    Numbers that leave a thread as many registers as a smaller one compile to the same code, byte for byte.
+    """
+    limits = set()
     for blocks in range(1, SM80_MAX_BLOCKS + 1):
         traits = dataclasses.replace(base, blocks_per_sm=blocks)
-        yield traits
-        if not _runs_somewhere(traits):
-            return
-        yield dataclasses.replace(traits, cutlass_symbol=True)
+        limit = traits.register_limit(AMPERE)
+        if limit not in limits:
+            limits.add(limit)
+            yield traits
+            if not _runs_somewhere(traits):
+                return
+            yield dataclasses.replace(traits, cutlass_symbol=True)
 
 
 def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm90]:
