@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import platform
 import time
 from collections.abc import Iterable
@@ -14,37 +13,24 @@ import torch
 
 from benchmarks.implementations import runner
 from cuteflash.problem import Dtype
+from cuteflash.tune import machine
 from cuteflash.tune.cells import Cell, make_inputs
 from cuteflash.tune.timing import Runner, clock_for, first_call, median
 
-MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
 TINY = Cell(64, "full", 128, tokens=128, hidden=512)
-VERSIONED = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Date, device and versions: what is needed to read the numbers later."""
-    versions = {"python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {"python": platform.python_version()} | machine.versions()
     found: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), "versions": versions}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        cudnn = torch.backends.cudnn.version()
-        found |= {"gpu": properties.name, "sms": properties.multi_processor_count, "cudnn": cudnn}
+        found |= {"gpu": properties.name, "sms": properties.multi_processor_count}
     else:
         found["gpu"] = "none (CPU)"
     return found
-
-
-def matmul_tflops(device: torch.device, size: int = MATMUL_SIZE, rounds: int = 5) -> float:
-    """Rate of a `size`³ bf16 matrix product on random data, TFLOP/s."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / (_median_ms(lambda: a @ b, device, rounds) * 1e9)
 
 
 def copy_gbps(device: torch.device, size: int = COPY_BYTES, rounds: int = 5) -> float:

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks import device, report
-from benchmarks.implementations import NAMES, Variant, parse_variants, runners_for, unavailable
+from benchmarks.implementations import NAMES, runners_for, unavailable
 from cuteflash.problem import DTYPES
-from cuteflash.tune import accuracy
+from cuteflash.tune import accuracy, machine
 from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, Cell, Inputs, grid, make_inputs
 from cuteflash.tune.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
+from cuteflash.tune.variants import Variant, parse_variants
 
 QUICK_SEQLENS = (1024, 8192)
 QUICK_ROUNDS = 3
@@ -102,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_SEQLENS} and {QUICK_ROUNDS} rounds")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--traits-override", default="[]", metavar="JSON|@FILE", help="see benchmarks.variants")
+    parser.add_argument("--traits-override", default="[]", metavar="JSON|@FILE", help="see cuteflash.tune.variants")
     arguments = parser.parse_args(argv)
     arguments.seqlens = arguments.seqlens or (QUICK_SEQLENS if arguments.quick else SEQLENS)
     arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
@@ -154,7 +155,7 @@ def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.d
         "cells": [],
     }
     if where.type == "cuda":
-        result["device"] = {"matmul_tflops": device.matmul_tflops(where), "copy_gbps": device.copy_gbps(where)}
+        result["device"] = {"matmul_tflops": machine.matmul_tflops(where), "copy_gbps": device.copy_gbps(where)}
     try:
         for cell in cells:
             result["cells"].append(measure(cell, names, where, arguments.rounds, arguments.overrides))

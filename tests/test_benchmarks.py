@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import pathlib
@@ -11,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import forward, implementations, report, variants
-from benchmarks.implementations import Variant, parse_variants
+from benchmarks import forward, implementations, report
 from cuteflash.problem import MaskKind
-from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, Inputs, grid, make_inputs, parse_cell
 from cuteflash.tune.timing import interleaved, median, spread
@@ -205,98 +201,9 @@ def test_report_replaces_what_stands_between_the_markers(tmp_path: pathlib.Path)
         report.insert("x", path)
 
 
-def test_variants_default_their_head_dims_to_the_cell() -> None:
-    narrow, wide = parse_variants(
-        '[{"tile_m": 64, "tile_n": 64, "mask": "full"}, {"tile_m": 128, "tile_n": 80}]', "sm90"
-    )
-    assert narrow.traits(Cell(128, "full", 512)) == FwdTraitsSm90(64, 64, 128, 128)
-    assert not narrow.applies(Cell(128, "causal", 512))
-    assert wide.applies(Cell(128, "causal", 512))
-    assert narrow.label == "m=64 n=64"
-
-
-def test_variants_name_their_family_and_head_dim() -> None:
-    (variant,) = parse_variants('[{"family": "sm80", "tile_m": 64, "tile_n": 64, "head_dim": 64, "head_dim_v": 64}]')
-    assert isinstance(variant.traits(Cell(64, "causal", 512)), FwdTraitsSm80)
-    assert not variant.applies(Cell(128, "causal", 512))
-
-
-@pytest.mark.parametrize(
-    "text", ['{"tile_m": 64}', '[{"tile_m": 64}]', '[{"family": "sm70"}]', '[{"family": "sm80", "mask": "window"}]']
-)
-def test_malformed_variants_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"JSON list|family is|mask is"):
-        parse_variants(text)
-
-
-def variant_plan(*rows: dict[str, Any]) -> variants.Plan:
-    found = [Variant("sm80", row) for row in rows]
-    return variants.Plan(found, [SMALL], ["fa2"], rounds=1, target="sm_80")
-
-
-def test_a_variant_that_does_not_fit_says_why() -> None:
-    plan = variant_plan({"tile_m": 128, "tile_n": 8192}, {"tile_m": 128, "tile_n": 64, "bogus": 1})
-    built = [variants.build_one(variant, SMALL, "sm_80") for variant in plan.variants]
-    assert "shared memory" in str(built[0].problem)
-    assert "bogus" in str(built[1].problem)
-
-
-def test_a_worker_reports_a_failing_variant_and_goes_on(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = variant_plan({"tile_m": 64, "tile_n": 64}, {"tile_m": 128, "tile_n": 64}, {"tile_m": 32, "tile_n": 64})
-
-    def fake_runner(variant: Variant, inputs: Inputs, target: str) -> Any:
-        if variant.fields["tile_m"] == 64:
-            raise RuntimeError("ptxas gave up")
-        return implementations.runner("fa2", inputs)
-
-    monkeypatch.setattr(variants, "variant_runner", fake_runner)
-    journal = tmp_path / "journal"
-    variants.Worker(plan, {(2, SMALL.label): "does not compile"}, journal, CPU).run()
-    (row,) = variants.read_journal(journal)
-    assert row["results"]["0"]["problem"] == "RuntimeError: ptxas gave up"
-    assert row["results"]["2"]["problem"] == "does not compile"
-    assert row["results"]["1"]["tflops"] > 0
-    text = "\n".join(variants.table(plan, [row], {(1, SMALL.label): variants.Built(note="2 spills")}))
-    assert "[1] m=128 n=64  (2 spills)" in text
-    assert "[0] m=64 n=64: RuntimeError: ptxas gave up" in text
-
-
-def test_a_lost_context_is_recorded_and_that_variant_skipped(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = variant_plan({"tile_m": 64, "tile_n": 64})
-
-    def lose(*_: object) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    class Exited(Exception):
-        pass
-
-    def leave(status: int) -> None:
-        raise Exited(status)
-
-    monkeypatch.setattr(variants, "variant_runner", lose)
-    monkeypatch.setattr(variants.os, "_exit", leave)
-    arguments = argparse.Namespace(skip="[]", worker=tmp_path / "journal")
-    with pytest.raises(Exited) as exited:
-        variants.work(arguments, plan, CPU)
-    assert exited.value.args == (variants.LOST_CONTEXT,)
-    assert variants.work(arguments, plan, CPU) == 0
-    assert "lost the GPU" in variants.read_journal(arguments.worker)[-1]["results"]["0"]["problem"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the message for machines without a GPU")
-@pytest.mark.parametrize(
-    ("main", "arguments"),
-    [
-        (forward.main, ["--json", "unused.json"]),
-        (variants.main, ["--variants", "[]", "--cells", "64:512:full"]),
-    ],
-)
-def test_without_a_gpu_the_command_says_so(main: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert forward.main(["--json", "unused.json"]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
 
 

@@ -96,6 +96,14 @@ def build(kernel_cls: type, traits: Any, problem: Any, target: str) -> BuildRepo
     return _report(artifact, traits, problem)
 
 
+def lookup(kernel_cls: type, traits: Any, problem: Any, target: str) -> BuildReport | None:
+    """The report of a kernel that the disk cache holds, None where it does not. Compiles and loads nothing."""
+    root = cache_dir()
+    entry = Entry(root or pathlib.Path(), cache_key(kernel_cls, traits, problem, target))
+    stored, _ = entry.read() if root is not None else (None, None)
+    return _report(_Artifact(entry, stored, None, cached=True), traits, problem) if stored is not None else None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Artifact:
     """An exported object: in the cache (`blob` is None) or, where that cannot hold it, in memory."""

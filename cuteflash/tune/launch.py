@@ -1,34 +1,218 @@
-"""A forward kernel with given traits launched directly, without the dispatcher and the operator around it."""
+"""The real backend of a sweep: this project's compiler and disk cache, and the current CUDA device."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from cuteflash.compile import compiled
+from cuteflash.compile import BuildReport, build, cache_dir, compiled, lookup
+from cuteflash.compile.cache import key_digest
+from cuteflash.compile.key import cache_key, source_fingerprint
 from cuteflash.dispatch import forward_kernel
+from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
-from cuteflash.tune.cells import Inputs
-from cuteflash.tune.timing import Runner
+from cuteflash.tune import accuracy, machine
+from cuteflash.tune.backend import Backend, Machine
+from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.peers import peer_runner
+from cuteflash.tune.timing import HangError, Runner, Sampler, clock_for, first_call
+
+SAMPLE_MS = 5.0  # device time of one sample: hundreds of candidates share minutes
+REPEATS = 3  # runs of the gate, which have to agree bitwise: what is read too early differs sooner or later
 
 
-def direct_runner(traits: FwdTraits, inputs: Inputs, target: str) -> Runner:
-    """A runner of `traits` over a cell's inputs, into one output that starts as NaN.
+class WrongResult(RuntimeError):
+    """A kernel ran, and its output is wrong."""
 
-    Compiles what the disk cache does not have. ValueError where the traits cannot run on `target`.
+
+def backend(target: str) -> Backend:
+    """The compiler, disk cache and GPU for a compile target. ValueError where the disk cache is turned off."""
+    if cache_dir() is None:
+        raise ValueError("CUTEFLASH_CACHE turns the disk cache off; a sweep keeps its compiled kernels there")
+
+    def key(traits: FwdTraits, problem: FwdProblem) -> str:
+        return key_digest(cache_key(forward_kernel(traits.family), traits, problem, target))
+
+    def report(traits: FwdTraits, problem: FwdProblem) -> BuildReport | None:
+        return lookup(forward_kernel(traits.family), traits, problem, target)
+
+    return Backend(
+        target,
+        source_fingerprint(),
+        key,
+        report,
+        functools.partial(CacheBuilder, target),
+        functools.partial(CudaBench, target),
+    )
+
+
+class CacheBuilder:
+    """Compiles into the disk cache."""
+
+    def __init__(self, target: str):
+        self.target = target
+
+    def build(self, traits: FwdTraits, problem: FwdProblem) -> BuildReport:
+        """What the compiler said, now or when the kernel came into the cache."""
+        return build(forward_kernel(traits.family), traits, problem, self.target)
+
+    def usable(self) -> bool:
+        """A compiler that only raised can go on."""
+        return True
+
+
+def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
+    """Small cells whose lengths are multiples of nothing: one beyond the window, one of a few queries."""
+
+    def cell(queries: int, keys: int, batch: int) -> Cell:
+        return Cell(
+            problem.head_dim,
+            problem.mask,
+            keys,
+            problem.dtype,
+            head_dim_v=problem.head_dim_v,
+            seqlen_q=queries,
+            tokens=batch * keys,
+            hidden=2 * problem.head_dim,
+        )
+
+    return cell(1111, 1363, 1), cell(5, 299, 3)
+
+
+@dataclasses.dataclass(slots=True)
+class Scene:
+    """A cell with everything that its runs share.
+
+    Attributes:
+        reference: in fp32, of some heads.
+        out: (batch, seqlen_q, heads, head_dim_v), written by each run of ours.
+        right: the first output that was found right; compared with every later one where not all heads have a
+            reference.
+        runners: by traits, or a peer's name; each has run and was right.
+        sampler: times them.
+    """
+
+    inputs: Inputs
+    reference: accuracy.Reference
+    out: torch.Tensor
+    sampler: Sampler
+    right: torch.Tensor | None = None
+    runners: dict[FwdTraits | str, Runner] = dataclasses.field(default_factory=dict)
+
+
+class CudaBench:
+    """The current CUDA device. One cell's inputs and one problem's gate are held at a time.
+
+    Raises:
+        RuntimeError: torch finds no GPU.
+    """
+
+    def __init__(self, target: str):
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch finds no GPU; --dry-run and --compile-only work without one")
+        self.target = target
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._hung = False
+        self._gate: tuple[FwdProblem, list[Scene]] | None = None
+        self._cell: Scene | None = None
+
+    def machine(self) -> Machine:
+        """Which GPU this is."""
+        return machine.this_machine(self.device)
+
+    def matmul_tflops(self) -> float:
+        """Rate of the 8192³ bf16 matrix product."""
+        return machine.matmul_tflops(self.device)
+
+    def usable(self) -> bool:
+        """Whether the context is still there."""
+        if self._hung:
+            return False
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
+    def check(self, traits: FwdTraits, problem: FwdProblem) -> dict[str, Any]:
+        """The largest error of each gate cell beside its tolerance. WrongResult names what is wrong."""
+        if self._gate is None or self._gate[0] != problem:
+            self._gate = problem, [self._scene(cell, heads=None) for cell in gate_cells(problem)]
+        found = {}
+        for scene in self._gate[1]:
+            run = self._runner(traits, scene)
+            outs = [self._run_once(run, scene).clone() for _ in range(REPEATS)]
+            self._judge(outs[0], scene)
+            if not all(torch.equal(outs[0], out) for out in outs[1:]):
+                raise WrongResult(f"{scene.inputs.cell.label}: runs of the same inputs differ")
+            found[scene.inputs.cell.label] = [accuracy.error(outs[0], scene.reference), scene.reference.tolerance]
+        return {"errors": found}
+
+    def sample(self, subject: FwdTraits | str, cell: Cell) -> float:
+        """Milliseconds per call of a batch. A subject's first output of a cell is judged before it is timed."""
+        if self._cell is None or self._cell.inputs.cell != cell:
+            self._cell = None  # its memory first
+            self._cell = self._scene(cell)
+        scene = self._cell
+        if subject not in scene.runners:
+            run = self._runner(subject, scene)
+            out = self._run_once(run, scene)
+            self._judge(out, scene)
+            if scene.right is None:
+                scene.right = out.clone()
+            scene.runners[subject] = run
+        return scene.sampler(scene.runners[subject])
+
+    def _scene(self, cell: Cell, heads: int | None = accuracy.HEADS_CHECKED) -> Scene:
+        inputs = make_inputs(cell, self.device)
+        reference = accuracy.make_reference(inputs, cell.batch * cell.heads if heads is None else heads)
+        return Scene(inputs, reference, inputs.empty_out(), Sampler(clock_for(self.device), SAMPLE_MS))
+
+    def _runner(self, subject: FwdTraits | str, scene: Scene) -> Runner:
+        if isinstance(subject, str):
+            return peer_runner(subject, scene.inputs)
+        kernel, problem = forward_kernel(subject.family), scene.inputs.cell.problem
+        if lookup(kernel, subject, problem, self.target) is None:
+            raise LookupError(f"the compiled kernel is not in the disk cache {cache_dir()}")
+        return direct_runner(subject, scene.inputs, self.target, scene.out)
+
+    def _run_once(self, run: Runner, scene: Scene) -> torch.Tensor:
+        scene.out.fill_(float("nan"))
+        try:
+            return first_call(run, self.device)
+        except HangError:
+            self._hung = True
+            raise
+
+    def _judge(self, out: torch.Tensor, scene: Scene) -> None:
+        complaint = accuracy.complaint(out, scene.reference, scene.right)
+        if complaint is not None:
+            raise WrongResult(f"{scene.inputs.cell.label}: {complaint}")
+
+
+def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Tensor | None = None) -> Runner:
+    """A forward kernel over a cell's inputs, without the dispatcher and the operator around it.
+
+    Compiles what the disk cache does not have. `out`: where it writes; by default a tensor of its own, full of NaN.
+    ValueError where the traits cannot run on `target`.
     """
     reason = traits.check(get_arch(target))
     if reason:
         raise ValueError(reason)
     kernel = compiled(forward_kernel(traits.family), traits, inputs.cell.problem, target)
-    out = inputs.empty_out()
+    written = inputs.empty_out() if out is None else out
     num_sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
     scale = inputs.cell.head_dim**-0.5
-    arguments = (inputs.q, inputs.k, inputs.v, out, None, scale, 0.0, *inputs.cell.window, num_sms)
+    arguments: Sequence[Any] = (inputs.q, inputs.k, inputs.v, written, None, scale, 0.0, *inputs.cell.window, num_sms)
 
     def run(calls: int) -> torch.Tensor:
         for _ in range(calls):
             kernel(*arguments)
-        return out
+        return written
 
     return run

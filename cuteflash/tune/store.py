@@ -215,9 +215,22 @@ class Store:
         """Keeps a timing, in place of an older one of the same candidate, cell, GPU, driver, key and race."""
         self.record_timings([timing])
 
-    def record_timings(self, timings: Iterable[Timing]) -> None:
-        """`record_timing` of many, in one transaction: of a round in which all took part."""
-        self._insert("timings", timings)
+    def record_timings(self, timings: Iterable[Timing], flush: bool = True) -> None:
+        """`record_timing` of many, in one transaction.
+
+        Without `flush` it returns when the system has the records, which outlive the process but not a power cut: a
+        sample takes milliseconds, as does the disk. The next flushed record takes them along.
+        """
+        if flush:
+            self._insert("timings", timings)
+            return
+        with self._explained("cannot be written"):
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+        try:
+            self._insert("timings", timings)
+        finally:
+            with self._explained("cannot be written"):
+                self._connection.execute("PRAGMA synchronous = FULL")
 
     def mark(self, name: str, value: Any) -> None:
         """Keeps one JSON value by name, with the time: what a worker is about to do, so that its end can be blamed."""

@@ -143,18 +143,33 @@ class Rules:
     margin: float = 0.03
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Roles:
+    """Who in a race is no ordinary candidate.
+
+    Attributes:
+        stays: names that take part in every round and judge the others.
+        guests: names that take part in every round, and by which nobody is judged.
+    """
+
+    stays: Collection[str] = ()
+    guests: Collection[str] = ()
+
+
+NOBODY = Roles()
+
+
 def race(
     samples: dict[str, list[float]],
     sample: Callable[[str], float | None],
     rules: Rules,
-    stays: Collection[str] = (),
+    roles: Roles = NOBODY,
 ) -> None:
     """Interleaved rounds that clear losers leave early, and that go on where an interrupted race stopped.
 
     Args:
         samples: of each name what was measured before, which is not measured again; what is measured is appended.
         sample: milliseconds per call of one batch of a name; None takes the name out of the race.
-        stays: names that take part in every round, yardsticks for the others.
     """
     running = list(samples)
     for index in range(rules.rounds):
@@ -168,8 +183,9 @@ def race(
                     samples[name].append(found)
         if index + 1 >= rules.first:
             # Judged by what this round knew, so that a race that goes on sends the same ones home.
-            slow = losers({name: samples[name][: index + 1] for name in running}, rules.margin)
-            running = [name for name in running if name not in slow or name in stays]
+            judged = {name: samples[name][: index + 1] for name in running if name not in roles.guests}
+            slow = losers(judged, rules.margin)
+            running = [name for name in running if name not in slow or name in roles.stays]
 
 
 def losers(samples: Mapping[str, Sequence[float]], margin: float) -> set[str]:

@@ -1,0 +1,255 @@
+"""The GPU's stages: each candidate is checked once a problem, then raced against the others cell by cell.
+
+A race is the rounds of one cell in which one family's candidates take part interleaved (`timing.race`). Every sample is
+recorded: where a sweep was killed, the race goes on under its name with those it had. Candidates that come later, of a
+wider limit or with changed sources, run a race of their own, in which the cell's default and the fastest so far run
+again: what took part in both tells their clocks apart.
+
+Under a budget every problem gets the same share of the time that is left, and its most promising candidates use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.base import FwdTraits
+from cuteflash.traits.shapes import Shape, shape_of
+from cuteflash.tune.backend import PEER, Backend, Machine
+from cuteflash.tune.cells import Cell
+from cuteflash.tune.heats import Field, Heat, Past, arrange, past_of
+from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
+from cuteflash.tune.progress import Watch
+from cuteflash.tune.store import Stage, Store, Timing, Verdict, now, problem_id
+from cuteflash.tune.timing import Roles, interval, median, race
+from cuteflash.tune.worker import RequestFailed, Worker
+
+HOPELESS = 0.10  # so far behind in one cell, a candidate is not timed in the others of that shape class
+MATMUL_SECONDS = 60.0
+GATE_GUESS, RACE_GUESS = 0.2, 0.06  # seconds that a candidate takes, until that has been measured
+NEWEST = 0.1  # weight of the newest measurement of these
+
+
+class Racing:
+    """The GPU's part of a sweep; a context manager that ends the worker process."""
+
+    def __init__(self, plan: Plan, store: Store, watch: Watch, backend: Backend):
+        self.plan, self.store, self.watch, self.backend = plan, store, watch, backend
+        self.worker = Worker(backend.bench)
+        self._machine: Machine | None = None
+        self._gate_seconds, self._race_seconds = GATE_GUESS, RACE_GUESS
+
+    def __enter__(self) -> Racing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.worker.stop()
+
+    @property
+    def machine(self) -> Machine:
+        """The GPU; the first access asks a worker process for it.
+
+        Raises:
+            StartFailed: there is none.
+            ValueError: it is not the plan's target.
+        """
+        if self._machine is None:
+            machine: Machine = self.worker.call("machine", seconds=MATMUL_SECONDS)
+            if machine.target != self.plan.target:
+                raise ValueError(
+                    f"arch is {self.plan.target}; the GPU here is a {machine.gpu}, which is {machine.target}; "
+                    "--dry-run and --compile-only work for any arch"
+                )
+            self._machine = machine
+        return self._machine
+
+    def measure(self, groups: Sequence[Group]) -> None:
+        """Checks and times what the store does not know yet.
+
+        Raises:
+            StoreError: the database cannot be written.
+            StartFailed: the GPU is gone.
+        """
+        self._record_run()
+        self.watch.begin("gate", sum(len(group.candidates) for group in groups))
+        self.watch.begin("time", sum(len(group.candidates) * len(group.cells) for group in groups))
+        deadline = time.monotonic() + self.plan.budget if self.plan.budget is not None else math.inf
+        problems: dict[FwdProblem, list[Group]] = {}
+        for group in groups:
+            problems.setdefault(group.problem, []).append(group)
+        for done, own in enumerate(problems.values()):
+            share = max(0.0, deadline - time.monotonic()) / (len(problems) - done) / len(own)
+            passed = [self._gate(group, share) for group in own]
+            for cell in own[0].cells:  # the families one after the other, so that they share the cell's inputs
+                for group in passed:
+                    self._time(group, cell)
+        self.watch.end("gate")
+        self.watch.end("time")
+
+    def _record_run(self) -> None:
+        """Keeps which machine this is and how fast it is now."""
+        machine = self.machine
+        rate = self.worker.call("matmul_tflops", seconds=MATMUL_SECONDS)
+        self.store.mark(f"run {now()}", {**dataclasses.asdict(machine), "matmul_tflops": rate})
+        self.watch.say(f"{machine.gpu}, driver {machine.driver}: 8192³ bf16 matrix product {rate:.0f} TFLOP/s")
+
+    def _gate(self, group: Group, share: float) -> Group:
+        """The group with those of its candidates that fit into `share` seconds and are right."""
+        costs = itertools.accumulate(self._cost(candidate, group.cells) for candidate in group.candidates)
+        fitting = zip(group.candidates, costs, strict=True)
+        entered = [candidate for candidate, cost in fitting if cost <= share or candidate.always]
+        passed = tuple(candidate for candidate in entered if self._passes(candidate))
+        left = len(group.candidates) - len(entered)
+        if left:
+            self.watch.step("gate", "left for later", left)
+        self.watch.step("time", "not reached", (len(group.candidates) - len(passed)) * len(group.cells))
+        return dataclasses.replace(group, candidates=passed)
+
+    def _cost(self, candidate: Candidate, cells: Sequence[Cell]) -> float:
+        """Seconds that it takes to find out what is not known of a candidate yet, about."""
+        machine = self.machine
+        names = (machine.gpu, machine.driver, candidate.key)
+        open_cells = sum(not self.store.have_timing(candidate.id, cell.id, *names) for cell in cells)
+        gate = self._gate_seconds if self._verdict(candidate, "gate") is None else 0.0
+        return open_cells * self._race_seconds + gate
+
+    def _passes(self, candidate: Candidate) -> bool:
+        """Whether a candidate is right, and has not failed while it was timed."""
+        verdict = self._verdict(candidate, "gate")
+        if verdict is None:
+            self.watch.doing(
+                "gate", f"{problem_id(candidate.problem)}, {candidate.traits.tile_m}x{candidate.traits.tile_n}"
+            )
+            started = time.monotonic()
+            try:
+                details = self.worker.call("check", candidate.traits, candidate.problem, seconds=self.plan.limits.gate)
+                verdict = Verdict(*self._names(candidate, "gate"), ok=True, details=details)
+            except RequestFailed as failure:
+                verdict = Verdict(*self._names(candidate, "gate"), ok=False, reason=str(failure))
+            self.store.record_verdict(verdict)
+            self._gate_seconds += NEWEST * (time.monotonic() - started - self._gate_seconds)
+        later = self._verdict(candidate, "time")
+        ok = verdict.ok and (later is None or later.ok)
+        self.watch.step("gate", "kept" if ok else "rejected")
+        return ok
+
+    def _verdict(self, candidate: Candidate, stage: Stage) -> Verdict | None:
+        return self.store.verdict(*self._names(candidate, stage))
+
+    def _names(self, candidate: Candidate, stage: Stage) -> tuple[str, str, str, Stage, str]:
+        return candidate.id, self.plan.target, problem_id(candidate.problem), stage, candidate.key
+
+    def _time(self, group: Group, cell: Cell) -> None:
+        """Runs all races of a group on a cell that are not over, or have not begun."""
+        self.store.add_cell(cell.id, dataclasses.asdict(cell))
+        field = self._field(group, cell)
+        hopeless = self._hopeless(group, cell)
+        subjects: dict[str, Candidate | str] = {PEER + name: name for name in self.plan.peers}
+        subjects |= {one.id: one for one in group.candidates if one.id not in hopeless}
+        while True:
+            past = self._past(field)
+            wanted = [name for name in subjects if not self._has_failed(subjects[name])]
+            heat = arrange(field, wanted, past, self.plan.rules)
+            if heat is None:
+                break
+            self._run(field, heat, subjects)
+        for candidate in group.candidates:
+            self.watch.step("time", self._outcome(candidate, hopeless, past))
+
+    def _outcome(self, candidate: Candidate, hopeless: set[str], past: Past) -> str:
+        if candidate.id in hopeless:
+            return "far behind elsewhere"
+        if candidate.id not in past.raced:
+            return "failed"
+        rounds = max(len(samples.get(candidate.id, ())) for samples in past.races.values())
+        return "to the end" if rounds >= self.plan.rules.rounds else "left early"
+
+    def _field(self, group: Group, cell: Cell) -> Field:
+        defaults = set(default_traits(cell, group.family, get_arch(self.plan.target)))
+        keys = {candidate.id: candidate.key for candidate in group.candidates}
+        guests = [PEER + name for name in self.plan.peers]
+        stays = [candidate.id for candidate in group.candidates if candidate.traits in defaults]
+        return Field(group.family, cell, keys | dict.fromkeys(guests, ""), Roles(stays, guests))
+
+    def _past(self, field: Field) -> Past:
+        machine = self.machine
+        return past_of(field, self.store.timings(cell=field.cell.id, gpu=machine.gpu, driver=machine.driver))
+
+    def _hopeless(self, group: Group, cell: Cell) -> set[str]:
+        """Candidates that lie far behind in another cell of this one's shape class."""
+        found: set[str] = set()
+        for other in group.cells:
+            if other != cell and _shape(other) == _shape(cell):
+                field = self._field(group, other)
+                found |= self._past(field).far_behind(field, HOPELESS)
+        return found - set(self._field(group, cell).roles.stays)
+
+    def _has_failed(self, subject: Candidate | str) -> bool:
+        verdict = self._verdict(subject, "time") if isinstance(subject, Candidate) else None
+        return verdict is not None and not verdict.ok
+
+    def _run(self, field: Field, heat: Heat, subjects: dict[str, Candidate | str]) -> None:
+        """Runs a race to its end, recording every sample."""
+        fresh = sum(not values for values in heat.samples.values())
+        started = time.monotonic()
+
+        def sample(name: str) -> float | None:
+            subject = subjects[name]
+            runs: FwdTraits | str = subject.traits if isinstance(subject, Candidate) else subject
+            try:
+                ms = float(self.worker.call("sample", runs, field.cell, seconds=self.plan.limits.sample))
+            except RequestFailed as failure:
+                if isinstance(subject, Candidate):
+                    reason = f"{field.cell.label}: {failure}"
+                    self.store.record_verdict(Verdict(*self._names(subject, "time"), ok=False, reason=reason))
+                self.store.record_timing(self._timing(field, heat.name, name, error=str(failure)))
+                return None
+            record([(name, [*heat.samples[name], ms])], flush=False)
+            return ms
+
+        def record(entries: Iterable[tuple[str, list[float]]], flush: bool) -> None:
+            self.store.record_timings(
+                [self._timing(field, heat.name, name, **_numbers(values, field.cell)) for name, values in entries],
+                flush,
+            )
+
+        self.watch.doing("time", f"{field.cell.label}, race {heat.name} of {len(heat.samples)}")
+        race(heat.samples, sample, self.plan.rules, field.roles)
+        failed = self._past(field).failed
+        record([entry for entry in heat.samples.items() if entry[0] not in failed], flush=True)
+        if fresh:
+            self._race_seconds += NEWEST * ((time.monotonic() - started) / fresh - self._race_seconds)
+
+    def _timing(self, field: Field, heat: str, name: str, **numbers: Any) -> Timing:
+        machine, source = self.machine, self.backend.source
+        return Timing(
+            name,
+            field.cell.id,
+            self.plan.target,
+            machine.gpu,
+            machine.driver,
+            field.keys[name],
+            heat,
+            versions=machine.versions,
+            source=source,
+            **numbers,
+        )
+
+
+def _numbers(samples: Sequence[float], cell: Cell) -> dict[str, Any]:
+    ms, (low, high) = median(samples), interval(samples)
+    rate = cell.flops / (ms * 1e9)
+    return {"samples": tuple(samples), "ms": ms, "low": low, "high": high, "tflops": rate}
+
+
+def _shape(cell: Cell) -> Shape:
+    return shape_of(cell.seqlen_q, cell.seqlen)

@@ -1,0 +1,80 @@
+"""Traits given by hand, as sets of fields: what to try in place of a table's row or of the enumerated candidates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from cuteflash.dispatch import padded_head_dim
+from cuteflash.problem import MASK_KINDS
+from cuteflash.traits.arch import FAMILIES, Family
+from cuteflash.traits.row import Traits
+from cuteflash.tune.cells import Cell
+from cuteflash.tune.results import TRAITS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """Traits to try in place of the shipped row; fields left out keep the traits' defaults.
+
+    Attributes:
+        family: kernel family the traits belong to.
+        fields: trait fields; `head_dim` and `head_dim_v` default to the cell's, padded as tables pad them.
+        mask: the mask the variant is meant for; None is any.
+    """
+
+    family: Family
+    fields: Mapping[str, Any]
+    mask: str | None = None
+
+    def applies(self, cell: Cell) -> bool:
+        """Whether the variant is meant for `cell`."""
+        padded = padded_head_dim(cell.head_dim)
+        return self.mask in (None, cell.mask) and self.fields.get("head_dim", padded) == padded
+
+    def traits(self, cell: Cell) -> Traits:
+        """The traits for `cell`; ValueError names a field that the family does not have, or lacks."""
+        padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
+        try:
+            return TRAITS[self.family](**padded | dict(self.fields))
+        except TypeError as error:
+            allowed = ", ".join(field.name for field in dataclasses.fields(TRAITS[self.family]))
+            raise ValueError(f"traits are {dict(self.fields)}: {error}; fields of {self.family}: {allowed}") from error
+
+    @property
+    def label(self) -> str:
+        fields = {key: value for key, value in self.fields.items() if key not in ("head_dim", "head_dim_v")}
+        short = {"tile_m": "m", "tile_n": "n"}
+        return " ".join(f"{short.get(key, key)}={_terse(value)}" for key, value in fields.items()) or "defaults"
+
+
+def _terse(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def parse_variants(text: str, family: str | None = None) -> list[Variant]:
+    """Variants from JSON text, or from the file named after an "@".
+
+    A list of objects of trait fields, with `family` (unless given for all) and optionally `mask` among them.
+    """
+    try:
+        rows = json.loads(pathlib.Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"traits are {text!r}; a JSON list of objects is wanted, or @FILE with one ({error})"
+        ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"traits are {text!r}; a JSON list of objects is wanted")
+    variants = []
+    for row in rows:
+        fields = dict(row)
+        own_family, mask = fields.pop("family", family), fields.pop("mask", None)
+        if own_family not in FAMILIES:
+            raise ValueError(f"family is {own_family!r} in {row}; allowed: {', '.join(FAMILIES)}")
+        if mask not in (None, *MASK_KINDS):
+            raise ValueError(f"mask is {mask!r} in {row}; allowed: {', '.join(MASK_KINDS)}")
+        variants.append(Variant(own_family, fields, mask))
+    return variants

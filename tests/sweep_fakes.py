@@ -1,0 +1,169 @@
+"""A compiler and a GPU that only pretend, for tests of the sweep: each request leaves a line in a journal.
+
+Run as a program it is one whole sweep in a process of its own, which tests kill:
+
+    python -m tests.sweep_fakes FOLDER [SETTING=VALUE ..]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import Any
+
+from cuteflash.compile import BuildReport, Resources
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.tune.backend import Backend, Machine
+from cuteflash.tune.cells import Cell
+from cuteflash.tune.funnel import Funnel
+from cuteflash.tune.plan import Limits, Plan
+from cuteflash.tune.progress import Display
+from cuteflash.tune.store import Store
+from cuteflash.tune.timing import Rules
+
+TARGET = "sm_80"
+CELLS = (Cell(128, "full", 512, tokens=1024), Cell(128, "full", 4096, tokens=4096))
+TRAITS = tuple(FwdTraitsSm80(64, 16 * n, 128, 128) for n in range(1, 7))
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What the fakes do.
+
+    Attributes:
+        folder: where the journal, the disk cache and the database are.
+        wrong, crashing, hanging, unusable, spilling, uncompilable: tile_n of candidates that behave so.
+        crashing_in_race: tile_n of candidates that take the process down when they are timed.
+        pause: seconds that each request takes.
+        source: changes every candidate's key.
+        gpu_target: what the GPU is.
+    """
+
+    folder: pathlib.Path
+    wrong: tuple[int, ...] = ()
+    crashing: tuple[int, ...] = ()
+    hanging: tuple[int, ...] = ()
+    unusable: tuple[int, ...] = ()
+    spilling: tuple[int, ...] = ()
+    uncompilable: tuple[int, ...] = ()
+    crashing_in_race: tuple[int, ...] = ()
+    pause: float = 0.0
+    source: str = "source"
+    gpu_target: str = TARGET
+
+    @property
+    def journal(self) -> pathlib.Path:
+        return self.folder / "journal"
+
+    def note(self, *words: object) -> None:
+        with self.journal.open("a") as stream:
+            stream.write(json.dumps([str(word) for word in words]) + "\n")
+        time.sleep(self.pause)
+
+    def journaled(self, kind: str) -> list[tuple[str, ...]]:
+        """The rest of the words of each line that begins with `kind`."""
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        return [tuple(words[1:]) for line in lines for words in [json.loads(line)] if words[0] == kind]
+
+    def key(self, traits: Any, problem: FwdProblem) -> str:
+        return hashlib.sha256(f"{traits} {problem} {self.source}".encode()).hexdigest()[:32]
+
+    def object_path(self, traits: Any, problem: FwdProblem) -> pathlib.Path:
+        return self.folder / f"{self.key(traits, problem)}.o"
+
+    def report(self, traits: Any, problem: FwdProblem) -> BuildReport | None:
+        if not self.object_path(traits, problem).exists():
+            return None
+        spilled = 8 if traits.tile_n in self.spilling else 0
+        resources = Resources(168, 0, spilled, spilled)
+        return BuildReport("k.K", TARGET, traits, problem, 1.0, resources, traits.smem_bytes, cached=True)
+
+    @property
+    def backend(self) -> Backend:
+        builder, bench = functools.partial(FakeBuilder, self), functools.partial(FakeBench, self)
+        return Backend(TARGET, self.source, self.key, self.report, builder, bench)
+
+
+class FakeBuilder:
+    """A compiler of empty objects."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def build(self, traits: FwdTraitsSm80, problem: FwdProblem) -> BuildReport | None:
+        self.world.note("build", traits.tile_n)
+        if traits.tile_n in self.world.uncompilable:
+            raise ValueError("no such instruction")
+        self.world.object_path(traits, problem).touch()
+        return self.world.report(traits, problem)
+
+    def usable(self) -> bool:
+        return True
+
+
+class FakeBench:
+    """A GPU on which wider tiles are faster."""
+
+    def __init__(self, world: World):
+        self.world, self.lost, self.count = world, False, 0
+        world.note("start", os.getpid())
+
+    def machine(self) -> Machine:
+        return Machine("a GPU", "1.0", self.world.gpu_target, {"torch": "2"})
+
+    def matmul_tflops(self) -> float:
+        return 700.0
+
+    def usable(self) -> bool:
+        return not self.lost
+
+    def check(self, traits: FwdTraitsSm80, problem: FwdProblem) -> dict[str, Any]:
+        self.world.note("check", traits.tile_n)
+        if traits.tile_n in self.world.wrong:
+            raise RuntimeError("error 1 over 0.1")
+        if traits.tile_n in self.world.crashing:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if traits.tile_n in self.world.hanging:
+            time.sleep(600)
+        if traits.tile_n in self.world.unusable:
+            self.lost = True
+            raise RuntimeError("an illegal memory access was encountered")
+        return {"errors": {}}
+
+    def sample(self, subject: FwdTraitsSm80 | str, cell: Cell) -> float:
+        if isinstance(subject, str):
+            self.world.note("sample", subject, cell.id)
+            return 1e-3
+        self.world.note("sample", subject.tile_n, cell.id)
+        if subject.tile_n in self.world.crashing_in_race:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.count += 1
+        return (200 - subject.tile_n + 0.001 * (self.count % 3)) / 100
+
+
+def make_plan(**changes: Any) -> Plan:
+    """A small plan over `TRAITS` and two cells of different shape classes."""
+    limits = Limits(compile=60.0, gate=1.0, sample=60.0)
+    plan = Plan(TARGET, ("sm80",), CELLS, traits=TRAITS, jobs=1, rules=Rules(rounds=5), limits=limits)
+    return dataclasses.replace(plan, **changes)
+
+
+def sweep(world: World, plan: Plan | None = None, until: Any = "time") -> tuple[Funnel, Display]:
+    """One sweep into the world's database."""
+    with Store(world.folder / "sweep.sqlite") as store, Display() as display:
+        funnel = Funnel(plan or make_plan(), store, display, world.backend)
+        funnel.run(until)
+    return funnel, display
+
+
+if __name__ == "__main__":
+    settings = dict(argument.split("=") for argument in sys.argv[2:])
+    sweep(World(pathlib.Path(sys.argv[1]), pause=float(settings.get("pause", 0.0))))
