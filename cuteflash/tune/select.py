@@ -1,0 +1,281 @@
+"""From timings to table rows: the fewest that stay within 2 % of the best in every cell, against the default's.
+
+A slot (mask, dtype, shape class) is what dispatch can tell apart, so one candidate runs all cells of a slot. In a slot:
+
+    a default that nobody beats beyond noise stays
+    otherwise any candidate that beats it, or the default itself, may run the slot if it is within 2 % of the best
+    time of every cell; where nobody is, the one whose largest distance is smallest
+
+Of all ways to run every slot the one with the fewest candidates is taken, ties by the geometric mean of the times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import cast
+
+from cuteflash.dispatch import choose_fwd
+from cuteflash.problem import DTYPES, MASK_KINDS, Dtype, FwdProblem, MaskKind
+from cuteflash.traits.arch import Family
+from cuteflash.traits.row import FwdRow, Traits
+from cuteflash.traits.shapes import SHAPES, Shape
+from cuteflash.tune.results import Run, Slot, candidates_of, load_runs
+from cuteflash.tune.store import Store, candidate_id
+
+TOLERANCE = 0.02  # a row may be this much slower than a cell's best
+MIN_GAIN = 0.01  # a default is worth replacing only for more than this
+
+Box = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # masks, dtypes, shapes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """A candidate in a slot that it was timed on completely.
+
+    Attributes:
+        candidate: id.
+        worst: its largest distance from a cell's best time, 0.05 is 5 % slower.
+        cost: mean over the cells of log(time / best time).
+        gain: over the slot's default, by geometric mean, 0.05 is 5 % faster; None where there is no default.
+        surely: the same from the slow end of its intervals to the fast end of the default's.
+    """
+
+    candidate: str
+    worst: float
+    cost: float
+    gain: float | None = None
+    surely: float | None = None
+
+    @property
+    def beats_default(self) -> bool:
+        """It is faster than the default by more than noise and by more than is worth a change; so is anything that
+        has no default to beat."""
+        return self.gain is None or self.surely is None or (self.gain > MIN_GAIN and self.surely > 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What one slot comes to.
+
+    Attributes:
+        default: id of the row it has now, where that was timed.
+        standings: everybody, fastest first.
+        allowed: ids of those that may run the slot; empty where nobody was timed on all of its cells.
+        relaxed: the distance from the best that had to be allowed, where nobody was within `TOLERANCE`; else None.
+    """
+
+    slot: Slot
+    default: str | None
+    standings: tuple[Standing, ...]
+    allowed: tuple[str, ...]
+    relaxed: float | None = None
+
+    def standing(self, candidate: str) -> Standing | None:
+        """The standing of a candidate, None where it was not timed on all cells."""
+        return next((one for one in self.standings if one.candidate == candidate), None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pick:
+    """A row of the new table.
+
+    Attributes:
+        candidate: id.
+        row: its traits, with the masks, dtypes and shape classes that it serves where no row above it does.
+        tflops: geometric mean of TFLOP/s over the cells it is chosen for.
+        gain: over the defaults of those, by geometric mean; None where one of them has no timed default.
+        kept: it is the default of all of them.
+        at: when the newest of its timings was taken.
+    """
+
+    candidate: str
+    row: FwdRow
+    tflops: float
+    gain: float | None
+    kept: bool
+    at: str
+
+
+def decide(runs: Iterable[Run], defaults: Mapping[Slot, str]) -> list[Decision]:
+    """What each slot that was timed comes to.
+
+    Args:
+        runs: of one target, family and pair of head dims.
+        defaults: slot → id of the candidate that the table has for it now.
+    """
+    slots: dict[Slot, dict[str, dict[str, Run]]] = {}  # slot → candidate → cell → run
+    for run in runs:
+        slots.setdefault(run.slot, {}).setdefault(run.candidate, {})[run.cell] = run
+    return [_decide(slot, slots[slot], defaults.get(slot)) for slot in sorted(slots, key=_order)]
+
+
+def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[str, Traits]) -> list[Pick]:
+    """The rows of a table, in an order in which the first that fits is the right one.
+
+    Args:
+        runs, defaults: as `decide` takes them.
+        traits: by candidate id.
+    """
+    runs = list(runs)
+    decisions = decide(runs, defaults)
+    served: dict[str, list[Slot]] = {}
+    for slot, candidate in cover(decisions).items():
+        served.setdefault(candidate, []).append(slot)
+    picks, above = [], set[Slot]()
+    for candidate, slots in sorted(served.items(), key=lambda item: (len(item[1]), item[0])):
+        for box, own in boxes(slots, above):
+            picks.append(_pick(candidate, FwdRow(traits[candidate], *box), own, runs, decisions))
+        above.update(slots)
+    return picks
+
+
+def choose_rows(store: Store, target: str, family: Family, head_dims: tuple[int, int], gpu: str) -> list[Pick]:
+    """The rows that a store's timings on a GPU come to for padded head dims, against what dispatch has for them now.
+
+    Timings of other sources than the newest one's do not count; head dims without any have no rows.
+    """
+    traits = candidates_of(store, family, head_dims)
+    runs = load_runs(store, target, gpu, traits)
+    return select(runs, defaults_of({run.slot for run in runs}, target, family, head_dims), traits)
+
+
+def defaults_of(slots: Iterable[Slot], target: str, family: Family, head_dims: tuple[int, int]) -> dict[Slot, str]:
+    """Slot → id of the candidate that dispatch runs it with; slots that no row runs are left out."""
+    defaults = {}
+    for slot in slots:
+        problem = FwdProblem(cast(Dtype, slot.dtype), *head_dims, mask=cast(MaskKind, slot.mask))
+        with contextlib.suppress(NotImplementedError):
+            choice = choose_fwd(problem, target, family, cast(Shape, slot.shape))
+            defaults[slot] = candidate_id(family, choice.traits)
+    return defaults
+
+
+def cover(decisions: Sequence[Decision]) -> dict[Slot, str]:
+    """Slot → candidate, with the fewest different candidates there can be; ties by the sum of the slots' costs.
+
+    Exact: the first slot that is still open takes each of its allowed candidates in turn, which then also runs every
+    other open slot that allows it.
+    """
+    decisions = [decision for decision in decisions if decision.allowed]
+    costs = {
+        (index, standing.candidate): standing.cost
+        for index, decision in enumerate(decisions)
+        for standing in decision.standings
+    }
+    runs_on: dict[str, int] = {}  # candidate → bit set of the slots that allow it
+    for index, decision in enumerate(decisions):
+        for name in decision.allowed:
+            runs_on[name] = runs_on.get(name, 0) | 1 << index
+
+    @functools.cache
+    def best(open_slots: int) -> tuple[int, float, tuple[str, ...]]:
+        if not open_slots:
+            return 0, 0.0, ()
+        first = (open_slots & -open_slots).bit_length() - 1
+        options = []
+        for name in decisions[first].allowed:
+            taken = runs_on[name] & open_slots
+            count, cost, names = best(open_slots & ~taken)
+            own = sum(costs[index, name] for index in range(len(decisions)) if taken >> index & 1)
+            options.append((count + 1, cost + own, (name, *names)))
+        return min(options)
+
+    names = best((1 << len(decisions)) - 1)[2]
+    return {
+        decision.slot: min(
+            (name for name in names if runs_on[name] >> index & 1), key=lambda name: (costs[index, name], name)
+        )
+        for index, decision in enumerate(decisions)
+    }
+
+
+def boxes(slots: Collection[Slot], above: Collection[Slot]) -> list[tuple[Box, set[Slot]]]:
+    """Slots as few products (masks, dtypes, shapes), which is what a row serves, each with the slots it adds.
+
+    Products may reach over the slots `above`, which rows that come before have taken.
+    """
+    left, found = set(slots), []
+    reach = left | set(above)
+    products = {
+        box: {Slot(*names) for names in itertools.product(*box)}
+        for box in itertools.product(_subsets(MASK_KINDS), _subsets(DTYPES), _subsets(SHAPES))
+    }
+    fitting = {box: held for box, held in products.items() if held <= reach}
+    while left:
+        # Most slots added, then fewest of others': a row says no more than it has to.
+        box, held = max(fitting.items(), key=lambda item: (len(item[1] & left), -len(item[1])))
+        found.append((box, held & left))
+        left -= held
+    return found
+
+
+def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [part for size in range(len(names), 0, -1) for part in itertools.combinations(names, size)]
+
+
+def _decide(slot: Slot, timed: Mapping[str, Mapping[str, Run]], default: str | None) -> Decision:
+    cells = {cell for runs in timed.values() for cell in runs}
+    best = {cell: min(runs[cell].ms for runs in timed.values() if cell in runs) for cell in cells}
+    complete = {name: runs for name, runs in timed.items() if runs.keys() == cells}
+    against = complete.get(default) if default is not None else None
+    standings = sorted((_standing(name, runs, best, against) for name, runs in complete.items()), key=_fastest_first)
+    if against is None or default is None:
+        pool, default = standings, None
+    elif any(one.beats_default for one in standings if one.candidate != default):
+        pool = [one for one in standings if one.beats_default or one.candidate == default]
+    else:
+        return Decision(slot, default, tuple(standings), (default,))
+    within = [one.candidate for one in pool if one.worst <= TOLERANCE]
+    if within or not pool:
+        return Decision(slot, default, tuple(standings), tuple(within))
+    closest = min(pool, key=lambda one: (one.worst, one.cost, one.candidate))
+    return Decision(slot, default, tuple(standings), (closest.candidate,), closest.worst)
+
+
+def _standing(
+    name: str, runs: Mapping[str, Run], best: Mapping[str, float], default: Mapping[str, Run] | None
+) -> Standing:
+    ratios = [run.ms / best[cell] for cell, run in runs.items()]
+    gain = surely = None
+    if default is not None:
+        gain = geometric_mean(default[cell].ms / run.ms for cell, run in runs.items()) - 1
+        surely = geometric_mean(default[cell].low / run.high for cell, run in runs.items()) - 1
+    return Standing(name, max(ratios) - 1, math.log(geometric_mean(ratios)), gain, surely)
+
+
+def _pick(
+    candidate: str, row: FwdRow, slots: Collection[Slot], runs: Sequence[Run], decisions: Sequence[Decision]
+) -> Pick:
+    mine = [run for run in runs if run.candidate == candidate and run.slot in slots]
+    defaults = {decision.slot: decision.default for decision in decisions}
+    before = {run.cell: run.ms for run in runs if run.candidate == defaults[run.slot]}
+    timed = all(run.cell in before for run in mine)
+    return Pick(
+        candidate,
+        row,
+        tflops=geometric_mean(run.tflops for run in mine),
+        gain=geometric_mean(before[run.cell] / run.ms for run in mine) - 1 if timed else None,
+        kept=all(defaults[slot] == candidate for slot in slots),
+        at=max(run.at for run in mine),
+    )
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of values from 0 to infinity; 0 where one of them is."""
+    values = list(values)
+    if min(values) <= 0:
+        return 0.0
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def _fastest_first(standing: Standing) -> tuple[float, str]:
+    return standing.cost, standing.candidate
+
+
+def _order(slot: Slot) -> tuple[int, int, int]:
+    return MASK_KINDS.index(slot.mask), DTYPES.index(slot.dtype), SHAPES.index(slot.shape)
