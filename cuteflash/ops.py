@@ -8,7 +8,8 @@
 
 Two operators, so that a call without LSE never allocates one. They are defined through `torch.library.Library`, whose
 call costs a third of what the `custom_op` decorator's does. A CUDA graph can capture a call once an earlier one with
-the same problem has compiled its kernel.
+the same problem and shape class (`cuteflash.traits.shapes`) has compiled its kernel. The class is found where a plan is
+built, whose key has the lengths: no call pays for it, and nothing that traces symbolic lengths asks for it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from cuteflash.compile import compiled
 from cuteflash.dispatch import choose_fwd, current_target
 from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, Dtype, FwdProblem, mask_of_window
 from cuteflash.reference.fa2 import flash_attention_2
+from cuteflash.traits.shapes import shape_of
 from cuteflash.validate import ALIGNMENT, FwdOptions, check_alignment, check_fwd
 
 Result = Any  # Tensor from `fwd`, (Tensor, Tensor) from `fwd_lse`
@@ -98,11 +100,12 @@ def plan_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool
     base = (DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], mask, options.softcap > 0, has_lse)
     problem = FwdProblem(*base)
     heads_per_kv = q.shape[2] // k.shape[2]
-    choice = choose_fwd(problem, target, options.family)
+    shape = shape_of(q.shape[1], k.shape[1])
+    choice = choose_fwd(problem, target, options.family, shape)
     pack = options.pack_gqa
     if pack or (pack is None and should_pack(q.shape[1], heads_per_kv, choice.traits.tile_m)):
         problem = FwdProblem(*base, packed_heads=heads_per_kv)
-        choice = choose_fwd(problem, target, options.family)
+        choice = choose_fwd(problem, target, options.family, shape)
     kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
     scale = q.shape[3] ** -0.5 if options.softmax_scale is None else options.softmax_scale
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count

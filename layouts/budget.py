@@ -6,8 +6,8 @@ from typing import Any
 
 from cuteflash.compile import BuildReport
 from cuteflash.compile.resources import Resources
-from cuteflash.dispatch import Traits
 from cuteflash.traits.arch import ArchSpec
+from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import MMA_K
 from cuteflash.traits.sm90 import WARPGROUP, FwdTraitsSm90
 from layouts.scene import Fragment

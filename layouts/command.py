@@ -13,9 +13,8 @@ from typing import Any
 from cuteflash.compile import build, cache_dir
 from cuteflash.compile.cache import Entry
 from cuteflash.compile.key import cache_key
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import Choice, choose_shipped_fwd
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.arch import Family
 from layouts.lessons import lesson_data, lesson_scenes
 from layouts.output import make_directory, write_file
 from layouts.page import ROW_VIEWS, make_page, page_data
@@ -51,13 +50,11 @@ class StudyPath:
     scenes: dict[str, Json]
 
 
-def read_scene(problem: FwdProblem, target: str, family: Family | None, compile_now: bool = False) -> Scene:
-    """The scene of the row that runs a problem.
+def read_scene(problem: FwdProblem, target: str, choice: Choice, compile_now: bool = False) -> Scene:
+    """The scene of a problem on a target, as the dispatcher chose to run it.
 
     Its registers as compiled are there where the disk cache has the kernel; with `compile_now` they always are.
-    ValueError, NotImplementedError: no row runs the problem, and why.
     """
-    choice = choose_fwd(problem, target, family)
     request = (choice.kernel_cls, choice.traits, problem, target)
     root = cache_dir()
     cached = root is not None and Entry(root, cache_key(*request)).read()[0] is not None
@@ -82,7 +79,10 @@ def page_text(scene: Json, gallery: Sequence[Json] | None = None) -> str:
 @functools.cache
 def study_path() -> StudyPath:
     """What every page with the study path embeds for it."""
-    scenes = [scene_json(read_scene(*row)) for row in lesson_scenes()]
+    rows = (
+        (problem, target, choose_shipped_fwd(problem, target, family)) for problem, target, family in lesson_scenes()
+    )
+    scenes = [scene_json(read_scene(*row)) for row in rows]
     return StudyPath(lesson_data(), {scene["id"]: scene for scene in scenes})
 
 

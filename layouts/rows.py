@@ -9,10 +9,12 @@ from typing import Any, cast
 import numpy as np
 
 from cuteflash.compile import BuildReport
-from cuteflash.dispatch import FWD_KERNELS, Choice, choose_fwd
+from cuteflash.dispatch import FWD_KERNELS, Choice, choose_shipped_fwd
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family, get_arch
-from cuteflash.traits.tables import FWD_ROWS, ROW_HEAD_DIMS, FwdRow
+from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
+from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.tables import FWD_ROWS
 from layouts.banks import WARP, ways
 from layouts.budget import budget
 from layouts.dsl import context
@@ -24,7 +26,9 @@ class ShippedRow:
     """A row of the shipped tables, and a problem that it runs.
 
     Attributes:
-        masks, dtypes: all that the row serves and no row above it takes; `problem` has the first of each.
+        masks, dtypes, shapes: all that the row serves and no row above it takes; `problem` has the first mask and
+            dtype.
+        choice: the shipped tables' for `problem` and the first of `shapes`.
     """
 
     target: str
@@ -32,18 +36,22 @@ class ShippedRow:
     problem: FwdProblem
     masks: tuple[str, ...]
     dtypes: tuple[str, ...]
+    shapes: tuple[str, ...]
+    choice: Choice
 
 
 def shipped_rows() -> Iterator[ShippedRow]:
-    """Every row of every table, each with a problem that the dispatcher gives to it."""
+    """Every row of every table, each with a problem that the shipped tables give to it; a user's own play no part."""
     for (target, family), rows in FWD_ROWS.items():
         for row in rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
-                served = [problem for problem in _problems(row, head_dim_v) if _runs(row, problem, target, family)]
+                served = list(_served(row, head_dim_v, target, family))
                 if served:
-                    masks = tuple(dict.fromkeys(problem.mask for problem in served))
-                    dtypes = tuple(dict.fromkeys(problem.dtype for problem in served))
-                    yield ShippedRow(target, family, served[0], masks, dtypes)
+                    problems, shapes, choices = zip(*served, strict=True)
+                    masks = tuple(dict.fromkeys(problem.mask for problem in problems))
+                    dtypes = tuple(dict.fromkeys(problem.dtype for problem in problems))
+                    shapes = tuple(shape for shape in SHAPES if shape in shapes)
+                    yield ShippedRow(target, family, problems[0], masks, dtypes, shapes, choices[0])
                     break
 
 
@@ -52,18 +60,15 @@ def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
     return (size for size in reversed(ROW_HEAD_DIMS) if size <= head_dim_v)
 
 
-def _problems(row: FwdRow, head_dim_v: int) -> Iterator[FwdProblem]:
-    """What the row may serve, bf16 first."""
+def _served(row: FwdRow, head_dim_v: int, target: str, family: Family) -> Iterator[tuple[FwdProblem, str, Choice]]:
+    """What the row runs at its head_dim and this head_dim_v, bf16 and long first: problem, shape class, choice."""
     for dtype in sorted(row.dtypes, key=lambda name: name != "bf16"):
         for mask in row.masks:
-            yield FwdProblem(
-                dtype=cast(Any, dtype), head_dim=row.traits.head_dim, head_dim_v=head_dim_v, mask=cast(Any, mask)
-            )
-
-
-def _runs(row: FwdRow, problem: FwdProblem, target: str, family: Family) -> bool:
-    traits = dataclasses.replace(row.traits, head_dim_v=problem.head_dim_v)
-    return choose_fwd(problem, target, family).traits == traits
+            problem = FwdProblem(cast(Any, dtype), row.traits.head_dim, head_dim_v, mask=cast(Any, mask))
+            for shape in reversed(row.shapes):
+                choice = choose_shipped_fwd(problem, target, family, cast(Any, shape))
+                if choice.row == row:
+                    yield problem, shape, choice
 
 
 def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildReport | None = None) -> Scene:
@@ -83,9 +88,10 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
         reader = ReaderSm90(kernel) if choice.family == "sm90" else ReaderSm80(kernel)
         fragments = reader.fragments()
         dims = f"{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+        shapes = choice.row.shapes if choice.row.shapes != SHAPES else ()  # of what runs at any length, not a word
         return Scene(
-            id=f"{target}-{choice.family}-{dims}-{problem.mask}-{problem.dtype}",
-            title=f"{name} · {target} · head dim {dims} · {problem.mask} · {problem.dtype}",
+            id="-".join((target, choice.family, dims, problem.mask, problem.dtype, *shapes)),
+            title=" · ".join((name, target, f"head dim {dims}", problem.mask, problem.dtype, *shapes)),
             kernel={
                 "name": name,
                 "module": module,
@@ -96,6 +102,7 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
                 "head_dim": problem.head_dim,
                 "head_dim_v": problem.head_dim_v,
                 "mask": problem.mask,
+                "shapes": list(choice.row.shapes),
                 "source": choice.source,
                 "traits": dataclasses.asdict(traits),
                 "threads": traits.num_threads,

@@ -50,7 +50,7 @@ def chosen_rows(
 
 def make_entry(row: ShippedRow) -> Entry:
     """Reads one row; its registers are there where the disk cache has the kernel."""
-    scene = read_scene(row.problem, row.target, row.family)
+    scene = read_scene(row.problem, row.target, row.choice)
     return Entry(scene_json(scene), _summary(row, scene))
 
 
@@ -93,6 +93,7 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "head_dim_v": kernel["head_dim_v"],
         "mask": ", ".join(row.masks),
         "dtype": ", ".join(row.dtypes),
+        "shape": ", ".join(row.shapes),
         "file": f"{scene.id}.html",
         "tile": f"{traits['tile_m']}x{traits['tile_n']}",
         "threads": kernel["threads"],

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 RANKS: dict[str, int] = {
     "problem": 0,
     "traits": 1,
+    "usertable": 2,
     "validate": 2,
     "reference": 2,
     "core": 2,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 
 from tests.receipt import ReceiptPlugin
+from tests.user_tables import OwnTables
+
+# A table of the user's own must not decide what is tested; below a device there is none, and none can be written.
+os.environ["CUTEFLASH_CONFIG_DIR"] = os.devnull
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,3 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in gpu_items:
         item.add_marker(skip)
+
+
+@pytest.fixture
+def own_tables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnTables]:
+    """An empty config directory for tables of the user's own."""
+    monkeypatch.setenv("CUTEFLASH_CONFIG_DIR", str(tmp_path / "config"))
+    tables = OwnTables(tmp_path / "config")
+    yield tables
+    tables.forget()

@@ -20,11 +20,16 @@ from cuteflash.cli.build import Outcome, Selection, Task, build_task, grid_tasks
 from cuteflash.compile import BuildReport, Resources
 from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits.row import FwdRow
+from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.usertable import TableWarning
+from tests.user_tables import MEASURED, OwnTables
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROBLEM = FwdProblem("bf16", 128, 128)
-TASK = Task("sm_80", "sm80", PROBLEM)
+TASK = Task("sm_80", "sm80", PROBLEM, choose_fwd(PROBLEM, "sm_80").traits)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +66,7 @@ def test_info_json_is_the_choice_and_what_follows() -> None:
     assert set(choice["registers_per_thread"]) == {"producer", "mma"}
     assert result["environment"]["versions"]["torch"]
     assert result["environment"]["cache"]["kernels"] == 0
+    assert result["environment"]["tables"]["user"] == []
 
 
 def test_info_text_names_every_trait() -> None:
@@ -93,6 +99,8 @@ def test_info_of_another_family_and_value_head_dim() -> None:
         (("info", "--arch", "sm_75"), "arch is 'sm_75'; allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
         (("info", "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
         (("info", "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
+        (("info", "--shape", "middling"), "shape is 'middling'; allowed: decode, short, long"),
+        (("compile", "--head-dim", "64", "--arch", "sm_80", "--shape", "1"), "shape is '1'; allowed: decode, short"),
         (("info", "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
         (("info", "--head-dim", "264"), "head_dim is 264; allowed: multiples of 8 up to 256"),
         (("info", "--head-dim", "x"), "head_dim is 'x'; allowed: comma-separated integers"),
@@ -102,7 +110,7 @@ def test_info_of_another_family_and_value_head_dim() -> None:
         (("compile", "--head-dim", "64", "--arch", "sm_90"), "arch is 'sm_90'; allowed:"),
         (("compile", "--head-dim", "64", "--arch", "sm_80", "--causal", "2"), "causal is '2'; allowed: 0, 1"),
         (("compile", "--head-dim", "64", "--causal", "0", "--mask", "full"), "mask and causal are both given"),
-        (("compile", "--all", "--head-dim", "72"), "no row of the shipped tables"),
+        (("compile", "--all", "--head-dim", "72"), "no row of the tables is left"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -139,7 +147,59 @@ def test_all_is_every_row_of_every_table_once() -> None:
     built = {(task.target, task.family, task.problem.head_dim, task.problem.head_dim_v) for task in tasks}
     rows = {(*table, row.traits.head_dim, row.traits.head_dim_v) for table, rows in FWD_ROWS.items() for row in rows}
     assert built == rows
-    assert len(tasks) == len(rows) * len(MASK_KINDS) * len(DTYPES)
+    for table in FWD_ROWS:
+        for pair in {(row.traits.head_dim, row.traits.head_dim_v) for row in FWD_ROWS[table]}:
+            problems = [FwdProblem(dtype, *pair, mask) for dtype in DTYPES for mask in MASK_KINDS]
+            kernels = {(problem, choose_fwd(problem, *table, shape).traits) for problem in problems for shape in SHAPES}
+            mine = [task for task in tasks if (task.target, task.family) == table and head_dims_of(task) == pair]
+            assert {(task.problem, task.traits) for task in mine} == kernels
+            assert sum(len(task.shapes) for task in mine) == len(problems) * len(SHAPES)
+
+
+def head_dims_of(task: Task) -> tuple[int, int]:
+    return task.problem.head_dim, task.problem.head_dim_v
+
+
+def test_a_row_of_its_own_for_some_lengths_is_a_kernel_of_its_own(own_tables: OwnTables) -> None:
+    traits = FwdTraitsSm80(64, 48, 128, 128)
+    own_tables.write("sm_80", "sm80", [MEASURED(FwdRow(traits, ("causal",), shapes=("short", "decode")))])
+    tasks = table_tasks(selected(targets=["sm_80"], head_dims=[(128, 128)], masks=["causal"], dtypes=["bf16"]))
+    assert [(task.traits == traits, task.shapes) for task in tasks] == [(True, ("decode", "short")), (False, ("long",))]
+    assert [task.cells()[-1] for task in tasks] == ["decode, short", "long"]
+    assert Task("sm_80", "sm80", PROBLEM, traits).cells()[-1] == "all"
+    selection = selected(targets=["sm_80"], head_dims=[(128, 128)], families=[None], masks=["causal"], shapes=["long"])
+    assert {task.shapes for task in grid_tasks(selection)} == {("long",)}
+
+
+def test_info_says_which_table_and_row_each_shape_comes_from(own_tables: OwnTables) -> None:
+    row = FwdRow(FwdTraitsSm80(64, 48, 128, 128), ("causal",), shapes=("decode",))
+    path = own_tables.write("sm_80", "sm80", [MEASURED(row)])
+    arguments = ("info", "--arch", "sm_80", "--head-dim", "128", "--mask", "causal")
+    result = json.loads(call(*arguments, "--json").stdout)
+    own, shipped = result["choices"]
+    assert own["shapes"] == ["decode"] and shipped["shapes"] == ["short", "long"]
+    assert own["source"] == (
+        f"user's table {path}, row of head dims 128x128 (causal; decode), measured on Card, 2026-01-31, 123 TFLOP/s"
+    )
+    assert own["traits"]["tile_n"] == 48
+    assert shipped["source"].startswith("shipped table sm_80/sm80, row of head dims 128x128")
+    assert result["environment"]["tables"] == {
+        "dir": str(path.parent),
+        "user": [{"table": "sm_80/sm80", "path": str(path), "rows": 1, "unusable": None}],
+    }
+    text = call(*arguments, "--shape", "long").stdout
+    assert "causal, long" in text and "user's table" not in text
+    assert f"sm_80/sm80: {path} (1 rows)" in text
+
+
+def test_info_says_why_a_users_table_is_not_used(own_tables: OwnTables) -> None:
+    path = own_tables.write("sm_80", "sm80", [])
+    path.write_text("{")
+    own_tables.forget()
+    with pytest.warns(TableWarning, match="it is no JSON"):
+        result = call("info", "--arch", "sm_80")
+    assert "sm_80/sm80: the user's table" in result.stdout and "it is no JSON" in result.stdout
+    assert "shipped table sm_80/sm80" in result.stdout
 
 
 def test_options_narrow_the_table() -> None:
@@ -188,7 +248,7 @@ def test_a_failing_kernel_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, traits: object, problem: object) -> None:
             raise RuntimeError("nothing works")
 
-    monkeypatch.setattr("cuteflash.dispatch.forward_kernel", lambda family: Broken)
+    monkeypatch.setattr(building, "forward_kernel", lambda family: Broken)
     assert build_task(TASK) == Outcome(TASK, error="RuntimeError: nothing works")
 
 

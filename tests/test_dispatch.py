@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from cuteflash import dispatch
-from cuteflash.dispatch import choose_fwd, padded_head_dim
-from cuteflash.problem import FwdProblem
+from cuteflash.dispatch import choose_fwd, choose_shipped_fwd, padded_head_dim
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits.row import FwdRow
+from cuteflash.traits.shapes import SHAPES
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.tables import FwdRow
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.usertable import TableWarning
+from tests.user_tables import MEASURED, OwnTables
 
 
 @pytest.mark.parametrize(
@@ -27,7 +33,7 @@ def test_the_targets_best_family_is_the_default() -> None:
 
 def test_the_source_names_table_and_row() -> None:
     table = "shipped table sm_90a/sm90, row of head dims"
-    assert choose_fwd(FwdProblem("bf16", 64, 64), "sm_90a").source == f"{table} 64x64"
+    assert choose_fwd(FwdProblem("bf16", 64, 64), "sm_90a").source == f"{table} 64x64 (full)"
     assert choose_fwd(FwdProblem("bf16", 192, 128), "sm_90a").source == f"{table} 192x128"
     lent = choose_fwd(FwdProblem("bf16", 40, 128), "sm_80")
     assert lent.source == "shipped table sm_80/sm80, row of head dims 128x128 lent to 64x128"
@@ -41,7 +47,8 @@ TOO_LARGE = FwdTraitsSm80(128, 128, 64, 64, kv_stage=8)
 
 def with_rows(monkeypatch: pytest.MonkeyPatch, *rows: FwdRow) -> None:
     monkeypatch.setitem(dispatch.FWD_ROWS, ("sm_80", "sm80"), rows)
-    monkeypatch.setattr(dispatch, "choose_fwd", choose_fwd.__wrapped__)  # past the memo of the real tables
+    for name in ("choose_fwd", "choose_shipped_fwd"):
+        monkeypatch.setattr(dispatch, name, getattr(dispatch, name).__wrapped__)  # past the memo of the real tables
 
 
 def test_a_special_row_above_the_general_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +56,60 @@ def test_a_special_row_above_the_general_one_wins(monkeypatch: pytest.MonkeyPatc
     assert dispatch.choose_fwd(FwdProblem("fp16", 64, 64, mask="causal"), "sm_80").traits == SPECIAL
     assert dispatch.choose_fwd(FwdProblem("fp16", 64, 64, mask="full"), "sm_80").traits == GENERAL
     assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64, mask="causal"), "sm_80").traits == GENERAL
+
+
+def test_a_row_serves_the_shape_classes_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rows(monkeypatch, FwdRow(SPECIAL, shapes=("short", "decode")), FwdRow(GENERAL))
+    chosen = {shape: dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80", None, shape) for shape in SHAPES}
+    assert {shape: choice.traits for shape, choice in chosen.items()} == {
+        "decode": SPECIAL,
+        "short": SPECIAL,
+        "long": GENERAL,
+    }
+    assert chosen["short"].source == "shipped table sm_80/sm80, row of head dims 64x64 (decode, short)"
+    assert chosen["short"].row.shapes == ("decode", "short")
+    assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80") == chosen["long"]
+
+
+@pytest.mark.parametrize(
+    "narrowed",
+    [{"masks": ("window",)}, {"dtypes": ("fp16",)}, {"shapes": ("decode",)}],
+    ids=lambda narrowed: next(iter(narrowed)),
+)
+def test_a_users_row_takes_what_it_serves_and_nothing_else(
+    own_tables: OwnTables, narrowed: dict[str, tuple[str, ...]]
+) -> None:
+    everything = list(itertools.product(MASK_KINDS, DTYPES, SHAPES))
+    own_tables.write("sm_80", "sm80", [MEASURED(FwdRow(GENERAL, **narrowed))])
+    for mask, dtype, shape in everything:
+        problem = FwdProblem(dtype, 64, 64, mask)
+        choice, shipped = (choose(problem, "sm_80", "sm80", shape) for choose in (choose_fwd, choose_shipped_fwd))
+        mine = {"masks": mask, "dtypes": dtype, "shapes": shape}
+        if all(mine[name] in served for name, served in narrowed.items()):
+            assert choice.traits == GENERAL and choice.source.startswith("user's table")
+        else:
+            assert choice == shipped
+        assert shipped.source.startswith("shipped table")
+    assert choose_fwd(FwdProblem("bf16", 64, 64), "sm_90a").source.startswith("shipped table sm_90a/sm90")
+
+
+def test_a_users_row_lends_itself_but_not_before_a_row_made_for_the_head_dims(own_tables: OwnTables) -> None:
+    own_tables.write("sm_90a", "sm90", [MEASURED(FwdRow(FwdTraitsSm90(128, 64, 192, 192)))])
+    lent = choose_fwd(FwdProblem("bf16", 40, 192), "sm_90a")
+    assert (lent.traits.tile_n, lent.traits.head_dim, lent.traits.head_dim_v) == (64, 64, 192)
+    assert lent.source.endswith("row of head dims 192x192 lent to 64x192, measured on Card, 2026-01-31, 123 TFLOP/s")
+    latent = FwdProblem("bf16", 192, 128)
+    assert choose_fwd(latent, "sm_90a") == choose_shipped_fwd(latent, "sm_90a")
+
+
+def test_an_unusable_table_warns_once_and_the_shipped_one_serves(own_tables: OwnTables) -> None:
+    path = own_tables.put("sm_80", "sm80", "{")
+    problems = [FwdProblem("bf16", head_dim, head_dim) for head_dim in (64, 128)]
+    with pytest.warns(TableWarning) as caught:
+        choices = [choose_fwd(problem, "sm_80") for problem in problems]
+    assert len(caught) == 1
+    assert f"the shipped table sm_80/sm80 is used, because the user's table {path} " in str(caught[0].message)
+    assert choices == [choose_shipped_fwd(problem, "sm_80") for problem in problems]
 
 
 def test_a_row_that_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +129,8 @@ def test_unknown_target_and_family() -> None:
     problem = FwdProblem("bf16", 64, 64)
     with pytest.raises(ValueError, match="arch is 'sm_90'; allowed: sm_80"):
         choose_fwd(problem, "sm_90")
+    with pytest.raises(ValueError, match="shape is 'middling'; allowed: decode, short, long"):
+        choose_fwd(problem, "sm_90a", None, "middling")
     with pytest.raises(ValueError, match="family is 'sm100'; allowed: sm80, sm90"):
         choose_fwd(problem, "sm_90a", "sm100")
     with pytest.raises(NotImplementedError, match="family is 'sm90', which sm_86 does not run; it runs: sm80"):

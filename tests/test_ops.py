@@ -15,10 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cuteflash import flash_attn_func, ops
 from cuteflash.dispatch import Choice
 from cuteflash.problem import UNBOUNDED, FwdProblem, mask_of_window
+from cuteflash.traits.row import FwdRow
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from tests.user_tables import MEASURED, OwnTables
 
 FWD, FWD_LSE = torch.ops.cuteflash.fwd.default, torch.ops.cuteflash.fwd_lse.default
 NUM_SMS = 132
@@ -172,6 +176,32 @@ def test_what_differs_between_calls_never_leaks_from_one_into_another(gpu: Gpu) 
         assert o.shape == q.shape and o.dtype == q.dtype and o.is_contiguous()
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert gpu.planned == len(VARIANTS)
+
+
+def test_the_lengths_of_a_call_choose_among_a_problems_kernels(
+    gpu: Gpu, own_tables: OwnTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = {"decode": 32, "short": 48, "long": 80}
+    rows = [FwdRow(FwdTraitsSm90(128, tile_n, 32, 32), shapes=(shape,)) for shape, tile_n in tiles.items()]
+    own_tables.write("sm_90a", "sm90", [MEASURED(row) for row in rows])
+    launched = []
+    monkeypatch.setattr(ops, "compiled", lambda cls, traits, *rest: lambda *arguments: launched.append(traits.tile_n))
+    for s_q, s_k, shape in [(16, 9, "decode"), (17, 9, "short"), (17, 1536, "long"), (16, 9, "decode")]:
+        gpu.fwd(*qkv(s_q=s_q, s_k=s_k, d_v=16), None, -1, -1, 0.0, False)
+        assert launched[-1] == tiles[shape]
+
+
+def test_only_making_a_plan_asks_for_the_class_of_lengths(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(seqlen_q: int, seqlen_k: int) -> None:
+        raise AssertionError("asked")
+
+    gpu.fwd(*qkv())
+    monkeypatch.setattr(ops, "shape_of", asked)
+    gpu.fwd(*qkv())
+    traced = make_fx(FWD, tracing_mode="symbolic")(*qkv())
+    assert isinstance(next(iter(traced.graph.nodes)).meta["val"].shape[1], torch.SymInt)
+    with pytest.raises(AssertionError, match="asked"):
+        gpu.fwd(*qkv(s_k=10))
 
 
 def test_plans_are_bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

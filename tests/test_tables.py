@@ -7,10 +7,12 @@ import itertools
 import pytest
 
 from cuteflash.compile import build
-from cuteflash.dispatch import Traits, choose_fwd, forward_kernel
+from cuteflash.dispatch import choose_shipped_fwd, forward_kernel
 from cuteflash.problem import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, Family, get_arch
-from cuteflash.traits.tables import FWD_ROWS, ROW_HEAD_DIMS
+from cuteflash.traits.row import ROW_HEAD_DIMS, Traits
+from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.tables import FWD_ROWS
 
 TABLES = pytest.mark.parametrize(("target", "family"), FWD_ROWS, ids="/".join)
 HEAD_DIMS = range(HEAD_DIM_STEP, HEAD_DIM_MAX + 1, HEAD_DIM_STEP)
@@ -26,8 +28,6 @@ def test_every_row_can_run(target: str, family: Family) -> None:
         assert row.traits.family == family
         assert row.traits.check(get_arch(target)) is None, row
         assert {row.traits.head_dim, row.traits.head_dim_v} <= set(ROW_HEAD_DIMS)
-        assert row.masks and set(row.masks) <= set(MASK_KINDS)
-        assert row.dtypes and set(row.dtypes) <= set(DTYPES)
     assert len(set(FWD_ROWS[target, family])) == len(FWD_ROWS[target, family])
 
 
@@ -35,8 +35,8 @@ def test_every_row_can_run(target: str, family: Family) -> None:
 @pytest.mark.parametrize("mask", MASK_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_problem_has_a_row(target: str, family: Family, mask: str, dtype: str) -> None:
-    for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
-        traits = choose_fwd(FwdProblem(dtype, head_dim, head_dim_v, mask), target, family).traits
+    for head_dim, head_dim_v, shape in itertools.product(HEAD_DIMS, HEAD_DIMS, SHAPES):
+        traits = choose_shipped_fwd(FwdProblem(dtype, head_dim, head_dim_v, mask), target, family, shape).traits
         assert traits.family == family
         assert 0 <= traits.head_dim - head_dim < 32
         assert 0 <= traits.head_dim_v - head_dim_v < 32

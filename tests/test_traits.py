@@ -8,6 +8,8 @@ import pytest
 
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import KIB, arch_of_capability, get_arch
+from cuteflash.traits.row import FwdRow
+from cuteflash.traits.shapes import shape_of
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
@@ -74,6 +76,44 @@ def test_arch_names_and_capabilities() -> None:
         get_arch("sm_75")
     with pytest.raises(NotImplementedError, match=r"is 7\.5; supported: 8\.0"):
         arch_of_capability(7, 5)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "shape"),
+    [
+        (1, 1, "decode"),
+        (1, 1 << 20, "decode"),
+        (16, 4096, "decode"),
+        (17, 17, "short"),
+        (17, 1535, "short"),
+        (1535, 1, "short"),
+        (17, 1536, "long"),
+        (1536, 17, "long"),
+        (16384, 16384, "long"),
+    ],
+)
+def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
+    assert shape_of(seqlen_q, seqlen_k) == shape
+
+
+def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None:
+    row = FwdRow(GOOD80, masks=("window", "full"), shapes=("long", "decode"))
+    assert row == FwdRow(GOOD80, masks=("full", "window"), shapes=("decode", "long"))
+    assert row.title == "128x128 (full, window; decode, long)"
+    assert FwdRow(GOOD90).title == "128x128"
+
+
+@pytest.mark.parametrize(
+    ("served", "complaint"),
+    [
+        ({"masks": ()}, r"masks is \(\); allowed: one or more of full, causal, window"),
+        ({"dtypes": ("fp32",)}, r"dtypes is \('fp32',\); allowed: one or more of fp16, bf16"),
+        ({"shapes": ("short", "middling")}, "allowed: one or more of decode, short, long"),
+    ],
+)
+def test_a_row_names_what_it_cannot_serve(served: dict[str, tuple[str, ...]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        FwdRow(GOOD80, **served)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from cuteflash.cli.layouts import layouts
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
+from cuteflash.traits.shapes import SHAPES
 
 app = typer.Typer(
     name="cuteflash",
@@ -30,10 +31,13 @@ Arch = Annotated[str | None, typer.Option(help=f"Comma-separated compile targets
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
 Mask = Annotated[str | None, typer.Option(help=f"Comma-separated kinds of {', '.join(MASK_KINDS)}.")]
 Dtype = Annotated[str | None, typer.Option(help=f"Comma-separated element types of {', '.join(DTYPES)}.")]
+Shape = Annotated[
+    str | None, typer.Option(help=f"Comma-separated classes of sequence lengths, {', '.join(SHAPES)}; default: all.")
+]
 HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q and K, multiples of 8 up to 256.")]
 HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O, one for each --head-dim; default: the same.")]
 WHOLE_TABLE = (
-    "The whole shipped table: the head dims of every row with every mask and dtype, each for the row's own target "
+    "The whole tables: the head dims of every row with every mask, dtype and shape, each for the row's own target "
     "(some 300 kernels, ten minutes on two cores). The other options narrow it or, --lse and --softcap, widen it."
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
@@ -48,6 +52,7 @@ def info(
     dtype: Dtype = "bf16",
     mask: Mask = "full",
     family: Family = None,
+    shape: Shape = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the environment, and which kernel and traits run a forward problem. --arch defaults to the GPU or to all."""
@@ -60,7 +65,13 @@ def info(
         ]
         targets = names("arch", arch, ARCHS) or information.default_targets()
         checked_family = (names("family", family, FAMILIES) or [None])[0]
-        choices = [information.describe(problem, target, checked_family) for target in targets for problem in problems]
+        shapes = names("shape", shape, SHAPES) or list(SHAPES)
+        choices = [
+            choice
+            for target in targets
+            for problem in problems
+            for choice in information.describe(problem, target, checked_family, shapes)
+        ]
     result = {"environment": information.environment(), "choices": choices}
     typer.echo(json.dumps(result, indent=2) if as_json else information.text(result), nl=as_json)
 
@@ -77,6 +88,7 @@ def compile_(
     lse: Annotated[str, typer.Option(help="0, 1 or 0,1: without and with the log-sum-exp.")] = "0",
     softcap: Annotated[str, typer.Option(help="0, 1 or 0,1: without and with softcap.")] = "0",
     family: Family = None,
+    shape: Shape = None,
     everything: Annotated[bool, typer.Option("--all", help=WHOLE_TABLE)] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = os.cpu_count() or 1,
     as_json: AsJson = False,
@@ -100,6 +112,7 @@ def compile_(
             dtypes=names("dtype", dtype, DTYPES) or (list(DTYPES) if everything else ["bf16"]),
             lse=flags("lse", lse),
             softcap=flags("softcap", softcap),
+            shapes=names("shape", shape, SHAPES) or SHAPES,
         )
         tasks = building.table_tasks(selection) if everything else building.grid_tasks(selection)
     outcomes = building.run(tasks, jobs)

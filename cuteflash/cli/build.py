@@ -13,10 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cuteflash import usertable
 from cuteflash.compile import BuildReport, build
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose_fwd, forward_kernel
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.row import Traits
+from cuteflash.traits.shapes import SHAPES, Shape
 from cuteflash.traits.tables import FWD_ROWS
 
 PLAIN_WIDTH = 200  # columns of the table where stdout is no terminal
@@ -33,6 +36,7 @@ class Selection:
     dtypes: list[Any]
     lse: list[bool]
     softcap: list[bool]
+    shapes: Sequence[Shape] = SHAPES
 
     def problems(self, head_dims: Sequence[tuple[int, int]]) -> list[FwdProblem]:
         """The selected problems of these (head_dim, head_dim_v) pairs."""
@@ -45,20 +49,23 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """One kernel to build."""
+    """One kernel to build; `shapes` are the classes of lengths that it runs."""
 
     target: str
     family: Family
     problem: FwdProblem
+    traits: Traits
+    shapes: tuple[Shape, ...] = SHAPES
 
     def cells(self) -> list[str]:
-        """Target, family, head dims, mask and extras, dtype: how a person tells tasks apart."""
+        """Target, family, head dims, mask and extras, dtype, shape classes: how a person tells tasks apart."""
         problem = self.problem
         extras = "".join(
             text for text, there in ((" softcap", problem.has_softcap), (" lse", problem.has_lse)) if there
         )
         head_dims = f"{problem.head_dim}x{problem.head_dim_v}"
-        return [self.target, self.family, head_dims, problem.mask + extras, problem.dtype]
+        shapes = "all" if self.shapes == SHAPES else ", ".join(self.shapes)
+        return [self.target, self.family, head_dims, problem.mask + extras, problem.dtype, shapes]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,25 +90,35 @@ class Outcome:
 
 
 def grid_tasks(selection: Selection) -> list[Task]:
-    """One task for each selected combination. ValueError, NotImplementedError: the dispatcher has no row for one."""
+    """The kernels of the selected combinations. ValueError, NotImplementedError: the dispatcher has no row for one."""
     tasks = []
     for target, family in itertools.product(selection.targets, selection.families):
         for problem in selection.problems(selection.head_dims or []):
-            tasks.append(Task(target, choose_fwd(problem, target, family).family, problem))
+            tasks += _tasks(problem, target, family, selection.shapes)
     return tasks
 
 
 def table_tasks(selection: Selection) -> list[Task]:
-    """One task for each selected combination and each pair of head dims that the selected tables have a row for."""
+    """The kernels of the selected combinations and each pair of head dims that the selected tables have a row for."""
     tasks = []
-    for (target, family), rows in FWD_ROWS.items():
+    for (target, family), shipped in FWD_ROWS.items():
         if target in selection.targets and family in selection.families:
+            rows = (*(own.row for own in usertable.load(target, family)), *shipped)
             made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
             pairs = [pair for pair in made_for if selection.head_dims is None or pair in selection.head_dims]
-            tasks += [Task(target, family, problem) for problem in selection.problems(pairs)]
+            for problem in selection.problems(pairs):
+                tasks += _tasks(problem, target, family, selection.shapes)
     if not tasks:
-        raise ValueError("no row of the shipped tables is left by the given options")
+        raise ValueError("no row of the tables is left by the given options")
     return tasks
+
+
+def _tasks(problem: FwdProblem, target: str, family: Family | None, shapes: Sequence[Shape]) -> list[Task]:
+    """The kernels that run a problem, each once however many shape classes share it."""
+    kernels: dict[Traits, list[Shape]] = {}
+    for shape in sorted(shapes, key=SHAPES.index):
+        kernels.setdefault(choose_fwd(problem, target, family, shape).traits, []).append(shape)
+    return [Task(target, traits.family, problem, traits, tuple(served)) for traits, served in kernels.items()]
 
 
 def run(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
@@ -140,8 +157,7 @@ def run(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
 def build_task(task: Task) -> Outcome:
     """Builds one task; a failure becomes text, because the compiler's exceptions do not travel between processes."""
     try:
-        choice = choose_fwd(task.problem, task.target, task.family)
-        return Outcome(task, build(choice.kernel_cls, choice.traits, task.problem, task.target))
+        return Outcome(task, build(forward_kernel(task.family), task.traits, task.problem, task.target))
     except Exception as error:
         return Outcome(task, error=f"{type(error).__name__}: {error}")
 
@@ -152,7 +168,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("target", "family", "head dim", "mask", "dtype", "tile"):
+    for name in ("target", "family", "head dim", "mask", "dtype", "shape", "tile"):
         table.add_column(name, no_wrap=True)
     for name in ("seconds", "registers", "stack", "spills", "smem", "of limit"):
         table.add_column(name, justify="right", no_wrap=True)

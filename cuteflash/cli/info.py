@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cuteflash import usertable
 from cuteflash.compile import cache_dir
 from cuteflash.compile.cache import cache_size
-from cuteflash.dispatch import FWD_KERNELS, choose_fwd, current_target
+from cuteflash.dispatch import FWD_KERNELS, Choice, choose_fwd, current_target
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import ARCHS, Family, get_arch
+from cuteflash.traits.shapes import SHAPES, Shape
 from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.tables import FWD_ROWS
 
 DISTRIBUTIONS = ("cuteflash", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
@@ -34,7 +38,7 @@ def default_targets() -> list[str]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, GPUs and the disk cache, as JSON values."""
+    """Versions, GPUs, the disk cache and the user's tables, as JSON values."""
     import torch
 
     root = cache_dir()
@@ -44,12 +48,38 @@ def environment() -> dict[str, Any]:
         "versions": {name: _version(name) for name in DISTRIBUTIONS},
         "gpus": [_gpu(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())],
         "cache": {"dir": str(root) if root else None, "kernels": entries, "bytes": size},
+        "tables": {
+            "dir": str(usertable.config_dir() or "") or None,
+            "user": [table for target, family in FWD_ROWS for table in _user_tables(target, family)],
+        },
     }
 
 
-def describe(problem: FwdProblem, target: str, family: Family | None) -> dict[str, Any]:
-    """The dispatcher's choice with everything that follows from it, as JSON values."""
-    choice = choose_fwd(problem, target, family)
+def _user_tables(target: str, family: Family) -> Iterator[dict[str, Any]]:
+    """The user's table for a target and family, if there is one: how many rows, or why it is not used."""
+    path = usertable.table_path(target, family)
+    if path is not None and path.exists():
+        try:
+            rows, reason = len(usertable.read(target, family)), None
+        except usertable.TableError as error:
+            rows, reason = 0, str(error)
+        yield {"table": f"{target}/{family}", "path": str(path), "rows": rows, "unusable": reason}
+
+
+def describe(
+    problem: FwdProblem, target: str, family: Family | None, shapes: Sequence[Shape] = SHAPES
+) -> list[dict[str, Any]]:
+    """The dispatcher's choices with everything that follows from them, as JSON values.
+
+    One entry for each kernel and row, with the shape classes that it serves.
+    """
+    choices: dict[Choice, list[Shape]] = {}
+    for shape in sorted(shapes, key=SHAPES.index):
+        choices.setdefault(choose_fwd(problem, target, family, shape), []).append(shape)
+    return [_describe(problem, target, choice, served) for choice, served in choices.items()]
+
+
+def _describe(problem: FwdProblem, target: str, choice: Choice, shapes: Sequence[Shape]) -> dict[str, Any]:
     traits = choice.traits
     arch = get_arch(target)
     registers: dict[str, int]
@@ -60,6 +90,7 @@ def describe(problem: FwdProblem, target: str, family: Family | None) -> dict[st
     return {
         "arch": target,
         "problem": dataclasses.asdict(problem),
+        "shapes": list(shapes),
         "family": choice.family,
         "kernel": ".".join(FWD_KERNELS[choice.family]),
         "source": choice.source,
@@ -82,18 +113,27 @@ def text(result: dict[str, Any]) -> str:
         *(f"gpu       {gpu['name']}, {gpu['capability']}, {gpu['sms']} SMs" for gpu in env["gpus"] or []),
         *([] if env["gpus"] else ["gpu       none"]),
         f"cache     {held}",
+        *_table_lines(env["tables"]),
     ]
     for choice in result["choices"]:
         lines += ["", *_choice_lines(choice)]
     return "\n".join(lines) + "\n"
 
 
+def _table_lines(tables: dict[str, Any]) -> list[str]:
+    own = [
+        f"tables    {table['table']}: " + (table["unusable"] or f"{table['path']} ({table['rows']} rows)")
+        for table in tables["user"]
+    ]
+    return own or [f"tables    the shipped ones; none of the user's in {tables['dir'] or 'a home directory'}"]
+
+
 def _choice_lines(choice: dict[str, Any]) -> list[str]:
-    problem = choice["problem"]
+    problem, shapes = choice["problem"], choice["shapes"]
     registers = ", ".join(f"{role} {count}" for role, count in choice["registers_per_thread"].items())
     return [
         f"{choice['arch']}: {problem['dtype']}, head_dim {problem['head_dim']}, head_dim_v {problem['head_dim_v']}, "
-        f"{problem['mask']}",
+        f"{problem['mask']}, {'all lengths' if len(shapes) == len(SHAPES) else ' and '.join(shapes)}",
         f"  kernel     {choice['kernel']}",
         f"  source     {choice['source']}",
         f"  traits     {', '.join(f'{name}={value}' for name, value in choice['traits'].items())}",

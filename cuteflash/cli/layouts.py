@@ -17,9 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cuteflash.cli import build as building
 from cuteflash.cli import info as information
 from cuteflash.cli.options import Usage, head_dims, names
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import Choice, choose_fwd
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
+from cuteflash.traits.shapes import SHAPES
 
 KERNELS = ("fwd",)
 PICTURES = ("svg", "png", "ascii")
@@ -38,6 +39,9 @@ Mask = Annotated[str | None, typer.Option(help=f"One of {', '.join(MASK_KINDS)};
 Causal = Annotated[bool, typer.Option("--causal", help="Short for --mask causal.")]
 Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; default: bf16.")]
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
+Shape = Annotated[
+    str | None, typer.Option(help=f"Class of sequence lengths, one of {', '.join(SHAPES)}; default: long.")
+]
 Format = Annotated[str, typer.Option("--format", help="html: the page; json: its data; svg, png, ascii: its panels.")]
 Panel = Annotated[
     str | None, typer.Option(help="Tile or fragment to draw, e.g. sK or acc_S; default: all, into -o DIR.")
@@ -62,6 +66,7 @@ def layouts(
     causal: Causal = False,
     dtype: Dtype = None,
     family: Family = None,
+    shape: Shape = None,
     form: Format = "html",
     panel: Panel = None,
     color: Color = None,
@@ -89,33 +94,35 @@ def layouts(
         if everything:
             if form != "html":
                 raise ValueError(f"format is {form!r}; with --all allowed: html")
-            _refuse("with --all, which shows every row", {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype})
+            _refuse(
+                "with --all, which shows every row",
+                {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype, "shape": shape},
+            )
             good = _gallery(arch, head_dim, family, _needed(output, "site/"), compile_now)
             raise typer.Exit(0 if good else 1)
-        row = _row(arch, head_dim, head_dim_v, mask or "full", dtype or "bf16", family)
+        problem, target = _problem(arch, head_dim, head_dim_v, mask or "full", dtype or "bf16")
+        checked_family = None if family is None else _one("family", family, FAMILIES)
+        row = problem, target, choose_fwd(problem, target, checked_family, _one("shape", shape or "long", SHAPES))
         if form in PICTURES:
             _pictures(row, form, panel, (color, stage, swizzle), output, compile_now)
         else:
             _whole(row, form, output, compile_now)
 
 
-def _row(
-    arch: str | None, head_dim: str | None, head_dim_v: str | None, mask: str, dtype: str, family: str | None
-) -> tuple[FwdProblem, str, Any]:
-    """(problem, target, family) of one row, checked; the dispatcher's complaint where there is no such row."""
+def _problem(
+    arch: str | None, head_dim: str | None, head_dim_v: str | None, mask: str, dtype: str
+) -> tuple[FwdProblem, str]:
+    """(problem, target) of one row, checked."""
     if head_dim is None:
         raise ValueError("layouts needs --head-dim, e.g. --head-dim 128, or --all")
     pairs = head_dims(head_dim, head_dim_v)
     if len(pairs) > 1:
         raise ValueError(f"head_dim is {head_dim!r}; allowed: one, or --all")
     problem = FwdProblem(_one("dtype", dtype, DTYPES), *pairs[0], mask=_one("mask", mask, MASK_KINDS))
-    target = information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
-    row = problem, target, None if family is None else _one("family", family, FAMILIES)
-    choose_fwd(*row)
-    return row
+    return problem, information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
 
 
-def _whole(row: tuple[FwdProblem, str, Any], form: str, output: pathlib.Path | None, compile_now: bool) -> None:
+def _whole(row: tuple[FwdProblem, str, Choice], form: str, output: pathlib.Path | None, compile_now: bool) -> None:
     """The page, or the scene as JSON, to `output`; JSON without it to stdout."""
     from layouts import command
     from layouts.output import check_file, write_file
@@ -134,7 +141,7 @@ def _whole(row: tuple[FwdProblem, str, Any], form: str, output: pathlib.Path | N
 
 
 def _pictures(
-    row: tuple[FwdProblem, str, Any],
+    row: tuple[FwdProblem, str, Choice],
     form: str,
     panel: str | None,
     look: tuple[str | None, int | None, bool],
@@ -178,7 +185,7 @@ def _gallery(
     check_directory(output)
     failed = []
     if compile_now:
-        tasks = [building.Task(row.target, row.family, row.problem) for row in rows]
+        tasks = [building.Task(row.target, row.family, row.problem, row.choice.traits) for row in rows]
         failed = [outcome for outcome in building.run(tasks, os.cpu_count() or 1) if outcome.error]
     entries = list(_tracked("reading", map(site.make_entry, rows), len(rows)))
     pages = list(_tracked("writing", site.write_site(output, entries), site.page_count(len(rows))))

@@ -168,8 +168,7 @@ def test_the_gallery_has_a_page_for_every_row_chosen(here: pathlib.Path) -> None
 def test_the_gallery_is_every_table_row_that_a_problem_reaches() -> None:
     rows = site.chosen_rows([target for target, _ in FWD_ROWS], ["sm80", "sm90"], None)
     assert {(row.target, row.family) for row in rows} == set(FWD_ROWS)
-    chosen = [choose_fwd(row.problem, row.target, row.family) for row in rows]
-    assert len({(row.target, row.family, choice.traits, row.masks) for row, choice in zip(rows, chosen)}) == len(rows)
+    assert len({(row.target, row.family, row.choice.row) for row in rows}) == len(rows)
 
 
 def test_the_same_gallery_twice_is_the_same_files(here: pathlib.Path) -> None:
@@ -205,6 +204,9 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
         ((*ROW, "--mask", "full", "--causal"), "mask and causal are both given"),
         ((*ROW, "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
+        ((*ROW, "--shape", "middling"), "shape is 'middling'; allowed: decode, short, long"),
+        ((*ROW, "--shape", "short,long"), "shape is 'short,long'; allowed: one of decode, short, long"),
+        (("--all", "--shape", "long", "-o", "x"), "--shape is given with --all, which shows every row"),
         ((*ROW, "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
         ((*ROW, "--family", "sm90"), "family is 'sm90', which sm_80 does not run; it runs: sm80"),
         ((*ROW, "--format", "pdf"), "format is 'pdf'; allowed: html, json, svg, png, ascii"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import FwdProblem
 from layouts import page
 from layouts.command import page_text, read_scene, scene_json
@@ -53,7 +54,8 @@ def data_of(text: str) -> Any:
 
 @pytest.fixture(scope="module")
 def scene() -> dict[str, Any]:
-    return scene_json(read_scene(FwdProblem("bf16", 128, 128, mask="causal"), "sm_90a", "sm90"))
+    problem = FwdProblem("bf16", 128, 128, mask="causal")
+    return scene_json(read_scene(problem, "sm_90a", choose_fwd(problem, "sm_90a", "sm90")))
 
 
 @pytest.fixture(scope="module")

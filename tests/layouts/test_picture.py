@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
+from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import FwdProblem
 from layouts.algebra import Layout
 from layouts.command import read_scene, scene_json
@@ -26,10 +27,11 @@ SCENES = {"sm80": ("sm_80", "sm80", 64), "sm90": ("sm_90a", "sm90", 64), "padded
 
 @pytest.fixture(scope="module")
 def scenes() -> dict[str, dict[str, Any]]:
-    return {
-        name: scene_json(read_scene(FwdProblem("bf16", head_dim, head_dim, mask="causal"), target, family))
-        for name, (target, family, head_dim) in SCENES.items()
-    }
+    found = {}
+    for name, (target, family, head_dim) in SCENES.items():
+        problem = FwdProblem("bf16", head_dim, head_dim, mask="causal")
+        found[name] = scene_json(read_scene(problem, target, choose_fwd(problem, target, family)))
+    return found
 
 
 def layout(shape: list[Any], stride: list[Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import pathlib
 import re
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose_shipped_fwd
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.row import ROW_HEAD_DIMS
 from cuteflash.traits.tables import FWD_ROWS
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
@@ -25,7 +27,7 @@ DESCRIPTOR = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
 
 def name_of(row: ShippedRow) -> str:
     dims = f"{row.problem.head_dim}x{row.problem.head_dim_v}"
-    return f"{row.target}-{row.family}-{dims}-{'-'.join((*row.masks, *row.dtypes))}"
+    return f"{row.target}-{row.family}-{dims}-{'-'.join((*row.masks, *row.dtypes, *row.shapes))}"
 
 
 ROWS = {name_of(row): row for row in shipped_rows()}
@@ -39,12 +41,11 @@ hopper_rows = pytest.mark.parametrize("name", [name for name in ROWS if "-sm90-"
 @functools.cache
 def scene_of(name: str) -> Scene:
     row = ROWS[name]
-    return make_scene(row.problem, row.target, choose_fwd(row.problem, row.target, row.family))
+    return make_scene(row.problem, row.target, row.choice)
 
 
 def kernel_of(row: ShippedRow) -> Any:
-    choice = choose_fwd(row.problem, row.target, row.family)
-    return choice.kernel_cls(choice.traits, row.problem)
+    return row.choice.kernel_cls(row.choice.traits, row.problem)
 
 
 def elements(touch: Touch) -> np.ndarray[Any, Any]:
@@ -61,17 +62,19 @@ def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
 
 
 def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
-    drawn = {name: choose_fwd(row.problem, row.target, row.family).traits for name, row in ROWS.items()}
     assert len(ROWS) == len(list(shipped_rows()))
+    assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
+    drawn = [(row.target, row.family, row.choice.row) for row in ROWS.values()]
+    assert len(set(drawn)) == len(drawn)
     for (target, family), rows in FWD_ROWS.items():
-        mine = [traits for name, traits in drawn.items() if name.startswith(f"{target}-{family}-")]
-        left_out = [row for row in rows if not any(same_but_for_v(row.traits, traits) for traits in mine)]
-        # On Hopper, two rows above it take every mask of the sm80 family's widest tile.
-        assert len(left_out) == ((target, family) == ("sm_90a", "sm80"))
-
-
-def same_but_for_v(row: Any, traits: Any) -> bool:
-    return bool(dataclasses.replace(row, head_dim_v=traits.head_dim_v) == traits)
+        for row in rows:
+            reached = any(
+                choose_shipped_fwd(FwdProblem(dtype, *head_dims, mask), target, family, shape).row == row
+                for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2)
+                if max(head_dims) == max(row.traits.head_dim, row.traits.head_dim_v)
+                for dtype, mask, shape in itertools.product(row.dtypes, row.masks, row.shapes)
+            )
+            assert ((target, family, row) in drawn) == reached
 
 
 @every_row
@@ -227,12 +230,11 @@ def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(n
 @distinct_rows
 def test_budgets_and_descriptors_are_the_compilers(name: str, tmp_path: pathlib.Path) -> None:
     row, scene = ROWS[name], scene_of(name)
-    choice = choose_fwd(row.problem, row.target, row.family)
     compiled = cross_compile(kernel_of(row), row.target, tmp_path)
     registers = scene.budget["registers"]
-    assert scene.budget["smem"]["total"] == choice.traits.smem_bytes
+    assert scene.budget["smem"]["total"] == row.choice.traits.smem_bytes
     ends = [region["start"] + region["bytes"] for region in scene.budget["smem"]["regions"]]
-    assert max(ends) == choice.traits.smem_bytes
+    assert max(ends) == row.choice.traits.smem_bytes
     if row.family == "sm90":
         assert compiled.resources.registers == registers["launch"]
         setmax = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", compiled.ptx)}

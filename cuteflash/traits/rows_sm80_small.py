@@ -1,0 +1,21 @@
+"""Forward rows of sm_86/sm80, sm_89/sm80, sm_120/sm80.
+
+`cuteflash sweep apply --shipped` rewrites this file; what was measured with a row stands beside it.
+"""
+
+from __future__ import annotations
+
+from cuteflash.traits.row import EVEN, WINDOW, FwdRow, fwd_sm80
+
+ROWS: tuple[FwdRow, ...] = (
+    fwd_sm80(32, 128, 128, 8),
+    fwd_sm80(64, 128, 64, 4, blocks_per_sm=2),
+    fwd_sm80(96, 128, 64, 8),
+    fwd_sm80(128, 64, 64, 4),
+    fwd_sm80(160, 64, 64, 4),
+    fwd_sm80(192, 128, 64, 8),
+    fwd_sm80(224, 64, 32, 4, WINDOW),
+    fwd_sm80(224, 64, 64, 4),
+    fwd_sm80(256, 64, 64, 4, EVEN),
+    fwd_sm80(256, 64, 32, 4),
+)

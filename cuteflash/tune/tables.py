@@ -1,0 +1,227 @@
+"""Puts measured rows into tables: the user's own, which dispatch prefers, and the shipped ones, as readable Python.
+
+A sweep measures some head dims, masks, dtypes and shape classes. Its rows go above those that a table has; a row that
+no problem reaches any more goes, and everything that was not measured stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import pathlib
+import runpy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+from cuteflash import usertable
+from cuteflash.dispatch import offers
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits import row as vocabulary
+from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
+from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.tables import FWD_MODULES, FWD_ROWS
+from cuteflash.usertable import MeasuredRow, TableError
+
+Table = tuple[str, Family]
+
+MAKERS: dict[Family, Callable[..., FwdRow]] = {"sm80": vocabulary.fwd_sm80, "sm90": vocabulary.fwd_sm90}
+POSITIONAL = ("head_dim", "tile_m", "tile_n", "num_warps")  # of a maker's arguments, those that every row gives
+# What `cuteflash.traits.row` calls a row's masks, dtypes and shapes.
+WORDS = {
+    "full": "EVEN",
+    "causal": "CAUSAL",
+    "window": "WINDOW",
+    "fp16": "FP16",
+    "bf16": "BF16",
+    "decode": "DECODE",
+    "short": "SHORT",
+    "long": "LONG",
+}
+LINE = 120  # columns of a source line
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NotedRow:
+    """A shipped row and the comment beside it, without its #."""
+
+    row: FwdRow
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stack:
+    """What stands around some rows in a table that they are part of."""
+
+    table: Table
+    above: Sequence[FwdRow] = ()
+    below: Sequence[FwdRow] = ()
+
+
+class HasRow(Protocol):
+    """`NotedRow` and `MeasuredRow`."""
+
+    @property
+    def row(self) -> FwdRow: ...
+
+
+Entry = TypeVar("Entry", bound=HasRow)
+
+
+def write_user(target: str, family: Family, measured: Sequence[MeasuredRow]) -> pathlib.Path:
+    """Puts measured rows into the user's table and returns its path.
+
+    What the table had stays where these rows leave it something to run. A table that cannot be used is replaced, with
+    a TableWarning.
+
+    Raises:
+        TableError: a row is not one that the target runs, or the table cannot be written.
+    """
+    _check(target, family, measured)
+    own = [*measured, *usertable.load(target, family)]
+    return usertable.write(target, family, merged(own, [Stack((target, family), below=FWD_ROWS[target, family])]))
+
+
+def write_shipped(
+    target: str, family: Family, measured: Sequence[MeasuredRow], directory: pathlib.Path | None = None
+) -> pathlib.Path:
+    """Puts measured rows into the file of a shipped table's own rows and returns its path.
+
+    The file's rows stay, with the comments beside them, where any table that has the file is left something to run by
+    them; its other comments do not.
+
+    Args:
+        directory: where the file lies or, where it is missing, is made of the shipped rows; None is this package's.
+
+    Raises:
+        TableError: a row is not one that the target runs, or the file cannot be read as rows or not be written.
+    """
+    _check(target, family, measured)
+    module = FWD_MODULES[target, family][0]
+    shipped = pathlib.Path(str(module.__file__))
+    path = shipped if directory is None else directory / shipped.name
+    rows = [NotedRow(own.row, own.note) for own in measured] + read_shipped(path if path.exists() else shipped)
+    stacks = [_stack(table, path.name) for table, modules in FWD_MODULES.items() if module in modules]
+    heads = [stack.table for stack in stacks if not stack.above]
+    try:
+        path.write_text(render(heads, merged(rows, stacks)))
+    except OSError as error:
+        raise TableError(f"the shipped rows {path} cannot be written: {error}") from error
+    return path
+
+
+def read_shipped(path: pathlib.Path) -> list[NotedRow]:
+    """A file's rows, each with the comment behind it. TableError where the file is not of that form."""
+    try:
+        source = path.read_text()
+        rows: tuple[FwdRow, ...] = runpy.run_path(str(path))["ROWS"]
+        calls = next(_row_calls(ast.parse(source)))
+        lines = source.splitlines()
+        notes = [lines[(call.end_lineno or 1) - 1][call.end_col_offset or 0 :] for call in calls]
+        return [
+            NotedRow(row, note.lstrip(",").lstrip().removeprefix("# ")) for row, note in zip(rows, notes, strict=True)
+        ]
+    except Exception as error:  # whatever an edited file may raise when it is run
+        raise TableError(f"{path} is no table of rows ({type(error).__name__}: {error})") from error
+
+
+def merged(rows: Iterable[Entry], stacks: Iterable[Stack]) -> list[Entry]:
+    """Of `rows`, where the first wins, those that some problem reaches in one of the tables; by head dims."""
+    entries: dict[FwdRow, Entry] = {}
+    for entry in rows:
+        entries.setdefault(entry.row, entry)
+    reached = {row for stack in stacks for row in _reached(tuple(entries), stack)}
+    kept = [entry for row, entry in entries.items() if row in reached]
+    return sorted(kept, key=lambda entry: (entry.row.traits.head_dim, entry.row.traits.head_dim_v))
+
+
+def render(tables: Sequence[Table], rows: Sequence[NotedRow]) -> str:
+    """The Python source of a file of shipped rows, in the project's format.
+
+    Args:
+        tables: those whose own rows these are.
+        rows: of one family, in order.
+    """
+    titles = ", ".join("/".join(table) for table in tables)
+    calls = [_call(noted.row) for noted in rows]
+    used = {word for call in calls for word in WORDS.values() if word in call}
+    names = [*sorted(used), "FwdRow", MAKERS[tables[0][1]].__name__]
+    body = "".join(_lines(call, noted.note) for call, noted in zip(calls, rows, strict=True))
+    return (
+        f'"""Forward rows of {titles}.\n\n'
+        "`cuteflash sweep apply --shipped` rewrites this file; what was measured with a row stands beside it.\n"
+        '"""\n\n'
+        "from __future__ import annotations\n\n"
+        f"from {vocabulary.__name__} import {', '.join(names)}\n\n"
+        f"ROWS: tuple[FwdRow, ...] = (\n{body})\n"
+    )
+
+
+def _check(target: str, family: Family, measured: Iterable[MeasuredRow]) -> None:
+    for row in (own.row for own in measured):
+        made_for = row.traits.family
+        reason = f"it is of the {made_for} family" if made_for != family else row.traits.check(get_arch(target))
+        if reason is not None:
+            raise TableError(f"row {row.title} is not for {target}/{family}: {reason}")
+
+
+def _stack(table: Table, file: str) -> Stack:
+    """What stands around the rows of `file` in a shipped table."""
+    modules = FWD_MODULES[table]
+    names = [pathlib.Path(str(module.__file__)).name for module in modules]
+    at = names.index(file)
+    above, below = ([row for module in part for row in module.ROWS] for part in (modules[:at], modules[at + 1 :]))
+    return Stack(table, above, below)
+
+
+def _reached(rows: Sequence[FwdRow], stack: Stack) -> Iterator[FwdRow]:
+    """What runs each problem in a table with `rows` in their place, of these and of all others."""
+    arch, every = get_arch(stack.table[0]), [*stack.above, *rows, *stack.below]
+    for head_dim, head_dim_v, mask, dtype in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES):
+        problem = FwdProblem(cast(Any, dtype), head_dim, head_dim_v, mask=cast(Any, mask))
+        for shape in SHAPES:
+            runs = (row for row, _, reason in offers(every, problem, shape, arch) if reason is None)
+            yield from itertools.islice(runs, 1)
+
+
+def _row_calls(tree: ast.Module) -> Iterator[list[ast.expr]]:
+    """The elements of the tuple that a module calls ROWS."""
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ROWS" and isinstance(node.value, ast.Tuple):
+            yield node.value.elts
+
+
+def _call(row: FwdRow) -> str:
+    """The call that makes a row, without what the maker does by itself."""
+    traits = row.traits
+    maker = MAKERS[traits.family]
+    positional = [name for name in POSITIONAL if name in inspect.signature(maker).parameters]
+    arguments = [str(getattr(traits, name)) for name in positional]
+    if row.masks != MASK_KINDS:
+        arguments.append(_words(row.masks))
+    arguments += [f"dtypes={_words(row.dtypes)}"] if row.dtypes != DTYPES else []
+    arguments += [f"shapes={_words(row.shapes)}"] if row.shapes != SHAPES else []
+    arguments += [f"head_dim_v={traits.head_dim_v}"] if traits.head_dim_v != traits.head_dim else []
+    defaults = {field.name: field.default for field in dataclasses.fields(traits)}
+    defaults |= {name: parameter.default for name, parameter in inspect.signature(maker).parameters.items()}
+    for name, default in defaults.items():
+        if hasattr(traits, name) and name not in (*positional, "head_dim_v") and getattr(traits, name) != default:
+            arguments.append(f"{name}={getattr(traits, name)!r}")
+    return f"{maker.__name__}({', '.join(arguments)})"
+
+
+def _words(names: Sequence[str]) -> str:
+    return " + ".join(WORDS[name] for name in names)
+
+
+def _lines(call: str, note: str) -> str:
+    """One row in the tuple: on one line or, where that is too long, its arguments on one or more of their own."""
+    note = f"  # {note}" if note else ""
+    if len(f"    {call},{note}") <= LINE:
+        return f"    {call},{note}\n"
+    maker, arguments = call.removesuffix(")").split("(", 1)
+    if len(f"        {arguments}") <= LINE:
+        return f"    {maker}(\n        {arguments}\n    ),{note}\n"
+    return f"    {maker}(\n" + "".join(f"        {one},\n" for one in arguments.split(", ")) + f"    ),{note}\n"

@@ -1,0 +1,242 @@
+"""The user's own tables: rows that a sweep measured on the user's GPU, which dispatch prefers to the shipped ones.
+
+One JSON file a table, ``fwd-<target>-<family>.json``, in the config directory: $CUTEFLASH_CONFIG_DIR, or `cuteflash`
+under $XDG_CONFIG_HOME or ~/.config. A process reads each file once. One that cannot be believed, or that another
+version of cuteflash wrote, for whose kernels it may be wrong, is reported and left aside: the shipped table serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import tempfile
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from cuteflash.traits.arch import ArchSpec, Family, get_arch
+from cuteflash.traits.row import FWD_TRAITS, ROW_HEAD_DIMS, FwdRow, Traits
+
+FORMAT = 1
+MOVES = "CUTEFLASH_CONFIG_DIR moves it"
+
+
+class TableError(ValueError):
+    """A user's table cannot be read or written; the text names its path and says why."""
+
+
+class TableWarning(UserWarning):
+    """A user's table is left aside; the shipped one is used."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeasuredRow:
+    """A row and what was measured with it.
+
+    Attributes:
+        gpu: the GPU's name.
+        date: day of the measurement, "2026-01-31".
+        tflops: speed over what the row serves, TFLOP/s.
+    """
+
+    row: FwdRow
+    gpu: str
+    date: str
+    tflops: float
+
+    @property
+    def note(self) -> str:
+        """What stands beside the row in a table."""
+        return f"{self.gpu}, {self.date}, {self.tflops:.0f} TFLOP/s"
+
+
+def config_dir() -> pathlib.Path | None:
+    """Where the user's tables lie; None where there is no home directory either. Not created here."""
+    moved = os.environ.get("CUTEFLASH_CONFIG_DIR")
+    if moved:
+        return pathlib.Path(moved).expanduser()
+    base = os.environ.get("XDG_CONFIG_HOME")
+    if base and os.path.isabs(base):  # the XDG specification has relative paths ignored
+        return pathlib.Path(base) / "cuteflash"
+    try:
+        return pathlib.Path.home() / ".config" / "cuteflash"
+    except RuntimeError:  # no $HOME, and no entry for this user: containers
+        return None
+
+
+def table_path(target: str, family: Family) -> pathlib.Path | None:
+    """The file of a table, there or not; None where there is no config directory."""
+    root = config_dir()
+    return None if root is None else root / f"fwd-{target}-{family}.json"
+
+
+@functools.cache
+def load(target: str, family: Family) -> tuple[MeasuredRow, ...]:
+    """The user's rows, none where there is no table. TableWarning, once a process, where there is an unusable one."""
+    try:
+        return read(target, family)
+    except TableError as error:
+        warnings.warn(f"the shipped table {target}/{family} is used, because {error}", TableWarning, stacklevel=2)
+        return ()
+
+
+def read(target: str, family: Family) -> tuple[MeasuredRow, ...]:
+    """The user's rows as the file has them now, none where there is no file.
+
+    Raises:
+        TableError: the file cannot be read, is corrupt or outdated, or has a row that `target` does not run.
+    """
+    path = table_path(target, family)
+    if path is None:
+        return ()
+    try:
+        return _parse(path.read_bytes(), get_arch(target), family)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (OSError, ValueError) as error:
+        raise TableError(
+            f"the user's table {path} cannot be used: {error}; sweep again, or remove it: cuteflash sweep --reset"
+        ) from error
+
+
+def check_writable() -> pathlib.Path:
+    """The config directory, made where it is missing. TableError where a file cannot be written there."""
+    root = config_dir()
+    if root is None:
+        raise TableError(f"there is no home directory for the user's tables; {MOVES}")
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return root
+    except OSError as error:
+        raise TableError(f"config directory {root} cannot be written: {error}; {MOVES}") from error
+
+
+def write(target: str, family: Family, rows: Iterable[MeasuredRow]) -> pathlib.Path:
+    """Replaces the user's table, whole or not at all; returns its path. Processes that have read it do not see it.
+
+    Raises:
+        TableError: a row is not one of this table, or the directory cannot be written.
+    """
+    path = check_writable() / f"fwd-{target}-{family}.json"
+    table = {
+        "format": FORMAT,
+        "cuteflash": version(),
+        "target": target,
+        "family": family,
+        "rows": [_values(measured) for measured in rows],
+    }
+    content = json.dumps(table, indent=1).encode()
+    try:
+        _parse(content, get_arch(target), family)  # what is written can be read
+        _replace(path, content)
+    except (OSError, ValueError) as error:
+        raise TableError(f"the user's table {path} is not written: {error}") from error
+    load.cache_clear()
+    return path
+
+
+def remove() -> list[pathlib.Path]:
+    """Removes every table of the user, readable or not; returns their paths. TableError where one cannot be removed."""
+    root = config_dir()
+    paths = sorted(root.glob("fwd-*.json")) if root is not None else []
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise TableError(f"the user's table {path} cannot be removed: {error}") from error
+    load.cache_clear()
+    return paths
+
+
+@functools.cache
+def version() -> str:
+    """This cuteflash's version, "unknown" where it runs from a source tree that is not installed."""
+    try:
+        return importlib.metadata.version("cuteflash")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _values(measured: MeasuredRow) -> dict[str, Any]:
+    values = dataclasses.asdict(measured)
+    row: dict[str, Any] = values.pop("row")
+    return row | values
+
+
+def _parse(content: bytes, arch: ArchSpec, family: Family) -> tuple[MeasuredRow, ...]:
+    """The rows of a file's content. ValueError says what is wrong with it, and with which row."""
+    try:
+        table = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"it holds a {type(table).__name__}, not a table")
+    expected = {"format": FORMAT, "cuteflash": version(), "target": arch.name, "family": family}
+    for name, value in expected.items():
+        if table.get(name) != value:
+            raise ValueError(f"it is outdated or of another table: its {name} is {table.get(name)!r}, not {value!r}")
+    parsed = []
+    for index, values in enumerate(_field(table, "rows", list), start=1):
+        try:
+            parsed.append(_measured_row(values, arch, family))
+        except (TypeError, ValueError, ArithmeticError) as error:  # numbers that no check foresees divide by zero
+            raise ValueError(f"row {index}: {error}") from error
+    return tuple(parsed)
+
+
+def _measured_row(values: Any, arch: ArchSpec, family: Family) -> MeasuredRow:
+    traits = _traits(_field(values, "traits", dict), family)
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(traits, name) not in ROW_HEAD_DIMS:
+            allowed = ", ".join(map(str, ROW_HEAD_DIMS))
+            raise ValueError(f"its traits' {name} is {getattr(traits, name)}; allowed: {allowed}")
+    reason = traits.check(arch)
+    if reason is not None:
+        raise ValueError(f"{arch.name} does not run it: {reason}")
+    masks, dtypes, shapes = (tuple(_field(values, name, list)) for name in ("masks", "dtypes", "shapes"))
+    tflops = _field(values, "tflops", float, int)
+    if not 0 < tflops < math.inf:
+        raise ValueError(f"its tflops is {tflops}; allowed: a positive number")
+    row = FwdRow(traits, masks, dtypes, shapes)
+    return MeasuredRow(row, _field(values, "gpu", str), _field(values, "date", str), tflops)
+
+
+def _traits(values: dict[str, Any], family: Family) -> Traits:
+    """The traits, fields that are not there at their defaults."""
+    fields = {field.name: field.default for field in dataclasses.fields(FWD_TRAITS[family])}
+    unknown = sorted(values.keys() - fields.keys())
+    if unknown:
+        raise ValueError(f"its traits have {', '.join(unknown)}, which this version does not know")
+    needed = {
+        name: _field(values, name, int if default is dataclasses.MISSING else type(default))
+        for name, default in fields.items()
+        if name in values or default is dataclasses.MISSING
+    }
+    return FWD_TRAITS[family](**needed)
+
+
+def _field(values: Any, name: str, *kinds: type) -> Any:
+    """`values[name]`, checked to be exactly of one of these types: JSON's true is no number."""
+    value = values.get(name) if isinstance(values, dict) else None
+    if type(value) not in kinds:
+        raise ValueError(f"its {name} is {value!r}; allowed: {' or '.join(kind.__name__ for kind in kinds)}")
+    return value
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

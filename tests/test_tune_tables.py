@@ -1,0 +1,229 @@
+"""Measured rows in tables: what is generated is Python that gives the rows back, and only what was measured changes."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from cuteflash import usertable
+from cuteflash.compile.key import FINGERPRINTED
+from cuteflash.dispatch import offers
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits import row as vocabulary
+from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow, Traits
+from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.tables import FWD_MODULES, FWD_ROWS
+from cuteflash.tune import tables
+from cuteflash.tune.tables import NotedRow, Stack, merged, read_shipped, render, write_shipped, write_user
+from cuteflash.usertable import TableError, TableWarning
+from tests.user_tables import MEASURED, OwnTables
+
+TRAITS = pathlib.Path(vocabulary.__file__).parent
+FILES = {module.__name__: module for modules in FWD_MODULES.values() for module in modules}
+every_file = pytest.mark.parametrize("module", FILES.values(), ids=lambda module: module.__name__.rpartition(".")[2])
+NOTE = "Card, 2026-01-31, 123 TFLOP/s"
+
+Key = tuple[int, int, str, str, str]
+
+
+def choices(rows: Any, target: str) -> dict[Key, Traits]:
+    """What runs every problem on every shape class, by these rows alone."""
+    found = {}
+    for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2):
+        for mask, dtype, shape in itertools.product(MASK_KINDS, DTYPES, SHAPES):
+            offered = offers(rows, FwdProblem(dtype, *head_dims, mask), shape, get_arch(target))
+            found[(*head_dims, mask, dtype, shape)] = next(traits for _, traits, reason in offered if reason is None)
+    return found
+
+
+def rows_of(path: pathlib.Path) -> list[FwdRow]:
+    return [noted.row for noted in read_shipped(path)]
+
+
+def heads_of(module: Any) -> list[tuple[str, Family]]:
+    return [table for table, modules in FWD_MODULES.items() if modules[0] is module]
+
+
+def random_row(family: Family, choose: random.Random) -> FwdRow:
+    """Any row at all: what a row serves, and fields away from their defaults; it need not run."""
+
+    def some(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(choose.sample(names, choose.randint(1, len(names))))
+
+    traits: Any = FwdTraitsSm80(64, 64, 64, 64) if family == "sm80" else FwdTraitsSm90(128, 64, 64, 64)
+    changes = {}
+    for name in traits.__dataclass_fields__:
+        value = getattr(traits, name)
+        if choose.random() < 0.4:
+            changes[name] = not value if isinstance(value, bool) else value + choose.randint(1, 3)
+    return FwdRow(type(traits)(**{**{n: getattr(traits, n) for n in traits.__dataclass_fields__}, **changes}),
+                  some(MASK_KINDS), some(DTYPES), some(SHAPES))  # fmt: skip
+
+
+def test_every_word_is_the_vocabularys() -> None:
+    assert set(tables.WORDS) == {*MASK_KINDS, *DTYPES, *SHAPES}
+    for name, word in tables.WORDS.items():
+        assert getattr(vocabulary, word) == (name,)
+
+
+@every_file
+def test_a_shipped_file_is_what_would_be_written(module: Any) -> None:
+    path = pathlib.Path(module.__file__)
+    noted = read_shipped(path)
+    assert tuple(entry.row for entry in noted) == module.ROWS
+    assert render(heads_of(module), noted) == path.read_text()
+
+
+def test_rows_are_no_part_of_a_kernels_key() -> None:
+    for name in (*FILES, "cuteflash.traits.row", "cuteflash.traits.shapes"):
+        assert f"{name.removeprefix('cuteflash.').replace('.', '/')}.py" not in FINGERPRINTED
+    assert "traits" not in FINGERPRINTED
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_generated_source_gives_the_rows_back_and_is_formatted(family: Family, tmp_path: pathlib.Path) -> None:
+    choose = random.Random(0)
+    notes = ["", NOTE, "NVIDIA H100 80GB HBM3, 2026-01-31, 612 TFLOP/s"]
+    noted = [NotedRow(random_row(family, choose), choose.choice(notes)) for _ in range(200)]
+    target = {"sm80": "sm_80", "sm90": "sm_90a"}[family]
+    path = tmp_path / "rows.py"
+    path.write_text(render([(target, family)], noted))
+    assert read_shipped(path) == noted
+    assert render([(target, family)], read_shipped(path)) == path.read_text()
+    for command in (("format", "--check"), ("check",)):
+        config = str(TRAITS.parents[1] / "pyproject.toml")
+        ruff = [sys.executable, "-m", "ruff", *command, "--config", config, str(path)]
+        done = subprocess.run(ruff, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_a_row_says_only_what_its_maker_does_not_know() -> None:
+    row = FwdRow(FwdTraitsSm90(128, 96, 128, 64, exp_rows_before_wait=1), ("full", "causal"), shapes=("long",))
+    source = render([("sm_90a", "sm90")], [NotedRow(row, NOTE)])
+    assert f"    fwd_sm90(128, 128, 96, EVEN + CAUSAL, shapes=LONG, head_dim_v=64),  # {NOTE}\n" in source
+    assert "from cuteflash.traits.row import CAUSAL, EVEN, LONG, FwdRow, fwd_sm90\n" in source
+    plain = FwdRow(FwdTraitsSm90(128, 96, 128, 128))
+    assert "fwd_sm90(128, 128, 96, exp_rows_before_wait=0),\n" in render([("sm_90a", "sm90")], [NotedRow(plain)])
+
+
+def test_measured_rows_change_what_they_serve_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    traits = FwdTraitsSm90(128, 64, 128, 128, exp_rows_before_wait=1)
+    before = choices(FWD_ROWS["sm_90a", "sm90"], "sm_90a")
+    path = write_shipped("sm_90a", "sm90", [MEASURED(FwdRow(traits, ("causal",), shapes=("short",)))], tmp_path)
+    assert path == tmp_path / "rows_sm90.py"
+    after = choices(rows_of(path), "sm_90a")
+    changed = {key for key in before if after[key] != before[key]}
+    exact = {(128, 128, "causal", dtype, "short") for dtype in DTYPES}
+    lent = {key for key in changed if max(key[:2]) == 128 and key[2:] in {("causal", d, "short") for d in DTYPES}}
+    assert exact <= changed == lent
+    assert all(after[key].tile_n == 64 for key in changed)
+    assert f"CAUSAL, shapes=SHORT),  # {NOTE}\n" in path.read_text()
+    assert "Forward rows of sm_90a/sm90." in path.read_text()
+
+
+def test_a_second_sweep_keeps_the_first_ones_rows_and_comments(tmp_path: pathlib.Path) -> None:
+    first, second = (FwdRow(FwdTraitsSm80(64, tile_n, 96, 96), shapes=("short",)) for tile_n in (32, 96))
+    write_shipped("sm_80", "sm80", [MEASURED(first)], tmp_path)
+    path = write_shipped("sm_80", "sm80", [MEASURED(FwdRow(second.traits, ("full",), shapes=("short",)))], tmp_path)
+    noted = [entry for entry in read_shipped(path) if entry.row.traits.head_dim == 96]
+    assert [entry.note for entry in noted] == [NOTE, NOTE, ""]
+    assert [entry.row.traits.tile_n for entry in noted] == [96, 32, 64]
+    write_shipped("sm_80", "sm80", [MEASURED(second)], tmp_path)  # all of the first row's, and of the narrow one's
+    assert [row for row in rows_of(path) if row.traits.head_dim == 96 and row.shapes == ("short",)] == [second]
+
+
+def test_the_same_rows_twice_are_the_same_file(tmp_path: pathlib.Path) -> None:
+    measured = [MEASURED(FwdRow(FwdTraitsSm80(64, 32, 64, 64), ("window",)))]
+    texts = [write_shipped("sm_80", "sm80", measured, tmp_path).read_text() for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+def test_a_file_of_several_tables_keeps_what_any_of_them_needs(tmp_path: pathlib.Path) -> None:
+    everything = [row.traits for row in FWD_ROWS["sm_90a", "sm80"]]
+    path = write_shipped("sm_80", "sm80", [MEASURED(FwdRow(FwdTraitsSm80(64, 32, 32, 32)))], tmp_path)
+    widest = [row.traits for row in rows_of(path) if row.traits.head_dim == 256]  # rows above take them on Hopper
+    assert widest == [row.traits for row in FWD_ROWS["sm_80", "sm80"] if row.traits.head_dim == 256]
+    path = write_shipped("sm_89", "sm80", [MEASURED(FwdRow(FwdTraitsSm80(64, 32, 32, 32)))], tmp_path)
+    assert path.name == "rows_sm80_small.py" and "sm_86/sm80, sm_89/sm80, sm_120/sm80." in path.read_text()
+    path = write_shipped("sm_90a", "sm80", [MEASURED(FwdRow(everything[-1]))], tmp_path)
+    assert len(rows_of(path)) == 2 and everything[-1] in [row.traits for row in rows_of(path)]
+
+
+@every_file
+def test_nothing_measured_changes_nothing_that_runs(module: Any, tmp_path: pathlib.Path) -> None:
+    table = heads_of(module)[0]
+    path = write_shipped(*table, [], tmp_path)
+    others = [row for other in FWD_MODULES[table][1:] for row in other.ROWS]
+    assert choices([*rows_of(path), *others], table[0]) == choices(FWD_ROWS[table], table[0])
+
+
+def test_a_row_that_the_target_does_not_run_is_refused(own_tables: OwnTables, tmp_path: pathlib.Path) -> None:
+    measured = [MEASURED(FwdRow(FwdTraitsSm80(64, 48, 96, 96), ("causal",)))]
+    for write in (
+        lambda: write_user("sm_80", "sm80", measured),
+        lambda: write_shipped("sm_80", "sm80", measured, tmp_path),
+    ):
+        with pytest.raises(TableError, match=r"row 96x96 \(causal\) is not for sm_80/sm80: 128 threads copy 32 rows"):
+            write()
+    with pytest.raises(TableError, match=r"row 128x128 is not for sm_90a/sm80: it is of the sm90 family"):
+        write_user("sm_90a", "sm80", [MEASURED(FwdRow(FwdTraitsSm90(128, 96, 128, 128)))])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_only_lends_is_kept() -> None:
+    rows = [NotedRow(row) for row in FWD_ROWS["sm_90a", "sm90"]]
+    assert merged(rows, [Stack(("sm_90a", "sm90"))]) == rows
+
+
+def test_a_users_table_grows_with_each_sweep(own_tables: OwnTables) -> None:
+    rows = [FwdRow(FwdTraitsSm80(64, 32, head_dim, head_dim), ("causal",)) for head_dim in (128, 64)]
+    for row in rows:
+        path = write_user("sm_80", "sm80", [MEASURED(row)])
+    assert path == own_tables.root / "fwd-sm_80-sm80.json"
+    assert [own.row for own in usertable.load("sm_80", "sm80")] == rows[::-1]
+    again = MEASURED(FwdRow(FwdTraitsSm80(64, 64, 64, 64), ("causal",)))
+    write_user("sm_80", "sm80", [again])
+    assert usertable.load("sm_80", "sm80") == (again, MEASURED(rows[0]))
+    newer = MEASURED(again.row, date="2026-02-01")
+    write_user("sm_80", "sm80", [newer])
+    assert newer in usertable.load("sm_80", "sm80") and again not in usertable.load("sm_80", "sm80")
+
+
+def test_a_users_table_that_cannot_be_used_is_replaced_and_that_is_said(own_tables: OwnTables) -> None:
+    own_tables.put("sm_80", "sm80", "{")
+    measured = MEASURED(FwdRow(FwdTraitsSm80(64, 32, 64, 64)))
+    with pytest.warns(TableWarning, match="it is no JSON"):
+        write_user("sm_80", "sm80", [measured])
+    assert usertable.read("sm_80", "sm80") == (measured,)
+
+
+def test_a_shipped_file_that_is_none_or_cannot_be_written_is_an_error(tmp_path: pathlib.Path) -> None:
+    measured = [MEASURED(FwdRow(FwdTraitsSm80(64, 32, 64, 64)))]
+    path = tmp_path / "rows_sm80.py"
+    for content in ("ROWS = (", "", "from cuteflash.traits.row import FwdRow\nROWS: tuple[FwdRow, ...] = tuple([])\n"):
+        path.write_text(content)
+        with pytest.raises(TableError, match=r"rows_sm80\.py is no table of rows"):
+            write_shipped("sm_80", "sm80", measured, tmp_path)
+        assert path.read_text() == content
+    with pytest.raises(TableError, match=r"rows_sm80\.py cannot be written: .*No such file"):
+        write_shipped("sm_80", "sm80", measured, tmp_path / "missing")
+
+
+def test_comments_are_read_behind_any_form_of_a_row(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows_sm90.py"
+    shutil.copy(TRAITS / path.name, path)
+    ast.parse(path.read_text())
+    path.write_text(path.read_text().replace("fwd_sm90(160, 128, 96),", "fwd_sm90(\n    160, 128, 96\n),  # by # hand"))
+    noted = {entry.row.title: entry.note for entry in read_shipped(path) if entry.note}
+    assert noted == {"160x160": "by # hand"}

@@ -1,0 +1,231 @@
+"""The user's own tables: what is written can be read, whatever else is there is reported, and nothing is half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+
+from cuteflash import usertable
+from cuteflash.traits.row import FwdRow
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.usertable import MeasuredRow, TableError, TableWarning
+from tests.user_tables import MEASURED, OwnTables
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROWS80 = (
+    MEASURED(FwdRow(FwdTraitsSm80(128, 64, 64, 64, q_in_regs=True), ("causal",), ("bf16",), ("decode", "short"))),
+    MeasuredRow(FwdRow(FwdTraitsSm80(64, 32, 128, 96, num_warps=4)), "NVIDIA A100-SXM4-80GB", "2026-02-28", 201),
+)
+ROWS90 = (MEASURED(FwdRow(FwdTraitsSm90(128, 128, 128, 128, q_in_regs=True, exp_rows_before_wait=1))),)
+
+
+def test_what_is_written_is_read(own_tables: OwnTables) -> None:
+    assert usertable.load("sm_80", "sm80") == ()
+    path = usertable.write("sm_80", "sm80", ROWS80)
+    assert path == own_tables.root / "fwd-sm_80-sm80.json" and os.listdir(own_tables.root) == [path.name]
+    usertable.write("sm_90a", "sm90", ROWS90)
+    assert usertable.read("sm_80", "sm80") == usertable.load("sm_80", "sm80") == ROWS80
+    assert usertable.read("sm_90a", "sm90") == ROWS90
+    assert usertable.read("sm_86", "sm80") == usertable.read("sm_90a", "sm80") == ()
+
+
+def test_a_table_is_read_once_a_process_and_again_after_writing(own_tables: OwnTables) -> None:
+    path = usertable.write("sm_80", "sm80", ROWS80)
+    assert usertable.load("sm_80", "sm80") == ROWS80
+    path.write_text("{")
+    assert usertable.load("sm_80", "sm80") == ROWS80
+    usertable.write("sm_80", "sm80", ROWS80[:1])
+    assert usertable.load("sm_80", "sm80") == ROWS80[:1]
+
+
+def test_removing_takes_every_table_and_nothing_else(own_tables: OwnTables) -> None:
+    paths = [usertable.write("sm_80", "sm80", ROWS80), own_tables.put("sm_90a", "sm90", "not JSON")]
+    other = own_tables.root / "mine.json"
+    other.write_text("{}")
+    assert usertable.load("sm_80", "sm80") == ROWS80
+    assert usertable.remove() == paths
+    assert list(own_tables.root.iterdir()) == [other]
+    assert usertable.load("sm_80", "sm80") == ()
+    assert usertable.remove() == []
+
+
+def changed(**changes: Any) -> str:
+    """A good sm_80 table with other values; `row__name` changes the first row, `traits__name` its traits."""
+    table = json.loads((usertable.config_dir() / "fwd-sm_80-sm80.json").read_text())
+    for name, value in changes.items():
+        where, _, field = name.rpartition("__")
+        place = {"": table, "row": table["rows"][0], "traits": table["rows"][0]["traits"]}[where]
+        place[field] = value
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": 0}, "its format is 0, not 1"),
+        ({"cuteflash": "0.0.9"}, "its cuteflash is '0.0.9', not"),
+        ({"target": "sm_86"}, "its target is 'sm_86', not 'sm_80'"),
+        ({"family": "sm90"}, "its family is 'sm90', not 'sm80'"),
+        ({"rows": {}}, r"its rows is \{\}; allowed: list"),
+        ({"rows": [7]}, "row 1: its traits is None; allowed: dict"),
+        ({"row__traits": []}, r"row 1: its traits is \[\]; allowed: dict"),
+        ({"row__masks": []}, r"row 1: masks is \(\); allowed: one or more of full, causal, window"),
+        ({"row__masks": [["full"]]}, "row 1: "),
+        ({"row__dtypes": "bf16"}, "row 1: its dtypes is 'bf16'; allowed: list"),
+        ({"row__shapes": ["middling"]}, r"row 1: shapes is \('middling',\); allowed: one or more of decode, short"),
+        ({"row__gpu": None}, "row 1: its gpu is None; allowed: str"),
+        ({"row__tflops": "fast"}, "row 1: its tflops is 'fast'; allowed: float or int"),
+        ({"row__tflops": float("nan")}, "row 1: its tflops is nan; allowed: a positive number"),
+        ({"traits__tile_m": "128"}, "row 1: its tile_m is '128'; allowed: int"),
+        ({"traits__q_in_regs": 1}, "row 1: its q_in_regs is 1; allowed: bool"),
+        ({"traits__kv_stage": True}, "row 1: its kv_stage is True; allowed: int"),
+        ({"traits__warp_speed": 9}, "row 1: its traits have warp_speed, which this version does not know"),
+        ({"traits__head_dim": 48}, "row 1: its traits' head_dim is 48; allowed: 32, 64, 96"),
+        ({"traits__kv_stage": 40}, r"row 1: sm_80 does not run it: needs \d+ bytes of shared memory"),
+        ({"traits__num_warps": 0}, "row 1: "),
+    ],
+    ids=str,
+)
+def test_a_table_that_cannot_be_believed_says_why(own_tables: OwnTables, changes: dict[str, Any], reason: str) -> None:
+    own_tables.write("sm_80", "sm80", list(ROWS80))
+    path = own_tables.put("sm_80", "sm80", changed(**changes))
+    with pytest.raises(TableError, match=reason) as caught:
+        usertable.read("sm_80", "sm80")
+    assert f"the user's table {path} cannot be used: " in str(caught.value)
+    assert "cuteflash sweep --reset" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "it is no JSON"),
+        ("[1, 2", "it is no JSON"),
+        (b"\xff\xfe\x00", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        ("[]", "it holds a list, not a table"),
+        ("{}", "its format is None, not 1"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_file_that_is_no_table_says_so(own_tables: OwnTables, content: str | bytes, reason: str) -> None:
+    own_tables.put("sm_80", "sm80", content)
+    with pytest.raises(TableError, match=reason):
+        usertable.read("sm_80", "sm80")
+    with pytest.warns(TableWarning, match=reason):
+        assert usertable.load("sm_80", "sm80") == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert usertable.load("sm_80", "sm80") == ()  # said once
+
+
+def test_a_directory_in_a_tables_place_is_reported(own_tables: OwnTables) -> None:
+    (own_tables.root / "fwd-sm_80-sm80.json").mkdir(parents=True)
+    with pytest.raises(TableError, match=r"cannot be used: .*directory"):
+        usertable.read("sm_80", "sm80")
+    with pytest.raises(TableError, match="is not written"):
+        usertable.write("sm_80", "sm80", ROWS80)
+    assert len(os.listdir(own_tables.root)) == 1
+    with pytest.raises(TableError, match="cannot be removed"):
+        usertable.remove()
+
+
+def test_fields_that_a_table_lacks_are_at_their_defaults(own_tables: OwnTables) -> None:
+    own_tables.write("sm_80", "sm80", list(ROWS80))
+    table = json.loads(changed())
+    del table["rows"][0]["traits"]["double_buffer"]
+    own_tables.put("sm_80", "sm80", json.dumps(table))
+    assert usertable.read("sm_80", "sm80") == ROWS80
+    del table["rows"][0]["traits"]["tile_m"]
+    own_tables.put("sm_80", "sm80", json.dumps(table))
+    with pytest.raises(TableError, match="its tile_m is None; allowed: int"):
+        usertable.read("sm_80", "sm80")
+
+
+def test_rows_of_another_table_are_not_written(own_tables: OwnTables) -> None:
+    usertable.write("sm_80", "sm80", ROWS80)
+    with pytest.raises(TableError, match="is not written: row 1: "):
+        usertable.write("sm_80", "sm80", ROWS90)
+    with pytest.raises(TableError, match="is not written: row 1: its tflops is 0"):
+        usertable.write("sm_80", "sm80", [MeasuredRow(ROWS80[0].row, "Card", "2026-01-31", 0)])
+    assert usertable.read("sm_80", "sm80") == ROWS80
+
+
+def test_a_full_disk_keeps_the_old_table(own_tables: OwnTables, monkeypatch: pytest.MonkeyPatch) -> None:
+    usertable.write("sm_80", "sm80", ROWS80)
+
+    def full(source: str, target: pathlib.Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(TableError, match=r"fwd-sm_80-sm80\.json is not written: .*No space left"):
+        usertable.write("sm_80", "sm80", ROWS80[:1])
+    assert usertable.read("sm_80", "sm80") == ROWS80
+    assert len(os.listdir(own_tables.root)) == 1
+
+
+def test_an_unwritable_config_directory_is_known_before_the_work(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("CUTEFLASH_CONFIG_DIR", str(tmp_path / "file" / "config"))
+    for work in (usertable.check_writable, lambda: usertable.write("sm_80", "sm80", ROWS80)):
+        with pytest.raises(TableError, match=r"config directory .* cannot be written: .*CUTEFLASH_CONFIG_DIR moves it"):
+            work()
+    assert usertable.read("sm_80", "sm80") == ()
+    assert usertable.remove() == []
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_writable_one_is_made_and_left_empty(own_tables: OwnTables) -> None:
+    assert usertable.check_writable() == own_tables.root
+    assert os.listdir(own_tables.root) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"CUTEFLASH_CONFIG_DIR": "/a/b", "XDG_CONFIG_HOME": "/c", "HOME": "/d"}, "/a/b"),
+        ({"CUTEFLASH_CONFIG_DIR": "~/b", "HOME": "/d"}, "/d/b"),
+        ({"XDG_CONFIG_HOME": "/c", "HOME": "/d"}, "/c/cuteflash"),
+        ({"XDG_CONFIG_HOME": "c", "HOME": "/d"}, "/d/.config/cuteflash"),
+        ({"HOME": "/d"}, "/d/.config/cuteflash"),
+    ],
+    ids=str,
+)
+def test_where_tables_lie(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
+    for name in ("CUTEFLASH_CONFIG_DIR", "XDG_CONFIG_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert usertable.config_dir() == pathlib.Path(expected)
+
+
+def test_without_a_home_there_are_no_tables_and_none_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> pathlib.Path:
+        raise RuntimeError("no home")
+
+    for name in ("CUTEFLASH_CONFIG_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pathlib.Path, "home", homeless)
+    assert usertable.config_dir() is None and usertable.table_path("sm_80", "sm80") is None
+    assert usertable.read("sm_80", "sm80") == () and usertable.remove() == []
+    with pytest.raises(TableError, match="no home directory for the user's tables; CUTEFLASH_CONFIG_DIR moves it"):
+        usertable.check_writable()
+
+
+def test_another_process_chooses_by_the_table(own_tables: OwnTables) -> None:
+    usertable.write("sm_80", "sm80", ROWS80)
+    code = (
+        "from cuteflash.dispatch import choose_fwd; from cuteflash.problem import FwdProblem; "
+        "print(choose_fwd(FwdProblem('bf16', 64, 64, 'causal'), 'sm_80', None, 'short').source)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"user's table {own_tables.root}") and done.stderr == ""

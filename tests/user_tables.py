@@ -1,0 +1,39 @@
+"""Tables of the user's own for tests: a config directory, and rows that somebody measured."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+from cuteflash import usertable
+from cuteflash.dispatch import choose_fwd
+from cuteflash.traits.arch import Family
+from cuteflash.usertable import MeasuredRow
+
+MEASURED = functools.partial(MeasuredRow, gpu="Card", date="2026-01-31", tflops=123.4)
+
+
+class OwnTables:
+    """The user's tables in a directory of the test; what has been read of them is forgotten after every change."""
+
+    def __init__(self, root: pathlib.Path) -> None:
+        self.root = root
+        self.forget()
+
+    def write(self, target: str, family: Family, rows: list[MeasuredRow]) -> pathlib.Path:
+        path = usertable.write(target, family, rows)
+        self.forget()
+        return path
+
+    def put(self, target: str, family: Family, content: str | bytes) -> pathlib.Path:
+        """Any file in a table's place."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        path = self.root / f"fwd-{target}-{family}.json"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        self.forget()
+        return path
+
+    def forget(self) -> None:
+        """As a new process would start."""
+        usertable.load.cache_clear()
+        choose_fwd.cache_clear()
