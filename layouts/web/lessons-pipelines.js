@@ -307,7 +307,7 @@
     id: "tma",
     title: "TMA and the mbarrier ring",
     question:
-      "One thread can fetch a whole swizzled tile. How do the others learn that it has arrived, and how does it learn that they are done?",
+      "One thread can load a whole swizzled tile. How do the others learn that it has arrived, and how does it learn that they are done?",
     families: ["sm90"],
     state: { step: "load_k", instruction: 0 },
     build(kit) {
