@@ -15,6 +15,7 @@ STYLES = ("style.css", "playground.css", "lessons.css", "views.css")
 # In this order: a file uses the names that those before it define.
 SCRIPTS = (
     "core.js",
+    "scroller.js",
     "algebra.js",
     "text.js",
     "scene.js",

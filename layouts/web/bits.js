@@ -125,7 +125,7 @@
     return CF.h(
       "figure",
       { class: "bits-figure" },
-      CF.h("div", { class: "scroll" }, picture({ before, after, xors, width })),
+      CF.scroller("Bits of the offset", picture({ before, after, xors, width })),
       CF.h(
         "figcaption",
         {},

@@ -179,9 +179,8 @@
   /** A table of facts: `heads` texts, `rows` arrays of texts, the first of each the row's heading. */
   function table(label, heads, rows, numbers = []) {
     const kind = (i) => (numbers.includes(i) ? "num" : null);
-    return h(
-      "div",
-      { class: "scroll" },
+    return CF.scroller(
+      label,
       h(
         "table",
         { class: "facts-table plain", "aria-label": label },

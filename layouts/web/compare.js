@@ -1,28 +1,34 @@
-/* What differs between two rows: their traits, tiles, fragments, instructions, bank conflicts and budgets. No drawing. */
+/* What differs between two rows: traits, tiles, fragments, instructions, bank conflicts, budgets. No drawing here. */
 (() => {
   "use strict";
 
   const { bytes, percent, roleUse, binding } = CF.budget;
 
-  /** Both lists as one, each name once: the first's in order, the second's own after what they follow there. */
+  /** Both lists as one, each name once: the first's in order, the second's own before what they precede there. */
   function merged(first, second) {
     const found = [...first];
-    second.forEach((name, at) => {
-      if (!found.includes(name)) found.splice(found.indexOf(second[at - 1]) + 1, 0, name);
-    });
+    let next = found.length;
+    for (const name of [...second].reverse()) {
+      if (found.includes(name)) next = found.indexOf(name);
+      else found.splice(next, 0, name);
+    }
     return found;
   }
 
   /**
-   * Two scenes line by line: `[{name, a, b, differs}]`. `cellsOf(scene)` gives `[key, name, cell]` of each line; a cell
-   * is `{text, note?, code?, bad?}` or, where the scene has no such line, null.
+   * Two scenes line by line: `[{name, a, b, differs}]`. `cellsOf(scene)` gives `[key, name, cell]` of each line, and
+   * lines belong together that have the same key, or else the same name (`mma_qk` and `wgmma_qk` are both S = Q K^T).
+   * A cell is `{text, note?, code?, bad?}` or, where the scene has no such line, null.
    */
   function lines(a, b, cellsOf) {
-    const [mine, others] = [a, b].map((scene) => new Map(cellsOf(scene).map((line) => [line[0], line])));
+    const left = cellsOf(a);
+    const mine = new Map(left.map((line) => [line[0], line]));
+    const keyOf = ([key, name]) => (mine.has(key) ? key : (left.find((line) => line[1] === name)?.[0] ?? key));
+    const others = new Map(cellsOf(b).map((line) => [keyOf(line), line]));
     return merged([...mine.keys()], [...others.keys()]).map((key) => {
       const [, name] = mine.get(key) ?? others.get(key);
-      const [left, right] = [mine, others].map((side) => side.get(key)?.[2] ?? null);
-      return { name, a: left, b: right, differs: JSON.stringify(left) !== JSON.stringify(right) };
+      const [one, other] = [mine, others].map((side) => side.get(key)?.[2] ?? null);
+      return { name, a: one, b: other, differs: JSON.stringify(one) !== JSON.stringify(other) };
     });
   }
 
@@ -30,7 +36,7 @@
 
   function rowCells({ data: { kernel } }) {
     const { head_dim: own, head_dim_v: other } = kernel;
-    const roles = kernel.roles.map(({ name, first_thread: first, threads }) => `${name} ${first}–${first + threads - 1}`);
+    const role = ({ name, first_thread: first, threads }) => `${name} ${first}–${first + threads - 1}`;
     return [
       plain("kernel", kernel.name),
       plain("arch", kernel.arch),
@@ -39,7 +45,7 @@
       plain("head dim", own === other ? own : `${own}, of V ${other}`),
       plain("mask", kernel.mask),
       plain("threads", kernel.threads),
-      plain("roles", roles.join(", ")),
+      plain("roles", kernel.roles.map(role).join(", ")),
     ];
   }
 
@@ -94,8 +100,8 @@
   });
 
   function roleLine(role) {
-    const { used, limit } = roleUse(role);
-    const note = used ? `${used} of them for fragments` : "none for fragments";
+    const { used, left, limit } = roleUse(role);
+    const note = left < 0 ? `all fragments would take ${used}` : used ? `fragments take ${used}` : "no fragments";
     return [`role ${role.name}`, `registers: ${role.name}`, { text: String(limit), note }];
   }
 
@@ -105,12 +111,18 @@
     return ["compiled", "registers as compiled", { text: String(registers), note, bad: spilled > 0 }];
   }
 
-  /** How many lines differ, in words, and which traits: `tile_n and kv_stage differ`. */
+  const listed = (names) => [names.slice(0, -1).join(", "), names.at(-1)].filter(Boolean).join(" and ");
+
+  /** What differs between two rows' traits, in words: those that both have by name, the others by number. */
   function summary(traits) {
-    const names = traits.filter(({ differs }) => differs).map(({ name }) => name);
-    if (!names.length) return "All traits are the same.";
-    if (names.length === 1) return `Of ${traits.length} traits one differs: ${names[0]}.`;
-    return `Of ${traits.length} traits ${names.length} differ: ${names.slice(0, -1).join(", ")} and ${names.at(-1)}.`;
+    const both = traits.filter(({ a, b }) => a && b);
+    const names = both.filter(({ differs }) => differs).map(({ name }) => name);
+    const verb = names.length === 1 ? "differs" : "differ";
+    const shared = names.length
+      ? `Of ${both.length} traits that both rows have ${names.length} ${verb}: ${listed(names)}.`
+      : `The ${both.length} traits that both rows have are the same.`;
+    const alone = ["a", "b"].map((side) => traits.filter((line) => line[side]).length - both.length);
+    return alone[0] + alone[1] ? `${shared} A has ${alone[0]} more, B ${alone[1]}.` : shared;
   }
 
   /** The rows `[a, b]` that a comparison starts with: head dim 128, in both families of an arch where it has them. */
@@ -122,7 +134,7 @@
     return [first, second];
   }
 
-  /** What the page knows of its rows, in the tables' order: the gallery's entries that have a scene, else the scenes. */
+  /** What the page knows of its rows, in the tables' order: the gallery's entries with a scene, else the scenes. */
   function rowsOf({ gallery, scenes }) {
     if (gallery) return gallery.filter((row) => row.id in scenes);
     return Object.values(scenes).map(({ id, title, kernel }) => ({ ...kernel, id, title }));

@@ -19,7 +19,8 @@
       this.rows = CF.compare.rowsOf(data);
       this.panels = [];
       this.body = h("div");
-      this.element = h("div", { class: "compare" }, this.#head(data), this.body);
+      this.element = h("div", { class: "compare" });
+      this.element.append(...this.#head(data).filter(Boolean), this.body);
       container.append(this.element);
       const redraw = CF.perFrame(() => this.#tell());
       this.stops = [
@@ -37,6 +38,7 @@
     destroy() {
       for (const stop of this.stops) stop();
       document.removeEventListener("keydown", this.release);
+      this.resized.disconnect();
       this.#destroyPanels();
     }
 
@@ -65,9 +67,13 @@
         CF.state.set({ a: b, b: a });
       };
       const button = h("button", { type: "button", onclick: swap, "aria-label": "Swap A and B", title: "Swap" }, "⇄");
+      const bar = h("div", { class: "compare-picks" }, picks[0], button, picks[1]);
+      const { style } = this.element; // what sticks below the bar needs its height
+      this.resized = new ResizeObserver(() => style.setProperty("--picks", `${bar.offsetHeight}px`));
+      this.resized.observe(bar);
       return [
         gallery ? CF.gallery.links("compare") : null,
-        h("div", { class: "compare-picks" }, picks[0], button, picks[1]),
+        bar,
         this.missing,
       ];
     }
@@ -85,8 +91,8 @@
         this.#panelBox(),
         box("Tiles and fragments", table(CF.compare.parts(...scenes), "Tiles and fragments")),
         box("Budgets", budgets, smemBars(scenes), registerBars(scenes)),
-        box("Bank conflicts", table(CF.compare.accesses(...scenes), "Bank conflicts of every access")),
-        box("Instructions", table(CF.compare.steps(...scenes), "Instructions of every step")),
+        box("Bank conflicts", leftOut(), table(CF.compare.accesses(...scenes), "Bank conflicts")),
+        box("Instructions", table(CF.compare.steps(...scenes), "Instructions")),
       );
       this.#filter();
       this.#drawPanels();
@@ -120,12 +126,13 @@
       this.tensors = h("div", { class: "segmented", role: "group", "aria-label": "Tensor" });
       const toggle = () => CF.state.set({ swizzle: !CF.state.get("swizzle") });
       this.swizzle = toggleButton("Swizzle", toggle);
-      this.told = SIDES.map((side) => h("p", {}, badge(side), h("span")));
+      this.how = h("p", { class: "hint" }, HOW);
+      this.told = SIDES.map((side) => h("p", { "aria-live": "polite" }, badge(side), h("span")));
       this.pairs = h("div", { class: "compare-pairs" });
       return box(
         "Where the elements lie",
         h("div", { class: "view-controls" }, this.tensors, this.swizzle),
-        h("div", { class: "compare-told", "aria-live": "polite" }, this.told),
+        h("div", { class: "compare-told" }, this.how, this.told),
         this.pairs,
       );
     }
@@ -163,16 +170,19 @@
       this.swizzle.disabled = !this.panels.some(({ part }) => part.spec.swizzle);
     }
 
-    /* Where the element under the cursor lies in either row: in the cursor's panel, else in one of the same tensor. */
+    /* Where the element under the cursor lies in either row: in the cursor's panel, one of its tensor, or any. */
     #tell() {
       const element = CF.state.get("hover") ?? CF.state.get("pin");
       const at = CF.state.get(CF.state.get("hover") ? "source" : "panel");
       const options = { stage: CF.state.get("stage"), swizzled: CF.state.get("swizzle") };
       this.scenes.forEach((scene, i) => {
         const inTensor = scene.parts.filter((part) => part.tensor === this.tensor);
-        const parts = [scene.part(at), ...inTensor].filter((part) => part && !part.place(element).includes(null));
-        this.told[i].lastChild.textContent = element ? sentence(scene, parts[0], element, options) : HOW;
+        const candidates = [scene.part(at), ...inTensor, ...scene.parts];
+        const part = candidates.find((other) => other && !other.place(element).includes(null));
+        this.told[i].hidden = !element;
+        this.told[i].lastChild.textContent = element ? sentence(scene, part, element, options) : "";
       });
+      this.how.hidden = Boolean(element);
     }
 
     #destroyPanels() {
@@ -189,12 +199,16 @@
 
   const badge = (side) => h("b", { class: `side-badge ${side}` }, side.toUpperCase());
 
-  const toggleButton = (text, onclick) => h("button", { type: "button", class: "switch", role: "switch", onclick }, text);
+  const leftOut = () =>
+    h("p", { class: "hint" }, "A dash: the row has no such access, or TMA makes it, which the model leaves out.");
+
+  const toggleButton = (text, onclick) =>
+    h("button", { type: "button", class: "switch", role: "switch", onclick }, text);
 
   /* All rows by arch. */
   function rowSelect(rows, side) {
     const archs = [...new Set(rows.map(({ arch }) => arch))];
-    const option = (row) => h("option", { value: row.id }, `${row.family} · ${dims(row)} · ${row.mask}`);
+    const option = (row) => h("option", { value: row.id }, [row.arch, row.family, dims(row), row.mask].join(" · "));
     const group = (arch) => h("optgroup", { label: arch }, rows.filter((row) => row.arch === arch).map(option));
     return h(
       "select",

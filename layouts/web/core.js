@@ -40,8 +40,8 @@ const CF = {};
   /** `0x00a0`: an address in hexadecimal with at least `digits` digits. */
   CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
 
-  /** A whole number with thin spaces between thousands. */
-  CF.number = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, "\u2009");
+  /** A whole number with narrow no-break spaces between thousands. */
+  CF.number = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, "\u202f");
 
   /** Calls `draw` at most once a frame, however often the returned function is called. */
   CF.perFrame = (draw) => {

@@ -21,10 +21,12 @@
     { key: "dtype", head: "dtypes", by: (row) => row.dtype, cell: (row) => text(row.dtype) },
     { key: "tile", head: "tile", by: (row) => extents(row)[0] * 1000 + extents(row)[1], cell: tileCell },
     { key: "threads", head: "threads", by: (row) => row.threads, cell: (row) => number(row.threads) },
-    { key: "smem_bytes", head: "shared memory", by: (row) => row.smem_bytes, cell: (row) => number(CF.budget.bytes(row.smem_bytes)) },
+    { key: "smem_bytes", head: "smem", by: (row) => row.smem_bytes, cell: smemCell },
     { key: "blocks_per_sm", head: "blocks", by: (row) => row.blocks_per_sm, cell: (row) => number(row.blocks_per_sm) },
     { key: "worst_ways", head: "bank ways", by: (row) => row.worst_ways, cell: waysCell },
   ];
+
+  const NUMBERS = ["threads", "smem_bytes", "blocks_per_sm", "worst_ways"];
 
   const dimsOf = ({ head_dim: own, head_dim_v: other }) => [...new Set([own, other])].map(String);
 
@@ -92,7 +94,11 @@
       box(0, wide, S_COLOUR),
       box(wide + GLYPH.gap, deep, O_COLOUR),
     );
-    return h("td", {}, h("span", { class: "tile" }, `${m} × ${n}`, glyph));
+    return h("td", {}, h("span", { class: "tile" }, h("span", {}, `${m} × ${n}`), glyph));
+  }
+
+  function smemCell(row) {
+    return number(CF.budget.bytes(row.smem_bytes));
   }
 
   function waysCell({ worst_ways: ways }) {
@@ -145,14 +151,17 @@
     #filter(filter) {
       const { key, label } = filter;
       const pairs = [["", "all"], ...choices(this.rows, filter).map((value) => [value, value])];
-      const select = CF.select(label, pairs, CF.state.get(key) ?? "", (value) => CF.state.set({ [key]: value || null }));
+      const choose = (value) => CF.state.set({ [key]: value || null });
+      const select = CF.select(label, pairs, CF.state.get(key) ?? "", choose);
       select.dataset.filter = key;
       return h("label", {}, h("span", {}, label), select);
     }
 
     #head({ key, head }) {
       const turn = () => CF.state.set({ sort: nextSort(CF.state.get("sort"), key) });
-      return h("th", { scope: "col", dataset: { key } }, h("button", { type: "button", onclick: turn }, head));
+      const kind = NUMBERS.includes(key) ? "num" : null;
+    const button = h("button", { type: "button", onclick: turn }, head);
+    return h("th", { scope: "col", class: kind, dataset: { key } }, button);
     }
 
     update() {
@@ -194,7 +203,7 @@
       const names = ids.map((id) => this.rows.find((row) => row.id === id)?.title ?? id);
       this.picked.hidden = !ids.length;
       const link = h("a", { href: CF.compare.link(ids[0], ids[1]) }, "Compare them");
-      const drop = h("button", { type: "button", onclick: () => CF.state.set({ a: null, b: null }) }, "Let go");
+      const drop = h("button", { type: "button", onclick: () => CF.state.set({ a: null, b: null }) }, "Clear");
       this.picked.replaceChildren(
         h("span", {}, names.join("  and  ")),
         ids.length === COMPARED ? link : h("span", { class: "hint" }, "Tick another to compare it with."),
@@ -217,8 +226,9 @@
       "p",
       { class: "lead" },
       `The ${rows.length} rows of the shipped tables, each with a page that shows how its kernel moves and multiplies `,
-      "its data. Tick two to see them side by side. Shared memory is that of a block; blocks are those that fit on a ",
-      "multiprocessor; bank ways are the most passes that one phase of any access takes.",
+      "its data. Tick two to see them side by side. The boxes are the tiles of S and O, to one scale; smem is the ",
+      "shared memory of a block; blocks are those that fit on a multiprocessor; bank ways are the most passes that ",
+      "one phase of any access takes.",
     );
 
   let view = null;

@@ -136,7 +136,7 @@
           (\`cp_async_wait_group(n)\`). Groups are counted, not named. A wait is about a thread's own copies only, so
           a block-wide barrier follows it; the kernel calls the pair \`arrived\`.
 
-          This row has \`kv_stage\` ${stages}: ${stages} buffers for K and ${stages} for V. At the top of a step
+          This row has \`kv_stage\` ${stages}, that is ${stages} buffers for K and ${stages} for V. At the top of a step
           \`arrived(${stages - 2})\` does two jobs. It makes this step's block readable, and its barrier proves that
           every warp is done with the buffer of the step before. So the next load may overwrite that buffer at once,
           and flies while both products and the softmax run.
@@ -307,7 +307,7 @@
     id: "tma",
     title: "TMA and the mbarrier ring",
     question:
-      "One thread can fetch a whole swizzled tile. How do the others learn that it has arrived, and how does it learn that they are done?",
+      "One thread can load a whole swizzled tile. How do the others learn that it has arrived, and how does it learn that they are done?",
     families: ["sm90"],
     state: { step: "load_k", instruction: 0 },
     build(kit) {

@@ -221,7 +221,7 @@
 
           Below are ${softmax.q.length} queries, ${softmax.k.length} keys and head dim ${softmax.q[0].length}, in
           blocks of ${softmax.tile_n} keys. The numbers are computed by the functions of \`cuteflash.reference\` in
-          the loop shown beside them; its last line agrees with \`flash_attention_2\`. Pick a row and step. Watch the
+          the loop shown beside them, and the results are those of \`flash_attention_2\`. Pick a row and step. Watch the
           bars, the weights as the present maximum sees them: when m grows, the old ones shrink.`),
         new SoftmaxFigure(kit).element,
         prose(`Masks add one trap. A hidden key has score −∞ and weight 0. A row that has seen no key at all has m =

@@ -5,7 +5,7 @@
   const { prose, figure, slider, choice, checks } = CF.lessons;
   const ROW = 26; // pixels of a lane in the schedule
   const LEFT = 104;
-  const LABEL_FROM = 38; // width of a task that has room for its name
+  const LABEL_FROM = 36; // width of a task that has room for its name
   const SCALE = 1000; // the drawing's width in its own units
   const WGMMA_K = 16; // extent of the sum in one instruction, for 16-bit elements
 
@@ -99,7 +99,7 @@
         [this.operand, this.slider],
         CF.h("div", { class: "lesson-pair" }, CF.h("div", {}, Object.values(hosts)), this.host),
       );
-      kit.follow(["step", "instruction"], () => {
+      kit.follow(["step", "instruction", "stage"], () => {
         const step = this.scene.step(CF.state.get("step"))?.descriptor ? CF.state.get("step") : "wgmma_qk";
         for (const [name, host] of Object.entries(hosts)) host.hidden = name !== step;
         this.operand.to(step);
@@ -111,7 +111,8 @@
       const at = Math.min(CF.state.get("instruction") ?? 0, desc.starts.length - 1);
       this.slider.limit(desc.starts.length - 1);
       this.slider.to(at);
-      const start = this.scene.part(desc.tile).spec.base + desc.starts[at];
+      const stage = CF.state.get("stage");
+      const start = this.scene.address(this.scene.tile(desc.tile), 0, 0, stage, true) + desc.starts[at];
       const fields = CF.stepper.descriptorFields(desc, start);
       const cell = (text) => CF.h("td", {}, text);
       const row = ([name, bits, plain, value]) =>
@@ -120,7 +121,11 @@
         CF.h(
           "table",
           { class: "descriptor" },
-          CF.h("caption", {}, `Descriptor of ${desc.tile}, instruction ${at}: ${desc.starts[at]} bytes into the tile`),
+          CF.h(
+            "caption",
+            {},
+            `Descriptor of ${desc.tile}, instruction ${at}: ${desc.starts[at]} bytes into stage ${stage}`,
+          ),
           CF.h(
             "thead",
             {},

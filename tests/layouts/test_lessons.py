@@ -144,6 +144,20 @@ def test_pipeline_overwrites_only_behind_a_barrier(stages: int) -> None:
         unsafe |= {name for name, (_, status) in action["buffers"].items() if status == "reading"}
 
 
+@pytest.mark.parametrize("stages", pipeline.SHOWN)
+def test_every_action_stands_at_its_call(stages: int, data: dict[str, Any]) -> None:
+    calls = {
+        "load": "load_kv(",
+        "commit": "commit_group()",
+        "wait": "arrived(",
+        "product": "product_",
+        "softmax": "soften(",
+    }
+    for action in data["pipeline"]["actions"][str(stages)]:
+        line = data["pipeline"]["sources"][action["function"]]["lines"][action["line"]]
+        assert calls[action["kind"]] in line
+
+
 def test_every_shipped_sm80_row_has_a_pipeline(data: dict[str, Any]) -> None:
     shipped = sum(row.family == "sm80" for row in shipped_rows())
     assert sum(len(rows) for rows in data["pipeline"]["rows"].values()) >= shipped

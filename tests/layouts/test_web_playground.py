@@ -99,7 +99,7 @@ def test_elements_without_or_with_several_owners_say_so() -> None:
 def test_what_is_too_large_is_cut_and_said() -> None:
     drawn = model("(1024,600)", cells="index")
     assert (drawn["rows"], drawn["cols"]) == (512, 512)
-    assert "512 of 1\u2009024 rows and 512 of 600 columns" in drawn["remark"]
+    assert "512 of 1\u202f024 rows and 512 of 600 columns" in drawn["remark"]
     assert model("(512,512)")["remark"] == ""
 
 

@@ -6,6 +6,7 @@ The scenes are read from the kernels of a few rows that differ in family, swizzl
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ from cuteflash.cli.app import compile_
 from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import FwdProblem
 from layouts import banks
+from layouts.algebra import ComposedLayout, Layout
 from layouts.command import scene_json
 from layouts.rows import make_scene, touch_ways
 from layouts.scene import Scene
+from layouts.site import chosen_rows, make_entry
+from layouts.text import evaluate
 from tests.layouts.web import run_js
 
 FILES = ("core.js", "algebra.js", "scene.js", "banks.js")
@@ -179,3 +183,173 @@ def test_the_compile_command_is_one_that_the_cli_takes(scene: Scene) -> None:
     options = inspect.signature(compile_).parameters
     for option in command.split()[2::2]:
         assert option.removeprefix("--").replace("-", "_") in options
+
+
+COMPARED = (*FILES, "budget.js", "compare.js", "gallery.js")
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Scene, Scene]:
+    """One head dim of one arch, in both families."""
+    problem = FwdProblem("bf16", 128, 128)
+    sm90, sm80 = (choose_fwd(problem, "sm_90a", family) for family in ("sm90", "sm80"))
+    return make_scene(problem, "sm_90a", sm90), make_scene(problem, "sm_90a", sm80)
+
+
+def compare(a: Scene, b: Scene, kind: str) -> Any:
+    """The lines `kind` of two scenes by their names."""
+    load = "CF.scene.load({ scenes: data }); const [a, b] = ['a', 'b'].map(CF.scene.of);"
+    expression = f"(() => {{ {load} return CF.compare.{kind}(a, b); }})()"
+    lines = run_js(COMPARED, expression, data={"a": scene_json(a), "b": scene_json(b)}, prelude=BROWSER)
+    assert len({line["name"] for line in lines}) == len(lines)
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [
+        ("abc", "abc", "abc"),
+        ("abc", "axc", "abxc"),
+        ("ab", "xaby", "xaby"),
+        ("ab", "axy", "abxy"),
+        ("abc", "cxa", "xabc"),
+        ("", "ab", "ab"),
+        ("ab", "", "ab"),
+    ],
+)
+def test_names_of_both_come_once_and_in_the_order_of_the_first(first: str, second: str, both: str) -> None:
+    merged = run_js(COMPARED, "CF.compare.merged(data[0], data[1])", [list(first), list(second)], BROWSER)
+    assert merged == list(both)
+
+
+@pytest.mark.parametrize("kind", ["row", "traits", "parts", "steps", "accesses", "budget"])
+def test_a_row_does_not_differ_from_itself(scene: Scene, kind: str) -> None:
+    lines = compare(scene, scene, kind)
+    assert lines
+    assert not any(line["differs"] for line in lines.values())
+
+
+def test_the_traits_that_differ_are_marked(pair: tuple[Scene, Scene]) -> None:
+    mine, others = (scene.kernel["traits"] for scene in pair)
+    lines = compare(*pair, "traits")
+    assert set(lines) == set(mine) | set(others)
+    for name, line in lines.items():
+        assert (line["a"] is None, line["b"] is None) == (name not in mine, name not in others)
+        assert line["differs"] == (mine.get(name) != others.get(name) or (name in mine) != (name in others))
+
+
+def test_the_layouts_of_tiles_are_texts_that_place_every_element(pair: tuple[Scene, Scene]) -> None:
+    lines = compare(*pair, "parts")
+    for scene, side in zip(pair, "ab", strict=True):
+        for tile in scene.tiles:
+            layout = evaluate(lines[tile.id][side]["code"]).value
+            assert isinstance(layout, Layout | ComposedLayout)
+            assert np.array_equal(layout.indices().reshape(-1), tile.offsets(swizzled=True).reshape(-1)), tile.id
+        shown = {name for name, line in lines.items() if line[side]}
+        assert shown == {tile.id for tile in scene.tiles} | {fragment.id for fragment in scene.fragments}
+
+
+def test_steps_of_one_name_stand_beside_each_other(pair: tuple[Scene, Scene]) -> None:
+    line = compare(*pair, "steps")["S = Q K^T"]
+    assert line["a"]["code"].startswith("wgmma") and line["b"]["code"].startswith("mma")
+
+
+def test_the_ways_of_every_access_are_compared(pair: tuple[Scene, Scene]) -> None:
+    lines = compare(*pair, "accesses")
+    for scene, side in zip(pair, "ab", strict=True):
+        for step in scene.steps:
+            for touch in step.touches:
+                if touch.lane_bytes:
+                    worst = touch_ways(scene, step, touch).max()
+                    cell = lines[f"{step.title}, {touch.id}"][side]
+                    assert cell["text"].startswith(f"{worst}-way")
+                    assert cell["bad"] == (worst > 1)
+
+
+def test_the_summary_names_the_traits_that_both_rows_have() -> None:
+    lines = [
+        {"name": "head_dim", "a": {}, "b": {}, "differs": False},
+        {"name": "tile_m", "a": {}, "b": {}, "differs": False},
+        {"name": "tile_n", "a": {}, "b": {}, "differs": True},
+        {"name": "kv_stage", "a": {}, "b": {}, "differs": True},
+        {"name": "persistent", "a": {}, "b": None, "differs": True},
+    ]
+    assert run_js(COMPARED, "CF.compare.summary(data)", lines, BROWSER) == (
+        "Of 4 traits that both rows have 2 differ: tile_n and kv_stage. A has 1 more, B 0."
+    )
+    assert run_js(COMPARED, "CF.compare.summary(data)", lines[:2], BROWSER) == (
+        "The 2 traits that both rows have are the same."
+    )
+
+
+@pytest.fixture(scope="module")
+def gallery() -> list[dict[str, Any]]:
+    """What the index knows of some rows that differ in all that it filters by."""
+    rows = chosen_rows({"sm_90a", "sm_80"}, {"sm90", "sm80"}, {64, 128, 192})
+    return [make_entry(row).summary for row in rows]
+
+
+def of_gallery(gallery: list[dict[str, Any]], expression: str) -> Any:
+    return run_js(COMPARED, expression, data=gallery, prelude=BROWSER)
+
+
+def test_a_comparison_starts_with_both_families_of_an_arch(gallery: list[dict[str, Any]]) -> None:
+    a, b = of_gallery(gallery, "CF.compare.standard(data)")
+    assert a["head_dim"] == b["head_dim"] == 128
+    assert a["arch"] == b["arch"] and a["family"] != b["family"]
+    assert of_gallery(gallery[:1], "CF.compare.standard(data)") == [gallery[0], gallery[0]]
+
+
+def test_rows_without_a_scene_are_not_offered(gallery: list[dict[str, Any]]) -> None:
+    found = of_gallery(gallery, "CF.compare.rowsOf({ gallery: data, scenes: { [data[1].id]: {} } })")
+    assert found == [gallery[1]]
+
+
+def test_every_filter_keeps_the_rows_that_serve_its_value(gallery: list[dict[str, Any]]) -> None:
+    fields = {"arch": ["arch"], "family": ["family"], "dim": ["head_dim", "head_dim_v"], "mask": ["mask"]}
+    fields["dtype"] = ["dtype"]
+    choices = of_gallery(gallery, "CF.gallery.FILTERS.map((f) => [f.key, CF.gallery.choices(data, f)])")
+    assert [key for key, _ in choices] == list(fields)
+    assert dict(choices)["dim"] == ["64", "128", "192"]
+    for key, values in choices:
+        for value in values:
+            found = of_gallery(gallery, f"CF.gallery.filtered(data, {json.dumps({key: value})})")
+            assert found == [
+                row for row in gallery if any(value in str(row[field]).split(", ") for field in fields[key])
+            ]
+    both = of_gallery(gallery, "CF.gallery.filtered(data, { arch: 'sm_90a', dim: '64' })")
+    assert both == [row for row in gallery if row["arch"] == "sm_90a" and row["head_dim"] == 64]
+    assert of_gallery(gallery, "CF.gallery.filtered(data, { arch: null })") == gallery
+
+
+@pytest.mark.parametrize("key", ["head_dim", "threads", "smem_bytes", "blocks_per_sm", "worst_ways"])
+def test_rows_are_sorted_by_number_and_keep_their_order_otherwise(gallery: list[dict[str, Any]], key: str) -> None:
+    by = [key, "head_dim_v"] if key == "head_dim" else [key]
+    up = sorted(gallery, key=lambda row: [row[name] for name in by])
+    assert of_gallery(gallery, f"CF.gallery.sorted(data, {key!r})") == up
+    down = sorted(gallery, key=lambda row: [-row[name] for name in by])
+    assert of_gallery(gallery, f"CF.gallery.sorted(data, '-{key}')") == down
+
+
+def test_a_columns_head_turns_its_order_and_then_gives_it_up(gallery: list[dict[str, Any]]) -> None:
+    turns = "[null, 'arch', '-arch', 'tile'].map((sort) => CF.gallery.nextSort(sort, 'arch'))"
+    assert of_gallery(gallery, turns) == ["arch", "-arch", None, "arch"]
+    assert of_gallery(gallery, "CF.gallery.sorted(data, 'nothing')") == gallery
+
+
+@pytest.mark.parametrize(
+    ("chosen", "after"),
+    [
+        ([None, None], ["x", None]),
+        (["a", None], ["a", "x"]),
+        (["a", "b"], ["b", "x"]),
+        (["x", "b"], ["b", None]),
+        (["a", "x"], ["a", None]),
+    ],
+)
+def test_the_older_of_two_chosen_rows_gives_way(chosen: list[str | None], after: list[str | None]) -> None:
+    assert run_js(COMPARED, "CF.gallery.chosen(data, 'x')", chosen, BROWSER) == after
+
+
+def test_the_link_to_a_comparison_names_both_rows() -> None:
+    assert run_js(COMPARED, "CF.compare.link('a b', 'c')", prelude=BROWSER) == "compare.html#a=a%20b&b=c"

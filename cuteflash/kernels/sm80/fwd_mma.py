@@ -147,16 +147,14 @@ def attend_block(
     n_lo, n_last = n_range
     stage = (n_last - n_block) % stages
     rows = mask.seqlen_k - n_block * kernel.traits.tile_n if masked else None
-    if const_expr(not eager):
-        arrived(0)  # nobody reads the last K and V any more
-        load_kv(loads.k, n_block, 0, rows)
-        load_kv(loads.v, n_block, 0, rows)
-        cute.arch.cp_async_commit_group()
-        arrived(0)
-    elif const_expr(stages == 1):
+    if const_expr(stages == 1):
         arrived(0)  # K is here, and nobody reads the last V any more
+        if const_expr(not eager):
+            load_kv(loads.k, n_block, 0, rows)
         load_kv(loads.v, n_block, 0, rows)
         cute.arch.cp_async_commit_group()
+        if const_expr(not eager):
+            arrived(0)
     else:
         arrived(stages - 2)  # and nobody reads the last block any more
         load_block(loads, n_block - (stages - 1), n_lo, (stage + stages - 1) % stages)
