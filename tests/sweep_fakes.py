@@ -43,7 +43,8 @@ class World:
         wrong, crashing, hanging, unusable, spilling, uncompilable: tile_n of candidates that behave so.
         crashing_in_race: tile_n of candidates that take the process down when they are timed.
         pause: seconds that each request takes.
-        source: changes every candidate's key.
+        full_disk: tile_n of candidates whose compiled kernel the disk has no room for.
+        changed: tile_n of candidates whose sources are other ones now.
         gpu_target: what the GPU is.
     """
 
@@ -56,7 +57,8 @@ class World:
     uncompilable: tuple[int, ...] = ()
     crashing_in_race: tuple[int, ...] = ()
     pause: float = 0.0
-    source: str = "source"
+    full_disk: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
     gpu_target: str = TARGET
 
     @property
@@ -74,7 +76,7 @@ class World:
         return [tuple(words[1:]) for line in lines for words in [json.loads(line)] if words[0] == kind]
 
     def key(self, traits: Any, problem: FwdProblem) -> str:
-        return hashlib.sha256(f"{traits} {problem} {self.source}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{traits} {problem} {traits.tile_n in self.changed}".encode()).hexdigest()[:32]
 
     def object_path(self, traits: Any, problem: FwdProblem) -> pathlib.Path:
         return self.folder / f"{self.key(traits, problem)}.o"
@@ -89,7 +91,7 @@ class World:
     @property
     def backend(self) -> Backend:
         builder, bench = functools.partial(FakeBuilder, self), functools.partial(FakeBench, self)
-        return Backend(TARGET, self.source, self.key, self.report, builder, bench)
+        return Backend(TARGET, "source", self.key, self.report, builder, bench)
 
 
 class FakeBuilder:
@@ -102,6 +104,8 @@ class FakeBuilder:
         self.world.note("build", traits.tile_n)
         if traits.tile_n in self.world.uncompilable:
             raise ValueError("no such instruction")
+        if traits.tile_n in self.world.full_disk:
+            raise OSError(28, "No space left on device")
         self.world.object_path(traits, problem).touch()
         return self.world.report(traits, problem)
 

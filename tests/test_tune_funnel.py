@@ -1,0 +1,315 @@
+"""The sweep with a pretended compiler and GPU: who is let through, who is blamed, what a second run still has to do."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.tune.backend import PEER
+from cuteflash.tune.cells import Cell
+from cuteflash.tune.funnel import make_space
+from cuteflash.tune.heats import Field, arrange, past_of
+from cuteflash.tune.plan import Limits
+from cuteflash.tune.rank import shortlist
+from cuteflash.tune.space import enumerate_fwd, prune
+from cuteflash.tune.store import Store, Timing, candidate_id
+from cuteflash.tune.timing import Roles, Rules
+from tests.sweep_fakes import CELLS, TARGET, TRAITS, World, make_plan, sweep
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DEFAULT = next(row.traits for row in FWD_ROWS[TARGET, "sm80"] if row.traits.head_dim == 128)
+IDS = {traits.tile_n: candidate_id("sm80", traits) for traits in TRAITS}
+FINALISTS = (96,)  # of TRAITS, those within the margin of the best
+
+
+@pytest.fixture
+def world(tmp_path: pathlib.Path) -> World:
+    return World(tmp_path)
+
+
+def rejections(world: World) -> dict[tuple[str, str], str]:
+    """(stage, candidate) → reason."""
+    with Store(world.folder / "sweep.sqlite") as store:
+        return {(v.stage, v.candidate): str(v.reason) for v in store.verdicts(ok=0)}
+
+
+def timed(world: World) -> dict[tuple[str, str], int]:
+    """(candidate, cell) → samples in the store."""
+    with Store(world.folder / "sweep.sqlite") as store:
+        return {(t.candidate, t.cell): len(t.samples) for t in store.timings() if t.error is None}
+
+
+def work(world: World) -> list[tuple[str, ...]]:
+    """Everything that was asked of the fakes."""
+    return [(kind, *words) for kind in ("build", "check", "sample") for words in world.journaled(kind)]
+
+
+def test_everybody_is_built_checked_and_timed_until_clearly_beaten(world: World) -> None:
+    _, display = sweep(world)
+    assert sorted(world.journaled("build")) == sorted(world.journaled("check"))
+    assert len(world.journaled("build")) == len(TRAITS) + 1  # and the shipped row
+    samples = timed(world)
+    for cell in CELLS:
+        assert {n: samples[IDS[n], cell.id] for n in IDS} == {n: 5 if n in FINALISTS else 3 for n in IDS}
+        assert samples[candidate_id("sm80", DEFAULT), cell.id] == 5  # stays, although beaten
+    assert sum(samples.values()) == len(world.journaled("sample"))
+    assert display.counts["compile"] == {"kept": 7}
+    assert display.counts["gate"] == {"kept": 7}
+    assert +display.counts["time"] == {"to the end": 4, "left early": 10}
+
+
+def test_the_run_is_recorded_with_its_matrix_product(world: World) -> None:
+    sweep(world)
+    with Store(world.folder / "sweep.sqlite") as store:
+        (timing, *_), cells = store.timings(), store.cells()
+    assert (timing.gpu, timing.driver, timing.versions, timing.target) == ("a GPU", "1.0", {"torch": "2"}, TARGET)
+    assert {Cell(**fields) for fields in cells.values()} == set(CELLS)
+
+
+def test_a_second_run_does_nothing(world: World) -> None:
+    sweep(world)
+    before = work(world)
+    _, display = sweep(world)
+    assert work(world) == before
+    assert display.counts["gate"] == {"kept": 7}
+
+
+def test_a_changed_candidate_runs_again_alone_beside_the_yardsticks(world: World) -> None:
+    sweep(world)
+    count = len(work(world))
+    sweep(dataclasses.replace(world, changed=(48,)))
+    kinds = collections.Counter(entry[:2] for entry in work(world)) - collections.Counter()
+    assert kinds["build", "48"] == kinds["check", "48"] == 2
+    assert all(kinds["build", str(n)] == 1 for n in IDS if n not in (48, DEFAULT.tile_n))
+    again = [entry[1] for entry in work(world)[count + 2 :] if entry[0] == "sample"]
+    assert set(again) <= {"48", "96", str(DEFAULT.tile_n)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "words"),
+    [
+        ("uncompilable", "compile", "no such instruction"),
+        ("spilling", "compile", "spills 16 bytes"),
+        ("wrong", "gate", "error 1 over 0.1"),
+        ("crashing", "gate", "SIGSEGV"),
+        ("unusable", "gate", "illegal memory access"),
+        ("hanging", "gate", "no answer within 1 s"),
+        ("crashing_in_race", "time", "D128 full 512: the worker process ended by signal SIGKILL"),
+    ],
+)
+def test_a_bad_candidate_is_blamed_and_skipped_and_the_others_go_on(
+    world: World, fault: str, stage: str, words: str
+) -> None:
+    bad = dataclasses.replace(world, **{fault: (32,)})
+    sweep(bad)
+    reasons = rejections(world)
+    assert set(reasons) == {(stage, IDS[32])}
+    assert words in reasons[stage, IDS[32]]
+    samples = timed(world)
+    assert not any(name == IDS[32] for name, _ in samples)
+    assert all(samples[IDS[n], cell.id] >= 3 for n in IDS if n != 32 for cell in CELLS)
+    before = work(world)
+    sweep(bad)  # known by now, so it is not tried again
+    assert work(world) == before
+
+
+def test_a_row_of_the_table_is_timed_also_where_it_spills(world: World) -> None:
+    sweep(dataclasses.replace(world, spilling=(DEFAULT.tile_n,)))
+    samples = timed(world)
+    assert all((candidate_id("sm80", DEFAULT), cell.id) in samples for cell in CELLS)
+    assert not any(name == IDS[DEFAULT.tile_n] for name, _ in samples)
+
+
+def journal_length(world: World) -> int:
+    return world.journal.read_text().count("\n") if world.journal.exists() else 0
+
+
+@pytest.mark.parametrize("lines", [3, 10, 17, 26, 45, 61], ids=lambda lines: f"at request {lines}")
+def test_after_a_kill_nothing_is_done_twice_and_nothing_is_lost(world: World, lines: int) -> None:
+    command = [sys.executable, "-m", "tests.sweep_fakes", str(world.folder), "pause=0.02"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 100
+    while journal_length(world) < lines and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = journal_length(world)
+    assert done >= lines
+    sweep(world)
+    whole = World(world.folder / "whole")
+    whole.folder.mkdir()
+    sweep(whole)
+    repeated = collections.Counter(work(world))
+    repeated.subtract(collections.Counter(work(whole)))
+    assert not any(count < 0 for count in repeated.values())
+    assert sum(repeated.values()) <= 1  # the request that was in flight, which nobody had an answer to
+    assert timed(world) == timed(whole)
+
+
+def test_what_the_cache_lacks_is_reported_and_not_compiled(world: World) -> None:
+    sweep(world, until="compile")
+    for path in sorted(world.folder.glob("*.o"))[:2]:
+        path.unlink()
+    built = len(world.journaled("build"))
+    _, display = sweep(world, make_plan(from_cache=True))
+    assert len(world.journaled("build")) == built
+    assert display.counts["compile"] == {"kept": 5, "missing": 2}
+    assert any("2 kernels are not in the cache" in text and "--compile-only" in text for text in display.said)
+    assert not rejections(world)
+
+
+def test_a_carried_cache_is_enough(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    sweep(world, until="compile")
+    (world.folder / "sweep.sqlite").unlink()
+    _, display = sweep(world, make_plan(from_cache=True))
+    assert display.counts["compile"] == {"kept": 7}
+    assert len(world.journaled("build")) == 7
+
+
+def test_the_wrong_gpu_is_refused_before_anything_is_compiled(world: World) -> None:
+    with pytest.raises(ValueError, match="arch is sm_80; the GPU here is a a GPU, which is sm_90a"):
+        sweep(dataclasses.replace(world, gpu_target="sm_90a"))
+    assert not work(world)
+
+
+def test_a_full_disk_stops_the_sweep_and_blames_nobody(world: World) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        sweep(dataclasses.replace(world, full_disk=(48,)))
+    assert not rejections(world)
+    kept = len(world.journaled("build"))
+    sweep(world)
+    assert len(world.journaled("build")) == kept + 7 - (kept - 1)
+
+
+def test_a_limit_keeps_the_promising_ones_and_says_so_of_the_others(world: World) -> None:
+    sweep(world, make_plan(limit=2), until="prune")
+    reasons = rejections(world)
+    assert len(reasons) == len(TRAITS) - 2
+    assert all("of 7 by the analytic score, beyond the limit" in reason for reason in reasons.values())
+    sweep(world, until="prune")
+    assert not rejections(world)
+    sweep(world, make_plan(limit=2), until="prune")
+    assert not rejections(world)  # they were let through before
+
+
+def test_a_wider_limit_races_only_the_new_ones_and_the_yardsticks(world: World) -> None:
+    sweep(world, make_plan(limit=2))
+    first = {name for name, _ in timed(world)}
+    sweep(world)
+    with Store(world.folder / "sweep.sqlite") as store:
+        races = {(t.race, t.candidate) for t in store.timings(cell=CELLS[0].id)}
+    second = {name for race, name in races if race == "sm80 2"}
+    assert {name for race, name in races if race == "sm80 1"} == first
+    assert second >= set(IDS.values()) - first
+    assert candidate_id("sm80", DEFAULT) in second
+    assert len(second & first) <= 2
+
+
+def test_without_time_only_the_rows_of_the_tables_are_measured_and_more_time_goes_on(world: World) -> None:
+    _, display = sweep(world, make_plan(budget=0.0))
+    assert display.counts["gate"] == {"kept": 1, "left for later": 6}
+    sweep(world)
+    assert {name for name, _ in timed(world)} == {*IDS.values(), candidate_id("sm80", DEFAULT)}
+
+
+def test_peers_are_timed_beside_and_judge_nobody(world: World) -> None:
+    sweep(world, make_plan(peers=("cudnn",)))
+    samples = timed(world)
+    for cell in CELLS:
+        assert samples[PEER + "cudnn", cell.id] == 5
+        assert samples[IDS[96], cell.id] == 5
+
+
+def test_far_behind_in_one_cell_is_not_timed_in_the_others_of_its_shape_class(world: World) -> None:
+    cells = (*CELLS, Cell(128, "full", 2048, tokens=4096))
+    _, display = sweep(world, make_plan(cells=cells))
+    samples = timed(world)
+    assert (IDS[16], CELLS[1].id) in samples
+    assert (IDS[16], cells[2].id) not in samples
+    assert (candidate_id("sm80", DEFAULT), cells[2].id) in samples
+    assert display.counts["time"]["far behind elsewhere"] >= 1
+
+
+@pytest.mark.parametrize(("target", "family"), [("sm_80", "sm80"), ("sm_90a", "sm90"), ("sm_90a", "sm80")])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_every_candidate_is_kept_or_has_a_reason(target: str, family: Any, head_dim: int) -> None:
+    cell = Cell(head_dim, "full", 512)
+    plan = make_plan(target=target, families=(family,), cells=(cell,), traits=None, limit=40)
+    space = make_space(plan, family, (head_dim, head_dim), get_arch(target))
+    considered = len(space.chosen) + len(space.refused)
+    assert considered >= 200
+    assert len(space.chosen) <= 40 + len(space.always)
+    assert all(reason for _, reason in space.refused)
+    assert {*space.chosen, *(traits for traits, _ in space.refused)} >= set(enumerate_fwd(family, head_dim, head_dim))
+    shipped = {
+        row.traits for row in FWD_ROWS[target, family] if row.traits.head_dim == row.traits.head_dim_v == head_dim
+    }
+    assert shipped <= set(space.chosen[: len(space.always)])
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+def test_the_score_finds_the_hopper_rows_that_were_found_by_hand(head_dim: int) -> None:
+    arch = get_arch("sm_90a")
+    fitting = [t for t, reason in prune(enumerate_fwd("sm90", head_dim, head_dim), arch) if reason is None]
+    order = shortlist(fitting, arch)
+    rows = [
+        row.traits
+        for row in FWD_ROWS["sm_90a", "sm90"]
+        if (row.traits.head_dim, row.traits.head_dim_v) == (head_dim,) * 2
+    ]
+    assert all(order.index(traits) < 40 for traits in rows)
+
+
+def test_a_shortlist_mixes_tiles() -> None:
+    arch = get_arch("sm_90a")
+    fitting = [t for t, reason in prune(enumerate_fwd("sm90", 128, 128), arch) if reason is None]
+    tiles = {(traits.tile_m, traits.tile_n) for traits in shortlist(fitting, arch)[:40]}
+    assert len(tiles) >= 8
+
+
+RULES = Rules(rounds=5)
+FIELD = Field("sm80", CELLS[0], {"a": "k", "b": "k", "c": "k"}, Roles(stays=["a"]))
+
+
+def timing(name: str, race: str, samples: int, key: str = "k", ms: float = 1.0) -> Timing:
+    return Timing(name, CELLS[0].id, TARGET, "gpu", "1", key, race, (ms,) * samples, ms, ms, ms, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("timings", "heat"),
+    [
+        ([], ("sm80 1", {"a": 0, "b": 0, "c": 0})),
+        # Interrupted in the first round: everybody else joins.
+        ([timing("a", "sm80 1", 1)], ("sm80 1", {"a": 1, "b": 0, "c": 0})),
+        # Interrupted later: the same ones go on, the new one waits for its own race.
+        ([timing("a", "sm80 1", 2), timing("b", "sm80 1", 1)], ("sm80 1", {"a": 2, "b": 1})),
+        ([timing("a", "sm80 1", 5), timing("b", "sm80 1", 5)], ("sm80 2", {"a": 0, "c": 0})),
+        # The fastest so far is a yardstick, too.
+        ([timing("a", "sm80 1", 5), timing("b", "sm80 1", 5, ms=0.99)], ("sm80 2", {"a": 0, "b": 0, "c": 0})),
+        # Other sources and other families count for nothing, but names are not used again.
+        ([timing("a", "sm80 3", 5, key="old")], ("sm80 4", {"a": 0, "b": 0, "c": 0})),
+        ([timing("a", "sm90 3", 5)], ("sm80 1", {"a": 0, "b": 0, "c": 0})),
+        ([timing(name, "sm80 1", 5) for name in "abc"], None),
+    ],
+)
+def test_the_next_race(timings: list[Timing], heat: tuple[str, dict[str, int]] | None) -> None:
+    found = arrange(FIELD, "abc", past_of(FIELD, timings), RULES)
+    assert (found and (found.name, {name: len(values) for name, values in found.samples.items()})) == heat
+
+
+def test_limits_are_generous_enough_for_a_first_compilation() -> None:
+    assert Limits().compile >= 60 and Limits().gate >= 30
+    assert FwdTraitsSm80(64, 64, 128, 128).check(get_arch(TARGET)) is None
