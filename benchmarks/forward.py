@@ -21,74 +21,16 @@ from typing import Any
 import torch
 
 from benchmarks import device, report
-from benchmarks.implementations import NAMES, runners_for, unavailable
+from benchmarks.contest import measure, progress, rounded
+from benchmarks.implementations import NAMES, maker, unavailable
 from cuteflash.problem import DTYPES
-from cuteflash.tune import accuracy, machine
-from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, Cell, Inputs, grid, make_inputs
-from cuteflash.tune.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
-from cuteflash.tune.variants import Variant, parse_variants
+from cuteflash.tune import machine
+from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, grid
+from cuteflash.tune.timing import ROUNDS, HangError
+from cuteflash.tune.variants import parse_variants
 
 QUICK_SEQLENS = (1024, 8192)
 QUICK_ROUNDS = 3
-
-
-def measure(
-    cell: Cell,
-    names: Sequence[str],
-    where: torch.device,
-    rounds: int = ROUNDS,
-    overrides: Sequence[Variant] = (),
-) -> dict[str, Any]:
-    """One cell: check every implementation, then time the right ones side by side."""
-    inputs = make_inputs(cell, where)
-    reference = accuracy.make_reference(inputs)
-    results: dict[str, dict[str, Any]] = {}
-    runners: dict[str, Runner] = {}
-    known_right: torch.Tensor | None = None
-    for name in reversed(names):  # peers come last in the order: they serve as the known right output
-        checked = results[name] = {}
-        try:
-            (run,) = runners_for(inputs, [name], overrides).values()
-            out = _checked_call(run, inputs, where)
-        except HangError:
-            raise
-        except Exception as failure:
-            checked["problem"] = _one_line(failure)
-            continue
-        checked["error"] = accuracy.error(out, reference)
-        problem = accuracy.complaint(out, reference, known_right)
-        if problem:
-            checked["problem"] = problem
-        elif known_right is None:
-            known_right = out.clone()
-        runners[name] = run
-    del known_right
-    ordered = {name: runners[name] for name in names if name in runners}
-    for name, samples in (interleaved(ordered, where, rounds, BATCH_MS) if ordered else {}).items():
-        milliseconds = median(samples)
-        tflops = cell.flops / (milliseconds * 1e9)
-        results[name] |= {"ms": milliseconds, "spread": spread(samples), "tflops": tflops}
-    return {
-        "label": cell.label,
-        "head_dim": cell.head_dim,
-        "mask": cell.mask,
-        "seqlen": cell.seqlen,
-        "batch": cell.batch,
-        "heads": cell.heads,
-        "torch_error": reference.low_precision_error,
-        "tolerance": reference.tolerance,
-        "results": {name: results[name] for name in names},
-    }
-
-
-def _checked_call(run: Runner, inputs: Inputs, where: torch.device) -> torch.Tensor:
-    first_call(run, where)  # compiles
-    accuracy.poison(inputs.q)
-    return first_call(run, where)
-
-
-def _one_line(failure: BaseException) -> str:
-    return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -158,9 +100,10 @@ def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.d
         result["device"] = {"matmul_tflops": machine.matmul_tflops(where), "copy_gbps": device.copy_gbps(where)}
     try:
         for cell in cells:
-            result["cells"].append(measure(cell, names, where, arguments.rounds, arguments.overrides))
+            makers = {name: maker(name, cell, arguments.overrides) for name in names}
+            result["cells"].append(measure(cell, makers, where, arguments.rounds))
             write(result, arguments.json)
-            print(_progress(result["cells"][-1]), flush=True)
+            print(progress(result["cells"][-1]), flush=True)
         result["host_us"] = device.host_microseconds(names, where, arguments.dtype)
     except HangError:
         # The context is lost with the kernel that never ends; a normal exit would wait for it.
@@ -176,27 +119,11 @@ def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.d
     return 1 if wrong else 0
 
 
-def _progress(cell: dict[str, Any]) -> str:
-    texts = [
-        f"{name} {entry['tflops']:.0f}{' WRONG' if entry.get('problem') else ''}" if "tflops" in entry else f"{name} -"
-        for name, entry in cell["results"].items()
-    ]
-    return f"{cell['label']:<20} {'  '.join(texts)}"
-
-
 def write(result: dict[str, Any], path: pathlib.Path) -> None:
     """The result with its summary, as JSON with figures rounded to what was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = result | {"summary": report.summary(result["cells"])}
-    path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
+    path.write_text(json.dumps(rounded(content), indent=1) + "\n")
 
 
 if __name__ == "__main__":

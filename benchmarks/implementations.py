@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 
 import cuteflash
+from benchmarks.contest import Maker
 from cuteflash.traits.arch import arch_of_capability
-from cuteflash.tune.cells import Inputs
+from cuteflash.tune.cells import Cell, Inputs
 from cuteflash.tune.launch import direct_runner
 from cuteflash.tune.peers import PEERS, missing_peer, peer_runner, repeated
 from cuteflash.tune.timing import Runner
@@ -46,9 +47,9 @@ def runner(name: str, inputs: Inputs) -> Runner:
     return repeated(call)
 
 
-def variant_runner(variant: Variant, inputs: Inputs, target: str) -> Runner:
+def variant_runner(variant: Variant, inputs: Inputs) -> Runner:
     """A variant launched directly, without the operator around it."""
-    return direct_runner(variant.traits(inputs.cell), inputs, target)
+    return direct_runner(variant.traits(inputs.cell), inputs, target_of(inputs.q.device))
 
 
 def target_of(device: torch.device) -> str:
@@ -56,10 +57,7 @@ def target_of(device: torch.device) -> str:
     return arch_of_capability(*torch.cuda.get_device_capability(device)).name
 
 
-def runners_for(inputs: Inputs, names: Sequence[str], overrides: Sequence[Variant] = ()) -> dict[str, Runner]:
-    """A runner for each name; one of our families runs the last override that applies to the cell."""
-    found = {}
-    for name in names:
-        override = next((v for v in reversed(overrides) if v.family == name and v.applies(inputs.cell)), None)
-        found[name] = variant_runner(override, inputs, target_of(inputs.q.device)) if override else runner(name, inputs)
-    return found
+def maker(name: str, cell: Cell, overrides: Sequence[Variant] = ()) -> Maker:
+    """What makes a name's runner; one of our families runs the last override that applies to the cell."""
+    override = next((v for v in reversed(overrides) if v.family == name and v.applies(cell)), None)
+    return functools.partial(runner, name) if override is None else functools.partial(variant_runner, override)

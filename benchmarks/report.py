@@ -16,8 +16,6 @@ from typing import Any
 
 Result = dict[str, Any]
 
-BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
-
 # label → (ours, the peers of which the fastest counts)
 RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sm90/FA4": ("sm90", ("fa4",)),
@@ -127,14 +125,15 @@ def markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def insert(text: str, path: pathlib.Path) -> None:
+def insert(text: str, path: pathlib.Path, marker: str = "benchmark") -> None:
     """Replace what stands between the markers in a markdown file; ValueError where it does not have them."""
+    begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
     content = path.read_text()
-    before, begin, rest = content.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{path} has no {BEGIN} ... {END}")
-    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+    before, found_begin, rest = content.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"{path} has no {begin} ... {end}")
+    path.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
 def print_table(result: Result) -> None:

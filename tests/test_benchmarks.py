@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import forward, implementations, report
+from benchmarks import contest, forward, implementations, report
 from cuteflash.problem import MaskKind
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, Inputs, grid, make_inputs, parse_cell
@@ -124,7 +124,8 @@ def test_median_and_spread() -> None:
 
 
 def test_measured_cell_has_error_beside_speed() -> None:
-    measured = forward.measure(SMALL, ["sm90", "fa2"], CPU, rounds=1)
+    makers = {name: implementations.maker(name, SMALL) for name in ("sm90", "fa2")}
+    measured = contest.measure(SMALL, makers, CPU, rounds=1)
     assert list(measured["results"]) == ["sm90", "fa2"]
     for entry in measured["results"].values():
         assert "problem" not in entry
@@ -132,14 +133,11 @@ def test_measured_cell_has_error_beside_speed() -> None:
         assert 0 < entry["error"] <= measured["tolerance"]
 
 
-def test_a_failing_implementation_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(inputs: Inputs, names: list[str], overrides: object) -> Any:
-        if names == ["sm90"]:
-            raise RuntimeError("no such\nkernel")
-        return implementations.runners_for(inputs, names)
+def test_a_failing_implementation_is_reported_and_left_out() -> None:
+    def broken(inputs: Inputs) -> Any:
+        raise RuntimeError("no such\nkernel")
 
-    monkeypatch.setattr(forward, "runners_for", broken)
-    measured = forward.measure(SMALL, ["sm90", "fa2"], CPU, rounds=1)
+    measured = contest.measure(SMALL, {"sm90": broken, "fa2": implementations.maker("fa2", SMALL)}, CPU, rounds=1)
     assert measured["results"]["sm90"] == {"problem": "RuntimeError: no such kernel"}
     assert measured["results"]["fa2"]["tflops"] > 0
 

@@ -1,0 +1,90 @@
+"""One cell, several implementations: each is checked, and the right ones are timed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cuteflash.tune import accuracy
+from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
+
+Maker = Callable[[Inputs], Runner]  # an implementation over the inputs of one cell
+
+
+def measure(cell: Cell, makers: Mapping[str, Maker], where: torch.device, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Check every implementation, then time the right ones side by side.
+
+    The last of them that is right serves the others as the known right output: peers come last. One that raises or is
+    wrong has a "problem" in place of times. HangError: the device did not come back.
+    """
+    inputs = make_inputs(cell, where)
+    reference = accuracy.make_reference(inputs)
+    results: dict[str, dict[str, Any]] = {name: {} for name in makers}
+    runners: dict[str, Runner] = {}
+    known_right: torch.Tensor | None = None
+    for name in reversed(list(makers)):
+        checked = results[name]
+        try:
+            run = makers[name](inputs)
+            out = _checked_call(run, inputs, where)
+        except HangError:
+            raise
+        except Exception as failure:
+            checked["problem"] = one_line(failure)
+            continue
+        checked["error"] = accuracy.error(out, reference)
+        problem = accuracy.complaint(out, reference, known_right)
+        if problem:
+            checked["problem"] = problem
+        elif known_right is None:
+            known_right = out.clone()
+        runners[name] = run
+    del known_right
+    ordered = {name: runners[name] for name in makers if name in runners}
+    for name, samples in (interleaved(ordered, where, rounds, BATCH_MS) if ordered else {}).items():
+        milliseconds = median(samples)
+        tflops = cell.flops / (milliseconds * 1e9)
+        results[name] |= {"ms": milliseconds, "spread": spread(samples), "tflops": tflops}
+    return {
+        "label": cell.label,
+        "head_dim": cell.head_dim,
+        "mask": cell.mask,
+        "seqlen": cell.seqlen,
+        "batch": cell.batch,
+        "heads": cell.heads,
+        "torch_error": reference.low_precision_error,
+        "tolerance": reference.tolerance,
+        "results": results,
+    }
+
+
+def _checked_call(run: Runner, inputs: Inputs, where: torch.device) -> torch.Tensor:
+    first_call(run, where)  # compiles
+    accuracy.poison(inputs.q)
+    return first_call(run, where)
+
+
+def one_line(failure: BaseException) -> str:
+    """What went wrong, in at most 300 characters."""
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+
+
+def progress(cell: Mapping[str, Any]) -> str:
+    """A cell's results in one line."""
+    texts = [
+        f"{name} {entry['tflops']:.0f}{' WRONG' if entry.get('problem') else ''}" if "tflops" in entry else f"{name} -"
+        for name, entry in cell["results"].items()
+    ]
+    return f"{cell['label']:<20} {'  '.join(texts)}"
+
+
+def rounded(value: Any) -> Any:
+    """JSON values with figures rounded to what was measured."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,236 @@
+"""The ablation ladder: from a plain kernel to the shipped one, one optimisation at a time, checked and timed.
+
+    python -m benchmarks.ladder --json benchmarks/results/ladder.json [--plot PNG] [--into docs/ladder.md]
+    python -m benchmarks.ladder --render benchmarks/results/ladder.json --plot PNG --into docs/ladder.md
+
+Every rung is a trait of the shipped kernels (`cuteflash/traits/`): the ladder shows the code that runs, no copy of it.
+All rungs of a cell are timed in one process, interleaved with the peer, after their outputs are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import device, ladder_report
+from benchmarks.contest import Maker, measure, progress, rounded
+from benchmarks.implementations import target_of, unavailable, variant_runner
+from cuteflash.compile import build
+from cuteflash.dispatch import choose_shipped_fwd, forward_kernel
+from cuteflash.traits.arch import Family
+from cuteflash.tune import machine
+from cuteflash.tune.cells import Cell, parse_cell
+from cuteflash.tune.peers import missing_peer, peer_runner
+from cuteflash.tune.timing import ROUNDS, HangError
+from cuteflash.tune.variants import Variant
+
+CELLS = "64:4096:causal,128:4096:causal,128:16384:full,256:4096:causal"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rung:
+    """One optimisation: the traits it switches on, and what it does."""
+
+    title: str
+    fields: Mapping[str, Any]
+    does: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ladder:
+    """A kernel family's rungs, the first being the plain kernel; `peer` is the family's yardstick."""
+
+    family: Family
+    peer: str
+    rungs: tuple[Rung, ...]
+
+    def variants(self, cell: Cell, target: str) -> dict[str, Variant]:
+        """Title → traits of each rung: the shipped row's, without what higher rungs switch on."""
+        shipped = dataclasses.asdict(choose_shipped_fwd(cell.problem, target, self.family).traits)
+        fields = shipped | FIXED[self.family]
+        found = {}
+        for rung in self.rungs:
+            fields = shipped if rung is SHIPPED else fields | rung.fields
+            found[rung.title] = Variant(self.family, fields)
+        return found
+
+
+SHIPPED = Rung("shipped row", {}, "the table's own row, which may have more stages")
+
+# What is the same on all rungs below the shipped row: only one stage can be loaded without running ahead.
+FIXED: dict[Family, Mapping[str, Any]] = {"sm80": {"kv_stage": 1}, "sm90": {}}
+
+LADDERS = (
+    Ladder(
+        "sm80",
+        "fa2",
+        (
+            Rung(
+                "plain",
+                {
+                    "async_copy": False,
+                    "swizzle_bits": 0,
+                    "eager_loads": False,
+                    "double_buffer": False,
+                    "fused_softmax": False,
+                    "longest_first": False,
+                },
+                "tensor cores; loads through registers, waited for; rows stored as they are; a textbook softmax",
+            ),
+            Rung("cp.async", {"async_copy": True}, "global to shared memory without registers between"),
+            Rung("swizzle", {"swizzle_bits": 3}, "no bank conflicts of ldmatrix and of the epilogue"),
+            Rung("eager K/V", {"eager_loads": True}, "K of the next block loads beside the PV product, V beside QK"),
+            Rung("double buffer", {"double_buffer": True}, "fragments are fetched one k-block ahead of the product"),
+            Rung(
+                "fused softmax",
+                {"fused_softmax": True},
+                "the scale folded into the exponent's multiply-add, row sums reduced once a tile",
+            ),
+            Rung("longest first", {"longest_first": True}, "a causal mask's long tiles start first"),
+            SHIPPED,
+        ),
+    ),
+    Ladder(
+        "sm90",
+        "fa4",
+        (
+            Rung(
+                "TMA",
+                {
+                    "warp_specialized": False,
+                    "pingpong": False,
+                    "overlap": False,
+                    "persistent": False,
+                    "longest_first": False,
+                },
+                "TMA loads and WGMMA, issued by the warps that also do the softmax",
+            ),
+            Rung("producer", {"warp_specialized": True}, "a warp of its own loads; registers move to the consumers"),
+            Rung("ping-pong", {"pingpong": True}, "one warpgroup's products run while another does its softmax"),
+            Rung(
+                "overlap", {"overlap": True}, "in a warpgroup, QK of the next block runs beside PV and softmax of this"
+            ),
+            Rung("persistent", {"persistent": True}, "as many blocks as multiprocessors, each loops over tiles"),
+            Rung("causal order", {"longest_first": True}, "long tiles first, waves in turn forwards and backwards"),
+            SHIPPED,
+        ),
+    ),
+)
+
+
+def compile_all(variants: Sequence[tuple[Variant, Cell]], target: str, jobs: int) -> None:
+    """All kernels into the disk cache, in processes that never touch the GPU; one that fails is met again when run."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for future in [pool.submit(_build, variant, cell, target) for variant, cell in variants]:
+            future.exception()
+
+
+def _build(variant: Variant, cell: Cell, target: str) -> None:
+    build(forward_kernel(variant.family), variant.traits(cell), cell.problem, target)
+
+
+def climb(ladder: Ladder, cell: Cell, where: torch.device, rounds: int) -> dict[str, Any]:
+    """One cell: every rung and the peer, as `benchmarks.contest.measure` gives them."""
+    makers: dict[str, Maker] = {
+        title: functools.partial(variant_runner, variant)
+        for title, variant in ladder.variants(cell, target_of(where)).items()
+    }
+    if missing_peer(ladder.peer) is None:
+        makers[ladder.peer] = functools.partial(peer_runner, ladder.peer)
+    return {"family": ladder.family, "peer": ladder.peer} | measure(cell, makers, where, rounds)
+
+
+def run(ladders: Sequence[Ladder], cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[str, Any]:
+    """All ladders on all cells; the file is rewritten after each, so that an interrupted run keeps what it has."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    pairs = [(ladder, cell) for ladder in ladders for cell in cells]
+    variants = [(v, cell) for ladder, cell in pairs for v in ladder.variants(cell, target_of(where)).values()]
+    compile_all(variants, target_of(where), arguments.jobs)
+    result: dict[str, Any] = {
+        "environment": device.environment(where),
+        "matmul_tflops": machine.matmul_tflops(where),
+        "rungs": {item.family: [dataclasses.asdict(rung) for rung in item.rungs] for item in ladders},
+        "cells": [],
+    }
+    try:
+        for ladder, cell in pairs:
+            result["cells"].append(climb(ladder, cell, where, arguments.rounds))
+            _write(result, arguments.json)
+            print(progress(result["cells"][-1]), flush=True)
+    except HangError:
+        # The context is lost with the kernel that never ends; a normal exit would wait for it.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(3)
+    return result
+
+
+def _write(result: Mapping[str, Any], path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(dict(result)), indent=1) + "\n")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; `cells` and `ladders` are parsed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder", description="what each optimisation is worth")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--json", type=pathlib.Path, metavar="PATH", help="measure, and where the results go")
+    source.add_argument("--render", type=pathlib.Path, metavar="PATH", help="a result file to render, no GPU needed")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the ladders")
+    parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the tables between its markers")
+    parser.add_argument("--family", choices=[item.family for item in LADDERS], help="only this ladder")
+    parser.add_argument("--cells", default=CELLS, metavar="D:S:MASK,...", help=f"default: {CELLS}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compiler processes")
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.cells = [parse_cell(text) for text in arguments.cells.split(",")]
+    except ValueError as failure:
+        parser.error(f"--cells: {failure}")
+    arguments.ladders = [item for item in LADDERS if arguments.family in (None, item.family)]
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure or render; 0 where all outputs were right, 1 otherwise, 2 without a GPU."""
+    arguments = parse(argv)
+    if arguments.render:
+        result = json.loads(arguments.render.read_text())
+    else:
+        if not torch.cuda.is_available():
+            print("the ladder needs a CUDA device; torch finds none (--render draws a result file)", file=sys.stderr)
+            return 2
+        where = torch.device("cuda", torch.cuda.current_device())
+        ladders = [item for item in arguments.ladders if not _left_out(item, where)]
+        result = run(ladders, arguments.cells, arguments)
+    if arguments.plot:
+        ladder_report.plot(result, arguments.plot)
+    if arguments.into:
+        ladder_report.insert(ladder_report.markdown(result), arguments.into)
+    print(ladder_report.markdown(result))
+    wrong = any(entry.get("problem") for cell in result["cells"] for entry in cell["results"].values())
+    return 1 if wrong else 0
+
+
+def _left_out(ladder: Ladder, where: torch.device) -> bool:
+    reason = unavailable(ladder.family, where)
+    if reason:
+        print(f"{ladder.family}: left out, {reason}", file=sys.stderr)
+    return reason is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

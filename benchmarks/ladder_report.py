@@ -1,0 +1,109 @@
+"""The ablation ladder as markdown tables and as a plot."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import report
+from benchmarks.report import TITLES
+
+Result = Mapping[str, Any]
+
+FAMILY_COLOURS = {"sm80": report.COLOURS["sm80"], "sm90": report.COLOURS["sm90"]}
+
+
+def cells_of(result: Result, family: str) -> list[Result]:
+    """The cells on which a family's ladder was measured."""
+    return [cell for cell in result["cells"] if cell["family"] == family]
+
+
+def markdown(result: Result) -> str:
+    """A table for each family: TFLOP/s of each rung in each cell, with the gain over the rung below."""
+    environment = result["environment"]
+    versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
+    lines = [
+        f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, bf16, 16k tokens, hidden size 2048; in "
+        f"brackets the gain over the rung before. Same run: 8192³ bf16 matrix product {result['matmul_tflops']:.0f} "
+        "TFLOP/s."
+    ]
+    for family in result["rungs"]:
+        cells = cells_of(result, family)
+        if cells:
+            lines += ["", f"### {family}", "", *_table(result["rungs"][family], cells)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rungs: Sequence[Result], cells: Sequence[Result]) -> list[str]:
+    peer = cells[0]["peer"]
+    header = ["rung", "what it does", *(cell["label"] for cell in cells)]
+    lines = [f"| {' | '.join(header)} |", f"|---|---|{'---|' * len(cells)}"]
+    before: dict[str, float | None] = {}
+    for rung in rungs:
+        texts = []
+        for cell in cells:
+            now = report.rate(dict(cell), rung["title"])
+            texts.append(_gain_text(now, before.get(cell["label"]), cell["results"].get(rung["title"])))
+            before[cell["label"]] = now
+        lines.append(f"| {rung['title']} | {rung['does']} | {' | '.join(texts)} |")
+    rates = [report.rate(dict(cell), peer) for cell in cells]
+    if any(rates):
+        texts = ["-" if value is None else f"{value:.0f}" for value in rates]
+        lines.append(f"| *{TITLES[peer]}* | the peer | {' | '.join(texts)} |")
+    return lines
+
+
+def _gain_text(now: float | None, before: float | None, entry: Result | None) -> str:
+    if now is None:
+        return "-" if entry is None else "wrong" if "tflops" in entry else "failed"
+    return f"{now:.0f}" if before is None else f"{now:.0f} ({now / before - 1:+.0%})"
+
+
+def insert(text: str, path: pathlib.Path) -> None:
+    """Replace what stands between the markers in a markdown file; ValueError where it does not have them."""
+    report.insert(text, path, "ladder")
+
+
+def plot(result: Result, path: pathlib.Path) -> None:
+    """Bars of each family's rungs, a group a cell, with the peer as a line, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    families = [family for family in result["rungs"] if cells_of(result, family)]
+    figure, axes = pyplot.subplots(len(families), 1, figsize=(10, 3.4 * len(families)), squeeze=False)
+    for axis, family in zip(axes[:, 0], families, strict=True):
+        _plot_ladder(axis, family, result["rungs"][family], cells_of(result, family))
+    figure.suptitle(f"What each optimisation is worth, bf16, {result['environment']['gpu']}", fontsize=12)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _plot_ladder(axis: Any, family: str, rungs: Sequence[Result], cells: Sequence[Result]) -> None:
+    width = 0.85 / len(rungs)
+    for at, rung in enumerate(rungs):
+        share = (at + 1) / len(rungs)  # darker the higher
+        for group, cell in enumerate(cells):
+            value = report.rate(dict(cell), rung["title"])
+            if value is not None:
+                x = group + (at - (len(rungs) - 1) / 2) * width
+                axis.bar(x, value, width * 0.92, color=FAMILY_COLOURS[family], alpha=0.25 + 0.75 * share)
+                axis.text(x, value, f" {rung['title']} {value:.0f}", rotation=90, ha="center", va="bottom", fontsize=6)
+    for group, cell in enumerate(cells):
+        value = report.rate(dict(cell), cell["peer"])
+        if value is not None:
+            label = TITLES[cell["peer"]] if group == 0 else None
+            axis.hlines(
+                value, group - 0.46, group + 0.46, color=report.COLOURS[cell["peer"]], linestyle="--", label=label
+            )
+    axis.set_xticks(range(len(cells)), [cell["label"] for cell in cells])
+    axis.set_ylabel(f"{family}, TFLOP/s")
+    axis.margins(y=0.45)
+    axis.set_ylim(bottom=0)
+    axis.grid(axis="y", alpha=0.25)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="upper left", frameon=False, fontsize=8)

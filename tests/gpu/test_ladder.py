@@ -1,0 +1,32 @@
+"""Every rung of the ablation ladder computes attention: an optimisation switched off is slower, never wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.ladder import LADDERS, Ladder
+from cuteflash.problem import MaskKind
+from cuteflash.traits.arch import arch_of_capability
+from cuteflash.tune import accuracy
+from cuteflash.tune.cells import Cell, make_inputs
+from cuteflash.tune.launch import direct_runner
+from cuteflash.tune.timing import first_call
+
+pytestmark = pytest.mark.gpu
+
+RUNGS = [(item, rung.title) for item in LADDERS for rung in item.rungs[:-1]]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize(("steps", "title"), RUNGS, ids=[f"{item.family}-{title}" for item, title in RUNGS])
+def test_a_rung_is_right(steps: Ladder, title: str, mask: MaskKind, cuda: torch.device) -> None:
+    arch = arch_of_capability(*torch.cuda.get_device_capability(cuda))
+    if steps.family not in arch.families:
+        pytest.skip(f"{arch.name} does not run the {steps.family} family")
+    cell = Cell(128, mask, 1363, seqlen_q=1111, tokens=2 * 1363, hidden=256)
+    inputs = make_inputs(cell, cuda)
+    traits = steps.variants(cell, arch.name)[title].traits(cell)
+    out = first_call(direct_runner(traits, inputs, arch.name), cuda)
+    reference = accuracy.make_reference(inputs, cell.batch * cell.heads)
+    assert accuracy.complaint(out, reference, None) is None
