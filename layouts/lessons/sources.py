@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import pathlib
@@ -41,12 +42,20 @@ class Source:
 def source_of(function: Callable[..., Any], start: str | None = None) -> Source:
     """The source of a function, decorators included; from the line that contains `start` on where that is given.
 
+    It is looked up by name: a function that was compiled as a part of a kernel has a rewritten body and other lines.
     ValueError where `start` is not in exactly one line; OSError where the source is not installed.
     """
     plain = inspect.unwrap(function)
-    lines, first = inspect.getsourcelines(plain)
-    file = pathlib.Path(inspect.getsourcefile(plain) or "").resolve().relative_to(_ROOT).as_posix()
-    whole = Source(plain.__qualname__, file, first, tuple(textwrap.dedent("".join(lines)).splitlines()))
+    path = pathlib.Path(inspect.getsourcefile(plain) or "").resolve()
+    text = path.read_text()
+    found: ast.AST = ast.parse(text)
+    for name in plain.__qualname__.split("."):
+        (found,) = (node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == name)
+    assert isinstance(found, ast.FunctionDef)
+    first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
+    lines = "\n".join(text.splitlines()[first - 1 : found.end_lineno])
+    file = path.relative_to(_ROOT).as_posix()
+    whole = Source(plain.__qualname__, file, first, tuple(textwrap.dedent(lines).splitlines()))
     if start is None:
         return whole
     skipped = whole.line(start)
