@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import pathlib
 import subprocess
@@ -284,9 +283,10 @@ def test_compile_builds_in_parallel_and_the_second_run_compiles_nothing() -> Non
 @pytest.mark.parametrize(("command", "module"), [("bench", "benchmarks.forward"), ("demo", "cuteflash.demo")])
 def test_bench_and_demo_get_their_own_options(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
     given: list[list[str]] = []
-    monkeypatch.setattr(
-        importlib, "import_module", lambda name: SimpleNamespace(main=lambda argv: given.append([name, *argv]) or 3)
+    loader = SimpleNamespace(
+        import_module=lambda name: SimpleNamespace(main=lambda argv: given.append([name, *argv]) or 3)
     )
+    monkeypatch.setattr("cuteflash.cli.app.importlib", loader)  # the command's own: typer imports as it needs
     assert call(command, "--quick", "x").exit_code == 3
     assert given == [[module, "--quick", "x"]]
 

@@ -26,6 +26,7 @@ from cuteflash.tune.rank import shortlist
 from cuteflash.tune.space import enumerate_fwd, prune
 from cuteflash.tune.store import Store, Timing, candidate_id
 from cuteflash.tune.timing import Roles, Rules
+from cuteflash.tune.worker import StartFailed
 from tests.sweep_fakes import CELLS, TARGET, TRAITS, World, make_plan, sweep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -74,8 +75,10 @@ def test_the_run_is_recorded_with_its_matrix_product(world: World) -> None:
     sweep(world)
     with Store(world.folder / "sweep.sqlite") as store:
         (timing, *_), cells = store.timings(), store.cells()
+        (run,) = store.export()["runs"]
     assert (timing.gpu, timing.driver, timing.versions, timing.target) == ("a GPU", "1.0", {"torch": "2"}, TARGET)
     assert {Cell(**fields) for fields in cells.values()} == set(CELLS)
+    assert (run["gpu"], run["driver"], run["target"], run["matmul_tflops"]) == ("a GPU", "1.0", TARGET, 700.0)
 
 
 def test_a_second_run_does_nothing(world: World) -> None:
@@ -180,7 +183,7 @@ def test_a_carried_cache_is_enough(world: World, tmp_path_factory: pytest.TempPa
 
 
 def test_the_wrong_gpu_is_refused_before_anything_is_compiled(world: World) -> None:
-    with pytest.raises(ValueError, match="arch is sm_80; the GPU here is a a GPU, which is sm_90a"):
+    with pytest.raises(StartFailed, match="arch is sm_80; the GPU here is a a GPU, which is sm_90a"):
         sweep(dataclasses.replace(world, gpu_target="sm_90a"))
     assert not work(world)
 

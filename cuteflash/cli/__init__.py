@@ -1,4 +1,4 @@
-"""The command line: `cuteflash info | compile | layouts | demo | bench`."""
+"""The command line: `cuteflash info | compile | sweep | layouts | demo | bench`."""
 
 from __future__ import annotations
 

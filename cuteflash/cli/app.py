@@ -1,4 +1,4 @@
-"""The commands and their options; what they do lies in `info` and `build`, in the demo and in the benchmarks."""
+"""The commands and their options; what they do lies in `info`, `build`, `sweep`, the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cuteflash.cli import build as building
 from cuteflash.cli import info as information
 from cuteflash.cli.layouts import layouts
 from cuteflash.cli.options import Usage, flags, head_dims, names
+from cuteflash.cli.sweep import app as sweep
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.shapes import SHAPES
@@ -124,6 +125,7 @@ def compile_(
 
 
 app.command()(layouts)
+app.add_typer(sweep, name="sweep")
 
 
 @app.command(context_settings=PASS_THROUGH)

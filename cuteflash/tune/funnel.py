@@ -48,12 +48,14 @@ class Funnel:
     Attributes:
         spaces: what was enumerated, once `run` has come so far.
         groups: what is left of it after compiling.
+        gpu: what it was timed on.
     """
 
     def __init__(self, plan: Plan, store: Store, watch: Watch, backend: Backend):
         self.plan, self.store, self.watch, self.backend = plan, store, watch, backend
         self.spaces: list[Space] = []
         self.groups: list[Group] = []
+        self.gpu = ""
 
     def run(self, until: Until = "time") -> None:
         """All stages up to `until`.
@@ -66,7 +68,7 @@ class Funnel:
         with contextlib.ExitStack() as stack:
             racing = stack.enter_context(Racing(self.plan, self.store, self.watch, self.backend))
             if until == "time":
-                _ = racing.machine  # before anything is compiled for a GPU that is not there
+                self.gpu = racing.machine.gpu  # before anything is compiled for a GPU that is not there
             self._prune()
             if until == "prune":
                 return

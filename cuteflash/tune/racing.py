@@ -29,7 +29,7 @@ from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
 from cuteflash.tune.progress import Watch
 from cuteflash.tune.store import Stage, Store, Timing, Verdict, now, problem_id
 from cuteflash.tune.timing import Roles, interval, median, race
-from cuteflash.tune.worker import RequestFailed, Worker
+from cuteflash.tune.worker import RequestFailed, StartFailed, Worker
 
 HOPELESS = 0.10  # so far behind in one cell, a candidate is not timed in the others of that shape class
 MATMUL_SECONDS = 60.0
@@ -59,13 +59,12 @@ class Racing:
         """The GPU; the first access asks a worker process for it.
 
         Raises:
-            StartFailed: there is none.
-            ValueError: it is not the plan's target.
+            StartFailed: there is none, or it is not the plan's target.
         """
         if self._machine is None:
             machine: Machine = self.worker.call("machine", seconds=MATMUL_SECONDS)
             if machine.target != self.plan.target:
-                raise ValueError(
+                raise StartFailed(
                     f"arch is {self.plan.target}; the GPU here is a {machine.gpu}, which is {machine.target}; "
                     "--dry-run and --compile-only work for any arch"
                 )
@@ -99,7 +98,8 @@ class Racing:
         """Keeps which machine this is and how fast it is now."""
         machine = self.machine
         rate = self.worker.call("matmul_tflops", seconds=MATMUL_SECONDS)
-        self.store.mark(f"run {now()}", {**dataclasses.asdict(machine), "matmul_tflops": rate})
+        at = now()
+        self.store.mark(f"run {at}", {**dataclasses.asdict(machine), "matmul_tflops": rate, "at": at})
         self.watch.say(f"{machine.gpu}, driver {machine.driver}: 8192³ bf16 matrix product {rate:.0f} TFLOP/s")
 
     def _gate(self, group: Group, share: float) -> Group:

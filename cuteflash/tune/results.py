@@ -103,12 +103,13 @@ def load_runs(store: Store, target: str, gpu: str, names: Iterable[str], source:
     if source is None and timings:
         source = timings[-1].source
     wanted, cells = set(names), store.cells()
-    by_cell: dict[str, list[Timing]] = {}
+    groups: dict[tuple[str, str, str], list[Timing]] = {}  # a family's races, "sm90 1" and so on, share yardsticks
     for timing in timings:
         if timing.source == source:
-            by_cell.setdefault(timing.cell, []).append(timing)
+            family = timing.race.rpartition(" ")[0]
+            groups.setdefault((timing.cell, timing.driver, family), []).append(timing)
     newest: dict[tuple[str, str], Run] = {}
-    for cell, group in by_cell.items():
+    for (cell, _, _), group in groups.items():
         slot, scales = slot_of(cells[cell]), race_scales(group)
         for timing in group:
             if timing.candidate in wanted:

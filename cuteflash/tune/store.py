@@ -245,6 +245,11 @@ class Store:
             return json.loads(value), moment
         return None
 
+    def runs(self) -> list[dict[str, Any]]:
+        """What each run of the GPU's stages was measured on, oldest first: machine, versions, `matmul_tflops`, `at`."""
+        rows = self._read("SELECT value FROM marks WHERE name LIKE 'run %' ORDER BY at")
+        return [json.loads(value) for (value,) in rows]
+
     def candidates(self) -> dict[str, tuple[Family, dict[str, Any]]]:
         """All candidates: id → (family, fields of the traits)."""
         rows = self._read("SELECT id, family, traits FROM candidates ORDER BY id")
@@ -295,6 +300,7 @@ class Store:
             "cells": [{"id": name, "fields": fields} for name, fields in self.cells().items()],
             "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts()],
             "timings": timings,
+            "runs": self.runs(),
         }
 
     # The file.

@@ -64,10 +64,10 @@ def parse_variants(text: str, family: str | None = None) -> list[Variant]:
         rows = json.loads(pathlib.Path(text[1:]).read_text() if text.startswith("@") else text)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"traits are {text!r}; a JSON list of objects is wanted, or @FILE with one ({error})"
+            f"traits are {text!r}; allowed: a JSON list of objects, or @FILE with one ({error})"
         ) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"traits are {text!r}; a JSON list of objects is wanted")
+        raise ValueError(f"traits are {text!r}; allowed: a JSON list of objects, or @FILE with one")
     variants = []
     for row in rows:
         fields = dict(row)

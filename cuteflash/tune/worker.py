@@ -150,7 +150,7 @@ class Worker:
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "cuteflash.tune.cells"])
+    context.set_forkserver_preload(["torch"])  # not this package: the server does not know the parent's sys.path
     return context
 
 

@@ -1,0 +1,298 @@
+"""`cuteflash sweep`: find the fastest traits for a GPU as a funnel, then explain, export and apply what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from cuteflash import usertable
+from cuteflash.cli import info as information
+from cuteflash.cli import sweep_results as results
+from cuteflash.cli.options import Usage, flags, head_dims, names
+from cuteflash.compile import cache_dir
+from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
+from cuteflash.traits.row import Traits
+from cuteflash.traits.shapes import DECODE_QUERIES
+from cuteflash.tune.cells import TOKENS, Cell, parse_cell
+from cuteflash.tune.funnel import Funnel, Until
+from cuteflash.tune.launch import backend
+from cuteflash.tune.peers import PEERS, missing_peer
+from cuteflash.tune.plan import Plan
+from cuteflash.tune.progress import Display
+from cuteflash.tune.store import Store, StoreError
+from cuteflash.tune.timing import Rules
+from cuteflash.tune.variants import parse_variants
+from cuteflash.tune.worker import StartFailed
+
+KERNELS = ("fwd",)
+LENGTHS = "1x8192,512,1024,4096,16384"  # one of a decode step, two short and two long ones
+DECODE_TOKENS = 1 << 17  # of all sequences of a decode cell: enough of them that every multiprocessor has work
+LIMIT = 64
+ROUNDS = 9
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Find the fastest traits for a GPU, prove it, and write the table that dispatch uses.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+Arch = Annotated[str | None, typer.Option(help=f"One of {', '.join(ARCHS)}; default: this GPU's. Dry runs: several.")]
+Families = Annotated[str | None, typer.Option("--family", help=f"Of {', '.join(FAMILIES)}; default: the arch's best.")]
+HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q and K, multiples of 8 up to 256.")]
+HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O, one for each --head-dim; default: the same.")]
+Mask = Annotated[str | None, typer.Option(help=f"Of {', '.join(MASK_KINDS)}; default: full, causal.")]
+Causal = Annotated[str | None, typer.Option(help="0, 1 or 0,1: short for --mask full, causal.")]
+Dtype = Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")]
+Seqlen = Annotated[str, typer.Option(help="Keys of a sequence, or QUERIESxKEYS.")]
+Cells = Annotated[str | None, typer.Option(help="HEAD_DIM:SEQLEN:MASK,.. in place of the product of these options.")]
+TraitsText = Annotated[str | None, typer.Option("--traits", help="JSON|@FILE: candidates in place of the enumerated.")]
+Peers = Annotated[str, typer.Option(help=f"Timed beside the candidates, of {', '.join(PEERS)}.")]
+Limit = Annotated[int, typer.Option(min=0, help="Candidates per head dim and family, most promising first; 0: all.")]
+Budget = Annotated[str | None, typer.Option(help="Time on the GPU, e.g. 10m.")]
+Rounds = Annotated[int, typer.Option(min=3, help="Samples of a candidate that stays to a race's end.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
+Resume = Annotated[bool, typer.Option("--resume/--fresh", help="Go on with the database, or move it aside.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="End before the GPU; works anywhere.")]
+NoCompile = Annotated[bool, typer.Option("--no-compile", help="With --dry-run: end before the compiler, too.")]
+CompileOnly = Annotated[
+    bool, typer.Option("--compile-only", help="Compile here what another machine's GPU is to time.")
+]
+FromCache = Annotated[bool, typer.Option("--from-cache", help="Compile nothing; report what the cache lacks.")]
+ShowRejected = Annotated[bool, typer.Option("--show-rejected", help="Every rejected candidate with its reason.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The funnel as JSON on stdout.")]
+Reset = Annotated[bool, typer.Option("--reset", help="Remove your own tables; dispatch uses the shipped ones again.")]
+
+
+@app.callback()
+def sweep(
+    context: typer.Context,
+    *,
+    kernel: Annotated[str, typer.Option(help=f"One of {', '.join(KERNELS)}.")] = "fwd",
+    arch: Arch = None,
+    family: Families = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    mask: Mask = None,
+    causal: Causal = None,
+    dtype: Dtype = "bf16",
+    seqlen: Seqlen = LENGTHS,
+    cells: Cells = None,
+    traits: TraitsText = None,
+    peers: Peers = "",
+    limit: Limit = LIMIT,
+    budget: Budget = None,
+    rounds: Rounds = ROUNDS,
+    jobs: Jobs = os.cpu_count() or 1,
+    database: results.Database = results.DATABASE,
+    resume: Resume = True,
+    dry_run: DryRun = False,
+    no_compile: NoCompile = False,
+    compile_only: CompileOnly = False,
+    from_cache: FromCache = False,
+    show_rejected: ShowRejected = False,
+    as_json: AsJson = False,
+    reset: Reset = False,
+) -> None:
+    """Measure every candidate's traits: enumerate, prune, compile, check, time. Stopped at any point, it goes on there.
+
+    With --dry-run or --compile-only it needs no GPU. What it found: sweep explain, sweep apply, sweep export.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    with Usage():
+        if reset:
+            raise typer.Exit(_reset())
+        names("kernel", kernel, KERNELS)
+        until = _until(dry_run, no_compile, compile_only)
+        targets = names("arch", arch, ARCHS) or information.local_target()
+        if until == "time":
+            _check_gpu(targets)
+        chosen = _cells(cells, _pairs(head_dim, head_dim_v, cells), _masks(mask, causal), dtype, seqlen)
+        _ = [cell.problem for cell in chosen]  # says what head dims there are
+        common: dict[str, Any] = {
+            "limit": limit or None,
+            "budget": seconds(budget) if budget is not None else None,
+            "jobs": jobs,
+            "from_cache": from_cache,
+            "peers": _peers(peers),
+            "rules": Rules(rounds=rounds),
+        }
+        plans = []
+        for target in targets:
+            families = _families(family, target)
+            plans.append(Plan(target, families, chosen, _traits(traits, chosen, families), **common))
+    if not resume:
+        _set_aside(database)
+    _run(plans, until, database, results.Shown(show_rejected, as_json))
+
+
+app.command()(results.explain)
+app.command()(results.export)
+app.command()(results.apply)
+
+
+def _run(plans: Sequence[Plan], until: Until, database: pathlib.Path, shown: results.Shown) -> None:
+    """Runs the plans one after the other, and shows what came of each."""
+    outcomes = []
+    with kept(database), Store(database) as store:
+        for plan in plans:
+            with Display() as display:
+                funnel = Funnel(plan, store, display, backend(plan.target))
+                funnel.run(until)
+            outcomes.append(results.Outcome(plan, funnel, display, until))
+            if not shown.as_json:
+                results.show(outcomes[-1], store, shown)
+        if shown.as_json:
+            typer.echo(json.dumps([results.as_json(outcome, store) for outcome in outcomes], indent=1))
+        elif until == "compile":
+            typer.echo(
+                f"\nTo time these kernels elsewhere: take {cache_dir()} along as CUTEFLASH_CACHE_DIR, and {database}; "
+                "run the same command there with --from-cache in place of --dry-run or --compile-only"
+            )
+
+
+@contextlib.contextmanager
+def kept(database: pathlib.Path) -> Iterator[None]:
+    """Turns what may stop a sweep into a message that says what it has kept, and an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        counts = {}
+        with contextlib.suppress(StoreError), Store(database, create=False) as store:
+            counts = store.counts()
+        known = f"{counts.get('verdicts', 0)} verdicts and {counts.get('timings', 0)} timings are kept in {database}"
+        _complain(f"stopped; {known}, and the same command goes on from there", INTERRUPTED)
+    except (StoreError, StartFailed) as error:
+        _complain(str(error), 1)
+    except OSError as error:
+        _complain(f"{error}; what was found so far is kept in {database}, and the same command goes on from there", 1)
+
+
+def _complain(text: str, status: int) -> None:
+    print(f"cuteflash: {text}", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def _reset() -> int:
+    removed = usertable.remove()
+    for path in removed:
+        typer.echo(f"removed {path}")
+    if not removed:
+        typer.echo(f"there are no tables of your own in {usertable.config_dir()}")
+    return 0
+
+
+def _until(dry_run: bool, no_compile: bool, compile_only: bool) -> Until:
+    if no_compile and not dry_run:
+        raise ValueError("no_compile is given without dry_run; allowed: --dry-run --no-compile")
+    if dry_run and compile_only:
+        raise ValueError("dry_run and compile_only are both given; allowed: one of them")
+    return "prune" if no_compile else "compile" if dry_run or compile_only else "time"
+
+
+def _pairs(head_dim: str | None, head_dim_v: str | None, cells: str | None) -> list[tuple[int, int]]:
+    if (head_dim is None) == (cells is None):
+        raise ValueError("sweep needs --head-dim, e.g. --head-dim 64,128, or --cells, and not both")
+    return head_dims(head_dim, head_dim_v) if head_dim is not None else []
+
+
+def _masks(mask: str | None, causal: str | None) -> list[Any]:
+    if mask is not None and causal is not None:
+        raise ValueError("mask and causal are both given; allowed: one of them")
+    if causal is not None:
+        return ["causal" if flag else "full" for flag in flags("causal", causal)]
+    return names("mask", mask, MASK_KINDS) or ["full", "causal"]
+
+
+def _cells(
+    cells: str | None, pairs: Sequence[tuple[int, int]], masks: Sequence[Any], dtype: str, seqlen: str
+) -> tuple[Cell, ...]:
+    """The problems to time; a single query is none of a causal mask, whose kernel it does not take."""
+    dtypes = names("dtype", dtype, DTYPES)
+    if cells is not None:
+        return tuple(parse_cell(text, kind) for text in cells.split(",") for kind in dtypes)
+    found = []
+    for (d, d_v), masking, kind, text in itertools.product(pairs, masks, dtypes, seqlen.split(",")):
+        first, _, second = text.strip().partition("x")
+        if not all(part.isdecimal() for part in (first, second or first)):
+            raise ValueError(f"seqlen is {text!r}; allowed: KEYS or QUERIESxKEYS, e.g. 4096 or 1x8192")
+        queries, keys = int(first) if second else 0, int(second or first)
+        if not (masking == "causal" and queries == 1):
+            tokens = DECODE_TOKENS if 0 < queries <= DECODE_QUERIES else TOKENS
+            whole = max(1, tokens // max(keys, 1)) * keys
+            found.append(Cell(d, masking, keys, kind, head_dim_v=d_v, seqlen_q=queries, tokens=whole))
+    return tuple(dict.fromkeys(found))
+
+
+def _families(text: str | None, target: str) -> tuple[Family, ...]:
+    runs = get_arch(target).families
+    for name in names("family", text, FAMILIES):
+        if name not in runs:
+            raise ValueError(f"family is {name!r}, which {target} does not run; it runs: {', '.join(runs)}")
+    return tuple(names("family", text, FAMILIES)) or runs[:1]
+
+
+def _traits(text: str | None, cells: Sequence[Cell], families: Sequence[Family]) -> tuple[Traits, ...] | None:
+    if text is None:
+        return None
+    variants = parse_variants(text, families[0])
+    for variant in variants:
+        if variant.mask is not None or variant.family not in families:
+            raise ValueError(
+                f"traits are of family {variant.family}, mask {variant.mask}; allowed: --family's, no mask"
+            )
+    return tuple(dict.fromkeys(v.traits(cell) for v in variants for cell in cells if v.applies(cell)))
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    chosen = names("peers", text, PEERS) if text else []
+    for name in chosen:
+        reason = missing_peer(name)
+        if reason:
+            raise ValueError(f"peers is {name!r}: {reason}")
+    return tuple(chosen)
+
+
+def seconds(text: str) -> float:
+    """`"90"`, `"90s"`, `"1.5m"` or `"1h"` in seconds. ValueError says what the form is."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if found is None:
+        raise ValueError(f"budget is {text!r}; allowed: a number with s, m or h, e.g. 90s or 10m")
+    return float(found.group(1)) * UNITS[found.group(2)]
+
+
+def _check_gpu(targets: Sequence[str]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU to time kernels on; --dry-run and --compile-only work without one")
+    here = information.local_target()[0]
+    if list(targets) != [here]:
+        wanted = ", ".join(targets)
+        raise ValueError(f"arch is {wanted}; the GPU here is {here}; --dry-run and --compile-only work for any arch")
+
+
+def _set_aside(database: pathlib.Path) -> None:
+    """Renames a database with its write-ahead log, which a killed sweep leaves behind."""
+    if not database.exists():
+        return
+    number = next(n for n in itertools.count(1) if not database.with_name(f"{database.name}.{n}").exists())
+    aside = database.with_name(f"{database.name}.{number}")
+    for suffix in ("-wal", "-shm", ""):
+        path = database.with_name(database.name + suffix)
+        if path.exists():
+            path.rename(aside.with_name(aside.name + suffix))
+    print(f"cuteflash: the database {database} is now {aside}", file=sys.stderr)

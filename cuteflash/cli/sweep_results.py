@@ -1,0 +1,313 @@
+"""What a sweep found: shown, explained, exported, and applied to the tables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cuteflash.cli.options import Usage, head_dims, names
+from cuteflash.dispatch import padded_head_dim
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
+from cuteflash.tune import tables
+from cuteflash.tune.apply import measured_row, proposed, sound_runs, swept_head_dims
+from cuteflash.tune.backend import PEER
+from cuteflash.tune.explain import Asked, newest_verdicts, ranked, title
+from cuteflash.tune.explain import explain as explanation_of
+from cuteflash.tune.funnel import Funnel, Until
+from cuteflash.tune.plan import Plan, default_traits
+from cuteflash.tune.progress import Display, summary
+from cuteflash.tune.results import Run, load_runs, make_traits, measured_gpu
+from cuteflash.tune.select import Pick
+from cuteflash.tune.store import Store, StoreError, candidate_id, problem_id
+
+PLAIN_WIDTH = 160  # columns of a table where stdout is no terminal
+DATABASE = pathlib.Path("sweep.sqlite")
+
+Database = Annotated[pathlib.Path, typer.Option("--db", help="The sweep's database.")]
+Arch = Annotated[str | None, typer.Option(help=f"One of {', '.join(ARCHS)}; default: the one that was swept.")]
+FamilyName = Annotated[
+    str | None, typer.Option("--family", help=f"Of {', '.join(FAMILIES)}; default: the arch's best.")
+]
+Gpu = Annotated[str | None, typer.Option(help="Whose timings, where there are several GPUs'.")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shown:
+    """How results are shown."""
+
+    rejected: bool
+    as_json: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """One target's sweep, when it is over."""
+
+    plan: Plan
+    funnel: Funnel
+    display: Display
+    until: Until
+
+
+def explain(
+    *,
+    arch: Arch = None,
+    family: FamilyName = None,
+    head_dim: Annotated[str, typer.Option(help="Columns of Q and K.")],
+    head_dim_v: Annotated[str | None, typer.Option(help="Columns of V and O; default: the same.")] = None,
+    where: Annotated[str | None, typer.Option(help="Traits to look for, e.g. tile_m=128,q_in_regs=true.")] = None,
+    gpu: Gpu = None,
+    database: Database = DATABASE,
+) -> None:
+    """Say why a configuration was rejected, or by how much and where it lost, and by what margin the winner won."""
+    with _opened(database) as store, Usage():
+        (pair,) = _one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
+        target = _target(store, arch)
+        chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
+        asked = Asked(target, chosen, _padded(pair), _fields(where), gpu)
+        typer.echo(explanation_of(store, asked).text, nl=False)
+
+
+def export(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="The form, and the only one.")] = True,
+    output: Annotated[pathlib.Path | None, typer.Option("-o", "--output", help="File; default: stdout.")] = None,
+    database: Database = DATABASE,
+) -> None:
+    """Write everything that the database holds as JSON."""
+    with _opened(database) as store:
+        text = json.dumps(store.export(), indent=1, allow_nan=False)
+    if output is None:
+        typer.echo(text)
+    else:
+        output.write_text(text + "\n")
+
+
+def apply(
+    *,
+    arch: Arch = None,
+    family: Annotated[str | None, typer.Option(help="Comma-separated families; default: those swept.")] = None,
+    head_dim: Annotated[str | None, typer.Option(help="Comma-separated; default: those swept.")] = None,
+    gpu: Gpu = None,
+    shipped: Annotated[
+        pathlib.Path | None, typer.Option(help="Write the shipped tables' Python into this directory instead.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written.")] = False,
+    database: Database = DATABASE,
+) -> None:
+    """Write the rows that the timings speak for: into your own table, which dispatch prefers, or the shipped ones'."""
+    with _opened(database) as store, Usage():
+        target = _target(store, arch)
+        chosen = measured_gpu(store, target, gpu)
+        pairs = [_padded(pair) for pair in head_dims(head_dim, None)] if head_dim else swept_head_dims(store)
+        for name in names("family", family, FAMILIES) or get_arch(target).families:
+            picks = [pick for pair in pairs for pick in proposed(store, target, name, pair, chosen)]
+            for pick in picks:
+                typer.echo(f"{target}/{name}: {_pick_words(pick)}")
+            if not picks:
+                continue
+            if shipped is None and all(pick.kept for pick in picks):
+                typer.echo(f"{target}/{name}: nothing beats the shipped rows beyond noise; nothing is written")
+            elif not dry_run:
+                rows = [measured_row(pick, chosen) for pick in picks]
+                if shipped is None:
+                    path = tables.write_user(target, name, rows)
+                else:
+                    path = tables.write_shipped(target, name, rows, shipped)
+                typer.echo(f"written: {path}")
+
+
+def show(outcome: Outcome, store: Store, shown: Shown) -> None:
+    """The funnel's counts, why candidates left and, where there are times, who won."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    plan = outcome.plan
+    console.print(_spaces(outcome))
+    for stage, counts in outcome.display.counts.items():
+        console.print(f"{stage}: {summary(counts)}", highlight=False, markup=False)
+    left = list(_rejected(outcome, store))
+    lines = (
+        [f"{stage}  {where}  {what}: {reason}" for stage, where, what, reason in left]
+        if shown.rejected
+        else _kinds(left)
+    )
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if outcome.until == "time":
+        console.print(_times(plan, store, outcome.funnel.gpu))
+        console.print(
+            "sweep explain says why a configuration lost, sweep apply writes the table that dispatch uses",
+            highlight=False,
+        )
+
+
+def as_json(outcome: Outcome, store: Store) -> dict[str, Any]:
+    """The funnel as JSON values; the database has the rest."""
+    return {
+        "target": outcome.plan.target,
+        "spaces": [
+            {
+                "family": space.family,
+                "head_dim": space.head_dim,
+                "head_dim_v": space.head_dim_v,
+                "considered": len(space.chosen) + len(space.refused),
+                "kept": len(space.chosen),
+            }
+            for space in outcome.funnel.spaces
+        ],
+        "stages": {stage: dict(counts) for stage, counts in outcome.display.counts.items()},
+        "rejected": [
+            {"stage": stage, "problem": where, "candidate": what, "reason": reason}
+            for stage, where, what, reason in _rejected(outcome, store)
+        ],
+        "said": outcome.display.said,
+    }
+
+
+def _spaces(outcome: Outcome) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, title=outcome.plan.target, title_justify="left")
+    for name in ("family", "head dims"):
+        table.add_column(name)
+    for name in ("considered", "rejected", "left"):
+        table.add_column(name, justify="right")
+    for space in outcome.funnel.spaces:
+        considered = len(space.chosen) + len(space.refused)
+        numbers = (considered, len(space.refused), len(space.chosen))
+        table.add_row(space.family, f"{space.head_dim}x{space.head_dim_v}", *map(str, numbers))
+    return table
+
+
+def _rejected(outcome: Outcome, store: Store) -> Iterator[tuple[str, str, str, str]]:
+    """(stage, problem, candidate, reason) of everybody who left."""
+    problems = {problem_id(cell.problem) for cell in outcome.plan.cells}
+    chosen: dict[str, str] = {}
+    for space in outcome.funnel.spaces:
+        where = f"{space.family} {space.head_dim}x{space.head_dim_v}"
+        for traits, reason in space.refused:
+            yield "prune", where, title(traits), reason
+        chosen |= {candidate_id(space.family, traits): f"{space.family} {title(traits)}" for traits in space.chosen}
+    for name, verdicts in newest_verdicts(store, outcome.plan.target, chosen).items():
+        for verdict in verdicts:
+            if not verdict.ok and verdict.problem in problems:
+                yield verdict.stage, verdict.problem, chosen[name], str(verdict.reason)
+
+
+def _kinds(left: Iterable[tuple[str, str, str, str]]) -> list[str]:
+    """How often each kind of reason, whatever its numbers, with one of them."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for stage, _, _, reason in left:
+        kinds.setdefault((stage, re.sub(r"\d+", "0", reason)), []).append(reason)
+    ordered = sorted(kinds.items(), key=lambda item: (item[0][0] != "prune", -len(item[1])))
+    lines = [f"  {len(reasons):5}  {stage}: {reasons[0]}" for (stage, _), reasons in ordered]
+    return ["rejected, by kind of reason, with one of each (--show-rejected has all):", *lines] if lines else []
+
+
+def _times(plan: Plan, store: Store, gpu: str) -> Table:
+    """Of each cell and family the fastest, the default and the peers."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("cell", "family", "fastest"):
+        table.add_column(name)
+    for name in ("TFLOP/s", "default", "gain", *plan.peers, "of matmul"):
+        table.add_column(name, justify="right")
+    rate = next((run["matmul_tflops"] for run in reversed(store.runs()) if run["gpu"] == gpu), None)
+    traits = {
+        name: made for name, (family, fields) in store.candidates().items() if (made := make_traits(family, fields))
+    }
+    cells = ranked(sound_runs(store, plan.target, gpu, traits))
+    beside = {
+        (run.cell, run.candidate): run for run in load_runs(store, plan.target, gpu, [PEER + n for n in plan.peers])
+    }
+    arch = get_arch(plan.target)
+    for cell in plan.cells:
+        for family in plan.families:
+            runs = [run for run in cells.get(cell.id, ()) if traits[run.candidate].family == family]
+            if runs:
+                defaults = {candidate_id(family, one) for one in default_traits(cell, family, arch)}
+                default = next((run for run in runs if run.candidate in defaults), None)
+                peers = [_rate(beside.get((cell.id, PEER + name))) for name in plan.peers]
+                best = runs[0]
+                gain = f"{default.ms / best.ms - 1:+.1%}" if default is not None else "-"
+                share = f"{best.tflops / rate:.2f}" if rate else "-"
+                words = (
+                    cell.label,
+                    family,
+                    title(traits[best.candidate]),
+                    _rate(best),
+                    _rate(default),
+                    gain,
+                    *peers,
+                    share,
+                )
+                table.add_row(*words)
+    return table
+
+
+def _rate(run: Run | None) -> str:
+    return f"{run.tflops:.0f}" if run is not None else "-"
+
+
+def _pick_words(pick: Pick) -> str:
+    if pick.kept:
+        change = "as shipped"
+    elif pick.gain is None:
+        change = "no shipped row was timed there"
+    else:
+        change = f"{pick.gain:+.1%} over the shipped rows"
+    return f"{pick.row.title}: {title(pick.row.traits)}, {pick.tflops:.0f} TFLOP/s, {change}"
+
+
+@contextlib.contextmanager
+def _opened(database: pathlib.Path) -> Iterator[Store]:
+    """A database that has to be there; what is wrong with it is a message and exit status 1."""
+    try:
+        with Store(database, create=False) as store:
+            yield store
+    except (StoreError, OSError) as error:
+        print(f"cuteflash: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def _target(store: Store, arch: str | None) -> str:
+    """The arch that was asked for, or the only one in the database."""
+    swept = sorted({verdict.target for verdict in store.verdicts()})
+    found = names("arch", arch, ARCHS) or swept
+    if len(found) != 1:
+        raise ValueError(f"arch is {arch!r}; allowed: one of those swept, {', '.join(swept) or 'none'}")
+    return str(found[0])
+
+
+def _one(items: list[Any], option: str, text: str) -> list[Any]:
+    if len(items) != 1:
+        raise ValueError(f"{option} is {text!r}; allowed: one")
+    return items
+
+
+def _padded(pair: tuple[int, int]) -> tuple[int, int]:
+    FwdProblem("bf16", *pair)  # says what head dims there are
+    return padded_head_dim(pair[0]), padded_head_dim(pair[1])
+
+
+def _fields(where: str | None) -> dict[str, Any]:
+    """`"tile_m=128,q_in_regs=true"` as fields; the names are `Asked`'s to check."""
+    found: dict[str, Any] = {}
+    for item in where.split(",") if where else ():
+        name, _, value = item.partition("=")
+        try:
+            found[name.strip()] = json.loads(value.strip().lower())
+        except ValueError:
+            raise ValueError(
+                f"where is {where!r}; allowed: TRAIT=NUMBER or TRAIT=true|false, comma-separated"
+            ) from None
+    return found

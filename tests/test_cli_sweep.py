@@ -1,0 +1,312 @@
+"""`cuteflash sweep`: what it asks for, what it says, and what its findings turn into; the GPU is a pretended one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cuteflash import usertable
+from cuteflash.cli import sweep as command
+from cuteflash.cli.app import app
+from cuteflash.dispatch import choose_fwd
+from cuteflash.problem import FwdProblem
+from cuteflash.tune.cells import Cell
+from cuteflash.tune.funnel import Funnel
+from cuteflash.tune.plan import Plan
+from cuteflash.tune.store import Store
+from tests.sweep_fakes import TRAITS, World
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CANDIDATES = json.dumps([{"tile_m": 64, "tile_n": traits.tile_n} for traits in TRAITS])
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUTEFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUTEFLASH_CONFIG_DIR", str(tmp_path / "config"))
+    usertable.load.cache_clear()
+    choose_fwd.cache_clear()
+
+
+@pytest.fixture
+def world(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A machine with an A100, as the command sees it."""
+    world = World(tmp_path)
+    monkeypatch.setattr(command, "backend", lambda target: world.backend)
+    monkeypatch.setattr(command, "_check_gpu", lambda targets: None)
+    return world
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["sweep", *arguments])
+
+
+def sweep(*more: str) -> Result:
+    chosen = ("--arch", "sm_80", "--head-dim", "128", "--mask", "full", "--seqlen", "512,4096", "--traits", CANDIDATES)
+    return call(*chosen, "--jobs", "1", *more)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that a command would have run."""
+    found: list[Plan] = []
+
+    def run(self: Funnel, until: Any) -> None:
+        found.append(self.plan)
+
+    monkeypatch.setattr(Funnel, "run", run)
+    monkeypatch.setattr(command, "_check_gpu", lambda targets: None)
+    monkeypatch.setattr(command.results, "show", lambda *_: None)
+    return found
+
+
+def test_options_become_cells(plans: list[Plan]) -> None:
+    options = ("--head-dim", "64,192", "--head-dim-v", "64,128", "--causal", "0,1", "--seqlen", "1x8192,512,16384")
+    result = call("--arch", "sm_90a", *options, "--dtype", "fp16", "--budget", "1.5m", "--limit", "0", "--rounds", "5")
+    assert result.exit_code == 0, result.output
+    (plan,) = plans
+    assert (plan.target, plan.families, plan.limit, plan.budget, plan.rules.rounds) == (
+        "sm_90a",
+        ("sm90",),
+        None,
+        90.0,
+        5,
+    )
+    labels = [cell.label for cell in plan.cells]
+    assert labels == [
+        "D64 full 1x8192 fp16", "D64 full 512 fp16", "D64 full 16384 fp16", "D64 causal 512 fp16",
+        "D64 causal 16384 fp16", "D192x128 full 1x8192 fp16", "D192x128 full 512 fp16", "D192x128 full 16384 fp16",
+        "D192x128 causal 512 fp16", "D192x128 causal 16384 fp16",
+    ]  # fmt: skip
+    assert {cell.batch for cell in plan.cells if cell.seqlen_q == 1} == {16}
+
+
+def test_cells_and_candidates_can_be_given_one_by_one(plans: list[Plan]) -> None:
+    cells = "128:16384:causal,96:512:window"
+    traits = '[{"tile_m": 64, "tile_n": 80}, {"family": "sm80", "tile_m": 64, "tile_n": 64, "head_dim": 96}]'
+    result = call("--arch", "sm_90a", "--cells", cells, "--family", "sm90,sm80", "--traits", traits)
+    assert result.exit_code == 0, result.output
+    (plan,) = plans
+    assert plan.cells == (Cell(128, "causal", 16384), Cell(96, "window", 512))
+    assert [(t.family, t.head_dim) for t in plan.traits or ()] == [("sm90", 128), ("sm90", 96), ("sm80", 96)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--arch", "sm_80", "--dry-run"), "sweep needs --head-dim"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--cells", "64:512:full"), "and not both"),
+        (("--arch", "sm_75", "--dry-run", "--head-dim", "64"), "arch is 'sm_75'; allowed: sm_80"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "260"), "head_dim is 260; allowed: multiples of 8"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--family", "sm90"), "which sm_80 does not run"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--kernel", "bwd"), "kernel is 'bwd'; allowed: fwd"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--seqlen", "4k"), "seqlen is '4k'; allowed: KEYS"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--budget", "soon"), "budget is 'soon'; allowed:"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--peers", "fa9"), "peers is 'fa9'; allowed: fa4"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--traits", "{"), "allowed: a JSON list"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--traits", '[{"tile": 1}]'), "fields of sm80: tile_m"),
+        (("--arch", "sm_80", "--no-compile", "--head-dim", "64"), "no_compile is given without dry_run"),
+        (("--arch", "sm_80", "--dry-run", "--compile-only", "--head-dim", "64"), "both given"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--mask", "full", "--causal", "1"), "both given"),
+        (("explain", "--head-dim", "64", "--where", "tile_m:64"), "no such sweep database"),
+        (("apply",), "no such sweep database"),
+        (("export",), "no such sweep database"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_values_name_what_is_allowed_and_nothing_is_written(
+    arguments: tuple[str, ...], complaint: str, tmp_path: pathlib.Path
+) -> None:
+    result = call(*arguments)
+    assert result.exit_code in (1, 2)
+    assert complaint in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_the_command_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = call("--arch", "sm_90a", "--head-dim", "64")
+    assert result.exit_code == 2
+    assert "--dry-run and --compile-only work without one" in result.stderr
+
+
+def test_another_gpu_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(command.information, "local_target", lambda: ["sm_86"])
+    for archs in ("sm_90a", "sm_86,sm_90a"):
+        result = call("--arch", archs, "--head-dim", "64")
+        assert result.exit_code == 2
+        assert "the GPU here is sm_86" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("arch", "family"), [("sm_80", "sm80"), ("sm_90a", "sm90")])
+def test_a_dry_run_gives_every_rejected_candidate_a_reason(arch: str, family: str) -> None:
+    result = call("--arch", arch, "--head-dim", "64,128", "--dry-run", "--no-compile", "--limit", "5", "--json")
+    (found,) = json.loads(result.stdout)
+    for space in found["spaces"]:
+        assert (space["family"], space["considered"] >= 200) == (family, True)
+        assert space["kept"] >= 5
+    rejected = sum(space["considered"] - space["kept"] for space in found["spaces"])
+    assert len(found["rejected"]) == rejected == found["stages"]["prune"]["rejected"]
+    assert all(entry["reason"] for entry in found["rejected"])
+    with Store("sweep.sqlite", create=False) as store:
+        assert len(store.verdicts(stage="prune", ok=0)) == rejected
+
+
+def test_a_dry_run_shows_counts_and_kinds_and_on_demand_everybody() -> None:
+    short = call("--arch", "sm_80", "--head-dim", "256", "--dry-run", "--no-compile", "--limit", "5")
+    assert "considered" in short.stdout and "bytes of shared memory" in short.stdout
+    full = call("--arch", "sm_80", "--head-dim", "256", "--dry-run", "--no-compile", "--limit", "5", "--show-rejected")
+    assert len(full.stdout.splitlines()) > 200
+
+
+def test_kernels_are_compiled_without_a_gpu_and_known_the_next_time() -> None:
+    traits = '[{"tile_m": 64, "tile_n": 48}, {"tile_m": 64, "tile_n": 8192}]'
+    options = ("--arch", "sm_80", "--head-dim", "64", "--mask", "full", "--seqlen", "512", "--traits", traits)
+    first = call(*options, "--compile-only", "--jobs", "2", "--json")
+    assert first.exit_code == 0, first.output
+    (found,) = json.loads(first.stdout)
+    assert found["stages"]["compile"]["kept"] >= 2
+    assert any(entry["stage"] == "prune" and "8192" in entry["candidate"] for entry in found["rejected"])
+    with Store("sweep.sqlite", create=False) as store:
+        verdicts = store.verdicts(stage="compile")
+    assert all(verdict.details["registers"] > 0 for verdict in verdicts)
+    started = time.monotonic()
+    assert json.loads(call(*options, "--dry-run", "--from-cache", "--json").stdout)[0]["stages"] == found["stages"]
+    assert time.monotonic() - started < 10
+
+
+def test_a_sweep_shows_winners_and_is_explained_and_exported(world: World) -> None:
+    result = sweep("--peers", "cudnn")
+    assert result.exit_code == 0, result.output
+    assert "D128 full 4096" in result.stdout and "64x96" in result.stdout and "%" in result.stdout
+    assert "700 TFLOP/s" in result.stderr
+    words = call("explain", "--head-dim", "128", "--where", "tile_n=16").stdout
+    assert "64x16" in words and "slower than 64x96" in words
+    exported = json.loads(call("export", "--json").stdout)
+    assert {run["matmul_tflops"] for run in exported["runs"]} == {700.0}
+    assert len(exported["timings"]) == 16
+    call("export", "--json", "-o", "out.json")
+    assert json.loads(pathlib.Path("out.json").read_text()) == exported
+
+
+def test_what_won_is_applied_dispatched_and_reset(world: World) -> None:
+    sweep()
+    problem = FwdProblem("bf16", 128, 128)
+    assert choose_fwd(problem, "sm_80", shape="long").traits.tile_n != 96
+    dry = call("apply", "--dry-run")
+    assert "64x96" in dry.stdout and "written" not in dry.stdout
+    result = call("apply")
+    assert result.exit_code == 0, result.output
+    assert "written: " in result.stdout
+    choose_fwd.cache_clear()
+    choice = choose_fwd(problem, "sm_80", shape="long")
+    assert choice.traits.tile_n == 96
+    assert "user's table" in choice.source and "a GPU" in choice.source
+    assert choose_fwd(problem, "sm_80", shape="decode").traits.tile_n != 96  # was not timed
+    removed = call("--reset")
+    assert removed.exit_code == 0 and "removed" in removed.stdout
+    choose_fwd.cache_clear()
+    assert choose_fwd(problem, "sm_80", shape="long").traits.tile_n != 96
+    assert "no tables of your own" in call("--reset").stdout
+
+
+def test_shipped_tables_are_written_where_they_are_wanted(world: World, tmp_path: pathlib.Path) -> None:
+    sweep()
+    target = tmp_path / "traits"
+    target.mkdir()
+    result = call("apply", "--shipped", str(target))
+    assert result.exit_code == 0, result.output
+    (path,) = target.iterdir()
+    assert "fwd_sm80(128, 64, 96, 4" in path.read_text()
+    assert "# a GPU, " in path.read_text()
+
+
+def test_fresh_moves_the_database_aside(world: World, tmp_path: pathlib.Path) -> None:
+    sweep()
+    before = len(world.journaled("sample"))
+    sweep()
+    assert len(world.journaled("sample")) == before
+    result = sweep("--fresh")
+    assert "sweep.sqlite.1" in result.stderr
+    assert len(world.journaled("sample")) == 2 * before
+    with Store(tmp_path / "sweep.sqlite.1", create=False) as store:
+        assert store.counts()["timings"]
+
+
+def test_another_versions_database_is_refused_and_left_alone(world: World, tmp_path: pathlib.Path) -> None:
+    sweep("--dry-run")
+    with sqlite3.connect(tmp_path / "sweep.sqlite") as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    result = sweep()
+    assert result.exit_code == 1
+    assert "schema version 99" in result.stderr
+
+
+def test_a_full_disk_is_a_message_and_nothing_is_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = dataclasses.replace(world, full_disk=(48,))
+    monkeypatch.setattr(command, "backend", lambda target: full.backend)
+    result = sweep()
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr and "is kept in sweep.sqlite" in result.stderr
+
+
+INTERRUPTED = """
+import pathlib, sys
+from cuteflash.cli import sweep as command
+from cuteflash.cli.app import app
+from tests.sweep_fakes import World
+if __name__ == "__main__":
+    world = World(pathlib.Path("."), pause=0.05)
+    command.backend = lambda target: world.backend
+    command._check_gpu = lambda targets: None
+    app(["sweep", *sys.argv[1:]])
+"""
+
+
+def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    options = ["--arch", "sm_80", "--cells", "128:512:full", "--traits", CANDIDATES, "--jobs", "1"]
+    process = subprocess.Popen(
+        [sys.executable, script, *options],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    world = World(tmp_path)
+    deadline = time.monotonic() + 100
+    while len(world.journaled("sample")) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it as well
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "timings are kept in sweep.sqlite" in said and "goes on from there" in said
+    assert "Traceback" not in said
+    with Store(tmp_path / "sweep.sqlite", create=False) as store:
+        samples = sum(len(timing.samples) for timing in store.timings())
+    assert len(world.journaled("sample")) - samples <= 1
+    assert functools.reduce(max, (len(timing.samples) for timing in store_timings(tmp_path))) == 1
+
+
+def store_timings(folder: pathlib.Path) -> list[Any]:
+    with Store(folder / "sweep.sqlite", create=False) as store:
+        return store.timings()
