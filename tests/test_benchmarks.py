@@ -190,10 +190,11 @@ def test_report_command_renders_and_draws(tmp_path: pathlib.Path, capsys: pytest
 
 def test_report_replaces_what_stands_between_the_markers(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "README.md"
-    path.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    begin, end = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+    path.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     for text in ("| new |\n", "| newer |\n"):
         report.insert(text, path)
-    assert path.read_text() == f"before\n{report.BEGIN}\n| newer |\n{report.END}\nafter\n"
+    assert path.read_text() == f"before\n{begin}\n| newer |\n{end}\nafter\n"
     path.write_text("no markers\n")
     with pytest.raises(ValueError, match="no <!-- benchmark"):
         report.insert("x", path)

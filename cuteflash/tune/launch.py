@@ -47,7 +47,7 @@ def backend(target: str) -> Backend:
         key,
         report,
         functools.partial(CacheBuilder, target),
-        functools.partial(CudaBench, target),
+        functools.partial(TorchBench, target),
     )
 
 
@@ -105,18 +105,22 @@ class Scene:
     runners: dict[FwdTraits | str, Runner] = dataclasses.field(default_factory=dict)
 
 
-class CudaBench:
-    """The current CUDA device. One cell's inputs and one problem's gate are held at a time.
+class TorchBench:
+    """One device. One cell's inputs and one problem's gate are held at a time.
+
+    Args:
+        target: compile target of the kernels.
+        device: None is the current CUDA device.
 
     Raises:
         RuntimeError: torch finds no GPU.
     """
 
-    def __init__(self, target: str):
-        if not torch.cuda.is_available():
+    def __init__(self, target: str, device: torch.device | None = None):
+        if device is None and not torch.cuda.is_available():
             raise RuntimeError("torch finds no GPU; --dry-run and --compile-only work without one")
         self.target = target
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._hung = False
         self._gate: tuple[FwdProblem, list[Scene]] | None = None
         self._cell: Scene | None = None
@@ -134,7 +138,8 @@ class CudaBench:
         if self._hung:
             return False
         try:
-            torch.cuda.synchronize(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         except RuntimeError:
             return False
         return True
