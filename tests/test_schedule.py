@@ -6,6 +6,7 @@ import heapq
 import importlib.util
 import inspect
 import itertools
+import sys
 import types
 from collections.abc import Iterator
 
@@ -28,9 +29,11 @@ MAKESPAN_OF_IDEAL, MAKESPAN_OF_ON_DEMAND = 1.05, 1.04
 
 def untraced(name: str) -> types.ModuleType:
     """A module's own copy, whose functions are plain Python still: compiling a kernel rewrites those it traces."""
-    spec = importlib.util.find_spec(name)
+    found = importlib.util.find_spec(name)
+    assert found is not None and found.origin is not None
+    spec = importlib.util.spec_from_file_location(f"untraced {name}", found.origin)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
