@@ -1,0 +1,44 @@
+"""A sweep as one self-contained HTML page: winners and margins, what each trait is worth, the roof, every candidate.
+
+collect   from the database to JSON values, those of a page
+slots     who wins what, against the default and the peers
+columns   long lists of traits and reasons, written small
+links     which candidate has a layout page
+page      HTML from those values and the files of `web/`
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+from cuteflash.tune.report.collect import Scope, collect
+from cuteflash.tune.report.links import layout_pages
+from cuteflash.tune.report.page import make_page
+from cuteflash.tune.store import Store
+
+__all__ = ["Scope", "make_report"]
+
+EVERYTHING = Scope()
+
+
+def make_report(
+    store: Store,
+    scope: Scope = EVERYTHING,
+    layouts_dir: pathlib.Path | None = None,
+    lies_in: pathlib.Path = pathlib.Path(),
+) -> str:
+    """The report on what the store knows, as HTML that refers to nothing outside itself but layout pages.
+
+    Args:
+        store: the sweep's database.
+        scope: what it is about.
+        layouts_dir: a gallery that `cuteflash layouts --all` wrote; its pages are linked to from their rows.
+        lies_in: the directory where the report will lie, from which the links start.
+
+    Raises:
+        ValueError: nothing was swept for this scope, or `layouts_dir` is no such gallery.
+        StoreError: the database cannot be read.
+    """
+    pages = layout_pages(layouts_dir, lies_in) if layouts_dir is not None else []
+    data = collect(store, scope, pages)
+    return make_page(data)

@@ -1,0 +1,326 @@
+"""From a sweep's database to the values of its report's page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
+from cuteflash.traits.row import Traits
+from cuteflash.tune.backend import PEER
+from cuteflash.tune.explain import STAGE_WORDS, footprint, newest_verdicts
+from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_columns
+from cuteflash.tune.report.links import LayoutPage
+from cuteflash.tune.report.slots import slot_facts
+from cuteflash.tune.results import TRAITS, Run, load_runs, make_traits, measured_gpu, race_scales
+from cuteflash.tune.select import defaults_of
+from cuteflash.tune.store import STAGES, Store, Timing, Verdict
+
+SCHEMA = 1
+TIMED, WAITING = "T", "w"
+# One letter a candidate and problem: rejected by a stage, timed, or neither.
+STATES = {stage: stage[0] for stage in STAGES}
+COSTS = ("threads", "smem_bytes", "registers", "fragment_regs", "blocks")
+
+Json = dict[str, Any]
+Problem = tuple[str, str]  # mask and dtype
+Verdicts = Mapping[str, Sequence[Verdict]]
+ByCandidate = Mapping[str, Run]  # of one cell
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scope:
+    """What a report is about.
+
+    Attributes:
+        target: compile target; None is the only one that was swept.
+        families: kernel families; None is all.
+        head_dims: padded (head_dim, head_dim_v); None is all.
+        gpu: whose timings; None is the only GPU there is.
+        source: fingerprint of the sources whose timings count; None takes the newest timing's.
+    """
+
+    target: str | None = None
+    families: Collection[Family] | None = None
+    head_dims: Collection[tuple[int, int]] | None = None
+    gpu: str | None = None
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.target is not None:
+            get_arch(self.target)
+        for family in self.families or ():
+            if family not in FAMILIES:
+                raise ValueError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Space:
+    """The candidates of one family for one pair of padded head dims, by id in the page's order."""
+
+    family: Family
+    head_dims: tuple[int, int]
+    candidates: dict[str, Traits]
+
+    @property
+    def title(self) -> str:
+        return f"{self.family} {self.head_dims[0]}x{self.head_dims[1]}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What the store knows within a scope; without any timing `gpu` is None."""
+
+    target: str
+    gpu: str | None
+    verdicts: Verdicts
+    timings: Sequence[Timing]
+    runs: Mapping[str, ByCandidate]
+    peers: Mapping[tuple[str, str], Mapping[str, float]]  # (family, cell) → name → milliseconds
+    rates: Sequence[tuple[str, float]]  # when, and TFLOP/s of the matrix product
+
+
+def collect(store: Store, scope: Scope, pages: Sequence[LayoutPage] = ()) -> Json:
+    """The page's values.
+
+    Raises:
+        ValueError: nothing was swept for the scope, or timings of several GPUs.
+    """
+    target = _target(store, scope)
+    spaces = _spaces(store, scope, target)
+    names = {name for space in spaces for name in space.candidates}
+    found = _find(store, scope, target, names)
+    reasons = Reasons()
+    encoded = [_space(space, found, store.cells(), reasons, pages) for space in spaces]
+    moments = [one.at for one in found.timings] + [one.at for some in found.verdicts.values() for one in some]
+    newest = found.timings[-1] if found.timings else None
+    return {
+        "schema": SCHEMA,
+        "title": " · ".join(("cuteflash sweep", target, *([found.gpu] if found.gpu else []))),
+        "target": target,
+        "gpu": found.gpu,
+        "driver": newest.driver if newest else None,
+        "versions": dict(newest.versions) if newest else {},
+        "source": newest.source if newest else None,
+        "first": min(moments, default=None),
+        "last": max(moments, default=None),
+        "runs": [
+            {"at": run["at"], "tflops": short(run["matmul_tflops"])} for run in store.runs() if _of(run, found.gpu)
+        ],
+        "stages": STAGE_WORDS,
+        "templates": reasons.templates,
+        "spaces": encoded,
+    }
+
+
+def _target(store: Store, scope: Scope) -> str:
+    targets = {verdict.target for verdict in store.verdicts()} | {timing.target for timing in store.timings()}
+    swept = [name for name in ARCHS if name in targets]
+    if not swept:
+        raise ValueError(f"{store.path} holds no candidates yet; `cuteflash sweep` makes them")
+    if scope.target is None and len(swept) > 1:
+        raise ValueError(f"arch is not given and {store.path} has candidates for several; allowed: {', '.join(swept)}")
+    if scope.target is not None and scope.target not in swept:
+        raise ValueError(f"arch is {scope.target!r}; {store.path} has candidates for: {', '.join(swept)}")
+    return scope.target or swept[0]
+
+
+def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
+    """The scope's candidates that were judged for the target."""
+    judged = {verdict.candidate for verdict in store.verdicts(target=target)}
+    judged |= {timing.candidate for timing in store.timings(target=target)}
+    groups: dict[tuple[Family, tuple[int, int]], dict[str, Traits]] = {}
+    for name, (family, fields) in store.candidates().items():
+        traits = make_traits(family, fields) if name in judged else None
+        if traits is not None:
+            groups.setdefault((family, (traits.head_dim, traits.head_dim_v)), {})[name] = traits
+    order = sorted(groups, key=lambda group: (get_arch(target).families.index(group[0]), group[1]))
+    there = "; ".join(f"{family} {columns}x{columns_v}" for family, (columns, columns_v) in order)
+    for pair in scope.head_dims or ():
+        if not any(pair == group[1] for group in order):
+            raise ValueError(f"head_dim is {pair[0]}x{pair[1]}, padded; {store.path} has candidates of: {there}")
+    wanted = [
+        (family, pair)
+        for family, pair in order
+        if family in (scope.families or FAMILIES) and pair in (scope.head_dims or {pair})
+    ]
+    if not wanted:
+        asked = ", ".join(scope.families or FAMILIES)
+        raise ValueError(f"family is {asked}; {store.path} has candidates of: {there}")
+    return [Space(family, pair, dict(sorted(groups[family, pair].items()))) for family, pair in wanted]
+
+
+def _find(store: Store, scope: Scope, target: str, names: Collection[str]) -> Found:
+    verdicts = newest_verdicts(store, target, names)
+    timings = store.timings(target=target)
+    if not timings:
+        return Found(target, None, verdicts, (), {}, {}, ())
+    gpu = measured_gpu(store, target, scope.gpu)
+    timings = [timing for timing in timings if timing.gpu == gpu]
+    runs: dict[str, dict[str, Run]] = {}
+    for run in load_runs(store, target, gpu, names, scope.source):
+        runs.setdefault(run.cell, {})[run.candidate] = run
+    source = scope.source or next((one.source for one in reversed(timings) if one.error is None), None)
+    timings = [timing for timing in timings if timing.source == source] or timings
+    rates = [(run["at"], float(run["matmul_tflops"])) for run in store.runs() if _of(run, gpu)]
+    return Found(target, gpu, verdicts, timings, runs, _peers(timings), rates)
+
+
+def _peers(timings: Iterable[Timing]) -> dict[tuple[str, str], dict[str, float]]:
+    """(family, cell) → name → milliseconds of the peers, in the clock of the races that the family's runs are in."""
+    groups: dict[tuple[str, str, str], list[Timing]] = {}
+    for timing in timings:
+        groups.setdefault((timing.race.rpartition(" ")[0], timing.cell, timing.driver), []).append(timing)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for (family, cell, _), group in groups.items():
+        scales = race_scales(group)
+        for one in group:
+            if one.candidate.startswith(PEER) and one.ms is not None:
+                name = one.candidate.removeprefix(PEER)
+                found.setdefault((family, cell), {})[name] = one.ms * scales[one.race]
+    return found
+
+
+def _of(run: Mapping[str, Any], gpu: str | None) -> bool:
+    return bool(run["gpu"] == gpu)
+
+
+def _rate(rates: Iterable[tuple[str, float]], runs: Iterable[Run]) -> float | None:
+    """The matrix product's rate in the run of the GPU's stages to whose clock a cell's times are scaled: its newest."""
+    newest = max(run.at for run in runs)
+    return next((rate for at, rate in sorted(rates, reverse=True) if at <= newest), None)
+
+
+def _space(
+    space: Space, found: Found, fields: Mapping[str, Json], reasons: Reasons, pages: Sequence[LayoutPage]
+) -> Json:
+    """One space as JSON values; candidates are called by their place in `ids`."""
+    number = {name: place for place, name in enumerate(space.candidates)}
+    own = {cell: {n: run for n, run in runs.items() if n in number} for cell, runs in found.runs.items()}
+    own = {cell: runs for cell, runs in own.items() if runs}
+    runs = [run for some in own.values() for run in some.values()]
+    defaults = defaults_of({run.slot for run in runs}, found.target, space.family, space.head_dims)
+    peers = {cell: found.peers.get((space.family, cell), {}) for cell in own}
+    slots = slot_facts(runs, peers, defaults, number)
+    base, base_reasons = _states(space, found.verdicts, None, set(), reasons)
+    return {
+        "title": space.title,
+        "family": space.family,
+        "head_dim": space.head_dims[0],
+        "head_dim_v": space.head_dims[1],
+        "ids": list(number),
+        "traits": trait_columns(TRAITS[space.family], list(space.candidates.values())),
+        "costs": _costs(space, found),
+        "base": base,
+        "reasons": base_reasons,
+        "problems": _problems(space, found.verdicts, runs, reasons),
+        "cells": [
+            _cell(cell, fields[cell], own[cell], found, number) | {"peers": _shortened(peers[cell])}
+            for cell in sorted(own, key=lambda name: _cell_order(fields[name]))
+        ],
+        "slots": sorted(slots, key=lambda slot: _problem_order((slot["mask"], slot["dtype"]))),
+        "pages": _pages(space, found.target, number, pages),
+    }
+
+
+def _problems(space: Space, verdicts: Verdicts, runs: Iterable[Run], reasons: Reasons) -> list[Json]:
+    """For each mask and dtype that was worked on how far every candidate came, and why not further."""
+    timed: dict[Problem, set[str]] = {}
+    for run in runs:
+        timed.setdefault((run.slot.mask, run.slot.dtype), set()).add(run.candidate)
+    problems = {_problem(one) for name in space.candidates for one in verdicts.get(name, ()) if one.problem}
+    found = []
+    for mask, dtype in sorted(problems | timed.keys(), key=_problem_order):
+        states, why = _states(space, verdicts, (mask, dtype), timed.get((mask, dtype), set()), reasons)
+        found.append({"mask": mask, "dtype": dtype, "states": states, "reasons": why})
+    return found
+
+
+def _states(
+    space: Space, verdicts: Verdicts, problem: Problem | None, timed: Collection[str], reasons: Reasons
+) -> tuple[str, dict[int, list[Any]]]:
+    """(a letter for each candidate, its place → the encoded reason of the first stage that rejected it).
+
+    Without a problem it is the verdict on all of them, the analytic prune's, that counts; with one that is not told
+    again.
+    """
+    letters, why = [], {}
+    for place, name in enumerate(space.candidates):
+        rejected = [
+            one
+            for one in verdicts.get(name, ())
+            if not one.ok and (not one.problem or (problem is not None and _problem(one) == problem))
+        ]
+        first = min(rejected, key=lambda one: STAGES.index(one.stage), default=None)
+        if name in timed:
+            letters.append(TIMED)
+        elif first is None:
+            letters.append(WAITING)
+        else:
+            letters.append(STATES[first.stage])
+        if first is not None and bool(first.problem) == (problem is not None):
+            why[place] = reasons.encode(first.reason or "")
+    return "".join(letters), why
+
+
+def _problem(verdict: Verdict) -> Problem:
+    """The mask and dtype of a verdict's `problem_id`."""
+    dtype, _, mask, *_ = verdict.problem.split()
+    return mask, dtype
+
+
+def _problem_order(problem: Problem) -> tuple[int, int]:
+    return MASK_KINDS.index(problem[0]), -DTYPES.index(problem[1])
+
+
+def _costs(space: Space, found: Found) -> Json:
+    """What each candidate that the architecture can run takes of a multiprocessor; None for the others."""
+    arch = get_arch(found.target)
+    columns: Json = {name: [] for name in COSTS}
+    for name, traits in space.candidates.items():
+        compiled = (one.details.get("registers") for one in found.verdicts.get(name, ()))
+        took = None
+        if traits.check(arch) is None:
+            took = footprint(traits, arch, max((regs for regs in compiled if regs is not None), default=None))
+        for cost in COSTS:
+            columns[cost].append(None if took is None else getattr(took, cost))
+    return columns | {"smem_limit": arch.smem_per_block}
+
+
+def _cell(cell: str, fields: Json, runs: ByCandidate, found: Found, number: Mapping[str, int]) -> Json:
+    """A cell and its times, fastest first; `work` is TFLOP/s times milliseconds, the same for all."""
+    some = next(iter(runs.values()))
+    queries, keys = fields["seqlen_q"], fields["seqlen"]
+    ordered = sorted(runs.values(), key=lambda run: run.ms)
+    return {
+        "id": cell,
+        "label": str(keys) if queries == keys else f"{queries}x{keys}",
+        "mask": some.slot.mask,
+        "dtype": some.slot.dtype,
+        "shape": some.slot.shape,
+        "matmul": short(_rate(found.rates, ordered)),
+        "work": short(some.tflops * some.ms),
+        "who": [number[run.candidate] for run in ordered],
+        "times": time_columns(ordered),
+    }
+
+
+def _shortened(times: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: short(ms) for name, ms in times.items()}
+
+
+def _cell_order(fields: Json) -> tuple[Any, ...]:
+    queries, keys = fields["seqlen_q"], fields["seqlen"]
+    return (*_problem_order((fields["mask"], fields["dtype"])), queries == keys, keys, queries)
+
+
+def _pages(space: Space, target: str, number: Mapping[str, int], pages: Iterable[LayoutPage]) -> list[Json]:
+    places = {frozenset(dataclasses.asdict(traits).items()): number[name] for name, traits in space.candidates.items()}
+    found = []
+    for page in pages:
+        place = places.get(frozenset(page.traits.items()))
+        if (page.target, page.family) == (target, space.family) and place is not None:
+            found.append({"who": place, "mask": page.mask, "dtype": page.dtype, "title": page.title, "href": page.href})
+    return found

@@ -1,0 +1,67 @@
+"""Which candidate has a layout page: the pages of a gallery say themselves whose they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import urllib.parse
+from typing import Any
+
+INDEX = "index.html"
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayoutPage:
+    """The page of one row.
+
+    Attributes:
+        target, family: what the row is compiled for.
+        traits: its fields.
+        mask, dtype: of the problem that the page shows.
+        title: what the page calls itself.
+        href: where it is, from the report.
+    """
+
+    target: str
+    family: str
+    traits: dict[str, Any]
+    mask: str
+    dtype: str
+    title: str
+    href: str
+
+
+def layout_pages(directory: pathlib.Path, lies_in: pathlib.Path) -> list[LayoutPage]:
+    """The row pages of a gallery; `lies_in` is the directory that links start from.
+
+    Raises:
+        ValueError: it is no gallery, or one of its pages cannot be read.
+    """
+    if not (directory / INDEX).is_file():
+        raise ValueError(f"layouts is {str(directory)!r}, which has no {INDEX}; `cuteflash layouts --all -o` makes it")
+    start = os.path.relpath(directory.resolve(), lies_in.resolve())
+    pages = []
+    for path in sorted(directory.glob("*.html")):
+        page = _page(path, urllib.parse.quote(pathlib.PurePath(start, path.name).as_posix()))
+        if page is not None:
+            pages.append(page)
+    return pages
+
+
+def _page(path: pathlib.Path, href: str) -> LayoutPage | None:
+    """What a page shows; None where that is not one row."""
+    try:
+        found = DATA.search(path.read_text(encoding="utf-8"))
+        data = json.loads(found[1]) if found else {}
+        if not data.get("scene"):
+            return None
+        scene = data["scenes"][data["scene"]]
+        kernel = scene["kernel"]
+        names = (kernel["arch"], kernel["family"], kernel["traits"], kernel["mask"], kernel["dtype"])
+        return LayoutPage(*names, title=scene["title"], href=href)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"layouts has {path}, which cannot be read: {type(error).__name__}: {error}") from error

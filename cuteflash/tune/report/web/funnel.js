@@ -1,0 +1,93 @@
+/* How many candidates each stage let through, and what the others were rejected for. */
+(() => {
+  const { h, words } = R;
+
+  /* Each state has a pattern of its own beside its colour. */
+  function bar(counts) {
+    const total = Object.values(counts).reduce((sum, one) => sum + one, 0);
+    return h(
+      "div",
+      { class: "funnel-bar", "aria-hidden": "true" },
+      R.model.ORDER.filter((state) => counts[state]).map((state) =>
+        h("i", { class: `state-${state}`, style: `flex-grow: ${counts[state] / total}` }),
+      ),
+    );
+  }
+
+  const COLUMNS = {
+    p: "left out before compiling",
+    c: "rejected by the compiler",
+    g: "wrong",
+    t: "failed when timed",
+    w: "not timed yet",
+    T: "timed",
+  };
+
+  function overview(data) {
+    const heads = ["Space", "considered", ...R.model.ORDER.map((state) => COLUMNS[state])];
+    const rows = data.spaces.map((space) => {
+      const counts = R.model.funnel(space, null);
+      return h(
+        "tr",
+        null,
+        h("th", { scope: "row" }, space.title),
+        h("td", { class: "number", "data-label": "considered" }, words.whole(space.ids.length)),
+        R.model.ORDER.map((state) =>
+          h(
+            "td",
+            { class: "number", "data-label": COLUMNS[state] },
+            h("i", { class: `swatch state-${state}` }),
+            words.whole(counts[state]),
+          ),
+        ),
+        h("td", { class: "funnel-cell" }, bar(counts)),
+      );
+    });
+    return h(
+      "table",
+      { class: "cards funnel" },
+      h(
+        "thead",
+        null,
+        h(
+          "tr",
+          null,
+          heads.map((text, place) => h("th", { scope: "col", class: place ? "number" : "" }, text)),
+          h("td"),
+        ),
+      ),
+      h("tbody", null, rows),
+    );
+  }
+
+  function reasons(data) {
+    const list = h("ul", { class: "reasons" });
+    const head = h("summary");
+    const draw = () => {
+      const space = R.state.space();
+      const common = R.model.commonReasons(data, space, null);
+      const most = common.length ? common[0][1] : 1;
+      head.textContent = `Reasons for leaving ${space.title}, by number`;
+      list.replaceChildren(
+        ...common.map(([template, count]) =>
+          h(
+            "li",
+            null,
+            h("span", { class: "count" }, words.whole(count)),
+            h("span", { class: "length", "aria-hidden": "true" }, h("i", { style: `width: ${(100 * count) / most}%` })),
+            h("span", null, template.replace(/#/g, "…")),
+          ),
+        ),
+      );
+    };
+    R.state.on(["space"], draw);
+    draw();
+    return h("details", null, head, list);
+  }
+
+  R.funnel = (data) => [
+    h("p", { class: "hint" }, "A candidate counts where it came furthest, of all masks and element types."),
+    h("div", { class: "scroll" }, overview(data)),
+    reasons(data),
+  ];
+})();

@@ -1,0 +1,485 @@
+"""The report says what the database holds: who won, why others left, how fast all were; in one small file."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import html.parser
+import json
+import math
+import pathlib
+import random
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cuteflash.tune import report
+from cuteflash.tune.explain import newest_verdicts, title
+from cuteflash.tune.report import Scope, make_report
+from cuteflash.tune.report.collect import collect
+from cuteflash.tune.report.columns import FINE, Reasons, attribute_docs, short
+from cuteflash.tune.report.page import SCRIPTS, STYLES, TEMPLATE, make_page
+from cuteflash.tune.report.slots import gain
+from cuteflash.tune.results import TRAITS, Run, Slot, candidates_of, load_runs
+from cuteflash.tune.select import cover, decide, defaults_of
+from cuteflash.tune.store import Store, Timing, Verdict
+from layouts.page import make_page as layout_page
+from layouts.page import page_data
+from tests.layouts.web import run_js
+from tests.sweep_fakes import World, sweep
+from tests.sweep_synthetic import GPU, MATMUL, Filler, Sweep
+
+WEB = pathlib.Path(report.__file__).parent / "web"
+LIMIT = 3_000_000  # bytes of a page
+SWEEP = Sweep(head_dims=(64, 128), limit=40)
+JS = [str(WEB / name) for name in ("core.js", "model.js", "state.js")]
+
+
+def filled(path: pathlib.Path, what: Sweep) -> Store:
+    store = Store(path)
+    Filler(store, what).fill()
+    return store
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with filled(tmp_path_factory.mktemp("report") / "sweep.sqlite", SWEEP) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def data(store: Store) -> dict[str, Any]:
+    return collect(store, Scope())
+
+
+def space_of(data: dict[str, Any], text: str) -> dict[str, Any]:
+    return next(space for space in data["spaces"] if space["title"] == text)
+
+
+def script(expression: str, data: dict[str, Any]) -> Any:
+    """A JavaScript expression in which `d` is the page's data and `s` its last space."""
+    load = "const d = R.model.decode(data); const s = d.spaces.at(-1);"
+    return run_js(JS, f"(() => {{ {load} return {expression}; }})()", data=data, prelude="")
+
+
+class Parts(html.parser.HTMLParser):
+    """The elements of a page: (tag, attributes, text inside)."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements:
+            tag, attributes, text = self.elements[-1]
+            self.elements[-1] = (tag, attributes, text + data)
+
+
+def embedded(page: str) -> Any:
+    (text,) = (inside for _, attributes, inside in Parts(page).elements if attributes.get("id") == "data")
+    return json.loads(text)
+
+
+# What was swept, and on what.
+
+
+def test_the_head_names_machine_versions_sources_and_times(store: Store, data: dict[str, Any]) -> None:
+    newest = store.timings()[-1]
+    assert (data["target"], data["gpu"], data["driver"]) == ("sm_90a", GPU, newest.driver)
+    assert data["versions"] == newest.versions and data["source"] == newest.source
+    moments = [one.at for one in (*store.timings(), *store.verdicts())]
+    assert (data["first"], data["last"]) == (min(moments), max(moments))
+    assert data["runs"] == [{"at": store.runs()[0]["at"], "tflops": MATMUL}]
+
+
+def test_every_candidate_is_there_with_its_traits(store: Store, data: dict[str, Any]) -> None:
+    for pair in ((64, 64), (128, 128)):
+        space = space_of(data, f"sm90 {pair[0]}x{pair[1]}")
+        expected = candidates_of(store, "sm90", pair)
+        assert space["ids"] == sorted(expected)
+        for trait in space["traits"]:
+            column = [ord(letter) - ord("0") for letter in trait["column"]] or [0] * len(space["ids"])
+            values = [trait["values"][index] for index in column]
+            assert values == [getattr(expected[name], trait["name"]) for name in space["ids"]]
+
+
+def test_the_states_are_those_of_the_verdicts(store: Store, data: dict[str, Any]) -> None:
+    space = space_of(data, "sm90 128x128")
+    verdicts = newest_verdicts(store, "sm_90a", space["ids"])
+    timed = {(one.candidate, one.cell.split()[1]) for one in store.timings()}
+    for problem in space["problems"]:
+        for name, state in zip(space["ids"], problem["states"], strict=True):
+            lost = {
+                one.stage[0]
+                for one in verdicts[name]
+                if not one.ok and one.problem.split()[2:] in ([], [problem["mask"]])
+            }
+            assert state == ("T" if (name, problem["mask"]) in timed else min(lost, key="pcgt".index, default="w"))
+
+
+def test_a_reason_comes_back_word_for_word(store: Store, data: dict[str, Any]) -> None:
+    space = data["spaces"][-1]
+    verdicts = newest_verdicts(store, "sm_90a", space["ids"])
+    told = script("s.ids.map((_, who) => R.model.reasonOf(d, s, s.problems[0], who))", data)
+    mask = space["problems"][0]["mask"]
+    for name, text in zip(space["ids"], told, strict=True):
+        rejections = [one for one in verdicts[name] if not one.ok and one.problem.split()[2:] in ([], [mask])]
+        assert text == (rejections[0].reason if rejections else "")
+    assert any("spills" in text for text in told) and any("beyond the limit" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no numbers", "1 2.50 007 sm_90a 3x4", "1.5.2 and 10 %", "a # and a #3", "-5, 1e9", "two\nlines  here"]
+)
+def test_any_reason_survives_its_template(text: str) -> None:
+    reasons = Reasons()
+    code = reasons.encode(text)
+    back = run_js(
+        JS, "R.model.reasonOf(data.d, data.s, null, 0)", prelude="",
+        data={"d": {"templates": reasons.templates}, "s": {"reasons": {"0": code}, "problems": []}},
+    )  # fmt: skip
+    assert back == " ".join(text.split()).replace("#", "no. ")
+
+
+def test_reasons_that_differ_in_numbers_share_a_template() -> None:
+    reasons = Reasons()
+    for size in range(100):
+        reasons.encode(f"needs {size} bytes of shared memory, sm_90a has 232448")
+    assert reasons.templates == ["needs # bytes of shared memory, sm_90a has #"]
+
+
+@pytest.mark.parametrize("family", TRAITS)
+def test_every_trait_is_explained_by_its_class(family: Any) -> None:
+    docs = attribute_docs(TRAITS[family])
+    assert docs.keys() == {field.name for field in dataclasses.fields(TRAITS[family])}
+    assert docs["tile_n"] == "key rows of one step of the main loop."
+    assert all(text.endswith((".", ")")) and "\n" not in text for text in docs.values())
+
+
+# Times, winners and margins.
+
+
+def test_the_times_are_those_of_the_races(store: Store, data: dict[str, Any]) -> None:
+    space = space_of(data, "sm90 64x64")
+    runs = {(run.candidate, run.cell): run for run in load_runs(store, "sm_90a", GPU, space["ids"])}
+    seen = 0
+    for cell in space["cells"]:
+        times = cell["times"]
+        assert times["ms"] == sorted(times["ms"])
+        for who, ms, below, above in zip(cell["who"], *times.values(), strict=True):
+            run = runs[space["ids"][who], cell["id"]]
+            assert ms == short(run.ms)
+            assert run.low == pytest.approx(run.ms * (1 - below / FINE), rel=1e-4)
+            assert run.high == pytest.approx(run.ms * (1 + above / FINE), rel=1e-4)
+            assert cell["work"] / ms == pytest.approx(run.tflops, rel=1e-4)
+            seen += 1
+    assert seen == len(runs)
+
+
+def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[str, Any]) -> None:
+    space = space_of(data, "sm90 128x128")
+    runs = load_runs(store, "sm_90a", GPU, space["ids"])
+    defaults = defaults_of({run.slot for run in runs}, "sm_90a", "sm90", (128, 128))
+    decisions = {decision.slot: decision for decision in decide(runs, defaults)}
+    rows = cover(list(decisions.values()))
+    slots = {Slot(one["mask"], one["dtype"], one["shape"]): one for one in space["slots"]}
+    assert slots.keys() == decisions.keys()
+    for slot, told in slots.items():
+        decision = decisions[slot]
+        best = decision.standings[0]
+        assert space["ids"][told["winner"]] == best.candidate
+        assert space["ids"][told["row"]] == rows[slot]
+        assert told["default"] == space["ids"].index(defaults[slot])
+        if best.candidate != decision.default:
+            middle, least, most = told["margin"]
+            assert (middle, least) == pytest.approx((best.gain, best.surely), rel=1e-3)
+            assert least <= middle <= most
+            assert told["replaces"] == (decision.allowed != (decision.default,))
+
+
+def run(candidate: str, cell: str, ms: float, low: float, high: float) -> Run:
+    return Run(candidate, cell, Slot("full", "bf16", "long"), ms, low, high, 1 / ms)
+
+
+def test_a_margin_reaches_from_end_to_end_of_both_intervals() -> None:
+    fast = {"a": run("x", "a", 1.0, 0.9, 1.1), "b": run("x", "b", 2.0, 1.9, 2.1)}
+    slow = {"a": run("y", "a", 1.2, 1.1, 1.3), "b": run("y", "b", 2.4, 2.2, 2.6)}
+    expected = [math.sqrt(1.2 * 1.2), math.sqrt(1.1 / 1.1 * 2.2 / 2.1), math.sqrt(1.3 / 0.9 * 2.6 / 1.9)]
+    assert gain(fast, slow) == pytest.approx([one - 1 for one in expected], rel=1e-4)
+
+
+def test_a_single_sample_leaves_the_margins_ends_unknown() -> None:
+    one = {"a": run("x", "a", 1.0, 0.0, math.inf)}
+    other = {"a": run("y", "a", 1.5, 1.4, 1.6)}
+    assert gain(one, other) == [0.5, None, None]
+
+
+def test_peers_are_compared_within_the_familys_own_races(tmp_path: pathlib.Path) -> None:
+    both = Sweep(families=("sm90", "sm80"), lengths=((4096, 4096),), masks=("full",), limit=8)
+    with filled(tmp_path / "db", both) as store:
+        names = {one.candidate for one in store.timings()}
+        for timing in store.timings(race="sm80 1"):  # the clock was half as fast in the later races
+            numbers = {name: 2 * getattr(timing, name) for name in ("ms", "low", "high")}
+            store.record_timing(dataclasses.replace(timing, **numbers))
+        data = collect(store, Scope())
+    assert "peer:fa4" in names
+    for space in data["spaces"]:
+        (slot,), (cell,) = space["slots"], space["cells"]
+        ratio = cell["peers"]["fa4"] / cell["times"]["ms"][0]
+        assert slot["peers"]["fa4"] == pytest.approx({"mean": ratio, "worst": ratio}, rel=1e-3)
+        assert (0.9 < ratio < 1.1) == (space["family"] == "sm90")
+
+
+def test_the_roof_is_the_matrix_product_of_the_same_run(tmp_path: pathlib.Path) -> None:
+    with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=4)) as store:
+        machine = store.runs()[0]
+        for at, rate in (("2020-01-01T00:00:00.000+00:00", 1.0), ("2030-01-01T00:00:00.000+00:00", 2.0)):
+            store.mark(f"run {at}", {**machine, "at": at, "matmul_tflops": rate})
+        store.mark("run elsewhere", {**machine, "gpu": "another", "matmul_tflops": 3.0})
+        (space,) = collect(store, Scope())["spaces"]
+    assert [cell["matmul"] for cell in space["cells"]] == [MATMUL]
+
+
+# What the page computes.
+
+
+def test_titles_are_those_of_the_explanations(store: Store, data: dict[str, Any]) -> None:
+    space = data["spaces"][-1]
+    traits = candidates_of(store, space["family"], (space["head_dim"], space["head_dim_v"]))
+    assert script("s.ids.map((_, who) => R.model.title(s, who))", data) == [
+        title(traits[name]) for name in space["ids"]
+    ]
+
+
+def test_shares_are_geometric_means_over_the_lengths(store: Store, data: dict[str, Any]) -> None:
+    space = data["spaces"][-1]
+    where = {"mask": "causal", "dtype": "bf16", "shape": "long", "cell": ""}
+    told = script(f"[...R.model.shares(s, R.model.cellsOf(s, {json.dumps(where)})).share]", data)
+    runs = [one for one in load_runs(store, "sm_90a", GPU, space["ids"]) if one.slot == Slot("causal", "bf16", "long")]
+    best = {cell: min(one.ms for one in runs if one.cell == cell) for cell in {one.cell for one in runs}}
+    ratios = collections.defaultdict(list)
+    for one in runs:
+        ratios[one.candidate].append(best[one.cell] / one.ms)
+    for name, share in zip(space["ids"], told, strict=True):
+        assert (share is None) == (name not in ratios)
+        if share is not None:
+            assert share == pytest.approx(statistics.geometric_mean(ratios[name]), rel=1e-4)
+
+
+def test_effects_are_the_best_and_the_quartiles_of_every_value(data: dict[str, Any]) -> None:
+    shares = "R.model.shares(s, R.model.cellsOf(s, { mask: 'full', dtype: 'bf16', shape: 'long' }))"
+    by_value = "[...speed.share].map((share, who) => [R.model.valueOf(one.trait, who), share])"
+    found = script(
+        f"(() => {{ const speed = {shares}; return R.model.effects(s, s.problems[0], speed)"
+        f".map((one) => ({{ ...one, own: {by_value} }})); }})()",
+        data,
+    )
+    assert [one["influence"] for one in found] == sorted((one["influence"] for one in found), reverse=True)
+    for one in found:
+        bests = []
+        for entry in one["values"]:
+            own = sorted(share for value, share in one["own"] if value == entry["value"] and share is not None)
+            assert entry["count"] == len(own)
+            if len(own) > 1:
+                quartiles = statistics.quantiles(own, n=4, method="inclusive")
+                assert [entry[name] for name in ("q1", "median", "q3")] == pytest.approx(quartiles)
+            if own:
+                assert (entry["low"], entry["best"]) == (own[0], own[-1])
+                bests.append(own[-1])
+        assert one["influence"] == pytest.approx(max(bests) - min(bests))
+
+
+def test_the_funnel_counts_every_candidate_where_it_came_furthest(data: dict[str, Any]) -> None:
+    for place, space in enumerate(data["spaces"]):
+        counts = script(f"R.model.funnel(d.spaces[{place}], null)", data)
+        assert sum(counts.values()) == len(space["ids"])
+        assert counts["p"] == space["base"].count("p")
+        assert counts["T"] == len({who for cell in space["cells"] for who in cell["who"]})
+        assert counts["w"] == 0  # a candidate that no problem compiles is the compiler's
+
+
+@pytest.mark.parametrize(
+    ("words", "passes"),
+    [
+        ("tile_m=128", lambda one: one.tile_m == 128),
+        ("pingpong=off", lambda one: not one.pingpong),
+        ("", lambda one: True),
+    ],
+)
+def test_the_table_is_searched_by_traits(store: Store, data: dict[str, Any], words: str, passes: Any) -> None:
+    space = data["spaces"][-1]
+    traits = candidates_of(store, "sm90", (128, 128))
+    found = script(f"s.ids.map((_, who) => R.model.matches(s, who, '', {json.dumps(words.split())}))", data)
+    assert found == [passes(traits[name]) for name in space["ids"]]
+
+
+def test_a_filter_survives_the_address() -> None:
+    chosen = {"tile_m": ["128", "192"], "pingpong": ["false"]}
+    assert run_js(JS, "R.state.parseFilter(R.state.printFilter(data))", data=chosen, prelude="") == chosen
+    assert run_js(JS, "R.state.parseFilter('a;b:;:c;;')", prelude="") == {}
+
+
+def test_the_curve_between_two_axes_rises_from_one_to_the_other() -> None:
+    prelude = "const matchMedia = () => ({});"
+    files = [*JS, str(WEB / "parallel.js")]
+    heights = run_js(files, "[0, 0.25, 0.5, 0.75, 1].map(R.parallelParts.curve)", prelude=prelude)
+    assert heights == sorted(heights)
+    assert heights[::2] == pytest.approx([0, 0.5, 1], abs=1e-3)
+
+
+# What is not there, and what cannot be.
+
+
+@pytest.mark.parametrize("until", ["prune", "compile"])
+def test_a_dry_run_has_a_report_too(tmp_path: pathlib.Path, until: str) -> None:
+    with filled(tmp_path / "db", Sweep(until=until, limit=5)) as store:
+        data = embedded(make_report(store))
+    assert (data["gpu"], data["driver"], data["source"]) == (None, None, None)
+    (space,) = data["spaces"]
+    assert (space["slots"], space["cells"]) == ([], [])
+    assert len(space["problems"]) == (0 if until == "prune" else 2)
+
+
+def test_what_a_sweep_leaves_is_reported(tmp_path: pathlib.Path) -> None:
+    sweep(World(tmp_path, wrong=(16,), crashing_in_race=(32,), spilling=(48,)))
+    with Store(tmp_path / "sweep.sqlite") as store:
+        (space,) = embedded(make_report(store))["spaces"]
+    assert sorted(space["problems"][0]["states"]) == sorted("gtc" + "T" * (len(space["ids"]) - 3))
+    assert [cell["matmul"] for cell in space["cells"]] == [700.0, 700.0]
+
+
+def test_the_scope_limits_the_spaces(store: Store) -> None:
+    spaces = collect(store, Scope(families=["sm90"], head_dims=[(64, 64)]))["spaces"]
+    assert [space["title"] for space in spaces] == ["sm90 64x64"]
+
+
+@pytest.mark.parametrize(
+    ("scope", "message"),
+    [
+        ({"target": "sm_80"}, "arch is 'sm_80'; .* has candidates for: sm_90a"),
+        ({"target": "sm_1"}, "arch is 'sm_1'; allowed: sm_80"),
+        ({"families": ["sm70"]}, "family is 'sm70'; allowed: sm80, sm90"),
+        ({"families": ["sm80"]}, "family is sm80; .* has candidates of: sm90 64x64; sm90 128x128"),
+        ({"head_dims": [(96, 96)]}, "head_dim is 96x96, padded; .* has candidates of: sm90 64x64"),
+        ({"gpu": "abacus"}, "gpu is 'abacus'; .* has timings of: NVIDIA H200"),
+    ],
+)
+def test_a_scope_that_was_not_swept_is_named(store: Store, scope: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        collect(store, Scope(**scope))
+
+
+def test_an_empty_database_has_no_report(tmp_path: pathlib.Path) -> None:
+    with Store(tmp_path / "db") as store, pytest.raises(ValueError, match="holds no candidates yet"):
+        make_report(store)
+
+
+def test_of_several_targets_one_must_be_named(tmp_path: pathlib.Path) -> None:
+    with filled(tmp_path / "db", Sweep(until="prune")) as store:
+        Filler(store, Sweep(target="sm_80", families=("sm80",), until="prune")).fill()
+        with pytest.raises(ValueError, match=r"arch is not given .* allowed: sm_80, sm_90a"):
+            make_report(store)
+        assert embedded(make_report(store, Scope("sm_80")))["target"] == "sm_80"
+
+
+def test_a_failed_timing_and_one_of_an_infinite_interval_are_no_obstacle(tmp_path: pathlib.Path) -> None:
+    with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=3)) as store:
+        names = {"candidate": "0" * 16, "cell": store.timings()[0].cell, "target": "sm_90a", "gpu": GPU, "driver": "d"}
+        store.record_timing(Timing(**names, key="k", race="sm90 2", error="no answer within 90 s"))
+        one = store.timings()[0]
+        store.record_timing(dataclasses.replace(one, samples=(1.0,), low=0.0, high=math.inf))
+        store.record_verdict(Verdict(one.candidate, "sm_90a", "bf16 128x128 full softcap", "gate", "k", False, "wrong"))
+        (space,) = embedded(make_report(store))["spaces"]
+    assert None in space["cells"][0]["times"]["above"]
+
+
+# The page.
+
+
+@pytest.fixture(scope="module")
+def page(store: Store) -> str:
+    return make_report(store)
+
+
+def test_the_page_holds_the_data_and_refers_to_nothing(page: str, data: dict[str, Any]) -> None:
+    assert embedded(page) == json.loads(json.dumps(data))
+    for tag, attributes, _ in Parts(page).elements:
+        assert tag not in ("base", "iframe", "img", "object", "embed")
+        assert not {"src", "srcset", "action"} & attributes.keys()
+        assert attributes.get("href", "data:,") == "data:,"
+    code = page.replace("http://www.w3.org/2000/svg", "")
+    assert "http:" not in code and "https:" not in code and "@import" not in code and "url(" not in code
+
+
+def test_every_file_of_the_page_is_part_of_it() -> None:
+    assert sorted(path.name for path in WEB.iterdir()) == sorted([*SCRIPTS, *STYLES, TEMPLATE])
+
+
+def test_data_cannot_leave_its_element() -> None:
+    nasty = '</script><script>alert(1)</script><!-- {{style}} & "quotes" \u2028 é'
+    made = make_page({"title": nasty, "x": nasty})
+    assert embedded(made)["x"] == nasty
+    assert len([tag for tag, _, _ in Parts(made).elements if tag == "script"]) == 2
+
+
+def test_a_page_of_thousands_of_candidates_is_small(tmp_path: pathlib.Path) -> None:
+    wide = Sweep(families=("sm90", "sm80"), head_dims=(64, 96, 128, 256), masks=("full",), limit=60)
+    with filled(tmp_path / "db", wide) as store:
+        text = make_report(store)
+        assert store.counts()["candidates"] > 7000
+    assert len(text.encode()) < LIMIT / 3
+
+
+# Links to layout pages.
+
+
+def gallery(folder: pathlib.Path, store: Store, names: list[str], mask: str = "full") -> pathlib.Path:
+    """A folder with an index and a page for each of these candidates, as `cuteflash layouts --all` writes them."""
+    folder.mkdir()
+    (folder / "index.html").write_text(layout_page("index", page_data("index", ["index"], gallery=[])))
+    for name in names:
+        family, traits = store.candidates()[name]
+        kernel = {"arch": "sm_90a", "family": family, "traits": traits, "mask": mask, "dtype": "bf16"}
+        scene = {"title": f"row {name}", "kernel": kernel}
+        text = layout_page("row", page_data("kernel", ["kernel"], "row", {"row": scene}))
+        (folder / f"a row {name}.html").write_text(text)
+    return folder
+
+
+def test_rows_are_linked_to_their_layout_pages(tmp_path: pathlib.Path, store: Store, data: dict[str, Any]) -> None:
+    space = data["spaces"][0]
+    names = random.Random(0).sample(space["ids"], 3)
+    site = gallery(tmp_path / "site", store, names)
+    told = embedded(make_report(store, layouts_dir=site, lies_in=tmp_path / "out"))
+    pages = told["spaces"][0]["pages"]
+    assert {space["ids"][one["who"]]: one["href"] for one in pages} == {
+        name: f"../site/a%20row%20{name}.html" for name in names
+    }
+    assert told["spaces"][1]["pages"] == []
+
+
+def test_the_page_of_the_selected_mask_is_preferred() -> None:
+    pages = [{"who": 1, "mask": mask, "dtype": dtype} for mask in ("full", "causal") for dtype in ("bf16", "fp16")]
+    for page in pages:
+        found = run_js(JS, "R.model.pageOf({ pages: data[0] }, 1, data[1])", data=[pages, page], prelude="")
+        assert found == page
+    assert run_js(JS, "R.model.pageOf({ pages: data }, 2, {})", data=pages, prelude="") is None
+
+
+def test_a_folder_that_is_no_gallery_is_refused(tmp_path: pathlib.Path, store: Store) -> None:
+    with pytest.raises(ValueError, match=r"layouts is '.*', which has no index\.html"):
+        make_report(store, layouts_dir=tmp_path)
+
+
+def test_a_broken_layout_page_is_named(tmp_path: pathlib.Path, store: Store) -> None:
+    site = gallery(tmp_path / "site", store, [])
+    (site / "broken.html").write_text('<script type="application/json" id="data">{"scene": "x", "scenes": {}}</script>')
+    with pytest.raises(ValueError, match=r"layouts has .*broken\.html, which cannot be read: KeyError"):
+        make_report(store, layouts_dir=site)
