@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cuteflash.tune import report
+from cuteflash.tune.apply import proposed, shipped_defaults
 from cuteflash.tune.explain import newest_verdicts, title
 from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.report.collect import collect
@@ -23,7 +24,7 @@ from cuteflash.tune.report.columns import FINE, Reasons, attribute_docs, short
 from cuteflash.tune.report.page import SCRIPTS, STYLES, TEMPLATE, make_page
 from cuteflash.tune.report.slots import gain
 from cuteflash.tune.results import TRAITS, Run, Slot, candidates_of, load_runs
-from cuteflash.tune.select import cover, decide, defaults_of
+from cuteflash.tune.select import cover, decide
 from cuteflash.tune.store import Store, Timing, Verdict
 from layouts.page import make_page as layout_page
 from layouts.page import page_data
@@ -186,7 +187,7 @@ def test_the_times_are_those_of_the_races(store: Store, data: dict[str, Any]) ->
 def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[str, Any]) -> None:
     space = space_of(data, "sm90 128x128")
     runs = load_runs(store, "sm_90a", GPU, space["ids"])
-    defaults = defaults_of({run.slot for run in runs}, "sm_90a", "sm90", (128, 128))
+    defaults = shipped_defaults(store, "sm_90a", "sm90", (128, 128))
     decisions = {decision.slot: decision for decision in decide(runs, defaults)}
     rows = cover(list(decisions.values()))
     slots = {Slot(one["mask"], one["dtype"], one["shape"]): one for one in space["slots"]}
@@ -202,6 +203,26 @@ def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[st
             assert (middle, least) == pytest.approx((best.gain, best.surely), rel=1e-3)
             assert least <= middle <= most
             assert told["replaces"] == (decision.allowed != (decision.default,))
+
+
+def test_the_table_rows_are_those_that_apply_would_write(store: Store, data: dict[str, Any]) -> None:
+    for pair in ((64, 64), (128, 128)):
+        space = space_of(data, f"sm90 {pair[0]}x{pair[1]}")
+        picks = proposed(store, "sm_90a", "sm90", pair, GPU)
+        assert {space["ids"][slot["row"]] for slot in space["slots"]} == {pick.candidate for pick in picks}
+
+
+def test_who_failed_while_it_was_timed_has_no_speed(tmp_path: pathlib.Path) -> None:
+    with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=4)) as store:
+        (space,) = collect(store, Scope())["spaces"]
+        winner = space["ids"][space["slots"][0]["winner"]]
+        store.record_verdict(
+            Verdict(winner, "sm_90a", "bf16 128x128 full", "time", "k", False, "D128 full 4096: crashed")
+        )
+        (after,) = collect(store, Scope())["spaces"]
+    place = space["ids"].index(winner)
+    assert [problem["states"][place] for problem in after["problems"]] == ["t"]
+    assert after["slots"][0]["winner"] != place and place not in after["cells"][0]["who"]
 
 
 def run(candidate: str, cell: str, ms: float, low: float, high: float) -> Run:

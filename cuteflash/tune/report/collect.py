@@ -9,13 +9,13 @@ from typing import Any
 from cuteflash.problem import DTYPES, MASK_KINDS
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.row import Traits
+from cuteflash.tune.apply import shipped_defaults, sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.explain import STAGE_WORDS, footprint, newest_verdicts
 from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_columns
 from cuteflash.tune.report.links import LayoutPage
 from cuteflash.tune.report.slots import slot_facts
-from cuteflash.tune.results import TRAITS, Run, load_runs, make_traits, measured_gpu, race_scales
-from cuteflash.tune.select import defaults_of
+from cuteflash.tune.results import TRAITS, Run, make_traits, measured_gpu, race_scales
 from cuteflash.tune.store import STAGES, Store, Timing, Verdict
 
 SCHEMA = 1
@@ -38,15 +38,13 @@ class Scope:
         target: compile target; None is the only one that was swept.
         families: kernel families; None is all.
         head_dims: padded (head_dim, head_dim_v); None is all.
-        gpu: whose timings; None is the only GPU there is.
-        source: fingerprint of the sources whose timings count; None takes the newest timing's.
+        gpu: whose timings; None is the only GPU there is. Of these the newest timing's sources count.
     """
 
     target: str | None = None
     families: Collection[Family] | None = None
     head_dims: Collection[tuple[int, int]] | None = None
     gpu: str | None = None
-    source: str | None = None
 
     def __post_init__(self) -> None:
         if self.target is not None:
@@ -90,10 +88,9 @@ def collect(store: Store, scope: Scope, pages: Sequence[LayoutPage] = ()) -> Jso
     """
     target = _target(store, scope)
     spaces = _spaces(store, scope, target)
-    names = {name for space in spaces for name in space.candidates}
-    found = _find(store, scope, target, names)
+    found = _find(store, scope, target, spaces)
     reasons = Reasons()
-    encoded = [_space(space, found, store.cells(), reasons, pages) for space in spaces]
+    encoded = [_space(store, space, found, reasons, pages) for space in spaces]
     moments = [one.at for one in found.timings] + [one.at for some in found.verdicts.values() for one in some]
     newest = found.timings[-1] if found.timings else None
     return {
@@ -152,17 +149,18 @@ def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
     return [Space(family, pair, dict(sorted(groups[family, pair].items()))) for family, pair in wanted]
 
 
-def _find(store: Store, scope: Scope, target: str, names: Collection[str]) -> Found:
-    verdicts = newest_verdicts(store, target, names)
+def _find(store: Store, scope: Scope, target: str, spaces: Iterable[Space]) -> Found:
+    candidates = {name: traits for space in spaces for name, traits in space.candidates.items()}
+    verdicts = newest_verdicts(store, target, candidates)
     timings = store.timings(target=target)
     if not timings:
         return Found(target, None, verdicts, (), {}, {}, ())
     gpu = measured_gpu(store, target, scope.gpu)
     timings = [timing for timing in timings if timing.gpu == gpu]
     runs: dict[str, dict[str, Run]] = {}
-    for run in load_runs(store, target, gpu, names, scope.source):
+    for run in sound_runs(store, target, gpu, candidates):
         runs.setdefault(run.cell, {})[run.candidate] = run
-    source = scope.source or next((one.source for one in reversed(timings) if one.error is None), None)
+    source = next((one.source for one in reversed(timings) if one.error is None), None)
     timings = [timing for timing in timings if timing.source == source] or timings
     rates = [(run["at"], float(run["matmul_tflops"])) for run in store.runs() if _of(run, gpu)]
     return Found(target, gpu, verdicts, timings, runs, _peers(timings), rates)
@@ -193,15 +191,13 @@ def _rate(rates: Iterable[tuple[str, float]], runs: Iterable[Run]) -> float | No
     return next((rate for at, rate in sorted(rates, reverse=True) if at <= newest), None)
 
 
-def _space(
-    space: Space, found: Found, fields: Mapping[str, Json], reasons: Reasons, pages: Sequence[LayoutPage]
-) -> Json:
+def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Sequence[LayoutPage]) -> Json:
     """One space as JSON values; candidates are called by their place in `ids`."""
-    number = {name: place for place, name in enumerate(space.candidates)}
+    number, fields = {name: place for place, name in enumerate(space.candidates)}, store.cells()
     own = {cell: {n: run for n, run in runs.items() if n in number} for cell, runs in found.runs.items()}
     own = {cell: runs for cell, runs in own.items() if runs}
     runs = [run for some in own.values() for run in some.values()]
-    defaults = defaults_of({run.slot for run in runs}, found.target, space.family, space.head_dims)
+    defaults = shipped_defaults(store, found.target, space.family, space.head_dims)
     peers = {cell: found.peers.get((space.family, cell), {}) for cell in own}
     slots = slot_facts(runs, peers, defaults, number)
     base, base_reasons = _states(space, found.verdicts, None, set(), reasons)

@@ -24,7 +24,7 @@ def slot_facts(
     Args:
         runs: of the candidates.
         peers: cell → peer's name → milliseconds.
-        defaults: slot → id of the candidate that dispatch runs it with.
+        defaults: slot → id of the shipped row's candidate.
         number: candidate id → its place in the page's lists.
     """
     decisions = decide(runs, defaults)

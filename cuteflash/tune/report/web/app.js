@@ -18,7 +18,7 @@
       fact("versions", versions.join(", ")),
       fact("sources", data.source && h("code", { title: data.source }, data.source.slice(0, 16))),
       fact("recorded, UTC", [...new Set(days)].join(" to ")),
-      fact("8192³ bf16 product", rates.length && `${[...new Set(rates)].join(", ")} TFLOP/s`),
+      fact("8192³ bf16 product", rates.length > 0 && `${[...new Set(rates)].join(", ")} TFLOP/s`),
       fact("candidates", `${words.whole(considered)} considered, ${words.whole(timed)} timed`),
     );
   }

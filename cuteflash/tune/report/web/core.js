@@ -18,8 +18,8 @@ const R = {};
   }
 
   /**
-   * Makes an element. `on*` attributes are listeners; null, undefined and false ones (but aria's) are left out, as such children are.
-   * Children may be nodes, strings, numbers or nested arrays of them.
+   * Makes an element. `on*` attributes are listeners; null, undefined and false ones (but aria's) are left out, as are
+   * such children. Children may be nodes, strings, numbers or nested arrays of them.
    */
   R.h = (tag, attributes, ...children) => build(document.createElement(tag), attributes, children);
 

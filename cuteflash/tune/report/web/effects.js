@@ -106,7 +106,8 @@
       h(
         "p",
         { class: "hint" },
-        "Speed as a share of the fastest's, over all candidates with a value, and how many they are. What counts is how far the best of a value lies behind the best of all: the other traits then fit it as well as they can.",
+        "Speed as a share of the fastest's, over all candidates with a value, and how many they are. What counts is " +
+          "how far the best of a value lies behind the best of all: the other traits then fit it as well as they can.",
       ),
       h("div", { class: "key" }, key),
       grid,

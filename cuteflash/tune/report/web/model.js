@@ -116,8 +116,8 @@
 
   /**
    * What each trait that was timed with more than one value is worth, the most telling first:
-   * `{trait, influence, values: [{value, count, rejected, best, who, q1, median, q3, low}]}`. `influence` is how far the best
-   * candidate of the worst value lies behind that of the best.
+   * `{trait, influence, values: [{value, count, rejected, best, who, q1, median, q3, low}]}`. `influence` is how far
+   * the best candidate of the worst value lies behind that of the best.
    */
   function effects(space, problem, speed) {
     const found = [];

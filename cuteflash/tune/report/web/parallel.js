@@ -1,5 +1,5 @@
-/* Parallel coordinates: a line for each candidate that was timed, from its speed through its traits. Drag along an axis,
-   or press its values, to keep only those candidates; press a line to pick its candidate. */
+/* Parallel coordinates: a line for each candidate that was timed, from its speed through its traits. Drag along an
+   axis, or press its values, to keep only those candidates; press a line to pick its candidate. */
 (() => {
   const { h, words } = R;
   const HEAD = 48; // pixels above the axes, for their names
@@ -251,7 +251,8 @@
           ` ${R.model.title(space, who)}`,
         );
         const left = event.offsetX > this.width / 2;
-        this.tip.style.cssText = `top: ${event.offsetY + 14}px; ${left ? `right: ${this.width - event.offsetX}px` : `left: ${event.offsetX}px`}`;
+        const side = left ? `right: ${this.width - event.offsetX}px` : `left: ${event.offsetX}px`;
+        this.tip.style.cssText = `top: ${event.offsetY + 14}px; ${side}`;
       }
       this.paint();
     }
@@ -306,7 +307,7 @@
     }
   }
 
-  /** Height of a line's curve between two axes, 0 to 1, at a share of the way: its control points lie 0.35 from them. */
+  /** Height of a line's curve between two axes, 0 to 1, at a share of the way; its control points lie 0.35 off. */
   function curve(x) {
     let [low, high] = [0, 1];
     for (let round = 0; round < 12; round++) {
@@ -335,8 +336,11 @@
     ].map(([name, word]) => h("span", null, h("i", { class: `line-key ${name}` }), word));
     const none = h("p", { class: "hint" }, "Nothing has been timed for this selection.");
     const panel = h("div", { class: "picked-panel", "aria-live": "polite" });
+    const lines = h("div", { class: "key" }, key);
     const draw = () => {
-      none.hidden = R.state.cells().length > 0;
+      const timed = R.state.cells().length > 0;
+      none.hidden = timed;
+      lines.hidden = !timed;
       const who = R.state.picked();
       panel.replaceChildren(
         who === null
@@ -350,9 +354,10 @@
       h(
         "p",
         { class: "hint" },
-        "Speed is the share of the fastest's. Drag along an axis, or press its values, to keep only those candidates, in the table below too. Among the lines of one value the faster lie above the slower.",
+        "Speed is the share of the fastest's. Drag along an axis, or press its values, to keep only those " +
+          "candidates, in the table below too. Among the lines of one value the faster lie above the slower.",
       ),
-      h("div", { class: "key" }, key),
+      lines,
       none,
       plot.scroll,
       panel,

@@ -174,7 +174,8 @@
           "p",
           { class: "hint" },
           rates.length
-            ? `${space.title}: the roof is an 8192³ bf16 matrix product on random data, timed in the same run: ${rates.join(", ")} TFLOP/s. Decoding is bound by memory, whose roof was not measured.`
+            ? `${space.title}: the roof is an 8192³ bf16 matrix product on random data, timed in the same run: ` +
+                `${rates.join(", ")} TFLOP/s. Decoding is bound by memory, whose roof was not measured.`
             : `${space.title}: no matrix product was timed in these runs, so rates stand for themselves, in TFLOP/s.`,
         ),
         h(

@@ -36,8 +36,8 @@
     );
   }
 
-  const range = ([middle, least, most]) =>
-    `${words.signed(middle)} (${least === null ? "?" : words.signed(least)} to ${most === null ? "?" : words.signed(most)})`;
+  const end = (share) => (share === null ? "?" : words.signed(share));
+  const range = ([middle, least, most]) => `${words.signed(middle)} (${end(least)} to ${end(most)})`;
 
   function outcome(slot) {
     if (slot.winner === null) return "no candidate was timed on all its lengths";
@@ -178,8 +178,9 @@
     mark();
     const note =
       "Margins are geometric means over the problem's lengths; the interval sets the slow end of the winner's 95 % " +
-      "interval against the fast end of the other's, and back. A default is replaced where somebody is surely faster, and by more than 1 %; else the dot is hollow. The table row may stand " +
-      "for several problems, and is then up to 2 % behind the best of each.";
+      "interval against the fast end of the other's, and back. The default is the shipped row's; it is replaced " +
+      "where somebody is surely faster, and by more than 1 %, else the dot is hollow. A table row may stand for " +
+      "several problems, within 2 % of the best of each where that can be.";
     return [h("p", { class: "hint" }, note), ...blocks];
   };
 })();
