@@ -58,11 +58,11 @@ class Ladder:
 
     def variants(self, cell: Cell, target: str) -> dict[str, Variant]:
         """Title → traits of each rung: the shipped row's, without what higher rungs switch on."""
-        shipped = dataclasses.asdict(choose_shipped_fwd(cell.problem, target, self.family).traits)
-        fields = shipped | FIXED[self.family]
+        shipped: dict[str, Any] = dataclasses.asdict(choose_shipped_fwd(cell.problem, target, self.family).traits)
+        fields = {**shipped, **FIXED[self.family]}
         found = {}
         for rung in self.rungs:
-            fields = shipped if rung is SHIPPED else fields | rung.fields
+            fields = shipped if rung is SHIPPED else {**fields, **rung.fields}
             found[rung.title] = Variant(self.family, fields)
         return found
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cuteflash.traits.row import FWD_TRAITS
 from cuteflash.tune import report
 from cuteflash.tune.apply import proposed, shipped_defaults
 from cuteflash.tune.explain import newest_verdicts, title
@@ -23,7 +24,7 @@ from cuteflash.tune.report.collect import collect
 from cuteflash.tune.report.columns import FINE, Reasons, attribute_docs, short
 from cuteflash.tune.report.page import SCRIPTS, STYLES, TEMPLATE, make_page
 from cuteflash.tune.report.slots import gain
-from cuteflash.tune.results import TRAITS, Run, Slot, candidates_of, load_runs
+from cuteflash.tune.results import Run, Slot, candidates_of, load_runs
 from cuteflash.tune.select import cover, decide
 from cuteflash.tune.store import Store, Timing, Verdict
 from layouts.page import make_page as layout_page
@@ -156,10 +157,10 @@ def test_reasons_that_differ_in_numbers_share_a_template() -> None:
     assert reasons.templates == ["needs # bytes of shared memory, sm_90a has #"]
 
 
-@pytest.mark.parametrize("family", TRAITS)
+@pytest.mark.parametrize("family", FWD_TRAITS)
 def test_every_trait_is_explained_by_its_class(family: Any) -> None:
-    docs = attribute_docs(TRAITS[family])
-    assert docs.keys() == {field.name for field in dataclasses.fields(TRAITS[family])}
+    docs = attribute_docs(FWD_TRAITS[family])
+    assert docs.keys() == {field.name for field in dataclasses.fields(FWD_TRAITS[family])}
     assert docs["tile_n"] == "key rows of one step of the main loop."
     assert all(text.endswith((".", ")")) and "\n" not in text for text in docs.values())
 
@@ -229,11 +230,13 @@ def run(candidate: str, cell: str, ms: float, low: float, high: float) -> Run:
     return Run(candidate, cell, Slot("full", "bf16", "long"), ms, low, high, 1 / ms)
 
 
-def test_a_margin_reaches_from_end_to_end_of_both_intervals() -> None:
+def test_a_margins_ends_have_the_errors_of_both_and_of_all_cells_in_squares() -> None:
     fast = {"a": run("x", "a", 1.0, 0.9, 1.1), "b": run("x", "b", 2.0, 1.9, 2.1)}
     slow = {"a": run("y", "a", 1.2, 1.1, 1.3), "b": run("y", "b", 2.4, 2.2, 2.6)}
-    expected = [math.sqrt(1.2 * 1.2), math.sqrt(1.1 / 1.1 * 2.2 / 2.1), math.sqrt(1.3 / 0.9 * 2.6 / 1.9)]
-    assert gain(fast, slow) == pytest.approx([one - 1 for one in expected], rel=1e-4)
+    down = math.hypot(math.log(1.2 / 1.1), math.log(1.1), math.log(2.4 / 2.2), math.log(2.1 / 2.0)) / 2
+    up = math.hypot(math.log(1.3 / 1.2), math.log(1 / 0.9), math.log(2.6 / 2.4), math.log(2.0 / 1.9)) / 2
+    expected = [0.2, 1.2 * math.exp(-down) - 1, 1.2 * math.exp(up) - 1]
+    assert gain(fast, slow) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_single_sample_leaves_the_margins_ends_unknown() -> None:

@@ -40,7 +40,7 @@ class FwdTraitsSm80:
             keep every access free of bank conflicts; 0 stores rows as they are.
         eager_loads: K and V are loaded while products run; otherwise a step loads both and waits.
         fused_softmax: the scale is folded into the exponent's multiply-add and row sums are reduced once a tile.
-        longest_first: a causal problem's long tiles start first.
+        longest_first: the long tiles of a causal or windowed problem start first.
         cutlass_symbol: leave "cutlass" in the kernel's symbol, which ptxas takes as leave to schedule more boldly: more
             latency hidden, more registers and sometimes spills.
         blocks_per_sm: resident blocks the compiler must leave registers for.

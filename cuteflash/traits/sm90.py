@@ -37,7 +37,7 @@ class FwdTraitsSm90:
         exp_rows_before_wait: of a thread's two rows, how many have their exponentials taken before the wait for the PV
             product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
         persistent: as many blocks as multiprocessors, each looping over tiles.
-        longest_first: a causal problem's long tiles start first, and in turn forwards and backwards.
+        longest_first: the long tiles of a causal or windowed problem start first, waves run forwards and backwards.
         ceded_regs: registers a thread, by eights, that every consumer warpgroup leaves to the producer's.
         poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
     """

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, Family, get_arch
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FWD_TRAITS, Traits
 from cuteflash.traits.sm80 import WARP
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.tune.results import TRAITS, Run, candidates_of, load_runs, measured_gpu
+from cuteflash.tune.results import Run, candidates_of, lead, load_runs, measured_gpu
 from cuteflash.tune.store import STAGES, Store, Verdict
 
 STAGE_WORDS = {
@@ -134,7 +134,7 @@ class Asked:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ValueError(f"family is {self.family!r}; allowed: {', '.join(FAMILIES)}")
-        known = [field.name for field in dataclasses.fields(TRAITS[self.family])]
+        known = [field.name for field in dataclasses.fields(FWD_TRAITS[self.family])]
         for name in self.fields:
             if name not in known:
                 raise ValueError(f"{name} is no trait of the {self.family} family; allowed: {', '.join(known)}")
@@ -216,12 +216,8 @@ def ranked(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def margin(run: Run, winner: Run) -> tuple[float, float, float]:
-    """How much slower a run is than another: (at the medians, at least, at most), by the ends of both intervals."""
-    if run is winner:
-        return 0.0, 0.0, 0.0
-    least = run.low / winner.high - 1
-    most = run.high / winner.low - 1 if winner.low > 0 else math.inf
-    return run.ms / winner.ms - 1, least, most
+    """How much slower a run is than another: (at the medians, at least, at most), see `results.lead`."""
+    return (0.0, 0.0, 0.0) if run is winner else lead({run.cell: winner}, {run.cell: run})
 
 
 def title(traits: Traits) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cuteflash.traits.arch import Family
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FWD_TRAITS, Traits
 from cuteflash.traits.shapes import shape_of
-from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.store import Store, Timing
+from cuteflash.tune.timing import interval
 
-TRAITS: dict[Family, type[Traits]] = {"sm80": FwdTraitsSm80, "sm90": FwdTraitsSm90}
+POLISHES = 4  # of rounds and candidates in turn; the medians hardly move after the second
 
 
 class Slot(NamedTuple):
@@ -57,7 +57,7 @@ def slot_of(fields: Mapping[str, Any]) -> Slot:
 
 def make_traits(family: Family, fields: Mapping[str, Any]) -> Traits | None:
     """The traits with these fields; None where they come from a version whose traits had others."""
-    kind = TRAITS[family]
+    kind = FWD_TRAITS[family]
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**fields) if set(fields) <= known else None
 
@@ -110,11 +110,77 @@ def load_runs(store: Store, target: str, gpu: str, names: Iterable[str], source:
             groups.setdefault((timing.cell, timing.driver, family), []).append(timing)
     newest: dict[tuple[str, str], Run] = {}
     for (cell, _, _), group in groups.items():
+        group = level(group)
         slot, scales = slot_of(cells[cell]), race_scales(group)
         for timing in group:
             if timing.candidate in wanted:
                 newest[timing.candidate, cell] = _run(timing, slot, scales[timing.race])
     return list(newest.values())
+
+
+def lead(run: Mapping[str, Run], other: Mapping[str, Run]) -> tuple[float, float, float]:
+    """How much faster a candidate is than another over the cells of both: (at the medians, at least, at most).
+
+    0.05 is 5 %; geometric means. The ends are a 95 % interval: errors of medians are independent, so that distances of
+    the interval's ends add in squares, as logarithms. An unknown end is -1 or infinite.
+    """
+    cells = [cell for cell in run if cell in other]
+    middle = [math.log(other[cell].ms / run[cell].ms) for cell in cells]
+    down = [math.hypot(_below(other[cell]), _above(run[cell])) for cell in cells]
+    up = [math.hypot(_above(other[cell]), _below(run[cell])) for cell in cells]
+    mean = sum(middle) / len(cells)
+    least, most = mean - math.hypot(*down) / len(cells), mean + math.hypot(*up) / len(cells)
+    return math.expm1(mean), math.expm1(least), math.inf if math.isinf(most) else math.expm1(most)
+
+
+def _below(run: Run) -> float:
+    return math.log(run.ms / run.low) if run.low > 0 else math.inf
+
+
+def _above(run: Run) -> float:
+    return math.log(run.high / run.ms)
+
+
+def level(timings: Sequence[Timing]) -> list[Timing]:
+    """The timings of one cell without what a round of a race was slower or faster for all who ran in it.
+
+    A GPU near its power limit changes its clock from round to round by more than candidates differ. The rounds of a
+    race are interleaved, so that its samples are a candidate's time times the round's factor times noise; medians
+    taken in turn separate the two (Tukey's median polish, of logarithms). A race's own clock stays as it is.
+    """
+    races: dict[str, list[Timing]] = {}
+    for timing in timings:
+        races.setdefault(timing.race, []).append(timing)
+    factors = {name: round_factors([timing.samples for timing in race]) for name, race in races.items()}
+    return [_levelled(timing, factors[timing.race]) for timing in timings]
+
+
+def round_factors(samples: Sequence[Sequence[float]]) -> list[float]:
+    """What each round of a race multiplied times with; 1 in the middle. Those who left early lack the last rounds."""
+    logs = [[math.log(value) for value in own] for own in samples]
+    rounds = max(map(len, logs), default=0)
+    effects = [0.0] * rounds
+    for _ in range(POLISHES):
+        levels = [
+            statistics.median([x - e for x, e in zip(own, effects, strict=False)]) if own else 0.0 for own in logs
+        ]
+        effects = [
+            statistics.median([own[i] - base for own, base in zip(logs, levels, strict=True) if len(own) > i])
+            for i in range(rounds)
+        ]
+        middle = statistics.median(effects) if effects else 0.0
+        effects = [effect - middle for effect in effects]
+    return [math.exp(effect) for effect in effects]
+
+
+def _levelled(timing: Timing, factors: Sequence[float]) -> Timing:
+    if timing.ms is None or timing.tflops is None or not timing.samples:
+        return timing
+    samples = tuple(value / factor for value, factor in zip(timing.samples, factors, strict=False))
+    ms = statistics.median(samples)
+    low, high = interval(samples)
+    tflops = timing.tflops * timing.ms / ms
+    return dataclasses.replace(timing, samples=samples, ms=ms, low=low, high=high, tflops=tflops)
 
 
 def race_scales(timings: Iterable[Timing]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from cuteflash.problem import DTYPES, MASK_KINDS, Dtype, FwdProblem, MaskKind
 from cuteflash.traits.arch import Family
 from cuteflash.traits.row import FwdRow, Traits
 from cuteflash.traits.shapes import SHAPES, Shape
-from cuteflash.tune.results import Run, Slot, candidates_of, load_runs
+from cuteflash.tune.results import Run, Slot, candidates_of, lead, load_runs
 from cuteflash.tune.store import Store, candidate_id
 
 TOLERANCE = 0.02  # a row may be this much slower than a cell's best
@@ -42,7 +42,7 @@ class Standing:
         worst: its largest distance from a cell's best time, 0.05 is 5 % slower.
         cost: mean over the cells of log(time / best time).
         gain: over the slot's default, by geometric mean, 0.05 is 5 % faster; None where there is no default.
-        surely: the same from the slow end of its intervals to the fast end of the default's.
+        surely: the least it may be, by the 95 % intervals of both (`results.lead`).
     """
 
     candidate: str
@@ -243,8 +243,7 @@ def _standing(
     ratios = [run.ms / best[cell] for cell, run in runs.items()]
     gain = surely = None
     if default is not None:
-        gain = geometric_mean(default[cell].ms / run.ms for cell, run in runs.items()) - 1
-        surely = geometric_mean(default[cell].low / run.high for cell, run in runs.items()) - 1
+        gain, surely, _ = lead(runs, default)
     return Standing(name, max(ratios) - 1, math.log(geometric_mean(ratios)), gain, surely)
 
 

@@ -106,7 +106,7 @@ def write_shipped(
     stacks = [_stack(table, path.name) for table, modules in FWD_MODULES.items() if module in modules]
     heads = [stack.table for stack in stacks if not stack.above]
     try:
-        path.write_text(render(heads, merged(rows, stacks)))
+        path.write_text(render(heads, simplified(merged(rows, stacks), stacks)))
     except OSError as error:
         raise TableError(f"the shipped rows {path} cannot be written: {error}") from error
     return path
@@ -135,6 +135,29 @@ def merged(rows: Iterable[Entry], stacks: Iterable[Stack]) -> list[Entry]:
     reached = {row for stack in stacks for row in _reached(tuple(entries), stack)}
     kept = [entry for row, entry in entries.items() if row in reached]
     return sorted(kept, key=lambda entry: (entry.row.traits.head_dim, entry.row.traits.head_dim_v))
+
+
+def simplified(rows: Sequence[NotedRow], stacks: Iterable[Stack]) -> list[NotedRow]:
+    """`rows` without those in whose absence every problem of the tables would run with the same traits.
+
+    Such a row's note goes to the row that takes over, in place of an older one.
+    """
+    own = [noted.row for noted in rows]
+    chains = [chain for stack in stacks for chain in _chains(own, stack)]
+    gone: set[FwdRow] = set()
+    lent: dict[FwdRow, str] = {}
+    for noted in rows:
+        heirs = set()
+        for chain in chains:
+            left = [offer for offer in chain if offer[0] not in gone]
+            if left[0][0] == noted.row:
+                same = len(left) > 1 and left[1][1] == left[0][1]
+                heirs.add(left[1][0] if same else noted.row)
+        if noted.row not in heirs:
+            gone.add(noted.row)
+            for heir in heirs:
+                lent.setdefault(heir, noted.note)
+    return [NotedRow(noted.row, lent.get(noted.row) or noted.note) for noted in rows if noted.row not in gone]
 
 
 def render(tables: Sequence[Table], rows: Sequence[NotedRow]) -> str:
@@ -178,12 +201,22 @@ def _stack(table: Table, file: str) -> Stack:
 
 def _reached(rows: Sequence[FwdRow], stack: Stack) -> Iterator[FwdRow]:
     """What runs each problem in a table with `rows` in their place, of these and of all others."""
+    for chain in _chains(rows, stack):
+        yield chain[0][0]
+
+
+def _chains(rows: Sequence[FwdRow], stack: Stack) -> Iterator[list[tuple[FwdRow, Any]]]:
+    """For each problem of a table with `rows` in their place, what could run it: (row, its traits), the first runs it.
+
+    Problems that nothing runs are left out.
+    """
     arch, every = get_arch(stack.table[0]), [*stack.above, *rows, *stack.below]
     for head_dim, head_dim_v, mask, dtype in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES):
         problem = FwdProblem(cast(Any, dtype), head_dim, head_dim_v, mask=cast(Any, mask))
         for shape in SHAPES:
-            runs = (row for row, _, reason in offers(every, problem, shape, arch) if reason is None)
-            yield from itertools.islice(runs, 1)
+            chain = [(row, traits) for row, traits, reason in offers(every, problem, shape, arch) if reason is None]
+            if chain:
+                yield chain
 
 
 def _row_calls(tree: ast.Module) -> Iterator[list[ast.expr]]:

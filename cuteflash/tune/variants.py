@@ -11,9 +11,8 @@ from typing import Any
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.problem import MASK_KINDS
 from cuteflash.traits.arch import FAMILIES, Family
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FWD_TRAITS, Traits
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.results import TRAITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,9 +38,9 @@ class Variant:
         """The traits for `cell`; ValueError names a field that the family does not have, or lacks."""
         padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
         try:
-            return TRAITS[self.family](**padded | dict(self.fields))
+            return FWD_TRAITS[self.family](**padded | dict(self.fields))
         except TypeError as error:
-            allowed = ", ".join(field.name for field in dataclasses.fields(TRAITS[self.family]))
+            allowed = ", ".join(field.name for field in dataclasses.fields(FWD_TRAITS[self.family]))
             raise ValueError(f"traits are {dict(self.fields)}: {error}; fields of {self.family}: {allowed}") from error
 
     @property

@@ -45,7 +45,8 @@ class FlashFwdSm80:
         self.dtype = CUTE_DTYPES[problem.dtype]
         # A tile holds whole tokens: with packed heads that do not divide tile_m, the last rows stay unused.
         self.tile_tokens = traits.tile_m // problem.packed_heads
-        self.longest_first = traits.longest_first and problem.mask == "causal"
+        # Where few keys lie left of a window, its first tiles are short as a causal mask's are.
+        self.longest_first = traits.longest_first and problem.mask != "full"
 
     def fake_args(self) -> tuple:
         """The arguments this kernel is compiled with, in the order of `__call__`."""

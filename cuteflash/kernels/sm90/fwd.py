@@ -55,8 +55,8 @@ class FlashFwdSm90:
 
     @property
     def longest_first(self) -> bool:
-        """Whether tiles differ so much in length that their order matters."""
-        return self.traits.longest_first and self.problem.mask == "causal"
+        """Whether tiles differ so much in length that their order matters; a window's first tiles are short, too."""
+        return self.traits.longest_first and self.problem.mask != "full"
 
     @property
     def has_left_edge(self) -> bool:

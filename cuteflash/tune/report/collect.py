@@ -8,14 +8,14 @@ from typing import Any
 
 from cuteflash.problem import DTYPES, MASK_KINDS
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FWD_TRAITS, Traits
 from cuteflash.tune.apply import shipped_defaults, sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.explain import STAGE_WORDS, footprint, newest_verdicts
 from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_columns
 from cuteflash.tune.report.links import LayoutPage
 from cuteflash.tune.report.slots import slot_facts
-from cuteflash.tune.results import TRAITS, Run, make_traits, measured_gpu, race_scales
+from cuteflash.tune.results import Run, make_traits, measured_gpu, race_scales
 from cuteflash.tune.store import STAGES, Store, Timing, Verdict
 
 SCHEMA = 1
@@ -207,7 +207,7 @@ def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Se
         "head_dim": space.head_dims[0],
         "head_dim_v": space.head_dims[1],
         "ids": list(number),
-        "traits": trait_columns(TRAITS[space.family], list(space.candidates.values())),
+        "traits": trait_columns(FWD_TRAITS[space.family], list(space.candidates.values())),
         "costs": _costs(space, found),
         "base": base,
         "reasons": base_reasons,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cuteflash.tune.report.columns import short
-from cuteflash.tune.results import Run, Slot
+from cuteflash.tune.results import Run, Slot, lead
 from cuteflash.tune.select import Decision, cover, decide, geometric_mean
 
 ByCell = Mapping[str, Run]
@@ -69,14 +68,9 @@ def _winner(
 def gain(run: ByCell, other: ByCell) -> list[float | None]:
     """How much faster a candidate is than another, 0.05 is 5 %: [at the medians, at least, at most].
 
-    Geometric means over the cells; the ends take the slow end of one's intervals against the fast end of the other's.
-    None is unknown: a single sample has no interval.
+    See `results.lead`. None is unknown: a single sample has no interval.
     """
-    cells = [cell for cell in run if cell in other]
-    middle = geometric_mean(other[cell].ms / run[cell].ms for cell in cells) - 1
-    least = geometric_mean(other[cell].low / run[cell].high for cell in cells) - 1
-    lows = [run[cell].low for cell in cells]
-    most = geometric_mean(other[cell].high / run[cell].low for cell in cells) - 1 if min(lows) > 0 else math.inf
+    middle, least, most = lead(run, other)
     return [short(middle), short(least) if least > -1 else None, short(most)]
 
 

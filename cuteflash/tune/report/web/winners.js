@@ -177,8 +177,8 @@
     R.state.on(R.WHERE, mark);
     mark();
     const note =
-      "Margins are geometric means over the problem's lengths; the interval sets the slow end of the winner's 95 % " +
-      "interval against the fast end of the other's, and back. The default is the shipped row's; it is replaced " +
+      "Margins are geometric means over the problem's lengths; the interval is a 95 % one " +
+      "of both errors together. The default is the shipped row's; it is replaced " +
       "where somebody is surely faster, and by more than 1 %, else the dot is hollow. A table row may stand for " +
       "several problems, within 2 % of the best of each where that can be.";
     return [h("p", { class: "hint" }, note), ...blocks];
