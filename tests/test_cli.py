@@ -53,7 +53,7 @@ FAILED = Outcome(TASK, error="ValueError: no such instruction")
 
 
 def test_info_json_is_the_choice_and_what_follows() -> None:
-    result = json.loads(call("info", "--head-dim", "128", "--arch", "sm_90a", "--json").stdout)
+    result = json.loads(call("info", "--head-dim", "128", "--arch", "sm_90a", "--shape", "long", "--json").stdout)
     (choice,) = result["choices"]
     expected = choose_fwd(PROBLEM, "sm_90a")
     assert choice["arch"] == "sm_90a"
@@ -85,8 +85,8 @@ def test_info_text_names_every_trait() -> None:
 
 
 def test_info_of_another_family_and_value_head_dim() -> None:
-    arguments = ("info", "--arch", "sm_90a", "--family", "sm80", "--head-dim", "192", "--head-dim-v", "128", "--json")
-    (choice,) = json.loads(call(*arguments).stdout)["choices"]
+    problem = ("--arch", "sm_90a", "--family", "sm80", "--head-dim", "192", "--head-dim-v", "128", "--shape", "long")
+    (choice,) = json.loads(call("info", *problem, "--json").stdout)["choices"]
     assert choice["family"] == "sm80"
     assert (choice["problem"]["head_dim"], choice["problem"]["head_dim_v"]) == (192, 128)
     assert choice["registers_per_thread"] == {"limit": 255}
@@ -202,8 +202,8 @@ def test_info_says_why_a_users_table_is_not_used(own_tables: OwnTables) -> None:
 
 
 def test_options_narrow_the_table() -> None:
-    tasks = table_tasks(selected(targets=["sm_90a"], families=["sm90"], head_dims=[(64, 64)], masks=["causal"]))
-    assert [(task.target, task.problem.dtype) for task in tasks] == [("sm_90a", dtype) for dtype in DTYPES]
+    tasks = table_tasks(selected(targets=["sm_80"], families=["sm80"], head_dims=[(64, 64)], masks=["causal"]))
+    assert [(task.target, task.problem.dtype) for task in tasks] == [("sm_80", dtype) for dtype in DTYPES]
 
 
 def test_a_grid_is_the_product_of_its_options() -> None:
@@ -215,6 +215,7 @@ def test_a_grid_is_the_product_of_its_options() -> None:
             masks=["full", "causal"],
             dtypes=["bf16"],
             lse=[False, True],
+            shapes=["long"],
         )
     )
     assert len(tasks) == len(set(tasks)) == 16
@@ -265,8 +266,8 @@ def die(task: Task) -> None:
 
 
 def test_compile_builds_in_parallel_and_the_second_run_compiles_nothing() -> None:
-    arguments = ("compile", "--arch", "sm_90a", "--head-dim", "128", "--causal", "0,1", "--jobs", "2", "--json")
-    first, second = call(*arguments), call(*arguments)
+    problems = ("--arch", "sm_90a", "--head-dim", "128", "--causal", "0,1", "--shape", "long")
+    first, second = (call("compile", *problems, "--jobs", "2", "--json") for _ in range(2))
     reports = json.loads(first.stdout)
     assert [item["problem"]["mask"] for item in reports] == ["full", "causal"]
     for item in reports:

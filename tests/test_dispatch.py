@@ -32,9 +32,9 @@ def test_the_targets_best_family_is_the_default() -> None:
 
 
 def test_the_source_names_table_and_row() -> None:
-    table = "shipped table sm_90a/sm90, row of head dims"
-    assert choose_fwd(FwdProblem("bf16", 64, 64), "sm_90a").source == f"{table} 64x64 (full)"
-    assert choose_fwd(FwdProblem("bf16", 192, 128), "sm_90a").source == f"{table} 192x128"
+    table = "shipped table sm_80/sm80, row of head dims"
+    assert choose_fwd(FwdProblem("bf16", 64, 64), "sm_80").source == f"{table} 64x64 (full)"
+    assert choose_fwd(FwdProblem("bf16", 128, 128), "sm_80").source == f"{table} 128x128"
     lent = choose_fwd(FwdProblem("bf16", 40, 128), "sm_80")
     assert lent.source == "shipped table sm_80/sm80, row of head dims 128x128 lent to 64x128"
     assert (lent.traits.head_dim, lent.traits.head_dim_v) == (64, 128)

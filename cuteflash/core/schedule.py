@@ -18,8 +18,8 @@ WAVE_PARTS = (2, 3, 4, 6, 11, 12, 22, 33, 44, 66)  # divisors of the multiproces
 class TileOrder:
     """A linear order of all tiles of a problem.
 
-    Longest first (causal masks and windows), heads are taken in groups, and inside a group the last query tiles of every
-    head come first. The last tiles to start are then short ones.
+    Longest first (causal masks and windows), heads are taken in groups, and inside a group the last query tiles of
+    every head come first. The last tiles to start are then short ones.
 
     Attributes:
         m_blocks: query tiles of one head.

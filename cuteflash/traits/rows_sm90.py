@@ -29,12 +29,8 @@ ROWS: tuple[FwdRow, ...] = (
     fwd_sm90(
         64, 192, 96, CAUSAL + WINDOW, shapes=LONG, kv_stage=4, q_in_regs=True
     ),  # NVIDIA H200, 2026-11-21, 467 TFLOP/s
-    fwd_sm90(
-        64, 192, 128, EVEN + WINDOW, shapes=SHORT + LONG, rescale_in_product=True
-    ),  # NVIDIA H200, 2026-11-21, 413 TFLOP/s
-    fwd_sm90(64, 192, 128, EVEN, rescale_in_product=True),
+    fwd_sm90(64, 192, 128, EVEN, rescale_in_product=True),  # NVIDIA H200, 2026-11-21, 413 TFLOP/s
     fwd_sm90(64, 192, 96, kv_stage=4, q_in_regs=True),
-    fwd_sm90(96, 128, 176, CAUSAL, dtypes=FP16, shapes=LONG, q_in_regs=True),  # NVIDIA H200, 2026-11-21, 599 TFLOP/s
     fwd_sm90(96, 192, 112, EVEN, shapes=LONG),  # NVIDIA H200, 2026-11-21, 643 TFLOP/s
     fwd_sm90(96, 128, 128, CAUSAL, dtypes=BF16, shapes=LONG, q_in_regs=True),  # NVIDIA H200, 2026-11-21, 591 TFLOP/s
     fwd_sm90(96, 128, 128, WINDOW, dtypes=FP16, shapes=LONG, q_in_regs=True),  # NVIDIA H200, 2026-11-21, 450 TFLOP/s
