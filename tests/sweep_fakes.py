@@ -30,6 +30,7 @@ from cuteflash.tune.store import Store
 from cuteflash.tune.timing import Rules
 
 TARGET = "sm_80"
+HELD_SECONDS = 600.0
 CELLS = (Cell(128, "full", 512, tokens=1024), Cell(128, "full", 4096, tokens=4096))
 TRAITS = tuple(FwdTraitsSm80(64, 16 * n, 128, 128) for n in range(1, 7))
 
@@ -43,6 +44,7 @@ class World:
         wrong, crashing, hanging, unusable, spilling, uncompilable: tile_n of candidates that behave so.
         crashing_in_race: tile_n of candidates that take the process down when they are timed.
         pause: seconds that each request takes.
+        hold: how many requests there are at most; the last one takes `HELD_SECONDS`. None is all.
         full_disk: tile_n of candidates whose compiled kernel the disk has no room for.
         changed: tile_n of candidates whose sources are other ones now.
         gpu_target: what the GPU is.
@@ -57,6 +59,7 @@ class World:
     uncompilable: tuple[int, ...] = ()
     crashing_in_race: tuple[int, ...] = ()
     pause: float = 0.0
+    hold: int | None = None
     full_disk: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
     gpu_target: str = TARGET
@@ -68,7 +71,13 @@ class World:
     def note(self, *words: object) -> None:
         with self.journal.open("a") as stream:
             stream.write(json.dumps([str(word) for word in words]) + "\n")
+        if self.hold is not None and self.requests() >= self.hold:
+            time.sleep(HELD_SECONDS)
         time.sleep(self.pause)
+
+    def requests(self) -> int:
+        """Lines of the journal."""
+        return self.journal.read_text().count("\n") if self.journal.exists() else 0
 
     def journaled(self, kind: str) -> list[tuple[str, ...]]:
         """The rest of the words of each line that begins with `kind`."""
@@ -170,4 +179,5 @@ def sweep(world: World, plan: Plan | None = None, until: Any = "time") -> tuple[
 
 if __name__ == "__main__":
     settings = dict(argument.split("=") for argument in sys.argv[2:])
-    sweep(World(pathlib.Path(sys.argv[1]), pause=float(settings.get("pause", 0.0))))
+    hold = int(settings["hold"]) if "hold" in settings else None
+    sweep(World(pathlib.Path(sys.argv[1]), pause=float(settings.get("pause", 0.0)), hold=hold))

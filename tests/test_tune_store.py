@@ -258,7 +258,7 @@ def recorded(path: pathlib.Path) -> set[int]:
 
 
 def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.Path) -> None:
-    generator, count = random.Random(0), 2000
+    generator, count = random.Random(0), 10**9  # it never ends by itself, however late the signal comes
     acknowledged: list[int] = []
     for _ in range(4):
         process = writer(path, 0, count, stdout=subprocess.PIPE)
@@ -272,7 +272,6 @@ def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.
         assert set(acknowledged) <= done  # a record may be on disk before its writer could say so
         assert done == set(range(len(done)))
     assert len(acknowledged) == len(set(acknowledged))
-    assert len(acknowledged) < count, "the writer was never killed at work; give it more to do"
 
 
 def test_a_writer_killed_inside_a_transaction_leaves_the_state_before_it(path: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from cuteflash.tune.worker import RequestFailed, StartFailed, Worker, WorkerLost
+from cuteflash.tune.worker import RequestFailed, StartFailed, Worker, WorkerLost, one_line
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -44,7 +44,9 @@ class Jack:
         print("what it printed", flush=True)
         os._exit(7)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, began: pathlib.Path | None = None) -> None:
+        if began is not None:
+            began.touch()
         time.sleep(seconds)
 
     def fill_disk(self) -> None:
@@ -67,6 +69,13 @@ def late_tool() -> Jack:
 def worker() -> object:
     with Worker(Jack) as found:
         yield found
+
+
+def wait_for(path: pathlib.Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
@@ -138,28 +147,33 @@ def test_a_tool_that_cannot_be_made_is_nobodys_fault(make: object, seconds: floa
         worker.call("pid", seconds=30)
 
 
+def test_an_error_is_one_line_without_colours() -> None:
+    words = one_line(RuntimeError("\x1b[91merror:\x1b[0m PTX assembly\n  failed"))
+    assert words == "RuntimeError: error: PTX assembly failed"
+
+
 def test_ctrl_c_is_the_parents(worker: Worker) -> None:
     pid = worker.call("pid", seconds=30)
     os.kill(pid, signal.SIGINT)
     assert worker.call("pid", seconds=30) == pid
 
 
-def test_stopping_wakes_a_thread_that_waits_for_an_answer() -> None:
+def test_stopping_wakes_a_thread_that_waits_for_an_answer(tmp_path: pathlib.Path) -> None:
     worker = Worker(functools.partial(Jack))
     pid = worker.call("pid", seconds=30)
     caught: list[Exception] = []
 
     def ask() -> None:
         try:
-            worker.call("sleep", 60, seconds=60)
+            worker.call("sleep", 60, tmp_path / "began", seconds=60)
         except RequestFailed as failure:
             caught.append(failure)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.3)
+    wait_for(tmp_path / "began")
     worker.stop()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive() and caught
     assert not is_alive(pid)
     with pytest.raises(StartFailed, match="was stopped"):
@@ -167,12 +181,13 @@ def test_stopping_wakes_a_thread_that_waits_for_an_answer() -> None:
 
 
 ORPHAN = """
+import pathlib
 from cuteflash.tune.worker import Worker
 from tests.test_tune_worker import Jack
 if __name__ == "__main__":
     worker = Worker(Jack)
     print(worker.call("pid", seconds=60), flush=True)
-    worker.call("sleep", 600, seconds=600)
+    worker.call("sleep", 600, pathlib.Path("began"), seconds=600)
 """
 
 
@@ -180,10 +195,12 @@ def test_a_killed_parent_takes_its_child_along(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    parent = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(0.3)  # so that it is in the middle of a request
+    wait_for(tmp_path / "began")  # so that it is in the middle of a request
     parent.kill()
     parent.wait()
     parent.stdout.close()

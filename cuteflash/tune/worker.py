@@ -14,6 +14,7 @@ import functools
 import multiprocessing
 import os
 import pathlib
+import re
 import signal
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 START_SECONDS = 240.0  # importing torch and the compiler and creating a CUDA context, on a busy machine
 END_SECONDS = 10.0
 WORDS = 300  # characters of an error that are worth keeping
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Tool(Protocol):
@@ -156,7 +158,12 @@ def _context() -> ForkServerContext:
 
 def one_line(failure: BaseException) -> str:
     """An exception on one line of at most `WORDS` characters."""
-    return " ".join(f"{type(failure).__name__}: {failure}".split())[:WORDS]
+    return " ".join(plain(f"{type(failure).__name__}: {failure}").split())[:WORDS]
+
+
+def plain(text: str) -> str:
+    """A compiler's words without the terminal's colours."""
+    return COLOUR.sub("", text)
 
 
 def _last_line(log: pathlib.Path) -> str:
