@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import sqlite3
 import subprocess
@@ -27,7 +28,8 @@ from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel
 from cuteflash.tune.plan import Plan
 from cuteflash.tune.store import Store
-from tests.sweep_fakes import TRAITS, World
+from tests.sweep_fakes import CELLS, TRAITS, World, make_plan
+from tests.sweep_fakes import sweep as run_sweep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CANDIDATES = json.dumps([{"tile_m": 64, "tile_n": traits.tile_n} for traits in TRAITS])
@@ -49,6 +51,13 @@ def world(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(command, "backend", lambda target: world.backend)
     monkeypatch.setattr(command, "_check_gpu", lambda targets: None)
     return world
+
+
+@pytest.fixture
+def swept(world: World, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder with the database of a small sweep."""
+    run_sweep(world, make_plan(cells=CELLS[:1]))
+    return tmp_path
 
 
 def call(*arguments: str) -> Result:
@@ -124,6 +133,7 @@ def test_cells_and_candidates_can_be_given_one_by_one(plans: list[Plan]) -> None
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--mask", "full", "--causal", "1"), "both given"),
         (("explain", "--head-dim", "64", "--where", "tile_m:64"), "no such sweep database"),
         (("apply",), "no such sweep database"),
+        (("report", "-o", "report.html"), "no such sweep database"),
         (("export",), "no such sweep database"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -205,6 +215,77 @@ def test_a_sweep_shows_winners_and_is_explained_and_exported(world: World) -> No
     assert json.loads(pathlib.Path("out.json").read_text()) == exported
 
 
+def test_a_report_is_one_page_about_what_was_asked_for(world: World, tmp_path: pathlib.Path) -> None:
+    sweep()
+    result = call("report", "-o", "report.html")
+    assert result.exit_code == 0, result.output
+    text = pathlib.Path("report.html").read_text()
+    assert result.stdout == f"report.html: {len(text.encode()) / 1e6:.2f} MB\n"
+    assert "cuteflash sweep · sm_80 · a GPU" in text and "sm80 128x128" in text
+    options = ("--arch", "sm_80", "--family", "sm80", "--head-dim", "120", "--head-dim-v", "128", "--gpu", "a GPU")
+    assert call("report", *options, "-o", "folder.html").exit_code == 0
+    assert pathlib.Path("folder.html").read_text() == text
+
+
+def test_a_report_links_to_a_gallery_from_where_it_lies(world: World, tmp_path: pathlib.Path) -> None:
+    sweep()
+    site, reports = tmp_path / "site", tmp_path / "reports"
+    reports.mkdir()
+    assert (
+        CliRunner().invoke(app, ["layouts", "--all", "--arch", "sm_80", "--head-dim", "128", "-o", "site"]).exit_code
+        == 0
+    )
+    assert call("report", "--layouts", "site", "-o", "reports/page.html").exit_code == 0
+    text = (reports / "page.html").read_text()
+    links = re.findall(r'"href":"([^"]+)"', text)
+    assert links and all((reports / link).resolve().parent == site for link in links)
+    assert all((reports / link).is_file() for link in links)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "sweep report needs -o, e.g. -o report.html"),
+        (("-o", "missing/report.html"), "missing does not exist"),
+        (("-o", "."), "output . is a directory; a file is needed"),
+        (("-o", "sweep.sqlite"), "output sweep.sqlite is the database itself"),
+        (("-o", "r.html", "--arch", "sm_75"), "arch is 'sm_75'; allowed: sm_80"),
+        (("-o", "r.html", "--arch", "sm_80,sm_90a"), "arch is 'sm_80,sm_90a'; allowed: one"),
+        (("-o", "r.html", "--arch", "sm_90a"), "has candidates for: sm_80"),
+        (("-o", "r.html", "--family", "sm70"), "family is 'sm70'; allowed: sm80, sm90"),
+        (("-o", "r.html", "--family", "sm90"), "has candidates of: sm80 128x128"),
+        (("-o", "r.html", "--head-dim", "64"), "has candidates of: sm80 128x128"),
+        (("-o", "r.html", "--head-dim", "300"), "head_dim is 300; allowed: multiples of 8"),
+        (("-o", "r.html", "--head-dim-v", "64"), "head_dim_v is given without head_dim"),
+        (("-o", "r.html", "--gpu", "another"), "gpu is 'another'"),
+        (("-o", "r.html", "--layouts", "nowhere"), "which has no index.html"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_reported_is_named_and_nothing_is_written(
+    arguments: tuple[str, ...], complaint: str, swept: pathlib.Path
+) -> None:
+    before = sorted(swept.iterdir())
+    result = call("report", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert complaint in result.stderr
+    assert sorted(swept.iterdir()) == before
+    assert call("export").exit_code == 0  # the database is still one
+
+
+@pytest.mark.parametrize("name", ["report", "export"])
+def test_a_page_that_cannot_be_written_is_said_before_the_work(
+    name: str, swept: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: Any) -> None:
+        raise AssertionError("worked for nothing")
+
+    monkeypatch.setattr(command.results, "make_report", work)
+    monkeypatch.setattr(Store, "export", work)
+    result = call(name, "-o", "missing/file")
+    assert result.exit_code == 2 and "missing does not exist" in result.stderr
+
+
 def test_what_won_is_applied_dispatched_and_reset(world: World) -> None:
     sweep()
     problem = FwdProblem("bf16", 128, 128)
@@ -273,7 +354,7 @@ from cuteflash.cli import sweep as command
 from cuteflash.cli.app import app
 from tests.sweep_fakes import World
 if __name__ == "__main__":
-    world = World(pathlib.Path("."), pause=0.05)
+    world = World(pathlib.Path("."), pause=0.05, hold=22)  # the start, seven builds and checks, the first round
     command.backend = lambda target: world.backend
     command._check_gpu = lambda targets: None
     app(["sweep", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""`cuteflash sweep`: find the fastest traits for a GPU as a funnel, then explain, export and apply what was found."""
+"""`cuteflash sweep`: find the fastest traits for a GPU as a funnel, then explain, report and apply what was found."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def sweep(
 ) -> None:
     """Measure every candidate's traits: enumerate, prune, compile, check, time. Stopped at any point, it goes on there.
 
-    With --dry-run or --compile-only it needs no GPU. What it found: sweep explain, sweep apply, sweep export.
+    With --dry-run or --compile-only it needs no GPU. What it found: sweep explain, sweep report, sweep apply.
     """
     if context.invoked_subcommand is not None:
         return
@@ -140,6 +140,7 @@ def sweep(
 
 
 app.command()(results.explain)
+app.command()(results.report)
 app.command()(results.export)
 app.command()(results.apply)
 

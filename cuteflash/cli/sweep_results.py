@@ -1,4 +1,4 @@
-"""What a sweep found: shown, explained, exported, and applied to the tables."""
+"""What a sweep found: shown, explained, exported, reported as a page, and applied to the tables."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from cuteflash.tune.explain import explain as explanation_of
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.plan import Plan, default_traits
 from cuteflash.tune.progress import Display, summary
+from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.results import Run, load_runs, make_traits, measured_gpu
 from cuteflash.tune.select import Pick
 from cuteflash.tune.store import Store, StoreError, candidate_id, problem_id
@@ -39,6 +40,8 @@ Arch = Annotated[str | None, typer.Option(help=f"One of {', '.join(ARCHS)}; defa
 FamilyName = Annotated[
     str | None, typer.Option("--family", help=f"Of {', '.join(FAMILIES)}; default: the arch's best.")
 ]
+Families = Annotated[str | None, typer.Option("--family", help="Comma-separated families; default: those swept.")]
+HeadDims = Annotated[str | None, typer.Option("--head-dim", help="Comma-separated; default: those swept.")]
 Gpu = Annotated[str | None, typer.Option(help="Whose timings, where there are several GPUs'.")]
 
 
@@ -86,19 +89,50 @@ def export(
     database: Database = DATABASE,
 ) -> None:
     """Write everything that the database holds as JSON."""
-    with _opened(database) as store:
+    with _opened(database) as store, Usage():
+        if output is not None:
+            _check_output(output, database)
         text = json.dumps(store.export(), indent=1, allow_nan=False)
-    if output is None:
-        typer.echo(text)
-    else:
-        output.write_text(text + "\n")
+        if output is None:
+            typer.echo(text)
+        else:
+            _write_output(output, text + "\n")
+
+
+def report(
+    *,
+    arch: Arch = None,
+    family: Families = None,
+    head_dim: HeadDims = None,
+    head_dim_v: Annotated[
+        str | None, typer.Option(help="Columns of V and O, one for each --head-dim; default: the same.")
+    ] = None,
+    gpu: Gpu = None,
+    layouts: Annotated[
+        pathlib.Path | None, typer.Option(help="A gallery of `cuteflash layouts --all`; rows link to their pages.")
+    ] = None,
+    output: Annotated[pathlib.Path | None, typer.Option("-o", "--output", help="File to write.")] = None,
+    database: Database = DATABASE,
+) -> None:
+    """Write what was found as one HTML page without network: winners, what traits are worth, every candidate."""
+    with _opened(database) as store, Usage():
+        if output is None:
+            raise ValueError("sweep report needs -o, e.g. -o report.html")
+        if head_dim_v is not None and head_dim is None:
+            raise ValueError("head_dim_v is given without head_dim; allowed: both, or --head-dim alone")
+        _check_output(output, database)
+        (target,) = _one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else (None,)
+        pairs = tuple(map(_padded, head_dims(head_dim, head_dim_v))) if head_dim is not None else None
+        scope = Scope(target, tuple(names("family", family, FAMILIES)) or None, pairs, gpu)
+        size = _write_output(output, make_report(store, scope, layouts, output.parent))
+        typer.echo(f"{output}: {size / 1e6:.2f} MB")
 
 
 def apply(
     *,
     arch: Arch = None,
-    family: Annotated[str | None, typer.Option(help="Comma-separated families; default: those swept.")] = None,
-    head_dim: Annotated[str | None, typer.Option(help="Comma-separated; default: those swept.")] = None,
+    family: Families = None,
+    head_dim: HeadDims = None,
     gpu: Gpu = None,
     shipped: Annotated[
         pathlib.Path | None, typer.Option(help="Write the shipped tables' Python into this directory instead.")
@@ -277,6 +311,21 @@ def _opened(database: pathlib.Path) -> Iterator[Store]:
     except (StoreError, OSError) as error:
         print(f"cuteflash: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
+
+
+def _check_output(output: pathlib.Path, database: pathlib.Path) -> None:
+    """ValueError where nothing can be written at `output`, or the database is there."""
+    from layouts.output import check_file
+
+    check_file(output)
+    if output.exists() and output.samefile(database):
+        raise ValueError(f"output {output} is the database itself; another file is needed")
+
+
+def _write_output(output: pathlib.Path, text: str) -> int:
+    from layouts.output import write_file
+
+    return write_file(output, text)
 
 
 def _target(store: Store, arch: str | None) -> str:
