@@ -16,7 +16,7 @@ from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.row import Traits
 from cuteflash.traits.shapes import SHAPES, shape_of
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.rank import estimate, shortlist
+from cuteflash.tune.rank import beyond, estimate, shortlist
 from cuteflash.tune.space import enumerate_fwd, prune
 from cuteflash.tune.store import Store, Timing, Verdict, candidate_id, problem_id
 from cuteflash.tune.timing import Rules, interval, losers, median
@@ -90,7 +90,7 @@ class Filler:
         order = shortlist([one for one, reason in judged if reason is None], self.arch, list(always))
         refused = [(one, reason) for one, reason in judged if reason is not None]
         for place, one in enumerate(order[self.sweep.limit :], self.sweep.limit + 1):
-            refused.append((one, f"number {place} of {len(order)} by the analytic score, beyond the limit"))
+            refused.append((one, beyond(place, len(order))))
         chosen = order[: self.sweep.limit]
         names = self.store.add_candidates(family, [*chosen, *(one for one, _ in refused)])
         reasons = [None] * len(chosen) + [reason for _, reason in refused]

@@ -18,7 +18,7 @@ import pytest
 from cuteflash.traits.row import FWD_TRAITS
 from cuteflash.tune import report
 from cuteflash.tune.apply import proposed, shipped_defaults
-from cuteflash.tune.explain import newest_verdicts, title
+from cuteflash.tune.explain import newest_verdicts, title, where_lost
 from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.report.collect import collect
 from cuteflash.tune.report.columns import FINE, Reasons, attribute_docs, short
@@ -119,11 +119,11 @@ def test_the_states_are_those_of_the_verdicts(store: Store, data: dict[str, Any]
     for problem in space["problems"]:
         for name, state in zip(space["ids"], problem["states"], strict=True):
             lost = {
-                one.stage[0]
+                where_lost(one)[0]
                 for one in verdicts[name]
                 if not one.ok and one.problem.split()[2:] in ([], [problem["mask"]])
             }
-            assert state == ("T" if (name, problem["mask"]) in timed else min(lost, key="pcgt".index, default="w"))
+            assert state == ("T" if (name, problem["mask"]) in timed else min(lost, key="plcgt".index, default="w"))
 
 
 def test_a_reason_comes_back_word_for_word(store: Store, data: dict[str, Any]) -> None:
@@ -155,6 +155,12 @@ def test_reasons_that_differ_in_numbers_share_a_template() -> None:
     for size in range(100):
         reasons.encode(f"needs {size} bytes of shared memory, sm_90a has 232448")
     assert reasons.templates == ["needs # bytes of shared memory, sm_90a has #"]
+
+
+def test_a_compilers_colours_are_no_part_of_a_reason() -> None:
+    reasons = Reasons()
+    reasons.encode("\x1b[91merror:\x1b[0m insufficient registers (128)")
+    assert reasons.templates == ["error: insufficient registers (#)"]
 
 
 @pytest.mark.parametrize("family", FWD_TRAITS)
@@ -261,6 +267,14 @@ def test_peers_are_compared_within_the_familys_own_races(tmp_path: pathlib.Path)
         assert (0.9 < ratio < 1.1) == (space["family"] == "sm90")
 
 
+def test_peers_are_read_by_the_same_clock_as_the_candidates(store: Store, data: dict[str, Any]) -> None:
+    for space in data["spaces"]:
+        for cell in space["cells"]:
+            peers = load_runs(store, "sm_90a", GPU, [f"peer:{name}" for name in cell["peers"]])
+            times = {run.candidate.removeprefix("peer:"): short(run.ms) for run in peers if run.cell == cell["id"]}
+            assert cell["peers"] == times
+
+
 def test_the_roof_is_the_matrix_product_of_the_same_run(tmp_path: pathlib.Path) -> None:
     with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=4)) as store:
         machine = store.runs()[0]
@@ -320,11 +334,26 @@ def test_effects_are_the_best_and_the_quartiles_of_every_value(data: dict[str, A
         assert one["influence"] == pytest.approx(max(bests) - min(bests))
 
 
+def test_who_was_rejected_for_one_problem_and_never_built_for_another_is_rejected(tmp_path: pathlib.Path) -> None:
+    with filled(tmp_path / "db", Sweep(masks=("full",), limit=4, until="prune")) as store:
+        names = [one.candidate for one in store.verdicts(stage="prune", ok=1)]
+        for name, mask, ok in ((names[0], "full", False), (names[1], "full", True), (names[1], "causal", False)):
+            reason = None if ok else "spills 8 bytes a thread"
+            store.record_verdict(Verdict(name, "sm_90a", f"bf16 128x128 {mask}", "compile", "k", ok, reason))
+        data = collect(store, Scope())
+    counts = script("R.model.funnel(s, null)", data)
+    assert (counts["c"], counts["w"], counts["u"]) == (1, 1, len(names) - 2)
+    states = {problem["mask"]: problem["states"] for problem in data["spaces"][0]["problems"]}
+    first, second = (data["spaces"][0]["ids"].index(name) for name in names[:2])
+    assert [states[mask][place] for mask in ("full", "causal") for place in (first, second)] == ["c", "w", "u", "c"]
+
+
 def test_the_funnel_counts_every_candidate_where_it_came_furthest(data: dict[str, Any]) -> None:
     for place, space in enumerate(data["spaces"]):
         counts = script(f"R.model.funnel(d.spaces[{place}], null)", data)
         assert sum(counts.values()) == len(space["ids"])
-        assert counts["p"] == space["base"].count("p")
+        assert [counts[state] for state in "pl"] == [space["base"].count(state) for state in "pl"]
+        assert min(counts["p"], counts["l"]) > 0
         assert counts["T"] == len({who for cell in space["cells"] for who in cell["who"]})
         assert counts["w"] == 0  # a candidate that no problem compiles is the compiler's
 

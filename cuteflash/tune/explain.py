@@ -12,11 +12,14 @@ from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, Family, get_ar
 from cuteflash.traits.row import FWD_TRAITS, Traits
 from cuteflash.traits.sm80 import WARP
 from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.tune.rank import BEYOND
 from cuteflash.tune.results import Run, candidates_of, lead, load_runs, measured_gpu
 from cuteflash.tune.store import STAGES, Store, Verdict
 
+LIMIT = "limit"  # where a candidate stays that the prune lets through and a limit does not
 STAGE_WORDS = {
-    "prune": "left out before compiling",
+    "prune": "cannot run",
+    LIMIT: "left out before compiling",
     "compile": "rejected by the compiler's report",
     "gate": "rejected by the correctness gate",
     "time": "failed while it was timed",
@@ -279,10 +282,16 @@ def funnel_lines(
         for stage in STAGES:
             of_stage = [verdict for verdict in verdicts.get(name, ()) if verdict.stage == stage]
             if of_stage and not any(verdict.ok for verdict in of_stage):
-                lost[stage] += 1
+                lost[where_lost(of_stage[0])] += 1
                 break
-    lines = [f"  {lost[stage]} {STAGE_WORDS[stage]}" for stage in STAGES if lost[stage]]
+    lines = [f"  {lost[stage]} {words}" for stage, words in STAGE_WORDS.items() if lost[stage]]
     return (*lines, f"  {len(timed)} timed")
+
+
+def where_lost(verdict: Verdict) -> str:
+    """Of a rejection its stage, or `LIMIT`: a key of `STAGE_WORDS`."""
+    beyond = verdict.stage == "prune" and (verdict.reason or "").endswith(BEYOND)
+    return LIMIT if beyond else verdict.stage
 
 
 def winner_line(group: Sequence[Run], candidates: Mapping[str, Traits]) -> str:
@@ -309,7 +318,7 @@ def report_lines(report: Report) -> list[str]:
     ]
     for verdict in report.rejections:
         where = f" ({verdict.problem})" if verdict.problem else ""
-        lines.append(f"  {STAGE_WORDS[verdict.stage]}{where}: {verdict.reason}")
+        lines.append(f"  {STAGE_WORDS[where_lost(verdict)]}{where}: {verdict.reason}")
     lines += [f"  failed: {error}" for error in report.errors]
     lines += [f"  {comparison_line(comparison)}" for comparison in report.comparisons]
     if report.differences:

@@ -28,7 +28,7 @@ from cuteflash.tune.cells import Cell
 from cuteflash.tune.plan import Candidate, Group, Plan, Space, default_traits, padded
 from cuteflash.tune.progress import Watch
 from cuteflash.tune.racing import Racing
-from cuteflash.tune.rank import shortlist
+from cuteflash.tune.rank import beyond, shortlist
 from cuteflash.tune.space import enumerate_fwd, prune
 from cuteflash.tune.store import Store, Verdict, candidate_id
 
@@ -136,7 +136,7 @@ def make_space(plan: Plan, family: Family, head_dims: tuple[int, int], arch: Arc
     order = shortlist([traits for traits, reason in judged if reason is None], arch, always)
     count = len(order) if plan.limit is None else len(always) + plan.limit
     for position, traits in enumerate(order[count:], count + 1):
-        refused.append((traits, f"number {position} of {len(order)} by the analytic score, beyond the limit"))
+        refused.append((traits, beyond(position, len(order))))
     return Space(family, *head_dims, tuple(refused), tuple(order[:count]), frozenset(always))
 
 

@@ -45,6 +45,7 @@ SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("cutlass_symbol", True): 1.02,
 }
 POLY_COST = 0.03  # for each of 16 exponentials that is evaluated by a polynomial
+BEYOND = "beyond the limit"  # how the reason of a candidate ends that could run but was not promising enough
 WIDE = 192  # head dims from which rescaling O inside the product pays
 
 
@@ -73,6 +74,11 @@ def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Tra
         else:
             heapq.heappush(heap, (clocks * (1 + VARIETY * taken[tile]), taken[tile], clocks, index))
     return order
+
+
+def beyond(place: int, total: int) -> str:
+    """Why a candidate is not compiled that a limit leaves out."""
+    return f"number {place} of {total} by the analytic score, {BEYOND}"
 
 
 def _sm90(traits: FwdTraitsSm90) -> float:

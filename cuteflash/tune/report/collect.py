@@ -11,17 +11,17 @@ from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.row import FWD_TRAITS, Traits
 from cuteflash.tune.apply import shipped_defaults, sound_runs
 from cuteflash.tune.backend import PEER
-from cuteflash.tune.explain import STAGE_WORDS, footprint, newest_verdicts
+from cuteflash.tune.explain import STAGE_WORDS, footprint, newest_verdicts, where_lost
 from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_columns
 from cuteflash.tune.report.links import LayoutPage
 from cuteflash.tune.report.slots import slot_facts
-from cuteflash.tune.results import Run, make_traits, measured_gpu, race_scales
+from cuteflash.tune.results import Run, level, make_traits, measured_gpu, race_scales
 from cuteflash.tune.store import STAGES, Store, Timing, Verdict
 
 SCHEMA = 1
-TIMED, WAITING = "T", "w"
-# One letter a candidate and problem: rejected by a stage, timed, or neither.
-STATES = {stage: stage[0] for stage in STAGES}
+# One letter a candidate and problem: rejected by a stage, timed, neither, or not even compiled.
+STATES = {stage: stage[0] for stage in STAGE_WORDS}
+TIMED, WAITING, UNTOUCHED = "T", "w", "u"
 COSTS = ("threads", "smem_bytes", "registers", "fragment_regs", "blocks")
 
 Json = dict[str, Any]
@@ -173,6 +173,7 @@ def _peers(timings: Iterable[Timing]) -> dict[tuple[str, str], dict[str, float]]
         groups.setdefault((timing.race.rpartition(" ")[0], timing.cell, timing.driver), []).append(timing)
     found: dict[tuple[str, str], dict[str, float]] = {}
     for (family, cell, _), group in groups.items():
+        group = level(group)
         scales = race_scales(group)
         for one in group:
             if one.candidate.startswith(PEER) and one.ms is not None:
@@ -244,21 +245,25 @@ def _states(
     """
     letters, why = [], {}
     for place, name in enumerate(space.candidates):
-        rejected = [
-            one
-            for one in verdicts.get(name, ())
-            if not one.ok and (not one.problem or (problem is not None and _problem(one) == problem))
+        own = [
+            one for one in verdicts.get(name, ()) if problem is not None and one.problem and _problem(one) == problem
         ]
+        rejected = [one for one in (*own, *_general(verdicts, name)) if not one.ok]
         first = min(rejected, key=lambda one: STAGES.index(one.stage), default=None)
         if name in timed:
             letters.append(TIMED)
         elif first is None:
-            letters.append(WAITING)
+            letters.append(WAITING if own else UNTOUCHED)
         else:
-            letters.append(STATES[first.stage])
+            letters.append(STATES[where_lost(first)])
         if first is not None and bool(first.problem) == (problem is not None):
             why[place] = reasons.encode(first.reason or "")
     return "".join(letters), why
+
+
+def _general(verdicts: Verdicts, name: str) -> list[Verdict]:
+    """The verdicts on a candidate that hold for every problem."""
+    return [one for one in verdicts.get(name, ()) if not one.problem]
 
 
 def _problem(verdict: Verdict) -> Problem:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cuteflash.traits.row import Traits
 from cuteflash.tune.results import Run
+from cuteflash.tune.worker import plain
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)")
 ATTRIBUTE = re.compile(r"^ {8}(\w+(?:, \w+)*): ")
@@ -30,7 +31,7 @@ class Reasons:
 
     def encode(self, text: str) -> list[Any]:
         """[number of the template, its numbers ...]; numbers whose digits JSON would not keep are texts."""
-        text = " ".join(text.split()).replace("#", "no. ")
+        text = " ".join(plain(text).split()).replace("#", "no. ")
         template = NUMBER.sub("#", text)
         if template not in self._numbers:
             self._numbers[template] = len(self.templates)

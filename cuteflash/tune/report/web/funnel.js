@@ -15,7 +15,9 @@
   }
 
   const COLUMNS = {
-    p: "left out before compiling",
+    p: "cannot run",
+    l: "left out before compiling",
+    u: "not compiled yet",
     c: "rejected by the compiler",
     g: "wrong",
     t: "failed when timed",
@@ -24,15 +26,17 @@
   };
 
   function overview(data) {
-    const heads = ["Space", "considered", ...R.model.ORDER.map((state) => COLUMNS[state])];
-    const rows = data.spaces.map((space) => {
-      const counts = R.model.funnel(space, null);
+    const funnels = data.spaces.map((space) => R.model.funnel(space, null));
+    const order = R.model.ORDER.filter((state) => state !== "u" || funnels.some((counts) => counts.u));
+    const heads = ["Space", "considered", ...order.map((state) => COLUMNS[state])];
+    const rows = data.spaces.map((space, place) => {
+      const counts = funnels[place];
       return h(
         "tr",
         null,
         h("th", { scope: "row" }, space.title),
         h("td", { class: "number", "data-label": "considered" }, words.whole(space.ids.length)),
-        R.model.ORDER.map((state) =>
+        order.map((state) =>
           h(
             "td",
             { class: "number", "data-label": COLUMNS[state] },

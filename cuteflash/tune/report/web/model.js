@@ -2,9 +2,10 @@
 (() => {
   const TIMED = "T";
   const WAITING = "w";
+  const UNTOUCHED = "u"; // could run, and was not yet compiled for a problem
   /* How far a candidate came, furthest last; the words of the rejecting stages are the data's. */
-  const ORDER = ["p", "c", "g", "t", WAITING, TIMED];
-  const STAGE_OF = { p: "prune", c: "compile", g: "gate", t: "time" };
+  const ORDER = ["p", "l", UNTOUCHED, "c", "g", "t", WAITING, TIMED];
+  const STAGE_OF = { p: "prune", l: "limit", c: "compile", g: "gate", t: "time" };
   const ZERO = "0".charCodeAt(0);
   const FINE = 10000; // parts of a time in which the ends of its interval are counted
   const PEERS = { fa4: "FA4", cudnn: "cuDNN", fa2: "FA2" };
@@ -28,6 +29,7 @@
   /** What a state letter means. */
   function stateWords(data, state) {
     if (state === TIMED) return "timed";
+    if (state === UNTOUCHED) return "not compiled yet";
     return state === WAITING ? "not timed yet" : data.stages[STAGE_OF[state]];
   }
 

@@ -39,12 +39,16 @@
   const end = (share) => (share === null ? "?" : words.signed(share));
   const range = ([middle, least, most]) => `${words.signed(middle)} (${end(least)} to ${end(most)})`;
 
+  /** Whether the table would have another row; the default stays also where it is within the tolerance of the best. */
+  const replaced = (slot) => slot.replaces && slot.row !== slot.default;
+
   function outcome(slot) {
     if (slot.winner === null) return "no candidate was timed on all its lengths";
     if (slot.winner === slot.default) return "the default wins";
     if (!slot.has_default) return "nothing runs it yet";
     if (!slot.default_timed) return "the default was not timed";
-    if (slot.replaces) return "replaces the default";
+    if (replaced(slot)) return "replaces the default";
+    if (slot.replaces) return "beats the default, which is close enough to stay";
     return "the default stays";
   }
 
@@ -112,9 +116,9 @@
   }
 
   function summary(space) {
-    const replaced = space.slots.filter((slot) => slot.margin && slot.replaces);
-    const gains = replaced.map((slot) => slot.margin[0]);
-    const text = [`${space.slots.length} problems`, `${replaced.length} with a better row`];
+    const better = space.slots.filter((slot) => slot.margin && replaced(slot));
+    const gains = better.map((slot) => slot.margin[0]);
+    const text = [`${space.slots.length} problems`, `${better.length} with a better row`];
     if (gains.length) text.push(`by up to ${words.percent(Math.max(...gains))}`);
     for (const peer of peersOf([space])) {
       const ratios = space.slots.map((slot) => slot.peers[peer]?.mean).filter(Boolean);
