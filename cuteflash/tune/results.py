@@ -152,33 +152,51 @@ def level(timings: Sequence[Timing]) -> list[Timing]:
     for timing in timings:
         races.setdefault(timing.race, []).append(timing)
     factors = {name: round_factors([timing.samples for timing in race]) for name, race in races.items()}
-    return [_levelled(timing, factors[timing.race]) for timing in timings]
+    company = {name: runners([timing.samples for timing in race]) for name, race in races.items()}
+    return [_levelled(timing, factors[timing.race], company[timing.race]) for timing in timings]
 
 
 def round_factors(samples: Sequence[Sequence[float]]) -> list[float]:
-    """What each round of a race multiplied times with; 1 in the middle. Those who left early lack the last rounds."""
-    logs = [[math.log(value) for value in own] for own in samples]
-    rounds = max(map(len, logs), default=0)
-    effects = [0.0] * rounds
-    for _ in range(POLISHES):
-        levels = [
-            statistics.median([x - e for x, e in zip(own, effects, strict=False)]) if own else 0.0 for own in logs
-        ]
-        effects = [
-            statistics.median([own[i] - base for own, base in zip(logs, levels, strict=True) if len(own) > i])
-            for i in range(rounds)
-        ]
-        middle = statistics.median(effects) if effects else 0.0
-        effects = [effect - middle for effect in effects]
-    return [math.exp(effect) for effect in effects]
+    """What each round of a race multiplied times with; 1 in the middle. Those who left early lack the last rounds.
+
+    A round that only one ran in says nothing of its factor, which is taken for 1.
+    """
+    company = runners(samples)
+    shared = sum(count > 1 for count in company)
+    logs = [[math.log(value) for value in own[:shared]] for own in samples if own]
+    stayed = [own for own in logs if len(own) == shared]
+    effects = [0.0] * shared
+    # Who left early says nothing of the later rounds against the first: the others' factors put all on one level.
+    for field in (stayed, logs):
+        for _ in range(POLISHES if shared else 0):
+            levels = [statistics.median([x - e for x, e in zip(own, effects, strict=False)]) for own in field]
+            effects = [
+                statistics.median([own[i] - base for own, base in zip(field, levels, strict=True) if len(own) > i])
+                for i in range(shared)
+            ]
+            middle = statistics.median(effects)
+            effects = [effect - middle for effect in effects]
+    return [math.exp(effect) for effect in effects] + [1.0] * (len(company) - shared)
 
 
-def _levelled(timing: Timing, factors: Sequence[float]) -> Timing:
-    if timing.ms is None or timing.tflops is None or not timing.samples:
+def runners(samples: Sequence[Sequence[float]]) -> list[int]:
+    """How many took part in each round of a race."""
+    return [sum(len(own) > i for own in samples) for i in range(max(map(len, samples), default=0))]
+
+
+def _levelled(timing: Timing, factors: Sequence[float], company: Sequence[int]) -> Timing:
+    """A timing whose samples are divided by their rounds' factors.
+
+    Of n runners' noise a factor has taken one part in n along, which the interval gives back: two who share a round
+    agree on its factor whatever their noise.
+    """
+    if timing.ms is None or timing.tflops is None or all(factor == 1 for factor in factors[: len(timing.samples)]):
         return timing
     samples = tuple(value / factor for value, factor in zip(timing.samples, factors, strict=False))
     ms = statistics.median(samples)
     low, high = interval(samples)
+    left = statistics.mean(1 - 1 / count if count > 1 else 1.0 for count in company[: len(samples)])
+    low, high = max(0.0, ms - (ms - low) / math.sqrt(left)), ms + (high - ms) / math.sqrt(left)
     tflops = timing.tflops * timing.ms / ms
     return dataclasses.replace(timing, samples=samples, ms=ms, low=low, high=high, tflops=tflops)
 
