@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import pathlib
 import random
-import shutil
 import subprocess
 import sys
 from typing import Any
@@ -25,7 +23,7 @@ from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import FWD_MODULES, FWD_ROWS
 from cuteflash.tune import tables
-from cuteflash.tune.tables import NotedRow, Stack, merged, read_shipped, render, write_shipped, write_user
+from cuteflash.tune.tables import NotedRow, Stack, merged, read_shipped, render, simplified, write_shipped, write_user
 from cuteflash.usertable import TableError, TableWarning
 from tests.user_tables import MEASURED, OwnTables
 
@@ -33,6 +31,23 @@ TRAITS = pathlib.Path(vocabulary.__file__).parent
 FILES = {module.__name__: module for modules in FWD_MODULES.values() for module in modules}
 every_file = pytest.mark.parametrize("module", FILES.values(), ids=lambda module: module.__name__.rpartition(".")[2])
 NOTE = "Card, 2026-01-31, 123 TFLOP/s"
+
+SOURCE = """
+from cuteflash.traits.row import FwdRow, fwd_sm90
+
+ROWS: tuple[FwdRow, ...] = (
+    fwd_sm90(64, 128, 96),
+    fwd_sm90(96, 128, 96),  # one line
+    fwd_sm90(
+        160, 128, 96
+    ),  # by # hand
+    fwd_sm90(
+        192,
+        128,
+        96,
+    ),  # one each
+)
+"""
 
 Key = tuple[int, int, str, str, str]
 
@@ -157,7 +172,9 @@ def test_a_file_of_several_tables_keeps_what_any_of_them_needs(tmp_path: pathlib
     path = write_shipped("sm_89", "sm80", [MEASURED(FwdRow(FwdTraitsSm80(64, 32, 32, 32)))], tmp_path)
     assert path.name == "rows_sm80_small.py" and "sm_86/sm80, sm_89/sm80, sm_120/sm80." in path.read_text()
     path = write_shipped("sm_90a", "sm80", [MEASURED(FwdRow(everything[-1]))], tmp_path)
-    assert len(rows_of(path)) == 2 and everything[-1] in [row.traits for row in rows_of(path)]
+    found = choices([*rows_of(path), *FWD_MODULES["sm_90a", "sm80"][1].ROWS], "sm_90a")
+    assert {found[256, 256, mask, "bf16", "long"] for mask in MASK_KINDS} == {everything[-1]}
+    assert len(rows_of(path)) <= len(FWD_MODULES["sm_90a", "sm80"][0].ROWS) + 1  # the other file's are not its own
 
 
 @every_file
@@ -222,8 +239,93 @@ def test_a_shipped_file_that_is_none_or_cannot_be_written_is_an_error(tmp_path: 
 
 def test_comments_are_read_behind_any_form_of_a_row(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "rows_sm90.py"
-    shutil.copy(TRAITS / path.name, path)
-    ast.parse(path.read_text())
-    path.write_text(path.read_text().replace("fwd_sm90(160, 128, 96),", "fwd_sm90(\n    160, 128, 96\n),  # by # hand"))
-    noted = {entry.row.title: entry.note for entry in read_shipped(path) if entry.note}
-    assert noted == {"160x160": "by # hand"}
+    path.write_text(SOURCE)
+    notes = {entry.row.title: entry.note for entry in read_shipped(path)}
+    assert notes == {"64x64": "", "96x96": "one line", "160x160": "by # hand", "192x192": "one each"}
+
+
+# Rows that change nothing.
+
+BELOW = [FwdRow(FwdTraitsSm80(64, 64, head_dim, head_dim)) for head_dim in ROW_HEAD_DIMS]
+STACK = Stack(("sm_80", "sm80"), below=BELOW)
+FAST, SLOW = FwdTraitsSm80(64, 32, 64, 64), FwdTraitsSm80(64, 48, 64, 64)
+
+
+def noted(traits: Traits, note: str = "", **serves: tuple[str, ...]) -> NotedRow:
+    return NotedRow(FwdRow(traits, **serves), note)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_simpler_rows_choose_the_same_and_cannot_be_simpler_still(seed: int) -> None:
+    choose = random.Random(seed)
+    rows = []
+    for place in range(10):
+        boxes = (choose.sample(names, choose.randint(1, len(names))) for names in (MASK_KINDS, DTYPES, SHAPES))
+        head_dims = choose.choice([(64, 64), (96, 96), (96, 64)])
+        traits = FwdTraitsSm80(64, choose.choice([32, 64]), *head_dims)
+        rows.append(NotedRow(FwdRow(traits, *map(tuple, boxes)), f"note {place}"))
+    rows = merged(rows, [STACK])
+    found = simplified(rows, [STACK])
+    assert choices([*(one.row for one in found), *BELOW], "sm_80") == choices([*(o.row for o in rows), *BELOW], "sm_80")
+    order = [one.row for one in rows]
+    assert [order.index(one.row) for one in found] == sorted(order.index(one.row) for one in found)
+    assert simplified(found, [STACK]) == found
+    for left in found:
+        fewer = [one.row for one in found if one is not left]
+        assert choices([*fewer, *BELOW], "sm_80") != choices([*order, *BELOW], "sm_80")
+
+
+def test_a_row_that_the_next_one_makes_needless_leaves_it_its_note() -> None:
+    rows = [noted(FAST, "new", masks=("causal",)), noted(FAST, "old")]
+    assert simplified(rows, [STACK]) == [noted(FAST, "new")]
+    assert simplified([noted(FAST, "", masks=("causal",)), noted(FAST, "old")], [STACK]) == [noted(FAST, "old")]
+
+
+def test_a_note_goes_on_from_heir_to_heir_and_the_newest_stays() -> None:
+    rows = [
+        noted(FAST, "newest", masks=("causal",), shapes=("long",)),
+        noted(FAST, "newer", masks=("causal",)),
+        noted(FAST, "older", masks=("full",)),
+        noted(FAST),
+    ]
+    assert simplified(rows, [STACK]) == [noted(FAST, "newest")]
+
+
+def test_a_row_stays_where_another_one_would_take_its_place() -> None:
+    rows = [noted(FAST, "1", masks=("causal",)), noted(SLOW, "2", masks=("causal", "full")), noted(FAST, "3")]
+    assert simplified(rows, [STACK]) == rows
+    needless = [noted(FAST, "0", masks=("window",)), *rows]
+    assert simplified(needless, [STACK]) == [*rows[:2], noted(FAST, "0")]
+
+
+def test_a_row_that_goes_may_make_one_above_it_needless() -> None:
+    exact = {"masks": ("causal",)}
+    rows = [
+        noted(FAST, "1", **exact, dtypes=("bf16",)),
+        noted(SLOW, "2", **exact),  # the same as the last but one, where the first does not hide it
+        noted(SLOW, "3", **exact, dtypes=("fp16",)),
+        noted(FAST, "4"),
+    ]
+    assert simplified(rows, [STACK]) == [noted(SLOW, "2", **exact, dtypes=("fp16",)), noted(FAST, "1")]
+
+
+def test_a_note_says_nothing_of_other_head_dims() -> None:
+    lent, square = FwdTraitsSm80(64, 32, 96, 64), FwdTraitsSm80(64, 32, 96, 96)
+    assert simplified([noted(lent, "of 96x64"), noted(square, "of 96x96")], [STACK]) == [noted(square, "of 96x96")]
+
+
+def test_a_row_that_one_of_several_tables_needs_stays() -> None:
+    row = noted(FwdTraitsSm80(64, 64, 64, 64), "the same as below", masks=("causal",))
+    slower = [FwdRow(SLOW), *BELOW]
+    assert simplified([row], [STACK]) == []
+    assert simplified([row], [STACK, Stack(("sm_86", "sm80"), below=slower)]) == [row]
+
+
+def test_a_row_that_another_file_has_too_is_needless() -> None:
+    assert simplified([noted(BELOW[1].traits, "the same")], [STACK]) == []
+
+
+def test_what_is_written_is_simplified(tmp_path: pathlib.Path) -> None:
+    rows = [MEASURED(FwdRow(FAST, masks)) for masks in (("causal",), ("full", "causal"))]
+    path = write_shipped("sm_80", "sm80", rows, tmp_path)
+    assert [row for row in rows_of(path) if row.traits == FAST] == [rows[1].row]

@@ -134,30 +134,45 @@ def merged(rows: Iterable[Entry], stacks: Iterable[Stack]) -> list[Entry]:
         entries.setdefault(entry.row, entry)
     reached = {row for stack in stacks for row in _reached(tuple(entries), stack)}
     kept = [entry for row, entry in entries.items() if row in reached]
-    return sorted(kept, key=lambda entry: (entry.row.traits.head_dim, entry.row.traits.head_dim_v))
+    return sorted(kept, key=lambda entry: _head_dims(entry.row))
 
 
 def simplified(rows: Sequence[NotedRow], stacks: Iterable[Stack]) -> list[NotedRow]:
     """`rows` without those in whose absence every problem of the tables would run with the same traits.
 
-    Such a row's note goes to the row that takes over, in place of an older one.
+    Such a row's note goes to those of `rows` that take over and are made for the same head dims; of several notes the
+    uppermost row's stays, which is the newest.
     """
-    own = [noted.row for noted in rows]
-    chains = [chain for stack in stacks for chain in _chains(own, stack)]
-    gone: set[FwdRow] = set()
-    lent: dict[FwdRow, str] = {}
-    for noted in rows:
-        heirs = set()
-        for chain in chains:
-            left = [offer for offer in chain if offer[0] not in gone]
-            if left[0][0] == noted.row:
-                same = len(left) > 1 and left[1][1] == left[0][1]
-                heirs.add(left[1][0] if same else noted.row)
-        if noted.row not in heirs:
-            gone.add(noted.row)
-            for heir in heirs:
-                lent.setdefault(heir, noted.note)
-    return [NotedRow(noted.row, lent.get(noted.row) or noted.note) for noted in rows if noted.row not in gone]
+    left = [noted.row for noted in rows]
+    chains = [chain for stack in stacks for chain in _chains(left, stack)]
+    notes = {noted.row: (place, noted.note) for place, noted in enumerate(rows) if noted.note}
+    while True:
+        count = len(left)
+        for row in list(left):
+            heirs = _heirs(row, chains)
+            if heirs is not None:
+                left = [one for one in left if one is not row]
+                chains = [[offer for offer in chain if offer[0] is not row] for chain in chains]
+                for heir in heirs:
+                    if row in notes and _head_dims(heir) == _head_dims(row):
+                        notes[heir] = min(notes[row], notes.get(heir, notes[row]))
+        if len(left) == count:
+            return [NotedRow(row, notes[row][1] if row in notes else "") for row in left]
+
+
+def _head_dims(row: FwdRow) -> tuple[int, int]:
+    return row.traits.head_dim, row.traits.head_dim_v
+
+
+def _heirs(row: FwdRow, chains: Iterable[list[tuple[FwdRow, Any]]]) -> set[FwdRow] | None:
+    """What would run with the same traits in a row's place; None where some problem would run with others."""
+    heirs = set()
+    for chain in chains:
+        if chain[0][0] is row:  # an equal row of another file is an heir like any other
+            if len(chain) < 2 or chain[1][1] != chain[0][1]:
+                return None
+            heirs.add(chain[1][0])
+    return heirs
 
 
 def render(tables: Sequence[Table], rows: Sequence[NotedRow]) -> str:
