@@ -93,6 +93,7 @@ def offers(
     for made_for in dict.fromkeys([(head_dim, head_dim_v), (square, square)]):
         for row in rows:
             fits = problem.mask in row.masks and problem.dtype in row.dtypes and shape in row.shapes
+            fits = fits and (row.softcap or not problem.has_softcap) and (row.lse or not problem.has_lse)
             if fits and (row.traits.head_dim, row.traits.head_dim_v) == made_for:
                 traits = dataclasses.replace(row.traits, head_dim=head_dim, head_dim_v=head_dim_v)
                 yield row, traits, traits.check(arch)

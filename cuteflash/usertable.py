@@ -204,7 +204,7 @@ def _measured_row(values: Any, arch: ArchSpec, family: Family) -> MeasuredRow:
     tflops = _field(values, "tflops", float, int)
     if not 0 < tflops < math.inf:
         raise ValueError(f"its tflops is {tflops}; allowed: a positive number")
-    row = FwdRow(traits, masks, dtypes, shapes)
+    row = FwdRow(traits, masks, dtypes, shapes, _field(values, "softcap", bool), _field(values, "lse", bool))
     return MeasuredRow(row, _field(values, "gpu", str), _field(values, "date", str), tflops)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from cuteflash.compile import build, cache_dir
 from cuteflash.compile.cache import Entry
 from cuteflash.compile.key import cache_key
-from cuteflash.dispatch import Choice, choose_shipped_fwd
+from cuteflash.dispatch import Choice
 from cuteflash.problem import FwdProblem
 from layouts.lessons import lesson_data, lesson_scenes
 from layouts.output import make_directory, write_file
@@ -79,10 +79,7 @@ def page_text(scene: Json, gallery: Sequence[Json] | None = None) -> str:
 @functools.cache
 def study_path() -> StudyPath:
     """What every page with the study path embeds for it."""
-    rows = (
-        (problem, target, choose_shipped_fwd(problem, target, family)) for problem, target, family in lesson_scenes()
-    )
-    scenes = [scene_json(read_scene(*row)) for row in rows]
+    scenes = [scene_json(read_scene(*row)) for row in lesson_scenes()]
     return StudyPath(lesson_data(), {scene["id"]: scene for scene in scenes})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ def shipped_rows() -> Iterator[ShippedRow]:
     for (target, family), rows in FWD_ROWS.items():
         for row in rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
-                served = list(_served(row, head_dim_v, target, family))
+                served = _served(row, head_dim_v, target, family)
                 if served:
                     problems, shapes, choices = zip(*served, strict=True)
                     masks = tuple(dict.fromkeys(problem.mask for problem in problems))
@@ -60,15 +61,22 @@ def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
     return (size for size in reversed(ROW_HEAD_DIMS) if size <= head_dim_v)
 
 
-def _served(row: FwdRow, head_dim_v: int, target: str, family: Family) -> Iterator[tuple[FwdProblem, str, Choice]]:
-    """What the row runs at its head_dim and this head_dim_v, bf16 and long first: problem, shape class, choice."""
-    for dtype in sorted(row.dtypes, key=lambda name: name != "bf16"):
-        for mask in row.masks:
-            problem = FwdProblem(cast(Any, dtype), row.traits.head_dim, head_dim_v, mask=cast(Any, mask))
-            for shape in reversed(row.shapes):
-                choice = choose_shipped_fwd(problem, target, family, cast(Any, shape))
-                if choice.row == row:
-                    yield problem, shape, choice
+def _served(row: FwdRow, head_dim_v: int, target: str, family: Family) -> list[tuple[FwdProblem, str, Choice]]:
+    """What the row runs at its head_dim and this head_dim_v, bf16 and long first: problem, shape class, choice.
+
+    Problems with a log-sum-exp or a softcap count only where the row runs no other.
+    """
+    dtypes = sorted(row.dtypes, key=lambda name: name != "bf16")
+    for extra in ({}, {"has_lse": True}, {"has_softcap": True}):
+        served = []
+        for dtype, mask, shape in itertools.product(dtypes, row.masks, reversed(row.shapes)):
+            problem = FwdProblem(cast(Any, dtype), row.traits.head_dim, head_dim_v, cast(Any, mask), **extra)
+            choice = choose_shipped_fwd(problem, target, family, cast(Any, shape))
+            if choice.row == row:
+                served.append((problem, shape, choice))
+        if served:
+            return served
+    return []
 
 
 def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildReport | None = None) -> Scene:
@@ -88,10 +96,11 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
         reader = ReaderSm90(kernel) if choice.family == "sm90" else ReaderSm80(kernel)
         fragments = reader.fragments()
         dims = f"{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
-        shapes = choice.row.shapes if choice.row.shapes != SHAPES else ()  # of what runs at any length, not a word
+        special = [name for name in ("softcap", "lse") if getattr(problem, f"has_{name}")]
+        special += choice.row.shapes if choice.row.shapes != SHAPES else []  # of what runs at any length, not a word
         return Scene(
-            id="-".join((target, choice.family, dims, problem.mask, problem.dtype, *shapes)),
-            title=" · ".join((name, target, f"head dim {dims}", problem.mask, problem.dtype, *shapes)),
+            id="-".join((target, choice.family, dims, problem.mask, problem.dtype, *special)),
+            title=" · ".join((name, target, f"head dim {dims}", problem.mask, problem.dtype, *special)),
             kernel={
                 "name": name,
                 "module": module,

@@ -43,30 +43,31 @@ def test_every_problem_has_a_row(target: str, family: Family, mask: str, dtype: 
         assert traits.check(get_arch(target)) is None
 
 
-def row_kernels() -> list[tuple[str, Traits, str, str]]:
-    """Each row's target and traits once, with a mask and a dtype that it serves: causal, bf16 where it can be."""
-    kernels = {}
-    for (target, _), rows in FWD_ROWS.items():
-        for row in rows:
-            mask = "causal" if "causal" in row.masks else row.masks[0]
-            dtype = "bf16" if "bf16" in row.dtypes else row.dtypes[0]
-            kernels.setdefault((target, row.traits), (target, row.traits, mask, dtype))
-    return list(kernels.values())
+def row_kernels() -> list[tuple[str, Traits, FwdProblem]]:
+    """Each kernel of the tables once: target, traits and, of the problems that it runs, the most demanding one."""
+    kernels: dict[tuple[str, Traits], FwdProblem] = {}
+    for (target, family), rows in FWD_ROWS.items():
+        made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
+        hardest_first = itertools.product((True, False), (True, False), reversed(MASK_KINDS), reversed(DTYPES), SHAPES)
+        for (softcap, lse, mask, dtype, shape), head_dims in itertools.product(hardest_first, made_for):
+            problem = FwdProblem(dtype, *head_dims, mask, has_softcap=softcap, has_lse=lse)
+            kernels.setdefault((target, choose_shipped_fwd(problem, target, family, shape).traits), problem)
+    return [(*key, problem) for key, problem in kernels.items()]
 
 
-def row_id(kernel: tuple[str, Traits, str, str]) -> str:
-    target, traits, mask, dtype = kernel
-    tile = f"{traits.tile_m}x{traits.tile_n}"
-    return f"{target}-{traits.family}-{traits.head_dim}x{traits.head_dim_v}-{tile}-{mask}-{dtype}"
+def row_id(kernel: tuple[str, Traits, FwdProblem]) -> str:
+    target, traits, problem = kernel
+    dims = f"{traits.head_dim}x{traits.head_dim_v}-{traits.tile_m}x{traits.tile_n}"
+    extras = "-softcap" * problem.has_softcap + "-lse" * problem.has_lse
+    return f"{target}-{traits.family}-{dims}-{problem.mask}-{problem.dtype}{extras}"
 
 
 @pytest.mark.parametrize("kernel", row_kernels(), ids=row_id)
 def test_a_row_compiles_without_complaint(
-    kernel: tuple[str, Traits, str, str], monkeypatch: pytest.MonkeyPatch
+    kernel: tuple[str, Traits, FwdProblem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, traits, mask, dtype = kernel
+    target, traits, problem = kernel
     monkeypatch.setenv("CUTEFLASH_CACHE", "0")
-    problem = FwdProblem(dtype, traits.head_dim, traits.head_dim_v, mask)
     report = build(forward_kernel(traits.family), traits, problem, target)
     assert report.complaints == ()
     assert report.resources.stack_bytes == 0

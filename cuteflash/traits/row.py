@@ -35,6 +35,8 @@ class FwdRow:
     Attributes:
         traits: how it runs.
         masks, dtypes, shapes: what it serves, kept in the order of `MASK_KINDS`, `DTYPES` and `SHAPES`.
+        softcap, lse: whether it also serves problems with a softcap, or whose log-sum-exp is asked for; both take
+            registers that not every tile has left.
 
     Raises:
         ValueError: one of them is empty or names what there is not.
@@ -44,6 +46,8 @@ class FwdRow:
     masks: tuple[str, ...] = MASK_KINDS
     dtypes: tuple[str, ...] = DTYPES
     shapes: tuple[str, ...] = SHAPES
+    softcap: bool = True
+    lse: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (("masks", MASK_KINDS), ("dtypes", DTYPES), ("shapes", SHAPES)):
@@ -56,8 +60,9 @@ class FwdRow:
     def title(self) -> str:
         """Its head dims and, where it does not serve all of them, masks, dtypes and shapes: "64x64 (causal; long)"."""
         served = ((self.masks, MASK_KINDS), (self.dtypes, DTYPES), (self.shapes, SHAPES))
-        words = "; ".join(", ".join(some) for some, every in served if some != every)
-        return f"{self.traits.head_dim}x{self.traits.head_dim_v}" + (f" ({words})" if words else "")
+        words = [", ".join(some) for some, every in served if some != every]
+        words += [f"no {name}" for name in ("softcap", "lse") if not getattr(self, name)]
+        return f"{self.traits.head_dim}x{self.traits.head_dim_v}" + (f" ({'; '.join(words)})" if words else "")
 
 
 def fwd_sm80(
@@ -69,12 +74,14 @@ def fwd_sm80(
     *,
     dtypes: tuple[str, ...] = DTYPES,
     shapes: tuple[str, ...] = SHAPES,
+    softcap: bool = True,
+    lse: bool = True,
     head_dim_v: int | None = None,
     **more: Any,
 ) -> FwdRow:
     """An sm80 row; `more` are fields of its traits."""
     traits = FwdTraitsSm80(tile_m, tile_n, head_dim, head_dim_v or head_dim, num_warps=num_warps, **more)
-    return FwdRow(traits, masks, dtypes, shapes)
+    return FwdRow(traits, masks, dtypes, shapes, softcap, lse)
 
 
 def fwd_sm90(
@@ -85,10 +92,13 @@ def fwd_sm90(
     *,
     dtypes: tuple[str, ...] = DTYPES,
     shapes: tuple[str, ...] = SHAPES,
+    softcap: bool = True,
+    lse: bool = True,
     head_dim_v: int | None = None,
     exp_rows_before_wait: int = 1,
     **more: Any,
 ) -> FwdRow:
     """An sm90 row; `more` are fields of its traits."""
     more["exp_rows_before_wait"] = exp_rows_before_wait
-    return FwdRow(FwdTraitsSm90(tile_m, tile_n, head_dim, head_dim_v or head_dim, **more), masks, dtypes, shapes)
+    traits = FwdTraitsSm90(tile_m, tile_n, head_dim, head_dim_v or head_dim, **more)
+    return FwdRow(traits, masks, dtypes, shapes, softcap, lse)

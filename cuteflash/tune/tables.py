@@ -226,8 +226,9 @@ def _chains(rows: Sequence[FwdRow], stack: Stack) -> Iterator[list[tuple[FwdRow,
     Problems that nothing runs are left out.
     """
     arch, every = get_arch(stack.table[0]), [*stack.above, *rows, *stack.below]
-    for head_dim, head_dim_v, mask, dtype in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES):
-        problem = FwdProblem(cast(Any, dtype), head_dim, head_dim_v, mask=cast(Any, mask))
+    kinds = (ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES, (False, True), (False, True))
+    for head_dim, head_dim_v, mask, dtype, softcap, lse in itertools.product(*kinds):
+        problem = FwdProblem(cast(Any, dtype), head_dim, head_dim_v, cast(Any, mask), has_softcap=softcap, has_lse=lse)
         for shape in SHAPES:
             chain = [(row, traits) for row, traits, reason in offers(every, problem, shape, arch) if reason is None]
             if chain:
@@ -251,6 +252,7 @@ def _call(row: FwdRow) -> str:
         arguments.append(_words(row.masks))
     arguments += [f"dtypes={_words(row.dtypes)}"] if row.dtypes != DTYPES else []
     arguments += [f"shapes={_words(row.shapes)}"] if row.shapes != SHAPES else []
+    arguments += [f"{name}=False" for name in ("softcap", "lse") if not getattr(row, name)]
     arguments += [f"head_dim_v={traits.head_dim_v}"] if traits.head_dim_v != traits.head_dim else []
     defaults = {field.name: field.default for field in dataclasses.fields(traits)}
     defaults |= {name: parameter.default for name, parameter in inspect.signature(maker).parameters.items()}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from cuteflash.dispatch import Choice, choose_shipped_fwd
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family
+from cuteflash.traits.shapes import Shape
 from layouts.lessons.loops import loop_data
 from layouts.lessons.pipeline import pipeline_data
 from layouts.lessons.ring import ring_data
@@ -18,14 +20,18 @@ from layouts.lessons.turns import turn_data
 
 _LESSON_PROBLEM = FwdProblem(dtype="bf16", head_dim=128, head_dim_v=128, mask="full")
 _LESSON_ROWS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm90"))
+_LESSON_SHAPE: Shape = "short"  # whose rows keep Q in registers and share no memory, which is one thing less to explain
 
 
-def lesson_scenes() -> list[tuple[FwdProblem, str, Family]]:
-    """What a page must embed for its lessons to be live: (problem, target, family) of one row of each family.
+def lesson_scenes() -> list[tuple[FwdProblem, str, Choice]]:
+    """What a page must embed for its lessons to be live: (problem, target, choice) of one row of each family.
 
     Both are rows of the gallery, so that a page which holds all rows holds nothing twice.
     """
-    return [(_LESSON_PROBLEM, target, family) for target, family in _LESSON_ROWS]
+    problem = _LESSON_PROBLEM
+    return [
+        (problem, target, choose_shipped_fwd(problem, target, family, _LESSON_SHAPE)) for target, family in _LESSON_ROWS
+    ]
 
 
 def lesson_data() -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cuteflash.dispatch import choose_fwd
 from cuteflash.reference import fa1, fa2
 from layouts.lessons import lesson_data, lesson_scenes, loops, pipeline, softmax, turns
 from layouts.rows import make_scene, shipped_rows
@@ -28,10 +27,10 @@ def test_is_json_without_nan(data: dict[str, Any]) -> None:
 
 
 def test_scenes_are_those_of_the_gallery(data: dict[str, Any]) -> None:
-    gallery = [(row.problem, row.target, row.family) for row in shipped_rows()]
-    for problem, target, family in lesson_scenes():
-        assert (problem, target, family) in gallery
-        assert make_scene(problem, target, choose_fwd(problem, target, family)).id == data["scenes"][family]
+    gallery = [(row.problem, row.target, row.choice.row) for row in shipped_rows()]
+    for problem, target, choice in lesson_scenes():
+        assert (problem, target, choice.row) in gallery
+        assert make_scene(problem, target, choice).id == data["scenes"][choice.family]
 
 
 @pytest.mark.parametrize("mask", softmax.MASKS)

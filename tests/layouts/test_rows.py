@@ -61,6 +61,9 @@ def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
     return named[:, :, ::WARPGROUP] if together else named
 
 
+with_lse, with_softcap = (functools.partial(FwdProblem, **{f"has_{name}": True}) for name in ("lse", "softcap"))
+
+
 def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
     assert len(ROWS) == len(list(shipped_rows()))
     assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
@@ -69,10 +72,11 @@ def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
     for (target, family), rows in FWD_ROWS.items():
         for row in rows:
             reached = any(
-                choose_shipped_fwd(FwdProblem(dtype, *head_dims, mask), target, family, shape).row == row
+                choose_shipped_fwd(problem(dtype, *head_dims, mask), target, family, shape).row == row
                 for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2)
                 if max(head_dims) == max(row.traits.head_dim, row.traits.head_dim_v)
                 for dtype, mask, shape in itertools.product(row.dtypes, row.masks, row.shapes)
+                for problem in (FwdProblem, with_lse, with_softcap)
             )
             assert ((target, family, row) in drawn) == reached
 

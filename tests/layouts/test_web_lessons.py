@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from cuteflash.dispatch import choose_fwd
 from layouts.lessons import lesson_data, lesson_scenes
 from layouts.page import SCRIPTS
 from layouts.rows import make_scene, touch_ways
@@ -95,7 +94,7 @@ MOUNT = """
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    scenes = (make_scene(*row[:2], choose_fwd(*row)) for row in lesson_scenes())
+    scenes = (make_scene(*row) for row in lesson_scenes())
     held = {scene.id: json.loads(json.dumps(scene.as_dict())) for scene in scenes}
     views = ["kernel", "playground", "learn"]
     return {"scenes": held, "scene": None, "views": views, "gallery": None, "lessons": lesson_data()}
@@ -166,8 +165,7 @@ def test_links_lead_to_the_gallery_where_the_page_has_no_kernel_view(page: dict[
 
 @pytest.mark.parametrize("swizzled", [True, False])
 def test_ways_are_those_of_the_bank_model(page: dict[str, Any], swizzled: bool) -> None:
-    problem, target, family = lesson_scenes()[0]
-    scene = make_scene(problem, target, choose_fwd(problem, target, family))
+    scene = make_scene(*lesson_scenes()[0])
     step = next(step for step in scene.steps if step.id == "ldmatrix_k")
     touch = next(touch for touch in step.touches if touch.id == "sK")
     expected = touch_ways(scene, step, touch, swizzled)[3, 0].tolist()
