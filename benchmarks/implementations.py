@@ -12,6 +12,7 @@ import torch
 
 import cuteflash
 from benchmarks.contest import Maker
+from benchmarks.report import OURS
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.tune.cells import Cell, Inputs
 from cuteflash.tune.launch import direct_runner
@@ -19,7 +20,6 @@ from cuteflash.tune.peers import PEERS, missing_peer, peer_runner, repeated
 from cuteflash.tune.timing import Runner
 from cuteflash.tune.variants import Variant
 
-OURS = ("sm90", "sm80")
 NAMES = OURS + PEERS
 
 

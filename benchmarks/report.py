@@ -23,6 +23,7 @@ RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sm90/best": ("sm90", ("fa4", "cudnn")),
     "sm80/FA2": ("sm80", ("fa2",)),
 }
+OURS = ("sm90", "sm80")
 TITLES = {"sm90": "ours sm90", "sm80": "ours sm80", "fa4": "FA4", "cudnn": "cuDNN", "fa2": "FA2"}
 COLOURS = {"sm90": "#0b6e4f", "sm80": "#7cb518", "fa4": "#d1495b", "cudnn": "#3066be", "fa2": "#8d99ae"}
 
@@ -97,6 +98,7 @@ def summary_lines(result: Result) -> list[str]:
             f"same run: 8192³ bf16 matrix product {device['matmul_tflops']:.0f} TFLOP/s, "
             f"copy {device['copy_gbps']:.0f} GB/s"
         )
+        lines += _roof_lines(result["cells"], device["matmul_tflops"])
     if result.get("host_us"):
         times = ", ".join(f"{TITLES[name]} {value:.1f}" for name, value in result["host_us"].items())
         lines.append(f"host time per call, µs: {times}")
@@ -105,6 +107,18 @@ def summary_lines(result: Result) -> list[str]:
             if entry.get("problem"):
                 lines.append(f"{cell['label']}, {TITLES[name]}: {entry['problem']}")
     return lines
+
+
+def _roof_lines(cells: Sequence[Result], roof: float) -> Iterator[str]:
+    """What our fastest family reaches of the matrix product, full attention, at each head dim's longest sequences."""
+    longest: dict[int, Result] = {}
+    for cell in cells:
+        if cell["mask"] == "full" and cell["seqlen"] >= longest.get(cell["head_dim"], cell)["seqlen"]:
+            longest[cell["head_dim"]] = cell
+    rates = {cell["label"]: max(rate(cell, name) or 0.0 for name in OURS) for cell in longest.values()}
+    shares = ", ".join(f"{label} {value / roof:.2f}" for label, value in rates.items() if value)
+    if shares:
+        yield f"of that matrix product: {shares}"
 
 
 def markdown(result: Result) -> str:

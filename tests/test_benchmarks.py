@@ -156,6 +156,13 @@ def test_run_writes_json_plot_and_table(
     assert "D32 causal 48" in capsys.readouterr().out
 
 
+def test_the_summary_names_the_share_of_the_matrix_product_at_the_longest_full_sequences() -> None:
+    cells = [cell_row("D64 full 512", sm90=600.0), cell_row("D64 full 1024", seqlen=1024, sm90=350.0, sm80=300.0)]
+    cells.append(cell_row("D64 causal 2048", mask="causal", seqlen=2048, sm90=700.0))
+    (line,) = [line for line in report.summary_lines(result_of(cells)) if "of that matrix product" in line]
+    assert line == "of that matrix product: D64 full 1024 0.50"
+
+
 def test_ratios_take_the_faster_peer_and_only_right_results() -> None:
     cells = [cell_row("a", sm90=600.0, fa4=500.0, cudnn=400.0), cell_row("b", sm90=300.0, fa4=500.0, cudnn=600.0)]
     assert report.ratio(cells[0], "sm90/best") == 1.2
