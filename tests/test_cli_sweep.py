@@ -372,6 +372,8 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: pathlib.Path) -> N
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # What a shell starts in the background ignores the signal, and so does everything below it.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     world = World(tmp_path)
     deadline = time.monotonic() + 100
