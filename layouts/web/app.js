@@ -50,6 +50,7 @@
       ),
     );
     tabs.hidden = names().length < 2;
+    if (data.gallery && data.scene) tabs.after(CF.h("a", { class: "to-index", href: "index.html" }, "All rows"));
     tabs.addEventListener("keydown", (event) => {
       const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       const at = names().indexOf(CF.state.get("view"));

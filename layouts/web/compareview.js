@@ -208,7 +208,8 @@
   /* All rows by arch. */
   function rowSelect(rows, side) {
     const archs = [...new Set(rows.map(({ arch }) => arch))];
-    const option = (row) => h("option", { value: row.id }, [row.arch, row.family, dims(row), row.mask].join(" · "));
+    const words = (row) => [row.arch, row.family, dims(row), row.mask, row.dtype, row.shape].join(" · ");
+    const option = (row) => h("option", { value: row.id }, words(row));
     const group = (arch) => h("optgroup", { label: arch }, rows.filter((row) => row.arch === arch).map(option));
     return h(
       "select",

@@ -19,6 +19,7 @@
     { key: "head_dim", head: "head dim", by: (row) => row.head_dim * 1000 + row.head_dim_v, cell: rowHead },
     { key: "mask", head: "masks", by: (row) => row.mask, cell: (row) => text(row.mask) },
     { key: "dtype", head: "dtypes", by: (row) => row.dtype, cell: (row) => text(row.dtype) },
+    { key: "shape", head: "lengths", by: (row) => row.shape, cell: (row) => text(row.shape) },
     { key: "tile", head: "tile", by: (row) => extents(row)[0] * 1000 + extents(row)[1], cell: tileCell },
     { key: "threads", head: "threads", by: (row) => row.threads, cell: (row) => number(row.threads) },
     { key: "smem_bytes", head: "smem", by: (row) => row.smem_bytes, cell: smemCell },
@@ -30,13 +31,14 @@
 
   const dimsOf = ({ head_dim: own, head_dim_v: other }) => [...new Set([own, other])].map(String);
 
-  /* key, label and the values that a row has; a row may serve several masks and dtypes. */
+  /* key, label and the values that a row has; a row may serve several masks, dtypes and classes of lengths. */
   const FILTERS = [
     { key: "arch", label: "Arch", values: (row) => [row.arch] },
     { key: "family", label: "Family", values: (row) => [row.family] },
     { key: "dim", label: "Head dim", values: dimsOf },
     { key: "mask", label: "Mask", values: (row) => row.mask.split(", ") },
     { key: "dtype", label: "Dtype", values: (row) => row.dtype.split(", ") },
+    { key: "shape", label: "Lengths", values: (row) => row.shape.split(", ") },
   ];
 
   for (const { key } of FILTERS) CF.state.define(key, { param: key });
