@@ -94,7 +94,6 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "mask": ", ".join(row.masks),
         "dtype": ", ".join(row.dtypes),
         "shape": ", ".join(row.shapes),
-        "shape": ", ".join(row.shapes),
         "file": f"{scene.id}.html",
         "tile": f"{traits['tile_m']}x{traits['tile_n']}",
         "threads": kernel["threads"],
