@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,6 +81,12 @@ def progress(cell: Mapping[str, Any]) -> str:
         for name, entry in cell["results"].items()
     ]
     return f"{cell['label']:<20} {'  '.join(texts)}"
+
+
+def write(result: Mapping[str, Any], path: pathlib.Path) -> None:
+    """A result as JSON with figures rounded to what was measured; makes the directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(dict(result)), indent=1) + "\n")
 
 
 def rounded(value: Any) -> Any:

@@ -10,7 +10,6 @@ in the ratios. The file at --json is rewritten after every cell, so that an inte
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import device, report
-from benchmarks.contest import measure, progress, rounded
+from benchmarks.contest import measure, progress, write
 from benchmarks.implementations import NAMES, maker, unavailable
 from cuteflash.problem import DTYPES
 from cuteflash.tune import machine
@@ -102,16 +101,16 @@ def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.d
         for cell in cells:
             makers = {name: maker(name, cell, arguments.overrides) for name in names}
             result["cells"].append(measure(cell, makers, where, arguments.rounds))
-            write(result, arguments.json)
+            _write(result, arguments.json)
             print(progress(result["cells"][-1]), flush=True)
         result["host_us"] = device.host_microseconds(names, where, arguments.dtype)
     except HangError:
         # The context is lost with the kernel that never ends; a normal exit would wait for it.
         traceback.print_exc()
-        write(result, arguments.json)
+        _write(result, arguments.json)
         sys.stderr.flush()
         os._exit(3)
-    write(result, arguments.json)
+    _write(result, arguments.json)
     if arguments.plot:
         report.plot(result, arguments.plot)
     report.print_table(result)
@@ -119,11 +118,9 @@ def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.d
     return 1 if wrong else 0
 
 
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """The result with its summary, as JSON with figures rounded to what was measured."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = result | {"summary": report.summary(result["cells"])}
-    path.write_text(json.dumps(rounded(content), indent=1) + "\n")
+def _write(result: dict[str, Any], path: pathlib.Path) -> None:
+    """The result with its summary."""
+    write(result | {"summary": report.summary(result["cells"])}, path)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import device, ladder_report
-from benchmarks.contest import Maker, measure, progress, rounded
+from benchmarks.contest import Maker, measure, progress, write
 from benchmarks.implementations import target_of, unavailable, variant_runner
 from cuteflash.compile import build
 from cuteflash.dispatch import choose_shipped_fwd, forward_kernel
@@ -168,7 +168,7 @@ def run(ladders: Sequence[Ladder], cells: Sequence[Cell], arguments: argparse.Na
     try:
         for ladder, cell in pairs:
             result["cells"].append(climb(ladder, cell, where, arguments.rounds))
-            _write(result, arguments.json)
+            write(result, arguments.json)
             print(progress(result["cells"][-1]), flush=True)
     except HangError:
         # The context is lost with the kernel that never ends; a normal exit would wait for it.
@@ -176,11 +176,6 @@ def run(ladders: Sequence[Ladder], cells: Sequence[Cell], arguments: argparse.Na
         sys.stderr.flush()
         os._exit(3)
     return result
-
-
-def _write(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rounded(dict(result)), indent=1) + "\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

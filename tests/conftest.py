@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -46,3 +47,11 @@ def own_tables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     tables = OwnTables(tmp_path / "config")
     yield tables
     tables.forget()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium, for modules that import `tests.browser`."""
+    from tests.browser import launch
+
+    yield from launch()

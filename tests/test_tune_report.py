@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import html.parser
 import json
 import math
 import pathlib
@@ -29,6 +28,7 @@ from cuteflash.tune.select import cover, decide
 from cuteflash.tune.store import Store, Timing, Verdict
 from layouts.page import make_page as layout_page
 from layouts.page import page_data
+from tests.html_parts import Parts
 from tests.layouts.web import run_js
 from tests.sweep_fakes import World, sweep
 from tests.sweep_synthetic import GPU, MATMUL, Filler, Sweep
@@ -64,24 +64,6 @@ def script(expression: str, data: dict[str, Any]) -> Any:
     """A JavaScript expression in which `d` is the page's data and `s` its last space."""
     load = "const d = R.model.decode(data); const s = d.spaces.at(-1);"
     return run_js(JS, f"(() => {{ {load} return {expression}; }})()", data=data, prelude="")
-
-
-class Parts(html.parser.HTMLParser):
-    """The elements of a page: (tag, attributes, text inside)."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None], str]] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), ""))
-
-    def handle_data(self, data: str) -> None:
-        if self.elements:
-            tag, attributes, text = self.elements[-1]
-            self.elements[-1] = (tag, attributes, text + data)
 
 
 def embedded(page: str) -> Any:

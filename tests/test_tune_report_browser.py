@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import pathlib
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cuteflash.tune.report import make_report
 from cuteflash.tune.store import Store
+from tests import browser as browser_tests
+from tests.browser import PHONE
 from tests.sweep_synthetic import Filler, Sweep
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("no chromium on this machine", allow_module_level=True)
-sync_api = pytest.importorskip("playwright.sync_api")
-
 DESKTOP = {"width": 1440, "height": 900}
-PHONE = {"width": 360, "height": 740}
 READABLE = 4.5  # contrast of text with its ground, WCAG AA
 SWEEPS = {
     "timed": Sweep(head_dims=(64, 128), limit=60),
@@ -67,38 +61,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+class Visit(browser_tests.Visit):
+    """A visit of the report, which says nothing and asks for nothing."""
 
+    viewport = DESKTOP
 
-class Visit:
-    """One page in a context of its own; leaving it fails where the page logged anything or asked for anything."""
-
-    def __init__(self, browser: Any, path: pathlib.Path, fragment: str = "", **context: Any) -> None:
-        self.context = browser.new_context(**{"viewport": DESKTOP} | context)
-        self.page = self.context.new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("console", lambda line: self.said.append(line.text))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(path.as_uri() + fragment)
-        self.settle()
-
-    def __enter__(self) -> Visit:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.context.close()
-        if error[0] is None:
-            assert self.said == []
-            assert {url.split("#")[0] for url in self.asked if not url.startswith("data:")} == {
-                self.asked[0].split("#")[0]
-            }
+    def check(self) -> None:
+        """Nothing was logged, not even a warning, and nothing but the page itself was loaded."""
+        assert self.said == []
+        own = self.requests[0].split("#")[0]
+        assert {url.split("#")[0] for url in self.requests if not url.startswith("data:")} == {own}
 
     def settle(self) -> None:
         """Lets what was asked for in this frame be drawn."""

@@ -6,8 +6,6 @@ import functools
 import itertools
 import json
 import pathlib
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,16 +17,11 @@ from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import FwdProblem
 from layouts.rows import make_scene
 from layouts.scene import Scene
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("no chromium on this machine", allow_module_level=True)
-sync_api = pytest.importorskip("playwright.sync_api")
+from tests import browser as browser_tests
+from tests.browser import DESKTOP, PHONE
 
 MEGABYTE = 1 << 20
-DESKTOP = {"width": 1440, "height": 1000}
 JUST_NOTICEABLE = 2.3  # distance of two colours in CIE L*a*b*
-PHONE = {"width": 360, "height": 740}
 # Linear RGB as seen without one kind of cone: Viénot, Brettel, Mollon, "Digital video colourmaps", 1999.
 COLOUR_BLIND = {
     "protanopia": [[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]],
@@ -50,14 +43,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
 @functools.cache
 def scene() -> Scene:
     """The scene of page.html."""
@@ -65,27 +50,12 @@ def scene() -> Scene:
     return make_scene(problem, "sm_90a", choose_fwd(problem, "sm_90a"))
 
 
-class Visit:
-    """One page in a context of its own; leaving it fails where the page logged an error."""
+class Visit(browser_tests.Visit):
+    """A visit of the explorer."""
 
-    def __init__(self, browser: Any, path: pathlib.Path, fragment: str = "", **context: Any) -> None:
-        self.context = browser.new_context(**{"viewport": DESKTOP} | context)
-        self.page = self.context.new_page()
-        self.errors: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(path.as_uri() + fragment)
+    def settle(self) -> None:
+        """Wait until a view is mounted."""
         self.page.wait_for_selector("[role=tab][aria-selected=true]", state="attached")
-
-    def __enter__(self) -> Visit:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.context.close()
-        if error[0] is None:
-            assert self.errors == []
 
     def state(self, key: str) -> Any:
         return self.page.evaluate("key => CF.state.get(key)", key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import pathlib
 import re
@@ -16,35 +15,11 @@ from layouts import page
 from layouts.command import page_text, read_scene, scene_json
 from layouts.lessons import lesson_data
 from layouts.page import ROW_VIEWS, SCRIPTS, STYLES, TEMPLATE, make_page, page_data
+from tests.html_parts import Parts
 
 WEB = pathlib.Path(page.__file__).parent / "web"
 LIMIT = 3_000_000  # bytes of a page
 NASTY = '</script><script>alert(1)</script><!-- {{style}} & "quotes" \u2028 é'
-
-
-class Parts(html.parser.HTMLParser):
-    """The elements of a page: (tag, attributes, text inside)."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None], str]] = []
-        self.comments: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), ""))
-
-    def handle_data(self, data: str) -> None:
-        if self.elements:
-            tag, attributes, text = self.elements[-1]
-            self.elements[-1] = (tag, attributes, text + data)
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
-
-    def of(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
-        return [(attributes, text) for name, attributes, text in self.elements if name == tag]
 
 
 def data_of(text: str) -> Any:
