@@ -11,16 +11,23 @@ import torch
 
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.machine import Matmul
+from cuteflash.tune.results import round_factors
 from cuteflash.tune.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
+
+MATMUL = "matmul"  # its name among the runners
 
 Maker = Callable[[Inputs], Runner]  # an implementation over the inputs of one cell
 
 
-def measure(cell: Cell, makers: Mapping[str, Maker], where: torch.device, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Check every implementation, then time the right ones side by side.
+def measure(
+    cell: Cell, makers: Mapping[str, Maker], where: torch.device, rounds: int = ROUNDS, matmul: Matmul | None = None
+) -> dict[str, Any]:
+    """Check every implementation, then time the right ones side by side, beside a matrix product where one is given.
 
     The last of them that is right serves the others as the known right output: peers come last. One that raises or is
-    wrong has a "problem" in place of times. HangError: the device did not come back.
+    wrong has a "problem" in place of times. Times are medians of the rounds, each relieved of what made it slower or
+    faster for all. HangError: the device did not come back.
     """
     inputs = make_inputs(cell, where)
     reference = accuracy.make_reference(inputs)
@@ -46,10 +53,12 @@ def measure(cell: Cell, makers: Mapping[str, Maker], where: torch.device, rounds
         runners[name] = run
     del known_right
     ordered = {name: runners[name] for name in makers if name in runners}
-    for name, samples in (interleaved(ordered, where, rounds, BATCH_MS) if ordered else {}).items():
-        milliseconds = median(samples)
+    times = _times(ordered | ({MATMUL: matmul.run} if matmul else {}), where, rounds)
+    for name in ordered:
+        milliseconds = median(times[name])
         tflops = cell.flops / (milliseconds * 1e9)
-        results[name] |= {"ms": milliseconds, "spread": spread(samples), "tflops": tflops}
+        results[name] |= {"ms": milliseconds, "spread": spread(times[name]), "tflops": tflops}
+    beside = {"matmul_tflops": matmul.flops / (median(times[MATMUL]) * 1e9)} if matmul else {}
     return {
         "label": cell.label,
         "head_dim": cell.head_dim,
@@ -60,7 +69,15 @@ def measure(cell: Cell, makers: Mapping[str, Maker], where: torch.device, rounds
         "torch_error": reference.low_precision_error,
         "tolerance": reference.tolerance,
         "results": results,
+        **beside,
     }
+
+
+def _times(runners: Mapping[str, Runner], where: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a call in each round, without the rounds' common factors."""
+    samples = interleaved(runners, where, rounds, BATCH_MS)
+    factors = round_factors(list(samples.values()))
+    return {name: [ms / factor for ms, factor in zip(own, factors, strict=True)] for name, own in samples.items()}
 
 
 def _checked_call(run: Runner, inputs: Inputs, where: torch.device) -> torch.Tensor:

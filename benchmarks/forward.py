@@ -25,11 +25,12 @@ from benchmarks.implementations import NAMES, maker, unavailable
 from cuteflash.problem import DTYPES
 from cuteflash.tune import machine
 from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, grid
-from cuteflash.tune.timing import ROUNDS, HangError
+from cuteflash.tune.timing import HangError
 from cuteflash.tune.variants import parse_variants
 
 QUICK_SEQLENS = (1024, 8192)
 QUICK_ROUNDS = 3
+FULL_ROUNDS = 12  # each of five implementations and the matrix product runs right after every other twice
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -47,7 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--traits-override", default="[]", metavar="JSON|@FILE", help="see cuteflash.tune.variants")
     arguments = parser.parse_args(argv)
     arguments.seqlens = arguments.seqlens or (QUICK_SEQLENS if arguments.quick else SEQLENS)
-    arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
+    arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else FULL_ROUNDS)
     unknown = [name for name in arguments.impls if name not in NAMES]
     if unknown:
         parser.error(f"--impls has {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
@@ -95,12 +96,13 @@ def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.d
         "host_us": {},
         "cells": [],
     }
-    if where.type == "cuda":
+    matmul = machine.make_matmul(where) if where.type == "cuda" else None
+    if matmul:
         result["device"] = {"matmul_tflops": machine.matmul_tflops(where), "copy_gbps": device.copy_gbps(where)}
     try:
         for cell in cells:
             makers = {name: maker(name, cell, arguments.overrides) for name in names}
-            result["cells"].append(measure(cell, makers, where, arguments.rounds))
+            result["cells"].append(measure(cell, makers, where, arguments.rounds, matmul))
             _write(result, arguments.json)
             print(progress(result["cells"][-1]), flush=True)
         result["host_us"] = device.host_microseconds(names, where, arguments.dtype)

@@ -69,8 +69,12 @@ class Ladder:
 
 SHIPPED = Rung("shipped row", {}, "the table's own row, which may have more stages")
 
-# What is the same on all rungs below the shipped row: only one stage can be loaded without running ahead.
-FIXED: dict[Family, Mapping[str, Any]] = {"sm80": {"kv_stage": 1}, "sm90": {}}
+# What is the same on all rungs below the shipped row: only one stage can be loaded without running ahead, and some
+# traits are about the overlap that only a higher rung has.
+FIXED: dict[Family, Mapping[str, Any]] = {
+    "sm80": {"kv_stage": 1},
+    "sm90": {"rescale_in_product": False, "lazy_rescale": False, "waits_first": False},
+}
 
 LADDERS = (
     Ladder(
@@ -114,6 +118,7 @@ LADDERS = (
                     "overlap": False,
                     "persistent": False,
                     "longest_first": False,
+                    "fixed_max": False,
                 },
                 "TMA loads and WGMMA, issued by the warps that also do the softmax",
             ),
@@ -124,6 +129,11 @@ LADDERS = (
             ),
             Rung("persistent", {"persistent": True}, "as many blocks as multiprocessors, each loops over tiles"),
             Rung("causal order", {"longest_first": True}, "long tiles first, waves in turn forwards and backwards"),
+            Rung(
+                "fixed maxima",
+                {"fixed_max": True},
+                "blocks seen whole look for no maxima; a tile that overflows is done again",
+            ),
             SHIPPED,
         ),
     ),

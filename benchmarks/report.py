@@ -98,7 +98,7 @@ def summary_lines(result: Result) -> list[str]:
             f"same run: 8192³ bf16 matrix product {device['matmul_tflops']:.0f} TFLOP/s, "
             f"copy {device['copy_gbps']:.0f} GB/s"
         )
-        lines += _roof_lines(result["cells"], device["matmul_tflops"])
+    lines += _roof_lines(result["cells"])
     if result.get("host_us"):
         times = ", ".join(f"{TITLES[name]} {value:.1f}" for name, value in result["host_us"].items())
         lines.append(f"host time per call, µs: {times}")
@@ -109,16 +109,23 @@ def summary_lines(result: Result) -> list[str]:
     return lines
 
 
-def _roof_lines(cells: Sequence[Result], roof: float) -> Iterator[str]:
-    """What our fastest family reaches of the matrix product, full attention, at each head dim's longest sequences."""
+def _roof_lines(cells: Sequence[Result]) -> Iterator[str]:
+    """What our fastest family reaches of the matrix product timed beside it, full attention, at the longest lengths."""
     longest: dict[int, Result] = {}
     for cell in cells:
-        if cell["mask"] == "full" and cell["seqlen"] >= longest.get(cell["head_dim"], cell)["seqlen"]:
-            longest[cell["head_dim"]] = cell
-    rates = {cell["label"]: max(rate(cell, name) or 0.0 for name in OURS) for cell in longest.values()}
-    shares = ", ".join(f"{label} {value / roof:.2f}" for label, value in rates.items() if value)
+        head_dim = cell["head_dim"]
+        if (
+            "matmul_tflops" in cell
+            and cell["mask"] == "full"
+            and cell["seqlen"] >= longest.get(head_dim, cell)["seqlen"]
+        ):
+            longest[head_dim] = cell
+    shares = ", ".join(
+        f"{cell['label']} {max(rate(cell, name) or 0.0 for name in OURS) / cell['matmul_tflops']:.3f}"
+        for cell in longest.values()
+    )
     if shares:
-        yield f"of that matrix product: {shares}"
+        yield f"of that matrix product, timed beside them: {shares}"
 
 
 def markdown(result: Result) -> str:

@@ -139,8 +139,9 @@ def _choose(
         reasons.append(f"{row.traits.tile_m}x{row.traits.tile_n} {reason}")
     raise NotImplementedError(
         f"no {family} row on {arch.name} runs head_dim {problem.head_dim}, head_dim_v {problem.head_dim_v}, "
-        f"mask {problem.mask}, dtype {problem.dtype}, shape {shape}; head dims with rows: "
-        f"{', '.join(dict.fromkeys(_title(row.traits) for row in rows))}" + "".join(f"; {reason}" for reason in reasons)
+        f"mask {problem.mask}, dtype {problem.dtype}, softcap {_on(problem.has_softcap)}, lse {_on(problem.has_lse)}, "
+        f"shape {shape}; head dims with rows: {', '.join(dict.fromkeys(_title(row.traits) for row in rows))}"
+        + "".join(f"; {reason}" for reason in reasons)
     )
 
 
@@ -151,6 +152,10 @@ def _source(row: FwdRow, traits: Traits, arch: ArchSpec, own: MeasuredRow | None
     if own is None:
         return f"shipped table {arch.name}/{traits.family}, {text}"
     return f"user's table {usertable.table_path(arch.name, traits.family)}, {text}, measured on {own.note}"
+
+
+def _on(flag: bool) -> str:
+    return "on" if flag else "off"
 
 
 def _title(traits: Traits) -> str:

@@ -7,7 +7,6 @@ version of cuteflash wrote, for whose kernels it may be wrong, is reported and l
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -20,6 +19,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from cuteflash.files import replace_file
 from cuteflash.traits.arch import ArchSpec, Family, get_arch
 from cuteflash.traits.row import FWD_TRAITS, ROW_HEAD_DIMS, FwdRow, Traits
 
@@ -135,7 +135,7 @@ def write(target: str, family: Family, rows: Iterable[MeasuredRow]) -> pathlib.P
     content = json.dumps(table, indent=1).encode()
     try:
         _parse(content, get_arch(target), family)  # what is written can be read
-        _replace(path, content)
+        replace_file(path, content)
     except (OSError, ValueError) as error:
         raise TableError(f"the user's table {path} is not written: {error}") from error
     load.cache_clear()
@@ -228,15 +228,3 @@ def _field(values: Any, name: str, *kinds: type) -> Any:
     if type(value) not in kinds:
         raise ValueError(f"its {name} is {value!r}; allowed: {' or '.join(kind.__name__ for kind in kinds)}")
     return value
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise

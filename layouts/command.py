@@ -17,7 +17,7 @@ from cuteflash.dispatch import Choice
 from cuteflash.problem import FwdProblem
 from layouts.lessons import lesson_data, lesson_scenes
 from layouts.output import make_directory, write_file
-from layouts.page import ROW_VIEWS, make_page, page_data
+from layouts.page import PAGE, ROW_VIEWS, page_data
 from layouts.picture import Table, ascii, colors, lay_out, make_table, panels, part_of
 from layouts.rows import make_scene
 from layouts.scene import Scene
@@ -73,7 +73,7 @@ def page_text(scene: Json, gallery: Sequence[Json] | None = None) -> str:
     path = study_path()
     scenes = path.scenes | {scene["id"]: scene}
     data = page_data("kernel", ROW_VIEWS, scene["id"], scenes, gallery=gallery, lessons=path.lessons)
-    return make_page(scene["title"], data)
+    return PAGE.render(scene["title"], data)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 
 from layouts.command import page_text, read_scene, scene_json, study_path
 from layouts.output import make_directory, write_file
-from layouts.page import make_page, page_data
+from layouts.page import PAGE, page_data
 from layouts.rows import ShippedRow, shipped_rows, worst_ways
 from layouts.scene import Scene
 
@@ -78,7 +78,7 @@ def write_site(directory: pathlib.Path, entries: Iterable[Entry]) -> Iterator[pa
         numbers = lessons.lessons if view == "learn" else None
         data = page_data(view, [view], None, shown.get(view), gallery=gallery, lessons=numbers)
         path = directory / f"{view}.html"
-        write_file(path, make_page(title, data))
+        write_file(path, PAGE.render(title, data))
         yield path
 
 

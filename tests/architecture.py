@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 # Lowest first. A module imports from its own layer and from layers of lower rank; equal rank means siblings, which
 # never import each other. The longest matching prefix decides ("kernels.sm80" before "kernels").
 RANKS: dict[str, int] = {
+    "files": 0,
+    "page": 0,
     "problem": 0,
     "traits": 1,
     "usertable": 2,
@@ -37,7 +39,7 @@ RANKS: dict[str, int] = {
     "demo": 12,  # loaded by the CLI by name; reports its kernels as the CLI does
     "": 12,  # cuteflash/__init__.py, the public face
 }
-STDLIB_ONLY = ("problem", "traits")
+STDLIB_ONLY = ("files", "page", "problem", "traits")
 SOURCE_ONLY_PACKAGES = {"benchmarks": ("cli",), "layouts": ("cli",), "tests": ()}  # who may import them
 
 FILE_LINES = 400

@@ -26,7 +26,7 @@ from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel
 from cuteflash.tune.plan import Limits, Plan
 from cuteflash.tune.progress import Display
-from cuteflash.tune.store import Store
+from cuteflash.tune.store import Store, problem_id
 from cuteflash.tune.timing import Rules
 
 TARGET = "sm_80"
@@ -42,7 +42,9 @@ class World:
     Attributes:
         folder: where the journal, the disk cache and the database are.
         wrong, crashing, hanging, unusable, spilling, uncompilable: tile_n of candidates that behave so.
-        crashing_in_race: tile_n of candidates that take the process down when they are timed.
+        spilling_on, uncompilable_on: `problem_id` of problems on which all candidates behave so.
+        crashing_in_build, crashing_in_race: tile_n of candidates that take the process down when they are compiled or
+            timed.
         pause: seconds that each request takes.
         hold: how many requests there are at most; the last one takes `HELD_SECONDS`. None is all.
         full_disk: tile_n of candidates whose compiled kernel the disk has no room for.
@@ -57,6 +59,9 @@ class World:
     unusable: tuple[int, ...] = ()
     spilling: tuple[int, ...] = ()
     uncompilable: tuple[int, ...] = ()
+    spilling_on: tuple[str, ...] = ()
+    uncompilable_on: tuple[str, ...] = ()
+    crashing_in_build: tuple[int, ...] = ()
     crashing_in_race: tuple[int, ...] = ()
     pause: float = 0.0
     hold: int | None = None
@@ -93,7 +98,7 @@ class World:
     def report(self, traits: Any, problem: FwdProblem) -> BuildReport | None:
         if not self.object_path(traits, problem).exists():
             return None
-        spilled = 8 if traits.tile_n in self.spilling else 0
+        spilled = 8 if traits.tile_n in self.spilling or problem_id(problem) in self.spilling_on else 0
         resources = Resources(168, 0, spilled, spilled)
         return BuildReport("k.K", TARGET, traits, problem, 1.0, resources, traits.smem_bytes, cached=True)
 
@@ -111,8 +116,10 @@ class FakeBuilder:
 
     def build(self, traits: FwdTraitsSm80, problem: FwdProblem) -> BuildReport | None:
         self.world.note("build", traits.tile_n)
-        if traits.tile_n in self.world.uncompilable:
+        if traits.tile_n in self.world.uncompilable or problem_id(problem) in self.world.uncompilable_on:
             raise ValueError("no such instruction")
+        if traits.tile_n in self.world.crashing_in_build:
+            os.kill(os.getpid(), signal.SIGSEGV)
         if traits.tile_n in self.world.full_disk:
             raise OSError(28, "No space left on device")
         self.world.object_path(traits, problem).touch()

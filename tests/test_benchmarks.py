@@ -14,6 +14,7 @@ from benchmarks import contest, forward, implementations, report
 from cuteflash.problem import MaskKind
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, Inputs, grid, make_inputs, parse_cell
+from cuteflash.tune.machine import Matmul
 from cuteflash.tune.timing import interleaved, median, spread
 
 CPU = torch.device("cpu")
@@ -102,7 +103,7 @@ def test_nan_is_an_infinite_error() -> None:
     assert accuracy.error(torch.full_like(inputs.q, math.nan), accuracy.make_reference(inputs)) == math.inf
 
 
-def test_rounds_visit_every_runner_in_rotating_order() -> None:
+def test_rounds_visit_every_runner() -> None:
     visits: list[str] = []
 
     def recorder(name: str) -> Any:
@@ -114,7 +115,7 @@ def test_rounds_visit_every_runner_in_rotating_order() -> None:
 
     samples = interleaved({name: recorder(name) for name in "abc"}, CPU, rounds=3)
     assert [len(samples[name]) for name in "abc"] == [3, 3, 3]
-    assert visits == list("aabbccbcacab")  # the first time twice: an estimate sizes the batches
+    assert {name: visits.count(name) for name in "abc"} == dict.fromkeys("abc", 3 + 1)  # an estimate sizes the batches
 
 
 def test_median_and_spread() -> None:
@@ -131,6 +132,22 @@ def test_measured_cell_has_error_beside_speed() -> None:
         assert "problem" not in entry
         assert entry["tflops"] > 0
         assert 0 < entry["error"] <= measured["tolerance"]
+
+
+def test_what_slows_a_round_down_for_all_leaves_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = [1.0, 1.5, 1.1, 1.4, 1.3]
+    pace = {"sm90": 2.0, "fa2": 3.0, contest.MATMUL: 1.0}
+    monkeypatch.setattr(
+        contest, "interleaved", lambda runners, *_: {name: [pace[name] * x for x in rounds] for name in runners}
+    )
+    makers = {name: implementations.maker("fa2", SMALL) for name in ("sm90", "fa2")}
+    matmul = Matmul(lambda calls: torch.zeros(()), flops=13 * 10**8)
+    measured = contest.measure(SMALL, makers, CPU, rounds=5, matmul=matmul)
+    assert {name: entry["ms"] for name, entry in measured["results"].items()} == pytest.approx(
+        {"sm90": 2.0 * 1.3, "fa2": 3.0 * 1.3}
+    )
+    assert all(entry["spread"] == pytest.approx(0.0, abs=1e-9) for entry in measured["results"].values())
+    assert measured["matmul_tflops"] == pytest.approx(1.0)
 
 
 def test_a_failing_implementation_is_reported_and_left_out() -> None:
@@ -159,8 +176,10 @@ def test_run_writes_json_plot_and_table(
 def test_the_summary_names_the_share_of_the_matrix_product_at_the_longest_full_sequences() -> None:
     cells = [cell_row("D64 full 512", sm90=600.0), cell_row("D64 full 1024", seqlen=1024, sm90=350.0, sm80=300.0)]
     cells.append(cell_row("D64 causal 2048", mask="causal", seqlen=2048, sm90=700.0))
+    for cell, rate in zip(cells, (600.0, 700.0, 800.0), strict=True):
+        cell["matmul_tflops"] = rate
     (line,) = [line for line in report.summary_lines(result_of(cells)) if "of that matrix product" in line]
-    assert line == "of that matrix product: D64 full 1024 0.50"
+    assert line == "of that matrix product, timed beside them: D64 full 1024 0.500"
 
 
 def test_ratios_take_the_faster_peer_and_only_right_results() -> None:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from cuteflash import usertable
 from cuteflash.cli import sweep as command
+from cuteflash.cli import sweep_apply
 from cuteflash.cli.app import app
 from cuteflash.dispatch import choose_fwd
 from cuteflash.problem import FwdProblem
@@ -28,6 +29,7 @@ from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel
 from cuteflash.tune.plan import Plan
 from cuteflash.tune.store import Store
+from cuteflash.tune.worker import StartFailed
 from tests.sweep_fakes import CELLS, TRAITS, World, make_plan
 from tests.sweep_fakes import sweep as run_sweep
 
@@ -48,7 +50,8 @@ def own_folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None
 def world(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """A machine with an A100, as the command sees it."""
     world = World(tmp_path)
-    monkeypatch.setattr(command, "backend", lambda target: world.backend)
+    for module in (command, sweep_apply):
+        monkeypatch.setattr(module, "backend", lambda target: world.backend)
     monkeypatch.setattr(command, "_check_gpu", lambda targets: None)
     return world
 
@@ -318,6 +321,120 @@ def test_shipped_tables_are_written_where_they_are_wanted(world: World, tmp_path
     assert "# a GPU, " in path.read_text()
 
 
+def test_what_is_applied_serves_softcap_and_lse_where_they_compile_clean(
+    swept: pathlib.Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = FwdProblem("bf16", 128, 128, has_softcap=True, has_lse=True)
+    swept_kernels = len(world.journaled("build"))
+    result = call("apply")
+    assert result.exit_code == 0, result.output
+    assert "compile with softcap and lse: 1 of 1: 1 clean" in result.stderr
+    assert "no softcap" not in result.stdout and "no lse" not in result.stdout
+    assert len(world.journaled("build")) == swept_kernels + 1
+    assert choose_fwd(problem, "sm_80", shape="short").traits.tile_n == 96
+    assert call("apply", "--jobs", "1").exit_code == 0
+    assert len(world.journaled("build")) == swept_kernels + 1  # from the cache
+
+
+def test_what_spills_with_softcap_or_lse_is_said_and_left_to_other_rows(
+    swept: pathlib.Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, softcap, lse = (f"bf16 128x128 full {extras}" for extras in ("softcap lse", "softcap", "lse"))
+    spilling = dataclasses.replace(world, spilling_on=(both, lse), uncompilable_on=(softcap,))
+    monkeypatch.setattr(sweep_apply, "backend", lambda target: spilling.backend)
+    result = call("apply", "--jobs", "1")
+    assert result.exit_code == 0, result.output
+    assert "compile with softcap or lse: 2 of 2: 2 with complaints" in result.stderr
+    (line, _) = result.stdout.splitlines()
+    assert "128x128 (full; bf16; short; no softcap; no lse): 64x96" in line
+    assert f"no softcap, because of {softcap}: ValueError: no such instruction" in line
+    assert f"no lse, because of {lse}: spills 16 bytes a thread" in line
+    (own,) = usertable.load("sm_80", "sm80")
+    assert (own.row.softcap, own.row.lse) == (False, False)
+    assert choose_fwd(FwdProblem("bf16", 128, 128), "sm_80", shape="short").traits.tile_n == 96
+    for extras in ({"has_softcap": True}, {"has_lse": True}):
+        assert choose_fwd(FwdProblem("bf16", 128, 128, **extras), "sm_80", shape="short").traits.tile_n != 96
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(swept: pathlib.Path, world: World) -> None:
+    dry, real = call("apply", "--dry-run"), call("apply")
+    assert dry.stdout and real.stdout.startswith(dry.stdout)
+    assert not dry.stdout.count("written") and real.stdout.count("written") == 1
+
+
+def test_nothing_is_compiled_for_rows_that_are_not_written(
+    swept: pathlib.Path, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    proposed = sweep_apply.proposed
+
+    def as_shipped(*arguments: Any) -> list[Any]:
+        return [dataclasses.replace(pick, kept=True) for pick in proposed(*arguments)]
+
+    monkeypatch.setattr(sweep_apply, "proposed", as_shipped)
+    before = len(world.journaled("build"))
+    result = call("apply")
+    assert result.exit_code == 0 and "nothing is written" in result.stdout
+    assert len(world.journaled("build")) == before and not usertable.load("sm_80", "sm80")
+    assert call("apply", "--shipped", str(tmp_path)).exit_code == 0
+    assert len(world.journaled("build")) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "stopped, nothing is written; the kernels compiled so far are kept in "),
+        (StartFailed("no process"), 1, "no process; nothing is written"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_an_apply_that_is_stopped_writes_nothing(
+    stop: BaseException, status: int, words: str, swept: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiling(*_: Any) -> None:
+        raise stop
+
+    monkeypatch.setattr(sweep_apply, "complaints", compiling)
+    result = call("apply")
+    assert result.exit_code == status
+    assert words in result.stderr and "written: " not in result.stdout
+    assert not usertable.load("sm_80", "sm80")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--shipped", "missing"), "shipped is missing, which is no directory"),
+        (("--shipped", "sweep.sqlite"), "shipped is sweep.sqlite, which is no directory"),
+        (
+            ("--head-dim", "64"),
+            "nothing was timed for sm_80, family sm80, head_dim 64; sweep.sqlite has head dims 128x128",
+        ),
+        (("--family", "sm90"), "nothing was timed for sm_80, family sm90, head_dim 128x128"),
+        (("--jobs", "0"), "Invalid value for '--jobs'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_applied_is_said_before_anything_is_compiled(
+    arguments: tuple[str, ...], complaint: str, swept: pathlib.Path, world: World
+) -> None:
+    before = len(world.journaled("build"))
+    result = call("apply", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert complaint in " ".join(result.stderr.split())
+    assert len(world.journaled("build")) == before
+
+
+def test_a_users_table_that_cannot_be_written_is_said_before_anything_is_compiled(
+    swept: pathlib.Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTEFLASH_CONFIG_DIR", str(swept / "sweep.sqlite"))
+    before = len(world.journaled("build"))
+    result = call("apply")
+    assert result.exit_code == 2 and "cannot be written" in result.stderr
+    assert len(world.journaled("build")) == before
+
+
 def test_fresh_moves_the_database_aside(world: World, tmp_path: pathlib.Path) -> None:
     sweep()
     before = len(world.journaled("sample"))
@@ -351,6 +468,7 @@ def test_a_full_disk_is_a_message_and_nothing_is_lost(world: World, monkeypatch:
 INTERRUPTED = """
 import pathlib, sys
 from cuteflash.cli import sweep as command
+from cuteflash.cli import sweep_apply
 from cuteflash.cli.app import app
 from tests.sweep_fakes import World
 if __name__ == "__main__":

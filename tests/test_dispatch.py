@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
@@ -48,7 +49,7 @@ TOO_LARGE = FwdTraitsSm80(128, 128, 64, 64, kv_stage=8)
 def with_rows(monkeypatch: pytest.MonkeyPatch, *rows: FwdRow) -> None:
     monkeypatch.setitem(dispatch.FWD_ROWS, ("sm_80", "sm80"), rows)
     for name in ("choose_fwd", "choose_shipped_fwd"):
-        monkeypatch.setattr(dispatch, name, getattr(dispatch, name).__wrapped__)  # past the memo of the real tables
+        monkeypatch.setattr(dispatch, name, inspect.unwrap(getattr(dispatch, name)))  # past the memo of the real tables
 
 
 def test_a_special_row_above_the_general_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +124,19 @@ def test_no_row_names_the_problem_the_reasons_and_what_exists(monkeypatch: pytes
         dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80")
     with pytest.raises(NotImplementedError, match=r"head_dim 96.*head dims with rows: 64x64$"):
         dispatch.choose_fwd(FwdProblem("bf16", 96, 64), "sm_80")
+
+
+@pytest.mark.parametrize("wanted", ["softcap", "lse"])
+def test_a_row_without_softcap_or_lse_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    problem = FwdProblem("bf16", 64, 64, **{f"has_{wanted}": True})
+    narrow = FwdRow(SPECIAL, **{wanted: False})
+    with_rows(monkeypatch, narrow, FwdRow(GENERAL))
+    assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80").traits == SPECIAL
+    assert dispatch.choose_fwd(problem, "sm_80").traits == GENERAL
+    with_rows(monkeypatch, narrow)
+    asked = ", ".join(f"{name} {'on' if name == wanted else 'off'}" for name in ("softcap", "lse"))
+    with pytest.raises(NotImplementedError, match=f"dtype bf16, {asked}, shape long; head dims with rows: 64x64$"):
+        dispatch.choose_fwd(problem, "sm_80")
 
 
 def test_unknown_target_and_family() -> None:

@@ -43,6 +43,15 @@ def test_every_problem_has_a_row(target: str, family: Family, mask: str, dtype: 
         assert traits.check(get_arch(target)) is None
 
 
+@TABLES
+def test_every_problem_has_a_row_that_serves_softcap_and_lse(target: str, family: Family) -> None:
+    for head_dim, head_dim_v in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS):
+        for mask, dtype, shape in itertools.product(MASK_KINDS, DTYPES, SHAPES):
+            problem = FwdProblem(dtype, head_dim, head_dim_v, mask, has_softcap=True, has_lse=True)
+            row = choose_shipped_fwd(problem, target, family, shape).row
+            assert row.softcap and row.lse
+
+
 def row_kernels() -> list[tuple[str, Traits, FwdProblem]]:
     """Each kernel of the tables once: target, traits and, of the problems that it runs, the most demanding one."""
     kernels: dict[tuple[str, Traits], FwdProblem] = {}

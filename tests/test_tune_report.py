@@ -14,29 +14,29 @@ from typing import Any
 
 import pytest
 
+from cuteflash.page import data_of
+from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.row import FWD_TRAITS
 from cuteflash.tune import report
 from cuteflash.tune.apply import proposed, shipped_defaults
 from cuteflash.tune.explain import newest_verdicts, title, where_lost
 from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.report.collect import collect
-from cuteflash.tune.report.columns import FINE, Reasons, attribute_docs, short
-from cuteflash.tune.report.page import SCRIPTS, STYLES, TEMPLATE, make_page
+from cuteflash.tune.report.columns import FINE, Reasons, short
 from cuteflash.tune.report.slots import gain
 from cuteflash.tune.results import Run, Slot, candidates_of, load_runs
 from cuteflash.tune.select import cover, decide
 from cuteflash.tune.store import Store, Timing, Verdict
-from layouts.page import make_page as layout_page
-from layouts.page import page_data
+from layouts.page import PAGE, page_data
 from tests.html_parts import Parts
-from tests.layouts.web import run_js
+from tests.layouts.web import BASE_JS, run_js
 from tests.sweep_fakes import World, sweep
 from tests.sweep_synthetic import GPU, MATMUL, Filler, Sweep
 
 WEB = pathlib.Path(report.__file__).parent / "web"
 LIMIT = 3_000_000  # bytes of a page
 SWEEP = Sweep(head_dims=(64, 128), limit=40)
-JS = [str(WEB / name) for name in ("core.js", "model.js", "state.js")]
+JS = [BASE_JS, *(str(WEB / name) for name in ("core.js", "model.js", "state.js"))]
 
 
 def filled(path: pathlib.Path, what: Sweep) -> Store:
@@ -64,11 +64,6 @@ def script(expression: str, data: dict[str, Any]) -> Any:
     """A JavaScript expression in which `d` is the page's data and `s` its last space."""
     load = "const d = R.model.decode(data); const s = d.spaces.at(-1);"
     return run_js(JS, f"(() => {{ {load} return {expression}; }})()", data=data, prelude="")
-
-
-def embedded(page: str) -> Any:
-    (text,) = (inside for _, attributes, inside in Parts(page).elements if attributes.get("id") == "data")
-    return json.loads(text)
 
 
 # What was swept, and on what.
@@ -362,9 +357,8 @@ def test_a_filter_survives_the_address() -> None:
 
 
 def test_the_curve_between_two_axes_rises_from_one_to_the_other() -> None:
-    prelude = "const matchMedia = () => ({});"
     files = [*JS, str(WEB / "parallel.js")]
-    heights = run_js(files, "[0, 0.25, 0.5, 0.75, 1].map(R.parallelParts.curve)", prelude=prelude)
+    heights = run_js(files, "[0, 0.25, 0.5, 0.75, 1].map(R.parallelParts.curve)", prelude="")
     assert heights == sorted(heights)
     assert heights[::2] == pytest.approx([0, 0.5, 1], abs=1e-3)
 
@@ -375,7 +369,7 @@ def test_the_curve_between_two_axes_rises_from_one_to_the_other() -> None:
 @pytest.mark.parametrize("until", ["prune", "compile"])
 def test_a_dry_run_has_a_report_too(tmp_path: pathlib.Path, until: str) -> None:
     with filled(tmp_path / "db", Sweep(until=until, limit=5)) as store:
-        data = embedded(make_report(store))
+        data = data_of(make_report(store))
     assert (data["gpu"], data["driver"], data["source"]) == (None, None, None)
     (space,) = data["spaces"]
     assert (space["slots"], space["cells"]) == ([], [])
@@ -385,7 +379,7 @@ def test_a_dry_run_has_a_report_too(tmp_path: pathlib.Path, until: str) -> None:
 def test_what_a_sweep_leaves_is_reported(tmp_path: pathlib.Path) -> None:
     sweep(World(tmp_path, wrong=(16,), crashing_in_race=(32,), spilling=(48,)))
     with Store(tmp_path / "sweep.sqlite") as store:
-        (space,) = embedded(make_report(store))["spaces"]
+        (space,) = data_of(make_report(store))["spaces"]
     assert sorted(space["problems"][0]["states"]) == sorted("gtc" + "T" * (len(space["ids"]) - 3))
     assert [cell["matmul"] for cell in space["cells"]] == [700.0, 700.0]
 
@@ -421,7 +415,7 @@ def test_of_several_targets_one_must_be_named(tmp_path: pathlib.Path) -> None:
         Filler(store, Sweep(target="sm_80", families=("sm80",), until="prune")).fill()
         with pytest.raises(ValueError, match=r"arch is not given .* allowed: sm_80, sm_90a"):
             make_report(store)
-        assert embedded(make_report(store, Scope("sm_80")))["target"] == "sm_80"
+        assert data_of(make_report(store, Scope("sm_80")))["target"] == "sm_80"
 
 
 def test_a_failed_timing_and_one_of_an_infinite_interval_are_no_obstacle(tmp_path: pathlib.Path) -> None:
@@ -431,7 +425,7 @@ def test_a_failed_timing_and_one_of_an_infinite_interval_are_no_obstacle(tmp_pat
         one = store.timings()[0]
         store.record_timing(dataclasses.replace(one, samples=(1.0,), low=0.0, high=math.inf))
         store.record_verdict(Verdict(one.candidate, "sm_90a", "bf16 128x128 full softcap", "gate", "k", False, "wrong"))
-        (space,) = embedded(make_report(store))["spaces"]
+        (space,) = data_of(make_report(store))["spaces"]
     assert None in space["cells"][0]["times"]["above"]
 
 
@@ -444,7 +438,7 @@ def page(store: Store) -> str:
 
 
 def test_the_page_holds_the_data_and_refers_to_nothing(page: str, data: dict[str, Any]) -> None:
-    assert embedded(page) == json.loads(json.dumps(data))
+    assert data_of(page) == json.loads(json.dumps(data))
     for tag, attributes, _ in Parts(page).elements:
         assert tag not in ("base", "iframe", "img", "object", "embed")
         assert not {"src", "srcset", "action"} & attributes.keys()
@@ -453,19 +447,8 @@ def test_the_page_holds_the_data_and_refers_to_nothing(page: str, data: dict[str
     assert "http:" not in code and "https:" not in code and "@import" not in code and "url(" not in code
 
 
-def test_every_file_of_the_page_is_part_of_it() -> None:
-    assert sorted(path.name for path in WEB.iterdir()) == sorted([*SCRIPTS, *STYLES, TEMPLATE])
-
-
-def test_data_cannot_leave_its_element() -> None:
-    nasty = '</script><script>alert(1)</script><!-- {{style}} & "quotes" \u2028 é'
-    made = make_page({"title": nasty, "x": nasty})
-    assert embedded(made)["x"] == nasty
-    assert len([tag for tag, _, _ in Parts(made).elements if tag == "script"]) == 2
-
-
 def test_a_page_of_thousands_of_candidates_is_small(tmp_path: pathlib.Path) -> None:
-    wide = Sweep(families=("sm90", "sm80"), head_dims=(64, 96, 128, 256), masks=("full",), limit=60)
+    wide = Sweep(families=("sm90", "sm80"), head_dims=(64, 96, 128), masks=("full",), limit=60)
     with filled(tmp_path / "db", wide) as store:
         text = make_report(store)
         assert store.counts()["candidates"] > 7000
@@ -478,12 +461,12 @@ def test_a_page_of_thousands_of_candidates_is_small(tmp_path: pathlib.Path) -> N
 def gallery(folder: pathlib.Path, store: Store, names: list[str], mask: str = "full") -> pathlib.Path:
     """A folder with an index and a page for each of these candidates, as `cuteflash layouts --all` writes them."""
     folder.mkdir()
-    (folder / "index.html").write_text(layout_page("index", page_data("index", ["index"], gallery=[])))
+    (folder / "index.html").write_text(PAGE.render("index", page_data("index", ["index"], gallery=[])))
     for name in names:
         family, traits = store.candidates()[name]
         kernel = {"arch": "sm_90a", "family": family, "traits": traits, "mask": mask, "dtype": "bf16"}
         scene = {"title": f"row {name}", "kernel": kernel}
-        text = layout_page("row", page_data("kernel", ["kernel"], "row", {"row": scene}))
+        text = PAGE.render("row", page_data("kernel", ["kernel"], "row", {"row": scene}))
         (folder / f"a row {name}.html").write_text(text)
     return folder
 
@@ -492,7 +475,7 @@ def test_rows_are_linked_to_their_layout_pages(tmp_path: pathlib.Path, store: St
     space = data["spaces"][0]
     names = random.Random(0).sample(space["ids"], 3)
     site = gallery(tmp_path / "site", store, names)
-    told = embedded(make_report(store, layouts_dir=site, lies_in=tmp_path / "out"))
+    told = data_of(make_report(store, layouts_dir=site, lies_in=tmp_path / "out"))
     pages = told["spaces"][0]["pages"]
     assert {space["ids"][one["who"]]: one["href"] for one in pages} == {
         name: f"../site/a%20row%20{name}.html" for name in names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pathlib
 import random
@@ -23,7 +24,17 @@ from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import FWD_MODULES, FWD_ROWS
 from cuteflash.tune import tables
-from cuteflash.tune.tables import NotedRow, Stack, merged, read_shipped, render, simplified, write_shipped, write_user
+from cuteflash.tune.tables import (
+    NotedRow,
+    Stack,
+    merged,
+    read_shipped,
+    rejudged,
+    render,
+    simplified,
+    write_shipped,
+    write_user,
+)
 from cuteflash.usertable import TableError, TableWarning
 from tests.user_tables import MEASURED, OwnTables
 
@@ -52,14 +63,20 @@ ROWS: tuple[FwdRow, ...] = (
 Key = tuple[int, int, str, str, str]
 
 
-def choices(rows: Any, target: str) -> dict[Key, Traits]:
-    """What runs every problem on every shape class, by these rows alone."""
+def choices(rows: Any, target: str, softcap: bool = False, lse: bool = False) -> dict[Key, Traits]:
+    """What runs every problem with these extras on every shape class, by these rows alone."""
     found = {}
     for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2):
         for mask, dtype, shape in itertools.product(MASK_KINDS, DTYPES, SHAPES):
-            offered = offers(rows, FwdProblem(dtype, *head_dims, mask), shape, get_arch(target))
+            problem = FwdProblem(dtype, *head_dims, mask, has_softcap=softcap, has_lse=lse)
+            offered = offers(rows, problem, shape, get_arch(target))
             found[(*head_dims, mask, dtype, shape)] = next(traits for _, traits, reason in offered if reason is None)
     return found
+
+
+def all_choices(rows: Any, target: str) -> list[dict[Key, Traits]]:
+    """`choices` without and with softcap and lse."""
+    return [choices(rows, target, *extras) for extras in itertools.product((False, True), repeat=2)]
 
 
 def rows_of(path: pathlib.Path) -> list[FwdRow]:
@@ -83,7 +100,8 @@ def random_row(family: Family, choose: random.Random) -> FwdRow:
         if choose.random() < 0.4:
             changes[name] = not value if isinstance(value, bool) else value + choose.randint(1, 3)
     return FwdRow(type(traits)(**{**{n: getattr(traits, n) for n in traits.__dataclass_fields__}, **changes}),
-                  some(MASK_KINDS), some(DTYPES), some(SHAPES))  # fmt: skip
+                  some(MASK_KINDS), some(DTYPES), some(SHAPES),
+                  softcap=choose.random() < 0.5, lse=choose.random() < 0.5)  # fmt: skip
 
 
 def test_every_word_is_the_vocabularys() -> None:
@@ -182,7 +200,7 @@ def test_nothing_measured_changes_nothing_that_runs(module: Any, tmp_path: pathl
     table = heads_of(module)[0]
     path = write_shipped(*table, [], tmp_path)
     others = [row for other in FWD_MODULES[table][1:] for row in other.ROWS]
-    assert choices([*rows_of(path), *others], table[0]) == choices(FWD_ROWS[table], table[0])
+    assert all_choices([*rows_of(path), *others], table[0]) == all_choices(FWD_ROWS[table], table[0])
 
 
 def test_a_row_that_the_target_does_not_run_is_refused(own_tables: OwnTables, tmp_path: pathlib.Path) -> None:
@@ -251,7 +269,7 @@ STACK = Stack(("sm_80", "sm80"), below=BELOW)
 FAST, SLOW = FwdTraitsSm80(64, 32, 64, 64), FwdTraitsSm80(64, 48, 64, 64)
 
 
-def noted(traits: Traits, note: str = "", **serves: tuple[str, ...]) -> NotedRow:
+def noted(traits: Traits, note: str = "", **serves: Any) -> NotedRow:
     return NotedRow(FwdRow(traits, **serves), note)
 
 
@@ -263,16 +281,18 @@ def test_simpler_rows_choose_the_same_and_cannot_be_simpler_still(seed: int) -> 
         boxes = (choose.sample(names, choose.randint(1, len(names))) for names in (MASK_KINDS, DTYPES, SHAPES))
         head_dims = choose.choice([(64, 64), (96, 96), (96, 64)])
         traits = FwdTraitsSm80(64, choose.choice([32, 64]), *head_dims)
-        rows.append(NotedRow(FwdRow(traits, *map(tuple, boxes)), f"note {place}"))
+        extras = {name: choose.random() < 0.6 for name in ("softcap", "lse")}
+        rows.append(NotedRow(FwdRow(traits, *map(tuple, boxes), **extras), f"note {place}"))
     rows = merged(rows, [STACK])
     found = simplified(rows, [STACK])
-    assert choices([*(one.row for one in found), *BELOW], "sm_80") == choices([*(o.row for o in rows), *BELOW], "sm_80")
     order = [one.row for one in rows]
+    before = all_choices([*order, *BELOW], "sm_80")
+    assert all_choices([*(one.row for one in found), *BELOW], "sm_80") == before
     assert [order.index(one.row) for one in found] == sorted(order.index(one.row) for one in found)
     assert simplified(found, [STACK]) == found
     for left in found:
         fewer = [one.row for one in found if one is not left]
-        assert choices([*fewer, *BELOW], "sm_80") != choices([*order, *BELOW], "sm_80")
+        assert all_choices([*fewer, *BELOW], "sm_80") != before
 
 
 def test_a_row_that_the_next_one_makes_needless_leaves_it_its_note() -> None:
@@ -329,3 +349,129 @@ def test_what_is_written_is_simplified(tmp_path: pathlib.Path) -> None:
     rows = [MEASURED(FwdRow(FAST, masks)) for masks in (("causal",), ("full", "causal"))]
     path = write_shipped("sm_80", "sm80", rows, tmp_path)
     assert [row for row in rows_of(path) if row.traits == FAST] == [rows[1].row]
+
+
+# Rows that serve no softcap or no lse.
+
+PLAIN = {"softcap": False, "lse": False}
+
+
+def test_rows_that_differ_in_what_else_they_serve_stay_and_the_same_twice_is_one() -> None:
+    rows = [noted(FAST, "1", softcap=False), noted(SLOW, "2", lse=False)]
+    assert merged([*rows, rows[0]], [STACK]) == rows
+    assert simplified(rows, [STACK]) == rows
+
+
+@pytest.mark.parametrize("lacks", ["softcap", "lse"])
+def test_a_row_that_only_problems_with_one_of_them_reach_stays(lacks: str) -> None:
+    rows = [noted(FwdTraitsSm80(64, 128, 64, 64), "plain", **PLAIN), noted(FAST, "1", **{lacks: False})]
+    assert merged(rows, [STACK]) == simplified(rows, [STACK]) == rows
+
+
+def test_a_row_goes_only_where_the_next_one_serves_all_that_it_did() -> None:
+    rows = [noted(FAST, "new", masks=("causal",)), noted(FAST, "old", lse=False)]
+    assert simplified(rows, [STACK]) == rows
+    rows = [noted(FAST, "new", masks=("causal",), lse=False), noted(FAST, "old", lse=False)]
+    assert simplified(rows, [STACK]) == [noted(FAST, "new", lse=False)]
+
+
+def test_a_measurement_is_no_word_for_what_its_row_does_not_serve() -> None:
+    by_hand = noted(FAST)
+    assert simplified([noted(FAST, "new", masks=("causal",), lse=False), by_hand], [STACK]) == [by_hand]
+    assert simplified([noted(FAST, "new", masks=("causal",)), by_hand], [STACK]) == [noted(FAST, "new")]
+    plain = noted(FAST, masks=("causal",), **PLAIN)
+    assert simplified([noted(FAST, "new", masks=("causal",), lse=False), plain, by_hand], [STACK]) == [by_hand]
+
+
+def test_what_the_newest_rows_do_not_serve_older_measured_ones_do_not_either() -> None:
+    old, elsewhere = noted(FAST, "old"), noted(FAST, "old", masks=("full", "causal"), dtypes=("fp16",))
+    new = [noted(FAST, "new", masks=("causal",), dtypes=("bf16",), shapes=("long",), lse=False)]
+    assert rejudged(new, [old, elsewhere], [STACK]) == [*new, noted(FAST, "old", lse=False), elsewhere]
+    new = [noted(FAST, "new", masks=("causal",), **PLAIN)]
+    assert rejudged(new, [old], [STACK]) == [*new, noted(FAST, "old", **PLAIN)]
+    assert rejudged(new, [noted(SLOW, "old")], [STACK]) == [*new, noted(SLOW, "old")]
+    less = noted(FAST, "old", softcap=False)
+    assert rejudged([noted(FAST, "new", lse=False)], [less], [STACK])[1:] == [noted(FAST, "old", **PLAIN)]
+    assert rejudged([noted(FAST, "new")], [less], [STACK])[1:] == [less]  # nothing is added to what a row says
+
+
+def test_what_another_of_the_newest_rows_serves_an_older_one_keeps() -> None:
+    long, short = ({"masks": ("causal",), "shapes": (shape,)} for shape in ("long", "short"))
+    new = [noted(FAST, "new", **long, lse=False), noted(FAST, "new", **short)]
+    assert rejudged(new, [noted(FAST, "old", **short)], [STACK]) == [*new, noted(FAST, "old", **short)]
+    new = [noted(FAST, "new", **long, **PLAIN), noted(FAST, "new", **short, softcap=False)]
+    assert rejudged(new, [noted(FAST, "old", **short)], [STACK])[2:] == [noted(FAST, "old", **short, softcap=False)]
+
+
+def test_a_row_by_hand_keeps_what_it_says() -> None:
+    new = [noted(FAST, "new", **PLAIN)]
+    assert rejudged(new, [noted(FAST)], [STACK]) == [*new, noted(FAST)]
+
+
+def test_an_older_row_keeps_what_nobody_else_serves() -> None:
+    below = [row for row in BELOW if row.traits.head_dim != 64] + [FwdRow(SLOW, lse=False)]
+    new = [noted(FAST, "new", **PLAIN)]
+    stack = Stack(("sm_80", "sm80"), below=below)
+    assert rejudged(new, [noted(FAST, "old")], [STACK])[1:] == [noted(FAST, "old", **PLAIN)]
+    assert rejudged(new, [noted(FAST, "old")], [stack])[1:] == [noted(FAST, "old")]  # both together: nobody else
+    assert rejudged(new, [noted(FAST, "old")], [STACK, stack])[1:] == [noted(FAST, "old")]
+
+
+@every_file
+def test_whatever_is_measured_every_problem_keeps_a_row(module: Any, tmp_path: pathlib.Path) -> None:
+    choose = random.Random(0)
+    table = heads_of(module)[0]
+    for _ in range(2):  # the second time on top of the first one's rows
+        measured = []
+        for row in choose.sample(module.ROWS, min(8, len(module.ROWS))):
+            flags = {name: choose.random() < 0.4 for name in ("softcap", "lse")}
+            masks = tuple(choose.sample(MASK_KINDS, choose.randint(1, 3)))
+            measured.append(MEASURED(dataclasses.replace(row, masks=masks, dtypes=DTYPES, **flags)))
+        path = write_shipped(*table, measured, tmp_path)
+        for heads, modules in FWD_MODULES.items():
+            if module in modules:
+                runs = [row for one in modules for row in (rows_of(path) if one is module else one.ROWS)]
+                choices(runs, heads[0], softcap=True, lse=True)  # raises where there is no row
+
+
+def test_a_shipped_file_that_leaves_a_problem_without_a_row_is_not_written(tmp_path: pathlib.Path) -> None:
+    path = write_shipped("sm_80", "sm80", [], tmp_path)
+    rows = [NotedRow(dataclasses.replace(row, lse=row.traits.head_dim != 160)) for row in rows_of(path)]
+    path.write_text(render([("sm_80", "sm80")], rows))
+    before = path.read_text()
+    complaint = r"rows_sm80\.py has no row of sm_90a/sm80 for fp16 32x160 full softcap lse, shape decode; add one"
+    with pytest.raises(TableError, match=complaint):
+        write_shipped("sm_80", "sm80", [MEASURED(FwdRow(FAST))], tmp_path)
+    assert path.read_text() == before
+
+
+def test_a_users_older_row_loses_what_its_kernels_are_now_found_to_spill_with(own_tables: OwnTables) -> None:
+    old = MEASURED(FwdRow(FAST, ("full", "causal")))
+    write_user("sm_80", "sm80", [old])
+    new = MEASURED(FwdRow(FAST, ("causal",), lse=False), date="2026-02-01")
+    write_user("sm_80", "sm80", [new])
+    assert usertable.load("sm_80", "sm80") == (
+        new,
+        dataclasses.replace(old, row=FwdRow(FAST, ("full", "causal"), lse=False)),
+    )
+    runs = [*(own.row for own in usertable.load("sm_80", "sm80")), *FWD_ROWS["sm_80", "sm80"]]
+    assert FAST not in choices(runs, "sm_80", lse=True).values()
+    assert choices(runs, "sm_80")[64, 64, "causal", "bf16", "long"] == FAST
+
+
+def test_a_shipped_measured_row_loses_it_too_and_one_by_hand_does_not(tmp_path: pathlib.Path) -> None:
+    by_hand = read_shipped(write_shipped("sm_80", "sm80", [], tmp_path))
+    old = [FwdRow(FAST, ("causal",)), *(one.row for one in by_hand if one.row.traits.head_dim == 128)]
+    write_shipped("sm_80", "sm80", [MEASURED(old[0])], tmp_path)
+    new = [MEASURED(dataclasses.replace(row, masks=("causal",), lse=False)) for row in old]
+    path = write_shipped("sm_80", "sm80", new, tmp_path)
+    rows = rows_of(path)
+    assert [row for row in rows if row.traits == FAST] == [new[0].row]
+    assert [row for row in rows if row.traits.head_dim == 128] == old[1:]
+    assert path.read_text() == write_shipped("sm_80", "sm80", new, tmp_path).read_text()
+
+
+def test_softcap_and_lse_are_written_where_a_row_lacks_them() -> None:
+    for flags, words in (((True, True), ""), ((False, True), ", softcap=False"), ((True, False), ", lse=False")):
+        row = FwdRow(FwdTraitsSm90(128, 96, 128, 128, exp_rows_before_wait=1), softcap=flags[0], lse=flags[1])
+        assert f"    fwd_sm90(128, 128, 96{words}),\n" in render([("sm_90a", "sm90")], [NotedRow(row)])

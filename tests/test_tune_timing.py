@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from cuteflash.tune.timing import Roles, Rules, Sampler, interval, losers, race
+from cuteflash.tune.timing import Roles, Rules, Sampler, interval, losers, race, visits
 
 RULES = Rules(rounds=6, first=3, margin=0.03)
 
@@ -44,10 +46,20 @@ def test_without_a_margin_everybody_stays() -> None:
     assert run_race({"best": 1.0, "slow": 9.0}, rules=Rules(rounds=4, margin=math.inf)) == {"best": 4, "slow": 4}
 
 
-def test_rounds_rotate_so_that_nobody_always_follows_the_same_one() -> None:
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd", "abcde", "abcdef", "abcdefg"])
+def test_each_runs_right_after_every_other_equally_often(names: str) -> None:
+    rounds = len(names) * (1 + len(names) % 2)
+    orders = [visits(names, index) for index in range(rounds)]
+    assert all(sorted(order) == list(names) for order in orders)
+    assert Counter(order[0] for order in orders) == dict.fromkeys(names, rounds // len(names))
+    pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert pairs == dict.fromkeys(itertools.permutations(names, 2), rounds // len(names))
+
+
+def test_a_race_visits_in_that_order() -> None:
     journal: list[str] = []
-    race({name: [] for name in "abc"}, steady(dict.fromkeys("abc", 1.0), journal), Rules(rounds=3))
-    assert "".join(journal) == "abcbcacab"
+    race({name: [] for name in "abc"}, steady(dict.fromkeys("abc", 1.0), journal), Rules(rounds=2))
+    assert journal == visits("abc", 0) + visits("abc", 1)
 
 
 @pytest.mark.parametrize("stop", range(1, 19))

@@ -7,7 +7,7 @@ import enum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Boolean, Int32, Uint32
 
 
 class NamedBarrier(enum.IntEnum):
@@ -15,6 +15,7 @@ class NamedBarrier(enum.IntEnum):
 
     EPILOGUE = 1  # + warpgroup: O is in shared memory
     TURN = 4  # + warpgroup: this warpgroup may issue its products (ping-pong)
+    REPEAT = 7  # all tiles are done: which of them are to be done again is known
 
 
 @cute.jit
@@ -73,6 +74,10 @@ class TmaRing:
     def wait(self, position: Int32) -> None:
         """Consumer: wait until tile `position` has landed."""
         wait_phase(self.full + self.stage(position), self.phase(position))
+
+    def landed(self, position: Int32) -> Boolean:
+        """Consumer: whether tile `position` has landed."""
+        return cute.arch.mbarrier_try_wait(self.full + self.stage(position), self.phase(position))
 
     def release(self, position: Int32) -> None:
         """Consumer warp: it has finished reading tile `position`."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cuteflash import usertable
+from cuteflash.cli.bar import progress_bar
 from cuteflash.compile import BuildReport, build
 from cuteflash.dispatch import choose_fwd, forward_kernel
 from cuteflash.problem import FwdProblem
@@ -127,13 +127,7 @@ def run(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
     Processes, because the compiler is not thread-safe; spawned ones, because it must not inherit a CUDA context.
     """
     outcomes: dict[Task, Outcome] = {}
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
+    bar = progress_bar()
     pool = concurrent.futures.ProcessPoolExecutor(
         max_workers=max(1, min(jobs, len(tasks))), mp_context=multiprocessing.get_context("spawn")
     )

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cuteflash.cli import build as building
 from cuteflash.cli import info as information
+from cuteflash.cli.bar import progress_bar
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.dispatch import Choice, choose_fwd
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
@@ -197,14 +196,7 @@ def _gallery(
 
 def _tracked(title: str, items: Iterable[Item], total: int) -> Iterator[Item]:
     """`items` with a progress bar on stderr."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
-    with bar:
+    with progress_bar() as bar:
         yield from bar.track(items, total=total, description=title)
 
 

@@ -16,6 +16,7 @@ import typer
 
 from cuteflash import usertable
 from cuteflash.cli import info as information
+from cuteflash.cli import sweep_apply
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.compile import cache_dir
@@ -40,7 +41,6 @@ DECODE_TOKENS = 1 << 17  # of all sequences of a decode cell: enough of them tha
 LIMIT = 64
 ROUNDS = 9
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
-INTERRUPTED = 130
 
 app = typer.Typer(
     help="Find the fastest traits for a GPU, prove it, and write the table that dispatch uses.",
@@ -63,7 +63,6 @@ Peers = Annotated[str, typer.Option(help=f"Timed beside the candidates, of {', '
 Limit = Annotated[int, typer.Option(min=0, help="Candidates per head dim and family, most promising first; 0: all.")]
 Budget = Annotated[str | None, typer.Option(help="Time on the GPU, e.g. 10m.")]
 Rounds = Annotated[int, typer.Option(min=3, help="Samples of a candidate that stays to a race's end.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
 Resume = Annotated[bool, typer.Option("--resume/--fresh", help="Go on with the database, or move it aside.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="End before the GPU; works anywhere.")]
 NoCompile = Annotated[bool, typer.Option("--no-compile", help="With --dry-run: end before the compiler, too.")]
@@ -95,7 +94,7 @@ def sweep(
     limit: Limit = LIMIT,
     budget: Budget = None,
     rounds: Rounds = ROUNDS,
-    jobs: Jobs = os.cpu_count() or 1,
+    jobs: results.Jobs = os.cpu_count() or 1,
     database: results.Database = results.DATABASE,
     resume: Resume = True,
     dry_run: DryRun = False,
@@ -142,7 +141,7 @@ def sweep(
 app.command()(results.explain)
 app.command()(results.report)
 app.command()(results.export)
-app.command()(results.apply)
+app.command()(sweep_apply.apply)
 
 
 def _run(plans: Sequence[Plan], until: Until, database: pathlib.Path, shown: results.Shown) -> None:
@@ -175,16 +174,13 @@ def kept(database: pathlib.Path) -> Iterator[None]:
         with contextlib.suppress(StoreError), Store(database, create=False) as store:
             counts = store.counts()
         known = f"{counts.get('verdicts', 0)} verdicts and {counts.get('timings', 0)} timings are kept in {database}"
-        _complain(f"stopped; {known}, and the same command goes on from there", INTERRUPTED)
+        results.complain(f"stopped; {known}, and the same command goes on from there", results.INTERRUPTED)
     except (StoreError, StartFailed) as error:
-        _complain(str(error), 1)
+        results.complain(str(error), 1)
     except OSError as error:
-        _complain(f"{error}; what was found so far is kept in {database}, and the same command goes on from there", 1)
-
-
-def _complain(text: str, status: int) -> None:
-    print(f"cuteflash: {text}", file=sys.stderr)
-    raise typer.Exit(status)
+        results.complain(
+            f"{error}; what was found so far is kept in {database}, and the same command goes on from there", 1
+        )
 
 
 def _reset() -> int:

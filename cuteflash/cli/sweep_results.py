@@ -1,4 +1,4 @@
-"""What a sweep found: shown, explained, exported, reported as a page, and applied to the tables."""
+"""What a sweep found: shown, explained, exported and reported as a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,8 +19,7 @@ from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
-from cuteflash.tune import tables
-from cuteflash.tune.apply import measured_row, proposed, sound_runs, swept_head_dims
+from cuteflash.tune.apply import sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.explain import Asked, newest_verdicts, ranked, title
 from cuteflash.tune.explain import explain as explanation_of
@@ -28,12 +27,12 @@ from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.plan import Plan, default_traits
 from cuteflash.tune.progress import Display, summary
 from cuteflash.tune.report import Scope, make_report
-from cuteflash.tune.results import Run, load_runs, make_traits, measured_gpu
-from cuteflash.tune.select import Pick
+from cuteflash.tune.results import Run, load_runs, make_traits
 from cuteflash.tune.store import Store, StoreError, candidate_id, problem_id
 
 PLAIN_WIDTH = 160  # columns of a table where stdout is no terminal
 DATABASE = pathlib.Path("sweep.sqlite")
+INTERRUPTED = 130  # exit status
 
 Database = Annotated[pathlib.Path, typer.Option("--db", help="The sweep's database.")]
 Arch = Annotated[str | None, typer.Option(help=f"One of {', '.join(ARCHS)}; default: the one that was swept.")]
@@ -42,6 +41,7 @@ FamilyName = Annotated[
 ]
 Families = Annotated[str | None, typer.Option("--family", help="Comma-separated families; default: those swept.")]
 HeadDims = Annotated[str | None, typer.Option("--head-dim", help="Comma-separated; default: those swept.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
 Gpu = Annotated[str | None, typer.Option(help="Whose timings, where there are several GPUs'.")]
 
 
@@ -74,11 +74,11 @@ def explain(
     database: Database = DATABASE,
 ) -> None:
     """Say why a configuration was rejected, or by how much and where it lost, and by what margin the winner won."""
-    with _opened(database) as store, Usage():
+    with opened(database) as store, Usage():
         (pair,) = _one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
-        target = _target(store, arch)
+        target = swept_target(store, arch)
         chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
-        asked = Asked(target, chosen, _padded(pair), _fields(where), gpu)
+        asked = Asked(target, chosen, padded(pair), _fields(where), gpu)
         typer.echo(explanation_of(store, asked).text, nl=False)
 
 
@@ -89,7 +89,7 @@ def export(
     database: Database = DATABASE,
 ) -> None:
     """Write everything that the database holds as JSON."""
-    with _opened(database) as store, Usage():
+    with opened(database) as store, Usage():
         if output is not None:
             _check_output(output, database)
         text = json.dumps(store.export(), indent=1, allow_nan=False)
@@ -115,51 +115,17 @@ def report(
     database: Database = DATABASE,
 ) -> None:
     """Write what was found as one HTML page without network: winners, what traits are worth, every candidate."""
-    with _opened(database) as store, Usage():
+    with opened(database) as store, Usage():
         if output is None:
             raise ValueError("sweep report needs -o, e.g. -o report.html")
         if head_dim_v is not None and head_dim is None:
             raise ValueError("head_dim_v is given without head_dim; allowed: both, or --head-dim alone")
         _check_output(output, database)
         (target,) = _one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else (None,)
-        pairs = tuple(map(_padded, head_dims(head_dim, head_dim_v))) if head_dim is not None else None
+        pairs = tuple(map(padded, head_dims(head_dim, head_dim_v))) if head_dim is not None else None
         scope = Scope(target, tuple(names("family", family, FAMILIES)) or None, pairs, gpu)
         size = _write_output(output, make_report(store, scope, layouts, output.parent))
         typer.echo(f"{output}: {size / 1e6:.2f} MB")
-
-
-def apply(
-    *,
-    arch: Arch = None,
-    family: Families = None,
-    head_dim: HeadDims = None,
-    gpu: Gpu = None,
-    shipped: Annotated[
-        pathlib.Path | None, typer.Option(help="Write the shipped tables' Python into this directory instead.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written.")] = False,
-    database: Database = DATABASE,
-) -> None:
-    """Write the rows that the timings speak for: into your own table, which dispatch prefers, or the shipped ones'."""
-    with _opened(database) as store, Usage():
-        target = _target(store, arch)
-        chosen = measured_gpu(store, target, gpu)
-        pairs = [_padded(pair) for pair in head_dims(head_dim, None)] if head_dim else swept_head_dims(store)
-        for name in names("family", family, FAMILIES) or get_arch(target).families:
-            picks = [pick for pair in pairs for pick in proposed(store, target, name, pair, chosen)]
-            for pick in picks:
-                typer.echo(f"{target}/{name}: {_pick_words(pick)}")
-            if not picks:
-                continue
-            if shipped is None and all(pick.kept for pick in picks):
-                typer.echo(f"{target}/{name}: nothing beats the shipped rows beyond noise; nothing is written")
-            elif not dry_run:
-                rows = [measured_row(pick, chosen) for pick in picks]
-                if shipped is None:
-                    path = tables.write_user(target, name, rows)
-                else:
-                    path = tables.write_shipped(target, name, rows, shipped)
-                typer.echo(f"written: {path}")
 
 
 def show(outcome: Outcome, store: Store, shown: Shown) -> None:
@@ -292,25 +258,20 @@ def _rate(run: Run | None) -> str:
     return f"{run.tflops:.0f}" if run is not None else "-"
 
 
-def _pick_words(pick: Pick) -> str:
-    if pick.kept:
-        change = "as shipped"
-    elif pick.gain is None:
-        change = "no shipped row was timed there"
-    else:
-        change = f"{pick.gain:+.1%} over the shipped rows"
-    return f"{pick.row.title}: {title(pick.row.traits)}, {pick.tflops:.0f} TFLOP/s, {change}"
-
-
 @contextlib.contextmanager
-def _opened(database: pathlib.Path) -> Iterator[Store]:
+def opened(database: pathlib.Path) -> Iterator[Store]:
     """A database that has to be there; what is wrong with it is a message and exit status 1."""
     try:
         with Store(database, create=False) as store:
             yield store
     except (StoreError, OSError) as error:
-        print(f"cuteflash: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        complain(str(error), 1)
+
+
+def complain(text: str, status: int) -> NoReturn:
+    """Ends the command with a line on stderr and an exit status."""
+    print(f"cuteflash: {text}", file=sys.stderr)
+    raise typer.Exit(status)
 
 
 def _check_output(output: pathlib.Path, database: pathlib.Path) -> None:
@@ -328,7 +289,7 @@ def _write_output(output: pathlib.Path, text: str) -> int:
     return write_file(output, text)
 
 
-def _target(store: Store, arch: str | None) -> str:
+def swept_target(store: Store, arch: str | None) -> str:
     """The arch that was asked for, or the only one in the database."""
     swept = sorted({verdict.target for verdict in store.verdicts()})
     found = names("arch", arch, ARCHS) or swept
@@ -343,8 +304,9 @@ def _one(items: list[Any], option: str, text: str) -> list[Any]:
     return items
 
 
-def _padded(pair: tuple[int, int]) -> tuple[int, int]:
-    FwdProblem("bf16", *pair)  # says what head dims there are
+def padded(pair: tuple[int, int]) -> tuple[int, int]:
+    """A pair of head dims as tables have them. ValueError says what head dims there are."""
+    FwdProblem("bf16", *pair)
     return padded_head_dim(pair[0]), padded_head_dim(pair[1])
 
 

@@ -17,10 +17,11 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
+
+from cuteflash.files import replace_file
 
 MANIFEST_VERSION = 1
 OFF = ("0", "off", "false", "no")
@@ -104,8 +105,8 @@ class Entry:
             "sha256": _checksum(blob, report),
             "report": report,
         }
-        _replace(self.object_path, blob)
-        _replace(self.manifest_path, json.dumps(manifest, indent=1).encode())
+        replace_file(self.object_path, blob)
+        replace_file(self.manifest_path, json.dumps(manifest, indent=1).encode())
 
     def discard(self) -> None:
         """Makes the entry absent. OSError where the directory cannot be written."""
@@ -130,18 +131,6 @@ def key_digest(key: dict[str, Any]) -> str:
 
 def _checksum(blob: bytes, report: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(report, sort_keys=True).encode() + b"\0" + blob).hexdigest()
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 _unwritable: set[pathlib.Path] = set()

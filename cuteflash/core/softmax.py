@@ -20,6 +20,7 @@ from cuteflash.core.exp2 import exp2, exp2_polynomial, uses_polynomial
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MAX_CHAINS = 4
+SLACK = 8.0  # log2 of the largest exponential under a lazy maximum; fp16 holds 2**15
 
 
 def quad_max(value: Float32) -> Float32:
@@ -55,19 +56,22 @@ class OnlineSoftmax:
         row_max, row_sum: fp32 register tensors, one element a row of this thread.
         scale_log2: softmax_scale * log2(e), what a score is multiplied with before exp2.
         check_inf: whether a row may hold nothing but -inf so far (masked kernels).
+        lazy: a maximum stays until exponentials would exceed 2**SLACK, so that `row_scale` is mostly 1. What is
+            subtracted cancels out in O; the maximum itself is only needed where something would overflow.
     """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
     scale_log2: Float32
     check_inf: cutlass.Constexpr[bool]
+    lazy: cutlass.Constexpr[bool] = False
 
     @classmethod
-    def create(cls, num_rows: int, scale_log2: Float32, check_inf: bool) -> Self:
+    def create(cls, num_rows: int, scale_log2: Float32, check_inf: bool, lazy: bool = False) -> Self:
         """A softmax that has seen nothing yet, for `num_rows` rows a thread."""
         row_max = cute.make_rmem_tensor(num_rows, Float32)
         row_sum = cute.make_rmem_tensor(num_rows, Float32)
-        return cls(row_max, row_sum, scale_log2, check_inf)
+        return cls(row_max, row_sum, scale_log2, check_inf, lazy)
 
     @cute.jit
     def step(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
@@ -90,16 +94,21 @@ class OnlineSoftmax:
                 self.row_max[r] = peak
             else:
                 old = self.row_max[r]
-                self.row_max[r] = cute.arch.fmax(old, peak)
+                if const_expr(self.lazy):
+                    self.row_max[r] = cutlass.select_((peak - old) * self.scale_log2 > SLACK, peak, old)
+                else:
+                    self.row_max[r] = cute.arch.fmax(old, peak)
                 row_scale[r] = exp2(old * self.scale_log2 - self.shift(r))
                 self.row_sum[r] = self.row_sum[r] * row_scale[r]
 
-    def shift(self, row: int) -> Float32:
-        """What is subtracted from a row's scaled scores: their maximum, or 0 where no key was visible yet."""
+    def finite_max(self, row: int) -> Float32:
+        """A row's maximum, or 0 where no key was visible yet: exp2(-inf - -inf) would be NaN."""
         peak = self.row_max[row]
-        if self.check_inf:  # exp2(-inf - -inf) would be NaN
-            peak = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
-        return peak * self.scale_log2
+        return cutlass.select_(peak == -Float32.inf, Float32(0.0), peak) if self.check_inf else peak
+
+    def shift(self, row: int) -> Float32:
+        """What is subtracted from a row's scaled scores."""
+        return self.finite_max(row) * self.scale_log2
 
     @cute.jit
     def exponentiate(self, scores: cute.Tensor, row: cutlass.Constexpr[int], poly_share: cutlass.Constexpr[int]):
@@ -142,20 +151,13 @@ class PlainSoftmax(OnlineSoftmax):
         for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
             old = -Float32.inf if const_expr(is_first) else self.row_max[r]
             self.row_max[r] = cute.arch.fmax(old, quad_max(row_peak(scores, r)))
-            row_scale[r] = exp2((old - self.shift(r)) * LOG2_E)
+            row_scale[r] = exp2((old - self.finite_max(r)) * LOG2_E)
             self.row_sum[r] = self.row_sum[r] * row_scale[r]
-
-    def shift(self, row: int) -> Float32:
-        """What is subtracted from a row's scores: their maximum, or 0 where no key was visible yet."""
-        peak = self.row_max[row]
-        if self.check_inf:
-            peak = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
-        return peak
 
     @cute.jit
     def exponentiate(self, scores: cute.Tensor, row: cutlass.Constexpr[int], poly_share: cutlass.Constexpr[int]):
         """Exponentials of one row of `scores`, in place, added to its sum; none by polynomial."""
-        shift = self.shift(row)
+        shift = self.finite_max(row)
         total = Float32(0.0)
         for c in cutlass.range_constexpr(cute.size(scores.shape[1])):
             p = exp2((scores[row, c] - shift) * LOG2_E)

@@ -36,10 +36,14 @@ SM90_STAGES = (2, 3, 4)
 SM90_PLACES: tuple[dict[str, Any], ...] = tuple(
     q | p for q in ({}, {"q_in_regs": True}, {"share_q_o": True}) for p in ({}, {"p_in_regs": False})
 )
-# How the softmax lies between the products; the two interact (docs/performance.md, 4 and 6).
-SM90_ORDERS: tuple[dict[str, Any], ...] = tuple(
-    {"rescale_in_product": rescale, "exp_rows_before_wait": rows}
-    for rescale, rows in itertools.product((False, True), (1, 0, 2))
+# How maxima, rescaling and waits lie between the products; these interact (docs/performance.md, 4, 6, 22, 23 and 27).
+FIXED_MAX = {"fixed_max": True}
+SM90_WAITS: tuple[dict[str, Any], ...] = ({"waits_first": True}, {"exp_rows_before_wait": 0})
+SM90_ORDERS: tuple[dict[str, Any], ...] = (
+    *(rescale | waits for rescale in ({}, {"rescale_in_product": True}, FIXED_MAX) for waits in SM90_WAITS),
+    {"rescale_in_product": True},
+    {"rescale_in_product": True, "lazy_rescale": True},
+    {"exp_rows_before_wait": 2},
 )
 SM90_SWITCHES: tuple[dict[str, Any], ...] = (
     {"pingpong": False},
@@ -105,7 +109,11 @@ def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm9
                 **places,
             )
             yield base
-            if stages == SM90_STAGES[0] and _runs_somewhere(base):
+            if not _runs_somewhere(base):
+                continue
+            if base.p_in_regs:
+                yield from _changed(base, (FIXED_MAX,))
+            if stages == SM90_STAGES[0]:
                 yield from _changed(base, SM90_ORDERS if base.p_in_regs else ())
                 yield from _changed(base, () if places else SM90_SWITCHES)
 

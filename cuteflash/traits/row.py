@@ -66,22 +66,11 @@ class FwdRow:
 
 
 def fwd_sm80(
-    head_dim: int,
-    tile_m: int,
-    tile_n: int,
-    num_warps: int,
-    masks: tuple[str, ...] = ALL,
-    *,
-    dtypes: tuple[str, ...] = DTYPES,
-    shapes: tuple[str, ...] = SHAPES,
-    softcap: bool = True,
-    lse: bool = True,
-    head_dim_v: int | None = None,
-    **more: Any,
+    head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any
 ) -> FwdRow:
-    """An sm80 row; `more` are fields of its traits."""
-    traits = FwdTraitsSm80(tile_m, tile_n, head_dim, head_dim_v or head_dim, num_warps=num_warps, **more)
-    return FwdRow(traits, masks, dtypes, shapes, softcap, lse)
+    """An sm80 row; `more` is what `_fwd_row` takes by name: what the row serves, and fields of its traits."""
+    tile = head_dim, tile_m, tile_n
+    return _fwd_row(FwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
 
 
 def fwd_sm90(
@@ -90,15 +79,27 @@ def fwd_sm90(
     tile_n: int,
     masks: tuple[str, ...] = ALL,
     *,
+    exp_rows_before_wait: int = 1,
+    **more: Any,
+) -> FwdRow:
+    """An sm90 row; `more` is what `_fwd_row` takes by name: what the row serves, and fields of its traits."""
+    tile = head_dim, tile_m, tile_n
+    return _fwd_row(FwdTraitsSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
+
+
+def _fwd_row(
+    traits: type[FwdTraitsSm80] | type[FwdTraitsSm90],
+    tile: tuple[int, int, int],
+    masks: tuple[str, ...],
+    *,
     dtypes: tuple[str, ...] = DTYPES,
     shapes: tuple[str, ...] = SHAPES,
     softcap: bool = True,
     lse: bool = True,
     head_dim_v: int | None = None,
-    exp_rows_before_wait: int = 1,
-    **more: Any,
+    **fields: Any,
 ) -> FwdRow:
-    """An sm90 row; `more` are fields of its traits."""
-    more["exp_rows_before_wait"] = exp_rows_before_wait
-    traits = FwdTraitsSm90(tile_m, tile_n, head_dim, head_dim_v or head_dim, **more)
-    return FwdRow(traits, masks, dtypes, shapes, softcap, lse)
+    """A row of (head_dim, tile_m, tile_n) and further `fields` of its traits; `head_dim_v` None is `head_dim`."""
+    head_dim, tile_m, tile_n = tile
+    made = traits(tile_m, tile_n, head_dim, head_dim_v or head_dim, **fields)
+    return FwdRow(made, masks, dtypes, shapes, softcap, lse)

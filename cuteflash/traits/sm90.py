@@ -10,6 +10,7 @@ from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
 WARPGROUP = 128
 WGMMA_M, WGMMA_K = 64, 16
 BARRIER_BYTES = 1024  # mbarriers, and the padding that aligns the first tile to a swizzle atom
+REPEAT_START, REPEAT_WORDS = 512, 32  # bytes into the barriers' memory where `fixed_max` notes tiles to be done again
 ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
 # The sum over all warpgroups is at most the 65536 / threads that the block was launched with.
@@ -34,6 +35,11 @@ class FwdTraitsSm90:
         p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
         share_q_o: O is staged where Q was; saves shared memory, but the next tile's Q has to wait for the store.
         rescale_in_product: O is rescaled between issuing the QK and the PV product, not after the softmax.
+        lazy_rescale: O is rescaled only where a row maximum has grown by a factor of 2**8; needs `rescale_in_product`.
+        waits_first: K of this step and V of the last are waited for together, before the turn to issue products;
+            otherwise V between the two products.
+        fixed_max: row maxima are those of the first scores and of blocks that a mask cuts; other exponentials are
+            taken without looking for larger scores, O is not rescaled. A tile that overflows is done again.
         exp_rows_before_wait: of a thread's two rows, how many have their exponentials taken before the wait for the PV
             product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
         persistent: as many blocks as multiprocessors, each looping over tiles.
@@ -54,6 +60,9 @@ class FwdTraitsSm90:
     p_in_regs: bool = True
     share_q_o: bool = False
     rescale_in_product: bool = False
+    lazy_rescale: bool = False
+    waits_first: bool = False
+    fixed_max: bool = False
     exp_rows_before_wait: int = 0
     persistent: bool = True
     longest_first: bool = True
@@ -134,6 +143,12 @@ class FwdTraitsSm90:
             return "pingpong needs a second consumer warpgroup"
         if (self.pingpong or self.overlap or self.ceded_regs) and not self.warp_specialized:
             return "pingpong, overlap and ceded_regs need warp_specialized: nobody else loads far enough ahead"
+        if (self.lazy_rescale or self.waits_first) and not self.overlap:
+            return "lazy_rescale and waits_first need overlap: otherwise no QK product runs before the PV product"
+        if self.lazy_rescale and not self.rescale_in_product:
+            return "lazy_rescale needs rescale_in_product: elsewhere its branch would part the exponentials"
+        if self.fixed_max and (self.rescale_in_product or not self.overlap):
+            return "fixed_max needs overlap, and leaves nothing to rescale in the product"
         if self.ceded_regs % 8 or not 0 <= self.ceded_regs <= 64:
             return f"ceded_regs {self.ceded_regs} is not a multiple of 8 up to 64"
         if self.kv_stage < 2:

@@ -10,6 +10,7 @@ from cuteflash.traits.arch import Family
 from cuteflash.traits.row import Traits
 from cuteflash.traits.shapes import shape_of
 from cuteflash.tune.cells import Cell
+from cuteflash.tune.extras import Settled
 from cuteflash.tune.plan import padded
 from cuteflash.tune.results import Run, Slot, candidates_of, load_runs, slot_of
 from cuteflash.tune.select import Pick, select
@@ -55,6 +56,7 @@ def shipped_defaults(store: Store, target: str, family: Family, head_dims: tuple
     return found
 
 
-def measured_row(pick: Pick, gpu: str) -> MeasuredRow:
+def measured_row(settled: Settled, gpu: str) -> MeasuredRow:
     """A pick as tables keep it."""
-    return MeasuredRow(pick.row, gpu, pick.at[:10], pick.tflops)
+    pick = settled.pick
+    return MeasuredRow(settled.row, gpu, pick.at[:10], pick.tflops)

@@ -1,7 +1,8 @@
-"""The compile stage: kernels into the disk cache, in parallel processes that never touch a GPU; ptxas' word on each.
+"""Kernels into the disk cache, in parallel processes that never touch a GPU; ptxas' word on each.
 
-A process each for `jobs` compilers, because the compiler is not thread-safe, may crash, and must not see a CUDA
-context. A kernel that takes its process down is rejected for it; the next one gets another process.
+`compile_all` is the sweep's compile stage; `complaints` judges kernels that no sweep times. A process each for `jobs`
+compilers, because the compiler is not thread-safe, may crash, and must not see a CUDA context. A kernel that takes its
+process down is rejected for it; the next one gets another process.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import queue
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from cuteflash.compile import BuildReport, cache_dir
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.row import Traits
 from cuteflash.tune.backend import Backend
-from cuteflash.tune.plan import Candidate, Group, Plan
+from cuteflash.tune.plan import Candidate, Group, Limits, Plan
 from cuteflash.tune.progress import Watch
 from cuteflash.tune.store import Stage, Store, Verdict, problem_id
 from cuteflash.tune.worker import RequestFailed, Worker
+
+Kernel = tuple[Traits, FwdProblem]
 
 
 def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Watch, backend: Backend) -> list[Group]:
@@ -42,8 +47,11 @@ def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Watch,
             watch.step("compile", "missing")
         else:
             todo.append(candidate)
-    with contextlib.closing(_build(plan, todo, backend)) as built:  # whatever happens, the processes end
-        for candidate, verdict in built:
+    kernels = [(candidate.traits, candidate.problem) for candidate in todo]
+    with contextlib.closing(_build(kernels, plan.jobs, plan.limits.compile, backend)) as built:  # ends the processes
+        for place, found in built:
+            candidate = todo[place]
+            verdict = _judge(plan, candidate, found)
             store.record_verdict(verdict)
             verdicts[candidate.id, candidate.key] = verdict
             _count(verdict, candidate, watch)
@@ -60,6 +68,40 @@ def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Watch,
         return verdict is not None and _goes_on(verdict, candidate)
 
     return [dataclasses.replace(group, candidates=tuple(filter(stays, group.candidates))) for group in groups]
+
+
+def complaints(
+    wanted: Iterable[Kernel], stage: str, jobs: int, watch: Watch, backend: Backend
+) -> dict[Kernel, str | None]:
+    """What speaks against each kernel, None where nothing does: ptxas' complaints, or why it does not compile.
+
+    Compiles what the disk cache lacks. One that does not compile is in no cache, and is tried again the next time.
+
+    Args:
+        stage: what `watch` is told to be at.
+        jobs: compiling processes.
+
+    Raises:
+        StartFailed: there are no such processes.
+        OSError: a kernel cannot be kept.
+    """
+    reports = {kernel: backend.report(*kernel) for kernel in wanted}
+    watch.begin(stage, len(reports))
+    found: dict[Kernel, str | None] = {}
+
+    def judge(kernel: Kernel, report: BuildReport | RequestFailed) -> None:
+        found[kernel] = _complaint(report)
+        watch.step(stage, "clean" if found[kernel] is None else "with complaints")
+
+    for kernel, report in reports.items():
+        if report is not None:
+            judge(kernel, report)
+    todo = [kernel for kernel, report in reports.items() if report is None]
+    with contextlib.closing(_build(todo, jobs, Limits().compile, backend)) as built:
+        for place, answer in built:
+            judge(todo[place], answer)
+    watch.end(stage)
+    return found
 
 
 def _goes_on(verdict: Verdict, candidate: Candidate) -> bool:
@@ -88,40 +130,51 @@ def _known(plan: Plan, candidate: Candidate, store: Store, backend: Backend) -> 
     return verdict
 
 
-def _judge(plan: Plan, candidate: Candidate, report: BuildReport) -> Verdict:
-    details = {**dataclasses.asdict(report.resources), "seconds": report.seconds}
-    reason = "; ".join(report.complaints) or None
+def _judge(plan: Plan, candidate: Candidate, found: BuildReport | RequestFailed) -> Verdict:
+    reason = _complaint(found)
+    details = {}
+    if isinstance(found, BuildReport):
+        details = {**dataclasses.asdict(found.resources), "seconds": found.seconds}
     return Verdict(*_names(plan, candidate), reason is None, reason, details)
+
+
+def _complaint(found: BuildReport | RequestFailed) -> str | None:
+    return str(found) if isinstance(found, RequestFailed) else "; ".join(found.complaints) or None
 
 
 def _names(plan: Plan, candidate: Candidate) -> tuple[str, str, str, Stage, str]:
     return candidate.id, plan.target, problem_id(candidate.problem), "compile", candidate.key
 
 
-def _build(plan: Plan, todo: Sequence[Candidate], backend: Backend) -> Generator[tuple[Candidate, Verdict]]:
-    """Compiles in `plan.jobs` processes; verdicts in the order of completion. Stopping early ends the processes."""
-    workers = [Worker(backend.builder) for _ in range(min(plan.jobs, len(todo)))]
+def _build(
+    todo: Sequence[Kernel], jobs: int, seconds: float, backend: Backend
+) -> Generator[tuple[int, BuildReport | RequestFailed]]:
+    """Compiles in `jobs` processes: (place in `todo`, report or failure), in the order of completion.
+
+    Each kernel may take `seconds`. Stopping early ends the processes.
+    """
+    workers = [Worker(backend.builder) for _ in range(min(jobs, len(todo)))]
     idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
-    def compile_one(candidate: Candidate) -> Verdict:
+    def compile_one(kernel: Kernel) -> BuildReport | RequestFailed:
         worker = idle.get()
         try:
-            report = worker.call("build", candidate.traits, candidate.problem, seconds=plan.limits.compile)
+            report: BuildReport = worker.call("build", *kernel, seconds=seconds)
         except RequestFailed as failure:
-            return Verdict(*_names(plan, candidate), ok=False, reason=str(failure))
+            return failure
         finally:
             idle.put(worker)
-        if backend.report(candidate.traits, candidate.problem) is None:
+        if backend.report(*kernel) is None:
             raise OSError(f"a kernel that was just compiled is not in the disk cache {cache_dir()}: no space left?")
-        return _judge(plan, candidate, report)
+        return report
 
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(max(1, len(workers))))
         for worker in workers:
             stack.callback(worker.stop)  # before the threads are waited for: it wakes those that wait for an answer
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        futures = {threads.submit(compile_one, candidate): candidate for candidate in todo}
+        futures = {threads.submit(compile_one, kernel): place for place, kernel in enumerate(todo)}
         for future in concurrent.futures.as_completed(futures):
             yield futures[future], future.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import pathlib
 import re
@@ -10,7 +11,7 @@ import torch
 
 from cuteflash.dispatch import current_target
 from cuteflash.tune.backend import Machine
-from cuteflash.tune.timing import Sampler, clock_for, median
+from cuteflash.tune.timing import Runner, Sampler, clock_for, median
 
 MATMUL_SIZE = 8192
 VERSIONED = ("cuteflash", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4")
@@ -46,8 +47,21 @@ def driver_version() -> str:
     return f"CUDA {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]
 
 
-def matmul_tflops(device: torch.device, size: int = MATMUL_SIZE, rounds: int = 5) -> float:
-    """Rate of a `size`³ bf16 matrix product on random data, TFLOP/s."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matmul:
+    """A bf16 matrix product of random square matrices: what the tensor cores reach without a softmax.
+
+    Attributes:
+        run: repeats the product.
+        flops: of one product.
+    """
+
+    run: Runner
+    flops: int
+
+
+def make_matmul(device: torch.device, size: int = MATMUL_SIZE) -> Matmul:
+    """The product of two (size, size) matrices on `device`."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -56,6 +70,11 @@ def matmul_tflops(device: torch.device, size: int = MATMUL_SIZE, rounds: int = 5
             torch.mm(a, b, out=out)
         return out
 
-    sampler = Sampler(clock_for(device))
-    sampler(run)
-    return 2 * size**3 / (median([sampler(run) for _ in range(rounds)]) * 1e9)
+    return Matmul(run, 2 * size**3)
+
+
+def matmul_tflops(device: torch.device, rounds: int = 5) -> float:
+    """Rate of that product alone, TFLOP/s."""
+    matmul, sampler = make_matmul(device), Sampler(clock_for(device))
+    sampler(matmul.run)
+    return matmul.flops / (median([sampler(matmul.run) for _ in range(rounds)]) * 1e9)

@@ -33,8 +33,9 @@ SWITCHES_SM90: dict[tuple[str, object], float] = {
     ("persistent", False): 1.05,
     ("longest_first", False): 1.03,
     ("share_q_o", True): 1.02,
-    ("exp_rows_before_wait", 0): 1.05,
-    ("exp_rows_before_wait", 2): 1.05,
+    ("fixed_max", True): 0.95,
+    ("lazy_rescale", True): 1.02,
+    ("waits_first", True): 1.01,
 }
 SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("double_buffer", False): 1.1,
@@ -47,6 +48,7 @@ SWITCHES_SM80: dict[tuple[str, object], float] = {
 POLY_COST = 0.03  # for each of 16 exponentials that is evaluated by a polynomial
 BEYOND = "beyond the limit"  # how the reason of a candidate ends that could run but was not promising enough
 WIDE = 192  # head dims from which rescaling O inside the product pays
+UNPINNED_BELOW = 128  # head dims below which fixed maxima want the wait for PV where ptxas puts it
 
 
 def estimate(traits: Traits, arch: ArchSpec) -> float:
@@ -92,7 +94,10 @@ def _sm90(traits: FwdTraitsSm90) -> float:
     hidden = 0.1 if traits.pingpong else 0.14
     clocks = max(units) + hidden * (sum(units) - max(units)) + STEP_CLOCKS * warpgroups / 2
     clocks *= _switches(traits, SWITCHES_SM90) * (1 + POLY_COST * traits.poly_exp2)
-    clocks *= 1.03 if traits.rescale_in_product != (traits.head_dim_v >= WIDE) else 1.0
+    if not traits.fixed_max:
+        clocks *= 1.03 if traits.rescale_in_product != (traits.head_dim_v >= WIDE) else 1.0
+    unpinned = traits.fixed_max and traits.head_dim_v < UNPINNED_BELOW
+    clocks *= 1.05 if traits.exp_rows_before_wait != (0 if unpinned else 1) else 1.0
     return clocks * _crowding(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs) * 1000 / (m * n)
 
 

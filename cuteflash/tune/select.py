@@ -86,8 +86,8 @@ class Pick:
 
     Attributes:
         candidate: id.
-        row: its traits, with the masks, dtypes and shape classes that it serves where no row above it does. No
-            softcap: it was compiled and timed without one.
+        row: its traits, with the masks, dtypes and shape classes that it serves where no row above it does. It was
+            timed without softcap and lse; `extras.settle` says whether it serves them.
         tflops: geometric mean of TFLOP/s over the cells it is chosen for.
         gain: over the defaults of those, by geometric mean; None where one of them has no timed default.
         kept: it is the default of all of them.
@@ -130,7 +130,7 @@ def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[st
     picks, above = [], set[Slot]()
     for candidate, slots in sorted(served.items(), key=lambda item: (len(item[1]), item[0])):
         for box, own in boxes(slots, above):
-            picks.append(_pick(candidate, FwdRow(traits[candidate], *box, softcap=False), own, runs, decisions))
+            picks.append(_pick(candidate, FwdRow(traits[candidate], *box), own, runs, decisions))
         above.update(slots)
     return picks
 

@@ -1,7 +1,8 @@
 """Puts measured rows into tables: the user's own, which dispatch prefers, and the shipped ones, as readable Python.
 
 A sweep measures some head dims, masks, dtypes and shape classes. Its rows go above those that a table has; a row that
-no problem reaches any more goes, and everything that was not measured stays as it is.
+no problem reaches any more goes, and everything that was not measured stays as it is. Rows need not serve softcap or
+lse, but a table does, for every problem.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
-from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.shapes import SHAPES, Shape
 from cuteflash.traits.tables import FWD_MODULES, FWD_ROWS
+from cuteflash.tune.store import problem_id
 from cuteflash.usertable import MeasuredRow, TableError
 
 Table = tuple[str, Family]
@@ -40,6 +42,7 @@ WORDS = {
     "short": "SHORT",
     "long": "LONG",
 }
+EXTRAS = ("softcap", "lse")  # of a problem, which a row may not serve
 LINE = 120  # columns of a source line
 
 
@@ -66,6 +69,9 @@ class HasRow(Protocol):
     @property
     def row(self) -> FwdRow: ...
 
+    @property
+    def note(self) -> str: ...
+
 
 Entry = TypeVar("Entry", bound=HasRow)
 
@@ -73,15 +79,16 @@ Entry = TypeVar("Entry", bound=HasRow)
 def write_user(target: str, family: Family, measured: Sequence[MeasuredRow]) -> pathlib.Path:
     """Puts measured rows into the user's table and returns its path.
 
-    What the table had stays where these rows leave it something to run. A table that cannot be used is replaced, with
-    a TableWarning.
+    What the table had stays where these rows leave it something to run, see `rejudged`. A table that cannot be used is
+    replaced, with a TableWarning.
 
     Raises:
         TableError: a row is not one that the target runs, or the table cannot be written.
     """
     _check(target, family, measured)
-    own = [*measured, *usertable.load(target, family)]
-    return usertable.write(target, family, merged(own, [Stack((target, family), below=FWD_ROWS[target, family])]))
+    stacks = [Stack((target, family), below=FWD_ROWS[target, family])]
+    own = rejudged(measured, usertable.load(target, family), stacks)
+    return usertable.write(target, family, merged(own, stacks))
 
 
 def write_shipped(
@@ -90,20 +97,25 @@ def write_shipped(
     """Puts measured rows into the file of a shipped table's own rows and returns its path.
 
     The file's rows stay, with the comments beside them, where any table that has the file is left something to run by
-    them; its other comments do not.
+    them, see `rejudged`; its other comments do not.
 
     Args:
         directory: where the file lies or, where it is missing, is made of the shipped rows; None is this package's.
 
     Raises:
-        TableError: a row is not one that the target runs, or the file cannot be read as rows or not be written.
+        TableError: a row is not one that the target runs, a problem would have no row, or the file cannot be read as
+            rows or not be written.
     """
     _check(target, family, measured)
     module = FWD_MODULES[target, family][0]
     shipped = pathlib.Path(str(module.__file__))
     path = shipped if directory is None else directory / shipped.name
-    rows = [NotedRow(own.row, own.note) for own in measured] + read_shipped(path if path.exists() else shipped)
     stacks = [_stack(table, path.name) for table, modules in FWD_MODULES.items() if module in modules]
+    newest = [NotedRow(own.row, own.note) for own in measured]
+    rows = rejudged(newest, read_shipped(path if path.exists() else shipped), stacks)
+    for stack in stacks:
+        for words in _unserved(rows, stack):
+            raise TableError(f"{path} has no row of {'/'.join(stack.table)} for {words}; add one, below the others")
     heads = [stack.table for stack in stacks if not stack.above]
     try:
         path.write_text(render(heads, simplified(merged(rows, stacks), stacks)))
@@ -127,6 +139,24 @@ def read_shipped(path: pathlib.Path) -> list[NotedRow]:
         raise TableError(f"{path} is no table of rows ({type(error).__name__}: {error})") from error
 
 
+def rejudged(newest: Sequence[Entry], older: Sequence[Entry], stacks: Iterable[Stack]) -> list[Entry]:
+    """The newest rows and below them the older ones, without softcap or lse where the newest have found against it.
+
+    That is where a newest row of the same traits serves a mask and dtype without it, and none serves them with it: the
+    kernel is the same, and what the older row says was found for an older source or compiler. Only a row that was
+    measured loses it, which has a note, and only where every problem still has a row.
+    """
+    rows, stacks = [*newest, *older], list(stacks)
+    for place, name in itertools.product(range(len(newest), len(rows)), EXTRAS):
+        entry: Any = rows[place]
+        if entry.note and getattr(entry.row, name) and _refuted(entry.row, name, newest):
+            changed = list(rows)
+            changed[place] = dataclasses.replace(entry, row=dataclasses.replace(entry.row, **{name: False}))
+            if not any(words for stack in stacks for words in _unserved(changed, stack)):
+                rows = changed
+    return rows
+
+
 def merged(rows: Iterable[Entry], stacks: Iterable[Stack]) -> list[Entry]:
     """Of `rows`, where the first wins, those that some problem reaches in one of the tables; by head dims."""
     entries: dict[FwdRow, Entry] = {}
@@ -140,8 +170,9 @@ def merged(rows: Iterable[Entry], stacks: Iterable[Stack]) -> list[Entry]:
 def simplified(rows: Sequence[NotedRow], stacks: Iterable[Stack]) -> list[NotedRow]:
     """`rows` without those in whose absence every problem of the tables would run with the same traits.
 
-    Such a row's note goes to those of `rows` that take over and are made for the same head dims; of several notes the
-    uppermost row's stays, which is the newest.
+    Such a row's note goes to those of `rows` that take over, are made for the same head dims and serve no softcap or
+    lse that it did not: the measurement is no proof of those. Of several notes the uppermost row's stays, which is the
+    newest.
     """
     left = [noted.row for noted in rows]
     chains = [chain for stack in stacks for chain in _chains(left, stack)]
@@ -154,7 +185,7 @@ def simplified(rows: Sequence[NotedRow], stacks: Iterable[Stack]) -> list[NotedR
                 left = [one for one in left if one is not row]
                 chains = [[offer for offer in chain if offer[0] is not row] for chain in chains]
                 for heir in heirs:
-                    if row in notes and _head_dims(heir) == _head_dims(row):
+                    if row in notes and _head_dims(heir) == _head_dims(row) and _extras(heir) <= _extras(row):
                         notes[heir] = min(notes[row], notes.get(heir, notes[row]))
         if len(left) == count:
             return [NotedRow(row, notes[row][1] if row in notes else "") for row in left]
@@ -162,6 +193,19 @@ def simplified(rows: Sequence[NotedRow], stacks: Iterable[Stack]) -> list[NotedR
 
 def _head_dims(row: FwdRow) -> tuple[int, int]:
     return row.traits.head_dim, row.traits.head_dim_v
+
+
+def _refuted(row: FwdRow, name: str, newest: Iterable[HasRow]) -> bool:
+    alike = [new.row for new in newest if new.row.traits == row.traits]
+    for mask, dtype in itertools.product(row.masks, row.dtypes):
+        serve = [getattr(new, name) for new in alike if mask in new.masks and dtype in new.dtypes]
+        if serve and not any(serve):
+            return True
+    return False
+
+
+def _extras(row: FwdRow) -> set[str]:
+    return {name for name in EXTRAS if getattr(row, name)}
 
 
 def _heirs(row: FwdRow, chains: Iterable[list[tuple[FwdRow, Any]]]) -> set[FwdRow] | None:
@@ -225,14 +269,30 @@ def _chains(rows: Sequence[FwdRow], stack: Stack) -> Iterator[list[tuple[FwdRow,
 
     Problems that nothing runs are left out.
     """
-    arch, every = get_arch(stack.table[0]), [*stack.above, *rows, *stack.below]
-    kinds = (ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES, (False, True), (False, True))
-    for head_dim, head_dim_v, mask, dtype, softcap, lse in itertools.product(*kinds):
-        problem = FwdProblem(cast(Any, dtype), head_dim, head_dim_v, cast(Any, mask), has_softcap=softcap, has_lse=lse)
-        for shape in SHAPES:
-            chain = [(row, traits) for row, traits, reason in offers(every, problem, shape, arch) if reason is None]
+    for softcap, lse in itertools.product((False, True), repeat=2):
+        for _, _, chain in _offered(rows, stack, softcap, lse):
             if chain:
                 yield chain
+
+
+def _unserved(entries: Iterable[HasRow], stack: Stack) -> Iterator[str]:
+    """The problems of a table with these rows in their place that nothing runs, in words."""
+    # What serves softcap and lse together serves problems without them as well.
+    for problem, shape, chain in _offered([entry.row for entry in entries], stack, softcap=True, lse=True):
+        if not chain:
+            yield f"{problem_id(problem)}, shape {shape}"
+
+
+def _offered(
+    rows: Sequence[FwdRow], stack: Stack, softcap: bool, lse: bool
+) -> Iterator[tuple[FwdProblem, Shape, list[tuple[FwdRow, Any]]]]:
+    """Each problem with these extras, and shape, of a table with `rows` in their place, and what could run it."""
+    arch, every = get_arch(stack.table[0]), [*stack.above, *rows, *stack.below]
+    for head_dim, head_dim_v, mask, dtype in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES):
+        problem = FwdProblem(cast(Any, dtype), head_dim, head_dim_v, cast(Any, mask), has_softcap=softcap, has_lse=lse)
+        for shape in SHAPES:
+            found = offers(every, problem, shape, arch)
+            yield problem, shape, [(row, traits) for row, traits, reason in found if reason is None]
 
 
 def _row_calls(tree: ast.Module) -> Iterator[list[ast.expr]]:
@@ -252,7 +312,7 @@ def _call(row: FwdRow) -> str:
         arguments.append(_words(row.masks))
     arguments += [f"dtypes={_words(row.dtypes)}"] if row.dtypes != DTYPES else []
     arguments += [f"shapes={_words(row.shapes)}"] if row.shapes != SHAPES else []
-    arguments += [f"{name}=False" for name in ("softcap", "lse") if not getattr(row, name)]
+    arguments += [f"{name}=False" for name in EXTRAS if not getattr(row, name)]
     arguments += [f"head_dim_v={traits.head_dim_v}"] if traits.head_dim_v != traits.head_dim else []
     defaults = {field.name: field.default for field in dataclasses.fields(traits)}
     defaults |= {name: parameter.default for name, parameter in inspect.signature(maker).parameters.items()}

@@ -2,8 +2,9 @@
 
 A batch is enough calls to fill `BATCH_MS` of device time, between two events. Before it the device is kept
 spinning while the host enqueues the batch, so that an implementation whose host code is slower than its kernel is
-not charged for the host (the benchmarks measure that apart). Rounds visit the implementations in rotating order:
-whatever drifts (clocks, temperature), it drifts for all. In a race the clear losers leave early.
+not charged for the host (the benchmarks measure that apart). Rounds visit the implementations in an order in which
+each comes after every other equally often: what drifts (clocks, temperature) drifts for all, and a power-hungry kernel
+lowers the clock of all who follow it. In a race the clear losers leave early.
 """
 
 from __future__ import annotations
@@ -173,8 +174,7 @@ def race(
     """
     running = list(samples)
     for index in range(rules.rounds):
-        shift = index % max(1, len(running))
-        for name in running[shift:] + running[:shift]:
+        for name in visits(running, index):
             if len(samples[name]) <= index:
                 found = sample(name)
                 if found is None:
@@ -186,6 +186,18 @@ def race(
             judged = {name: samples[name][: index + 1] for name in running if name not in roles.guests}
             slow = losers(judged, rules.margin)
             running = [name for name in running if name not in slow or name in roles.stays]
+
+
+def visits(names: Sequence[str], index: int) -> list[str]:
+    """The names in the order of round `index`: a Williams design.
+
+    Rounds begin with each name in turn. Over len(names) rounds, twice as many where that is odd, each name comes right
+    after every other equally often.
+    """
+    size = len(names)
+    zigzag = [(step + 1) // 2 if step % 2 else -(step // 2) for step in range(size)]  # 0, 1, -1, 2, -2, ...
+    mirrored = size % 2 and index // size % 2
+    return [names[(index - offset if mirrored else index + offset) % size] for offset in zigzag]
 
 
 def losers(samples: Mapping[str, Sequence[float]], margin: float) -> set[str]:

@@ -6,12 +6,13 @@ name the lines of those kernels, so that a page says where each step stands.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from cuteflash.dispatch import Choice, choose_shipped_fwd
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.shapes import Shape
+from cuteflash.traits.sm80 import FwdTraitsSm80
 from layouts.lessons.loops import loop_data
 from layouts.lessons.pipeline import pipeline_data
 from layouts.lessons.ring import ring_data
@@ -37,6 +38,7 @@ def lesson_scenes() -> list[tuple[FwdProblem, str, Choice]]:
 def lesson_data() -> dict[str, Any]:
     """Everything that the lessons show beside the scenes, as JSON values without NaN or infinity."""
     problem = _LESSON_PROBLEM
+    _, ampere, choice = lesson_scenes()[0]
     return {
         "scenes": {
             family: f"{target}-{family}-{problem.head_dim}-{problem.mask}-{problem.dtype}"
@@ -44,7 +46,7 @@ def lesson_data() -> dict[str, Any]:
         },
         "softmax": softmax_data(),
         "loops": loop_data(),
-        "pipeline": pipeline_data(),
+        "pipeline": pipeline_data(cast(FwdTraitsSm80, choice.traits), problem, ampere),
         "ring": ring_data(),
         "turns": turn_data(),
     }

@@ -1,26 +1,42 @@
-"""The cp.async pipeline of the sm80 kernel, action by action, for a small number of key blocks.
+"""The loads of the sm80 kernel's main loop, action by action, for a small number of key blocks.
 
-The order of calls is that of `prologue`, `load_block` and `attend_block` in `cuteflash/kernels/sm80/fwd_mma.py`; every
-action names its line there. What a page shows of a buffer is what the kernel may rely on: copies are in flight until a
-wait and a barrier have seen their group.
+The kernel's own `prologue`, `load_block` and `attend_block` run (`cuteflash/kernels/sm80/fwd_mma.py`), with stand-ins
+for what they call; every action is such a call and names its line. Whether a load is still in flight when its call
+returns is asked of `cuteflash.atoms.sm80.load`. What a page shows of a buffer is what the kernel may rely on: copies
+are in flight until a wait and a barrier have seen their group.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
+from cutlass.cute.nvgpu import cpasync
+
+from cuteflash.atoms import sm80 as atoms
+from cuteflash.dispatch import forward_kernel
 from cuteflash.kernels.sm80 import fwd_mma
+from cuteflash.problem import FwdProblem
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.docs import attribute_docs
+from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.tables import FWD_ROWS
-from layouts.lessons.sources import Source, source_of
+from layouts.dsl import context
+from layouts.lessons.replay import Anything, Replay
 
 BLOCKS = 5
 # Stages, and whether Q is kept in registers: as most rows of one stage, and as the lessons' row, which has two.
 SHOWN = {1: False, 2: True, 3: True}
+# Title, and which of the switches is off. All shipped rows have both on.
+ORDERS = {"as shipped": None, "loads waited for": "eager_loads", "without cp.async": "async_copy"}
+SWITCHES = ("eager_loads", "async_copy")
 
-# "read": this warp is done with it, others may not be; only a barrier makes it free.
-Status = Literal["free", "loading", "ready", "reading", "read"]
+# "stored": by the threads that loaded it; others know only behind a barrier. "read": this warp is done with it, others
+# may not be; only a barrier makes it free.
+Status = Literal["free", "loading", "stored", "ready", "reading", "read"]
+Action = dict[str, Any]
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,128 +48,156 @@ class Buffer:
 
 
 class Pipeline:
-    """Runs the kernel's calls on buffers and commit groups; `actions` keeps what each did."""
+    """Runs the kernel's functions on buffers and commit groups; `actions` keeps what each call did."""
 
-    def __init__(self, stages: int, blocks: int, q_in_regs: bool) -> None:
-        self.stages = stages
+    def __init__(self, traits: FwdTraitsSm80, problem: FwdProblem, blocks: int) -> None:
+        self.traits = traits
         self.blocks = blocks
-        self.q_in_regs = q_in_regs
-        self.buffers = {f"{tensor}{stage}": Buffer() for tensor in "KV" for stage in range(stages)}
-        self.sources = {name: source_of(getattr(fwd_mma, name)) for name in ("prologue", "load_block", "attend_block")}
-        self.open: list[str] = []  # buffers with copies that no group holds yet
+        self.asynchronous = loads_asynchronously(traits, problem)
+        self.buffers = {f"s{tensor}[{stage}]": Buffer() for tensor in "KV" for stage in range(traits.kv_stage)}
+        self.open = ["sQ"] if self.asynchronous else []  # tiles with copies that no group holds yet
         self.groups: list[list[str]] = []  # committed groups that no wait has seen, oldest first
-        self.actions: list[dict[str, Any]] = []
+        self.actions: list[Action] = []
+        self.kernel = Replay(
+            (fwd_mma.prologue, fwd_mma.load_block, fwd_mma.attend_block),
+            {
+                "cutlass": SimpleNamespace(range_constexpr=range),
+                "const_expr": bool,
+                "cute": SimpleNamespace(arch=SimpleNamespace(cp_async_commit_group=self._commit), copy=self._fetch_q),
+                "load_kv": self._load,
+                "arrived": self._wait,
+                "product_qk": lambda kernel, f, stage: self._read("K", stage, "S = Q Kᵀ"),
+                "product_pv": lambda kernel, f, stage: self._read("V", stage, "O += P V"),
+                "soften": self._soften,
+                "scale_rows": Anything(),
+            },
+        )
 
     def run(self) -> None:
         """The whole tile: prologue, then every key block, last block first."""
-        last = self.blocks - 1
-        self._prologue(last)
+        last, seqlen = self.blocks - 1, self.blocks * self.traits.tile_n
+        kernel, f, loads = SimpleNamespace(traits=self.traits), Anything(), SimpleNamespace(k="K", v="V")
+        self.kernel.functions["prologue"](kernel, f, loads, 0, last, seqlen)
         for block in range(last, -1, -1):
-            if self.stages == 1:
-                self._step_of_one_stage(block)
-            else:
-                self._step(block, (last - block) % self.stages)
+            mask = SimpleNamespace(seqlen_k=seqlen)
+            self.kernel.functions["attend_block"](kernel, f, loads, None, mask, (0, last), block, block == last)
 
-    def _prologue(self, last: int) -> None:
-        at = self.sources["prologue"]
-        self._load(at, "load_kv(loads.k, n_last, 0, rows)", "K", last, 0)
-        if self.stages > 1:
-            self._load(at, "load_kv(loads.v, n_last, 0, rows)", "V", last, 0)
-        self._commit(at, "cute.arch.cp_async_commit_group()")
-        for stage in range(1, self.stages - 1):
-            self._load_block(last - stage, stage)
-        if self.q_in_regs:
-            pending = max(self.stages - 2, 0)
-            self._wait(at, "arrived(max(traits.kv_stage - 2, 0))", pending, "; Q goes to registers by ldmatrix")
+    def _load(self, tensor: str, block: int, stage: int, rows: int | None) -> None:
+        name = f"s{tensor}[{stage}]"
+        if self.asynchronous:
+            self.buffers[name] = Buffer(block, "loading")
+            self.open.append(name)
+            text = f"issue the copies of {tensor} block {block} into stage {stage}"
+        else:
+            self.buffers[name] = Buffer(block, "stored")
+            text = f"load {tensor} block {block} to registers, wait for it, store it into stage {stage}"
+        self._act("load", text, block)
 
-    def _load_block(self, block: int, stage: int) -> None:
-        at = self.sources["load_block"]
-        if block >= 0:
-            self._load(at, "load_kv(loads.k, n_block, stage, None)", "K", block, stage)
-            self._load(at, "load_kv(loads.v, n_block, stage, None)", "V", block, stage)
-        self._commit(at, "cute.arch.cp_async_commit_group()")
-
-    def _step_of_one_stage(self, block: int) -> None:
-        at = self.sources["attend_block"]
-        self._wait(at, "arrived(0)  # K is here", 0)
-        self._load(at, "load_kv(loads.v, n_block, 0", "V", block, 0)
-        self._commit(at, "load_kv(loads.v, n_block, 0", line_below=True)
-        self._read(at, "product_qk(kernel, f, stage)", "K", block, 0, "S = Q Kᵀ")
-        self._wait(at, "arrived(0)  # V is here", 0)
-        if block > 0:
-            self._load(at, "load_kv(loads.k, n_block - 1, 0, None)", "K", block - 1, 0)
-        self._commit(at, "load_kv(loads.k, n_block - 1, 0, None)", line_below=True)
-        self._compute(at, "soften(kernel, f, tile", block)
-        self._read(at, "product_pv(kernel, f, stage)", "V", block, 0, "O += P V")
-
-    def _step(self, block: int, stage: int) -> None:
-        at = self.sources["attend_block"]
-        self._wait(at, "arrived(stages - 2)", self.stages - 2)
-        self._load_block(block - (self.stages - 1), (stage + self.stages - 1) % self.stages)
-        self._read(at, "product_qk(kernel, f, stage)", "K", block, stage, "S = Q Kᵀ")
-        self._compute(at, "soften(kernel, f, tile", block)
-        self._read(at, "product_pv(kernel, f, stage)", "V", block, stage, "O += P V")
-
-    def _load(self, at: Source, text: str, tensor: str, block: int, stage: int) -> None:
-        name = f"{tensor}{stage}"
-        self.buffers[name] = Buffer(block, "loading")
-        self.open.append(name)
-        self._act(at, at.line(text), "load", f"issue the copies of {tensor} block {block} into stage {stage}", block)
-
-    def _commit(self, at: Source, text: str, line_below: bool = False) -> None:
+    def _commit(self) -> None:
         self.groups.append(self.open)
         self.open = []
-        what = "close the group" if self.groups[-1] else "close an empty group: the count of groups stays right"
-        self._act(at, at.line(text) + line_below, "commit", what, None)
+        why = "the count of groups stays right" if self.asynchronous else "no copy is in flight"
+        self._act("commit", "close the group" if self.groups[-1] else f"close an empty group: {why}")
 
-    def _wait(self, at: Source, text: str, pending: int, then: str = "") -> None:
-        seen = len(self.groups) - pending
-        for buffer in self.buffers.values():
-            if buffer.status == "read":  # the barrier has seen every warp past its product
+    def _wait(self, pending: int) -> None:
+        seen = max(len(self.groups) - pending, 0)
+        landed = {name for group in self.groups[:seen] for name in group}
+        self.groups = self.groups[seen:]
+        for name, buffer in self.buffers.items():
+            if name in landed or buffer.status == "stored":
+                buffer.status = "ready"
+            elif buffer.status == "read":  # the barrier has seen every warp past its product
                 buffer.status = "free"
-        for name in (name for group in self.groups[: max(seen, 0)] for name in group):
-            self.buffers[name].status = "ready"
-        self.groups = self.groups[max(seen, 0) :]
         what = "wait for every group" if pending == 0 else f"wait for all but the last {pending} of the groups"
-        self._act(at, at.line(text), "wait", f"{what}, then a block-wide barrier{then}", None)
+        empty = "" if self.asynchronous else ", all of them empty"
+        self._act("wait", f"{what}{empty}, then a block-wide barrier")
 
-    def _read(self, at: Source, text: str, tensor: str, block: int, stage: int, product: str) -> None:
-        name = f"{tensor}{stage}"
-        self.buffers[name].status = "reading"
-        self._act(at, at.line(text), "product", f"{product} reads {tensor} block {block} from stage {stage}", block)
-        self.buffers[name].status = "read"
+    def _fetch_q(self, copy: Anything, source: Anything, target: Anything) -> None:
+        self._act("ldmatrix", "Q goes to registers by ldmatrix")
 
-    def _compute(self, at: Source, text: str, block: int) -> None:
-        self._act(at, at.line(text), "softmax", f"softmax of the scores of block {block}, in registers", block)
+    def _read(self, tensor: str, stage: int, product: str) -> None:
+        buffer = self.buffers[f"s{tensor}[{stage}]"]
+        buffer.status = "reading"
+        text = f"{product} reads {tensor} block {buffer.block} from stage {stage}"
+        self._act("product", text, buffer.block)
+        buffer.status = "read"
 
-    def _act(self, at: Source, line: int, kind: str, text: str, block: int | None) -> None:
+    def _soften(self, kernel: Any, f: Anything, tile: None, mask: Any, block: int, masked: bool) -> None:
+        self._act("softmax", f"softmax of the scores of block {block}, in registers", block)
+
+    def _act(self, kind: str, text: str, block: int | None = None) -> None:
+        function, line = self.kernel.place()
         state = {name: [buffer.block, buffer.status] for name, buffer in self.buffers.items()}
         groups = [list(group) for group in self.groups]
-        action = {"function": at.name, "line": line, "kind": kind, "text": text, "block": block}
+        action = {"function": function, "line": line, "kind": kind, "text": text, "block": block}
         self.actions.append(action | {"buffers": state, "groups": groups, "open": list(self.open)})
 
 
-def run(stages: int, blocks: int = BLOCKS, q_in_regs: bool = True) -> list[dict[str, Any]]:
-    """The actions of one tile of `blocks` key blocks with `stages` K/V stages."""
-    pipeline = Pipeline(stages, blocks, q_in_regs)
+def loads_asynchronously(traits: FwdTraitsSm80, problem: FwdProblem) -> bool:
+    """Whether the kernel's loads go from global to shared memory by themselves, past the registers."""
+    copies = []
+    cute = SimpleNamespace(
+        copy=lambda copy, source, target, pred=None: copies.append((source, target)),
+        make_rmem_tensor_like=lambda tensor: Anything(),
+    )
+    load = Replay((atoms.load,), {"cute": cute, "cpasync": cpasync}).functions["load"]
+    with context("sm_80"):
+        load(forward_kernel("sm80")(traits, problem).load_copy(traits.head_dim), "global", "shared", None)
+    return copies == [("global", "shared")]
+
+
+def traits_of(row: FwdTraitsSm80, stages: int, off: str | None = None) -> FwdTraitsSm80:
+    """The traits of a row with so many stages and a switch off; how many blocks share a multiprocessor is left open."""
+    switches = {name: name != off for name in SWITCHES}
+    return dataclasses.replace(row, kv_stage=stages, q_in_regs=SHOWN[stages], blocks_per_sm=1, **switches)
+
+
+def run(traits: FwdTraitsSm80, problem: FwdProblem, blocks: int = BLOCKS) -> list[Action]:
+    """The actions of one tile of `blocks` key blocks."""
+    pipeline = Pipeline(traits, problem, blocks)
     pipeline.run()
     return pipeline.actions
 
 
-def rows_with(stages: int) -> Iterator[str]:
-    """The shipped sm80 rows of that depth, as "sm_80 D128 full, causal"."""
+def tally(actions: Sequence[Action]) -> dict[str, int]:
+    """How often a tile waits, its products and softmaxes, and how many of these run while a copy is in flight."""
+    work = [action for action in actions if action["kind"] in ("product", "softmax")]
+    covered = [any(status == "loading" for _, status in action["buffers"].values()) for action in work]
+    waits = sum(action["kind"] == "wait" for action in actions)
+    return {"waits": waits, "work": len(work), "covered": sum(covered)}
+
+
+def rows_with(traits: FwdTraitsSm80) -> Iterator[str]:
+    """The shipped sm80 rows of these stages and switches, as "sm_80 D128 full, causal"."""
     for (target, family), rows in FWD_ROWS.items():
         for row in rows:
-            if family == "sm80" and row.traits.kv_stage == stages:
+            if family == "sm80" and all(
+                getattr(row.traits, name) == getattr(traits, name) for name in ("kv_stage", *SWITCHES)
+            ):
                 yield f"{target} D{row.traits.head_dim} {', '.join(row.masks)}"
 
 
-def pipeline_data() -> dict[str, Any]:
-    """Actions by number of stages, the shipped rows of each, and the functions that the actions stand in."""
-    sources = Pipeline(1, 1, True).sources
+def order_data(row: FwdTraitsSm80, problem: FwdProblem, target: str, title: str, off: str | None) -> dict[str, Any]:
+    """One order of loads: by number of stages its actions and the shipped rows, or why it does not go with them."""
+    found: dict[str, Any] = {"title": title, "off": off, "stages": {}, "refused": {}}
+    if off is not None:
+        found["does"] = attribute_docs(FwdTraitsSm80)[off]
+    for stages in SHOWN:
+        traits = traits_of(row, stages, off)
+        reason = traits.check(get_arch(target))
+        if reason is not None:
+            found["refused"][str(stages)] = reason
+            continue
+        actions = run(traits, problem)
+        found["stages"][str(stages)] = {"actions": actions, "rows": list(rows_with(traits)), **tally(actions)}
+    return found
+
+
+def pipeline_data(row: FwdTraitsSm80, problem: FwdProblem, target: str) -> dict[str, Any]:
+    """The orders of loads of a row's kernel, and the functions that their actions stand in."""
+    sources = Pipeline(row, problem, BLOCKS).kernel.sources
     return {
         "blocks": BLOCKS,
-        "actions": {str(stages): run(stages, BLOCKS, q_in_regs) for stages, q_in_regs in SHOWN.items()},
-        "rows": {str(stages): list(rows_with(stages)) for stages in SHOWN},
+        "orders": [order_data(row, problem, target, title, off) for title, off in ORDERS.items()],
         "sources": {name: source.as_dict() for name, source in sources.items()},
     }

@@ -39,11 +39,10 @@ class Source:
         return {"name": self.name, "file": self.file, "first": self.first, "lines": list(self.lines)}
 
 
-def source_of(function: Callable[..., Any], start: str | None = None) -> Source:
-    """The source of a function, decorators included; from the line that contains `start` on where that is given.
+def definition_of(function: Callable[..., Any]) -> tuple[pathlib.Path, str, ast.FunctionDef]:
+    """The file of a function, its text, and the definition in it. OSError where the source is not installed.
 
     It is looked up by name: a function that was compiled as a part of a kernel has a rewritten body and other lines.
-    ValueError where `start` is not in exactly one line; OSError where the source is not installed.
     """
     plain = inspect.unwrap(function)
     path = pathlib.Path(inspect.getsourcefile(plain) or "").resolve()
@@ -52,10 +51,20 @@ def source_of(function: Callable[..., Any], start: str | None = None) -> Source:
     for name in plain.__qualname__.split("."):
         (found,) = (node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == name)
     assert isinstance(found, ast.FunctionDef)
+    return path, text, found
+
+
+def source_of(function: Callable[..., Any], start: str | None = None) -> Source:
+    """The source of a function, decorators included; from the line that contains `start` on where that is given.
+
+    ValueError where `start` is not in exactly one line; OSError where the source is not installed.
+    """
+    path, text, found = definition_of(function)
     first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
     lines = "\n".join(text.splitlines()[first - 1 : found.end_lineno])
     file = path.relative_to(_ROOT).as_posix()
-    whole = Source(plain.__qualname__, file, first, tuple(textwrap.dedent(lines).splitlines()))
+    name = inspect.unwrap(function).__qualname__
+    whole = Source(name, file, first, tuple(textwrap.dedent(lines).splitlines()))
     if start is None:
         return whole
     skipped = whole.line(start)

@@ -8,15 +8,11 @@
   const names = () => data.views.filter((name) => CF.views[name]);
 
   function start() {
-    data = JSON.parse(document.getElementById("data").textContent);
+    data = CF.start();
     CF.scene.load(data);
-    CF.theme.start();
     CF.state.initial({ scene: data.scene ?? null });
-    document.getElementById("theme").addEventListener("click", CF.theme.toggle);
-    document.getElementById("skip").addEventListener("click", () => document.getElementById("main").focus());
+    document.getElementById("main").setAttribute("role", "tabpanel");
     buildTabs();
-    const bar = document.getElementById("top");
-    new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
     CF.state.on(["view", "scene"], show);
     window.addEventListener("hashchange", follow);
     window.addEventListener("popstate", follow);
@@ -81,6 +77,5 @@
     mounted?.view.mount(main, { data, scene });
   }
 
-  CF.app = { start };
   start();
 })();

@@ -1,61 +1,11 @@
-"use strict";
-/* The page's base: the namespace CF, DOM helpers, the state store with its hash, palettes, theme. Knows no view. */
-const CF = {};
+/* The page's name CF: the base, the state store with its hash, palettes. Knows no view. */
+const CF = { ...Base };
 
-(() => {
-  /** Registered views by name: `{title, mount(container, ctx), unmount()}` with `ctx = {data, scene}`. */
-  CF.views = {};
+/** Registered views by name: `{title, mount(container, ctx), unmount()}` with `ctx = {data, scene}`. */
+CF.views = {};
 
-  const SVG = "http://www.w3.org/2000/svg";
-
-  function build(node, attributes, children) {
-    for (const [name, value] of Object.entries(attributes || {})) {
-      if (value === null || value === undefined || value === false) continue;
-      if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-      else if (name === "dataset") Object.assign(node.dataset, value);
-      else if (name === "value") node.value = value;
-      else node.setAttribute(name, value === true ? "" : value);
-    }
-    node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-    return node;
-  }
-
-  /**
-   * Makes an element. `on*` attributes are listeners, `dataset` an object; null, undefined and false attributes and
-   * children are left out. Children may be nodes, strings, numbers or nested arrays of them.
-   */
-  CF.h = (tag, attributes, ...children) => build(document.createElement(tag), attributes, children);
-
-  /** The same for an SVG element. */
-  CF.svg = (tag, attributes, ...children) => build(document.createElementNS(SVG, tag), attributes, children);
-
-  /** A `<select>` from `[value, text]` pairs; `change(value)` is called with the chosen value. */
-  CF.select = (label, pairs, value, change) => {
-    const options = pairs.map(([key, text]) =>
-      CF.h("option", { value: key, selected: String(key) === String(value) }, text),
-    );
-    return CF.h("select", { "aria-label": label, onchange: (event) => change(event.target.value) }, options);
-  };
-
-  /** `0x00a0`: an address in hexadecimal with at least `digits` digits. */
-  CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
-
-  /** A whole number with narrow no-break spaces between thousands. */
-  CF.number = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, "\u202f");
-
-  /** Calls `draw` at most once a frame, however often the returned function is called. */
-  CF.perFrame = (draw) => {
-    let asked = false;
-    return () => {
-      if (asked) return;
-      asked = true;
-      requestAnimationFrame(() => {
-        asked = false;
-        draw();
-      });
-    };
-  };
-})();
+/** `0x00a0`: an address in hexadecimal with at least `digits` digits. */
+CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
 
 /* State: one flat store. Keys that matter for a link have a hash parameter. */
 (() => {
@@ -208,13 +158,6 @@ const CF = {};
   /* The second eight warps have the hues of the first, darker. */
   const warp = (index) => mix(categoryRgb[index % 8], [0, 0, 0], index % 16 > 7 ? 0.32 : 0);
 
-  const themed = new Map();
-  function theme(name) {
-    if (!themed.has(name))
-      themed.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
-    return themed.get(name);
-  }
-
   /**
    * `categories` hex strings; `category(i)`, `warp(i)` and `ramp(0..1)` give [r, g, b]; `mix(a, b, t)`; `parse(hex)`;
    * `css(rgb, alpha)`; `ink(rgb)` the text colour that reads on it; `theme(name)` the CSS custom property `--name` of
@@ -229,43 +172,9 @@ const CF = {};
     ink,
     parse,
     css: ([r, g, b], alpha = 1) => `rgb(${r} ${g} ${b} / ${alpha})`,
-    theme,
-    forgetTheme: () => themed.clear(),
+    theme: CF.theme.color,
   };
 })();
 
-/* Theme: the system's, unless the reader chose one. */
-(() => {
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  const STORED = "cuteflash-theme";
-
-  /* Storage can be refused (private windows, files opened from disk): the choice then lasts as long as the page. */
-  function stored(value) {
-    try {
-      return value === undefined ? localStorage.getItem(STORED) : localStorage.setItem(STORED, value);
-    } catch {
-      return null;
-    }
-  }
-
-  function apply() {
-    const theme = CF.theme.chosen || (system.matches ? "dark" : "light");
-    document.documentElement.dataset.theme = theme;
-    CF.palette.forgetTheme();
-    CF.state.set({ theme });
-  }
-
-  CF.theme = {
-    chosen: null,
-    start() {
-      CF.theme.chosen = stored() || null;
-      system.addEventListener("change", apply);
-      apply();
-    },
-    toggle() {
-      CF.theme.chosen = CF.state.get("theme") === "dark" ? "light" : "dark";
-      stored(CF.theme.chosen);
-      apply();
-    },
-  };
-})();
+/* A key like any other: whatever is drawn in colours follows it. */
+CF.theme.on(() => CF.state.set({ theme: CF.theme.present() }));

@@ -51,7 +51,10 @@
     return element;
   }
 
-  /** Buttons of which one is pressed; `pairs` are `[value, text]`. `.to(value)` presses one silently. */
+  /**
+   * Buttons of which one is pressed; `pairs` are `[value, text]`. `.to(value)` presses one silently; `.refuse(reasons)`
+   * switches those off whose value is a key of `reasons`, and the others on.
+   */
   function choice(label, pairs, value, change) {
     const buttons = pairs.map(([key, text]) =>
       CF.h("button", { type: "button", "aria-pressed": String(key === value), onclick: () => press(key) }, text),
@@ -69,6 +72,11 @@
       CF.h("span", { class: "segmented" }, buttons),
     );
     element.to = show;
+    element.refuse = (reasons) =>
+      buttons.forEach((button, i) => {
+        button.title = reasons[pairs[i][0]] ?? "";
+        button.disabled = pairs[i][0] in reasons;
+      });
     return element;
   }
 

@@ -3,15 +3,16 @@
   "use strict";
 
   const { Grid, Stepper, prose, figure, slider, choice, source, checks } = CF.lessons;
-  const STATUS = { free: "·", loading: "↓", ready: "✓", reading: "●", read: "○" };
+  const STATUS = { free: "·", loading: "↓", stored: "↧", ready: "✓", reading: "●", read: "○" };
   const WORDS = {
     free: "free",
     loading: "in flight",
+    stored: "stored by this thread, other threads may still be at it",
     ready: "ready",
     reading: "being read",
     read: "read here, other warps may still be at it",
   };
-  const KINDS = { load: "L", commit: "C", wait: "W", product: "P", softmax: "S" };
+  const KINDS = { load: "L", commit: "C", wait: "W", ldmatrix: "M", product: "P", softmax: "S" };
 
   const pale = (rgb) => CF.palette.mix(rgb, CF.palette.parse(CF.palette.theme("surface")), 0.62);
 
@@ -21,11 +22,12 @@
     return status === "reading" ? CF.palette.category(block) : pale(CF.palette.category(block));
   }
 
-  /** Every action of a tile's pipeline: the buffers over time, the groups, the line of the kernel. */
+  /** Every action of a tile's loads in a chosen order: the buffers over time, the groups, the line of the kernel. */
   class PipelineFigure {
     constructor(kit) {
       this.data = kit.data.pipeline;
       this.scene = kit.scene("sm80");
+      this.order = this.data.orders[0];
       this.stages = String(this.scene.data.kernel.traits.kv_stage);
       this.stepper = new Stepper(
         kit,
@@ -37,14 +39,17 @@
       this.groups = CF.h("p", { class: "lesson-groups" });
       this.line = CF.h("p", { class: "lesson-message", role: "status" });
       this.sources = Object.fromEntries(Object.entries(this.data.sources).map(([name, data]) => [name, source(data)]));
+      this.cost = CF.h("p");
       this.rows = CF.h("p", { class: "hint" });
-      const depths = Object.keys(this.data.actions).map((stages) => [stages, stages]);
+      const titles = this.data.orders.map(({ title }) => [title, title]);
+      const depths = Object.keys(this.order.stages).map((stages) => [stages, stages]);
+      this.depth = choice("kv_stage", depths, this.stages, (stages) => this.#choose(stages));
       const key = Object.keys(STATUS)
         .slice(1)
         .map((status) => CF.h("span", {}, `${STATUS[status]} ${WORDS[status]}`));
       this.element = figure(
         "Stages over time: a column is one call of the kernel",
-        [choice("kv_stage", depths, this.stages, (stages) => this.#choose(stages)), this.stepper.element],
+        [choice("loads", titles, this.order.title, (title) => this.#reorder(title)), this.depth, this.stepper.element],
         this.line,
         this.host,
         CF.h("p", { class: "lesson-key" }, key, CF.h("span", {}, "the number is the key block")),
@@ -53,6 +58,7 @@
           { class: "lesson-key" },
           Object.entries(KINDS).map(([kind, letter]) => CF.h("span", {}, `${letter} ${kind}`)),
         ),
+        this.cost,
         this.groups,
         Object.values(this.sources),
         this.rows,
@@ -62,7 +68,16 @@
     }
 
     get actions() {
-      return this.data.actions[this.stages];
+      return this.order.stages[this.stages].actions;
+    }
+
+    /* Another order of loads, with as many stages as before or, where it refuses them, the fewest. */
+    #reorder(title) {
+      this.order = this.data.orders.find((order) => order.title === title);
+      this.depth.refuse(this.order.refused);
+      const stages = this.stages in this.order.stages ? this.stages : Object.keys(this.order.stages)[0];
+      this.depth.to(stages);
+      this.#choose(stages);
     }
 
     #choose(stages) {
@@ -74,17 +89,26 @@
         cols: this.actions.length,
         text: (row, col) => (at(row, col)[1] === "free" ? STATUS.free : `${at(row, col)[0]}${STATUS[at(row, col)[1]]}`),
         rgb: (row, col) => shade(...at(row, col)),
-        rowHead: (row) => `s${buffers[row][0]}[${buffers[row].slice(1)}]`,
+        rowHead: (row) => buffers[row],
         colHead: (col) => CF.h("abbr", { title: this.actions[col].kind }, KINDS[this.actions[col].kind]),
         pick: (_, col) => this.stepper.go(col),
       });
       this.grid.table.classList.add("timeline");
       this.host.replaceChildren(this.grid.element);
-      const rows = this.data.rows[stages];
-      this.rows.textContent = rows.length
-        ? `Shipped rows with kv_stage ${stages}: ${rows.join("; ")}.`
-        : `No shipped row has kv_stage ${stages}. ${this.#price(Number(stages))}`;
+      const { waits, work, covered } = this.order.stages[stages];
+      this.cost.textContent = `Over ${this.data.blocks} key blocks the tile waits ${waits} times. A copy is in flight during ${covered} of its ${work} products and softmaxes.`;
+      this.rows.textContent = this.#remark(stages);
       this.stepper.go(0);
+    }
+
+    /* Which rows run so; of what no shipped row does, what it would mean. */
+    #remark(stages) {
+      const { rows } = this.order.stages[stages];
+      const { off, does, refused } = this.order;
+      if (rows.length) return `Shipped rows with kv_stage ${stages}: ${rows.join("; ")}.`;
+      if (!off) return `No shipped row has kv_stage ${stages}. ${this.#price(Number(stages))}`;
+      const [why] = Object.values(refused);
+      return `No shipped row has ${off} off. ${off}: ${does}${why ? ` ${why}.` : ""}`;
     }
 
     /* What the lesson's row would pay in shared memory for so many stages. */
@@ -105,8 +129,7 @@
         (this.grid.cells[0][at]?.offsetLeft ?? 0) - this.grid.element.clientWidth / 2,
       );
       this.line.replaceChildren(CF.h("b", {}, action.kind), ` · ${action.text}`);
-      const group = (names) =>
-        names.length ? names.map((name) => `s${name[0]}[${name.slice(1)}]`).join(" ") : "empty";
+      const group = (names) => (names.length ? names.join(" ") : "empty");
       const listed = action.groups.map((names) => CF.h("span", {}, group(names)));
       const open = action.open.length ? CF.h("span", { class: "open" }, `not closed: ${group(action.open)}`) : null;
       this.groups.replaceChildren(
@@ -146,7 +169,13 @@
 
           Past the last block \`load_block\` still closes a group, an empty one: otherwise the count of the wait would
           be off by one. Blocks run from the last to the first, so that only the first step has to mask the ragged
-          end.`),
+          end.
+
+          Two traits take this apart. With \`eager_loads\` off a step loads its own K and V and waits for both at once.
+          With \`async_copy\` off the calls keep their order, but a load returns only when the thread's data has gone
+          through its registers into shared memory; the groups are empty, and of \`arrived\` the barrier alone is left
+          to do something. Both times nothing is in flight while a product runs. What that costs is measured in
+          \`docs/ladder.md\`.`),
         new PipelineFigure(kit).element,
         kit.seeInKernel(
           "sm80",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import pathlib
 from typing import Any
 
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 
 from cuteflash.cli.app import app
 from cuteflash.dispatch import choose_fwd
+from cuteflash.page import data_of
 from cuteflash.problem import FwdProblem
 from layouts.rows import make_scene
 from layouts.scene import Scene
@@ -210,6 +210,19 @@ def test_a_layout_is_typed_and_its_errors_point(site: pathlib.Path, browser: Any
         assert "expected" in visit.page.locator("#play-error").inner_text().lower()
 
 
+def test_the_orders_of_loads_are_compared_by_keyboard(site: pathlib.Path, browser: Any) -> None:
+    with Visit(browser, site / "ampere.html", "#view=learn&lesson=cp-async") as visit:
+        loads = visit.page.get_by_role("group", name="loads", exact=True)
+        depths = visit.page.get_by_role("group", name="kv_stage").get_by_role("button")
+        assert loads.get_by_role("button", name="as shipped").get_attribute("aria-pressed") == "true"
+        assert [depths.nth(i).is_enabled() for i in range(3)] == [True] * 3
+        loads.get_by_role("button", name="without cp.async").focus()
+        visit.page.keyboard.press("Enter")
+        assert [depths.nth(i).is_enabled() for i in range(3)] == [True, False, False]
+        assert "during 0 of its 15 products" in visit.page.locator(".lesson-figure").inner_text()
+        assert visit.fits()
+
+
 @pytest.mark.parametrize("view", ["kernel", "banks", "budget", "playground", "learn"])
 def test_every_view_fits_a_phone(site: pathlib.Path, browser: Any, view: str) -> None:
     with Visit(browser, site / "page.html", f"#view={view}", viewport=PHONE, has_touch=True, is_mobile=True) as visit:
@@ -232,17 +245,11 @@ def test_the_index_leads_to_rows_and_two_rows_stand_side_by_side(site: pathlib.P
         links = visit.page.locator("main a[href$='.html']")
         targets = {links.nth(i).get_attribute("href") for i in range(links.count())}
         assert targets and all((site / target).exists() for target in targets)
-    ids = [row["id"] for row in json.loads(data_of(site / "index.html"))["gallery"]][:2]
+    ids = [row["id"] for row in data_of((site / "index.html").read_text())["gallery"]][:2]
     with Visit(browser, site / "compare.html", f"#view=compare&a={ids[0]}&b={ids[1]}") as visit:
         visit.page.wait_for_timeout(300)
         text = visit.page.locator("main").inner_text()
         assert "tile_n" in text and "smem" in text.lower()
-
-
-def data_of(path: pathlib.Path) -> str:
-    text = path.read_text()
-    start = text.index('id="data">') + len('id="data">')
-    return text[start : text.index("</script>", start)]
 
 
 def test_dark_mode_by_preference_and_by_hand(site: pathlib.Path, browser: Any) -> None:

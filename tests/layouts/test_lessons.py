@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from cuteflash.kernels.sm80 import fwd_mma
 from cuteflash.reference import fa1, fa2
+from cuteflash.traits.tables import FWD_ROWS
 from layouts.lessons import lesson_data, lesson_scenes, loops, pipeline, softmax, turns
+from layouts.lessons.replay import Anything, Replay
+from layouts.lessons.sources import source_of
 from layouts.rows import make_scene, shipped_rows
 
 ROOT = Path(__file__).parents[2]
@@ -113,53 +118,115 @@ def test_causal_halves_the_tiles_of_flash_attention_2_only() -> None:
     assert len(loops.fa1_visits(n, n, 1, 1, -1, 0)) == n * n
 
 
+PROBLEM, _, CHOICE = lesson_scenes()[0]
+ORDERS = [(off, stages) for off in pipeline.ORDERS.values() for stages in pipeline.SHOWN if off is None or stages == 1]
+EVERY_ORDER = pytest.mark.parametrize(("off", "stages"), ORDERS)
+
+
+def actions_of(off: str | None, stages: int, blocks: int = pipeline.BLOCKS, **fields: Any) -> list[pipeline.Action]:
+    traits = dataclasses.replace(pipeline.traits_of(CHOICE.traits, stages, off), **fields)
+    return pipeline.run(traits, PROBLEM, blocks)
+
+
+@EVERY_ORDER
 @pytest.mark.parametrize("q_in_regs", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-@pytest.mark.parametrize("stages", pipeline.SHOWN)
-def test_pipeline_reads_only_what_has_arrived(stages: int, blocks: int, q_in_regs: bool) -> None:
+def test_pipeline_reads_only_what_has_arrived(off: str | None, stages: int, blocks: int, q_in_regs: bool) -> None:
     before = None
     read = []
-    for action in pipeline.run(stages, blocks, q_in_regs):
+    for action in actions_of(off, stages, blocks, q_in_regs=q_in_regs):
         for name, (block, status) in action["buffers"].items():
             was = before["buffers"][name] if before else [None, "free"]
             if status == "reading" and was[1] != "reading":
                 assert was == [block, "ready"]
-                read.append((block, name[0]))
-            if status == "loading":
-                assert was[1] == "free" or was == [block, "loading"]
+                read.append((block, name[1]))
+            if status in ("loading", "stored"):
+                assert was[1] == "free" or was == [block, status]
         before = action
     assert read == [(block, tensor) for block in range(blocks - 1, -1, -1) for tensor in "KV"]
 
 
-@pytest.mark.parametrize("stages", pipeline.SHOWN)
-def test_pipeline_overwrites_only_behind_a_barrier(stages: int) -> None:
-    """Between the product that reads a buffer and the copies that overwrite it stands a wait with its barrier."""
+@EVERY_ORDER
+def test_pipeline_overwrites_only_behind_a_barrier(off: str | None, stages: int) -> None:
+    """Between the product that reads a buffer and the load that overwrites it stands a wait with its barrier."""
     unsafe: set[str] = set()
-    for action in pipeline.run(stages):
+    for action in actions_of(off, stages):
         if action["kind"] == "wait":
             unsafe.clear()
         if action["kind"] == "load":
-            assert not unsafe.intersection(action["open"])
+            assert not unsafe.intersection(
+                name for name, (_, status) in action["buffers"].items() if status in ("loading", "stored")
+            )
         unsafe |= {name for name, (_, status) in action["buffers"].items() if status == "reading"}
 
 
-@pytest.mark.parametrize("stages", pipeline.SHOWN)
-def test_every_action_stands_at_its_call(stages: int, data: dict[str, Any]) -> None:
+@EVERY_ORDER
+def test_copies_are_in_flight_during_products_only_as_shipped(off: str | None, stages: int) -> None:
+    tally = pipeline.tally(actions_of(off, stages))
+    assert tally["work"] == 3 * pipeline.BLOCKS
+    if off is None:
+        assert tally["covered"] >= tally["work"] - 3  # of the last block, nothing is left to load
+        assert tally["waits"] == (2 * pipeline.BLOCKS if stages == 1 else pipeline.BLOCKS + 1)
+    else:
+        assert (tally["covered"], tally["waits"]) == (0, 2 * pipeline.BLOCKS)
+
+
+def test_a_waited_step_loads_its_own_key_and_value_block() -> None:
+    loads = [(action["text"], action["block"]) for action in actions_of("eager_loads", 1) if action["kind"] == "load"]
+    assert [block for _, block in loads] == [block for block in range(pipeline.BLOCKS - 1, -1, -1) for _ in "KV"]
+    assert all("issue the copies" in text for text, _ in loads)
+
+
+def test_without_cp_async_the_calls_keep_their_order_and_no_group_holds_a_copy() -> None:
+    shipped, plain = actions_of(None, 1), actions_of("async_copy", 1)
+    for one, other in zip(shipped, plain, strict=True):
+        assert [one[name] for name in ("function", "line", "kind", "block")] == [
+            other[name] for name in ("function", "line", "kind", "block")
+        ]
+        assert not other["open"] and not any(other["groups"])
+    assert shipped[0]["open"] == ["sQ", "sK[0]"]
+
+
+def test_an_order_says_why_it_refuses_a_depth(data: dict[str, Any]) -> None:
+    for order in data["pipeline"]["orders"]:
+        refused = {} if order["off"] is None else dict.fromkeys(["2", "3"], order["off"])
+        assert order["refused"].keys() == refused.keys()
+        assert all(reason in order["refused"][stages] for stages, reason in refused.items())
+        assert order["stages"].keys() | refused.keys() == {str(stages) for stages in pipeline.SHOWN}
+
+
+@EVERY_ORDER
+def test_every_action_stands_at_its_call(off: str | None, stages: int, data: dict[str, Any]) -> None:
     calls = {
         "load": "load_kv(",
         "commit": "commit_group()",
         "wait": "arrived(",
+        "ldmatrix": "cute.copy(",
         "product": "product_",
         "softmax": "soften(",
     }
-    for action in data["pipeline"]["actions"][str(stages)]:
+    (order,) = (order for order in data["pipeline"]["orders"] if order["off"] == off)
+    for action in order["stages"][str(stages)]["actions"]:
         line = data["pipeline"]["sources"][action["function"]]["lines"][action["line"]]
         assert calls[action["kind"]] in line
 
 
 def test_every_shipped_sm80_row_has_a_pipeline(data: dict[str, Any]) -> None:
-    shipped = sum(row.family == "sm80" for row in shipped_rows())
-    assert sum(len(rows) for rows in data["pipeline"]["rows"].values()) >= shipped
+    table = sum(len(rows) for (_, family), rows in FWD_ROWS.items() if family == "sm80")
+    shown = [len(depth["rows"]) for order in data["pipeline"]["orders"] for depth in order["stages"].values()]
+    assert sum(shown) == table
+
+
+def test_a_call_that_has_no_stand_in_is_an_error() -> None:
+    with pytest.raises(NameError, match="load_kv"):
+        Replay((fwd_mma.load_block,), {}).functions["load_block"](Anything(), 1, 0, 0)
+
+
+def test_a_stand_in_knows_its_line() -> None:
+    replay = Replay((_number,), {"float": lambda text: replay.place()})
+    assert replay.functions["_number"](None) == ("_number", 1)
+    with pytest.raises(RuntimeError, match="no replayed function"):
+        replay.place()
 
 
 @pytest.mark.parametrize("head_dim", turns.HEAD_DIMS)
@@ -189,7 +256,7 @@ def test_turns_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_a_line_that_is_not_there_once_is_refused() -> None:
-    prologue = pipeline.Pipeline(1, 1, True).sources["prologue"]
+    prologue = source_of(fwd_mma.prologue)
     assert prologue.line("load_kv(loads.k, n_last, 0, rows)") > 0
     for text in ("no such line", "load_kv("):
         with pytest.raises(ValueError, match="expected one"):

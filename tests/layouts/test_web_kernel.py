@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 
-from tests.layouts.web import run_js
+from tests.layouts.web import BASE_JS, run_js
 
 ROWS, COLS = 16, 32
 BASE = 2048
 ELEMENT_BYTES = 2
-FILES = ("core.js", "algebra.js", "scene.js", "coloring.js", "marks.js", "flow.js", "inspector.js", "stepper.js")
+FILES = (
+    BASE_JS,
+    "core.js",
+    "algebra.js",
+    "scene.js",
+    "coloring.js",
+    "marks.js",
+    "flow.js",
+    "inspector.js",
+    "stepper.js",
+)
 BROWSER = """
-const matchMedia = () => ({ matches: false, addEventListener() {} });
 const location = { hash: "" };
 const history = {};
 """

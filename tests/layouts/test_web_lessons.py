@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 
 from layouts.lessons import lesson_data, lesson_scenes
-from layouts.page import SCRIPTS
+from layouts.page import PAGE
 from layouts.rows import make_scene, touch_ways
-from tests.layouts.web import WEB, run_js
+from tests.layouts.web import BASE_JS, ROOT, run_js
 
 NEEDED = ("core.js", "algebra.js", "text.js", "scene.js", "coloring.js", "stepper.js")
-FILES = tuple(name for name in SCRIPTS if name in NEEDED or name.startswith("lessons"))  # in the page's own order
+FILES = (
+    BASE_JS,
+    *(name for name in PAGE.scripts if name in NEEDED or name.startswith("lessons")),
+)  # in the page's order
 IDS = ["layout", "tv", "swizzle", "mma", "cp-async", "tma", "wgmma", "softmax", "loops"]
 
 # As much of a document as the lessons touch; texts, attributes and listeners are kept, nothing is laid out.
 BROWSER = """
-const matchMedia = () => ({ matches: false, addEventListener() {} });
 const location = { hash: "" };
 const history = { pushState() {}, replaceState() {} };
 const window = { scrollTo() {} };
@@ -76,7 +78,7 @@ MOUNT = """
     CF.state.set({ lesson: id });
     const article = container.querySelector("article");
     const pressed = article.querySelectorAll("button").filter((button) => button.listeners.click);
-    for (const button of pressed) button.listeners.click[0]({ target: button });
+    for (const button of pressed) if (!button.disabled) button.listeners.click[0]({ target: button });
     return {
       id,
       text: article.textContent,
@@ -127,9 +129,42 @@ def test_the_source_that_a_lesson_names_is_there(mounted: dict[str, Any], lesson
     named = mounted[lesson]["text"].split("Source: ")[1].split(".Check yourself")[0]
     for part in named.split("; "):
         *names, file = part.split(", ")
-        text = (WEB.parents[1] / file).read_text()
+        text = (ROOT / file).read_text()
         for name in ".".join(names).split("."):
             assert re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE), f"no {name} in {file}"
+
+
+def test_an_order_of_loads_offers_its_own_depths_and_says_why(page: dict[str, Any]) -> None:
+    expression = """(() => {
+      CF.scene.load(data);
+      CF.state.set({ lesson: "cp-async" });
+      const container = new Node("main");
+      CF.views.learn.mount(container, { data, scene: null });
+      const article = container.querySelector("article");
+      const button = (text) => article.querySelectorAll("button").find((one) => one.textContent === text);
+      const shown = () => ({
+        off: ["1", "2", "3"].filter((depth) => button(depth).disabled),
+        pressed: ["1", "2", "3"].filter((depth) => button(depth).attributes["aria-pressed"] === "true"),
+        kinds: article.querySelectorAll("abbr").map((one) => one.attributes.title),
+        text: article.textContent,
+      });
+      const found = [shown()];
+      for (const title of data.lessons.pipeline.orders.map((order) => order.title).reverse()) {
+        button(title).listeners.click[0]();
+        found.push(shown());
+      }
+      return found;
+    })()"""
+    first, *others = run_js(FILES, expression, page, BROWSER)
+    assert (first["off"], first["pressed"]) == ([], ["2"])
+    orders = page["lessons"]["pipeline"]["orders"]
+    for shown, order in zip(others, reversed(orders), strict=True):
+        assert shown["off"] == list(order["refused"])
+        assert shown["pressed"] == ["1"]  # what all have: the order changes, the depth stays
+        depth = order["stages"]["1"]
+        assert shown["kinds"] == [action["kind"] for action in depth["actions"]]
+        assert f"the tile waits {depth['waits']} times" in shown["text"]
+        assert all(text in shown["text"] for text in ([] if order["off"] is None else [order["does"], "needs eager_"]))
 
 
 @pytest.mark.parametrize("step", ["wgmma_qk", "wgmma_pv"])

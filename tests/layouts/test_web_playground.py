@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from layouts.text import ThreadValue, evaluate
-from tests.layouts.web import run_js
+from tests.layouts.web import BASE_JS, run_js
 
-FILES = ("core.js", "algebra.js", "text.js", "playmodel.js")
+FILES = (BASE_JS, "core.js", "algebra.js", "text.js", "playmodel.js")
 BROWSER = """
-const matchMedia = () => ({ matches: false, addEventListener() {} });
 const location = { hash: "" };
 const history = {};
 """

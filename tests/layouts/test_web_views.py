@@ -22,11 +22,10 @@ from layouts.rows import make_scene, touch_ways
 from layouts.scene import Scene
 from layouts.site import chosen_rows, make_entry
 from layouts.text import evaluate
-from tests.layouts.web import run_js
+from tests.layouts.web import BASE_JS, run_js
 
-FILES = ("core.js", "algebra.js", "scene.js", "banks.js")
+FILES = (BASE_JS, "core.js", "algebra.js", "scene.js", "banks.js")
 BROWSER = """
-const matchMedia = () => ({ matches: false, addEventListener() {} });
 const location = { hash: "" };
 const history = {};
 """

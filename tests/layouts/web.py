@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-WEB = Path(__file__).parents[2] / "layouts" / "web"
+ROOT = Path(__file__).parents[2]
+WEB = ROOT / "layouts" / "web"
+BASE_JS = str(ROOT / "cuteflash" / "web" / "base.js")  # what core.js adds to
 
 # The files share one scope, as in the page's one inline script.
 RUNNER = """
@@ -40,7 +42,8 @@ def node() -> str:
 def run_js(files: Sequence[str], expression: str, data: object = None, prelude: str | None = None) -> Any:
     """The JSON value of `expression` after the web files `files` ran in order, `data` being in scope.
 
-    `prelude` runs first; by default it makes the namespace that core.js would make, unless core.js is among the files.
+    A file may also be a path. `prelude` runs first; by default it makes the namespace that core.js would make, unless
+    core.js is among the files.
     A script that throws raises AssertionError with node's message.
     """
     if prelude is None:

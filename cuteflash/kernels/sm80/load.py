@@ -1,7 +1,7 @@
-"""Loads of Q, K and V into swizzled shared memory, by cp.async.
+"""Loads of Q, K and V into swizzled shared memory, by cp.async or, without `async_copy`, through registers.
 
-What lies beyond the head dim, the queries or the keys is filled with zeros by the copy itself: a product of a masked
-weight (0) with whatever shared memory held before would be NaN if that was NaN.
+What lies beyond the head dim, the queries or the keys becomes zeros, by cp.async itself or, through registers, by
+`atoms.load`: a product of a masked weight (0) with whatever shared memory held before would be NaN if that was NaN.
 """
 
 from __future__ import annotations

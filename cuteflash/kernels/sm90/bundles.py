@@ -7,6 +7,8 @@ import dataclasses
 import cutlass.cute as cute
 
 from cuteflash.atoms.barriers import TmaRing
+from cuteflash.core.work import Work
+from cuteflash.kernels.sm90.repeat import Repeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +46,15 @@ class Rings:
     q: TmaRing
     k: TmaRing
     v: TmaRing
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What all warps of a block work with."""
+
+    tma: Tma
+    tiles: Tiles
+    rings: Rings
+    work: Work
+    mLSE: cute.Tensor | None  # (b, h_q, s_q)
+    repeats: Repeats | None

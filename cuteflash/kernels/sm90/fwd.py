@@ -29,12 +29,13 @@ from cuteflash.core.gqa import query_view
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.views import rows_first, transposed
 from cuteflash.core.work import RunTime, Work
-from cuteflash.kernels.sm90.bundles import Rings, Tiles, Tma
-from cuteflash.kernels.sm90.fwd_mma import consume_tiles
-from cuteflash.kernels.sm90.load import load_tiles
+from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
+from cuteflash.kernels.sm90.fwd_mma import consume
+from cuteflash.kernels.sm90.load import load
+from cuteflash.kernels.sm90.repeat import Repeats, repeat_threads
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.base import ELEMENT_BYTES
-from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M, FwdTraitsSm90
+from cuteflash.traits.sm90 import REPEAT_START, REPEAT_WORDS, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 SWIZZLE_ALIGN = 1024  # bytes: the period of the 128-byte swizzle
 
@@ -180,7 +181,10 @@ class FlashFwdSm90:
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
-        rings, tiles = self.make_rings(base), self.make_tiles(base)
+        rings = self.make_rings(base)
+        block = Block(tma, self.make_tiles(base), rings, work, mLSE, self.make_repeats(base))
+        if const_expr(traits.fixed_max):
+            block.repeats.clear()
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
                 cpasync.prefetch_descriptor(atom)
@@ -192,14 +196,14 @@ class FlashFwdSm90:
         cute.arch.sync_threads()
 
         if const_expr(not traits.warp_specialized):
-            consume_tiles(self, tma, tiles, rings, work, mLSE)
+            consume(self, block)
         elif warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
             if warp == 0:
-                load_tiles(self, tma, tiles, rings, work)
+                load(self, block)
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
-            consume_tiles(self, tma, tiles, rings, work, mLSE)
+            consume(self, block)
 
     def make_rings(self, base: cute.Pointer) -> Rings:
         """Q, K and V rings over the mbarriers at the start of the block's shared memory."""
@@ -213,6 +217,14 @@ class FlashFwdSm90:
             k=TmaRing.create(barriers + 2, kv, k_bytes),
             v=TmaRing.create(barriers + 2 + 2 * kv, kv, v_bytes),
         )
+
+    def make_repeats(self, base: cute.Pointer) -> Repeats | None:
+        """The notes of tiles to be done again, in what the barriers leave of their memory."""
+        if not self.traits.fixed_max:
+            return None
+        start = cute.recast_ptr(base + self.traits.smem_plan["barriers"].start + REPEAT_START, dtype=Int32)
+        words = cute.make_tensor(start, cute.make_layout(REPEAT_WORDS + 1))
+        return Repeats(words, repeat_threads(self.traits.mma_warpgroups))
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""

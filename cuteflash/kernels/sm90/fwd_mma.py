@@ -15,10 +15,10 @@ from cuteflash.core.mask import IntervalMask
 from cuteflash.core.softmax import apply_softcap, mask_scores, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a
-from cuteflash.core.work import Work
-from cuteflash.kernels.sm90.bundles import Rings, Tiles, Tma
-from cuteflash.kernels.sm90.epilogue import normalise, write_output
+from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
+from cuteflash.kernels.sm90.epilogue import is_out_of_range, normalise, write_output
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
+from cuteflash.kernels.sm90.repeat import each_tile
 from cuteflash.kernels.sm90.warpgroup import (
     ROWS,
     Warpgroup,
@@ -31,50 +31,69 @@ from cuteflash.kernels.sm90.warpgroup import (
 
 
 @cute.jit
-def consume_tiles(
-    kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, work: Work, mLSE: cute.Tensor | None
-):
-    """Attend and write every tile of this block."""
-    traits = kernel.traits
-    order, mask = work.order, work.mask
-    wg = make_warpgroup(kernel, tiles, work)
-    if const_expr(traits.pingpong):
-        if wg.index == traits.mma_warpgroups - 1:
+def consume(kernel: cutlass.Constexpr, block: Block):
+    """Attend and write every tile of this block, and again those that were noted."""
+    wg = make_warpgroup(kernel, block.tiles, block.work)
+    if const_expr(kernel.traits.pingpong):
+        if wg.index == kernel.traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
-    kv_pos = Int32(0)
-    q_pos = Int32(0)
-    wave = Int32(0)
-    index = order.index(wave, kernel.longest_first)
-    while index < order.size():
-        m_block, head, batch = order.tile(index, kernel.longest_first)
-        tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
-        n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
-        wg.acc_O.fill(0.0)
-        wg.softmax.row_max.fill(-Float32.inf)
-        wg.softmax.row_sum.fill(0.0)
-        set_bounds(kernel, wg, tile, mask)
-        loads = None
-        if const_expr(not traits.warp_specialized):
-            loads = make_tile_loads(kernel, tma, tiles, rings, work, m_block, tile)
-            load_first(kernel, loads, q_pos, kv_pos, n_hi)
-        rings.q.wait(q_pos)
-        if const_expr(traits.q_in_regs):
-            load_q(kernel, wg, tiles)
-            rings.q.release(q_pos)
-        if n_hi > n_lo:
-            kv_pos = attend(kernel, wg, tiles, rings, loads, tile, mask, kv_pos)
-        if const_expr(not traits.share_q_o and not traits.q_in_regs):
-            rings.q.release(q_pos)
-        normalise(kernel, wg, tile, mask, mLSE)
-        write_output(kernel, wg, tma, tiles, tile)
-        if const_expr(traits.share_q_o):
-            if wg.thread < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            rings.q.release(q_pos)
-        q_pos += 1
-        wave += 1
-        index = order.index(wave, kernel.longest_first)
+    visits = functools.partial(each_tile, kernel, block.work.order, block.repeats)
+    first, second = (functools.partial(consume_tile, kernel, block, wg, again) for again in (False, True))
+    q_pos, kv_pos = visits(first, Int32(0), Int32(0), False)
+    if const_expr(kernel.traits.fixed_max):
+        cute.arch.cp_async_bulk_wait_group(0)  # the outputs to be overwritten are in global memory
+        block.repeats.complete()
+        if block.repeats.any():
+            visits(second, q_pos, kv_pos, True)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def consume_tile(
+    kernel: cutlass.Constexpr,
+    block: Block,
+    wg: Warpgroup,
+    again: cutlass.Constexpr[bool],
+    index: Int32,
+    wave: Int32,
+    q_pos: Int32,
+    kv_pos: Int32,
+):
+    """Attend and write the tile with number `index` of the order; returns the next K/V position."""
+    traits, mask, tiles, rings = kernel.traits, block.work.mask, block.tiles, block.rings
+    m_block, head, batch = block.work.order.tile(index, kernel.longest_first)
+    tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
+    n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
+    wg.acc_O.fill(0.0)
+    wg.softmax.row_max.fill(-Float32.inf)
+    wg.softmax.row_sum.fill(0.0)
+    set_bounds(kernel, wg, tile, mask)
+    loads = None
+    if const_expr(not traits.warp_specialized):
+        loads = make_tile_loads(kernel, block, m_block, tile)
+        load_first(kernel, loads, q_pos, kv_pos, n_hi)
+    rings.q.wait(q_pos)
+    if const_expr(traits.q_in_regs):
+        load_q(kernel, wg, tiles)
+        rings.q.release(q_pos)
+    if n_hi > n_lo:
+        if const_expr(again):
+            kv_pos = attend_again(kernel, wg, tiles, rings, tile, mask, kv_pos)
+        else:
+            kv_pos, trusted = attend(kernel, wg, tiles, rings, loads, tile, mask, kv_pos)
+            if const_expr(traits.fixed_max):
+                if trusted > 0:
+                    if is_out_of_range(kernel, wg):
+                        block.repeats.note(wave)
+    if const_expr(not traits.share_q_o and not traits.q_in_regs):
+        rings.q.release(q_pos)
+    normalise(kernel, wg, tile, mask, block.mLSE)
+    write_output(kernel, wg, block.tma, tiles, tile)
+    if const_expr(traits.share_q_o):
+        if wg.thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        rings.q.release(q_pos)
+    return kv_pos
 
 
 @cute.jit
@@ -88,9 +107,14 @@ def attend(
     mask: IntervalMask,
     kv_pos: Int32,
 ):
-    """Accumulate O over the key blocks of one tile, last block first; returns the next K/V position.
+    """Accumulate O over the key blocks of one tile, last block first.
 
-    Blocks come in three runs: those the mask's right edge cuts, those seen whole, those its left edge cuts.
+    Blocks come in three runs: those the mask's right edge cuts, those seen whole, those its left edge cuts. With
+    `fixed_max` those seen whole leave the row maxima as they are; the first run then takes one more, since before it
+    a row may have seen no key.
+
+    Returns:
+        The next K/V position, and how many blocks left the maxima as they are where that is what `fixed_max` wants.
     """
     traits = kernel.traits
     n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
@@ -108,15 +132,17 @@ def attend(
         step(n_block, kv_pos, True)
         kv_pos += 1
     if const_expr(kernel.problem.mask != "full"):
-        right = cutlass.max(cutlass.min(n_block - full_hi, n_block - n_lo), 0)
+        right = n_block - full_hi + (1 if const_expr(traits.fixed_max) else 0)
+        right = cutlass.max(cutlass.min(right, n_block - n_lo), 0)
         for _ in cutlass.range(right, unroll=1):
             n_block -= 1
             step(n_block, kv_pos, True)
             kv_pos += 1
+    whole_step = functools.partial(step, fixed=True) if const_expr(traits.fixed_max) else step
     whole = n_block - (full_lo if const_expr(mask.has_left_edge) else 0)
     for _ in cutlass.range(whole, unroll=1):
         n_block -= 1
-        step(n_block, kv_pos, False)
+        whole_step(n_block, kv_pos, False)
         kv_pos += 1
     if const_expr(mask.has_left_edge):
         for _ in cutlass.range(n_block - n_lo, unroll=1):
@@ -124,14 +150,29 @@ def attend(
             step(n_block, kv_pos, True)
             kv_pos += 1
     if const_expr(traits.overlap):
-        if const_expr(traits.rescale_in_product):
-            scale_rows(wg.out, wg.row_scale)
-        rings.v.wait(kv_pos)
-        product_pv(wg, rings, kv_pos)
-        warpgroup.wait_group(0)
-        rings.v.release(kv_pos)
+        last_product(kernel, wg, rings, kv_pos)
         kv_pos += 1
-    return kv_pos
+    return kv_pos, whole
+
+
+@cute.jit
+def attend_again(
+    kernel: cutlass.Constexpr,
+    wg: Warpgroup,
+    tiles: Tiles,
+    rings: Rings,
+    tile: QueryTile,
+    mask: IntervalMask,
+    kv_pos: Int32,
+):
+    """As `attend`, every block as if the mask cut it: slower and seldom needed, so it should be little code."""
+    n_lo, n_hi = tile.n_blocks(mask, kernel.traits.tile_n)
+    first_scores(kernel, wg, tiles, rings, n_hi - 1, kv_pos)
+    for i in cutlass.range(n_hi - 1 - n_lo, unroll=1):
+        step_overlapped(kernel, wg, tiles, rings, n_hi - 2 - i, kv_pos, True)
+        kv_pos += 1
+    last_product(kernel, wg, rings, kv_pos)
+    return kv_pos + 1
 
 
 def product_qk(wg: Warpgroup, rings: Rings, position: Int32) -> None:
@@ -194,6 +235,34 @@ def first_scores(kernel: cutlass.Constexpr, wg: Warpgroup, tiles: Tiles, rings: 
 
 
 @cute.jit
+def last_product(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, position: Int32):
+    """The tile's last PV product, which no QK product runs beside."""
+    if const_expr(kernel.traits.rescale_in_product):
+        scale_rows(wg.out, wg.row_scale)
+    rings.v.wait(position)
+    product_pv(wg, rings, position)
+    warpgroup.wait_group(0)
+    rings.v.release(position)
+
+
+@cute.jit
+def wait_for_both(rings: Rings, position: Int32):
+    """Wait for V at `position` and the K after it; the latencies of the two questions overlap."""
+    has_k, has_v = rings.k.landed(position + 1), rings.v.landed(position)
+    if not has_k:
+        rings.k.wait(position + 1)
+    if not has_v:
+        rings.v.wait(position)
+
+
+@cute.jit
+def rescale_moved(wg: Warpgroup):
+    """Rescale O where a maximum of this warp's rows has moved."""
+    if cute.arch.vote_any_sync(wg.row_scale[0] != 1.0 or wg.row_scale[1] != 1.0):
+        scale_rows(wg.out, wg.row_scale)
+
+
+@cute.jit
 def step_overlapped(
     kernel: cutlass.Constexpr,
     wg: Warpgroup,
@@ -202,19 +271,27 @@ def step_overlapped(
     n_block: Int32,
     position: Int32,
     masked: cutlass.Constexpr[bool],
+    fixed: cutlass.Constexpr[bool] = False,
 ):
     """S of block `n_block` and the PV product of the block before it run together; then the softmax of `n_block`."""
-    rings.k.wait(position + 1)
+    if const_expr(kernel.traits.waits_first):
+        wait_for_both(rings, position)
+    else:
+        rings.k.wait(position + 1)
     take_turn(kernel, wg)
     product_qk(wg, rings, position + 1)
-    if const_expr(kernel.traits.rescale_in_product):
+    if const_expr(kernel.traits.lazy_rescale):
+        rescale_moved(wg)
+    elif const_expr(kernel.traits.rescale_in_product):
         scale_rows(wg.out, wg.row_scale)
-    rings.v.wait(position)
+    if const_expr(not kernel.traits.waits_first):
+        rings.v.wait(position)
     product_pv(wg, rings, position)
     pass_turn(kernel, wg)
     warpgroup.wait_group(1)
     rings.k.release(position + 1)
-    take_peaks(kernel, wg, n_block, masked, False)
+    if const_expr(not fixed):
+        take_peaks(kernel, wg, n_block, masked, False)
     rows_before = kernel.traits.exp_rows_before_wait
     exponentiate(kernel, wg, range(rows_before), masked)
     if const_expr(rows_before > 0):
@@ -223,7 +300,7 @@ def step_overlapped(
     rings.v.release(position)
     exponentiate(kernel, wg, range(rows_before, ROWS), masked)
     store_p(kernel, wg, tiles)
-    if const_expr(not kernel.traits.rescale_in_product):
+    if const_expr(not kernel.traits.rescale_in_product and not fixed):
         scale_rows(wg.out, wg.row_scale)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.tile import QueryTile
-from cuteflash.core.work import Work
-from cuteflash.kernels.sm90.bundles import Rings, Tiles, Tma
+from cuteflash.kernels.sm90.bundles import Block, Rings, Tma
+from cuteflash.kernels.sm90.repeat import each_tile
 
 
 def _load(atom: cute.CopyAtom, ring: TmaRing, g: cute.Tensor, s: cute.Tensor, position: Int32, block: Int32) -> None:
@@ -60,10 +61,9 @@ class TileLoads:
         _load(self.tma.load_v, self.rings.v, self.tVgV, self.tVsV, position, n_block)
 
 
-def make_tile_loads(
-    kernel, tma: Tma, tiles: Tiles, rings: Rings, work: Work, m_block: Int32, tile: QueryTile
-) -> TileLoads:
+def make_tile_loads(kernel, block: Block, m_block: Int32, tile: QueryTile) -> TileLoads:
     """Partition the boxes of query tile `m_block`."""
+    tma, tiles, rings, work = block.tma, block.tiles, block.rings, block.work
     traits = kernel.traits
     head, batch, kv_head = tile.head, tile.batch, tile.head // work.heads_per_kv
     n_lo, _ = tile.n_blocks(work.mask, traits.tile_n)
@@ -95,31 +95,35 @@ def load_first(kernel: cutlass.Constexpr, loads: TileLoads, q_pos: Int32, kv_pos
 
 
 @cute.jit
-def load_tiles(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, work: Work):
-    """Load Q once and K, V block by block for every tile of this block, last key block first."""
-    traits = kernel.traits
-    order, mask = work.order, work.mask
-    kv_pos = Int32(0)
-    q_pos = Int32(0)
-    wave = Int32(0)
-    index = order.index(wave, kernel.longest_first)
-    while index < order.size():
-        m_block, head, batch = order.tile(index, kernel.longest_first)
-        tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
-        n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
-        loads = make_tile_loads(kernel, tma, tiles, rings, work, m_block, tile)
+def load(kernel: cutlass.Constexpr, block: Block):
+    """Load every tile of this block, and again those that were noted; a whole warp calls it."""
+    visits = functools.partial(each_tile, kernel, block.work.order, block.repeats)
+    visit = functools.partial(load_tile, kernel, block)
+    q_pos, kv_pos = visits(visit, Int32(0), Int32(0), False)
+    if const_expr(kernel.traits.fixed_max):
+        block.repeats.complete()
+        if block.repeats.any():
+            visits(visit, q_pos, kv_pos, True)
 
-        # The first K goes before Q: its stage is free while the consumers still read the last tile's Q.
-        if n_hi > n_lo:
-            loads.k(kv_pos, n_hi - 1)
-        loads.q(q_pos, traits.mma_warpgroups)
-        q_pos += 1
-        if n_hi > n_lo:
-            for i in cutlass.range(n_hi - n_lo - 1, unroll=1):
-                loads.k(kv_pos + 1, n_hi - 2 - i)
-                loads.v(kv_pos, n_hi - 1 - i)
-                kv_pos += 1
-            loads.v(kv_pos, n_lo)
+
+@cute.jit
+def load_tile(kernel: cutlass.Constexpr, block: Block, index: Int32, wave: Int32, q_pos: Int32, kv_pos: Int32):
+    """Load Q once and K, V block by block, last key block first; returns the next K/V position."""
+    traits = kernel.traits
+    m_block, head, batch = block.work.order.tile(index, kernel.longest_first)
+    tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
+    n_lo, n_hi = tile.n_blocks(block.work.mask, traits.tile_n)
+    loads = make_tile_loads(kernel, block, m_block, tile)
+
+    # The first K goes before Q: its stage is free while the consumers still read the last tile's Q.
+    if n_hi > n_lo:
+        loads.k(kv_pos, n_hi - 1)
+    loads.q(q_pos, traits.mma_warpgroups)
+    if n_hi > n_lo:
+        for i in cutlass.range(n_hi - n_lo - 1, unroll=1):
+            loads.k(kv_pos + 1, n_hi - 2 - i)
+            loads.v(kv_pos, n_hi - 1 - i)
             kv_pos += 1
-        wave += 1
-        index = order.index(wave, kernel.longest_first)
+        loads.v(kv_pos, n_lo)
+        kv_pos += 1
+    return kv_pos

@@ -92,7 +92,7 @@ def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
         scores=scores,
         out=out,
         inner_scale=work.inner_scale,
-        softmax=OnlineSoftmax.create(ROWS, work.scale_log2, kernel.problem.mask != "full"),
+        softmax=OnlineSoftmax.create(ROWS, work.scale_log2, kernel.problem.mask != "full", traits.lazy_rescale),
         row_scale=cute.make_rmem_tensor(ROWS, Float32),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         columns=rows_view(mma_qk.get_slice(0).partition_C(identity)),

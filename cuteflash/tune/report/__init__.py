@@ -4,7 +4,7 @@ collect   from the database to JSON values, those of a page
 slots     who wins what, against the default and the peers
 columns   long lists of traits and reasons, written small
 links     which candidate has a layout page
-page      HTML from those values and the files of `web/`
+page      which files of `web/` show those values
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pathlib
 
 from cuteflash.tune.report.collect import Scope, collect
 from cuteflash.tune.report.links import layout_pages
-from cuteflash.tune.report.page import make_page
+from cuteflash.tune.report.page import PAGE
 from cuteflash.tune.store import Store
 
 __all__ = ["Scope", "make_report"]
@@ -41,4 +41,4 @@ def make_report(
     """
     pages = layout_pages(layouts_dir, lies_in) if layouts_dir is not None else []
     data = collect(store, scope, pages)
-    return make_page(data)
+    return PAGE.render(data["title"], data)

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.row import Traits
 from cuteflash.tune.results import Run
 from cuteflash.tune.worker import plain
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)")
-ATTRIBUTE = re.compile(r"^ {8}(\w+(?:, \w+)*): ")
 DIGITS = 5  # of a time: a hundredth of what two runs of one kernel differ by
 FINE = 10_000  # parts of a time in which the ends of its interval are counted
 
@@ -57,22 +57,6 @@ def trait_columns(kind: type[Traits], candidates: Sequence[Traits]) -> list[dict
         letters = "".join(chr(ord("0") + index[value]) for value in own)
         columns.append(column | {"column": letters if len(values) > 1 else ""})
     return columns
-
-
-def attribute_docs(kind: type) -> dict[str, str]:
-    """The sentences of a class's docstring on its attributes, by name."""
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in (kind.__doc__ or "").splitlines():
-        start = ATTRIBUTE.match(line)
-        if start:
-            names = start[1].split(", ")
-            found |= dict.fromkeys(names, line[start.end() :].strip())
-        elif names and line.startswith(" " * 12):
-            found |= {name: f"{found[name]} {line.strip()}" for name in names}
-        else:
-            names = []
-    return found
 
 
 def short(value: float | None) -> float | None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
-import re
 import urllib.parse
 from typing import Any
 
+from cuteflash.page import data_of
+
 INDEX = "index.html"
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,9 +54,8 @@ def layout_pages(directory: pathlib.Path, lies_in: pathlib.Path) -> list[LayoutP
 def _page(path: pathlib.Path, href: str) -> LayoutPage | None:
     """What a page shows; None where that is not one row."""
     try:
-        found = DATA.search(path.read_text(encoding="utf-8"))
-        data = json.loads(found[1]) if found else {}
-        if not data.get("scene"):
+        data = data_of(path.read_text(encoding="utf-8"))
+        if data is None or not data.get("scene"):
             return None
         scene = data["scenes"][data["scene"]]
         kernel = scene["kernel"]

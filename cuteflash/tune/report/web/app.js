@@ -34,16 +34,16 @@
       const choose = (key) => (value) => R.state.set({ [key]: value });
       const focused = document.activeElement?.closest(".field")?.firstChild.textContent;
       const fields = [
-        R.select(
+        R.field(
           "Space",
           data.spaces.map((one) => [one.title, one.title]),
           now.space,
           choose("space"),
         ),
-        now.mask && R.select("Mask", unique("mask", problems), now.mask, choose("mask")),
-        now.dtype && R.select("Type", unique("dtype", problems), now.dtype, choose("dtype")),
+        now.mask && R.field("Mask", unique("mask", problems), now.mask, choose("mask")),
+        now.dtype && R.field("Type", unique("dtype", problems), now.dtype, choose("dtype")),
         now.shape &&
-          R.select(
+          R.field(
             "Shape",
             unique(
               "shape",
@@ -53,7 +53,7 @@
             choose("shape"),
           ),
         cells.length > 1 &&
-          R.select("Length", [["", "all"], ...cells.map((cell) => [cell.label, cell.label])], now.cell, choose("cell")),
+          R.field("Length", [["", "all"], ...cells.map((cell) => [cell.label, cell.label])], now.cell, choose("cell")),
         cells.length > 0 && least(),
       ].filter(Boolean);
       holder.replaceChildren(...fields);
@@ -138,23 +138,18 @@
   }
 
   R.app = () => {
-    const data = R.model.decode(JSON.parse(document.getElementById("data").textContent));
-    R.theme.start();
+    const data = R.model.decode(R.start());
     R.state.start(data);
-    document.getElementById("theme").addEventListener("click", R.theme.toggle);
     document.getElementById("contents").append(...contents());
-    const main = document.getElementById("main");
-    document.getElementById("skip").addEventListener("click", () => main.focus());
     const made = sections(data);
     const bar = h("div", { id: "selection", role: "region", "aria-label": "Selection" }, selectors(data), chips());
-    main.append(facts(data), ...made.slice(0, BEFORE_SELECTION), bar, ...made.slice(BEFORE_SELECTION));
-    const measure = () => {
-      const style = document.documentElement.style;
-      style.setProperty("--top", `${document.getElementById("top").offsetHeight}px`);
-      style.setProperty("--bar", `${getComputedStyle(bar).position === "sticky" ? bar.offsetHeight : 0}px`);
-    };
-    new ResizeObserver(measure).observe(bar);
-    new ResizeObserver(measure).observe(document.getElementById("top"));
+    document
+      .getElementById("main")
+      .append(facts(data), ...made.slice(0, BEFORE_SELECTION), bar, ...made.slice(BEFORE_SELECTION));
+    new ResizeObserver(() => {
+      const height = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight : 0;
+      document.documentElement.style.setProperty("--toolbar", `${height}px`);
+    }).observe(bar);
   };
   R.app();
 })();

@@ -1,0 +1,126 @@
+"""`cuteflash sweep apply`: the rows that a sweep's timings speak for, into the tables that dispatch uses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from cuteflash import usertable
+from cuteflash.cli import sweep_results as results
+from cuteflash.cli.options import Usage, head_dims, names
+from cuteflash.compile import cache_dir
+from cuteflash.traits.arch import FAMILIES, Family, get_arch
+from cuteflash.tune import tables
+from cuteflash.tune.apply import measured_row, proposed, swept_head_dims
+from cuteflash.tune.building import Kernel, complaints
+from cuteflash.tune.explain import title
+from cuteflash.tune.extras import Settled, settle
+from cuteflash.tune.launch import backend
+from cuteflash.tune.progress import Display
+from cuteflash.tune.results import measured_gpu
+from cuteflash.tune.select import Pick
+from cuteflash.tune.worker import StartFailed
+
+
+def apply(
+    *,
+    arch: results.Arch = None,
+    family: results.Families = None,
+    head_dim: results.HeadDims = None,
+    gpu: results.Gpu = None,
+    shipped: Annotated[
+        pathlib.Path | None, typer.Option(help="Write the shipped tables' Python into this directory instead.")
+    ] = None,
+    jobs: results.Jobs = os.cpu_count() or 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written.")] = False,
+    database: results.Database = results.DATABASE,
+) -> None:
+    """Write the rows that the timings speak for: into your own table, which dispatch prefers, or the shipped ones'.
+
+    Their kernels are compiled with softcap and log-sum-exp as well: a row serves what ptxas has no complaint about.
+    """
+    with results.opened(database) as store, Usage():
+        target = results.swept_target(store, arch)
+        chosen = measured_gpu(store, target, gpu)
+        pairs = [results.padded(pair) for pair in head_dims(head_dim, None)] if head_dim else swept_head_dims(store)
+        families: Sequence[Family] = names("family", family, FAMILIES) or get_arch(target).families
+        picked = {
+            name: [pick for pair in pairs for pick in proposed(store, target, name, pair, chosen)] for name in families
+        }
+        if not any(picked.values()):
+            swept = ", ".join(f"{d}x{d_v}" for d, d_v in swept_head_dims(store))
+            raise ValueError(
+                f"nothing was timed for {target}, family {', '.join(families)}, head_dim {head_dim or swept}; "
+                f"{database} has head dims {swept}"
+            )
+        better = [picks for picks in picked.values() if shipped is not None or not all(pick.kept for pick in picks)]
+        if better and not dry_run:
+            _check_writable(shipped)
+        settled = _settled([pick for picks in better for pick in picks], target, jobs)
+        for name, picks in picked.items():
+            rows = [one for one in settled if one.row.traits.family == name]
+            for line in [_words(one.pick, one) for one in rows] or [_words(pick) for pick in picks]:
+                typer.echo(f"{target}/{name}: {line}")
+            if picks and not rows:
+                typer.echo(f"{target}/{name}: nothing beats the shipped rows beyond noise; nothing is written")
+            elif rows and not dry_run:
+                measured = [measured_row(one, chosen) for one in rows]
+                if shipped is None:
+                    path = tables.write_user(target, name, measured)
+                else:
+                    path = tables.write_shipped(target, name, measured, shipped)
+                typer.echo(f"written: {path}")
+
+
+def _settled(picks: Sequence[Pick], target: str, jobs: int) -> list[Settled]:
+    """The picks with the extras that they serve, for which this compiles their kernels."""
+    if not picks:
+        return []
+    compiler = backend(target)
+
+    def judge(kernels: Sequence[Kernel], what: str) -> Mapping[Kernel, str | None]:
+        return complaints(kernels, f"compile {what}", jobs, display, compiler)
+
+    with _nothing_written(), Display() as display:
+        return settle(picks, judge)
+
+
+@contextlib.contextmanager
+def _nothing_written() -> Iterator[None]:
+    """Turns what may stop the compiling into a message and an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        results.complain(
+            f"stopped, nothing is written; the kernels compiled so far are kept in {cache_dir()}, and the same command "
+            "goes on from there",
+            results.INTERRUPTED,
+        )
+    except StartFailed as error:
+        results.complain(f"{error}; nothing is written", 1)
+
+
+def _check_writable(shipped: pathlib.Path | None) -> None:
+    """ValueError where no table can be written, before anything is compiled for one."""
+    if shipped is None:
+        usertable.check_writable()
+    elif not shipped.is_dir():
+        raise ValueError(f"shipped is {shipped}, which is no directory; one is needed for the shipped tables' files")
+
+
+def _words(pick: Pick, settled: Settled | None = None) -> str:
+    """A row with what was measured, and why it lacks extras; none are spoken of where they are not known."""
+    row, lacking = (settled.row, settled.lacking) if settled is not None else (pick.row, {})
+    if pick.kept:
+        change = "as shipped"
+    elif pick.gain is None:
+        change = "no shipped row was timed there"
+    else:
+        change = f"{pick.gain:+.1%} over the shipped rows"
+    reasons = [f"no {name}, because of {reason}" for name, reason in lacking.items()]
+    return "; ".join([f"{row.title}: {title(row.traits)}, {pick.tflops:.0f} TFLOP/s, {change}", *reasons])

@@ -1,0 +1,23 @@
+"""What the docstring of a class says of its attributes: the sentences in which traits are explained."""
+
+from __future__ import annotations
+
+import re
+
+ATTRIBUTE = re.compile(r"^ {8}(\w+(?:, \w+)*): ")
+
+
+def attribute_docs(kind: type) -> dict[str, str]:
+    """The sentences of a class's docstring on its attributes, by name."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in (kind.__doc__ or "").splitlines():
+        start = ATTRIBUTE.match(line)
+        if start:
+            names = start[1].split(", ")
+            found |= dict.fromkeys(names, line[start.end() :].strip())
+        elif names and line.startswith(" " * 12):
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+        else:
+            names = []
+    return found

@@ -1,0 +1,100 @@
+"""Whether a picked row also serves softcap and log-sum-exp: its kernels are compiled with them, and ptxas decides.
+
+A sweep times the plain kernel. Either extra takes registers, and a tile that only just has enough without spills with
+it; such problems are left to the next row of the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from cuteflash.problem import Dtype, FwdProblem, MaskKind
+from cuteflash.traits.row import FwdRow
+from cuteflash.tune.building import Kernel
+from cuteflash.tune.results import Slot
+from cuteflash.tune.select import Pick, boxes
+from cuteflash.tune.store import problem_id
+
+Complaints = Mapping[Kernel, str | None]
+# (kernels, what they are built for) → what speaks against each; `building.complaints`.
+Judge = Callable[[Sequence[Kernel], str], Complaints]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settled:
+    """A pick, or a part of one, whose extras are known.
+
+    Attributes:
+        row: the pick's, or some masks and dtypes of it, with the softcap and the lse that it serves.
+        lacking: "softcap" and "lse", if it does not serve them, with a problem and the complaint about its kernel.
+    """
+
+    pick: Pick
+    row: FwdRow
+    lacking: Mapping[str, str]
+
+
+def settle(picks: Sequence[Pick], judge: Judge) -> list[Settled]:
+    """Finds what each pick serves beside the plain problems, which a sweep has proven; in the order of the picks.
+
+    A mask and dtype whose kernel with both extras is clean has both: no other needs more registers. Of the rest the
+    kernels with one extra each decide; where those are clean, and only both together are too much, the lse is served,
+    which training asks for. A row is split where its masks and dtypes differ in that.
+    """
+    together = list(dict.fromkeys(kernel for pick in picks for kernel in _kernels(pick.row).values()))
+    found = dict(judge(together, "with softcap and lse"))
+    doubtful = [kernel for kernel in together if found[kernel] is not None]
+    if doubtful:
+        found |= judge([alone for kernel in doubtful for alone in _apart(kernel)], "with softcap or lse")
+    return [part for pick in picks for part in _parts(pick, found)]
+
+
+def _parts(pick: Pick, found: Complaints) -> list[Settled]:
+    """A pick by what it lacks."""
+    row = pick.row
+    lacking = {pair: _lacking(kernel, found) for pair, kernel in _kernels(row).items()}
+    slots: dict[tuple[str, ...], set[Slot]] = {}
+    for pair, reasons in lacking.items():
+        slots.setdefault(tuple(reasons), set()).update(Slot(*pair, shape) for shape in row.shapes)
+    settled = []
+    for lacks, part in slots.items():
+        softcap, lse = "softcap" not in lacks, "lse" not in lacks
+        for (masks, dtypes, _), _ in boxes(part, ()):
+            served = dataclasses.replace(row, masks=masks, dtypes=dtypes, softcap=softcap, lse=lse)
+            settled.append(Settled(pick, served, lacking[masks[0], dtypes[0]]))
+    return settled
+
+
+def _lacking(kernel: Kernel, found: Complaints) -> dict[str, str]:
+    """Of the extras of a kernel that has both, those that the row does not serve, with the reasons."""
+
+    def complaint(one: Kernel) -> str | None:
+        return None if found[one] is None else f"{problem_id(one[1])}: {found[one]}"
+
+    both = complaint(kernel)
+    if both is None:
+        return {}
+    softcap, lse = map(complaint, _apart(kernel))
+    if softcap is None and lse is None:
+        softcap = both
+    return {name: text for name, text in (("softcap", softcap), ("lse", lse)) if text is not None}
+
+
+def _kernels(row: FwdRow) -> dict[tuple[str, str], Kernel]:
+    """(mask, dtype) of a row → its kernel with softcap and lse, at the row's own head dims."""
+    head_dims = row.traits.head_dim, row.traits.head_dim_v
+    found: dict[tuple[str, str], Kernel] = {}
+    for mask, dtype in itertools.product(row.masks, row.dtypes):
+        plain = FwdProblem(cast(Dtype, dtype), *head_dims, cast(MaskKind, mask))
+        found[mask, dtype] = row.traits, dataclasses.replace(plain, has_softcap=True, has_lse=True)
+    return found
+
+
+def _apart(kernel: Kernel) -> tuple[Kernel, Kernel]:
+    """Of a kernel with both extras the one with softcap, and the one with lse."""
+    traits, problem = kernel
+    softcap, lse = dataclasses.replace(problem, has_lse=False), dataclasses.replace(problem, has_softcap=False)
+    return (traits, softcap), (traits, lse)

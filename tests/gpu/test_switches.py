@@ -1,0 +1,82 @@
+"""Traits that no shipped row, or few of them, switch on compute attention as all others do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cuteflash.traits.row import FwdRow
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from tests.gpu.checks import Case, assert_right, call, check
+from tests.user_tables import MEASURED, OwnTables
+
+pytestmark = pytest.mark.gpu
+
+BASES = {
+    64: FwdTraitsSm90(192, 128, 64, 64, exp_rows_before_wait=1),
+    128: FwdTraitsSm90(128, 128, 128, 128, q_in_regs=True, exp_rows_before_wait=1),
+}
+SWITCHES = {
+    "lazy": {"rescale_in_product": True, "lazy_rescale": True},
+    "waits first": {"waits_first": True},
+    "both": {"rescale_in_product": True, "lazy_rescale": True, "waits_first": True},
+    "fixed": {"fixed_max": True},
+    "fixed, one wave": {"fixed_max": True, "persistent": False, "exp_rows_before_wait": 0},
+}
+LENGTHS = ((1, 300), (113, 203), (203, 113), (385, 385), (700, 130), (1030, 1100), (2049, 2049))
+MASKS = {"full": Case(), "causal": Case(causal=True), "window": Case(window=(70, 30)), "left": Case(window=(200, -1))}
+
+
+@pytest.fixture
+def own_row(own_tables: OwnTables, cuda: torch.device) -> OwnTables:
+    if torch.cuda.get_device_capability(cuda)[0] != 9:
+        pytest.skip("traits of the sm90 family")
+    return own_tables
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", BASES)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_is_right(switch: str, head_dim: int, mask: str, own_row: OwnTables, cuda: torch.device) -> None:
+    traits = dataclasses.replace(BASES[head_dim], **SWITCHES[switch])
+    own_row.write("sm_90a", "sm90", [MEASURED(FwdRow(traits))])
+    case = dataclasses.replace(MASKS[mask], head_dim=head_dim)
+    for seqlen_q, seqlen_k in LENGTHS:
+        check(dataclasses.replace(case, seqlen_q=seqlen_q, seqlen_k=seqlen_k), "sm90", cuda)
+    lengths = {"seqlen_q": 333, "seqlen_k": 500, "lse": True}
+    check(dataclasses.replace(case, heads=6, kv_heads=2, **lengths), "sm90", cuda)
+    check(dataclasses.replace(case, heads=6, kv_heads=1, pack_gqa=True, **lengths), "sm90", cuda)
+    check(dataclasses.replace(case, logits=30.0, **lengths), "sm90", cuda)
+    check(dataclasses.replace(case, softcap=20.0, **lengths), "sm90", cuda)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", BASES)
+def test_tiles_that_outgrow_their_first_maxima_are_done_again(
+    head_dim: int, mask: str, dtype: str, own_row: OwnTables, cuda: torch.device
+) -> None:
+    traits = dataclasses.replace(BASES[head_dim], fixed_max=True)
+    own_row.write("sm_90a", "sm90", [MEASURED(FwdRow(traits))])
+    # The first keys come last. Heads differ in how far these outgrow the others: not, a little, past all numbers.
+    case = dataclasses.replace(MASKS[mask], head_dim=head_dim, dtype=dtype, heads=8, lse=True, seqlen_q=2500)
+    q, k, v = case.inputs(cuda)
+    for head, growth in enumerate((1.0, 4.0, 10.0, 300.0 if dtype == "bf16" else 60.0)):
+        k[:, 3:200:7, head] *= growth
+        q[:, ::3, head] *= growth
+    out, lse = call(q, k, v, case, "sm90")
+    assert_right((q, k, v), case, out, lse)
+
+
+def test_what_is_not_a_number_stays_in_its_row(own_row: OwnTables, cuda: torch.device) -> None:
+    own_row.write("sm_90a", "sm90", [MEASURED(FwdRow(dataclasses.replace(BASES[64], fixed_max=True)))])
+    case = Case(seqlen_q=1000, head_dim=64)
+    q, k, v = case.inputs(cuda)
+    q[1, 77, 2, 5] = float("nan")
+    out, _ = call(q, k, v, case, "sm90")
+    assert out[1, 77, 2].isnan().all()
+    q[1, 77, 2, 5] = 0.0
+    out[1, 77, 2] = call(q, k, v, case, "sm90")[0][1, 77, 2]
+    assert_right((q, k, v), case, out)
