@@ -8,8 +8,9 @@
 
 The S product of the next key block is issued before the P V product of this one (`overlap`), and named barriers make
 the warpgroups take turns at the tensor cores (`pingpong`). Blocks are persistent: the producer runs ahead into the next
-tile while the consumers finish this one. Without `warp_specialized` the first consumer warp issues the loads instead,
-which shows what the producer is worth. Not here: dropout, ALiBi, variable lengths, paged K/V, gradients.
+tile while the consumers finish this one. With `fixed_max` only a tile's first scores move the row maxima; where scores
+outgrow them too far the tile is done again (`repeat.py`). Without `warp_specialized` the first consumer warp issues the
+loads instead, which shows what the producer is worth. Not here: dropout, ALiBi, variable lengths, paged K/V, gradients.
 """
 
 from __future__ import annotations

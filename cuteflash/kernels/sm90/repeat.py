@@ -1,8 +1,8 @@
 """Which of a block's tiles have to be done again, because their softmax left the range of its numbers.
 
-Rows with `fixed_max` subtract from all but a tile's first scores what the first ones called for. That is exact as long
-as nothing overflows, which the sums and O itself tell at the tile's end. Tiles where it did are noted, and when a block
-has finished its tiles it does those again, with maxima that move. Their first output is overwritten.
+Rows with `fixed_max` take the exponentials of all but a tile's first scores against the first ones' maxima. That is
+exact as long as nothing overflows, which the sums and O itself tell at the tile's end. Tiles where it did are noted,
+and when a block has finished its tiles it does those again, with maxima that move. Their first output is overwritten.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cuteflash.atoms.barriers import NamedBarrier
 from cuteflash.core.schedule import TileOrder
 from cuteflash.traits.sm90 import REPEAT_WORDS, WARPGROUP
 
+WARP = 32
 WORD = 32  # bits
 
 
@@ -96,4 +97,4 @@ def each_tile(
 
 def repeat_threads(mma_warpgroups: int) -> int:
     """Threads of all consumers and of the producer warp."""
-    return mma_warpgroups * WARPGROUP + WORD
+    return mma_warpgroups * WARPGROUP + WARP
