@@ -95,12 +95,9 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
         kernel = choice.kernel_cls(traits, problem)
         reader = ReaderSm90(kernel) if choice.family == "sm90" else ReaderSm80(kernel)
         fragments = reader.fragments()
-        dims = f"{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
-        special = [name for name in ("softcap", "lse") if getattr(problem, f"has_{name}")]
-        special += choice.row.shapes if choice.row.shapes != SHAPES else []  # of what runs at any length, not a word
         return Scene(
-            id="-".join((target, choice.family, dims, problem.mask, problem.dtype, *special)),
-            title=" · ".join((name, target, f"head dim {dims}", problem.mask, problem.dtype, *special)),
+            id=scene_id(problem, target, choice),
+            title=" · ".join((name, target, f"head dim {_dims(problem)}", *_words(problem, choice))),
             kernel={
                 "name": name,
                 "module": module,
@@ -123,6 +120,22 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
             steps=reader.steps(),
             budget=budget(traits, arch, fragments, report),
         )
+
+
+def scene_id(problem: FwdProblem, target: str, choice: Choice) -> str:
+    """What the scene of a row is called in links and file names."""
+    return "-".join((target, choice.family, _dims(problem), *_words(problem, choice)))
+
+
+def _dims(problem: FwdProblem) -> str:
+    return f"{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+
+
+def _words(problem: FwdProblem, choice: Choice) -> list[str]:
+    """Mask and dtype, and what is special; of a row that runs at any length, not a word about lengths."""
+    special = [name for name in ("softcap", "lse") if getattr(problem, f"has_{name}")]
+    special += choice.row.shapes if choice.row.shapes != SHAPES else []
+    return [problem.mask, problem.dtype, *special]
 
 
 def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) -> np.ndarray[Any, Any]:

@@ -32,7 +32,7 @@ CASES = {
     "causal-lse": shipped(FwdProblem("bf16", 64, 64, "causal", has_lse=True)),
     "full-fp16": shipped(FwdProblem("fp16", 128, 128), q_in_regs=False),
     "window-softcap-lse": shipped(FwdProblem("bf16", 128, 128, "window", has_softcap=True, has_lse=True)),
-    "q-in-regs": shipped(FwdProblem("bf16", 96, 96, "causal"), q_in_regs=True),
+    "q-in-regs": (FwdTraitsSm90(128, 128, 96, 96, q_in_regs=True), FwdProblem("bf16", 96, 96, "causal")),
     "p-in-smem": (FwdTraitsSm90(192, 128, 96, 96, p_in_regs=False), FwdProblem("bf16", 96, 96)),
     "packed-7": shipped(FwdProblem("bf16", 128, 128, "causal", has_lse=True, packed_heads=7)),
     "packed-8": shipped(FwdProblem("bf16", 64, 64, packed_heads=8)),

@@ -143,14 +143,14 @@ def test_a_winners_row_selects_its_problem_everywhere(browser: Any, folder: path
 def test_values_filter_by_keyboard(browser: Any, folder: pathlib.Path) -> None:
     with Visit(browser, folder / "timed.html") as visit:
         everybody = visit.shown()
-        button = visit.page.locator(".axis button", has_text="3").and_(visit.page.get_by_label("kv_stage 3,"))
+        button = visit.page.locator(".axis button", has_text="128").and_(visit.page.get_by_label("tile_n 128,"))
         button.focus()
         visit.page.keyboard.press("Space")
         kept = visit.shown()
         assert 0 < len(kept) < len(everybody)
         assert button.get_attribute("aria-pressed") == "true"
-        assert "kv_stage=3" in visit.page.locator(".candidates tbody th code").first.inner_text()
-        visit.page.get_by_label("Lift the filter kv_stage 3").focus()
+        assert "x128" in visit.page.locator(".candidates tbody th code").first.inner_text()
+        visit.page.get_by_label("Lift the filter tile_n 128").focus()
         visit.page.keyboard.press("Enter")
         assert visit.shown() == everybody
 

@@ -18,6 +18,7 @@ from layouts.lessons.pipeline import pipeline_data
 from layouts.lessons.ring import ring_data
 from layouts.lessons.softmax import softmax_data
 from layouts.lessons.turns import turn_data
+from layouts.rows import scene_id
 
 _LESSON_PROBLEM = FwdProblem(dtype="bf16", head_dim=128, head_dim_v=128, mask="full")
 _LESSON_ROWS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm90"))
@@ -37,13 +38,10 @@ def lesson_scenes() -> list[tuple[FwdProblem, str, Choice]]:
 
 def lesson_data() -> dict[str, Any]:
     """Everything that the lessons show beside the scenes, as JSON values without NaN or infinity."""
-    problem = _LESSON_PROBLEM
-    _, ampere, choice = lesson_scenes()[0]
+    scenes = lesson_scenes()
+    problem, ampere, choice = scenes[0]
     return {
-        "scenes": {
-            family: f"{target}-{family}-{problem.head_dim}-{problem.mask}-{problem.dtype}"
-            for target, family in _LESSON_ROWS
-        },
+        "scenes": {scene[2].family: scene_id(*scene) for scene in scenes},
         "softmax": softmax_data(),
         "loops": loop_data(),
         "pipeline": pipeline_data(cast(FwdTraitsSm80, choice.traits), problem, ampere),

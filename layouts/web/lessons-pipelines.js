@@ -371,7 +371,7 @@
           "sm90",
           { panel: "sK", step: "load_k", instruction: 0, color: "instruction" },
           "the TMA boxes of K",
-          "TmaRing, cuteflash/atoms/barriers.py; load_tiles, cuteflash/kernels/sm90/load.py",
+          "TmaRing, cuteflash/atoms/barriers.py; load_tile, cuteflash/kernels/sm90/load.py",
         ),
         checks(
           [
