@@ -9,6 +9,7 @@ from layouts.read import SOFTMAX_NOTE, Frame, Placed, global_tile, no_work, prod
 from layouts.scene import Fragment, Role, Step, Tile, Touch
 
 CP_ASYNC = "cp.async.cg.shared.global [dst], [src], 16"
+THROUGH_REGISTERS = "ld.global.v4.b32, then st.shared.v4.b32"
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LDMATRIX_TRANS = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32"
@@ -88,11 +89,13 @@ class ReaderSm80:
         return (*scores, qk, softmax, convert, *values, pv, *self._epilogue())
 
     def _load(self, tensor: str) -> Step:
-        """cp.async: one stage loads K and V in turns, more load whole blocks ahead."""
-        stages = self.traits.kv_stage
+        """Global to shared memory: one stage loads K and V in turns, more load whole blocks ahead."""
+        stages, past = self.traits.kv_stage, self.traits.async_copy
         note = ""
         if tensor != "Q" and stages > 1:
             note = f"{stages - 1} block{'s' if stages > 2 else ''} ahead of the products. "
+        elif tensor != "Q" and not self.traits.eager_loads:
+            note = "At the start of a step, which waits for K and V. "
         elif tensor != "Q":
             note = f"While the {'PV product of the block before' if tensor == 'K' else 'QK product'} runs. "
         copy = self.kernel.load_copy(self.frame.shape(tensor)[1])
@@ -101,13 +104,14 @@ class ReaderSm80:
         return Step(
             id=f"load_{tensor.lower()}",
             title=f"{tensor}: global → shared memory",
-            kind="cp.async",
-            instruction=CP_ASYNC,
+            kind="cp.async" if past else "st.shared",
+            instruction=CP_ASYNC if past else THROUGH_REGISTERS,
             role=ALL,
             repeat="once a tile" if tensor == "Q" else "every key block",
             phase="prologue" if tensor == "Q" else "loop",
             touches=(Touch(f"g{tensor}", "read", source), Touch(f"s{tensor}", "write", target, lane_bytes=16)),
-            note=f"{note}Neighbouring lanes take neighbouring 16 bytes of a row, past L1 and past the registers.",
+            note=f"{note}Neighbouring lanes take neighbouring 16 bytes of a row, "
+            f"{'past L1 and past the registers' if past else 'through registers, so that every load is waited for'}.",
         )
 
     def _fetch(self, tensor: str, copy: Any, once: bool = False) -> Step:

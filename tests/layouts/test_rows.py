@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuteflash.dispatch import choose_shipped_fwd
+from cuteflash.dispatch import Choice, choose_shipped_fwd
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.row import ROW_HEAD_DIMS
+from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
+from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.tables import FWD_ROWS
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
@@ -255,3 +256,21 @@ def constant(descriptor: Descriptor) -> int:
     """The fields of a matrix descriptor that do not depend on the address: PTX ISA, "Matrix descriptor"."""
     mode = {128: 1, 64: 2, 32: 3}[descriptor.swizzle_bytes]
     return mode << 62 | (descriptor.stride_bytes >> 4) << 32 | (descriptor.leading_bytes >> 4) << 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({}, "cp.async", "While the QK product runs."),
+        ({"eager_loads": False}, "cp.async", "At the start of a step, which waits for K and V."),
+        ({"eager_loads": False, "async_copy": False}, "st.shared", "through registers"),
+    ],
+)
+def test_a_row_of_ones_own_is_drawn_with_the_loads_it_has(changes: dict[str, bool], kind: str, words: str) -> None:
+    traits = FwdTraitsSm80(128, 64, 128, 128, **changes)
+    choice = Choice("sm80", traits, FwdRow(traits), "a table of one's own")
+    scene = make_scene(FwdProblem("bf16", 128, 128), "sm_80", choice)
+    step = next(step for step in scene.steps if step.id == "load_v")
+    assert step.kind == kind and words in step.note
+    touch = next(touch for touch in step.touches if touch.lane_bytes)
+    assert touch_ways(scene, step, touch).max() == 1  # rows are swizzled either way
