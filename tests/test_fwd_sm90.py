@@ -53,6 +53,7 @@ CASES = {
         FwdProblem("bf16", 64, 64, "causal"),
     ),
     "fixed": (FwdTraitsSm90(192, 128, 64, 64, fixed_max=True), FwdProblem("bf16", 64, 64, "causal", has_lse=True)),
+    "fixed-softcap": (FwdTraitsSm90(192, 128, 64, 64, fixed_max=True), FwdProblem("bf16", 64, 64, has_softcap=True)),
     "waits-first": (
         FwdTraitsSm90(128, 128, 128, 128, q_in_regs=True, waits_first=True, exp_rows_before_wait=1),
         FwdProblem("bf16", 128, 128),
@@ -104,3 +105,6 @@ def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, tmp_
     assert {operands.split(", ")[1].startswith("R") for operands in qk} == {traits.q_in_regs}
     assert {operands.split(", ")[1].startswith("R") for operands in pv} == {traits.p_in_regs}
     assert len(qk) + len(pv) == compiled.count(r"HGMMA\.")
+
+    if problem.has_softcap:  # every score of every S, in whichever loop it is
+        assert compiled.count(r"MUFU\.TANH") == len(qk) // (traits.head_dim // 16) * traits.tile_n // 2

@@ -192,14 +192,16 @@ def take_peaks(
     n_block: Int32,
     masked: cutlass.Constexpr[bool],
     is_first: cutlass.Constexpr[bool],
+    fixed: cutlass.Constexpr[bool] = False,
 ):
-    """Softcap and mask the scores of one key block, then move the row maxima."""
+    """Softcap and mask the scores of one key block, then move the row maxima unless they are `fixed`."""
     if const_expr(kernel.problem.has_softcap):
         apply_softcap(wg.scores, wg.inner_scale)
     if const_expr(masked):
         first_key = n_block * kernel.traits.tile_n + wg.first_column
         mask_scores(wg.scores, wg.columns, first_key, wg.bounds, kernel.has_left_edge)
-    wg.softmax.take_peaks(wg.scores, wg.row_scale, is_first)
+    if const_expr(not fixed):
+        wg.softmax.take_peaks(wg.scores, wg.row_scale, is_first)
 
 
 def exponentiate(kernel, wg: Warpgroup, rows: range, masked: bool) -> None:
@@ -290,8 +292,7 @@ def step_overlapped(
     pass_turn(kernel, wg)
     warpgroup.wait_group(1)
     rings.k.release(position + 1)
-    if const_expr(not fixed):
-        take_peaks(kernel, wg, n_block, masked, False)
+    take_peaks(kernel, wg, n_block, masked, False, fixed)
     rows_before = kernel.traits.exp_rows_before_wait
     exponentiate(kernel, wg, range(rows_before), masked)
     if const_expr(rows_before > 0):
