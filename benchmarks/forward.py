@@ -98,7 +98,7 @@ def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.d
     }
     matmul = machine.make_matmul(where) if where.type == "cuda" else None
     if matmul:
-        result["device"] = {"matmul_tflops": machine.matmul_tflops(where), "copy_gbps": device.copy_gbps(where)}
+        result["device"] = {"matmul_tflops": matmul.tflops(where), "copy_gbps": device.copy_gbps(where)}
     try:
         for cell in cells:
             makers = {name: maker(name, cell, arguments.overrides) for name in names}

@@ -171,7 +171,7 @@ def run(ladders: Sequence[Ladder], cells: Sequence[Cell], arguments: argparse.Na
     compile_all(variants, target_of(where), arguments.jobs)
     result: dict[str, Any] = {
         "environment": device.environment(where),
-        "matmul_tflops": machine.matmul_tflops(where),
+        "matmul_tflops": machine.make_matmul(where).tflops(where),
         "rungs": {item.family: [dataclasses.asdict(rung) for rung in item.rungs] for item in ladders},
         "cells": [],
     }

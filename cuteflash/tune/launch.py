@@ -131,7 +131,7 @@ class TorchBench:
 
     def matmul_tflops(self) -> float:
         """Rate of the 8192³ bf16 matrix product."""
-        return machine.matmul_tflops(self.device)
+        return machine.make_matmul(self.device).tflops(self.device)
 
     def usable(self) -> bool:
         """Whether the context is still there."""

@@ -59,6 +59,12 @@ class Matmul:
     run: Runner
     flops: int
 
+    def tflops(self, device: torch.device, rounds: int = 5) -> float:
+        """Its rate alone on `device`, TFLOP/s."""
+        sampler = Sampler(clock_for(device))
+        sampler(self.run)
+        return self.flops / (median([sampler(self.run) for _ in range(rounds)]) * 1e9)
+
 
 def make_matmul(device: torch.device, size: int = MATMUL_SIZE) -> Matmul:
     """The product of two (size, size) matrices on `device`."""
@@ -71,10 +77,3 @@ def make_matmul(device: torch.device, size: int = MATMUL_SIZE) -> Matmul:
         return out
 
     return Matmul(run, 2 * size**3)
-
-
-def matmul_tflops(device: torch.device, rounds: int = 5) -> float:
-    """Rate of that product alone, TFLOP/s."""
-    matmul, sampler = make_matmul(device), Sampler(clock_for(device))
-    sampler(matmul.run)
-    return matmul.flops / (median([sampler(matmul.run) for _ in range(rounds)]) * 1e9)
