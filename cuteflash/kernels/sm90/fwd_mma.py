@@ -185,6 +185,24 @@ def product_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
     atoms.gemm(wg.mma_pv, wg.acc_O, wg.tOrP, wg.tOrV[None, None, None, rings.v.stage(position)], accumulate=True)
 
 
+def finish_qk(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> None:
+    """S of the K tile at `position`, in this warpgroup's turn, with nothing beside it."""
+    rings.k.wait(position)
+    take_turn(kernel, wg)
+    product_qk(wg, rings, position)
+    pass_turn(kernel, wg)
+    warpgroup.wait_group(0)
+    rings.k.release(position)
+
+
+def finish_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
+    """O += P V for the V tile at `position`, with nothing beside it."""
+    rings.v.wait(position)
+    product_pv(wg, rings, position)
+    warpgroup.wait_group(0)
+    rings.v.release(position)
+
+
 @cute.jit
 def take_peaks(
     kernel: cutlass.Constexpr,
@@ -225,12 +243,7 @@ def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
 @cute.jit
 def first_scores(kernel: cutlass.Constexpr, wg: Warpgroup, tiles: Tiles, rings: Rings, n_block: Int32, position: Int32):
     """The tile's first S and P; their PV product is issued by the next step."""
-    rings.k.wait(position)
-    take_turn(kernel, wg)
-    product_qk(wg, rings, position)
-    pass_turn(kernel, wg)
-    warpgroup.wait_group(0)
-    rings.k.release(position)
+    finish_qk(kernel, wg, rings, position)
     take_peaks(kernel, wg, n_block, True, True)
     exponentiate(kernel, wg, range(ROWS), True)
     store_p(kernel, wg, tiles)
@@ -241,10 +254,7 @@ def last_product(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, positio
     """The tile's last PV product, which no QK product runs beside."""
     if const_expr(kernel.traits.rescale_in_product):
         scale_rows(wg.out, wg.row_scale)
-    rings.v.wait(position)
-    product_pv(wg, rings, position)
-    warpgroup.wait_group(0)
-    rings.v.release(position)
+    finish_pv(wg, rings, position)
 
 
 @cute.jit
@@ -316,20 +326,12 @@ def step_in_order(
     masked: cutlass.Constexpr[bool],
 ):
     """S, softmax and PV product of one block, one after the other."""
-    rings.k.wait(position)
-    take_turn(kernel, wg)
-    product_qk(wg, rings, position)
-    pass_turn(kernel, wg)
-    warpgroup.wait_group(0)
-    rings.k.release(position)
+    finish_qk(kernel, wg, rings, position)
     take_peaks(kernel, wg, n_block, masked, False)
     exponentiate(kernel, wg, range(ROWS), masked)
     store_p(kernel, wg, tiles)
     scale_rows(wg.out, wg.row_scale)
-    rings.v.wait(position)
-    product_pv(wg, rings, position)
-    warpgroup.wait_group(0)
-    rings.v.release(position)
+    finish_pv(wg, rings, position)
 
 
 @cute.jit
