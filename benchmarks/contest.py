@@ -12,6 +12,7 @@ import torch
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
 from cuteflash.tune.machine import Matmul
+from cuteflash.tune.peers import PEERS
 from cuteflash.tune.results import round_factors
 from cuteflash.tune.timing import BATCH_MS, ROUNDS, HangError, Runner, first_call, interleaved, median, spread
 
@@ -26,8 +27,9 @@ def measure(
     """Check every implementation, then time the right ones side by side, beside a matrix product where one is given.
 
     The last of them that is right serves the others as the known right output: peers come last. One that raises or is
-    wrong has a "problem" in place of times. Times are medians of the rounds, each relieved of what made it slower or
-    faster for all. HangError: the device did not come back.
+    wrong has a "problem"; a peer without such a mask is "left out", and a peer's rms error is told, not judged. Times
+    are medians of the rounds, each relieved of what made it slower or faster for all. HangError: the device did not
+    come back.
     """
     inputs = make_inputs(cell, where)
     reference = accuracy.make_reference(inputs)
@@ -42,10 +44,14 @@ def measure(
         except HangError:
             raise
         except Exception as failure:
-            checked["problem"] = one_line(failure)
+            kind = "left out" if name in PEERS and isinstance(failure, NotImplementedError) else "problem"
+            checked[kind] = one_line(failure)
             continue
-        checked["error"] = accuracy.error(out, reference)
+        errors = accuracy.errors(out, reference)
+        checked |= {"error": errors.maximum, "rms": errors.rms, "rms_ratio": reference.rms_ratio(errors)}
         problem = accuracy.complaint(out, reference, known_right)
+        if problem is None and name not in PEERS:
+            problem = accuracy.imprecision(out, reference)
         if problem:
             checked["problem"] = problem
         elif known_right is None:
@@ -63,11 +69,14 @@ def measure(
         "label": cell.label,
         "head_dim": cell.head_dim,
         "mask": cell.mask,
+        "dtype": cell.dtype,
+        "inputs": cell.inputs,
         "seqlen": cell.seqlen,
         "batch": cell.batch,
         "heads": cell.heads,
-        "torch_error": reference.low_precision_error,
-        "tolerance": reference.tolerance,
+        "torch_error": reference.low_precision.maximum,
+        "tolerance": reference.tolerance.maximum,
+        "torch_rms": reference.low_precision.rms,
         "results": results,
         **beside,
     }
@@ -97,7 +106,7 @@ def progress(cell: Mapping[str, Any]) -> str:
         f"{name} {entry['tflops']:.0f}{' WRONG' if entry.get('problem') else ''}" if "tflops" in entry else f"{name} -"
         for name, entry in cell["results"].items()
     ]
-    return f"{cell['label']:<20} {'  '.join(texts)}"
+    return f"{cell['label']:<26} {'  '.join(texts)}"
 
 
 def write(result: Mapping[str, Any], path: pathlib.Path) -> None:

@@ -1,7 +1,8 @@
 """The forward benchmark: our two kernel families against FlashAttention-2, cuDNN and FlashAttention-4.
 
-    python -m benchmarks.forward --json PATH [--plot PATH] [--head-dims 64,128] [--seqlens 512,16384]
-        [--masks full,causal] [--impls sm90,fa4] [--dtype bf16] [--quick] [--traits-override JSON|@FILE]
+    python -m benchmarks.forward --help          # the options; `cuteflash bench` is the same command
+    python -m benchmarks.forward --json PATH     # the published grid
+    python -m benchmarks.forward --set real      # inputs like those of language models
 
 Each cell's outputs are checked before it is timed; a wrong or failing implementation is reported and takes no part
 in the ratios. The file at --json is rewritten after every cell, so that an interrupted run keeps what it has.
@@ -9,120 +10,149 @@ in the ratios. The file at --json is rewritten after every cell, so that an inte
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks import device, report
-from benchmarks.contest import measure, progress, write
-from benchmarks.implementations import NAMES, maker, unavailable
-from cuteflash.problem import DTYPES
+from cuteflash.problem import Dtype, MaskKind
 from cuteflash.tune import machine
-from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, grid
+from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, Cell, grid
+from cuteflash.tune.inputs import PLAIN
 from cuteflash.tune.timing import HangError
-from cuteflash.tune.variants import parse_variants
+from cuteflash.tune.variants import Variant
+
+from . import contest, device, report
+from .implementations import NAMES, maker, unavailable
 
 QUICK_SEQLENS = (1024, 8192)
 QUICK_ROUNDS = 3
 FULL_ROUNDS = 12  # each of five implementations and the matrix product runs right after every other twice
 
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward", description="attention forward benchmark")
-    parser.add_argument("--json", type=pathlib.Path, required=True, metavar="PATH", help="where the results go")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="also draw them")
-    parser.add_argument("--head-dims", type=_integers, default=HEAD_DIMS, metavar="64,128")
-    parser.add_argument("--seqlens", type=_integers, metavar="512,16384")
-    parser.add_argument("--masks", type=_texts, default=("full", "causal"), metavar="full,causal")
-    parser.add_argument("--impls", type=_texts, default=NAMES, metavar="sm90,fa4", help=f"of {','.join(NAMES)}")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_SEQLENS} and {QUICK_ROUNDS} rounds")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--traits-override", default="[]", metavar="JSON|@FILE", help="see cuteflash.tune.variants")
-    arguments = parser.parse_args(argv)
-    arguments.seqlens = arguments.seqlens or (QUICK_SEQLENS if arguments.quick else SEQLENS)
-    arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else FULL_ROUNDS)
-    unknown = [name for name in arguments.impls if name not in NAMES]
-    if unknown:
-        parser.error(f"--impls has {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
-    unknown = [mask for mask in arguments.masks if mask not in ("full", "causal")]
-    if unknown:
-        parser.error(f"--masks has {', '.join(unknown)}; allowed: full, causal")
-    try:
-        arguments.overrides = parse_variants(arguments.traits_override)
-    except (OSError, ValueError) as failure:
-        parser.error(f"--traits-override: {failure}")
-    return arguments
+Result = dict[str, Any]
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What to measure: the product of all fields but the last, which are the implementations."""
+
+    head_dims: tuple[int, ...] = HEAD_DIMS
+    masks: tuple[MaskKind, ...] = ("full", "causal")
+    seqlens: tuple[int, ...] = SEQLENS
+    dtypes: tuple[Dtype, ...] = ("bf16",)
+    inputs: tuple[str, ...] = (PLAIN,)
+    names: tuple[str, ...] = NAMES
+
+    @property
+    def cells(self) -> list[Cell]:
+        return grid(self.head_dims, self.seqlens, self.masks, self.dtypes, self.inputs)
 
 
-def _texts(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+REAL_INPUTS = (PLAIN, "sink:8", "sink:12", "sink:30", "peaked", "outliers")
+SETS = {
+    "grid": Choice(),  # the published one
+    "real": Choice((64, 128), ("causal",), (8192,), ("bf16", "fp16"), REAL_INPUTS, ("sm90", "fa4", "cudnn")),
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the grid; 0 where all outputs were right, 1 otherwise, 2 without a GPU."""
-    arguments = parse(argv)
-    if not torch.cuda.is_available():
-        print("the benchmark needs a CUDA device; torch finds none", file=sys.stderr)
-        return 2
-    where = torch.device("cuda", torch.cuda.current_device())
-    names = []
-    for name in arguments.impls:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        cells: in the order of their measurement.
+        names: implementations.
+        rounds: samples of each in a cell.
+        overrides: traits that one of our families runs in place of its table's row.
+    """
+
+    cells: Sequence[Cell]
+    names: Sequence[str]
+    rounds: int = FULL_ROUNDS
+    overrides: Sequence[Variant] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watch:
+    """What is called before a cell, and with its results after it."""
+
+    begin: Callable[[Cell], object] = lambda cell: None
+    end: Callable[[Result], object] = lambda measured: None
+
+
+UNSEEN = Watch()
+
+
+def available(names: Sequence[str], where: torch.device) -> list[str]:
+    """Those that can run on `where`; stderr is told why the others cannot."""
+    found = []
+    for name in names:
         reason = unavailable(name, where)
-        print(f"{name}: left out, {reason}", file=sys.stderr) if reason else names.append(name)
-    return run_grid(arguments, names, where)
+        print(f"{name}: left out, {reason}", file=sys.stderr) if reason else found.append(name)
+    return found
 
 
-def run_grid(arguments: argparse.Namespace, names: Sequence[str], where: torch.device) -> int:
-    """Measure every cell of the command line on `where`, writing the file after each."""
-    cells = grid(arguments.head_dims, arguments.seqlens, arguments.masks, arguments.dtype)
-    result: dict[str, Any] = {
+def run(
+    plan: Plan,
+    where: torch.device,
+    path: pathlib.Path | None = None,
+    watch: Watch = UNSEEN,
+) -> Result:
+    """Measure every cell of a plan on `where`; after Ctrl-C the result has those that were measured.
+
+    A kernel that hangs ends the process with status 3, after `path` was written: its context is lost.
+
+    Args:
+        path: file to write after each cell; its directory is made.
+        watch: told of every cell.
+    """
+    result: Result = {
         "environment": device.environment(where),
-        "dtype": arguments.dtype,
-        "rounds": arguments.rounds,
-        "overrides": [variant.label for variant in arguments.overrides],
+        "dtype": ", ".join(dict.fromkeys(cell.dtype for cell in plan.cells)),
+        "rounds": plan.rounds,
+        "overrides": [variant.label for variant in plan.overrides],
         "device": {},
         "host_us": {},
         "cells": [],
     }
-    matmul = machine.make_matmul(where) if where.type == "cuda" else None
-    if matmul:
-        result["device"] = {"matmul_tflops": matmul.tflops(where), "copy_gbps": device.copy_gbps(where)}
     try:
-        for cell in cells:
-            makers = {name: maker(name, cell, arguments.overrides) for name in names}
-            result["cells"].append(measure(cell, makers, where, arguments.rounds, matmul))
-            _write(result, arguments.json)
-            print(progress(result["cells"][-1]), flush=True)
-        result["host_us"] = device.host_microseconds(names, where, arguments.dtype)
+        matmul = machine.make_matmul(where) if where.type == "cuda" else None
+        if matmul:
+            result["device"] = {"matmul_tflops": matmul.tflops(where), "copy_gbps": device.copy_gbps(where)}
+        for cell in plan.cells:
+            watch.begin(cell)
+            makers = {name: maker(name, cell, plan.overrides) for name in plan.names}
+            result["cells"].append(contest.measure(cell, makers, where, plan.rounds, matmul))
+            _write(result, path)
+            watch.end(result["cells"][-1])
+        result["host_us"] = device.host_microseconds(plan.names, where, plan.cells[0].dtype)
+    except KeyboardInterrupt:
+        result["interrupted"] = True
     except HangError:
-        # The context is lost with the kernel that never ends; a normal exit would wait for it.
         traceback.print_exc()
-        _write(result, arguments.json)
+        _write(result, path)
         sys.stderr.flush()
-        os._exit(3)
-    _write(result, arguments.json)
-    if arguments.plot:
-        report.plot(result, arguments.plot)
-    report.print_table(result)
-    wrong = any(entry.get("problem") for cell in result["cells"] for entry in cell["results"].values())
-    return 1 if wrong else 0
+        os._exit(3)  # a normal exit would wait for the kernel that never ends
+    _write(result, path)
+    return result
 
 
-def _write(result: dict[str, Any], path: pathlib.Path) -> None:
+def _write(result: Result, path: pathlib.Path | None) -> None:
     """The result with its summary."""
-    write(result | {"summary": report.summary(result["cells"])}, path)
+    if path is not None:
+        contest.write(result | {"summary": report.summary(result["cells"])}, path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`cuteflash bench` under this module's name."""
+    from cuteflash.cli.bench import run_alone
+
+    return run_alone(argv, f"python -m {__package__}.forward")
 
 
 if __name__ == "__main__":

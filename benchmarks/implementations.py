@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 import cuteflash
-from benchmarks.contest import Maker
-from benchmarks.report import OURS
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.tune.cells import Cell, Inputs
 from cuteflash.tune.launch import direct_runner
 from cuteflash.tune.peers import PEERS, missing_peer, peer_runner, repeated
 from cuteflash.tune.timing import Runner
 from cuteflash.tune.variants import Variant
+
+from .contest import Maker
+from .report import OURS
 
 NAMES = OURS + PEERS
 
@@ -42,8 +44,11 @@ def runner(name: str, inputs: Inputs) -> Runner:
     """The implementation called `name` through its public interface."""
     if name not in OURS:
         return peer_runner(name, inputs)
-    causal = inputs.cell.mask == "causal"
-    call = functools.partial(cuteflash.flash_attn_func, inputs.q, inputs.k, inputs.v, causal=causal, family=name)
+    cell = inputs.cell
+    options: dict[str, Any] = (
+        {"window_size": cell.window} if cell.mask == "window" else {"causal": cell.mask == "causal"}
+    )
+    call = functools.partial(cuteflash.flash_attn_func, inputs.q, inputs.k, inputs.v, family=name, **options)
     return repeated(call)
 
 

@@ -1,7 +1,11 @@
-"""Renders a committed result file: a markdown table for the README, a table for the terminal, a plot.
+"""Renders a committed result file: a markdown table, a table for the terminal, a plot.
 
-python -m benchmarks.report benchmarks/results/forward.json                  # markdown on standard output
-python -m benchmarks.report benchmarks/results/forward.json --plot PATH.png
+    python -m benchmarks.report benchmarks/results/forward.json                  # markdown on standard output
+    python -m benchmarks.report benchmarks/results/forward.json --plot PATH.png
+    python -m benchmarks.report benchmarks/results/forward.json --into README.md
+
+A result has one of two tables, which stand between markers of their own: of plain inputs, or, if some cells have
+others, of each cell's speed beside that on plain inputs, with the error.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from cuteflash.tune.inputs import PLAIN
 
 Result = dict[str, Any]
 
@@ -41,7 +47,7 @@ def ratio(cell: Result, label: str) -> float | None:
 def rate(cell: Result, name: str) -> float | None:
     """TFLOP/s of an implementation in one cell; None where it did not run or was wrong."""
     entry = cell["results"].get(name)
-    if entry is None or entry.get("problem"):
+    if entry is None or entry.get("problem") or "tflops" not in entry:
         return None
     return float(entry["tflops"])
 
@@ -68,21 +74,68 @@ def labels_of(cells: Sequence[Result]) -> list[str]:
     return [label for label in RATIOS if any(ratio(cell, label) is not None for cell in cells)]
 
 
+def has_other_inputs(result: Result) -> bool:
+    """Whether some cells have other inputs than plain ones."""
+    return any(_kind(cell) != PLAIN for cell in result["cells"])
+
+
 def rows(cells: Sequence[Result]) -> Iterator[list[str]]:
     """Header, then one row of texts per cell."""
     names, labels = names_of(cells), labels_of(cells)
     yield ["cell", *(TITLES[name] for name in names), *labels]
     for cell in cells:
-        rates = [_rate_text(cell, name) for name in names]
-        ratios = [ratio(cell, label) for label in labels]
-        yield [cell["label"], *rates, *("-" if value is None else f"{value:.2f}" for value in ratios)]
+        yield [cell["label"], *_speed_texts(cell, names, labels)]
+
+
+def rows_by_inputs(cells: Sequence[Result]) -> Iterator[list[str]]:
+    """Header, then one row of texts per cell, with the speed in that on plain inputs, and rms errors in torch's own."""
+    names, labels = names_of(cells), labels_of(cells)
+    yield [
+        "cell",
+        "inputs",
+        *(TITLES[name] for name in names),
+        *labels,
+        *(f"{name}/plain" for name in names if name in OURS),
+        *(f"rms {TITLES[name].removeprefix('ours ')}" for name in names),
+    ]
+    for cell in cells:
+        ratios = [of_plain(cell, cells, name) for name in names if name in OURS]
+        errors = [cell["results"].get(name, {}).get("rms_ratio") for name in names]
+        yield [
+            cell["label"].removesuffix(f" {_kind(cell)}"),
+            _kind(cell),
+            *_speed_texts(cell, names, labels),
+            *map(_ratio_text, ratios),
+            *map(_ratio_text, errors),
+        ]
+
+
+def of_plain(cell: Result, cells: Sequence[Result], name: str) -> float | None:
+    """An implementation's speed in a cell over that in the same cell with plain inputs; None where one is missing."""
+    same = ("head_dim", "mask", "seqlen", "dtype")
+    plain = next((one for one in cells if _kind(one) == PLAIN and all(one[key] == cell[key] for key in same)), None)
+    base, here = plain and rate(plain, name), rate(cell, name)
+    return here / base if base and here else None
+
+
+def _kind(cell: Result) -> str:
+    """The cell's inputs; results that do not name them have plain ones."""
+    return str(cell.get("inputs", PLAIN))
+
+
+def _speed_texts(cell: Result, names: Sequence[str], labels: Sequence[str]) -> list[str]:
+    return [*(_rate_text(cell, name) for name in names), *(_ratio_text(ratio(cell, label)) for label in labels)]
+
+
+def _ratio_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _rate_text(cell: Result, name: str) -> str:
-    value = rate(cell, name)
+    value, entry = rate(cell, name), cell["results"].get(name, {})
     if value is not None:
         return f"{value:.0f}"
-    return "-" if name not in cell["results"] else "wrong" if "tflops" in cell["results"][name] else "failed"
+    return "-" if "problem" not in entry else "wrong" if "tflops" in entry else "failed"
 
 
 def summary_lines(result: Result) -> list[str]:
@@ -99,14 +152,37 @@ def summary_lines(result: Result) -> list[str]:
             f"copy {device['copy_gbps']:.0f} GB/s"
         )
     lines += _roof_lines(result["cells"])
+    if has_other_inputs(result):
+        lines += _inputs_lines(result["cells"])
     if result.get("host_us"):
         times = ", ".join(f"{TITLES[name]} {value:.1f}" for name, value in result["host_us"].items())
         lines.append(f"host time per call, µs: {times}")
-    for cell in result["cells"]:
-        for name, entry in cell["results"].items():
-            if entry.get("problem"):
-                lines.append(f"{cell['label']}, {TITLES[name]}: {entry['problem']}")
-    return lines
+    return lines + problem_lines(result)
+
+
+def problem_lines(result: Result) -> list[str]:
+    """Everything that was wrong or failed, in words."""
+    return [
+        f"{cell['label']}, {TITLES[name]}: {entry['problem']}"
+        for cell in result["cells"]
+        for name, entry in cell["results"].items()
+        if entry.get("problem")
+    ]
+
+
+def _inputs_lines(cells: Sequence[Result]) -> Iterator[str]:
+    """The slowest of our cells against plain inputs, and the least precise."""
+    for name in names_of(cells):
+        speeds = [(value, cell["label"]) for cell in cells if (value := of_plain(cell, cells, name)) is not None]
+        if speeds:
+            yield f"{TITLES[name]}: slowest against plain inputs {min(speeds)[0]:.3f} at {min(speeds)[1]}"
+        ratios = [
+            (entry["rms_ratio"], cell["label"])
+            for cell in cells
+            if "rms_ratio" in (entry := cell["results"].get(name, {}))
+        ]
+        if ratios:
+            yield f"{TITLES[name]}: rms error at most {max(ratios)[0]:.2f} times torch's own, at {max(ratios)[1]}"
 
 
 def _roof_lines(cells: Sequence[Result]) -> Iterator[str]:
@@ -130,7 +206,7 @@ def _roof_lines(cells: Sequence[Result]) -> Iterator[str]:
 
 def markdown(result: Result) -> str:
     """The table and its notes, in markdown."""
-    header, *body = rows(result["cells"])
+    header, *body = _table(result)
     environment = result["environment"]
     versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
     lines = [
@@ -144,6 +220,15 @@ def markdown(result: Result) -> str:
         *(f"- {line}" for line in summary_lines(result)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _table(result: Result) -> Iterator[list[str]]:
+    return (rows_by_inputs if has_other_inputs(result) else rows)(result["cells"])
+
+
+def marker(result: Result) -> str:
+    """What a result's table stands between in a markdown file."""
+    return "real inputs" if has_other_inputs(result) else "benchmark"
 
 
 def insert(text: str, path: pathlib.Path, marker: str = "benchmark") -> None:
@@ -166,34 +251,42 @@ def print_table(result: Result) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    header, *body = rows(result["cells"])
+    header, *body = _table(result)
     table = Table(title=f"forward, TFLOP/s, {result['dtype']}, {result['environment']['gpu']}", box=box.SIMPLE_HEAD)
     for title in header:
-        table.add_column(title, justify="left" if title == "cell" else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title in ("cell", "inputs") else "right", no_wrap=True)
+    against_peers = [title in RATIOS for title in header]
     for row in body:
-        table.add_row(*(f"[red]{text}[/]" if text[:2] == "0." else text for text in row))
+        table.add_row(
+            *(
+                f"[red]{text}[/]" if mark and text[:2] == "0." else text
+                for mark, text in zip(against_peers, row, strict=True)
+            )
+        )
     console.print(table)
     for line in summary_lines(result):
         console.print(line, highlight=False, markup=False)
 
 
 def plot(result: Result, path: pathlib.Path) -> None:
-    """TFLOP/s over sequence length, one panel per head dim and mask, as a PNG."""
+    """TFLOP/s over sequence length on plain inputs, one panel per head dim, mask and element type, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cells = result["cells"]
+    cells = [cell for cell in result["cells"] if _kind(cell) == PLAIN]
     head_dims = sorted({cell["head_dim"] for cell in cells})
-    masks = [mask for mask in ("full", "causal") if any(cell["mask"] == mask for cell in cells)]
-    size = (4.2 * len(head_dims) + 0.6, 3.2 * len(masks) + 0.6)
-    figure, axes = pyplot.subplots(len(masks), len(head_dims), figsize=size, squeeze=False, sharex=True)
-    for row, mask in enumerate(masks):
+    kinds = list(dict.fromkeys((cell["mask"], cell.get("dtype", result["dtype"])) for cell in cells))
+    size = (4.2 * len(head_dims) + 0.6, 3.2 * len(kinds) + 0.6)
+    figure, axes = pyplot.subplots(len(kinds), len(head_dims), figsize=size, squeeze=False, sharex=True)
+    for row, (mask, dtype) in enumerate(kinds):
         for column, head_dim in enumerate(head_dims):
-            panel = [cell for cell in cells if cell["mask"] == mask and cell["head_dim"] == head_dim]
+            same = {"mask": mask, "head_dim": head_dim, "dtype": dtype}
+            panel = [cell for cell in cells if all(cell.get(name, dtype) == value for name, value in same.items())]
             _plot_panel(axes[row][column], sorted(panel, key=lambda cell: int(cell["seqlen"])))
-            axes[row][column].set_title(f"head dim {head_dim}, {mask}", fontsize=10)
+            title = f"head dim {head_dim}, {mask}"
+            axes[row][column].set_title(title if dtype == result["dtype"] else f"{title}, {dtype}", fontsize=10)
         axes[row][0].set_ylabel("TFLOP/s")
     for axis in axes[-1]:
         axis.set_xlabel("sequence length")
@@ -230,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.plot:
         plot(result, arguments.plot)
     if arguments.into:
-        insert(markdown(result), arguments.into)
+        insert(markdown(result), arguments.into, marker(result))
     else:
         print(markdown(result), end="")
     return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -9,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks import contest, forward, implementations, report
+from cuteflash.cli import bench
+from cuteflash.cli.app import app
 from cuteflash.problem import MaskKind
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, Inputs, grid, make_inputs, parse_cell
@@ -77,7 +82,7 @@ def test_reference_agrees_with_torch_across_chunks(mask: MaskKind, monkeypatch: 
     monkeypatch.setattr(accuracy, "CHUNK_ROWS", 20)
     inputs = make_inputs(Cell(32, mask, 48, tokens=96, hidden=64), CPU)
     inputs = Inputs(inputs.cell, inputs.q.float(), inputs.k.float(), inputs.v.float())
-    assert accuracy.error(sdpa(inputs), accuracy.make_reference(inputs)) < 1e-5
+    assert accuracy.errors(sdpa(inputs), accuracy.make_reference(inputs)).maximum < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,8 @@ def test_a_wrong_output_is_caught_wherever_it_is(spoil: Any, words: str) -> None
 
 def test_nan_is_an_infinite_error() -> None:
     inputs = make_inputs(SMALL, CPU)
-    assert accuracy.error(torch.full_like(inputs.q, math.nan), accuracy.make_reference(inputs)) == math.inf
+    errors = accuracy.errors(torch.full_like(inputs.q, math.nan), accuracy.make_reference(inputs))
+    assert errors.maximum == errors.rms == math.inf
 
 
 def test_rounds_visit_every_runner() -> None:
@@ -159,18 +165,112 @@ def test_a_failing_implementation_is_reported_and_left_out() -> None:
     assert measured["results"]["fa2"]["tflops"] > 0
 
 
-def test_run_writes_json_plot_and_table(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(forward, "grid", lambda *_: [SMALL])
+def plan_of(*cells: Cell) -> forward.Plan:
+    return forward.Plan(cells, ["sm90", "fa2"], rounds=1)
+
+
+def test_run_writes_json_plot_and_table(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plot = tmp_path / "results" / "forward.json", tmp_path / "plots" / "forward.png"
-    arguments = forward.parse(["--json", str(path), "--plot", str(plot), "--rounds", "1"])
-    assert forward.run_grid(arguments, ["sm90", "fa2"], CPU) == 0
+    assert bench.measure(forward, plan_of(SMALL), CPU, path, plot) == 0
     stored = json.loads(path.read_text())
     assert stored["cells"][0]["label"] == "D32 causal 48"
     assert set(stored["host_us"]) == {"sm90", "fa2"}
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "D32 causal 48" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_shows_and_keeps_what_it_has(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "forward.json"
+    measure = contest.measure
+
+    def stopped(cell: Cell, *rest: Any) -> dict[str, Any]:
+        if cell.dtype == "fp16":
+            raise KeyboardInterrupt
+        return measure(cell, *rest)
+
+    monkeypatch.setattr(contest, "measure", stopped)
+    plan = plan_of(SMALL, dataclasses.replace(SMALL, dtype="fp16"))
+    assert bench.measure(forward, plan, CPU, path) == bench.INTERRUPTED
+    assert [cell["dtype"] for cell in json.loads(path.read_text())["cells"]] == ["bf16"]
+    shown = capsys.readouterr()
+    assert "D32 causal 48" in shown.out and str(path) in shown.err
+
+
+def test_real_inputs_are_the_promised_cells() -> None:
+    cells = forward.SETS["real"].cells
+    assert len(cells) == 2 * 2 * 6
+    assert {(cell.mask, cell.seqlen) for cell in cells} == {("causal", 8192)}
+    assert {cell.inputs for cell in cells} == {"plain", "sink:8", "sink:12", "sink:30", "peaked", "outliers"}
+    assert forward.SETS["grid"].cells == grid()
+
+
+def test_real_inputs_are_checked_timed_and_reported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [dataclasses.replace(SMALL, inputs=kind) for kind in forward.REAL_INPUTS]
+    path = tmp_path / "real.json"
+    assert bench.measure(forward, plan_of(*cells), CPU, path) == 0
+    result = json.loads(path.read_text())
+    assert [cell["inputs"] for cell in result["cells"]] == list(forward.REAL_INPUTS)
+    assert all(entry["rms_ratio"] <= 1.5 for cell in result["cells"] for entry in cell["results"].values())
+    header, *rows = report.rows_by_inputs(result["cells"])
+    assert header == ["cell", "inputs", "ours sm90", "FA2", "sm90/plain", "rms sm90", "rms FA2"]
+    assert [row[:2] for row in rows] == [["D32 causal 48", kind] for kind in forward.REAL_INPUTS]
+    assert rows[0][4] == "1.00"
+    assert "rms error at most" in capsys.readouterr().out
+    markdown = tmp_path / "notes.md"
+    both = "".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in ("benchmark", "real inputs"))
+    markdown.write_text(both)
+    assert report.main([str(path), "--into", str(markdown)]) == 0
+    grid_part, real_part = markdown.read_text().split("<!-- real inputs: begin -->")
+    assert "sink:30" in real_part and "sink:30" not in grid_part
+
+
+def test_speed_on_other_inputs_is_compared_with_the_same_cells_plain_inputs() -> None:
+    def cell(inputs: str, dtype: str, tflops: float) -> dict[str, Any]:
+        return cell_row(sm90=tflops, fa4=100.0) | {"inputs": inputs, "dtype": dtype}
+
+    cells = [cell("plain", "bf16", 100.0), cell("plain", "fp16", 200.0), cell("sink:8", "fp16", 150.0)]
+    assert report.of_plain(cells[2], cells, "sm90") == 0.75
+    assert report.of_plain(cells[0], cells, "sm90") == 1.0
+    assert report.of_plain(cells[2], cells, "sm80") is None
+
+
+def test_a_result_without_kinds_of_inputs_is_one_of_plain_ones() -> None:
+    result = result_of([cell_row(sm90=512.4, fa4=500.0)])
+    assert not report.has_other_inputs(result)
+    assert report.marker(result) == "benchmark"
+
+
+def rough(times: float) -> Any:
+    """SDPA with errors of about so many times what torch's own computation makes."""
+
+    def make(inputs: Inputs) -> Any:
+        error = times * accuracy.make_reference(inputs).low_precision.rms
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, inputs.q.shape, generator=generator) * 2 - 1
+        exact = sdpa(Inputs(inputs.cell, inputs.q.float(), inputs.k.float(), inputs.v.float()))
+        return lambda calls: (exact + error * signs).to(inputs.q.dtype)
+
+    return make
+
+
+def test_many_small_errors_are_a_problem_of_ours_and_told_of_a_peer() -> None:
+    measured = contest.measure(SMALL, {"sm90": rough(2.0), "fa4": rough(2.0), "fa2": rough(0.5)}, CPU, rounds=1)
+    ours, peer, other = (measured["results"][name] for name in ("sm90", "fa4", "fa2"))
+    assert "times torch's own" in ours["problem"]
+    assert "problem" not in peer and "problem" not in other
+    assert ours["error"] <= measured["tolerance"]  # the maximum alone sees nothing
+    assert ours["rms_ratio"] == peer["rms_ratio"] > 1.5 > other["rms_ratio"]
+
+
+def test_a_peer_without_such_a_mask_is_left_out_and_no_problem() -> None:
+    cell = dataclasses.replace(SMALL, mask="window")
+    measured = contest.measure(cell, {name: implementations.maker(name, cell) for name in ("sm90", "fa2")}, CPU, 1)
+    assert "no windows" in measured["results"]["fa2"]["left out"]
+    assert measured["results"]["sm90"]["tflops"] > 0
+    assert report.problem_lines(result_of([measured])) == []
+    assert "| D32 window 48 | 0 | - |" in report.markdown(result_of([measured]))
 
 
 def test_the_summary_names_the_share_of_the_matrix_product_at_the_longest_full_sequences() -> None:
@@ -226,15 +326,56 @@ def test_report_replaces_what_stands_between_the_markers(tmp_path: pathlib.Path)
         report.insert("x", path)
 
 
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the message for machines without a GPU")
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert forward.main(["--json", "unused.json"]) == 2
-    assert "needs a CUDA device" in capsys.readouterr().err
+def test_without_a_gpu_the_command_says_so() -> None:
+    result = call()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "cuteflash: torch finds no GPU to measure on; the benchmark needs one\n"
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--impls", "sm90,fa9"], ["--masks", "window"], ["--traits-override", '[{"tile_m": 64}]']]
+    ("arguments", "complaint"),
+    [
+        (["--impls", "sm90,fa9"], "impls is 'fa9'; allowed: sm90, sm80, fa4, cudnn, fa2"),
+        (["--mask", "alibi"], "mask is 'alibi'; allowed: full, causal, window"),
+        (["--traits", '[{"tile_m": 64}]'], "family is None"),
+        (["--inputs", "sink"], "inputs is 'sink'; allowed: plain, sink:NATS"),
+        (["--head-dim", "wide"], "head_dim is 'wide'; allowed: comma-separated integers"),
+        (["--head-dim", "12"], "head_dim is 12"),
+        (["--seqlen", "1000"], "seqlen is 1000; it must divide the 16384 tokens"),
+        (["--set", "all"], "set is 'all'; allowed: grid, real"),
+    ],
 )
-def test_bad_options_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        forward.parse(["--json", "unused.json", *arguments])
+def test_bad_options_are_refused(arguments: list[str], complaint: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+
+
+def test_the_command_measures_what_its_options_say(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(forward, "unavailable", lambda name, where: "not here" if name == "fa4" else None)
+    monkeypatch.setattr(bench, "measure", lambda *arguments: given.append(arguments) or 1)
+    options = ["--head-dim", "64", "--mask", "window", "--inputs", "plain,sink:12.0", "--dtype", "fp16", "--quick"]
+    assert call(*options, "--json", str(tmp_path / "x.json")).exit_code == 1
+    assert call("--set", "real").exit_code == 1
+    (_, first, where, path, _), (_, second, *_) = given
+    lengths = itertools.product((1024, 8192), ("plain", "sink:12"))
+    assert first.cells == [Cell(64, "window", n, "fp16", inputs=kind) for n, kind in lengths]
+    assert (first.rounds, where, path) == (3, torch.device("cuda", 0), tmp_path / "x.json")
+    assert first.names == ["sm90", "sm80", "cudnn", "fa2"]
+    assert second.cells == forward.SETS["real"].cells
+    assert (second.rounds, second.names) == (forward.FULL_ROUNDS, ["sm90", "cudnn"])
+
+
+def test_the_commands_help_has_its_own_name() -> None:
+    assert "Usage: cuteflash bench" in CliRunner().invoke(app, ["bench", "--help"], prog_name="cuteflash").stdout
+    with pytest.raises(SystemExit) as ended:
+        forward.main(["--set", "no such"])
+    assert ended.value.code == 2

@@ -281,8 +281,8 @@ def test_compile_builds_in_parallel_and_the_second_run_compiles_nothing() -> Non
     assert json.loads(second.stdout) == [item | {"cached": True} for item in reports]
 
 
-@pytest.mark.parametrize(("command", "module"), [("bench", "benchmarks.forward"), ("demo", "cuteflash.demo")])
-def test_bench_and_demo_get_their_own_options(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
+@pytest.mark.parametrize(("command", "module"), [("demo", "cuteflash.demo")])
+def test_demo_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
     given: list[list[str]] = []
     loader = SimpleNamespace(
         import_module=lambda name: SimpleNamespace(main=lambda argv: given.append([name, *argv]) or 3)

@@ -1,4 +1,4 @@
-"""The commands and their options; what they do lies in `info`, `build`, `sweep`, the demo and the benchmarks."""
+"""The commands and their options; what they do lies in the modules beside this one and in the demo."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from cuteflash.cli import build as building
 from cuteflash.cli import info as information
+from cuteflash.cli.bench import bench
 from cuteflash.cli.layouts import layouts
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.cli.sweep import app as sweep
@@ -124,6 +125,7 @@ def compile_(
     raise typer.Exit(0 if all(outcome.good for outcome in outcomes) else 1)
 
 
+app.command()(bench)
 app.command()(layouts)
 app.add_typer(sweep, name="sweep")
 
@@ -132,12 +134,6 @@ app.add_typer(sweep, name="sweep")
 def demo(context: typer.Context) -> None:
     """Real sentences through a real model whose attention is ours."""
     raise typer.Exit(_entry("cuteflash.demo")(context.args))
-
-
-@app.command(context_settings=PASS_THROUGH)
-def bench(context: typer.Context) -> None:
-    """Measure the forward against its peers on this GPU (options: cuteflash bench --help)."""
-    raise typer.Exit(_entry("benchmarks.forward")(context.args))
 
 
 def _entry(module: str) -> Any:

@@ -41,8 +41,8 @@ def flags(option: str, text: str) -> list[bool]:
 
 def head_dims(head_dim: str | None, head_dim_v: str | None) -> list[tuple[int, int]]:
     """(head_dim, head_dim_v) pairs; the values themselves are FwdProblem's to check."""
-    columns = _integers("head_dim", head_dim or "")
-    columns_v = _integers("head_dim_v", head_dim_v) if head_dim_v is not None else columns
+    columns = integers("head_dim", head_dim or "")
+    columns_v = integers("head_dim_v", head_dim_v) or columns
     if len(columns_v) == 1:
         columns_v = columns_v * len(columns)
     if len(columns) != len(columns_v):
@@ -50,7 +50,10 @@ def head_dims(head_dim: str | None, head_dim_v: str | None) -> list[tuple[int, i
     return list(dict.fromkeys(zip(columns, columns_v, strict=True)))
 
 
-def _integers(option: str, text: str) -> list[int]:
+def integers(option: str, text: str | None) -> list[int]:
+    """The items of a comma-separated list; none where the option is not given."""
+    if text is None:
+        return []
     try:
         return [int(item) for item in text.split(",")]
     except ValueError:

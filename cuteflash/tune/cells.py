@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import torch
 
 from cuteflash.problem import DTYPES, MASK_KINDS, UNBOUNDED, Dtype, FwdProblem, MaskKind
+from cuteflash.tune.inputs import PLAIN, of_kind, parse_kind
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -31,6 +33,7 @@ class Cell:
         seqlen_q: queries of one sequence, the last ones of it; 0, the default, becomes `seqlen`.
         tokens: keys of all sequences.
         hidden: columns of Q's heads together, at most.
+        inputs: kind of the values, see `inputs`.
     """
 
     head_dim: int
@@ -42,8 +45,10 @@ class Cell:
     seqlen_q: int = 0
     tokens: int = TOKENS
     hidden: int = HIDDEN
+    inputs: str = PLAIN
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", str(parse_kind(self.inputs)))
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
         object.__setattr__(self, "seqlen_q", self.seqlen_q or self.seqlen)
         if not 0 < self.head_dim <= self.hidden:
@@ -94,23 +99,27 @@ class Cell:
     def label(self) -> str:
         columns = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         length = str(self.seqlen) if self.seqlen == self.seqlen_q else f"{self.seqlen_q}x{self.seqlen}"
-        return f"D{columns} {self.mask} {length}{'' if self.dtype == 'bf16' else f' {self.dtype}'}"
+        kind = "" if self.inputs == PLAIN else f" {self.inputs}"
+        return f"D{columns} {self.mask} {length}{'' if self.dtype == 'bf16' else f' {self.dtype}'}{kind}"
 
     @property
     def id(self) -> str:
         """The label with what it leaves out: equal texts, equal cells."""
-        return f"{self.label.removesuffix(f' {self.dtype}')} {self.dtype} batch {self.batch} heads {self.heads}"
+        plain = dataclasses.replace(self, inputs=PLAIN).label.removesuffix(f" {self.dtype}")
+        kind = "" if self.inputs == PLAIN else f" {self.inputs}"
+        return f"{plain} {self.dtype} batch {self.batch} heads {self.heads}{kind}"
 
 
 def grid(
     head_dims: Iterable[int] = HEAD_DIMS,
     seqlens: Iterable[int] = SEQLENS,
     masks: Iterable[MaskKind] = ("full", "causal"),
-    dtype: Dtype = "bf16",
+    dtypes: Iterable[Dtype] = ("bf16",),
+    inputs: Iterable[str] = (PLAIN,),
 ) -> list[Cell]:
     """All self-attention cells, ordered so that cells that share a kernel are neighbours."""
-    seqlens, masks = tuple(seqlens), tuple(masks)
-    return [Cell(d, mask, s, dtype) for d in head_dims for mask in masks for s in seqlens]
+    product = itertools.product(dtypes, head_dims, masks, seqlens, inputs)
+    return [Cell(d, mask, s, dtype, inputs=kind) for dtype, d, mask, s, kind in product]
 
 
 def parse_cell(text: str, dtype: Dtype = "bf16") -> Cell:
@@ -152,7 +161,7 @@ class Inputs:
 
 
 def make_inputs(cell: Cell, device: torch.device, seed: int = 0) -> Inputs:
-    """Fresh normal inputs of `cell`."""
+    """Fresh inputs of the cell's kind."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
@@ -160,4 +169,4 @@ def make_inputs(cell: Cell, device: torch.device, seed: int = 0) -> Inputs:
         return torch.randn(shape, device=device, dtype=TORCH_DTYPES[cell.dtype], generator=generator)
 
     q, k = normal(cell.seqlen_q, cell.head_dim), normal(cell.seqlen, cell.head_dim)
-    return Inputs(cell, q, k, normal(cell.seqlen, cell.head_dim_v))
+    return Inputs(cell, *of_kind(cell.inputs, q, k, normal(cell.seqlen, cell.head_dim_v)))

@@ -145,17 +145,21 @@ class TorchBench:
         return True
 
     def check(self, traits: FwdTraits, problem: FwdProblem) -> dict[str, Any]:
-        """The largest error of each gate cell beside its tolerance. WrongResult names what is wrong."""
+        """Of each gate cell the largest error, what is allowed, the rms error, what is allowed.
+
+        WrongResult names what is wrong.
+        """
         if self._gate is None or self._gate[0] != problem:
             self._gate = problem, [self._scene(cell, heads=None) for cell in gate_cells(problem)]
         found = {}
         for scene in self._gate[1]:
             run = self._runner(traits, scene)
             outs = [self._run_once(run, scene).clone() for _ in range(REPEATS)]
-            self._judge(outs[0], scene)
+            self._judge(traits, outs[0], scene)
             if not all(torch.equal(outs[0], out) for out in outs[1:]):
                 raise WrongResult(f"{scene.inputs.cell.label}: runs of the same inputs differ")
-            found[scene.inputs.cell.label] = [accuracy.error(outs[0], scene.reference), scene.reference.tolerance]
+            errors, allowed = accuracy.errors(outs[0], scene.reference), scene.reference.tolerance
+            found[scene.inputs.cell.label] = [errors.maximum, allowed.maximum, errors.rms, allowed.rms]
         return {"errors": found}
 
     def sample(self, subject: FwdTraits | str, cell: Cell) -> float:
@@ -167,7 +171,7 @@ class TorchBench:
         if subject not in scene.runners:
             run = self._runner(subject, scene)
             out = self._run_once(run, scene)
-            self._judge(out, scene)
+            self._judge(subject, out, scene)
             if scene.right is None:
                 scene.right = out.clone()
             scene.runners[subject] = run
@@ -194,8 +198,10 @@ class TorchBench:
             self._hung = True
             raise
 
-    def _judge(self, out: torch.Tensor, scene: Scene) -> None:
+    def _judge(self, subject: FwdTraits | str, out: torch.Tensor, scene: Scene) -> None:
         complaint = accuracy.complaint(out, scene.reference, scene.right)
+        if complaint is None and not isinstance(subject, str):
+            complaint = accuracy.imprecision(out, scene.reference)
         if complaint is not None:
             raise WrongResult(f"{scene.inputs.cell.label}: {complaint}")
 

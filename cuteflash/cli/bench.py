@@ -1,0 +1,127 @@
+"""`cuteflash bench`: the forward against its peers on this GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+
+from cuteflash.cli.bar import progress_bar
+from cuteflash.cli.options import Usage, integers, names
+from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.traits.arch import FAMILIES
+from cuteflash.tune.inputs import FORMS, parse_kind
+from cuteflash.tune.peers import PEERS
+from cuteflash.tune.variants import parse_variants
+
+INTERRUPTED = 130  # exit status
+
+Set = Annotated[
+    str,
+    typer.Option(
+        "--set",
+        help="What to measure, which the other options change: grid, the published one (D64 to D256, full and causal, "
+        "512 to 16384, bf16), or real, inputs like language models' (D64 and D128, causal, 8192, bf16 and fp16).",
+    ),
+]
+HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q, K and V.")]
+Mask = Annotated[str | None, typer.Option(help=f"Comma-separated kinds of {', '.join(MASK_KINDS)}.")]
+Seqlen = Annotated[str | None, typer.Option(help="Comma-separated lengths; they divide 16384 tokens.")]
+Dtype = Annotated[str | None, typer.Option(help=f"Comma-separated element types of {', '.join(DTYPES)}.")]
+InputKinds = Annotated[
+    str | None, typer.Option("--inputs", help=f"Comma-separated kinds of values, {', '.join(FORMS)}.")
+]
+Impls = Annotated[
+    str | None, typer.Option(help=f"Comma-separated implementations of {', '.join((*FAMILIES, *PEERS))}.")
+]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Samples of each implementation in a cell.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Lengths 1024 and 8192 and three rounds, where not given.")]
+TraitsText = Annotated[
+    str, typer.Option("--traits", help="JSON|@FILE: traits that our families run in place of their tables' rows.")
+]
+Json = Annotated[pathlib.Path | None, typer.Option("--json", help="Write the results here after every cell.")]
+Plot = Annotated[pathlib.Path | None, typer.Option(help="Draw them as PNG; needs matplotlib.")]
+
+
+def bench(
+    *,
+    which: Set = "grid",
+    head_dim: HeadDim = None,
+    mask: Mask = None,
+    seqlen: Seqlen = None,
+    dtype: Dtype = None,
+    inputs: InputKinds = None,
+    impls: Impls = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
+    traits: TraitsText = "[]",
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Measure the forward against its peers on this GPU: outputs are checked, then timed side by side.
+
+    Exits with 1 where an output was wrong or an implementation failed.
+    """
+    forward = importlib.import_module("benchmarks.forward")
+    with Usage():
+        given: dict[str, Sequence[Any]] = {
+            "head_dims": integers("head_dim", head_dim),
+            "masks": names("mask", mask, MASK_KINDS),
+            "seqlens": integers("seqlen", seqlen) or (forward.QUICK_SEQLENS if quick else ()),
+            "dtypes": names("dtype", dtype, DTYPES),
+            "inputs": [str(parse_kind(kind)) for kind in inputs.split(",")] if inputs is not None else [],
+            "names": names("impls", impls, forward.NAMES),
+        }
+        chosen = forward.SETS[names("set", which, forward.SETS)[0]]
+        chosen = dataclasses.replace(chosen, **{name: tuple(values) for name, values in given.items() if values})
+        cells = chosen.cells
+        _ = [cell.problem for cell in cells]  # says what head dims there are
+        overrides = parse_variants(traits)
+        if not torch.cuda.is_available():
+            raise ValueError("torch finds no GPU to measure on; the benchmark needs one")
+        where = torch.device("cuda", torch.cuda.current_device())
+        plan = forward.Plan(
+            cells,
+            forward.available(chosen.names, where),
+            rounds or (forward.QUICK_ROUNDS if quick else forward.FULL_ROUNDS),
+            overrides,
+        )
+    raise typer.Exit(measure(forward, plan, where, json, plot))
+
+
+def measure(
+    forward: Any, plan: Any, where: torch.device, path: pathlib.Path | None, plot: pathlib.Path | None = None
+) -> int:
+    """Runs a plan behind a progress bar and shows what came of it, also after Ctrl-C; the exit status."""
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(plan.cells))
+
+        def end(measured: Any) -> None:
+            bar.console.print(forward.contest.progress(measured), soft_wrap=True, highlight=False, markup=False)
+            bar.advance(task)
+
+        watch = forward.Watch(lambda cell: bar.update(task, description=cell.label), end)
+        result = forward.run(plan, where, path, watch)
+    if result["cells"]:
+        if plot is not None:
+            forward.report.plot(result, plot)
+        forward.report.print_table(result)
+    if path is not None:
+        print(f"cuteflash: the results are in {path}", file=sys.stderr)
+    if result.get("interrupted"):
+        return INTERRUPTED
+    return 1 if forward.report.problem_lines(result) else 0
+
+
+def run_alone(argv: Sequence[str] | None, name: str) -> NoReturn:
+    """This command as a program called `name`."""
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    alone.command()(bench)
+    alone(args=argv, prog_name=name)
+    raise SystemExit(0)
