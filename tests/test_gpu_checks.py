@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.checks import Case, assert_right, call, poisoned, reference, visible
+from tests.gpu.checks import Case, assert_right, call, low_precision_errors, poisoned, reference, visible
 
 CPU = torch.device("cpu")
 CASE = Case(40, 70, heads=4, kv_heads=2, causal=True, lse=True)
@@ -38,6 +39,32 @@ def test_a_wrong_output_fails(spoil: Callable[[Tensor], None]) -> None:
     spoil(out)
     with pytest.raises(AssertionError):
         assert_right(inputs, CASE, out, lse)
+
+
+@pytest.mark.parametrize(("times", "right"), [(1.0, True), (2.0, False)])
+def test_many_small_errors_fail_although_none_is_large(times: float, right: bool) -> None:
+    inputs = CASE.inputs(CPU)
+    exact, _ = reference(*inputs, CASE, torch.float32)
+    largest, rms = low_precision_errors(inputs, CASE, exact)
+    signs = torch.randint(0, 2, exact.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    out = (exact + times * rms * signs).to(inputs[0].dtype)
+    assert (out.float() - exact).abs().max() < 2 * largest
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError, match=r"rms error .* times torch's own"):
+        assert_right(inputs, CASE, out)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_dominant_key_whose_weight_is_rounded_fails(dtype: str) -> None:
+    """Torch copies the key's value, as a kernel does that shifts scores by their maximum."""
+    case = Case(200, kind="sink:30", dtype=dtype)
+    q, k, v = case.inputs(CPU)
+    assert_right((q, k, v), case, v[:, :1].expand(q.shape).contiguous())
+    scores = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1)) / 8
+    stale = scores.amax(-1, keepdim=True) - torch.linspace(3, 8, 200)[:, None]  # maxima of other keys
+    weights = torch.exp(scores - stale)
+    out = (weights.to(q.dtype).float() @ v.float().transpose(1, 2) / weights.sum(-1, keepdim=True)).transpose(1, 2)
+    with pytest.raises(AssertionError, match="rms error"):
+        assert_right((q, k, v), case, out.to(q.dtype))
 
 
 def test_a_wrong_log_sum_exp_fails() -> None:
