@@ -88,7 +88,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 def test_options_become_cells(plans: list[Plan]) -> None:
     options = ("--head-dim", "64,192", "--head-dim-v", "64,128", "--causal", "0,1", "--seqlen", "1x8192,512,16384")
-    result = call("--arch", "sm_90a", *options, "--dtype", "fp16", "--budget", "1.5m", "--limit", "0", "--rounds", "5")
+    options += ("--dtype", "fp16", "--inputs", "plain", "--budget", "1.5m", "--limit", "0", "--rounds", "5")
+    result = call("--arch", "sm_90a", *options)
     assert result.exit_code == 0, result.output
     (plan,) = plans
     assert (plan.target, plan.families, plan.limit, plan.budget, plan.rules.rounds) == (
@@ -107,6 +108,27 @@ def test_options_become_cells(plans: list[Plan]) -> None:
     assert {cell.batch for cell in plan.cells if cell.seqlen_q == 1} == {16}
 
 
+def test_rows_whose_speed_depends_on_values_race_with_sinks_too(plans: list[Plan]) -> None:
+    options = ("--head-dim", "64", "--causal", "1", "--seqlen", "512,1024,16384")
+    for arch in ("sm_90a", "sm_80"):
+        assert call("--arch", arch, *options).exit_code == 0
+    hopper, ampere = ([(cell.seqlen, cell.inputs) for cell in plan.cells] for plan in plans)
+    assert ampere == [(512, "plain"), (1024, "plain"), (16384, "plain")]
+    assert hopper == [
+        *ampere[:2],
+        (1024, "sink:12"),
+        *ampere[2:],
+        (16384, "sink:12"),
+    ]  # of each shape class the longest
+
+
+def test_inputs_can_be_chosen(plans: list[Plan]) -> None:
+    options = ("--head-dim", "64", "--causal", "1", "--seqlen", "512")
+    assert call("--arch", "sm_80", *options, "--inputs", "plain,sink:30.0,peaked").exit_code == 0
+    assert call("--arch", "sm_90a", "--cells", "64:512:causal:outliers").exit_code == 0
+    assert [[cell.inputs for cell in plan.cells] for plan in plans] == [["plain", "sink:30", "peaked"], ["outliers"]]
+
+
 def test_cells_and_candidates_can_be_given_one_by_one(plans: list[Plan]) -> None:
     cells = "128:16384:causal,96:512:window"
     traits = '[{"tile_m": 64, "tile_n": 80}, {"family": "sm80", "tile_m": 64, "tile_n": 64, "head_dim": 96}]'
@@ -122,6 +144,8 @@ def test_cells_and_candidates_can_be_given_one_by_one(plans: list[Plan]) -> None
     [
         (("--arch", "sm_80", "--dry-run"), "sweep needs --head-dim"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--cells", "64:512:full"), "and not both"),
+        (("--arch", "sm_80", "--dry-run", "--inputs", "peaked", "--cells", "64:512:full"), "allowed: inputs of a cell"),
+        (("--arch", "sm_80", "--dry-run", "--inputs", "sink", "--head-dim", "64"), "inputs is 'sink'; allowed: plain"),
         (("--arch", "sm_75", "--dry-run", "--head-dim", "64"), "arch is 'sm_75'; allowed: sm_80"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "260"), "head_dim is 260; allowed: multiples of 8"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--family", "sm90"), "which sm_80 does not run"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -38,6 +39,26 @@ def test_pairs_of_a_window_are_those_it_leaves(
 def test_a_causal_diagonal_counts_half(queries: int, keys: int) -> None:
     cell = Cell(32, "causal", keys, seqlen_q=queries, tokens=keys)
     assert cell.pairs == int(visible(cell).sum()) - queries // 2
+
+
+def test_cells_of_other_inputs_differ_in_name_and_values_and_in_nothing_else() -> None:
+    plain = Cell(64, "causal", 512, "fp16", tokens=512, hidden=64)
+    sink = dataclasses.replace(plain, inputs="sink:12.0")
+    assert sink.inputs == "sink:12"
+    assert (sink.label, sink.id) == (f"{plain.label} sink:12", f"{plain.id} sink:12")
+    assert (sink.flops, sink.problem) == (plain.flops, plain.problem)
+    inputs, others = make_inputs(plain, CPU), make_inputs(sink, CPU)
+    assert torch.equal(inputs.v, others.v)
+    assert not torch.equal(inputs.k, others.k)
+    with pytest.raises(ValueError, match="inputs is 'sinks'"):
+        Cell(64, "causal", 512, inputs="sinks")
+
+
+def test_cells_of_older_databases_have_plain_inputs() -> None:
+    fields = dataclasses.asdict(Cell(64, "full", 512))
+    del fields["inputs"]
+    assert Cell(**fields) == Cell(64, "full", 512)
+    assert Cell(64, "full", 512).id == "D64 full 512 bf16 batch 32 heads 32"
 
 
 def test_flops_are_those_of_two_products() -> None:
@@ -77,16 +98,20 @@ def test_cells_with_one_id_are_equal() -> None:
         ("128:16384:causal", Cell(128, "causal", 16384, "fp16")),
         ("64:512:window", Cell(64, "window", 512, "fp16")),
         ("192x128:1x8192:full", Cell(192, "full", 8192, "fp16", head_dim_v=128, seqlen_q=1)),
+        ("64:512:causal:sink:12", Cell(64, "causal", 512, "fp16", inputs="sink:12")),
+        ("64:512:causal:peaked", Cell(64, "causal", 512, "fp16", inputs="peaked")),
     ],
 )
 def test_cells_parse_from_text(text: str, cell: Cell) -> None:
     assert parse_cell(text, "fp16") == cell
 
 
-@pytest.mark.parametrize("text", ["128", "128:512:alibi", "x:512:full", "128:1000:full", "64:1x512:causal"])
+@pytest.mark.parametrize(
+    "text", ["128", "128:512:alibi", "x:512:full", "128:1000:full", "64:1x512:causal", "64:512:full:sink"]
+)
 def test_malformed_cells_are_refused_with_the_form(text: str) -> None:
     with pytest.raises(
-        ValueError, match=r"the form is HEAD_DIM\[xHEAD_DIM_V\]:\[SEQLEN_Qx\]SEQLEN:full\|causal\|window"
+        ValueError, match=r"the form is HEAD_DIM\[xHEAD_DIM_V\]:\[SEQLEN_Qx\]SEQLEN:full\|causal\|window\[:INPUTS\]"
     ):
         parse_cell(text)
 
@@ -112,5 +137,7 @@ def test_gate_cells_are_small_ragged_and_of_the_problem(mask: MaskKind) -> None:
         assert cell.problem == problem
         assert cell.flops < 2e9
         assert cell.seqlen % 16 and cell.seqlen_q % 16
-    long, few = gate_cells(problem)
+    long, few, *others = gate_cells(problem)
+    assert long.inputs == few.inputs == "plain"
+    assert {"sink:30", "peaked"} <= {cell.inputs for cell in others}
     assert long.seqlen > cells.WINDOW[0] and few.batch > 1

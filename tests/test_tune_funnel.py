@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 
 from cuteflash.traits.arch import get_arch
+from cuteflash.traits.row import FWD_TRAITS
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.tune.apply import sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import make_space
 from cuteflash.tune.heats import Field, arrange, past_of
-from cuteflash.tune.plan import Limits
+from cuteflash.tune.plan import VALUE_DEPENDENT, Limits
 from cuteflash.tune.rank import shortlist
 from cuteflash.tune.space import enumerate_fwd, prune
 from cuteflash.tune.store import Store, Timing, candidate_id
@@ -87,6 +89,34 @@ def test_a_second_run_does_nothing(world: World) -> None:
     _, display = sweep(world)
     assert work(world) == before
     assert display.counts["gate"] == {"kept": 7}
+
+
+def test_who_passed_a_gate_that_asked_less_is_checked_again_and_not_timed_again(world: World) -> None:
+    sweep(world)
+    with Store(world.folder / "sweep.sqlite") as store:
+        older = [dataclasses.replace(verdict, details={"errors": {}}) for verdict in store.verdicts(stage="gate")]
+        store.record_verdicts(older)
+    before = collections.Counter(entry[:2] for entry in work(world))
+    _, display = sweep(
+        dataclasses.replace(world, wrong=(16,))
+    )  # which is far from the best: no race goes on without it
+    assert collections.Counter(entry[:2] for entry in work(world)) - before == collections.Counter(
+        ("check", str(n)) for n in (*IDS, DEFAULT.tile_n)
+    )
+    assert display.counts["gate"] == {"kept": 6, "rejected": 1}
+    with Store(world.folder / "sweep.sqlite") as store:
+        sound = {run.candidate for run in sound_runs(store, TARGET, "a GPU", dict.fromkeys(IDS.values(), DEFAULT))}
+        assert {candidate for candidate, _ in timed(world)} > sound == set(IDS.values()) - {IDS[16]}
+
+
+def test_cells_of_other_inputs_are_timed_beside_plain_ones(world: World) -> None:
+    cells = (CELLS[0], dataclasses.replace(CELLS[0], inputs="sink:12"))
+    sweep(world, make_plan(cells=cells))
+    assert {cell for _, cell in timed(world)} == {cell.id for cell in cells}
+
+
+def test_traits_by_which_speed_depends_on_values_exist() -> None:
+    assert all(any(hasattr(traits, name) for traits in FWD_TRAITS.values()) for name in VALUE_DEPENDENT)
 
 
 def test_a_changed_candidate_runs_again_alone_beside_the_yardsticks(world: World) -> None:

@@ -14,7 +14,7 @@ from cuteflash.reference.fa2 import flash_attention_2
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune import launch
 from cuteflash.tune.cells import Cell, Inputs
-from cuteflash.tune.launch import TorchBench, WrongResult
+from cuteflash.tune.launch import TorchBench, WrongResult, gate_cells
 from cuteflash.tune.timing import HangError, Runner
 
 CPU = torch.device("cpu")
@@ -51,8 +51,9 @@ def use(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
 @pytest.mark.parametrize("mask", MASK_KINDS)
 def test_a_right_kernel_passes_the_gate_with_its_errors(bench: TorchBench, mask: MaskKind) -> None:
     found = bench.check(RIGHT, FwdProblem("bf16", 32, 32, mask))["errors"]
-    assert len(found) == 2
-    assert all(0 < worst <= most and 0 < rms <= least for worst, most, rms, least in found.values())
+    assert list(found) == [cell.label for cell in gate_cells(FwdProblem("bf16", 32, 32, mask))]
+    assert all(0 <= worst <= most and 0 <= rms <= least for worst, most, rms, least in found.values())
+    assert all(worst > 0 and rms > 0 for worst, _, rms, _ in list(found.values())[:2])  # of plain inputs
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,31 @@ def test_a_head_without_a_reference_is_compared_with_the_first_right_output(
     use(monkeypatch, lambda out: out[1, :, 1].add_(0.5))
     with pytest.raises(WrongResult, match="differs from another implementation"):
         bench.sample(OTHER, CELL)
+
+
+def weights_beyond_one(traits: object, inputs: Inputs, target: str, out: torch.Tensor) -> Runner:
+    """A kernel that subtracts a number from the scores in place of their maximum: weights are rounded that torch's
+    are not."""
+
+    def run(calls: int) -> torch.Tensor:
+        q, k, v = (tensor.float().transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
+        weights = torch.exp(q @ k.transpose(2, 3) * inputs.cell.head_dim**-0.5 - 3)
+        rounded = weights.to(inputs.q.dtype).float()
+        return out.copy_((rounded @ v / weights.sum(-1, keepdim=True)).transpose(1, 2))
+
+    return run
+
+
+def test_a_kernel_that_is_imprecise_with_sinks_alone_is_caught(
+    bench: TorchBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "direct_runner", weights_beyond_one)
+    with pytest.raises(WrongResult, match=r"sink:30: rms error .* times torch's own"):
+        bench.check(RIGHT, FwdProblem("bf16", 32, 32))
+    plain = Cell(32, "full", 64, tokens=256, hidden=64)
+    assert bench.sample(RIGHT, plain) > 0
+    with pytest.raises(WrongResult, match="sink:30: rms error"):
+        bench.sample(RIGHT, Cell(32, "full", 64, tokens=256, hidden=64, inputs="sink:30"))
 
 
 def test_samples_share_a_cells_inputs_and_judge_once(bench: TorchBench, monkeypatch: pytest.MonkeyPatch) -> None:

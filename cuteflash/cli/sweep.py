@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -26,9 +27,10 @@ from cuteflash.traits.row import Traits
 from cuteflash.traits.shapes import DECODE_QUERIES
 from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.funnel import Funnel, Until
+from cuteflash.tune.inputs import FORMS, PLAIN
 from cuteflash.tune.launch import backend
 from cuteflash.tune.peers import PEERS, missing_peer
-from cuteflash.tune.plan import Plan
+from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display
 from cuteflash.tune.store import Store, StoreError
 from cuteflash.tune.timing import Rules
@@ -57,7 +59,17 @@ Mask = Annotated[str | None, typer.Option(help=f"Of {', '.join(MASK_KINDS)}; def
 Causal = Annotated[str | None, typer.Option(help="0, 1 or 0,1: short for --mask full, causal.")]
 Dtype = Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")]
 Seqlen = Annotated[str, typer.Option(help="Keys of a sequence, or QUERIESxKEYS.")]
-Cells = Annotated[str | None, typer.Option(help="HEAD_DIM:SEQLEN:MASK,.. in place of the product of these options.")]
+InputKinds = Annotated[
+    str | None,
+    typer.Option(
+        "--inputs",
+        help=f"Kinds of values, of {', '.join(FORMS)}; default: plain and, of a family in which speed depends on the "
+        f"values, {SINK} at the longest sequences of each shape class.",
+    ),
+]
+Cells = Annotated[
+    str | None, typer.Option(help="HEAD_DIM:SEQLEN:MASK[:INPUTS],.. in place of the product of these options.")
+]
 TraitsText = Annotated[str | None, typer.Option("--traits", help="JSON|@FILE: candidates in place of the enumerated.")]
 Peers = Annotated[str, typer.Option(help=f"Timed beside the candidates, of {', '.join(PEERS)}.")]
 Limit = Annotated[int, typer.Option(min=0, help="Candidates per head dim and family, most promising first; 0: all.")]
@@ -88,6 +100,7 @@ def sweep(
     causal: Causal = None,
     dtype: Dtype = "bf16",
     seqlen: Seqlen = LENGTHS,
+    inputs: InputKinds = None,
     cells: Cells = None,
     traits: TraitsText = None,
     peers: Peers = "",
@@ -119,7 +132,7 @@ def sweep(
         targets = names("arch", arch, ARCHS) or information.local_target()
         if until == "time":
             _check_gpu(targets)
-        chosen = _cells(cells, _pairs(head_dim, head_dim_v, cells), _masks(mask, causal), dtype, seqlen)
+        chosen = _cells(cells, _pairs(head_dim, head_dim_v, cells), _masks(mask, causal), dtype, seqlen, inputs)
         _ = [cell.problem for cell in chosen]  # says what head dims there are
         common: dict[str, Any] = {
             "limit": limit or None,
@@ -132,7 +145,8 @@ def sweep(
         plans = []
         for target in targets:
             families = _families(family, target)
-            plans.append(Plan(target, families, chosen, _traits(traits, chosen, families), **common))
+            own = tuple(with_sinks(chosen, families)) if cells is None and inputs is None else chosen
+            plans.append(Plan(target, families, own, _traits(traits, chosen, families), **common))
     if not resume:
         _set_aside(database)
     _run(plans, until, database, results.Shown(show_rejected, as_json))
@@ -215,11 +229,18 @@ def _masks(mask: str | None, causal: str | None) -> list[Any]:
 
 
 def _cells(
-    cells: str | None, pairs: Sequence[tuple[int, int]], masks: Sequence[Any], dtype: str, seqlen: str
+    cells: str | None,
+    pairs: Sequence[tuple[int, int]],
+    masks: Sequence[Any],
+    dtype: str,
+    seqlen: str,
+    inputs: str | None,
 ) -> tuple[Cell, ...]:
     """The problems to time; a single query is none of a causal mask, whose kernel it does not take."""
-    dtypes = names("dtype", dtype, DTYPES)
+    dtypes, kinds = names("dtype", dtype, DTYPES), (inputs or PLAIN).split(",")
     if cells is not None:
+        if inputs is not None:
+            raise ValueError("cells and inputs are both given; allowed: inputs of a cell behind its mask")
         return tuple(parse_cell(text, kind) for text in cells.split(",") for kind in dtypes)
     found = []
     for (d, d_v), masking, kind, text in itertools.product(pairs, masks, dtypes, seqlen.split(",")):
@@ -230,7 +251,8 @@ def _cells(
         if not (masking == "causal" and queries == 1):
             tokens = DECODE_TOKENS if 0 < queries <= DECODE_QUERIES else TOKENS
             whole = max(1, tokens // max(keys, 1)) * keys
-            found.append(Cell(d, masking, keys, kind, head_dim_v=d_v, seqlen_q=queries, tokens=whole))
+            cell = Cell(d, masking, keys, kind, head_dim_v=d_v, seqlen_q=queries, tokens=whole)
+            found += [dataclasses.replace(cell, inputs=values) for values in kinds]
     return tuple(dict.fromkeys(found))
 
 

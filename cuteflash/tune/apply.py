@@ -24,8 +24,13 @@ def swept_head_dims(store: Store) -> list[tuple[int, int]]:
 
 
 def sound_runs(store: Store, target: str, gpu: str, names: Mapping[str, Traits]) -> list[Run]:
-    """The runs of candidates, without those of one that failed later while it was timed on the same problem."""
+    """The runs of candidates, without those of one that failed later on the same problem.
+
+    That is while it was timed, or by the gate, which may ask more than it did when the candidate was timed.
+    """
     failed = {(v.candidate, v.problem) for v in store.verdicts(target=target, stage="time", ok=0)}
+    gate = {(v.candidate, v.problem): v.ok for v in store.verdicts(target=target, stage="gate")}  # the newest of each
+    failed |= {names for names, passed in gate.items() if not passed}
     problems = {name: problem_id(Cell(**fields).problem) for name, fields in store.cells().items()}
     runs = load_runs(store, target, gpu, names)
     return [run for run in runs if (run.candidate, problems[run.cell]) not in failed]

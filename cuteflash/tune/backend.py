@@ -13,6 +13,7 @@ from cuteflash.tune.cells import Cell
 from cuteflash.tune.worker import Tool
 
 PEER = "peer:"  # before the name of a peer, where a candidate's id would stand
+GATE = 2  # number of what `Bench.check` asks; raised when it asks more, so that who passed before is checked again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +52,10 @@ class Bench(Tool, Protocol):
         ...
 
     def check(self, traits: FwdTraits, problem: FwdProblem) -> dict[str, Any]:
-        """Runs the kernel on small ragged problems; its errors as JSON values. Raises where an output is wrong."""
+        """Runs the kernel on small ragged problems, plain and with sinks, rising and peaked scores.
+
+        Its errors as JSON values. Raises where an output is wrong.
+        """
         ...
 
     def sample(self, subject: FwdTraits | str, cell: Cell) -> float:

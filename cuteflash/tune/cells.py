@@ -125,21 +125,20 @@ def grid(
 def parse_cell(text: str, dtype: Dtype = "bf16") -> Cell:
     """`"128:16384:causal"` or, of 192 columns of Q and 128 of V, `"192x128:1x8192:full"`, one query a sequence.
 
-    ValueError says what the form is.
+    A kind of inputs may follow: `"128:16384:causal:sink:12"`. ValueError says what the form is.
     """
     try:
-        columns, lengths, mask = text.split(":")
+        columns, lengths, mask, *inputs = text.split(":", 3)
         if mask not in MASK_KINDS:
             raise ValueError(f"mask is {mask!r}")
         head_dim, _, head_dim_v = columns.partition("x")
         first, _, second = lengths.partition("x")
         kind: MaskKind = mask  # type: ignore[assignment]
-        queries = int(first) if second else 0
-        return Cell(int(head_dim), kind, int(second or first), dtype, head_dim_v=int(head_dim_v or 0), seqlen_q=queries)
+        own = {"head_dim_v": int(head_dim_v or 0), "seqlen_q": int(first) if second else 0}
+        return Cell(int(head_dim), kind, int(second or first), dtype, **own, inputs=inputs[0] if inputs else PLAIN)
     except ValueError as error:
-        raise ValueError(
-            f"cell is {text!r}; the form is HEAD_DIM[xHEAD_DIM_V]:[SEQLEN_Qx]SEQLEN:{'|'.join(MASK_KINDS)} ({error})"
-        ) from error
+        form = f"HEAD_DIM[xHEAD_DIM_V]:[SEQLEN_Qx]SEQLEN:{'|'.join(MASK_KINDS)}[:INPUTS]"
+        raise ValueError(f"cell is {text!r}; the form is {form} ({error})") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,10 +19,12 @@ from cuteflash.traits.base import FwdTraits
 from cuteflash.tune import accuracy, machine
 from cuteflash.tune.backend import Backend, Machine
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.inputs import PLAIN
 from cuteflash.tune.peers import peer_runner
 from cuteflash.tune.timing import HangError, Runner, Sampler, clock_for, first_call
 
 SAMPLE_MS = 5.0  # device time of one sample: hundreds of candidates share minutes
+GATE_INPUTS = ("sink:8", "sink:30", "ramp:60", "peaked")  # on which kernels may be wrong that are right on plain ones
 REPEATS = 3  # runs of the gate, which have to agree bitwise: what is read too early differs sooner or later
 
 
@@ -67,9 +69,10 @@ class CacheBuilder:
 
 
 def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
-    """Small cells whose lengths are multiples of nothing: one beyond the window, one of a few queries."""
+    """Small cells whose lengths are multiples of nothing: one beyond the window, one of a few queries, and one for each
+    of `GATE_INPUTS`."""
 
-    def cell(queries: int, keys: int, batch: int) -> Cell:
+    def cell(queries: int, keys: int, batch: int, inputs: str = PLAIN) -> Cell:
         return Cell(
             problem.head_dim,
             problem.mask,
@@ -79,9 +82,10 @@ def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
             seqlen_q=queries,
             tokens=batch * keys,
             hidden=2 * problem.head_dim,
+            inputs=inputs,
         )
 
-    return cell(1111, 1363, 1), cell(5, 299, 3)
+    return cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
 
 
 @dataclasses.dataclass(slots=True)

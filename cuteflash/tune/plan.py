@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from cuteflash.dispatch import choose_fwd, choose_shipped_fwd, padded_head_dim
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.row import Traits
-from cuteflash.traits.shapes import shape_of
+from cuteflash.traits.row import FWD_TRAITS, Traits
+from cuteflash.traits.shapes import Shape, shape_of
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.timing import Rules
+
+# Traits by which a kernel's speed depends on the values that it is given.
+VALUE_DEPENDENT = ("fixed_max",)
+SINK = "sink:12"  # beyond what any such row takes without more work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +102,24 @@ class Group:
     problem: FwdProblem
     cells: tuple[Cell, ...]
     candidates: tuple[Candidate, ...]
+
+
+def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
+    """The cells and, if speed depends on the values in one of the families, the longest of each slot with a sink, too.
+
+    A slot, which is all that tables tell apart, is a problem and a shape class: a row that is picked for it has to be
+    fast on both.
+    """
+    traits = {field.name for family in families for field in dataclasses.fields(FWD_TRAITS[family])}
+    if traits.isdisjoint(VALUE_DEPENDENT):
+        return list(cells)
+    longest: dict[tuple[FwdProblem, Shape], Cell] = {}
+    for cell in cells:
+        slot = cell.problem, shape_of(cell.seqlen_q, cell.seqlen)
+        if slot not in longest or cell.seqlen > longest[slot].seqlen:
+            longest[slot] = cell
+    sinks = {cell: dataclasses.replace(cell, inputs=SINK) for cell in longest.values()}
+    return [one for cell in cells for one in (cell, sinks.get(cell)) if one is not None]
 
 
 def default_traits(cell: Cell, family: Family, arch: ArchSpec) -> Iterator[Traits]:

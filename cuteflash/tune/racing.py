@@ -22,7 +22,7 @@ from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.shapes import Shape, shape_of
-from cuteflash.tune.backend import PEER, Backend, Machine
+from cuteflash.tune.backend import GATE, PEER, Backend, Machine
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.heats import Field, Heat, Past, arrange, past_of
 from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
@@ -119,12 +119,12 @@ class Racing:
         machine = self.machine
         names = (machine.gpu, machine.driver, candidate.key)
         open_cells = sum(not self.store.have_timing(candidate.id, cell.id, *names) for cell in cells)
-        gate = self._gate_seconds if self._verdict(candidate, "gate") is None else 0.0
+        gate = self._gate_seconds if self._gated(candidate) is None else 0.0
         return open_cells * self._race_seconds + gate
 
     def _passes(self, candidate: Candidate) -> bool:
         """Whether a candidate is right, and has not failed while it was timed."""
-        verdict = self._verdict(candidate, "gate")
+        verdict = self._gated(candidate)
         if verdict is None:
             self.watch.doing(
                 "gate", f"{problem_id(candidate.problem)}, {candidate.traits.tile_m}x{candidate.traits.tile_n}"
@@ -132,7 +132,7 @@ class Racing:
             started = time.monotonic()
             try:
                 details = self.worker.call("check", candidate.traits, candidate.problem, seconds=self.plan.limits.gate)
-                verdict = Verdict(*self._names(candidate, "gate"), ok=True, details=details)
+                verdict = Verdict(*self._names(candidate, "gate"), ok=True, details={**details, "gate": GATE})
             except RequestFailed as failure:
                 verdict = Verdict(*self._names(candidate, "gate"), ok=False, reason=str(failure))
             self.store.record_verdict(verdict)
@@ -141,6 +141,11 @@ class Racing:
         ok = verdict.ok and (later is None or later.ok)
         self.watch.step("gate", "kept" if ok else "rejected")
         return ok
+
+    def _gated(self, candidate: Candidate) -> Verdict | None:
+        """The gate's verdict; None where it has still to be asked, which asked less when the candidate passed."""
+        verdict = self._verdict(candidate, "gate")
+        return None if verdict is not None and verdict.ok and verdict.details.get("gate") != GATE else verdict
 
     def _verdict(self, candidate: Candidate, stage: Stage) -> Verdict | None:
         return self.store.verdict(*self._names(candidate, stage))

@@ -12,6 +12,7 @@ from cuteflash.traits.row import FWD_TRAITS, Traits
 from cuteflash.tune.apply import shipped_defaults, sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.explain import STAGE_WORDS, footprint, newest_verdicts, where_lost
+from cuteflash.tune.inputs import PLAIN
 from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_columns
 from cuteflash.tune.report.links import LayoutPage
 from cuteflash.tune.report.slots import slot_facts
@@ -293,11 +294,12 @@ def _costs(space: Space, found: Found) -> Json:
 def _cell(cell: str, fields: Json, runs: ByCandidate, found: Found, number: Mapping[str, int]) -> Json:
     """A cell and its times, fastest first; `work` is TFLOP/s times milliseconds, the same for all."""
     some = next(iter(runs.values()))
-    queries, keys = fields["seqlen_q"], fields["seqlen"]
+    queries, keys, inputs = fields["seqlen_q"], fields["seqlen"], fields.get("inputs", PLAIN)
+    label = str(keys) if queries == keys else f"{queries}x{keys}"
     ordered = sorted(runs.values(), key=lambda run: run.ms)
     return {
         "id": cell,
-        "label": str(keys) if queries == keys else f"{queries}x{keys}",
+        "label": label if inputs == PLAIN else f"{label} {inputs}",
         "mask": some.slot.mask,
         "dtype": some.slot.dtype,
         "shape": some.slot.shape,
