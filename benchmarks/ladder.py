@@ -73,7 +73,7 @@ SHIPPED = Rung("shipped row", {}, "the table's own row, which may have more stag
 # traits are about the overlap that only a higher rung has.
 FIXED: dict[Family, Mapping[str, Any]] = {
     "sm80": {"kv_stage": 1},
-    "sm90": {"rescale_in_product": False, "lazy_rescale": False, "waits_first": False},
+    "sm90": {"rescale_in_product": False},
 }
 
 LADDERS = (

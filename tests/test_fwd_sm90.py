@@ -43,22 +43,26 @@ CASES = {
         FwdTraitsSm90(64, 64, 64, 64, kv_stage=3, pingpong=False, overlap=False, persistent=False),
         FwdProblem("bf16", 64, 64, "causal"),
     ),
-    "polynomial": shipped(FwdProblem("bf16", 64, 64), poly_exp2=4),
     "no-producer": (
         FwdTraitsSm90(128, 128, 128, 128, warp_specialized=False, pingpong=False, overlap=False, persistent=False),
         FwdProblem("bf16", 128, 128, "causal"),
     ),
-    "lazy": (
-        FwdTraitsSm90(192, 128, 64, 64, rescale_in_product=True, lazy_rescale=True, exp_rows_before_wait=1),
-        FwdProblem("bf16", 64, 64, "causal"),
-    ),
     "fixed": (FwdTraitsSm90(192, 128, 64, 64, fixed_max=True), FwdProblem("bf16", 64, 64, "causal", has_lse=True)),
     "fixed-softcap": (FwdTraitsSm90(192, 128, 64, 64, fixed_max=True), FwdProblem("bf16", 64, 64, has_softcap=True)),
-    "waits-first": (
-        FwdTraitsSm90(128, 128, 128, 128, q_in_regs=True, waits_first=True, exp_rows_before_wait=1),
-        FwdProblem("bf16", 128, 128),
+    "repaired-apart": (
+        FwdTraitsSm90(
+            128,
+            128,
+            128,
+            128,
+            q_stage=2,
+            fixed_max=True,
+            repair_apart=True,
+            exp_rows_before_wait=1,
+            longest_first=False,
+        ),
+        FwdProblem("fp16", 128, 128, "causal", packed_heads=3),
     ),
-    "in-tile-order": shipped(FwdProblem("bf16", 128, 128, "causal"), longest_first=False, ceded_regs=8),
 }
 
 
@@ -66,11 +70,10 @@ CASES = {
 CONDITIONAL: dict[str, Callable[[FwdTraitsSm90, FwdProblem], bool]] = {
     r"MUFU\.LG2": lambda traits, problem: problem.has_lse,
     r"STG\.E\b": lambda traits, problem: problem.has_lse,
-    r"VOTE\.ANY": lambda traits, problem: traits.lazy_rescale or traits.fixed_max,
+    r"VOTE\.ANY": lambda traits, problem: traits.fixed_max,
     r"MUFU\.TANH": lambda traits, problem: problem.has_softcap,
     r"LDSM\.16\.M88\.4": lambda traits, problem: traits.q_in_regs,
     r"BAR\.ARV": lambda traits, problem: traits.pingpong,
-    r"FMNMX\.NAN": lambda traits, problem: traits.poly_exp2 > 0,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -47,11 +48,13 @@ def test_sm80_says_why_not(change: dict[str, object], reason: str) -> None:
         ({"tile_m": 256}, "tile_m 256"),
         ({"tile_n": 24}, "tile_n 24"),
         ({"tile_m": 64}, "pingpong"),
-        ({"poly_exp2": 17}, "poly_exp2 17"),
-        ({"waits_first": True, "overlap": False}, "waits_first need overlap"),
-        ({"lazy_rescale": True}, "lazy_rescale needs rescale_in_product"),
         ({"fixed_max": True, "rescale_in_product": True}, "nothing to rescale"),
         ({"fixed_max": True, "overlap": False}, "fixed_max needs overlap"),
+        ({"fixed_max": True, "p_in_regs": False}, "fixed_max needs p_in_regs"),
+        ({"repair_apart": True}, "repair_apart needs fixed_max"),
+        ({"q_stage": 3}, "q_stage 3"),
+        ({"q_stage": 2, "q_in_regs": True}, "q_stage 2 needs"),
+        ({"q_stage": 2, "share_q_o": True}, "q_stage 2 needs"),
         ({"tile_n": 256}, "registers"),
         ({"kv_stage": 3}, "shared memory"),
     ],
@@ -70,6 +73,8 @@ def test_smem_is_what_the_tiles_add_up_to() -> None:
     assert dataclasses.replace(GOOD80, q_in_regs=True, share_q_v_smem=True).smem_bytes == (128 + 64) * 128 * 2
     tiles = (2 * 128 * 128 + 2 * 128 * 256) * 2  # Q and O, then two stages of K and V
     assert tiles <= GOOD90.smem_bytes <= tiles + 2 * KIB
+    two = dataclasses.replace(GOOD90, q_stage=2, kv_stage=1)  # not a row: only one stage of K and V
+    assert two.smem_bytes - GOOD90.smem_bytes == (128 * 128 - 128 * 256) * 2
     shared = dataclasses.replace(GOOD90, share_q_o=True)
     assert GOOD90.smem_bytes - shared.smem_bytes == 128 * 128 * 2
 
@@ -134,3 +139,13 @@ def test_problem_names_what_is_wrong(change: dict[str, object], complaint: str) 
     fields = {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64}
     with pytest.raises(ValueError, match=complaint):
         FwdProblem(**fields | change)
+
+
+def test_barriers_have_the_memory_they_take_and_tiles_begin_on_a_swizzle_atom() -> None:
+    many = FwdTraitsSm90(128, 16, 32, 32, kv_stage=40, q_stage=2, fixed_max=True)
+    assert many.check(get_arch("sm_90a")) is None
+    plan = many.smem_plan
+    assert plan["barriers"].nbytes == 2 * (2 + 40 + 40) * 8 > 1024
+    regions = sorted(plan.values(), key=lambda region: region.start)
+    assert all(before.end <= after.start for before, after in itertools.pairwise(regions))
+    assert all(plan[name].start % 1024 == 0 for name in "qkvo")

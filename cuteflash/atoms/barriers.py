@@ -15,7 +15,6 @@ class NamedBarrier(enum.IntEnum):
 
     EPILOGUE = 1  # + warpgroup: O is in shared memory
     TURN = 4  # + warpgroup: this warpgroup may issue its products (ping-pong)
-    REPEAT = 7  # all tiles are done: which of them are to be done again is known
 
 
 @cute.jit

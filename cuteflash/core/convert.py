@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import Float32, Uint32
 
 PACKED_CVT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
 
 
-def round_fragment(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Round `source` (fp32) into `target` (fp16 or bf16), both register tensors with pairs of neighbours adjacent.
+def round_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Uint32:
+    """Two fp32 values rounded to `dtype` (fp16 or bf16), the first in the lower half.
 
     The instruction is spelled out: an ordinary conversion is one that the compiler may move past the loop's
     back edge, which keeps P alive as twice as many fp32 registers and makes WGMMA serialise (ptxas C7512).
     """
-    instruction = PACKED_CVT[target.element_type]
+    return cute.arch.inline_ptx(
+        f"{PACKED_CVT[dtype]} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
+    )
+
+
+def round_fragment(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Round `source` (fp32) into `target` (fp16 or bf16), both register tensors with pairs of neighbours adjacent."""
     pairs = cute.recast_tensor(target, Uint32)
     for i in range(cute.size(pairs)):
-        low, high = source[2 * i], source[2 * i + 1]
-        pairs[i] = cute.arch.inline_ptx(
-            f"{instruction} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
-        )
+        pairs[i] = round_pair(source[2 * i], source[2 * i + 1], target.element_type)
 
 
 def rounded_fragment(source: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:

@@ -83,3 +83,18 @@ class TileOrder:
             m_block = index % self.m_blocks
             head = index // self.m_blocks
         return m_block, head % self.heads, head // self.heads
+
+
+@cute.jit
+def each_tile(order: TileOrder, longest_first: cutlass.Constexpr[bool], visit: cutlass.Constexpr):
+    """Visit this block's tiles.
+
+    `visit(index, q_pos, kv_pos)` is called with a tile's number in the order and the positions of its Q and of its
+    first K and V in their rings; it returns the next K/V position.
+    """
+    wave, kv_pos = Int32(0), Int32(0)
+    index = order.index(wave, longest_first)
+    while index < order.size():
+        kv_pos = visit(index, wave, kv_pos)  # one tile a wave, so that its Q is the wave-th
+        wave += 1
+        index = order.index(wave, longest_first)

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Self
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cuteflash.core.exp2 import exp2, exp2_polynomial, uses_polynomial
-
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MAX_CHAINS = 4
-SLACK = 8.0  # log2 of the largest exponential under a lazy maximum; fp16 holds 2**15
+
+
+def exp2(x: Float32) -> Float32:
+    """2**x by `ex2.approx.ftz`."""
+    return cute.math.exp2(x, fastmath=True)
 
 
 def quad_max(value: Float32) -> Float32:
@@ -56,29 +59,26 @@ class OnlineSoftmax:
         row_max, row_sum: fp32 register tensors, one element a row of this thread.
         scale_log2: softmax_scale * log2(e), what a score is multiplied with before exp2.
         check_inf: whether a row may hold nothing but -inf so far (masked kernels).
-        lazy: a maximum stays until exponentials would exceed 2**SLACK, so that `row_scale` is mostly 1. What is
-            subtracted cancels out in O; the maximum itself is only needed where something would overflow.
     """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
     scale_log2: Float32
     check_inf: cutlass.Constexpr[bool]
-    lazy: cutlass.Constexpr[bool] = False
 
     @classmethod
-    def create(cls, num_rows: int, scale_log2: Float32, check_inf: bool, lazy: bool = False) -> Self:
+    def create(cls, num_rows: int, scale_log2: Float32, check_inf: bool) -> Self:
         """A softmax that has seen nothing yet, for `num_rows` rows a thread."""
         row_max = cute.make_rmem_tensor(num_rows, Float32)
         row_sum = cute.make_rmem_tensor(num_rows, Float32)
-        return cls(row_max, row_sum, scale_log2, check_inf, lazy)
+        return cls(row_max, row_sum, scale_log2, check_inf)
 
     @cute.jit
     def step(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
         """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` gets what O shrinks by."""
         self.take_peaks(scores, row_scale, is_first)
         for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
-            self.exponentiate(scores, r, 0)
+            self.exponentiate(scores, r)
 
     @cute.jit
     def take_peaks(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
@@ -94,10 +94,7 @@ class OnlineSoftmax:
                 self.row_max[r] = peak
             else:
                 old = self.row_max[r]
-                if const_expr(self.lazy):
-                    self.row_max[r] = cutlass.select_((peak - old) * self.scale_log2 > SLACK, peak, old)
-                else:
-                    self.row_max[r] = cute.arch.fmax(old, peak)
+                self.row_max[r] = cute.arch.fmax(old, peak)
                 row_scale[r] = exp2(old * self.scale_log2 - self.shift(r))
                 self.row_sum[r] = self.row_sum[r] * row_scale[r]
 
@@ -110,20 +107,24 @@ class OnlineSoftmax:
         """What is subtracted from a row's scaled scores."""
         return self.finite_max(row) * self.scale_log2
 
-    @cute.jit
-    def exponentiate(self, scores: cute.Tensor, row: cutlass.Constexpr[int], poly_share: cutlass.Constexpr[int]):
-        """Exponentials of one row of `scores`, in place, added to its sum.
-
-        Of 16, `poly_share` are taken by polynomial; no score may then be -inf.
-        """
+    def exponentials(self, scores: cute.Tensor, row: int) -> Iterator[Float32]:
+        """The exponentials of one row of `scores` under the present maximum, one by one."""
         shift = self.shift(row)
+        for c in range(cute.size(scores.shape[1])):
+            yield exp2(scores[row, c] * self.scale_log2 - shift)
+
+    def exponentiate(self, scores: cute.Tensor, row: int) -> None:
+        """Exponentials of one row of `scores`, in place, added to its sum."""
         total = self.row_sum[row]
-        for c in cutlass.range_constexpr(cute.size(scores.shape[1])):
-            x = scores[row, c] * self.scale_log2 - shift
-            p = exp2_polynomial(x) if const_expr(uses_polynomial(c, poly_share)) else exp2(x)
+        for c, p in enumerate(self.exponentials(scores, row)):
             scores[row, c] = p
             total = total + p
         self.row_sum[row] = total
+
+    def add(self, sums: cute.Tensor) -> None:
+        """Add exponentials that were summed up apart to the row sums."""
+        for r in range(cute.size(sums)):
+            self.row_sum[r] = self.row_sum[r] + sums[r]
 
     @cute.jit
     def finish(self, row_scale: cute.Tensor, lse: cute.Tensor):
@@ -154,16 +155,18 @@ class PlainSoftmax(OnlineSoftmax):
             row_scale[r] = exp2((old - self.finite_max(r)) * LOG2_E)
             self.row_sum[r] = self.row_sum[r] * row_scale[r]
 
-    @cute.jit
-    def exponentiate(self, scores: cute.Tensor, row: cutlass.Constexpr[int], poly_share: cutlass.Constexpr[int]):
-        """Exponentials of one row of `scores`, in place, added to its sum; none by polynomial."""
+    def exponentials(self, scores: cute.Tensor, row: int) -> Iterator[Float32]:
+        """The exponentials of one row of scaled `scores` under the present maximum, one by one."""
         shift = self.finite_max(row)
-        total = Float32(0.0)
-        for c in cutlass.range_constexpr(cute.size(scores.shape[1])):
-            p = exp2((scores[row, c] - shift) * LOG2_E)
-            scores[row, c] = p
-            total = total + p
-        self.row_sum[row] = self.row_sum[row] + quad_sum(total)
+        for c in range(cute.size(scores.shape[1])):
+            yield exp2((scores[row, c] - shift) * LOG2_E)
+
+    def exponentiate(self, scores: cute.Tensor, row: int) -> None:
+        """Exponentials of one row of scaled `scores`, in place, added to its sum over the quad."""
+        before = self.row_sum[row]
+        self.row_sum[row] = Float32(0.0)
+        super().exponentiate(scores, row)
+        self.row_sum[row] = before + quad_sum(self.row_sum[row])
 
     @cute.jit
     def finish(self, row_scale: cute.Tensor, lse: cute.Tensor):

@@ -31,6 +31,14 @@ class QueryTile:
         """The key blocks `[lo, hi)` this tile visits."""
         return mask.n_blocks(self.first_token, self._last(mask), tile_n)
 
+    def visits(self, mask: IntervalMask, tile_n: int, first_keys_first: bool):
+        """(first, lo, hi): this tile visits key block `first`, then `[lo, hi)` from its end; `lo > hi` if it has none.
+
+        The first is the last block, or with `first_keys_first` the one of key 0.
+        """
+        lo, hi = self.n_blocks(mask, tile_n)
+        return (lo, lo + 1, hi) if first_keys_first else (hi - 1, lo, hi - 1)
+
     def full_n_blocks(self, mask: IntervalMask, tile_n: int):
         """The key blocks `[lo, hi)` that every query of this tile sees whole."""
         return mask.full_n_blocks(self.first_token, self._last(mask), tile_n)

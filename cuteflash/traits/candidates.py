@@ -32,17 +32,20 @@ AMPERE = ARCHS["sm_80"]  # for its register file, which all architectures have
 SM90_TILE_M = (64, 128, 192)
 SM90_TILE_N = range(32, 257, 16)
 SM90_STAGES = (2, 3, 4)
-# Where Q, P and O live. Sharing Q's memory with O needs Q there to the end, so not in registers.
+# Where Q, P and O live. Sharing Q's memory with O needs Q there to the end, so neither in registers nor twice.
 SM90_PLACES: tuple[dict[str, Any], ...] = tuple(
-    q | p for q in ({}, {"q_in_regs": True}, {"share_q_o": True}) for p in ({}, {"p_in_regs": False})
+    q | p for q in ({}, {"q_in_regs": True}, {"share_q_o": True}, {"q_stage": 2}) for p in ({}, {"p_in_regs": False})
 )
-# How maxima, rescaling and waits lie between the products; these interact (docs/performance.md, 4, 6, 22, 23 and 27).
-FIXED_MAX = {"fixed_max": True}
-SM90_WAITS: tuple[dict[str, Any], ...] = ({"waits_first": True}, {"exp_rows_before_wait": 0})
+# How maxima, rescaling and waits lie between the products; these interact (docs/performance.md, 4, 6 and 27).
+FIXED_MAX: tuple[dict[str, Any], ...] = tuple(
+    {"fixed_max": True, "exp_rows_before_wait": rows} | repair
+    for rows in (1, 0)
+    for repair in ({}, {"repair_apart": True})
+)
 SM90_ORDERS: tuple[dict[str, Any], ...] = (
-    *(rescale | waits for rescale in ({}, {"rescale_in_product": True}, FIXED_MAX) for waits in SM90_WAITS),
     {"rescale_in_product": True},
-    {"rescale_in_product": True, "lazy_rescale": True},
+    {"exp_rows_before_wait": 0},
+    {"rescale_in_product": True, "exp_rows_before_wait": 0},
     {"exp_rows_before_wait": 2},
 )
 SM90_SWITCHES: tuple[dict[str, Any], ...] = (
@@ -50,11 +53,7 @@ SM90_SWITCHES: tuple[dict[str, Any], ...] = (
     {"overlap": False, "exp_rows_before_wait": 0},  # no product runs beside the softmax, so there is no wait to place
     {"persistent": False},
     {"longest_first": False},
-    {"ceded_regs": 8},
-    {"ceded_regs": 16},
     {"warp_specialized": False, "pingpong": False, "overlap": False, "exp_rows_before_wait": 0},
-    {"poly_exp2": 2},
-    {"poly_exp2": 4},
 )
 
 
@@ -112,7 +111,7 @@ def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm9
             if not _runs_somewhere(base):
                 continue
             if base.p_in_regs:
-                yield from _changed(base, (FIXED_MAX,))
+                yield from _changed(base, FIXED_MAX)
             if stages == SM90_STAGES[0]:
                 yield from _changed(base, SM90_ORDERS if base.p_in_regs else ())
                 yield from _changed(base, () if places else SM90_SWITCHES)

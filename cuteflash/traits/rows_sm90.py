@@ -5,69 +5,89 @@
 
 from __future__ import annotations
 
-from cuteflash.traits.row import BF16, CAUSAL, DECODE, EVEN, FP16, LONG, SHORT, WINDOW, FwdRow, fwd_sm90
+from cuteflash.traits.row import BF16, CAUSAL, DECODE, EVEN, LONG, SHORT, WINDOW, FwdRow, fwd_sm90
 
 ROWS: tuple[FwdRow, ...] = (
     fwd_sm90(
         32, 192, 128, EVEN + CAUSAL, shapes=LONG, q_in_regs=True, fixed_max=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-21, 366 TFLOP/s
+    ),  # NVIDIA H200, 2026-11-22, 386 TFLOP/s
     fwd_sm90(
         32, 192, 128, EVEN, shapes=SHORT, q_in_regs=True, fixed_max=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-21, 299 TFLOP/s
+    ),  # NVIDIA H200, 2026-11-22, 309 TFLOP/s
     fwd_sm90(
-        32, 192, 128, CAUSAL + WINDOW, shapes=SHORT + LONG, kv_stage=3, q_in_regs=True
-    ),  # NVIDIA H200, 2026-11-21, 177 TFLOP/s
+        32, 128, 128, CAUSAL + WINDOW, shapes=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
+    ),  # NVIDIA H200, 2026-11-22, 216 TFLOP/s
     fwd_sm90(32, 192, 128, EVEN, q_in_regs=True),
     fwd_sm90(32, 192, 112, q_in_regs=True),
     fwd_sm90(
-        64, 192, 96, CAUSAL, dtypes=FP16, shapes=LONG, kv_stage=4, q_in_regs=True, fixed_max=True
-    ),  # NVIDIA H200, 2026-11-21, 518 TFLOP/s
+        64,
+        192,
+        128,
+        EVEN + CAUSAL,
+        shapes=LONG,
+        q_stage=2,
+        fixed_max=True,
+        repair_apart=True,
+        exp_rows_before_wait=0,
+    ),  # NVIDIA H200, 2026-11-22, 614 TFLOP/s
     fwd_sm90(
-        64, 192, 128, EVEN + CAUSAL, shapes=LONG, fixed_max=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-21, 573 TFLOP/s
-    fwd_sm90(64, 128, 128, CAUSAL + WINDOW, shapes=SHORT, q_in_regs=True),  # NVIDIA H200, 2026-11-21, 303 TFLOP/s
+        64, 192, 128, EVEN, shapes=SHORT, q_stage=2, fixed_max=True, repair_apart=True, exp_rows_before_wait=0
+    ),  # NVIDIA H200, 2026-11-22, 493 TFLOP/s
     fwd_sm90(
-        64, 128, 128, EVEN + WINDOW, shapes=SHORT + LONG, q_in_regs=True, fixed_max=True
-    ),  # NVIDIA H200, 2026-11-21, 404 TFLOP/s
+        64, 128, 128, CAUSAL + WINDOW, shapes=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
+    ),  # NVIDIA H200, 2026-11-22, 379 TFLOP/s
     fwd_sm90(
         64, 128, 256, EVEN, dtypes=BF16, shapes=DECODE, softcap=False, q_in_regs=True, p_in_regs=False
     ),  # NVIDIA H200, 2026-11-21, 16 TFLOP/s
     fwd_sm90(64, 192, 128, EVEN, rescale_in_product=True),
     fwd_sm90(64, 192, 96, kv_stage=4, q_in_regs=True),
-    fwd_sm90(96, 192, 96, CAUSAL, dtypes=BF16, shapes=LONG, fixed_max=True),  # NVIDIA H200, 2026-11-21, 620 TFLOP/s
     fwd_sm90(
-        96, 192, 112, EVEN + CAUSAL, shapes=LONG, fixed_max=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-21, 676 TFLOP/s
-    fwd_sm90(96, 128, 128, shapes=SHORT + LONG, kv_stage=3, q_in_regs=True),  # NVIDIA H200, 2026-11-21, 430 TFLOP/s
+        96,
+        192,
+        112,
+        EVEN + CAUSAL,
+        shapes=LONG,
+        q_stage=2,
+        fixed_max=True,
+        repair_apart=True,
+        exp_rows_before_wait=0,
+    ),  # NVIDIA H200, 2026-11-22, 716 TFLOP/s
+    fwd_sm90(
+        96, 128, 128, EVEN + CAUSAL, shapes=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
+    ),  # NVIDIA H200, 2026-11-22, 571 TFLOP/s
+    fwd_sm90(
+        96, 128, 128, WINDOW, shapes=SHORT + LONG, kv_stage=3, q_in_regs=True
+    ),  # NVIDIA H200, 2026-11-22, 464 TFLOP/s
     fwd_sm90(96, 128, 128, q_in_regs=True),
-    fwd_sm90(128, 128, 128, CAUSAL + WINDOW, shapes=SHORT, q_in_regs=True),  # NVIDIA H200, 2026-11-21, 420 TFLOP/s
     fwd_sm90(
-        128, 128, 128, shapes=SHORT + LONG, q_in_regs=True, fixed_max=True
-    ),  # NVIDIA H200, 2026-11-21, 637 TFLOP/s
+        128, 128, 128, shapes=SHORT + LONG, q_stage=2, fixed_max=True, repair_apart=True
+    ),  # NVIDIA H200, 2026-11-22, 756 TFLOP/s
     fwd_sm90(128, 128, 128, q_in_regs=True),  # NVIDIA H200, 2026-11-21, 492 TFLOP/s
     fwd_sm90(160, 128, 96, EVEN, q_in_regs=True),
     fwd_sm90(160, 128, 96),
     fwd_sm90(
-        192, 128, 64, shapes=SHORT + LONG, head_dim_v=128, kv_stage=3, q_in_regs=True, fixed_max=True
-    ),  # NVIDIA H200, 2026-11-21, 565 TFLOP/s
+        192,
+        128,
+        64,
+        CAUSAL,
+        shapes=SHORT,
+        head_dim_v=128,
+        kv_stage=3,
+        q_in_regs=True,
+        fixed_max=True,
+        repair_apart=True,
+    ),  # NVIDIA H200, 2026-11-22, 496 TFLOP/s
+    fwd_sm90(
+        192, 128, 96, shapes=SHORT + LONG, head_dim_v=128, q_in_regs=True, fixed_max=True, repair_apart=True
+    ),  # NVIDIA H200, 2026-11-22, 747 TFLOP/s
     fwd_sm90(192, 128, 112, head_dim_v=128, q_in_regs=True),
     fwd_sm90(
-        192, 128, 80, EVEN, dtypes=BF16, shapes=LONG, q_in_regs=True, fixed_max=True
-    ),  # NVIDIA H200, 2026-11-21, 767 TFLOP/s
-    fwd_sm90(
-        192, 128, 80, CAUSAL, dtypes=BF16, shapes=LONG, q_in_regs=True, rescale_in_product=True
-    ),  # NVIDIA H200, 2026-11-21, 673 TFLOP/s
-    fwd_sm90(192, 128, 64, shapes=SHORT + LONG, q_in_regs=True, fixed_max=True),  # NVIDIA H200, 2026-11-21, 532 TFLOP/s
+        192, 128, 64, shapes=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
+    ),  # NVIDIA H200, 2026-11-22, 746 TFLOP/s
     fwd_sm90(192, 128, 80, q_in_regs=True, rescale_in_product=True),  # NVIDIA H200, 2026-11-21, 562 TFLOP/s
     fwd_sm90(224, 128, 96, share_q_o=True, rescale_in_product=True),
     fwd_sm90(224, 128, 64, rescale_in_product=True),
-    fwd_sm90(
-        256, 128, 64, WINDOW, dtypes=FP16, shapes=SHORT, share_q_o=True, rescale_in_product=True
-    ),  # NVIDIA H200, 2026-11-21, 398 TFLOP/s
-    fwd_sm90(
-        256, 128, 80, EVEN + CAUSAL, shapes=LONG, share_q_o=True, rescale_in_product=True
-    ),  # NVIDIA H200, 2026-11-21, 699 TFLOP/s
-    fwd_sm90(256, 128, 64, shapes=SHORT + LONG, share_q_o=True, fixed_max=True),  # NVIDIA H200, 2026-11-21, 487 TFLOP/s
+    fwd_sm90(256, 128, 64, shapes=SHORT + LONG, share_q_o=True, fixed_max=True),  # NVIDIA H200, 2026-11-22, 752 TFLOP/s
     fwd_sm90(256, 128, 80, share_q_o=True, rescale_in_product=True),  # NVIDIA H200, 2026-11-21, 655 TFLOP/s
     fwd_sm90(256, 128, 48, rescale_in_product=True),
 )

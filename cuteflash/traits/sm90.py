@@ -9,8 +9,8 @@ from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
 
 WARPGROUP = 128
 WGMMA_M, WGMMA_K = 64, 16
-BARRIER_BYTES = 1024  # mbarriers, and the padding that aligns the first tile to a swizzle atom
-REPEAT_START, REPEAT_WORDS = 512, 32  # bytes into the barriers' memory where `fixed_max` notes tiles to be done again
+MBARRIER_BYTES = 8
+SWIZZLE_ALIGN = 1024  # bytes: the period of the 128-byte swizzle
 ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
 # The sum over all warpgroups is at most the 65536 / threads that the block was launched with.
@@ -28,6 +28,7 @@ class FwdTraitsSm90:
         head_dim: columns of the Q and K tiles, the problem's head dim padded up to a multiple of 16.
         head_dim_v: columns of the V and O tiles, padded likewise.
         kv_stage: K and V tiles in flight, each.
+        q_stage: Q tiles in flight; with 2 the next tile's Q loads while this one's is still read from shared memory.
         warp_specialized: a warpgroup of its own issues the TMA loads; otherwise a consumer's warp does, step by step.
         pingpong: named barriers let one warpgroup's products run while another does its softmax.
         overlap: inside a warpgroup, the next QK product is issued before this step's PV product.
@@ -35,17 +36,14 @@ class FwdTraitsSm90:
         p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
         share_q_o: O is staged where Q was; saves shared memory, but the next tile's Q has to wait for the store.
         rescale_in_product: O is rescaled between issuing the QK and the PV product, not after the softmax.
-        lazy_rescale: O is rescaled only where a row maximum has grown by a factor of 2**8; needs `rescale_in_product`.
-        waits_first: K of this step and V of the last are waited for together, before the turn to issue products;
-            otherwise V between the two products.
         fixed_max: row maxima are those of the first scores and of blocks that a mask cuts; other exponentials are
-            taken without looking for larger scores, O is not rescaled. A tile that overflows is done again.
+            taken without looking for larger scores, O is not rescaled. A block whose scores outgrow the maxima too far
+            is repaired: its softmax is done again with maxima that move.
+        repair_apart: the repair lies outside of the main loop, which is then shorter and takes some more registers.
         exp_rows_before_wait: of a thread's two rows, how many have their exponentials taken before the wait for the PV
             product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
         persistent: as many blocks as multiprocessors, each looping over tiles.
         longest_first: the long tiles of a causal or windowed problem start first, waves run forwards and backwards.
-        ceded_regs: registers a thread, by eights, that every consumer warpgroup leaves to the producer's.
-        poly_exp2: of every 16 exponentials, how many are evaluated by a polynomial on the FMA pipe.
     """
 
     tile_m: int
@@ -53,6 +51,7 @@ class FwdTraitsSm90:
     head_dim: int
     head_dim_v: int
     kv_stage: int = 2
+    q_stage: int = 1
     warp_specialized: bool = True
     pingpong: bool = True
     overlap: bool = True
@@ -60,14 +59,11 @@ class FwdTraitsSm90:
     p_in_regs: bool = True
     share_q_o: bool = False
     rescale_in_product: bool = False
-    lazy_rescale: bool = False
-    waits_first: bool = False
     fixed_max: bool = False
+    repair_apart: bool = False
     exp_rows_before_wait: int = 0
     persistent: bool = True
     longest_first: bool = True
-    ceded_regs: int = 0
-    poly_exp2: int = 0
 
     @property
     def family(self) -> Family:
@@ -94,25 +90,27 @@ class FwdTraitsSm90:
     @property
     def producer_regs(self) -> int:
         """Registers a thread of the producer warpgroup, where there is one."""
-        return REGISTER_SPLIT[self.mma_warpgroups][0] + self.mma_warpgroups * self.ceded_regs
+        return REGISTER_SPLIT[self.mma_warpgroups][0]
 
     @property
     def mma_regs(self) -> int:
         """Registers a thread of a consumer warpgroup."""
         if not self.warp_specialized:
             return min(MAX_REGS, REGISTER_FILE // self.num_threads // 8 * 8)
-        return REGISTER_SPLIT[self.mma_warpgroups][1] - self.ceded_regs
+        return REGISTER_SPLIT[self.mma_warpgroups][1]
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, Q, K, V, O (over Q where they share) and, where it goes through shared memory, P."""
         wgs, kv = self.mma_warpgroups, self.kv_stage
-        plan = {"barriers": SmemRegion(0, BARRIER_BYTES)}
+        stages = self.q_stage + kv + kv  # each with a barrier for full and one for empty
+        plan = {"barriers": SmemRegion(0, 2 * stages * MBARRIER_BYTES)}
 
         def append(name: str, elements: int, stages: int) -> None:
-            plan[name] = SmemRegion(plan_bytes(plan), elements * ELEMENT_BYTES, stages)
+            start = -(-plan_bytes(plan) // SWIZZLE_ALIGN) * SWIZZLE_ALIGN
+            plan[name] = SmemRegion(start, elements * ELEMENT_BYTES, stages)
 
-        append("q", self.tile_m * self.head_dim, wgs)
+        append("q", self.q_stage * self.tile_m * self.head_dim, self.q_stage * wgs)
         append("k", kv * self.tile_n * self.head_dim, kv)
         append("v", kv * self.tile_n * self.head_dim_v, kv)
         if self.share_q_o:
@@ -141,18 +139,20 @@ class FwdTraitsSm90:
             return f"tile_n {self.tile_n} is not a multiple of {WGMMA_K} up to 256"
         if self.pingpong and self.mma_warpgroups == 1:
             return "pingpong needs a second consumer warpgroup"
-        if (self.pingpong or self.overlap or self.ceded_regs) and not self.warp_specialized:
-            return "pingpong, overlap and ceded_regs need warp_specialized: nobody else loads far enough ahead"
-        if (self.lazy_rescale or self.waits_first) and not self.overlap:
-            return "lazy_rescale and waits_first need overlap: otherwise no QK product runs before the PV product"
-        if self.lazy_rescale and not self.rescale_in_product:
-            return "lazy_rescale needs rescale_in_product: elsewhere its branch would part the exponentials"
+        if (self.pingpong or self.overlap) and not self.warp_specialized:
+            return "pingpong and overlap need warp_specialized: nobody else loads far enough ahead"
         if self.fixed_max and (self.rescale_in_product or not self.overlap):
             return "fixed_max needs overlap, and leaves nothing to rescale in the product"
-        if self.ceded_regs % 8 or not 0 <= self.ceded_regs <= 64:
-            return f"ceded_regs {self.ceded_regs} is not a multiple of 8 up to 64"
+        if self.repair_apart and not self.fixed_max:
+            return "repair_apart needs fixed_max: maxima that move need no repair"
+        if self.fixed_max and not self.p_in_regs:
+            return "fixed_max needs p_in_regs: P is rounded into its registers while S stays in its own"
         if self.kv_stage < 2:
             return f"kv_stage {self.kv_stage} is below 2: nothing would be loaded ahead"
+        if self.q_stage not in (1, 2):
+            return f"q_stage {self.q_stage} is not 1 or 2"
+        if self.q_stage == 2 and (self.q_in_regs or self.share_q_o or not self.warp_specialized):
+            return "q_stage 2 needs a producer that waits for Q's memory: no q_in_regs, no share_q_o, warp_specialized"
         if self.share_q_o and self.q_in_regs:
             return "share_q_o with q_in_regs: Q has left its memory for the next tile's when O is staged"
         if self.share_q_o and self.head_dim != self.head_dim_v:
@@ -161,8 +161,6 @@ class FwdTraitsSm90:
             )
         if self.exp_rows_before_wait not in (0, 1, 2):
             return f"exp_rows_before_wait {self.exp_rows_before_wait} is not 0, 1 or 2"
-        if not 0 <= self.poly_exp2 <= 16:
-            return f"poly_exp2 {self.poly_exp2} is not 0 to 16"
         if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:
             return (
                 f"Q, S, P and O fragments take {self.accumulator_regs} registers a thread, "
@@ -174,9 +172,13 @@ class FwdTraitsSm90:
 
     @property
     def accumulator_regs(self) -> int:
-        """Registers a thread needs for the S and O accumulators and, where they stay there, for Q and P."""
+        """Registers a thread needs for the S and O accumulators and, if they stay there, for Q and P.
+
+        Under fixed maxima S stays beside its exponentials, which are rounded once the PV product has left P.
+        """
         s = self.tile_n // 2
         o = self.head_dim_v // 2
         p = self.tile_n // 4 if self.p_in_regs else 0
         q = self.head_dim // 4 if self.q_in_regs else 0
-        return q + s + o + p
+        unrounded = self.tile_n // 4 * self.exp_rows_before_wait if self.fixed_max else 0
+        return q + s + o + p + unrounded

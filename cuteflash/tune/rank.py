@@ -33,9 +33,9 @@ SWITCHES_SM90: dict[tuple[str, object], float] = {
     ("persistent", False): 1.05,
     ("longest_first", False): 1.03,
     ("share_q_o", True): 1.02,
+    ("q_stage", 2): 0.97,
     ("fixed_max", True): 0.95,
-    ("lazy_rescale", True): 1.02,
-    ("waits_first", True): 1.01,
+    ("repair_apart", True): 0.99,
 }
 SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("double_buffer", False): 1.1,
@@ -45,7 +45,6 @@ SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("longest_first", False): 1.02,
     ("cutlass_symbol", True): 1.02,
 }
-POLY_COST = 0.03  # for each of 16 exponentials that is evaluated by a polynomial
 BEYOND = "beyond the limit"  # how the reason of a candidate ends that could run but was not promising enough
 WIDE = 192  # head dims from which rescaling O inside the product pays
 UNPINNED_BELOW = 128  # head dims below which fixed maxima want the wait for PV where ptxas puts it
@@ -93,7 +92,7 @@ def _sm90(traits: FwdTraitsSm90) -> float:
     units = (product, operands / SMEM_BYTES, m * n / EXPONENTIALS + m * n / SCORES, 2 * n * columns / L2_BYTES)
     hidden = 0.1 if traits.pingpong else 0.14
     clocks = max(units) + hidden * (sum(units) - max(units)) + STEP_CLOCKS * warpgroups / 2
-    clocks *= _switches(traits, SWITCHES_SM90) * (1 + POLY_COST * traits.poly_exp2)
+    clocks *= _switches(traits, SWITCHES_SM90)
     if not traits.fixed_max:
         clocks *= 1.03 if traits.rescale_in_product != (traits.head_dim_v >= WIDE) else 1.0
     unpinned = traits.fixed_max and traits.head_dim_v < UNPINNED_BELOW

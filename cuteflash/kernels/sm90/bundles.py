@@ -8,7 +8,6 @@ import cutlass.cute as cute
 
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.work import Work
-from cuteflash.kernels.sm90.repeat import Repeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Tma:
 class Tiles:
     """Shared-memory tensors."""
 
-    sQ: cute.Tensor  # (64, head_dim, warpgroups)
-    sQ_boxes: cute.Tensor  # (box rows, head_dim, warpgroups), the same data
+    sQ: cute.Tensor  # (64, head_dim, warpgroups x q_stage)
+    sQ_boxes: cute.Tensor  # (box rows, head_dim, warpgroups x q_stage), the same data
     sK: cute.Tensor  # (tile_n, head_dim, kv_stage)
     sV: cute.Tensor  # (tile_n, head_dim_v, kv_stage)
     sVt: cute.Tensor  # (head_dim_v, tile_n, kv_stage), the same data
@@ -57,4 +56,3 @@ class Block:
     rings: Rings
     work: Work
     mLSE: cute.Tensor | None  # (b, h_q, s_q)
-    repeats: Repeats | None

@@ -1,41 +1,21 @@
-"""The end of a tile: whether it can be trusted, O divided by the row sums, LSE, and both written."""
+"""The end of a tile: O divided by the row sums, LSE, and both written."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import NamedBarrier
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.gqa import row_token
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.softmax import quad_sum, scale_rows
+from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Tiles, Tma
 from cuteflash.kernels.sm90.warpgroup import Warpgroup
-from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
-
-# Of a row's exponentials: far inside of what fp32 holds, so that their products with V are, too.
-SMALLEST_SUM, LARGEST_SUM = 2.0**-100, 2.0**100
-
-
-@cute.jit
-def is_out_of_range(kernel: cutlass.Constexpr, wg: Warpgroup) -> Boolean:
-    """Whether a row of this warp has a sum or an output that cannot be trusted. O is not yet normalised."""
-    packed = kernel.problem.packed_heads
-    found = Boolean(False)
-    for r in cutlass.range_constexpr(cute.size(wg.row_scale)):
-        total = quad_sum(wg.softmax.row_sum[r])
-        spread = Float32(0.0)  # NaN where an element is infinite or NaN
-        for c in cutlass.range_constexpr(cute.size(wg.out.shape[1])):
-            spread = spread + wg.out[r, c] * 0.0
-        trusted = total > SMALLEST_SUM and total < LARGEST_SUM and spread == 0.0
-        if const_expr(WGMMA_M % packed != 0):  # the last rows belong to no token and were never loaded
-            trusted = trusted or wg.first_row + wg.columns[r, 0][0] >= WGMMA_M // packed * packed
-        found = found or not trusted
-    return cute.arch.vote_any_sync(found)
+from cuteflash.traits.sm90 import WARPGROUP
 
 
 @cute.jit

@@ -8,9 +8,10 @@
 
 The S product of the next key block is issued before the P V product of this one (`overlap`), and named barriers make
 the warpgroups take turns at the tensor cores (`pingpong`). Blocks are persistent: the producer runs ahead into the next
-tile while the consumers finish this one. With `fixed_max` only a tile's first scores move the row maxima; where scores
-outgrow them too far the tile is done again (`repeat.py`). Without `warp_specialized` the first consumer warp issues the
-loads instead, which shows what the producer is worth. Not here: dropout, ALiBi, variable lengths, paged K/V, gradients.
+tile while the consumers finish this one. With `fixed_max` key blocks that no mask cuts leave the row maxima as they
+are; a block whose scores outgrow them too far is repaired (`fixed_max.py`). Without `warp_specialized` the first
+consumer warp issues the loads instead, which shows what the producer is worth. Not here: dropout, ALiBi, variable
+lengths, paged K/V, gradients.
 """
 
 from __future__ import annotations
@@ -33,12 +34,9 @@ from cuteflash.core.work import RunTime, Work
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.load import load
-from cuteflash.kernels.sm90.repeat import Repeats, repeat_threads
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.base import ELEMENT_BYTES
-from cuteflash.traits.sm90 import REPEAT_START, REPEAT_WORDS, WARPGROUP, WGMMA_M, FwdTraitsSm90
-
-SWIZZLE_ALIGN = 1024  # bytes: the period of the 128-byte swizzle
+from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +62,11 @@ class FlashFwdSm90:
     def has_left_edge(self) -> bool:
         """Whether keys may be hidden before the first visible one."""
         return self.problem.mask == "window"
+
+    @property
+    def first_keys_first(self) -> bool:
+        """Whether a tile begins with the block of key 0, which every row sees that sees any key."""
+        return self.traits.fixed_max and not self.has_left_edge
 
     @property
     def tokens_per_warpgroup(self) -> int:
@@ -92,8 +95,9 @@ class FlashFwdSm90:
         )
 
     def smem_layout_q(self) -> cute.ComposedLayout:
-        """(64, head_dim, warpgroups)"""
-        return atoms.smem_tile_layout(self.dtype, WGMMA_M, self.traits.head_dim, self.traits.mma_warpgroups)
+        """(64, head_dim, warpgroups x q_stage)"""
+        tiles = self.traits.mma_warpgroups * self.traits.q_stage
+        return atoms.smem_tile_layout(self.dtype, WGMMA_M, self.traits.head_dim, tiles)
 
     def smem_layout_k(self) -> cute.ComposedLayout:
         """(tile_n, head_dim, kv_stage)"""
@@ -183,9 +187,7 @@ class FlashFwdSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
         rings = self.make_rings(base)
-        block = Block(tma, self.make_tiles(base), rings, work, mLSE, self.make_repeats(base))
-        if const_expr(traits.fixed_max):
-            block.repeats.clear()
+        block = Block(tma, self.make_tiles(base), rings, work, mLSE)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
                 cpasync.prefetch_descriptor(atom)
@@ -212,20 +214,12 @@ class FlashFwdSm90:
         q_bytes = self.tile_tokens * self.problem.packed_heads * traits.head_dim * ELEMENT_BYTES
         k_bytes, v_bytes = (traits.tile_n * d * ELEMENT_BYTES for d in (traits.head_dim, traits.head_dim_v))
         barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
-        kv = traits.kv_stage
+        q, kv = traits.q_stage, traits.kv_stage
         return Rings(
-            q=TmaRing.create(barriers, 1, q_bytes),
-            k=TmaRing.create(barriers + 2, kv, k_bytes),
-            v=TmaRing.create(barriers + 2 + 2 * kv, kv, v_bytes),
+            q=TmaRing.create(barriers, q, q_bytes),
+            k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
+            v=TmaRing.create(barriers + 2 * (q + kv), kv, v_bytes),
         )
-
-    def make_repeats(self, base: cute.Pointer) -> Repeats | None:
-        """The notes of tiles to be done again, in what the barriers leave of their memory."""
-        if not self.traits.fixed_max:
-            return None
-        start = cute.recast_ptr(base + self.traits.smem_plan["barriers"].start + REPEAT_START, dtype=Int32)
-        words = cute.make_tensor(start, cute.make_layout(REPEAT_WORDS + 1))
-        return Repeats(words, repeat_threads(self.traits.mma_warpgroups))
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""

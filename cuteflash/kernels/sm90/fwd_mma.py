@@ -9,42 +9,35 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cuteflash.atoms import sm90 as atoms
 from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.mask import IntervalMask
+from cuteflash.core.schedule import each_tile
 from cuteflash.core.softmax import apply_softcap, mask_scores, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
-from cuteflash.kernels.sm90.epilogue import is_out_of_range, normalise, write_output
+from cuteflash.kernels.sm90.epilogue import normalise, write_output
+from cuteflash.kernels.sm90.fixed_max import fixed_steps
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
-from cuteflash.kernels.sm90.repeat import each_tile
+from cuteflash.kernels.sm90.products import finish_pv, finish_qk, product_both
 from cuteflash.kernels.sm90.warpgroup import (
     ROWS,
     Warpgroup,
-    load_q,
     make_warpgroup,
     pass_turn,
     set_bounds,
-    take_turn,
+    with_q,
 )
 
 
 @cute.jit
 def consume(kernel: cutlass.Constexpr, block: Block):
-    """Attend and write every tile of this block, and again those that were noted."""
+    """Attend and write every tile of this block."""
     wg = make_warpgroup(kernel, block.tiles, block.work)
     if const_expr(kernel.traits.pingpong):
         if wg.index == kernel.traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
-    visits = functools.partial(each_tile, kernel, block.work.order, block.repeats)
-    first, second = (functools.partial(consume_tile, kernel, block, wg, again) for again in (False, True))
-    q_pos, kv_pos = visits(first, Int32(0), Int32(0), False)
-    if const_expr(kernel.traits.fixed_max):
-        cute.arch.cp_async_bulk_wait_group(0)  # the outputs to be overwritten are in global memory
-        block.repeats.complete()
-        if block.repeats.any():
-            visits(second, q_pos, kv_pos, True)
+    each_tile(block.work.order, kernel.longest_first, functools.partial(consume_tile, kernel, block, wg))
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -53,9 +46,7 @@ def consume_tile(
     kernel: cutlass.Constexpr,
     block: Block,
     wg: Warpgroup,
-    again: cutlass.Constexpr[bool],
     index: Int32,
-    wave: Int32,
     q_pos: Int32,
     kv_pos: Int32,
 ):
@@ -73,18 +64,11 @@ def consume_tile(
         loads = make_tile_loads(kernel, block, m_block, tile)
         load_first(kernel, loads, q_pos, kv_pos, n_hi)
     rings.q.wait(q_pos)
+    wg = with_q(kernel, wg, tiles, rings.q.stage(q_pos))
     if const_expr(traits.q_in_regs):
-        load_q(kernel, wg, tiles)
         rings.q.release(q_pos)
     if n_hi > n_lo:
-        if const_expr(again):
-            kv_pos = attend_again(kernel, wg, tiles, rings, tile, mask, kv_pos)
-        else:
-            kv_pos, trusted = attend(kernel, wg, tiles, rings, loads, tile, mask, kv_pos)
-            if const_expr(traits.fixed_max):
-                if trusted > 0:
-                    if is_out_of_range(kernel, wg):
-                        block.repeats.note(wave)
+        kv_pos = attend(kernel, wg, tiles, rings, loads, tile, mask, kv_pos)
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
     normalise(kernel, wg, tile, mask, block.mLSE)
@@ -107,17 +91,15 @@ def attend(
     mask: IntervalMask,
     kv_pos: Int32,
 ):
-    """Accumulate O over the key blocks of one tile, last block first.
+    """Accumulate O over the key blocks of one tile, in the order of `QueryTile.visits`; returns the next K/V position.
 
-    Blocks come in three runs: those the mask's right edge cuts, those seen whole, those its left edge cuts. With
-    `fixed_max` those seen whole leave the row maxima as they are; the first run then takes one more, since before it
-    a row may have seen no key.
-
-    Returns:
-        The next K/V position, and how many blocks left the maxima as they are where that is what `fixed_max` wants.
+    After the first block they come in three runs: those the mask's right edge cuts, those seen whole, those its left
+    edge cuts. With `fixed_max` those seen whole leave the row maxima as they are, unless their scores outgrow them.
+    Before, every row must have seen a key, if it sees any: in the block of key 0, which then comes first and has what
+    attention sinks there are, or under a left edge in the first block that is seen whole, which the first run takes.
     """
     traits = kernel.traits
-    n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
+    n_block, n_lo, n_hi = tile.visits(mask, traits.tile_n, kernel.first_keys_first)
     full_lo, full_hi = tile.full_n_blocks(mask, traits.tile_n)
     if const_expr(traits.overlap):
         step = functools.partial(step_overlapped, kernel, wg, tiles, rings)
@@ -125,25 +107,28 @@ def attend(
         step = functools.partial(step_in_order, kernel, wg, tiles, rings)
     else:
         step = functools.partial(step_alone, kernel, wg, tiles, rings, loads)
-    n_block = n_hi - 1
     if const_expr(traits.overlap):
         first_scores(kernel, wg, tiles, rings, n_block, kv_pos)
     else:
         step(n_block, kv_pos, True)
         kv_pos += 1
-    if const_expr(kernel.problem.mask != "full"):
-        right = n_block - full_hi + (1 if const_expr(traits.fixed_max) else 0)
+    n_block = n_hi
+    if const_expr(kernel.problem.mask != "full" or traits.fixed_max):
+        right = n_block - full_hi + (1 if const_expr(traits.fixed_max and mask.has_left_edge) else 0)
         right = cutlass.max(cutlass.min(right, n_block - n_lo), 0)
         for _ in cutlass.range(right, unroll=1):
             n_block -= 1
             step(n_block, kv_pos, True)
             kv_pos += 1
-    whole_step = functools.partial(step, fixed=True) if const_expr(traits.fixed_max) else step
-    whole = n_block - (full_lo if const_expr(mask.has_left_edge) else 0)
-    for _ in cutlass.range(whole, unroll=1):
-        n_block -= 1
-        whole_step(n_block, kv_pos, False)
-        kv_pos += 1
+    whole = n_block - (full_lo if const_expr(mask.has_left_edge) else n_lo)
+    if const_expr(traits.fixed_max):
+        kv_pos = fixed_steps(kernel, wg, rings, whole, kv_pos)
+        n_block -= cutlass.max(whole, 0)
+    else:
+        for _ in cutlass.range(whole, unroll=1):
+            n_block -= 1
+            step(n_block, kv_pos, False)
+            kv_pos += 1
     if const_expr(mask.has_left_edge):
         for _ in cutlass.range(n_block - n_lo, unroll=1):
             n_block -= 1
@@ -152,55 +137,7 @@ def attend(
     if const_expr(traits.overlap):
         last_product(kernel, wg, rings, kv_pos)
         kv_pos += 1
-    return kv_pos, whole
-
-
-@cute.jit
-def attend_again(
-    kernel: cutlass.Constexpr,
-    wg: Warpgroup,
-    tiles: Tiles,
-    rings: Rings,
-    tile: QueryTile,
-    mask: IntervalMask,
-    kv_pos: Int32,
-):
-    """As `attend`, every block as if the mask cut it: slower and seldom needed, so it should be little code."""
-    n_lo, n_hi = tile.n_blocks(mask, kernel.traits.tile_n)
-    first_scores(kernel, wg, tiles, rings, n_hi - 1, kv_pos)
-    for i in cutlass.range(n_hi - 1 - n_lo, unroll=1):
-        step_overlapped(kernel, wg, tiles, rings, n_hi - 2 - i, kv_pos, True)
-        kv_pos += 1
-    last_product(kernel, wg, rings, kv_pos)
-    return kv_pos + 1
-
-
-def product_qk(wg: Warpgroup, rings: Rings, position: Int32) -> None:
-    """Issue S = Q K^T for the K tile at `position`."""
-    atoms.gemm(wg.mma_qk, wg.acc_S, wg.tSrQ, wg.tSrK[None, None, None, rings.k.stage(position)], accumulate=False)
-
-
-def product_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
-    """Issue O += P V for the V tile at `position`."""
-    atoms.gemm(wg.mma_pv, wg.acc_O, wg.tOrP, wg.tOrV[None, None, None, rings.v.stage(position)], accumulate=True)
-
-
-def finish_qk(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> None:
-    """S of the K tile at `position`, in this warpgroup's turn, with nothing beside it."""
-    rings.k.wait(position)
-    take_turn(kernel, wg)
-    product_qk(wg, rings, position)
-    pass_turn(kernel, wg)
-    warpgroup.wait_group(0)
-    rings.k.release(position)
-
-
-def finish_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
-    """O += P V for the V tile at `position`, with nothing beside it."""
-    rings.v.wait(position)
-    product_pv(wg, rings, position)
-    warpgroup.wait_group(0)
-    rings.v.release(position)
+    return kv_pos
 
 
 @cute.jit
@@ -210,22 +147,20 @@ def take_peaks(
     n_block: Int32,
     masked: cutlass.Constexpr[bool],
     is_first: cutlass.Constexpr[bool],
-    fixed: cutlass.Constexpr[bool] = False,
 ):
-    """Softcap and mask the scores of one key block, then move the row maxima unless they are `fixed`."""
+    """Softcap and mask the scores of one key block, then move the row maxima."""
     if const_expr(kernel.problem.has_softcap):
         apply_softcap(wg.scores, wg.inner_scale)
     if const_expr(masked):
         first_key = n_block * kernel.traits.tile_n + wg.first_column
         mask_scores(wg.scores, wg.columns, first_key, wg.bounds, kernel.has_left_edge)
-    if const_expr(not fixed):
-        wg.softmax.take_peaks(wg.scores, wg.row_scale, is_first)
+    wg.softmax.take_peaks(wg.scores, wg.row_scale, is_first)
 
 
-def exponentiate(kernel, wg: Warpgroup, rows: range, masked: bool) -> None:
+def exponentiate(wg: Warpgroup, rows: range) -> None:
     """Exponentials of some of this thread's rows, in place."""
     for row in rows:
-        wg.softmax.exponentiate(wg.scores, row, 0 if masked else kernel.traits.poly_exp2)
+        wg.softmax.exponentiate(wg.scores, row)
 
 
 def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
@@ -245,7 +180,7 @@ def first_scores(kernel: cutlass.Constexpr, wg: Warpgroup, tiles: Tiles, rings: 
     """The tile's first S and P; their PV product is issued by the next step."""
     finish_qk(kernel, wg, rings, position)
     take_peaks(kernel, wg, n_block, True, True)
-    exponentiate(kernel, wg, range(ROWS), True)
+    exponentiate(wg, range(ROWS))
     store_p(kernel, wg, tiles)
 
 
@@ -258,23 +193,6 @@ def last_product(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, positio
 
 
 @cute.jit
-def wait_for_both(rings: Rings, position: Int32):
-    """Wait for V at `position` and the K after it; the latencies of the two questions overlap."""
-    has_k, has_v = rings.k.landed(position + 1), rings.v.landed(position)
-    if not has_k:
-        rings.k.wait(position + 1)
-    if not has_v:
-        rings.v.wait(position)
-
-
-@cute.jit
-def rescale_moved(wg: Warpgroup):
-    """Rescale O where a maximum of this warp's rows has moved."""
-    if cute.arch.vote_any_sync(wg.row_scale[0] != 1.0 or wg.row_scale[1] != 1.0):
-        scale_rows(wg.out, wg.row_scale)
-
-
-@cute.jit
 def step_overlapped(
     kernel: cutlass.Constexpr,
     wg: Warpgroup,
@@ -283,35 +201,19 @@ def step_overlapped(
     n_block: Int32,
     position: Int32,
     masked: cutlass.Constexpr[bool],
-    fixed: cutlass.Constexpr[bool] = False,
 ):
     """S of block `n_block` and the PV product of the block before it run together; then the softmax of `n_block`."""
-    if const_expr(kernel.traits.waits_first):
-        wait_for_both(rings, position)
-    else:
-        rings.k.wait(position + 1)
-    take_turn(kernel, wg)
-    product_qk(wg, rings, position + 1)
-    if const_expr(kernel.traits.lazy_rescale):
-        rescale_moved(wg)
-    elif const_expr(kernel.traits.rescale_in_product):
-        scale_rows(wg.out, wg.row_scale)
-    if const_expr(not kernel.traits.waits_first):
-        rings.v.wait(position)
-    product_pv(wg, rings, position)
-    pass_turn(kernel, wg)
-    warpgroup.wait_group(1)
-    rings.k.release(position + 1)
-    take_peaks(kernel, wg, n_block, masked, False, fixed)
+    product_both(kernel, wg, rings, position)
+    take_peaks(kernel, wg, n_block, masked, False)
     rows_before = kernel.traits.exp_rows_before_wait
-    exponentiate(kernel, wg, range(rows_before), masked)
+    exponentiate(wg, range(rows_before))
     if const_expr(rows_before > 0):
         rings.v.wait(position)  # has long landed: a branch, past which ptxas does not move the exponentials
     warpgroup.wait_group(0)
     rings.v.release(position)
-    exponentiate(kernel, wg, range(rows_before, ROWS), masked)
+    exponentiate(wg, range(rows_before, ROWS))
     store_p(kernel, wg, tiles)
-    if const_expr(not kernel.traits.rescale_in_product and not fixed):
+    if const_expr(not kernel.traits.rescale_in_product):
         scale_rows(wg.out, wg.row_scale)
 
 
@@ -328,7 +230,7 @@ def step_in_order(
     """S, softmax and PV product of one block, one after the other."""
     finish_qk(kernel, wg, rings, position)
     take_peaks(kernel, wg, n_block, masked, False)
-    exponentiate(kernel, wg, range(ROWS), masked)
+    exponentiate(wg, range(ROWS))
     store_p(kernel, wg, tiles)
     scale_rows(wg.out, wg.row_scale)
     finish_pv(wg, rings, position)

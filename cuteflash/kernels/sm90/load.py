@@ -7,13 +7,13 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
+from cuteflash.core.schedule import each_tile
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tma
-from cuteflash.kernels.sm90.repeat import each_tile
 
 
 def _load(atom: cute.CopyAtom, ring: TmaRing, g: cute.Tensor, s: cute.Tensor, position: Int32, block: Int32) -> None:
@@ -29,7 +29,7 @@ class TileLoads:
     Attributes:
         tma, rings: what they go through.
         tQgQ, tKgK, tVgV: (box, n) in global memory, n counting warpgroups' query boxes or key blocks.
-        tQsQ, tKsK, tVsV: (box, stage) in shared memory, Q's stages being warpgroups.
+        tQsQ, tKsK, tVsV: (box, stage) in shared memory, each stage of Q being as many boxes as warpgroups.
         first_q_box: the tile's first query box.
         n_lo: its first key block.
     """
@@ -48,9 +48,10 @@ class TileLoads:
     def q(self, position: Int32, warpgroups: int) -> None:
         """Load the tile's queries as tile `position` of their ring, once it is free."""
         barrier = self.rings.q.acquire(position)
+        first = self.rings.q.stage(position) * warpgroups
         for wg in range(warpgroups):
             box = self.first_q_box + wg
-            cute.copy(self.tma.load_q, self.tQgQ[None, box], self.tQsQ[None, wg], tma_bar_ptr=barrier)
+            cute.copy(self.tma.load_q, self.tQgQ[None, box], self.tQsQ[None, first + wg], tma_bar_ptr=barrier)
 
     def k(self, position: Int32, n_block: Int32) -> None:
         """Load K of a key block as tile `position` of its ring, once the stage is free."""
@@ -96,34 +97,30 @@ def load_first(kernel: cutlass.Constexpr, loads: TileLoads, q_pos: Int32, kv_pos
 
 @cute.jit
 def load(kernel: cutlass.Constexpr, block: Block):
-    """Load every tile of this block, and again those that were noted; a whole warp calls it."""
-    visits = functools.partial(each_tile, kernel, block.work.order, block.repeats)
-    visit = functools.partial(load_tile, kernel, block)
-    q_pos, kv_pos = visits(visit, Int32(0), Int32(0), False)
-    if const_expr(kernel.traits.fixed_max):
-        block.repeats.complete()
-        if block.repeats.any():
-            visits(visit, q_pos, kv_pos, True)
+    """Load every tile of this block; a whole warp calls it."""
+    each_tile(block.work.order, kernel.longest_first, functools.partial(load_tile, kernel, block))
 
 
 @cute.jit
-def load_tile(kernel: cutlass.Constexpr, block: Block, index: Int32, wave: Int32, q_pos: Int32, kv_pos: Int32):
-    """Load Q once and K, V block by block, last key block first; returns the next K/V position."""
+def load_tile(kernel: cutlass.Constexpr, block: Block, index: Int32, q_pos: Int32, kv_pos: Int32):
+    """Load Q once and K, V block by block, in the order of `QueryTile.visits`; returns the next K/V position."""
     traits = kernel.traits
     m_block, head, batch = block.work.order.tile(index, kernel.longest_first)
     tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
-    n_lo, n_hi = tile.n_blocks(block.work.mask, traits.tile_n)
+    n_block, n_lo, n_hi = tile.visits(block.work.mask, traits.tile_n, kernel.first_keys_first)
     loads = make_tile_loads(kernel, block, m_block, tile)
 
     # The first K goes before Q: its stage is free while the consumers still read the last tile's Q.
-    if n_hi > n_lo:
-        loads.k(kv_pos, n_hi - 1)
+    if n_hi >= n_lo:
+        loads.k(kv_pos, n_block)
     loads.q(q_pos, traits.mma_warpgroups)
-    if n_hi > n_lo:
-        for i in cutlass.range(n_hi - n_lo - 1, unroll=1):
-            loads.k(kv_pos + 1, n_hi - 2 - i)
-            loads.v(kv_pos, n_hi - 1 - i)
+    if n_hi >= n_lo:
+        for i in cutlass.range(n_hi - n_lo, unroll=1):
+            following = n_hi - 1 - i
+            loads.k(kv_pos + 1, following)
+            loads.v(kv_pos, n_block)
+            n_block = following
             kv_pos += 1
-        loads.v(kv_pos, n_lo)
+        loads.v(kv_pos, n_block)
         kv_pos += 1
     return kv_pos

@@ -28,7 +28,8 @@ class Warpgroup:
     Attributes:
         index: 0 for the first consumer warpgroup.
         thread: 0..127 inside the warpgroup.
-        tSrQ, tSrK: operands of the QK product; tOrP, tOrV: operands of the PV product.
+        tSrQ, tSrK: operands of the QK product; tOrP, tOrV: operands of the PV product. Q's is of the present tile only
+            after `with_q`.
         acc_S, acc_O: accumulators; `scores`, `out` are the same as (rows, columns).
         inner_scale: what a score is multiplied with before tanh, under a softcap.
         row_scale: what O has to be multiplied with after a softmax step.
@@ -70,7 +71,7 @@ def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
     if traits.q_in_regs:
         tSrQ = cute.make_rmem_tensor(thr_qk.partition_shape_A((WGMMA_M, traits.head_dim)), kernel.dtype)
     else:
-        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ[None, None, index]))
+        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ))
     if traits.p_in_regs:
         tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
     else:
@@ -92,7 +93,7 @@ def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
         scores=scores,
         out=out,
         inner_scale=work.inner_scale,
-        softmax=OnlineSoftmax.create(ROWS, work.scale_log2, kernel.problem.mask != "full", traits.lazy_rescale),
+        softmax=OnlineSoftmax.create(ROWS, work.scale_log2, kernel.problem.mask != "full"),
         row_scale=cute.make_rmem_tensor(ROWS, Float32),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         columns=rows_view(mma_qk.get_slice(0).partition_C(identity)),
@@ -101,11 +102,15 @@ def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
     )
 
 
-def load_q(kernel, wg: Warpgroup, tiles: Tiles) -> None:
-    """Load this warpgroup's Q fragments, which stay in registers for the whole tile."""
+def with_q(kernel, wg: Warpgroup, tiles: Tiles, stage: Int32) -> Warpgroup:
+    """The warpgroup with its part of the Q tile in `stage` as operand, loaded if it stays in registers."""
+    if not kernel.traits.q_in_regs:
+        tile = stage * kernel.traits.mma_warpgroups + wg.index
+        return dataclasses.replace(wg, tSrQ=wg.tSrQ[None, None, None, tile])
     copy = kernel.copy_q().get_slice(wg.thread)
     cute.copy(copy, copy.partition_S(tiles.sQ[None, None, wg.index]), copy.retile(wg.tSrQ))
     cute.arch.sync_warp()  # every lane has read its rows before one of them lets the next tile's Q in
+    return wg
 
 
 @cute.jit

@@ -1,0 +1,114 @@
+"""Steps whose softmax leaves the row maxima as they are, and the repair of a block whose scores outgrow them.
+
+Rows with `fixed_max` take the maxima of a tile's first scores and of the blocks that a mask cuts. In all other blocks
+nobody looks for larger scores: exponentials are taken against the present maxima and rounded into P's registers, while
+S stays in its own. Each thread's sum of its exponentials then tells whether a score outgrew its row's maximum by too
+much. If so, the warp does the block's softmax again from S, with maxima that move, and rescales what it has summed up.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from cuteflash.core.convert import round_fragment, round_pair
+from cuteflash.core.softmax import apply_softcap, scale_rows
+from cuteflash.core.views import acc_as_operand_a
+from cuteflash.kernels.sm90.bundles import Rings
+from cuteflash.kernels.sm90.products import product_both
+from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
+from cuteflash.traits.sm90 import WGMMA_M
+
+# Of a thread's exponentials of one row and block. Rounding is relative, so that P may grow without harm, but the key
+# that dominates a row should keep its P of 1, which is exact: up to 2^9 a row's rms error is that of moving maxima.
+LARGEST_SUM = 2.0**9
+
+
+@cute.jit
+def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, position: Int32):
+    """`count` steps over blocks that every row sees whole; returns the next K/V position.
+
+    With `repair_apart` the repair lies outside of the inner loop, which thereby stays as short as if there were none.
+    """
+    if const_expr(kernel.traits.repair_apart):
+        while count > 0:
+            while count > 0:  # steps to go; negative, with all bits flipped, after a block that needs a repair
+                sums, outgrown = fixed_step(kernel, wg, rings, position)
+                if not outgrown:
+                    wg.softmax.add(sums)
+                position += 1
+                count = cutlass.select_(outgrown, ~(count - 1), count - 1)
+            if count < 0:
+                repair(wg)
+                count = ~count
+    else:
+        for _ in cutlass.range(count, unroll=1):
+            sums, outgrown = fixed_step(kernel, wg, rings, position)
+            if outgrown:
+                repair(wg)
+            else:
+                wg.softmax.add(sums)
+            position += 1
+    return position
+
+
+def fixed_step(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> tuple[cute.Tensor, Boolean]:
+    """One step; returns its row sums, and whether the warp has to repair the block, which makes them void."""
+    product_both(kernel, wg, rings, position)
+    if kernel.problem.has_softcap:
+        apply_softcap(wg.scores, wg.inner_scale)
+    sums = fixed_softmax(kernel, wg, rings, position)
+    return sums, is_outgrown(kernel, wg, sums)
+
+
+def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.Tensor:
+    """P of the scores, once the PV product at `position` has left P's registers and V; returns P's row sums.
+
+    The order in which rows are exponentiated, added up and rounded is the one ptxas schedules best.
+    """
+    sums = cute.make_rmem_tensor_like(wg.softmax.row_sum)
+    ahead = [exponentials(wg, row, sums) for row in range(kernel.traits.exp_rows_before_wait)]
+    if ahead:
+        rings.v.wait(position)  # has long landed: a branch, past which ptxas does not move the exponentials
+    warpgroup.wait_group(0)
+    rings.v.release(position)
+    pairs = cute.recast_tensor(wg.tOrP, Uint32)
+    for row in range(ROWS):
+        values = ahead[row] if row < len(ahead) else exponentials(wg, row, sums)
+        for i in range(len(values) // 2):
+            pairs[ROWS * i + row] = round_pair(values[2 * i], values[2 * i + 1], kernel.dtype)
+    return sums
+
+
+def exponentials(wg: Warpgroup, row: int, sums: cute.Tensor) -> list[Float32]:
+    """A row's exponentials beside its scores, which stay; `sums` gets their sum."""
+    values = list(wg.softmax.exponentials(wg.scores, row))
+    sums[row] = functools.reduce(operator.add, values)
+    return values
+
+
+def is_outgrown(kernel, wg: Warpgroup, sums: cute.Tensor) -> Boolean:
+    """Whether a row of this warp has scores too far above its maximum. NaN is not: it stays in its row."""
+    packed = kernel.problem.packed_heads
+    found = Boolean(False)
+    for row in range(ROWS):
+        outgrown = sums[row] > LARGEST_SUM
+        if WGMMA_M % packed != 0:  # the last rows belong to no token and were never loaded
+            outgrown = outgrown & (wg.first_row + wg.columns[row, 0][0] < WGMMA_M // packed * packed)
+        found = found | outgrown
+    return cute.arch.vote_any_sync(found)
+
+
+@cute.jit
+def repair(wg: Warpgroup):
+    """Do the block's softmax again from its scores, with maxima that move. No product may be in flight."""
+    wg.softmax.take_peaks(wg.scores, wg.row_scale, False)
+    scale_rows(wg.out, wg.row_scale)
+    for row in cutlass.range_constexpr(ROWS):
+        wg.softmax.exponentiate(wg.scores, row)
+    round_fragment(acc_as_operand_a(wg.acc_S), wg.tOrP)
