@@ -97,12 +97,7 @@ def available(names: Sequence[str], where: torch.device) -> list[str]:
     return found
 
 
-def run(
-    plan: Plan,
-    where: torch.device,
-    path: pathlib.Path | None = None,
-    watch: Watch = UNSEEN,
-) -> Result:
+def run(plan: Plan, where: torch.device, path: pathlib.Path | None = None, watch: Watch = UNSEEN) -> Result:
     """Measure every cell of a plan on `where`; after Ctrl-C the result has those that were measured.
 
     A kernel that hangs ends the process with status 3, after `path` was written: its context is lost.

@@ -111,7 +111,7 @@ def rows_by_inputs(cells: Sequence[Result]) -> Iterator[list[str]]:
 
 
 def of_plain(cell: Result, cells: Sequence[Result], name: str) -> float | None:
-    """An implementation's speed in a cell over that in the same cell with plain inputs; None where one is missing."""
+    """An implementation's speed in a cell over that in the same cell with plain inputs; None if one is missing."""
     same = ("head_dim", "mask", "seqlen", "dtype")
     plain = next((one for one in cells if _kind(one) == PLAIN and all(one[key] == cell[key] for key in same)), None)
     base, here = plain and rate(plain, name), rate(cell, name)

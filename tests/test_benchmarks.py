@@ -348,6 +348,7 @@ def test_without_a_gpu_the_command_says_so() -> None:
         (["--head-dim", "12"], "head_dim is 12"),
         (["--seqlen", "1000"], "seqlen is 1000; it must divide the 16384 tokens"),
         (["--set", "all"], "set is 'all'; allowed: grid, real"),
+        (["--inputs", "sink:8", "--plot", "x.png"], "plot is given, which shows plain inputs; inputs is sink:8"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], complaint: str) -> None:
@@ -364,14 +365,14 @@ def test_the_command_measures_what_its_options_say(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench, "measure", lambda *arguments: given.append(arguments) or 1)
     options = ["--head-dim", "64", "--mask", "window", "--inputs", "plain,sink:12.0", "--dtype", "fp16", "--quick"]
     assert call(*options, "--json", str(tmp_path / "x.json")).exit_code == 1
-    assert call("--set", "real").exit_code == 1
+    assert call("--set", "real", "--impls", "fa2,sm90").exit_code == 1
     (_, first, where, path, _), (_, second, *_) = given
     lengths = itertools.product((1024, 8192), ("plain", "sink:12"))
     assert first.cells == [Cell(64, "window", n, "fp16", inputs=kind) for n, kind in lengths]
     assert (first.rounds, where, path) == (3, torch.device("cuda", 0), tmp_path / "x.json")
     assert first.names == ["sm90", "sm80", "cudnn", "fa2"]
     assert second.cells == forward.SETS["real"].cells
-    assert (second.rounds, second.names) == (forward.FULL_ROUNDS, ["sm90", "cudnn"])
+    assert (second.rounds, second.names) == (forward.FULL_ROUNDS, ["sm90", "fa2"])
 
 
 def test_the_commands_help_has_its_own_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from cuteflash.cli.bar import progress_bar
 from cuteflash.cli.options import Usage, integers, names
 from cuteflash.problem import DTYPES, MASK_KINDS
 from cuteflash.traits.arch import FAMILIES
-from cuteflash.tune.inputs import FORMS, parse_kind
+from cuteflash.tune.inputs import FORMS, PLAIN, parse_kind
 from cuteflash.tune.peers import PEERS
 from cuteflash.tune.variants import parse_variants
 
@@ -41,7 +42,7 @@ Impls = Annotated[
     str | None, typer.Option(help=f"Comma-separated implementations of {', '.join((*FAMILIES, *PEERS))}.")
 ]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Samples of each implementation in a cell.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Lengths 1024 and 8192 and three rounds, where not given.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Lengths 1024 and 8192 and three rounds, if not given.")]
 TraitsText = Annotated[
     str, typer.Option("--traits", help="JSON|@FILE: traits that our families run in place of their tables' rows.")
 ]
@@ -66,7 +67,7 @@ def bench(
 ) -> None:
     """Measure the forward against its peers on this GPU: outputs are checked, then timed side by side.
 
-    Exits with 1 where an output was wrong or an implementation failed.
+    Exits with 1 if an output was wrong or an implementation failed.
     """
     forward = importlib.import_module("benchmarks.forward")
     with Usage():
@@ -76,13 +77,15 @@ def bench(
             "seqlens": integers("seqlen", seqlen) or (forward.QUICK_SEQLENS if quick else ()),
             "dtypes": names("dtype", dtype, DTYPES),
             "inputs": [str(parse_kind(kind)) for kind in inputs.split(",")] if inputs is not None else [],
-            "names": names("impls", impls, forward.NAMES),
+            "names": sorted(names("impls", impls, forward.NAMES), key=forward.NAMES.index),  # each judges those before
         }
         chosen = forward.SETS[names("set", which, forward.SETS)[0]]
         chosen = dataclasses.replace(chosen, **{name: tuple(values) for name, values in given.items() if values})
         cells = chosen.cells
         _ = [cell.problem for cell in cells]  # says what head dims there are
         overrides = parse_variants(traits)
+        if plot is not None:
+            _check_plot(chosen.inputs)
         if not torch.cuda.is_available():
             raise ValueError("torch finds no GPU to measure on; the benchmark needs one")
         where = torch.device("cuda", torch.cuda.current_device())
@@ -93,6 +96,14 @@ def bench(
             overrides,
         )
     raise typer.Exit(measure(forward, plan, where, json, plot))
+
+
+def _check_plot(inputs: Sequence[str]) -> None:
+    """ValueError if nothing could be drawn, before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plot is given, and matplotlib, which draws it, is not installed")
+    if PLAIN not in inputs:
+        raise ValueError(f"plot is given, which shows plain inputs; inputs is {','.join(inputs)}")
 
 
 def measure(
@@ -109,9 +120,9 @@ def measure(
         watch = forward.Watch(lambda cell: bar.update(task, description=cell.label), end)
         result = forward.run(plan, where, path, watch)
     if result["cells"]:
+        forward.report.print_table(result)
         if plot is not None:
             forward.report.plot(result, plot)
-        forward.report.print_table(result)
     if path is not None:
         print(f"cuteflash: the results are in {path}", file=sys.stderr)
     if result.get("interrupted"):

@@ -51,7 +51,7 @@ def head_dims(head_dim: str | None, head_dim_v: str | None) -> list[tuple[int, i
 
 
 def integers(option: str, text: str | None) -> list[int]:
-    """The items of a comma-separated list; none where the option is not given."""
+    """The items of a comma-separated list; none if the option is not given."""
     if text is None:
         return []
     try:

@@ -97,7 +97,7 @@ def make_reference(inputs: Inputs, heads: int = HEADS_CHECKED) -> Reference:
 
 
 def torchs_errors(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Errors:
-    """Errors of what torch computed in `dtype`, or what counts as such where it has next to none."""
+    """Errors of what torch computed in `dtype`, or what counts as such if it has next to none."""
     found, eps = _errors(low - exact), torch.finfo(dtype).eps
     least = EXACT_RMS * eps * _rms(exact)
     if found.rms >= least:
@@ -137,7 +137,7 @@ def complaint(out: torch.Tensor, reference: Reference, other: torch.Tensor | Non
 
 
 def imprecision(out: torch.Tensor, reference: Reference) -> str | None:
-    """None where the rms error is small enough, else by how much it is too large.
+    """None if the rms error is small enough, else by how much it is too large.
 
     Apart from `complaint` because it holds for our kernels alone: a peer's precision is its own affair.
     """

@@ -54,7 +54,7 @@ class Bench(Tool, Protocol):
     def check(self, traits: FwdTraits, problem: FwdProblem) -> dict[str, Any]:
         """Runs the kernel on small ragged problems, plain and with sinks, rising and peaked scores.
 
-        Its errors as JSON values. Raises where an output is wrong.
+        Its errors as JSON values. Raises if an output is wrong.
         """
         ...
 

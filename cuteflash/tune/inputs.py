@@ -23,7 +23,7 @@ PLAIN = "plain"
 FORMS = (PLAIN, "sink:NATS", "ramp:NATS", "peaked", "peaked:half", "outliers")
 MAX_NATS = 1000.0
 PEAK = 3.0  # what the queries of peaked heads are multiplied with
-OUTLIERS = (10.0, 20.0)  # sizes of outlier channels, where the others' is 1
+OUTLIERS = (10.0, 20.0)  # sizes of outlier channels; the others' is 1
 CHANNELS_AN_OUTLIER = 64
 SEED = 1  # of directions and channels, which no other random number shares
 

@@ -143,7 +143,7 @@ class Racing:
         return ok
 
     def _gated(self, candidate: Candidate) -> Verdict | None:
-        """The gate's verdict; None where it has still to be asked, which asked less when the candidate passed."""
+        """The gate's verdict; None if it has still to be asked, or asked less when the candidate passed."""
         verdict = self._verdict(candidate, "gate")
         return None if verdict is not None and verdict.ok and verdict.details.get("gate") != GATE else verdict
 

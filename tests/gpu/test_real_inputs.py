@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 MASKS = {"full": Case(), "causal": Case(causal=True), "window": Case(window=(150, 40))}
 SINKS = ("sink:8", "sink:12", "sink:30", "sink:100", "sink:400")
 OTHERS = ("ramp:60", "ramp:-60", "ramp:400", "ramp:-400", "peaked", "peaked:half", "outliers")
-LENGTHS = {"cuda": 1100, "cpu": 200}  # several blocks of keys in every row of the tables; short where that takes long
+LENGTHS = {"cuda": 1100, "cpu": 200}  # several blocks of keys in every row of the tables; few where that is slow
 PLACES = {"middle": 117, "last": -1}
 
 
