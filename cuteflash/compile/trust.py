@@ -30,7 +30,10 @@ def doubt_directory(directory: pathlib.Path) -> str | None:
             if doubt:
                 return doubt
         elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-            return f"everybody can replace it, because {place} has mode {stat.S_IMODE(status.st_mode):04o}"
+            mode = stat.S_IMODE(status.st_mode)
+            return (
+                f"everybody can replace it: the mode of {place} is {mode:04o}; allowed: not writable by all, or sticky"
+            )
     return None
 
 
@@ -47,7 +50,9 @@ def read_trusted(path: pathlib.Path) -> bytes:
 def _doubt(status: os.stat_result) -> str | None:
     user = os.geteuid()
     if status.st_uid not in (user, 0):
-        return f"it belongs to user {status.st_uid}, and this is user {user}"
+        return f"it belongs to user {status.st_uid}; allowed: this user, {user}, or root"
     if status.st_mode & OTHERS_WRITE:
-        return f"others can write it: its mode is {stat.S_IMODE(status.st_mode):04o}, and chmod go-w makes it ours"
+        return (
+            f"others can write it: its mode is {stat.S_IMODE(status.st_mode):04o}; allowed: writable by its owner alone"
+        )
     return None
