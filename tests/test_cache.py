@@ -347,6 +347,21 @@ def test_nothing_is_taken_from_such_a_directory_nor_kept_there(root: pathlib.Pat
     assert not entry_of(root).object_path.exists()
 
 
+def test_nothing_is_kept_in_a_directory_that_somebody_else_made_meanwhile(
+    root: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = pathlib.Path.mkdir
+
+    def made(path: pathlib.Path, **options: object) -> None:
+        mkdir(path, **options)
+        path.chmod(0o777)
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", made)
+    with pytest.warns(CacheWarning, match=f"are not kept: {root}: others can write it"):
+        assert callable(compiled(*REQUEST))
+    assert not entry_of(root).object_path.exists()
+
+
 def test_a_link_is_followed_to_who_can_write_there(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "shared").mkdir()
     root.symlink_to(tmp_path / "shared")

@@ -116,8 +116,11 @@ class Entry:
     def write(self, blob: bytes, report: dict[str, Any]) -> None:
         """Stores an object and its report; the manifest comes last, so that a reader never finds one without the other.
 
-        OSError where the directory cannot be written.
+        OSError where the directory cannot be written, or others can write it: whoever made it may have been faster.
         """
+        doubt = doubt_directory(self.root)
+        if doubt is not None:
+            raise PermissionError(doubt)
         manifest = {
             "version": MANIFEST_VERSION,
             "key": self.key,
