@@ -38,7 +38,13 @@ from cuteflash.dispatch import choose_fwd, current_target
 from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, UNBOUNDED, Dtype, FwdProblem, mask_of_window
 from cuteflash.reference.fa2 import flash_attention_2
 from cuteflash.traits.shapes import shape_of
-from cuteflash.transforms import NO_BACKWARD, check_derivatives, is_forward_ad_active, register_transforms
+from cuteflash.transforms import (
+    NO_BACKWARD,
+    autocast_changes,
+    check_derivatives,
+    is_forward_ad_active,
+    register_transforms,
+)
 from cuteflash.validate import ALIGNMENT, FwdOptions, check_alignment, check_fwd
 
 Result = Any  # Tensor from `fwd`, (Tensor, Tensor) from `fwd_lse`
@@ -71,8 +77,8 @@ WITHOUT_MODES = _without_modes()
 def is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the dispatcher would take a call straight to the CUDA implementation, which costs it 3 us.
 
-    It would not under `torch.compile`, a dispatch or function mode, a functorch transform or autocast, with gradients,
-    or where tensors may have tangents.
+    It would not under `torch.compile`, a dispatch or function mode or a functorch transform, with gradients, where
+    tensors may have tangents, or where autocast changes a dtype.
     """
     return (
         not is_dynamo_compiling()  # while an export traces, tensors are not plain either
@@ -80,7 +86,7 @@ def is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.is_cuda
         and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and forward_ad._current_level < 0  # is_forward_ad_active, without the call
-        and not is_autocast_enabled()  # for CUDA
+        and not (is_autocast_enabled() and autocast_changes(q, k, v))
         and not _is_torch_function_mode_enabled()
         and _dispatch_tls_local_include_set().raw_repr() in WITHOUT_MODES
     )

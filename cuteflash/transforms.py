@@ -30,6 +30,11 @@ def is_forward_ad_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+def autocast_changes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether CUDA's autocast, which is on, takes one of these in another dtype."""
+    return not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype("cuda")
+
+
 def check_derivatives(q: Tensor, k: Tensor, v: Tensor, needs_grad: bool) -> None:
     """Raise NotImplementedError where a result would need a derivative before anybody can call `backward()`."""
     if is_forward_ad_active() and torch._C._is_fwd_grad_enabled():

@@ -221,6 +221,9 @@ class CudaTensor:
 
     is_cuda, requires_grad = True, False
 
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.dtype = dtype
+
 
 @contextlib.contextmanager
 def functorch() -> Iterator[None]:
@@ -252,5 +255,8 @@ def test_the_direct_path_to_cuda_is_for_plain_calls(mode: str, tensor: Any) -> N
         assert ops.is_plain_cuda_call(tensor, tensor, tensor) == (mode in PLAIN)
 
 
-def test_autocast_of_cuda_leaves_the_direct_path(cuda_autocast: None, tensor: Any) -> None:
-    assert not ops.is_plain_cuda_call(tensor, tensor, tensor)
+def test_autocast_leaves_the_direct_path_where_it_changes_a_dtype(cuda_autocast: None, tensor: Any) -> None:
+    right = CudaTensor(torch.float16)
+    assert ops.is_plain_cuda_call(right, right, right)
+    for tensors in [(tensor, right, right), (right, tensor, right), (right, right, tensor), (tensor, tensor, tensor)]:
+        assert not ops.is_plain_cuda_call(*tensors)
