@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+import numbers
+import sys
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda, is_plain_cuda_call
+from cuteflash.problem import UNBOUNDED
 from cuteflash.traits.arch import FAMILIES, Family
+from cuteflash.validate import SCALES, SOFTCAPS, shown
 
 Window = tuple[int, int]
 UNBOUNDED_WINDOW: Window = (-1, -1)
@@ -99,31 +103,32 @@ def flash_attn_func(
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or two dtypes mixed.
         ValueError: a shape, stride, alignment, device mix, scale, softcap or window that is not allowed.
-        NotImplementedError: a device or family that is not supported; also from ``backward()``, which this release
-            does not have.
+        NotImplementedError: a device, family or kind of tensor (nested, sparse) that is not supported, or a derivative:
+            from ``backward()`` and under ``torch.func``'s transforms, of which ``vmap`` alone is supported.
+
+    Under ``torch.autocast`` q, k and v are taken in its dtype, as by torch's own attention.
     """
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain or (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor))):
         raise _not_tensors(q=q, k=k, v=v)
     left, right = (-1, -1) if window_size is UNBOUNDED_WINDOW or window_size is None else _window(window_size)
-    if causal is not False:
-        _check_bool("causal", causal)
+    if causal is not False and _flag("causal", causal):
         right = 0
     if softmax_scale is not None and not isinstance(softmax_scale, float):
-        softmax_scale = _number("softmax_scale", softmax_scale, "None or a number")
+        softmax_scale = _number("softmax_scale", softmax_scale, SCALES)
     if not isinstance(softcap, float):
-        softcap = _number("softcap", softcap, "a number")
-    if is_plain:
-        op = fwd_lse_cuda if return_lse else fwd_cuda
+        softcap = _number("softcap", softcap, SOFTCAPS)
+    if return_lse is False or not _flag("return_lse", return_lse):
+        op = fwd_cuda if is_plain else fwd
     else:
-        op = fwd_lse if return_lse else fwd
+        op = fwd_lse_cuda if is_plain else fwd_lse
     if pack_gqa is None and family is None:  # trailing defaults are cheapest left out: 0.1 us each in the dispatcher
         result: Tensor | tuple[Tensor, Tensor] = op(q, k, v, softmax_scale, left, right, softcap)
         return result
     if pack_gqa is not None:
-        _check_bool("pack_gqa", pack_gqa)
+        pack_gqa = _flag("pack_gqa", pack_gqa, "None, ")
     if family is not None and not isinstance(family, str):
-        raise TypeError(f"family is {family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")
+        raise TypeError(f"family is {shown(family)}; allowed: None, {', '.join(map(repr, FAMILIES))}")
     result = op(q, k, v, softmax_scale, left, right, softcap, pack_gqa, family)
     return result
 
@@ -138,23 +143,39 @@ def _window(window_size: Window) -> Window:
         left, right = window_size
         if _is_int(left) and _is_int(right):
             if left < -1 or right < -1:
-                raise ValueError(f"window_size is {tuple(window_size)}; allowed: -1 (unbounded) or more on each side")
-            return left, right
-    raise TypeError(f"window_size is {window_size!r}; allowed: None or a pair of ints (left, right), -1 is unbounded")
+                raise ValueError(f"window_size is {shown(window_size)}; allowed: -1 (unbounded) or more on each side")
+            return _side(left), _side(right)
+    raise TypeError(
+        f"window_size is {shown(window_size)}; allowed: None or a pair of ints (left, right), -1 is unbounded"
+    )
+
+
+def _side(keys: int) -> int:
+    """A side of a window as an operator takes it; one beyond every length is none."""
+    return int(keys) if keys < UNBOUNDED else -1
+
+
+# NumPy's scalars are taken for what they stand for. They are known as numbers to `numbers`, but for its booleans.
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
 
 
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        allowed = "True, False" if name == "causal" else "None, True, False"
-        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+def _flag(name: str, value: object, also: str = "") -> bool:
+    if isinstance(value, bool):
+        return value
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.bool_):
+        return bool(value)
+    raise TypeError(f"{name} is {shown(value)}; allowed: {also}True, False")
 
 
 def _number(name: str, value: object, allowed: str) -> float:
     """`value` as an operator takes it. Not tensors: reading one would synchronise the host with the GPU."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if not isinstance(value, (int, numbers.Real)) or isinstance(value, bool):
+        raise TypeError(f"{name} is {shown(value)}, a {type(value).__name__}; allowed: {allowed}")
+    try:
         return float(value)
-    raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; allowed: {allowed}")
+    except OverflowError:
+        raise ValueError(f"{name} is {shown(value)}; allowed: {allowed}") from None

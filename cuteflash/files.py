@@ -1,4 +1,4 @@
-"""Files that other processes read while they are written."""
+"""Where a user's files lie, and files that other processes read while they are written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,36 @@ import contextlib
 import os
 import pathlib
 import tempfile
+
+
+class NoDirectoryError(Exception):
+    """There is no directory for a user's files; the text says why."""
+
+
+def user_directory(variable: str, xdg_variable: str, under_home: str) -> pathlib.Path:
+    """Where files of one kind lie. Not created here.
+
+    Args:
+        variable: the environment variable that names the directory itself.
+        xdg_variable: the one of the XDG base directory, which gets a `cuteflash` in it; relative paths are ignored, as
+            that specification asks.
+        under_home: what stands for the latter where it is not set, relative to the home directory.
+
+    Raises:
+        NoDirectoryError: the directory is in a home that does not exist: containers run with user ids that have
+            neither $HOME nor an entry in the user database, and `~name` may name nobody.
+    """
+    named = os.environ.get(variable)
+    base = os.environ.get(xdg_variable)
+    try:
+        if named:
+            return pathlib.Path(named).expanduser()
+        if base and os.path.isabs(base):
+            return pathlib.Path(base) / "cuteflash"
+        return pathlib.Path.home() / under_home / "cuteflash"
+    except RuntimeError:
+        subject = f"{variable} is {named!r}, and that" if named else f"user {os.geteuid()}"
+        raise NoDirectoryError(f"{subject} has no home directory") from None
 
 
 def replace_file(path: pathlib.Path, content: bytes) -> None:

@@ -6,6 +6,7 @@
     fake      the same checks on possibly symbolic sizes, and empty results with the strides of the real ones.
     autograd  nothing without gradients; with them a node whose backward says that there is none in this release.
 
+What vmap, autocast and other transforms and modes of torch do with them is in `cuteflash.transforms`.
 Two operators, so that a call without LSE never allocates one. They are defined through `torch.library.Library`, whose
 call costs a third of what the `custom_op` decorator's does. A CUDA graph can capture a call once an earlier one with
 the same problem and shape class (`cuteflash.traits.shapes`) has compiled its kernel. The class is found where a plan is
@@ -18,7 +19,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
 from torch._C import (  # what torch.library.register_autograd is itself made of
     DispatchKey,
     DispatchKeySet,
@@ -28,13 +29,22 @@ from torch._C import (  # what torch.library.register_autograd is itself made of
     _is_torch_function_mode_enabled,
 )
 from torch._ops import OpOverload
-from torch.compiler import is_compiling
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose_fwd, current_target
-from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, Dtype, FwdProblem, mask_of_window
+from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, UNBOUNDED, Dtype, FwdProblem, mask_of_window
 from cuteflash.reference.fa2 import flash_attention_2
 from cuteflash.traits.shapes import shape_of
+from cuteflash.transforms import (
+    NO_BACKWARD,
+    autocast_changes,
+    check_derivatives,
+    is_forward_ad_active,
+    register_transforms,
+)
 from cuteflash.validate import ALIGNMENT, FwdOptions, check_alignment, check_fwd
 
 Result = Any  # Tensor from `fwd`, (Tensor, Tensor) from `fwd_lse`
@@ -51,11 +61,14 @@ PLANS_MAX = 4096  # a serving process sees ever new lengths; a plan is about 1 k
 _library = torch.library.Library("cuteflash", "DEF")
 
 
-def _without_modes() -> frozenset[int]:
-    """What the dispatcher adds to a call's keys where no mode, transform or tracer is active."""
-    plain = _dispatch_tls_local_include_set().raw_repr()
+def _without_modes() -> tuple[int, int]:
+    """What the dispatcher adds to a call's keys where no mode, transform or tracer is active, also in inference mode.
+
+    Two numbers are compared faster than hashed.
+    """
+    plain: int = _dispatch_tls_local_include_set().raw_repr()
     with torch.inference_mode():
-        return frozenset((plain, _dispatch_tls_local_include_set().raw_repr()))
+        return plain, _dispatch_tls_local_include_set().raw_repr()
 
 
 WITHOUT_MODES = _without_modes()
@@ -64,13 +77,16 @@ WITHOUT_MODES = _without_modes()
 def is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the dispatcher would take a call straight to the CUDA implementation, which costs it 3 us.
 
-    It would not under `torch.compile`, a dispatch or function mode, a functorch transform, or with gradients.
+    It would not under `torch.compile`, a dispatch or function mode or a functorch transform, with gradients, where
+    tensors may have tangents, or where autocast changes a dtype.
     """
     return (
-        not is_compiling()
+        not is_dynamo_compiling()  # while an export traces, tensors are not plain either
         and type(q) is type(k) is type(v) is Tensor
         and q.is_cuda
         and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and forward_ad._current_level < 0  # is_forward_ad_active, without the call
+        and not (is_autocast_enabled() and autocast_changes(q, k, v))
         and not _is_torch_function_mode_enabled()
         and _dispatch_tls_local_include_set().raw_repr() in WITHOUT_MODES
     )
@@ -107,9 +123,9 @@ def plan_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool
         problem = FwdProblem(*base, packed_heads=heads_per_kv)
         choice = choose_fwd(problem, target, options.family, shape)
     kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
-    scale = q.shape[3] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    scale = q.shape[3] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    return bind_fwd(kernel, (q, k, v), has_lse, (scale, options.softcap, left, right, num_sms))
+    return bind_fwd(kernel, (q, k, v), has_lse, (scale, float(options.softcap), left, right, num_sms))
 
 
 def bind_fwd(
@@ -182,7 +198,8 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool
     check_fwd(q, k, v, options)
     check_alignment(q, k, v)
     scale = q.shape[3] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    result = flash_attention_2(q, k, v, scale, options.window_left, options.window_right, options.softcap)
+    left, right = (min(side, UNBOUNDED) for side in (options.window_left, options.window_right))
+    result = flash_attention_2(q, k, v, scale, left, right, options.softcap)
     return result if has_lse else result[0]
 
 
@@ -197,8 +214,7 @@ class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise NotImplementedError(
-            "cuteflash has no backward kernels in this release: call it under torch.no_grad() or "
-            "torch.inference_mode(), or detach q, k and v"
+            f"{NO_BACKWARD}: call it under torch.no_grad() or torch.inference_mode(), or detach q, k and v"
         )
 
 
@@ -212,7 +228,7 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
                 q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
                 q.get_device(), k.get_device(), v.get_device(), options,
             )  # fmt: skip
-        except RuntimeError:  # a sparse tensor has no strides
+        except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
             check_fwd(q, k, v, FwdOptions(*options))
             raise
         launch = plans.get(key)
@@ -250,7 +266,10 @@ def _define(name: str, returns: str, cuda: Callable[..., Result], has_lse: bool)
     }
 
     def autograd(keyset: DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
-        if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        needs_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if needs_grad or is_forward_ad_active():
+            check_derivatives(q, k, v, needs_grad)
+        if needs_grad:
             return _ForwardOnly.apply(op, keyset, q, k, v, *options)  # type: ignore[no-untyped-call]
         implementation = direct.get(keyset.raw_repr())
         if implementation is not None:
@@ -260,9 +279,14 @@ def _define(name: str, returns: str, cuda: Callable[..., Result], has_lse: bool)
 
     _library.impl(name, cuda, "CUDA")
     _library.impl(name, cpu, "CPU")
-    _library.impl(name, elsewhere, "CompositeExplicitAutograd")
+    for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):  # the first has no nested tensors
+        _library.impl(name, elsewhere, key)
+    torch.library.register_torch_dispatch(
+        op, NestedTensor, lambda cls, op, types, args, kwargs: elsewhere(*args, **kwargs), lib=_library
+    )
     _library.impl(name, autograd, "Autograd", with_keyset=True)
     torch.library.register_fake(f"cuteflash::{name}", fake, lib=_library)
+    register_transforms(_library, op)
     return op
 
 

@@ -19,12 +19,13 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from cuteflash.files import replace_file
+from cuteflash.files import NoDirectoryError, replace_file, user_directory
 from cuteflash.traits.arch import ArchSpec, Family, get_arch
 from cuteflash.traits.row import FWD_TRAITS, ROW_HEAD_DIMS, FwdRow, Traits
 
 FORMAT = 1
-MOVES = "CUTEFLASH_CONFIG_DIR moves it"
+VARIABLE = "CUTEFLASH_CONFIG_DIR"
+MOVES = f"{VARIABLE} moves it"
 
 
 class TableError(ValueError):
@@ -57,23 +58,34 @@ class MeasuredRow:
 
 
 def config_dir() -> pathlib.Path | None:
-    """Where the user's tables lie; None where there is no home directory either. Not created here."""
-    moved = os.environ.get("CUTEFLASH_CONFIG_DIR")
-    if moved:
-        return pathlib.Path(moved).expanduser()
-    base = os.environ.get("XDG_CONFIG_HOME")
-    if base and os.path.isabs(base):  # the XDG specification has relative paths ignored
-        return pathlib.Path(base) / "cuteflash"
+    """Where the user's tables lie; None where that is in a home that does not exist. Not created here."""
     try:
-        return pathlib.Path.home() / ".config" / "cuteflash"
-    except RuntimeError:  # no $HOME, and no entry for this user: containers
+        return _directory()
+    except TableError:
         return None
+
+
+def _directory() -> pathlib.Path:
+    """`config_dir`, or TableError."""
+    try:
+        return user_directory(VARIABLE, "XDG_CONFIG_HOME", ".config")
+    except NoDirectoryError as error:
+        raise TableError(f"there is no directory for the user's tables: {error}; {MOVES}") from error
+
+
+def _directory_of_tables() -> pathlib.Path | None:
+    """`config_dir` for those who look for tables: TableError where CUTEFLASH_CONFIG_DIR, which may mean some, fails."""
+    return _directory() if os.environ.get(VARIABLE) else config_dir()
 
 
 def table_path(target: str, family: Family) -> pathlib.Path | None:
     """The file of a table, there or not; None where there is no config directory."""
     root = config_dir()
-    return None if root is None else root / f"fwd-{target}-{family}.json"
+    return None if root is None else root / _file_name(target, family)
+
+
+def _file_name(target: str, family: Family) -> str:
+    return f"fwd-{target}-{family}.json"
 
 
 @functools.cache
@@ -90,11 +102,13 @@ def read(target: str, family: Family) -> tuple[MeasuredRow, ...]:
     """The user's rows as the file has them now, none where there is no file.
 
     Raises:
-        TableError: the file cannot be read, is corrupt or outdated, or has a row that `target` does not run.
+        TableError: the file cannot be read, is corrupt or outdated, or has a row that `target` does not run; or
+            CUTEFLASH_CONFIG_DIR names a home that does not exist.
     """
-    path = table_path(target, family)
-    if path is None:
+    root = _directory_of_tables()
+    if root is None:
         return ()
+    path = root / _file_name(target, family)
     try:
         return _parse(path.read_bytes(), get_arch(target), family)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,9 +121,7 @@ def read(target: str, family: Family) -> tuple[MeasuredRow, ...]:
 
 def check_writable() -> pathlib.Path:
     """The config directory, made where it is missing. TableError where a file cannot be written there."""
-    root = config_dir()
-    if root is None:
-        raise TableError(f"there is no home directory for the user's tables; {MOVES}")
+    root = _directory()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
@@ -124,7 +136,7 @@ def write(target: str, family: Family, rows: Iterable[MeasuredRow]) -> pathlib.P
     Raises:
         TableError: a row is not one of this table, or the directory cannot be written.
     """
-    path = check_writable() / f"fwd-{target}-{family}.json"
+    path = check_writable() / _file_name(target, family)
     table = {
         "format": FORMAT,
         "cuteflash": version(),
@@ -144,7 +156,7 @@ def write(target: str, family: Family, rows: Iterable[MeasuredRow]) -> pathlib.P
 
 def remove() -> list[pathlib.Path]:
     """Removes every table of the user, readable or not; returns their paths. TableError where one cannot be removed."""
-    root = config_dir()
+    root = _directory_of_tables()
     paths = sorted(root.glob("fwd-*.json")) if root is not None else []
     for path in paths:
         try:

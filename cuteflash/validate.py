@@ -6,6 +6,7 @@ shapes): a check then becomes a guard of the compiled graph, and one that cannot
 
 from __future__ import annotations
 
+import reprlib
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ DIMS = ("batch", "seqlen", "heads", "head_dim")
 # Kernels get scalars in fp32, where what is under the smallest normal number becomes 0.
 FP32_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 POSITIVE = f"positive number that fp32 holds ({FP32_TINY:.2g} to {FP32_MAX:.2g})"
+SCALES, SOFTCAPS = f"None or a {POSITIVE}", f"0 (none) or a {POSITIVE}"
 
 
 class FwdOptions(NamedTuple):
@@ -76,6 +78,14 @@ def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
+def shown(value: object) -> str:
+    """A value as an error names it: short, also where it holds an integer of more digits than Python prints."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} with an integer too long to print"
+
+
 def _holds(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds: guards on symbolic ones, False where only the call itself can tell."""
     if isinstance(condition, bool):
@@ -89,9 +99,9 @@ def _check_options(options: FwdOptions) -> None:
     scale, softcap = options.softmax_scale, options.softcap
     # Kernels take the row maximum of scores that are not scaled yet, and hide a key by -inf: times 0 that would be NaN.
     if scale is not None and not FP32_TINY <= scale <= FP32_MAX:
-        raise ValueError(f"softmax_scale is {scale}; allowed: None or a {POSITIVE}")
+        raise ValueError(f"softmax_scale is {scale}; allowed: {SCALES}")
     if softcap != 0 and not FP32_TINY <= softcap <= FP32_MAX:
-        raise ValueError(f"softcap is {softcap}; allowed: 0 (none) or a {POSITIVE}")
+        raise ValueError(f"softcap is {softcap}; allowed: {SOFTCAPS}")
     for name, side in (("window_left", options.window_left), ("window_right", options.window_right)):
         if side < -1:
             raise ValueError(f"{name} is {side}; allowed: -1 (unbounded) or more")
@@ -100,6 +110,10 @@ def _check_options(options: FwdOptions) -> None:
 
 
 def _check_kind(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise NotImplementedError(
+            f"{name} is a nested tensor, layout {tensor.layout}; supported: tensors whose sequences have one length"
+        )
     if tensor.device.type not in DEVICES:
         raise NotImplementedError(f"{name}.device is {tensor.device}; supported: cuda, cpu")
     if tensor.layout is not torch.strided:

@@ -29,6 +29,7 @@ RANKS: dict[str, int] = {
     "kernels.sm90": 4,
     "compile": 5,
     "dispatch": 6,
+    "transforms": 6,
     "ops": 7,
     "api": 8,
     "nn": 9,

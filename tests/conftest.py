@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import pwd
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,18 @@ def own_tables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     tables = OwnTables(tmp_path / "config")
     yield tables
     tables.forget()
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without $HOME and without an entry in the user database, as containers may run with."""
+
+    def unknown(user: object) -> object:
+        raise KeyError(user)
+
+    for name in ("HOME", "CUTEFLASH_CACHE_DIR", "XDG_CACHE_HOME", "CUTEFLASH_CONFIG_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,14 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cuteflash import flash_attn_func, ops
+from cuteflash import api, flash_attn_func, ops
 from cuteflash.dispatch import Choice
 from cuteflash.problem import UNBOUNDED, FwdProblem, mask_of_window
 from cuteflash.traits.row import FwdRow
@@ -74,6 +75,13 @@ def test_options_go_by_name_or_by_position() -> None:
     assert torch.equal(by_name, flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, softcap=4.0))
 
 
+@pytest.mark.parametrize("window", [(-1, 2**63 - 1), (2**63 - 1, 2**63 - 1), (0, 2**63 - 1), (2**63 - 1, 0)], ids=str)
+def test_windows_beyond_every_length_are_unbounded(window: tuple[int, int]) -> None:
+    q, k, v = qkv()
+    left, right = (-1 if side > UNBOUNDED else side for side in window)
+    assert torch.equal(FWD(q, k, v, None, *window), FWD(q, k, v, None, left, right))
+
+
 def test_lazily_negated_tensors_are_negated() -> None:
     q, k, v = qkv()
     assert torch.equal(FWD(torch._neg_view(q), k, v), FWD(-q, k, v))
@@ -90,12 +98,6 @@ def test_modes_see_the_operator() -> None:
     with Record():
         FWD(*qkv())
     assert FWD in seen
-
-
-def test_vmap_is_a_loop_over_calls() -> None:
-    q, k, v = (torch.stack([x, 2 * x]) for x in qkv())
-    expected = torch.stack([FWD(*tensors) for tensors in zip(q, k, v)])
-    assert torch.equal(torch.vmap(FWD)(q, k, v), expected)
 
 
 def test_importing_loads_no_compiler() -> None:
@@ -135,6 +137,15 @@ def test_a_launch_gets_tensors_scalars_and_the_number_of_sms(gpu: Gpu) -> None:
     assert arguments[5:] == (0.3, 2.0, 5, UNBOUNDED, NUM_SMS)
     assert o.shape == (2, 6, 4, 24) and o.dtype == q.dtype and o.is_contiguous()
     assert lse.shape == (2, 4, 6) and lse.dtype == torch.float32 and lse.is_contiguous()
+
+
+def test_a_launch_gets_plain_numbers_for_numpys(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "is_plain_cuda_call", lambda q, k, v: True)
+    monkeypatch.setattr(api, "fwd_cuda", gpu.fwd)
+    window = np.int64(3), np.int32(-1)
+    flash_attn_func(*qkv(), softmax_scale=np.float64(0.5), softcap=np.float16(2), window_size=window)
+    scalars = gpu.launches[0][1][5:]
+    assert scalars == (0.5, 2.0, 3, UNBOUNDED, NUM_SMS) and {type(x) for x in scalars} == {float, int}
 
 
 def test_without_lse_none_is_allocated(gpu: Gpu) -> None:

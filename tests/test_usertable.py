@@ -208,17 +208,22 @@ def test_where_tables_lie(monkeypatch: pytest.MonkeyPatch, variables: dict[str, 
     assert usertable.config_dir() == pathlib.Path(expected)
 
 
-def test_without_a_home_there_are_no_tables_and_none_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> pathlib.Path:
-        raise RuntimeError("no home")
-
-    for name in ("CUTEFLASH_CONFIG_DIR", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pathlib.Path, "home", homeless)
+def test_without_a_home_there_are_no_tables_and_none_can_be_written(homeless: None) -> None:
     assert usertable.config_dir() is None and usertable.table_path("sm_80", "sm80") is None
     assert usertable.read("sm_80", "sm80") == () and usertable.remove() == []
-    with pytest.raises(TableError, match="no home directory for the user's tables; CUTEFLASH_CONFIG_DIR moves it"):
+    with pytest.raises(TableError, match=r"user \d+ has no home directory; CUTEFLASH_CONFIG_DIR moves it"):
         usertable.check_writable()
+
+
+def test_a_directory_in_nobodys_home_is_reported(own_tables: OwnTables, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTEFLASH_CONFIG_DIR", "~no-such-user/tables")
+    assert usertable.config_dir() is None
+    reason = "CUTEFLASH_CONFIG_DIR is '~no-such-user/tables', and that has no home directory"
+    for work in (usertable.check_writable, usertable.remove, lambda: usertable.read("sm_80", "sm80")):
+        with pytest.raises(TableError, match=reason):
+            work()
+    with pytest.warns(TableWarning, match=f"the shipped table sm_80/sm80 is used, because .*{reason}"):
+        assert usertable.load("sm_80", "sm80") == ()
 
 
 def test_another_process_chooses_by_the_table(own_tables: OwnTables) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nan softcap": ({"softcap": math.nan}, ValueError, "softcap is nan"),
     "family": ({"family": "sm70"}, ValueError, "family is 'sm70'; allowed: None, 'sm80', 'sm90'"),
 }
+ENDLESS = 10**400  # no float holds it
+UNPRINTABLE = 10**5000  # more digits than Python prints
 OPERATOR_OPTIONS = OPTIONS | {
     "left": ({"window_left": -2}, ValueError, r"window_left is -2; allowed: -1 \(unbounded\) or more"),
     "right": ({"window_right": -3}, ValueError, "window_right is -3"),
@@ -101,9 +105,56 @@ FUNCTION_OPTIONS = OPTIONS | {
     "window bool": ({"window_size": (True, 2)}, TypeError, r"window_size is \(True, 2\)"),
     "causal": ({"causal": 1}, TypeError, "causal is 1; allowed: True, False"),
     "pack_gqa": ({"pack_gqa": "yes"}, TypeError, "pack_gqa is 'yes'; allowed: None, True, False"),
-    "scale": ({"softmax_scale": "1"}, TypeError, "softmax_scale is '1', a str; allowed: None or a number"),
+    "scale": ({"softmax_scale": "1"}, TypeError, "softmax_scale is '1', a str; allowed: None or a positive number"),
     "scale tensor": ({"softmax_scale": torch.ones(())}, TypeError, "softmax_scale is .*, a Tensor"),
-    "softcap": ({"softcap": None}, TypeError, "softcap is None, a NoneType; allowed: a number"),
+    "scale array": ({"softmax_scale": np.ones(())}, TypeError, "softmax_scale is array.*, a ndarray"),
+    "scale bool": (
+        {"softmax_scale": np.True_},
+        TypeError,
+        "softmax_scale is .*True.*, a bool; allowed: None or a posi",
+    ),
+    "endless scale": ({"softmax_scale": ENDLESS}, ValueError, r"softmax_scale is 10+\.\.\.0+; allowed: None or a posi"),
+    "endless softcap": ({"softcap": -ENDLESS}, ValueError, r"softcap is -10+\.\.\.0+; allowed: 0 .none. or a positive"),
+    "endless fraction": (
+        {"softcap": Fraction(ENDLESS)},
+        ValueError,
+        r"softcap is Fraction\(10+.*; allowed: 0 .none. or",
+    ),
+    "unprintable scale": (
+        {"softmax_scale": UNPRINTABLE},
+        ValueError,
+        "softmax_scale is a int with an integer too long",
+    ),
+    "unprintable window": (
+        {"window_size": (-UNPRINTABLE, 0)},
+        ValueError,
+        "window_size is a tuple with an integer too",
+    ),
+    "scale of infinity": (
+        {"softmax_scale": np.float32(np.inf)},
+        ValueError,
+        "softmax_scale is inf; allowed: None or a",
+    ),
+    "window array": (
+        {"window_size": np.array([1, 2])},
+        TypeError,
+        r"window_size is array\(\[1, 2\]\); allowed: None or",
+    ),
+    "window numpy float": (
+        {"window_size": (np.float32(1), 2)},
+        TypeError,
+        "window_size is .*allowed: None or a pair of",
+    ),
+    "window numpy bool": (
+        {"window_size": (np.True_, 2)},
+        TypeError,
+        "window_size is .*allowed: None or a pair of ints",
+    ),
+    "softcap": ({"softcap": None}, TypeError, "softcap is None, a NoneType; allowed: 0 .none. or a positive number"),
+    "return_lse": ({"return_lse": "x"}, TypeError, "return_lse is 'x'; allowed: True, False"),
+    "return_lse None": ({"return_lse": None}, TypeError, "return_lse is None; allowed: True, False"),
+    "return_lse tensor": ({"return_lse": torch.ones(())}, TypeError, "return_lse is tensor.*; allowed: True, False"),
+    "long text": ({"causal": "x" * 10**6}, TypeError, r"causal is 'x+\.\.\.x+'; allowed: True, False"),
     "family type": ({"family": 90}, TypeError, "family is 90; allowed: None, 'sm80', 'sm90'"),
 }
 
@@ -123,6 +174,31 @@ def test_bad_options_of_the_function(empty: Make, case: str) -> None:
     q = empty(2, S, H, D)
     with pytest.raises(error, match=message):
         flash_attn_func(q, q, q, **options)
+
+
+NUMPY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "scale": ({"softmax_scale": np.float32(0.5)}, {"softmax_scale": 0.5}),
+    "double scale": ({"softmax_scale": np.float64(0.5)}, {"softmax_scale": 0.5}),
+    "integer scale": ({"softmax_scale": np.int64(2)}, {"softmax_scale": 2}),
+    "fraction": ({"softmax_scale": Fraction(1, 2)}, {"softmax_scale": 0.5}),
+    "softcap": ({"softcap": np.float16(2)}, {"softcap": 2}),
+    "window": ({"window_size": (np.int64(1), np.uint8(2))}, {"window_size": (1, 2)}),
+    "causal": ({"causal": np.True_}, {"causal": True}),
+    "not causal": ({"causal": np.False_}, {"causal": False}),
+    "lse": ({"return_lse": np.True_}, {"return_lse": True}),
+    "no lse": ({"return_lse": np.False_}, {"return_lse": False}),
+    "pack_gqa": ({"pack_gqa": np.True_}, {"pack_gqa": True}),
+    "family": ({"family": np.str_("sm90")}, {"family": "sm90"}),
+    "endless window": ({"window_size": (2**63, 0)}, {"window_size": (-1, 0)}),
+    "unprintable window": ({"window_size": (0, UNPRINTABLE)}, {"window_size": (0, -1)}),
+}
+
+
+@pytest.mark.parametrize("case", NUMPY)
+def test_scalars_of_other_types_are_taken_for_what_they_stand_for(case: str) -> None:
+    given, meant = NUMPY[case]
+    q, k, v = torch.randn(3, 2, S, H, D, generator=torch.Generator().manual_seed(0)).unbind()
+    torch.testing.assert_close(flash_attn_func(q, k, v, **given), flash_attn_func(q, k, v, **meant), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -196,6 +272,19 @@ def test_sparse_tensors_are_not_supported() -> None:
         flash_attn_func(q, q, q)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_nested_tensors_are_not_supported(layout: torch.layout, mode: Any, position: int) -> None:
+    tensors = [torch.randn(2, S, H, D) for _ in range(3)]
+    with mode():
+        tensors[position] = torch.nested.nested_tensor([torch.randn(n, H, D) for n in (3, S)], layout=layout)
+        message = f"^{'qkv'[position]} is a nested tensor, layout {layout}; supported: tensors whose sequences have one"
+        for function in (flash_attn_func, torch.ops.cuteflash.fwd, torch.ops.cuteflash.fwd_lse):
+            with pytest.raises(NotImplementedError, match=message):
+                function(*tensors)
+
+
 @pytest.fixture
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
     """Pretend that the machine has a GPU of a compute capability."""
@@ -234,3 +323,5 @@ def test_compiling_raises_the_same_error(dynamic: bool) -> None:
     q, k = torch.empty(2, S, H, D), torch.empty(2, S, 3, D)
     with pytest.raises(Exception, match="heads"):
         compiled(q, k, k)
+    with pytest.raises(Exception, match="causal is 'x'; allowed: True, False"):
+        compiled(q, q, q, causal="x")

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cuteflash.compile.cache import CacheWarning, Entry, cache_dir, warn_unwritable
@@ -145,7 +145,7 @@ def _compile(kernel: Any, entry: Entry) -> tuple[dict[str, Any], bytes]:
     from cutlass import cute
 
     target = entry.key["target"]
-    with tempfile.TemporaryDirectory(prefix="cuteflash-") as scratch:
+    with _scratch() as scratch:
         remarks, exported = os.path.join(scratch, "remarks.yaml"), os.path.join(scratch, "kernel.o")
         options = f"--enable-tvm-ffi --gpu-arch={target} remarks{{ptx}} --remark-output={shlex.quote(remarks)}"
         start = time.perf_counter()
@@ -155,6 +155,17 @@ def _compile(kernel: Any, entry: Entry) -> tuple[dict[str, Any], bytes]:
         log = pathlib.Path(remarks).read_text()
         blob = pathlib.Path(exported).read_bytes()
     return {"seconds": round(seconds, 3), "resources": dataclasses.asdict(parse_ptxas_log(log))}, blob
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[str]:
+    """A directory for temporary files. OSError says where they lie: a full /tmp is seldom what the user thinks of."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="cuteflash-") as scratch:
+            yield scratch
+    except OSError as error:
+        place = f"temporary files lie in {tempfile.tempdir}, " if tempfile.tempdir else ""
+        raise OSError(error.errno, f"the kernel is not built: {error}; {place}TMPDIR moves them") from error
 
 
 def _symbol(entry: Entry) -> str:
@@ -184,10 +195,10 @@ def _obtain_and_load(kernel_cls: type, traits: Any, problem: Any, target: str) -
             f"{report.kernel} for {target}, {traits}: {'; '.join(report.complaints)}", KernelWarning, stacklevel=3
         )
     if artifact.blob is not None:
-        with tempfile.NamedTemporaryFile(prefix="cuteflash-", suffix=".o") as handle:
-            handle.write(artifact.blob)
-            handle.flush()
-            return _load(pathlib.Path(handle.name), _symbol(artifact.entry))
+        with _scratch() as scratch:
+            path = pathlib.Path(scratch, "kernel.o")
+            path.write_bytes(artifact.blob)
+            return _load(path, _symbol(artifact.entry))
     try:
         return _load(artifact.entry.object_path, _symbol(artifact.entry))
     except Exception as error:

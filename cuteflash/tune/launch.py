@@ -33,9 +33,12 @@ class WrongResult(RuntimeError):
 
 
 def backend(target: str) -> Backend:
-    """The compiler, disk cache and GPU for a compile target. ValueError where the disk cache is turned off."""
+    """The compiler, disk cache and GPU for a compile target. ValueError where there is no disk cache."""
     if cache_dir() is None:
-        raise ValueError("CUTEFLASH_CACHE turns the disk cache off; a sweep keeps its compiled kernels there")
+        raise ValueError(
+            "there is no disk cache, where a sweep keeps its compiled kernels: CUTEFLASH_CACHE turns it off, or a "
+            "CacheWarning has said why it is not used"
+        )
 
     def key(traits: FwdTraits, problem: FwdProblem) -> str:
         return key_digest(cache_key(forward_kernel(traits.family), traits, problem, target))

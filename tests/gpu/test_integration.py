@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import cuteflash
 from tests.gpu.checks import Case, assert_right
@@ -86,6 +89,11 @@ def test_scaled_dot_product_attention_runs_ours(cuda: torch.device) -> None:
         assert torch.equal(out, cuteflash.flash_attn_func(*inputs, causal=True))
 
 
+def nested(length: int, like: torch.Tensor) -> torch.Tensor:
+    sequences = [like.new_zeros(seqlen, *like.shape[2:]) for seqlen in (length, length // 2)]
+    return torch.nested.nested_tensor(sequences, layout=torch.strided)
+
+
 def bad_calls(device: torch.device) -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
     """Name → (error, words of its message, arguments that replace good ones)."""
     q, k, v = CASE.inputs(device)
@@ -109,6 +117,10 @@ def bad_calls(device: torch.device) -> dict[str, tuple[type[Exception], str, dic
         "scale": (ValueError, r"softmax_scale", {"softmax_scale": float("nan")}),
         "softcap": (ValueError, r"softcap", {"softcap": -1.0}),
         "window": (ValueError, r"window", {"window_size": (-2, 0)}),
+        "endless scale": (ValueError, r"softmax_scale is 10+\.\.\.0+; allowed", {"softmax_scale": 10**400}),
+        "lse": (TypeError, r"return_lse is 'x'; allowed: True, False", {"return_lse": "x"}),
+        "nested": (NotImplementedError, r"q is a nested tensor", {"q": nested(CASE.seqlen_q, q)}),
+        "nested keys": (NotImplementedError, r"k is a nested tensor", {"k": nested(CASE.seqlen_q, k)}),
         "family": (ValueError, r"family", {"family": "sm70"}),
     }
 
@@ -121,7 +133,7 @@ def test_bad_input_is_refused_before_any_launch(name: str, device: torch.device)
         cuteflash.flash_attn_func(**(good | changed))
 
 
-@pytest.mark.parametrize("name", ["dtype mix", "last dim", "pointer", "heads"])
+@pytest.mark.parametrize("name", ["dtype mix", "last dim", "pointer", "heads", "nested", "nested keys"])
 def test_a_good_call_before_does_not_let_bad_input_through(name: str, device: torch.device) -> None:
     error, words, changed = bad_calls(device)[name]
     good = dict(zip("qkv", CASE.inputs(device), strict=True))
@@ -143,7 +155,119 @@ def test_modes_see_the_operator(cuda: torch.device) -> None:
         out = cuteflash.flash_attn_func(*inputs)
     assert "cuteflash.fwd.default" in seen
     assert torch.equal(out, expected)
-    assert torch.equal(torch.vmap(cuteflash.flash_attn_func)(*(x[None] for x in inputs))[0], expected)
+
+
+@pytest.mark.parametrize("way", ["jvp", "dual tensor"])
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_forward_mode_is_refused(mode: Any, position: int, way: str, device: torch.device) -> None:
+    inputs = list(CASE.inputs(device))
+    cuteflash.flash_attn_func(*inputs)  # planned, compiled
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return cuteflash.flash_attn_func(*inputs[:position], x, *inputs[position + 1 :])
+
+    x = inputs[position]
+    with mode(), pytest.raises(NotImplementedError, match=f"{'qkv'[position]} has a tangent .*no forward-mode"):
+        if way == "jvp":
+            torch.func.jvp(function, (x,), (x,))
+        else:
+            with forward_ad.dual_level():
+                function(forward_ad.make_dual(x, x))
+
+
+def test_tensors_without_a_tangent_pass_through_forward_mode(device: torch.device) -> None:
+    inputs = CASE.inputs(device)
+    expected = cuteflash.flash_attn_func(*inputs, causal=True)
+    with forward_ad.dual_level():
+        out = cuteflash.flash_attn_func(*inputs, causal=True)
+    assert torch.equal(out, expected)
+    assert_right(inputs, CASE, out)
+
+
+def test_functional_gradients_say_that_there_is_no_backward(device: torch.device) -> None:
+    q, k, v = CASE.inputs(device)
+    with pytest.raises(NotImplementedError, match="cuteflash has no backward kernels"):
+        torch.func.grad(lambda q: cuteflash.flash_attn_func(q, k, v).float().sum())(q)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (3, 1, 0)], ids=str)
+def test_vmap_maps(in_dims: tuple[int | None, ...], family: str, device: torch.device) -> None:
+    examples = [CASE.inputs(device, seed) for seed in range(3)]
+    examples = [tuple(x if dim is not None else y for x, y, dim in zip(e, examples[0], in_dims)) for e in examples]
+    stacked = [
+        torch.stack(xs).movedim(0, dim) if dim is not None else xs[0] for xs, dim in zip(zip(*examples), in_dims)
+    ]
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return cuteflash.flash_attn_func(q, k, v, causal=True, family=family, return_lse=True)
+
+    out, lse = torch.vmap(function, in_dims=in_dims)(*stacked)
+    for inputs, one, one_lse in zip(examples, out, lse):
+        assert_right(inputs, CASE, one, one_lse)
+
+
+@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("float16",) * 3, ("bfloat16", "float32", "float16")], ids=str)
+def test_autocast_runs_in_its_dtype(
+    dtypes: tuple[str, ...], to: torch.dtype, family: str, device: torch.device
+) -> None:
+    inputs = [x.to(getattr(torch, dtype)) for x, dtype in zip(CASE.inputs(device), dtypes)]
+    cast = tuple(x.to(to) for x in inputs)
+    expected, expected_lse = cuteflash.flash_attn_func(*cast, causal=True, family=family, return_lse=True)
+    assert_right(cast, CASE, expected, expected_lse)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), torch.autocast(device.type, to):
+            out, lse = cuteflash.flash_attn_func(*inputs, causal=True, family=family, return_lse=True)
+            assert torch.equal(cuteflash.flash_attn_func(*inputs, causal=True, family=family), expected)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+
+
+def test_autocast_does_as_torchs_own_attention(device: torch.device) -> None:
+    inputs = [x.float() for x in CASE.inputs(device)]
+    for enabled in (True, False) if device.type == "cpu" else (True,):
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled), torch.no_grad():
+            torchs = torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in inputs), enable_gqa=True
+            )
+            assert cuteflash.flash_attn_func(*inputs).dtype == torchs.dtype
+
+
+def test_autocast_is_compiled(device: torch.device) -> None:
+    inputs = tuple(x.float() for x in CASE.inputs(device))
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return cuteflash.flash_attn_func(q, k, v, causal=True)
+
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*inputs), model(*inputs))
+
+
+def test_flops_are_counted(device: torch.device) -> None:
+    inputs = CASE.inputs(device)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        cuteflash.flash_attn_func(*inputs, causal=True)
+    scores = CASE.batch * CASE.heads * CASE.seqlen_q * 160
+    assert counter.get_total_flops() == 2 * scores * 2 * CASE.head_dim
+
+
+def test_scalars_of_numpy(family: str, device: torch.device) -> None:
+    numpy = pytest.importorskip("numpy")
+    inputs = CASE.inputs(device)
+    given = {
+        "softmax_scale": numpy.float32(0.25),
+        "softcap": numpy.float64(20),
+        "window_size": (numpy.int64(30), 2**63),
+        "causal": numpy.True_,
+        "return_lse": numpy.True_,
+        "pack_gqa": numpy.False_,
+    }
+    out, lse = cuteflash.flash_attn_func(*inputs, family=family, **given)
+    case = dataclasses.replace(CASE, scale=0.25, softcap=20.0, window=(30, -1))
+    assert_right(inputs, case, out, lse)
 
 
 def test_devices_do_not_mix(cuda: torch.device) -> None:
