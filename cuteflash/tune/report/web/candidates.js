@@ -134,7 +134,7 @@
       const space = R.state.space();
       const picked = R.state.picked() === entry.who;
       const slot = R.state.slot();
-      const { timed, of } = R.state.speed();
+      const { timed, of, estimated } = R.state.speed();
       const page = R.model.pageOf(space, entry.who, R.state.now);
       const cell = (label, value, number) =>
         h(
@@ -153,8 +153,8 @@
         },
         h("code", null, entry.title),
       );
-      const part =
-        timed[entry.who] && timed[entry.who] < of ? h("small", null, `${timed[entry.who]} of ${of} lengths`) : null;
+      const partly = timed[entry.who] && timed[entry.who] < of && `${timed[entry.who]} of ${of} lengths`;
+      const part = (partly || estimated) && h("small", null, partly || "estimated");
       const row = h(
         "tr",
         { class: picked ? "current" : "" },
@@ -162,7 +162,7 @@
           "th",
           { scope: "row" },
           pick,
-          R.roles(slot, entry.who),
+          R.roles(space, slot, entry.who),
           page ? h("a", { class: "page", href: page.href, title: page.title }, "layouts") : null,
         ),
         cell("Outcome", [h("i", { class: `swatch state-${entry.state}` }), R.model.stateWords(this.data, entry.state)]),

@@ -1,9 +1,17 @@
-/* The page's name R: the base, labelled fields, numbers in words. Knows nothing of sweeps. */
+/* The page's name R: the base, labelled fields, ticks, numbers in words. Knows nothing of sweeps. */
 const R = { ...Base };
 
 (() => {
   /** A `<select>` with its label in sight; otherwise as `Base.select`. */
   R.field = (label, ...choice) => R.h("label", { class: "field" }, R.h("span", null, label), R.select(label, ...choice));
+
+  /** Round numbers at equal distances, at most `most` of which cover what lies between `low` and `high`. */
+  R.ticks = (low, high, most) => {
+    const power = 10 ** Math.floor(Math.log10((high - low) / most));
+    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => (high - low) / one <= most);
+    const [first, last] = [Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)];
+    return Array.from({ length: last - first + 1 }, (_, place) => (first + place) * step);
+  };
 
   /** Calls `draw` now and whenever the width of `node` changes. */
   R.onWidth = (node, draw) => {

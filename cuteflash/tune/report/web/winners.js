@@ -1,4 +1,4 @@
-/* For every slot (mask, dtype, shape class) the winner, the default, the margin with its interval, and the peers. */
+/* For every slot (mask, dtype, shape class) the winner, what it changes, the margin with its interval, and the peers. */
 (() => {
   const { h, svg, words } = R;
   const OPEN = 4; // spaces whose tables are open at first; of more only the selected one's is
@@ -39,40 +39,27 @@
   const end = (share) => (share === null ? "?" : words.signed(share));
   const range = ([middle, least, most]) => `${words.signed(middle)} (${end(least)} to ${end(most)})`;
 
-  /** Whether the table would have another row; the default stays also where it is within the tolerance of the best. */
-  const replaced = (slot) => slot.replaces && slot.row !== slot.default;
-
-  function outcome(slot) {
-    if (slot.winner === null) return "no candidate was timed on all its lengths";
-    if (slot.winner === slot.default) return "the default wins";
-    if (!slot.has_default) return "nothing runs it yet";
-    if (!slot.default_timed) return "the default was not timed";
-    if (replaced(slot)) return "replaces the default";
-    if (slot.replaces) return "beats the default, which is close enough to stay";
-    return "the default stays";
-  }
-
-  /** "612 TFLOP/s, 86 % of the product" of a slot's winner, geometric means over its cells. */
+  /** "612 TFLOP/s, 86 % of the product" of a slot's winner; decoding is bound by memory, so its rate is TB/s. */
   function rate(space, slot) {
-    const cells = R.model.cellsOf(space, slot);
-    const mean = (numbers) => Math.exp(numbers.reduce((sum, one) => sum + Math.log(one), 0) / numbers.length);
-    const rates = cells.map((cell) => cell.work / cell.times[cell.who.indexOf(slot.winner)][0]);
-    const known = cells.every((cell) => cell.matmul);
-    const part = known ? mean(rates.map((one, place) => one / cells[place].matmul)) : null;
-    return [`${words.digits(mean(rates))} TFLOP/s`, part === null ? null : `${words.percent(part)} of the product`];
+    const { tflops, share, terabytes } = R.model.rates(R.model.cellsOf(space, slot), slot.winner);
+    if (slot.shape === "decode") return `${words.digits(terabytes)} TB/s`;
+    return `${words.digits(tflops)} TFLOP/s${share === null ? "" : `, ${words.percent(share)} of the product`}`;
   }
 
   const cell = (label, ...children) => h("td", { "data-label": label }, children);
+  const changes = (space, { winner, default: from }) =>
+    from === winner ? "nothing" : from === null ? "–" : R.changes(space, from, winner);
   const name = (space, who) => h("code", null, R.model.title(space, who));
 
   function peerCells(slot, peers) {
-    return peers.map((peer) => {
+    return peers.map(([peer, word]) => {
       const found = slot.peers[peer];
-      if (!found) return h("td", { "data-label": R.model.PEERS[peer], class: "number empty" }, "–");
+      if (!found) return h("td", { "data-label": word, class: "number empty" }, "–");
       const worst = found.worst === found.mean ? null : h("small", null, `worst ${found.worst.toFixed(2)}×`);
       return h(
         "td",
-        { "data-label": R.model.PEERS[peer], class: `number${found.mean < 1 ? " behind" : ""}` },
+        { "data-label": word, class: `number${found.behind ? " behind" : ""}` },
+        found.behind && "▾ ",
         `${found.mean.toFixed(2)}×`,
         worst,
       );
@@ -87,24 +74,23 @@
     };
     const head = h("th", { scope: "row" }, h("button", { type: "button", class: "link", onclick: choose }, title));
     const line = h("tr", null, head);
-    line.slot = { space: space.title, ...slot };
+    line.problem = { space: space.title, ...slot };
     if (slot.winner === null) {
-      line.append(h("td", { colspan: 5 + peers.length }, outcome(slot)));
+      line.append(h("td", { colspan: 5 + peers.length }, slot.outcome));
       return line;
     }
-    const [speed, part] = rate(space, slot);
     const margin = marginOf(slot);
-    const sure = slot.margin ? slot.replaces : margin && margin[1] > 0;
     const before = slot.margin ? "before the default" : "before the second";
-    const same = slot.winner === slot.default;
     line.append(
-      cell("Winner", name(space, slot.winner), h("small", null, [speed, part].filter(Boolean).join(", "))),
-      cell("Default", same ? "the same" : slot.default === null ? "–" : name(space, slot.default)),
+      cell("Winner", name(space, slot.winner), h("small", null, rate(space, slot))),
+      cell("Default → winner", changes(space, slot)),
       cell(
         "Margin",
-        margin ? [forest(margin, scale, !sure), h("small", null, `${range(margin)} ${before}`)] : "the only one timed",
+        margin
+          ? [forest(margin, scale, !(margin[1] > 0)), h("small", null, `${range(margin)} ${before}`)]
+          : "the only one timed",
       ),
-      cell("Outcome", outcome(slot)),
+      cell("Outcome", slot.outcome),
       cell(
         "Table row",
         slot.row === slot.winner ? "the winner" : slot.row === slot.default ? "the default" : name(space, slot.row),
@@ -115,36 +101,23 @@
     return line;
   }
 
-  function summary(space) {
-    const better = space.slots.filter((slot) => slot.margin && replaced(slot));
-    const gains = better.map((slot) => slot.margin[0]);
-    const text = [`${space.slots.length} problems`, `${better.length} with a better row`];
-    if (gains.length) text.push(`by up to ${words.percent(Math.max(...gains))}`);
-    for (const peer of peersOf([space])) {
-      const ratios = space.slots.map((slot) => slot.peers[peer]?.mean).filter(Boolean);
-      const mean = Math.exp(ratios.reduce((sum, one) => sum + Math.log(one), 0) / ratios.length);
-      text.push(`${mean.toFixed(2)}× ${R.model.PEERS[peer]}`);
-    }
-    return h("summary", null, h("b", null, space.title), h("span", { class: "hint" }, text.join(" · ")));
-  }
-
-  const peersOf = (spaces) =>
-    Object.keys(R.model.PEERS).filter((peer) => spaces.some((space) => space.slots.some((slot) => slot.peers[peer])));
+  const summary = (space) =>
+    h("summary", null, h("b", null, space.title), h("span", { class: "hint" }, space.verdict));
 
   R.winners = (data) => {
     const spaces = data.spaces.filter((space) => space.slots.length);
-    if (!spaces.length) return h("p", { class: "hint" }, "Nothing has been timed yet, so nobody has won.");
+    const others = data.spaces.filter((space) => !space.slots.length);
     const blocks = spaces.map((space) => {
       const scale = axis(space);
-      const peers = peersOf([space]);
+      const peers = Object.entries(data.peers).filter(([peer]) => space.slots.some((slot) => slot.peers?.[peer]));
       const heads = [
         "Problem",
         "Winner",
-        "Default",
+        "Default → winner",
         "Margin",
         "Outcome",
         "Table row",
-        ...peers.map((peer) => `against ${R.model.PEERS[peer]}`),
+        ...peers.map(([, word]) => `against ${word}`),
       ];
       const table = h(
         "table",
@@ -172,7 +145,7 @@
       for (const block of blocks) {
         if (block.space === R.state.now.space) block.open = true;
         for (const line of block.querySelectorAll("tbody tr")) {
-          const here = ["space", "mask", "dtype", "shape"].every((key) => line.slot[key] === R.state.now[key]);
+          const here = ["space", "mask", "dtype", "shape"].every((key) => line.problem[key] === R.state.now[key]);
           line.classList.toggle("current", here);
           line.querySelector("button").setAttribute("aria-pressed", here);
         }
@@ -182,9 +155,13 @@
     mark();
     const note =
       "Margins are geometric means over the problem's lengths; the interval is a 95 % one " +
-      "of both errors together. The default is the shipped row's; it is replaced " +
-      "where somebody is surely faster, and by more than 1 %, else the dot is hollow. A table row may stand for " +
-      "several problems, within 2 % of the best of each where that can be.";
-    return [h("p", { class: "hint" }, note), ...blocks];
+      "of both errors together, and where it reaches below zero the dot is hollow. The default is the shipped row's; " +
+      "it is replaced where somebody is surely faster, and by more than 1 %. A table row may stand for several " +
+      "problems, within 2 % of the best of each where that can be. ▾ marks a peer that is surely faster.";
+    return [
+      spaces.length > 0 && h("p", { class: "hint" }, note),
+      ...blocks,
+      others.map((space) => h("p", { class: "untimed" }, h("b", null, space.title), " ", space.verdict)),
+    ];
   };
 })();
