@@ -94,7 +94,7 @@ def estimated(candidates: Mapping[str, Traits], scores: Sequence[float | None], 
     if best == first:
         return f"{said}, a shipped row"
     more = percent(clocks[best] / clocks[first] - 1)
-    return f"{said}, and the best shipped row, {title(candidates[best])}, takes {more} more clocks"
+    return f"{said}; the best shipped row takes {more} more clocks"
 
 
 def _problems(count: int) -> str:

@@ -136,12 +136,7 @@
       const slot = R.state.slot();
       const { timed, of, estimated } = R.state.speed();
       const page = R.model.pageOf(space, entry.who, R.state.now);
-      const cell = (label, value, number) =>
-        h(
-          "td",
-          { "data-label": label, class: `${number ? "number" : ""}${value === null ? " empty" : ""}` },
-          value ?? "–",
-        );
+      const cell = (label, value, kind = "") => R.cell(label, `${kind}${value === null ? " empty" : ""}`, value ?? "–");
       const pick = h(
         "button",
         {
@@ -166,10 +161,10 @@
           page ? h("a", { class: "page", href: page.href, title: page.title }, "layouts") : null,
         ),
         cell("Outcome", [h("i", { class: `swatch state-${entry.state}` }), R.model.stateWords(this.data, entry.state)]),
-        cell("Speed", Number.isNaN(entry.share) ? null : [words.percent(entry.share), part], true),
-        cell("Shared memory, KiB", entry.smem_bytes === null ? null : words.digits(entry.smem_bytes / 1024, 4), true),
-        cell("Registers", entry.registers, true),
-        cell("Blocks an SM", entry.blocks, true),
+        cell("Speed", Number.isNaN(entry.share) ? null : [words.percent(entry.share), part], "number"),
+        cell("Shared memory, KiB", entry.smem_bytes === null ? null : words.digits(entry.smem_bytes / 1024, 4), "number"),
+        cell("Registers", entry.registers, "number"),
+        cell("Blocks an SM", entry.blocks, "number"),
         cell("Why not further", entry.reason || null),
       );
       return picked
@@ -201,11 +196,7 @@
         table.states,
         h("span", { class: "pager" }, table.back, table.on, table.count),
       ),
-      h(
-        "div",
-        { class: "scroll" },
-        h("table", { class: "cards candidates" }, h("thead", null, h("tr", null, table.heads)), table.body),
-      ),
+      R.table("candidates", table.heads, table.body),
     ];
   };
   R.candidatesParts = { compare, entries };

@@ -51,45 +51,20 @@
       if (place < 0) return [];
       const [ms, low, high] = cell.times[place];
       const behind = ms / cell.times[0][0] - 1;
+      const interval = `(${words.digits(low, 4)} to ${high === null ? "?" : words.digits(high, 4)})`;
       return h(
         "tr",
         null,
         h("th", { scope: "row" }, `${cell.mask} ${cell.dtype} ${cell.label}`),
-        h(
-          "td",
-          { "data-label": "time, ms" },
-          `${words.digits(ms, 4)} (${words.digits(low, 4)} to ${high === null ? "?" : words.digits(high, 4)})`,
-        ),
-        h("td", { "data-label": "TFLOP/s", class: "number" }, words.digits(cell.work / ms)),
-        h(
-          "td",
-          { "data-label": "of the product", class: "number" },
-          cell.matmul ? words.percent(cell.work / ms / cell.matmul) : "–",
-        ),
-        h("td", { "data-label": "place", class: "number" }, `${place + 1} of ${cell.who.length}`),
-        h("td", { "data-label": "behind", class: "number" }, place ? words.percent(behind) : "fastest"),
+        R.cell("time, ms", "", `${words.digits(ms, 4)} ${interval}`),
+        R.cell("TFLOP/s", "number", words.digits(cell.work / ms)),
+        R.cell("of the product", "number", cell.matmul ? words.percent(cell.work / ms / cell.matmul) : "–"),
+        R.cell("place", "number", `${place + 1} of ${cell.who.length}`),
+        R.cell("behind", "number", place ? words.percent(behind) : "fastest"),
       );
     });
-    if (!rows.length) return null;
     const heads = ["problem", "time, ms", "TFLOP/s", "of the product", "place", "behind the fastest"];
-    return h(
-      "div",
-      { class: "scroll" },
-      h(
-        "table",
-        { class: "cards times" },
-        h(
-          "thead",
-          null,
-          h(
-            "tr",
-            null,
-            heads.map((text) => h("th", { scope: "col" }, text)),
-          ),
-        ),
-        h("tbody", null, rows),
-      ),
-    );
+    return rows.length ? R.table("times", heads, rows) : null;
   }
 
   /** Its standing in the selected problem, in words. */

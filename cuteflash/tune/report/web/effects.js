@@ -1,7 +1,7 @@
 /* What each trait is worth: how much faster or slower candidates are that differ from another in that trait alone. */
 (() => {
   const { h, words } = R;
-  const TICKS = 4; // steps of the axis, at most
+  const TICKS = 3; // steps of the axis, at most
   const LEAST = 0.02; // that the axis reaches to both sides, so that its steps are whole percentages
 
   /** The common axis' ticks: every middle half lies between their ends; what does not is drawn to the edge. */

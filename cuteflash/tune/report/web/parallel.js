@@ -9,7 +9,6 @@
   const SPACING = 82; // at least, between axes
   const REACH = 7; // pixels from a line or axis that still mean it
   const BAND = 0.72; // of a value's part of its axis that its lines fan out over, the fastest on top
-  const SPEED_STEPS = [0.01, 0.02, 0.05, 0.1, 0.2];
 
   /** The axes beside speed: every trait with several values among those with a speed, the most telling first. */
   function axesOf(space, speed, reference) {
@@ -103,9 +102,7 @@
     }
 
     speedLabels() {
-      const step = SPEED_STEPS.find((one) => (1 - this.low) / one <= 8) || 0.25;
-      const ticks = [];
-      for (let share = 1; share > this.low - 1e-9; share -= step) ticks.push(share);
+      const ticks = R.ticks(this.low, 1, 8).filter((share) => share > this.low - 1e-9);
       return h(
         "div",
         { class: "axis speed", style: `left: ${this.x(0)}px` },

@@ -109,23 +109,14 @@
         if (!one) return name === "default" ? "same" : "–";
         return [what.text(one[what.key]), one.ratio === null ? null : h("small", null, RATIO.text(one.ratio))];
       };
-      return h(
-        "tr",
-        null,
-        h("th", { scope: "row" }, `${cell.mask} ${cell.dtype} ${cell.label}, ${what.unit}`),
-        names.map((name) => h("td", { "data-label": wordOf(data, name), class: "number" }, number(name))),
-        h("td", { "data-label": "matrix product", class: "number" }, cell.matmul ? words.digits(cell.matmul) : "–"),
-      );
+      const head = h("th", { scope: "row" }, `${cell.mask} ${cell.dtype} ${cell.label}, ${what.unit}`);
+      const own = names.map((name) => R.cell(wordOf(data, name), "number", number(name)));
+      const product = R.cell("matrix product", "number", cell.matmul ? words.digits(cell.matmul) : "–");
+      return h("tr", null, head, own, product);
     });
     const heads = ["problem", ...names.map((name) => wordOf(data, name)), "matrix product, TFLOP/s"];
-    const head = heads.map((text, place) => h("th", { scope: "col", class: place ? "number" : "" }, text));
-    const table = h("table", { class: "cards" }, h("thead", null, h("tr", null, head)), h("tbody", null, rows));
-    return h(
-      "details",
-      null,
-      h("summary", null, "The numbers, with each one's ratio to the best peer"),
-      h("div", { class: "scroll" }, table),
-    );
+    const summary = h("summary", null, "The numbers, with each one's ratio to the best peer");
+    return h("details", null, summary, R.table("figures", heads, rows));
   }
 
   R.peers = (data) => {

@@ -4,7 +4,6 @@
   const OPEN = 4; // spaces whose tables are open at first; of more only the selected one's is
   const WIDTH = 132;
   const LIMITS = [-0.03, 0.3]; // what the common axis of a space's margins shows at most
-  const ROUND = 0.02;
 
   /** The margin that a slot is about: before the default or, where that wins or is not there, before the second. */
   const marginOf = (slot) => slot.margin || slot.ahead;
@@ -13,7 +12,8 @@
     const ends = space.slots.flatMap((slot) => marginOf(slot) || []).filter((end) => end !== null);
     const low = Math.max(LIMITS[0], Math.min(-0.01, ...ends));
     const high = Math.min(LIMITS[1], Math.max(0.02, ...ends));
-    return { low: Math.floor(low / ROUND) * ROUND, high: Math.ceil(high / ROUND) * ROUND };
+    const ticks = R.ticks(low, high, 8);
+    return { low: ticks[0], high: ticks.at(-1) };
   }
 
   /** A dot with whiskers, and the line where nothing is gained. */
@@ -46,24 +46,15 @@
     return `${words.digits(tflops)} TFLOP/s${share === null ? "" : `, ${words.percent(share)} of the product`}`;
   }
 
-  const cell = (label, ...children) => h("td", { "data-label": label }, children);
   const changes = (space, { winner, default: from }) =>
     from === winner ? "nothing" : from === null ? "–" : R.changes(space, from, winner);
   const name = (space, who) => h("code", null, R.model.title(space, who));
 
-  function peerCells(slot, peers) {
-    return peers.map(([peer, word]) => {
-      const found = slot.peers[peer];
-      if (!found) return h("td", { "data-label": word, class: "number empty" }, "–");
-      const worst = found.worst === found.mean ? null : h("small", null, `worst ${found.worst.toFixed(2)}×`);
-      return h(
-        "td",
-        { "data-label": word, class: `number${found.behind ? " behind" : ""}` },
-        found.behind && "▾ ",
-        `${found.mean.toFixed(2)}×`,
-        worst,
-      );
-    });
+  function peerCell(found, word) {
+    if (!found) return R.cell(word, "number empty", "–");
+    const worst = found.worst === found.mean ? null : h("small", null, `worst ${found.worst.toFixed(2)}×`);
+    const mean = `${found.behind ? "▾ " : ""}${found.mean.toFixed(2)}×`;
+    return R.cell(word, `number${found.behind ? " behind" : ""}`, mean, worst);
   }
 
   function row(space, slot, scale, peers) {
@@ -82,27 +73,39 @@
     const margin = marginOf(slot);
     const before = slot.margin ? "before the default" : "before the second";
     line.append(
-      cell("Winner", name(space, slot.winner), h("small", null, rate(space, slot))),
-      cell("Default → winner", changes(space, slot)),
-      cell(
+      R.cell("Winner", "", name(space, slot.winner), h("small", null, rate(space, slot))),
+      R.cell("Default → winner", "", changes(space, slot)),
+      R.cell(
         "Margin",
+        "",
         margin
           ? [forest(margin, scale, !(margin[1] > 0)), h("small", null, `${range(margin)} ${before}`)]
           : "the only one timed",
       ),
-      cell("Outcome", slot.outcome),
-      cell(
+      R.cell("Outcome", "", slot.outcome),
+      R.cell(
         "Table row",
+        "",
         slot.row === slot.winner ? "the winner" : slot.row === slot.default ? "the default" : name(space, slot.row),
         slot.row_worst ? h("small", null, `at most ${words.percent(slot.row_worst)} behind the best`) : null,
       ),
-      ...peerCells(slot, peers),
+      ...peers.map(([peer, word]) => peerCell(slot.peers[peer], word)),
     );
     return line;
   }
 
   const summary = (space) =>
     h("summary", null, h("b", null, space.title), h("span", { class: "hint" }, space.verdict));
+
+  /** What the analytic score says of a space that was not timed, and what it would change of the best shipped row. */
+  function untimed(space) {
+    const speed = R.model.estimates(space);
+    const first = R.model.fastest(speed);
+    const row = R.model.fastest({ share: speed.share.map((one, who) => (space.shipped.includes(who) ? one : NaN)) });
+    const text = h("p", null, h("b", null, space.title), " ", space.verdict);
+    if (row === null || row === first) return text;
+    return [text, h("small", null, "From that row to the first:"), R.changes(space, row, first)];
+  }
 
   R.winners = (data) => {
     const spaces = data.spaces.filter((space) => space.slots.length);
@@ -119,25 +122,8 @@
         "Table row",
         ...peers.map(([, word]) => `against ${word}`),
       ];
-      const table = h(
-        "table",
-        { class: "cards winners" },
-        h(
-          "thead",
-          null,
-          h(
-            "tr",
-            null,
-            heads.map((text) => h("th", { scope: "col" }, text)),
-          ),
-        ),
-        h(
-          "tbody",
-          null,
-          space.slots.map((slot) => row(space, slot, scale, peers)),
-        ),
-      );
-      const block = h("details", { open: spaces.length <= OPEN }, summary(space), h("div", { class: "scroll" }, table));
+      const rows = space.slots.map((slot) => row(space, slot, scale, peers));
+      const block = h("details", { open: spaces.length <= OPEN }, summary(space), R.table("winners", heads, rows));
       block.space = space.title;
       return block;
     });
@@ -161,7 +147,7 @@
     return [
       spaces.length > 0 && h("p", { class: "hint" }, note),
       ...blocks,
-      others.map((space) => h("p", { class: "untimed" }, h("b", null, space.title), " ", space.verdict)),
+      others.map((space) => h("div", { class: "untimed" }, untimed(space))),
     ];
   };
 })();
