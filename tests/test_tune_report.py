@@ -526,23 +526,29 @@ def test_the_curve_between_two_axes_rises_from_one_to_the_other() -> None:
 # What is not there, and what cannot be.
 
 
-@pytest.mark.parametrize("until", ["prune", "compile"])
-def test_a_dry_run_has_a_report_too(tmp_path: pathlib.Path, until: str) -> None:
-    with filled(tmp_path / "db", Sweep(until=until, limit=5)) as store:
+def test_what_was_only_compiled_has_a_report_too(tmp_path: pathlib.Path) -> None:
+    with filled(tmp_path / "db", Sweep(until="compile", limit=5)) as store:
         data = data_of(make_report(store))
     assert (data["gpu"], data["driver"], data["source"]) == (None, None, None)
     (space,) = data["spaces"]
-    assert (space["slots"], space["cells"]) == ([], [])
-    assert len(space["problems"]) == (0 if until == "prune" else 2)
-    can_run = sum(clocks is not None for clocks in space["costs"]["clocks"])
-    assert data["verdict"] == [f"Nothing has been timed yet: {can_run} of {len(space['ids'])} candidates can run."]
+    assert (space["slots"], space["cells"], len(space["problems"])) == ([], [], 2)
+    left = sum(clocks is not None for clocks in space["costs"]["clocks"])
+    assert data["verdict"] == [f"Nothing has been timed yet: {left} of {len(space['ids'])} candidates are left."]
+
+
+def test_who_cannot_run_or_was_rejected_everywhere_has_no_analytic_score(data: dict[str, Any]) -> None:
+    states = script("s.ids.map((_, who) => R.model.stateOf(s, null, who))", data)
+    clocks = data["spaces"][-1]["costs"]["clocks"]
+    assert {state for state, one in zip(states, clocks, strict=True) if one is None} == {"p", "c"}
+    assert {state for state, one in zip(states, clocks, strict=True) if one is not None} == {"l", "T"}
 
 
 def test_a_dry_run_is_told_by_the_analytic_score(tmp_path: pathlib.Path) -> None:
     with filled(tmp_path / "db", Sweep(until="prune", limit=5)) as store:
-        data = collect(store, Scope())
+        data = data_of(make_report(store))
         traits = candidates_of(store, "sm90", (128, 128))
     space, arch = data["spaces"][0], get_arch("sm_90a")
+    assert (data["gpu"], space["slots"], space["cells"], space["problems"]) == (None, [], [], [])
     clocks = {name: estimate(one, arch) for name, one in traits.items() if one.check(arch) is None}
     first = min(clocks, key=lambda name: clocks[name])
     told = script("[R.model.estimates(s), R.model.fastest(R.model.estimates(s))]", data)

@@ -281,7 +281,7 @@ def _problem_order(problem: Problem) -> tuple[int, int]:
 def _costs(space: Space, found: Found) -> Json:
     """What each candidate that the architecture can run takes of a multiprocessor; None for the others.
 
-    `clocks` is the analytic score, which was never measured.
+    `clocks` is the analytic score, which was never measured, of those that no later stage rejected either.
     """
     arch = get_arch(found.target)
     columns: Json = {name: [] for name in (*COSTS, "clocks")}
@@ -292,8 +292,18 @@ def _costs(space: Space, found: Found) -> Json:
             took = footprint(traits, arch, max((regs for regs in compiled if regs is not None), default=None))
         for cost in COSTS:
             columns[cost].append(None if took is None else getattr(took, cost))
-        columns["clocks"].append(None if took is None else short(estimate(traits, arch)))
+        left = took is not None and _left(found.verdicts.get(name, ()))
+        columns["clocks"].append(short(estimate(traits, arch)) if left else None)
     return columns | {"smem_limit": arch.smem_per_block}
+
+
+def _left(verdicts: Iterable[Verdict]) -> bool:
+    """Whether there is a problem on which every stage let a candidate pass; so it is before the first one."""
+    passed: dict[str, bool] = {}
+    for one in verdicts:
+        if one.problem:
+            passed[one.problem] = passed.get(one.problem, True) and one.ok
+    return not passed or any(passed.values())
 
 
 def _cell(cell: str, fields: Json, runs: ByCandidate, found: Found, number: Mapping[str, int]) -> Json:
@@ -321,10 +331,13 @@ def _cell_order(fields: Json) -> tuple[Any, ...]:
 
 
 def _pages(space: Space, target: str, number: Mapping[str, int], pages: Iterable[LayoutPage]) -> list[Json]:
+    own = [page for page in pages if (page.target, page.family) == (target, space.family)]
+    if not own:
+        return []  # making the keys below takes a fifth of a report's time
     places = {frozenset(dataclasses.asdict(traits).items()): number[name] for name, traits in space.candidates.items()}
     found = []
-    for page in pages:
+    for page in own:
         place = places.get(frozenset(page.traits.items()))
-        if (page.target, page.family) == (target, space.family) and place is not None:
+        if place is not None:
             found.append({"who": place, "mask": page.mask, "dtype": page.dtype, "title": page.title, "href": page.href})
     return found

@@ -32,8 +32,8 @@ def headline(spaces: Sequence[Facts]) -> list[str]:
             families.setdefault(space["family"], []).extend(space["slots"])
     if not families:
         considered = sum(len(space["ids"]) for space in spaces)
-        can_run = sum(clocks is not None for space in spaces for clocks in space["costs"]["clocks"])
-        return [f"Nothing has been timed yet: {can_run} of {considered} candidates can run."]
+        left = sum(clocks is not None for space in spaces for clocks in space["costs"]["clocks"])
+        return [f"Nothing has been timed yet: {left} of {considered} candidates are left."]
     sentences = {family: measured(slots) for family, slots in families.items()}
     if len(sentences) > 1:
         return [f"{family}: {sentence}." for family, sentence in sentences.items()]
@@ -79,12 +79,12 @@ def estimated(candidates: Mapping[str, Traits], scores: Sequence[float | None], 
 
     Args:
         candidates: by id.
-        scores: their clocks, None of those that cannot run.
+        scores: their clocks, None of those that cannot run or were rejected.
         shipped: ids of those that are shipped rows.
     """
     clocks = {name: score for name, score in zip(candidates, scores, strict=True) if score is not None}
     if not clocks:
-        return "no candidate can run"
+        return "no candidate is left"
     first = min(clocks, key=lambda name: clocks[name])
     said = f"not timed; by the analytic score {title(candidates[first])} comes first"
     rows = [name for name in clocks if name in shipped]

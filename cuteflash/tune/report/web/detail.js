@@ -41,7 +41,7 @@
         "on a multiprocessor",
         `${at("blocks")} × ${at("threads")} threads, ${(at("blocks") * at("threads")) / WARP} warps`,
       ),
-      fact("analytic score", `${words.digits(at("clocks"))} clocks for 1000 scores`),
+      at("clocks") && fact("analytic score", `${words.digits(at("clocks"))} clocks for 1000 scores`),
     );
   }
 
@@ -73,7 +73,8 @@
     const problem = R.state.problem();
     const reason = R.model.reasonOf(data, space, problem, who);
     if (reason) return `${R.model.stateWords(data, R.model.stateOf(space, problem, who))}: ${reason}`;
-    if (estimated) return `${words.percent(share[who])} of the first's speed by the analytic score; not timed`;
+    if (estimated && !Number.isNaN(share[who]))
+      return `${words.percent(share[who])} of the first's speed by the analytic score; not timed`;
     if (!timed[who]) return R.model.stateWords(data, R.model.stateOf(space, problem, who));
     const part = timed[who] < of ? `, on ${timed[who]} of ${of} lengths` : "";
     return `${words.percent(share[who])} of the fastest's speed here${part}`;

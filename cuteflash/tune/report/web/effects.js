@@ -20,7 +20,7 @@
 
   function track(entry, axis, own) {
     if (own) return h("span", { class: "track" }, zero(axis), h("i", { class: "middle", style: `left: ${at(0, axis)}` }));
-    const none = R.state.speed().estimated ? "none can run" : "none timed";
+    const none = R.state.speed().estimated ? "none is left" : "none timed";
     if (!entry.pairs) return h("span", { class: "track none" }, entry.count ? "in no pair" : none);
     const cut = `${entry.low < axis[0] ? " cut-low" : ""}${entry.high > axis.at(-1) ? " cut-high" : ""}`;
     return h(
