@@ -457,6 +457,9 @@ def test_a_chart_shows_ratios_where_there_are_peers_and_decoding_apart(key: str,
         ["full · bf16 · decoding", 1, "terabytes"],
         ["full · bf16", 2, key],
     ]
+    axes = run_js(files, "R.peersParts.charts(data).map((one) => R.peersParts.axisOf([1], one.what))", space, "")
+    assert [axis[0] for axis in axes] == [0, pytest.approx(0.94 if peers else 0)]
+    assert axes[1][-1] > 1 if peers else axes[1][-1] == 1  # a peer alone, beside nobody, has an axis too
 
 
 @pytest.mark.parametrize(

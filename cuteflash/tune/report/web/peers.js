@@ -50,10 +50,10 @@
     return h("figure", { class: "facet" }, h("figcaption", null, title, h("small", null, ` ${what.unit}`)), holder);
   }
 
-  /** A ratio's axis holds 1, a rate's begins at 0. */
+  /** A ratio's axis holds 1 and a little more on both sides, a rate's begins at 0. */
   function axisOf(values, what) {
-    const fixed = what === RATIO ? 1 : 0;
-    return R.ticks(Math.min(fixed, ...values), Math.max(fixed, ...values), TICKS);
+    const [low, high] = what === RATIO ? [0.95, 1.05] : [0, 0];
+    return R.ticks(Math.min(low, ...values), Math.max(high, ...values), TICKS);
   }
 
   function picture(data, width, cells, points, what) {
@@ -157,5 +157,5 @@
     draw();
     return body;
   };
-  R.peersParts = { charts };
+  R.peersParts = { charts, axisOf };
 })();
