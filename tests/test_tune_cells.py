@@ -35,6 +35,12 @@ def test_pairs_of_a_window_are_those_it_leaves(
     assert cell.pairs == int(visible(cell).sum())
 
 
+@pytest.mark.parametrize("queries", [0, 4])
+def test_a_cells_bytes_are_those_of_all_four_tensors(queries: int) -> None:
+    inputs = make_inputs(Cell(32, "full", 16, head_dim_v=48, seqlen_q=queries, tokens=32, hidden=64), CPU)
+    assert inputs.cell.nbytes == inputs.nbytes + inputs.empty_out().nbytes
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(20, 20), (6, 20)])
 def test_a_causal_diagonal_counts_half(queries: int, keys: int) -> None:
     cell = Cell(32, "causal", keys, seqlen_q=queries, tokens=keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -15,15 +16,30 @@ from typing import Any
 import pytest
 
 from cuteflash.page import data_of
+from cuteflash.traits.arch import get_arch
 from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.row import FWD_TRAITS
+from cuteflash.traits.tables import FWD_ROWS
 from cuteflash.tune import report
 from cuteflash.tune.apply import proposed, shipped_defaults
+from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import newest_verdicts, title, where_lost
+from cuteflash.tune.rank import estimate
 from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.report.collect import collect
 from cuteflash.tune.report.columns import FINE, Reasons, short
-from cuteflash.tune.report.slots import gain
+from cuteflash.tune.report.slots import (
+    CLOSE,
+    DEFAULT_WINS,
+    FIRST,
+    INCOMPLETE,
+    REPLACED,
+    STAYS,
+    UNCOMPARED,
+    gain,
+    slot_facts,
+)
+from cuteflash.tune.report.verdict import headline, measured
 from cuteflash.tune.results import Run, Slot, candidates_of, load_runs
 from cuteflash.tune.select import cover, decide
 from cuteflash.tune.store import Store, Timing, Verdict
@@ -186,7 +202,12 @@ def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[st
             middle, least, most = told["margin"]
             assert (middle, least) == pytest.approx((best.gain, best.surely), rel=1e-3)
             assert least <= middle <= most
-            assert told["replaces"] == (decision.allowed != (decision.default,))
+        else:
+            assert told["outcome"] == DEFAULT_WINS
+        row = decision.standing(rows[slot])
+        assert (told["outcome"] == REPLACED) == (rows[slot] not in (decision.default, None))
+        assert told["row_gain"] == pytest.approx(row.gain, rel=1e-3)
+    assert len({told["outcome"] for told in slots.values()}) > 1
 
 
 def test_the_table_rows_are_those_that_apply_would_write(store: Store, data: dict[str, Any]) -> None:
@@ -234,22 +255,34 @@ def test_peers_are_compared_within_the_familys_own_races(tmp_path: pathlib.Path)
         names = {one.candidate for one in store.timings()}
         for timing in store.timings(race="sm80 1"):  # the clock was half as fast in the later races
             numbers = {name: 2 * getattr(timing, name) for name in ("ms", "low", "high")}
-            store.record_timing(dataclasses.replace(timing, **numbers))
+            samples = tuple(2 * sample for sample in timing.samples)
+            store.record_timing(dataclasses.replace(timing, **numbers, samples=samples))
         data = collect(store, Scope())
     assert "peer:fa4" in names
     for space in data["spaces"]:
         (slot,), (cell,) = space["slots"], space["cells"]
         ratio = cell["peers"]["fa4"] / cell["times"]["ms"][0]
-        assert slot["peers"]["fa4"] == pytest.approx({"mean": ratio, "worst": ratio}, rel=1e-3)
-        assert (0.9 < ratio < 1.1) == (space["family"] == "sm90")
+        fa4 = slot["peers"]["fa4"]
+        assert [fa4["mean"], fa4["worst"]] == pytest.approx([ratio, ratio], rel=1e-3)
+        assert (0.9 < ratio < 1.1) == (space["family"] == "sm90") == (not fa4["behind"])
 
 
 def test_peers_are_read_by_the_same_clock_as_the_candidates(store: Store, data: dict[str, Any]) -> None:
+    peers = load_runs(store, "sm_90a", GPU, [f"peer:{name}" for name in data["peers"]])
     for space in data["spaces"]:
         for cell in space["cells"]:
-            peers = load_runs(store, "sm_90a", GPU, [f"peer:{name}" for name in cell["peers"]])
             times = {run.candidate.removeprefix("peer:"): short(run.ms) for run in peers if run.cell == cell["id"]}
-            assert cell["peers"] == times
+            assert cell["peers"] == times != {}
+
+
+def test_a_peer_is_ahead_only_beyond_noise() -> None:
+    def behind(*ends: float) -> bool:
+        best, peer = run("x", "a", 1.0, 0.99, 1.01), run("peer:fa4", "a", 0.95, *ends)
+        (slot,) = slot_facts([best], {"a": {"fa4": peer}}, {}, {"x": 0})
+        assert slot["peers"]["fa4"]["mean"] == 0.95
+        return slot["peers"]["fa4"]["behind"]
+
+    assert [behind(0.94, 0.96), behind(0.8, 1.1), behind(0.0, math.inf)] == [True, False, False]
 
 
 def test_the_roof_is_the_matrix_product_of_the_same_run(tmp_path: pathlib.Path) -> None:
@@ -260,6 +293,56 @@ def test_the_roof_is_the_matrix_product_of_the_same_run(tmp_path: pathlib.Path) 
         store.mark("run elsewhere", {**machine, "gpu": "another", "matmul_tflops": 3.0})
         (space,) = collect(store, Scope())["spaces"]
     assert [cell["matmul"] for cell in space["cells"]] == [MATMUL]
+
+
+# The verdict.
+
+
+def slot(shape: str, outcome: str, row_gain: float | None = None, **behind: bool) -> dict[str, Any]:
+    """A slot's facts: outcome, and of each peer whether the winner is behind it."""
+    peers = {name: {"behind": is_behind} for name, is_behind in behind.items()}
+    facts = {"shape": shape, "outcome": outcome, "row_gain": row_gain}
+    return facts | ({"winner": None} if outcome == INCOMPLETE else {"winner": 0, "peers": peers})
+
+
+@pytest.mark.parametrize(
+    ("slots", "sentence"),
+    [
+        (
+            [slot("short", REPLACED, 0.061, fa4=False, cudnn=True)] * 4 + [slot("long", STAYS, 0.0)] * 6,
+            "4 of 10 problems get a faster row, by up to 6.1 %; behind cuDNN in 4 short ones",
+        ),
+        (
+            [slot("decode", REPLACED, 0.02, fa4=True, cudnn=True), slot("long", CLOSE, 0.0, fa4=False, cudnn=False)],
+            "1 of 2 problems gets a faster row, by up to 2.0 %; behind FA4 and cuDNN in 1 decoding one",
+        ),
+        (
+            [slot("short", STAYS, fa2=True, fa4=True), slot("long", STAYS, fa2=False, fa4=True)],
+            "none of 2 problems gets a faster row; behind FA4 in 1 short and 1 long ones, behind FA2 in 1 short one",
+        ),
+        (
+            [slot("long", DEFAULT_WINS, 0.0, fa4=False, cudnn=False, fa2=False)],
+            "none of 1 problem gets a faster row; nowhere behind FA4, cuDNN or FA2",
+        ),
+        (
+            [slot("long", FIRST), slot("short", UNCOMPARED), slot("short", UNCOMPARED), slot("long", INCOMPLETE)],
+            "none of 4 problems gets a faster row; 1 has no shipped row; 2 have a default that was not timed; "
+            "1 has no candidate that was timed on all lengths",
+        ),
+    ],
+)
+def test_the_verdict_is_one_sentence(slots: list[dict[str, Any]], sentence: str) -> None:
+    assert measured(slots) == sentence
+
+
+def test_the_headline_is_the_verdict_on_all_spaces_of_a_family(data: dict[str, Any]) -> None:
+    slots = [slot for space in data["spaces"] for slot in space["slots"]]
+    (sentence,) = data["verdict"]
+    assert sentence.lower() == f"{measured(slots)}.".lower() and len(slots) == 10
+    assert f"{sum(slot['outcome'] == REPLACED for slot in slots)} of 10 problems" in sentence
+    assert [space["verdict"] for space in data["spaces"]] == [measured(space["slots"]) for space in data["spaces"]]
+    two = [space | {"family": family} for space, family in zip(data["spaces"], ("sm90", "sm80"), strict=True)]
+    assert headline(two) == [f"{space['family']}: {space['verdict']}." for space in two]
 
 
 # What the page computes.
@@ -288,27 +371,108 @@ def test_shares_are_geometric_means_over_the_lengths(store: Store, data: dict[st
             assert share == pytest.approx(statistics.geometric_mean(ratios[name]), rel=1e-4)
 
 
-def test_effects_are_the_best_and_the_quartiles_of_every_value(data: dict[str, Any]) -> None:
-    shares = "R.model.shares(s, R.model.cellsOf(s, { mask: 'full', dtype: 'bf16', shape: 'long' }))"
-    by_value = "[...speed.share].map((share, who) => [R.model.valueOf(one.trait, who), share])"
-    found = script(
-        f"(() => {{ const speed = {shares}; return R.model.effects(s, s.problems[0], speed)"
-        f".map((one) => ({{ ...one, own: {by_value} }})); }})()",
-        data,
-    )
-    assert [one["influence"] for one in found] == sorted((one["influence"] for one in found), reverse=True)
+def test_a_trait_is_worth_what_pairs_that_differ_in_it_alone_say(store: Store, data: dict[str, Any]) -> None:
+    space = data["spaces"][-1]
+    where = Slot("full", "bf16", "long")
+    cells = "R.model.cellsOf(s, { mask: 'full', dtype: 'bf16', shape: 'long' })"
+    reference = next(one["winner"] for one in space["slots"] if (one["mask"], one["shape"]) == ("full", "long"))
+    found = script(f"R.model.effects(s, R.model.shares(s, {cells}), {reference})", data)
+    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "sm90", (128, 128)).items()}
+    times: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    for one in load_runs(store, "sm_90a", GPU, space["ids"]):
+        if one.slot == where:
+            times[one.candidate][one.cell] = one.ms
+    kept = fields[space["ids"][reference]]
+    changes: dict[str, dict[Any, list[float]]] = {name: collections.defaultdict(list) for name in kept}
+    for twin, other in itertools.permutations(times, 2):
+        apart = [name for name in kept if fields[twin][name] != fields[other][name]]
+        if len(apart) == 1 and fields[twin][apart[0]] == kept[apart[0]]:
+            ratios = [times[twin][cell] / ms for cell, ms in times[other].items() if cell in times[twin]]
+            changes[apart[0]][fields[other][apart[0]]].append(statistics.geometric_mean(ratios) - 1)
+    several = {name for name in kept if len({fields[one][name] for one in times}) > 1}
+    assert {one["trait"]["name"] for one in found} == several
+    worths = [abs(one["worth"] or 0) for one in found]
+    assert worths == sorted(worths, reverse=True) and sum(worth > 0 for worth in worths) > 2
     for one in found:
-        bests = []
+        name = one["trait"]["name"]
+        own = changes[name]
+        pairs = [change for some in own.values() for change in some]
+        assert one["pairs"] == len(pairs)
+        assert one["worth"] == (pytest.approx(-statistics.median(pairs), abs=1e-4) if pairs else None)
         for entry in one["values"]:
-            own = sorted(share for value, share in one["own"] if value == entry["value"] and share is not None)
-            assert entry["count"] == len(own)
-            if len(own) > 1:
-                quartiles = statistics.quantiles(own, n=4, method="inclusive")
-                assert [entry[name] for name in ("q1", "median", "q3")] == pytest.approx(quartiles)
-            if own:
-                assert (entry["low"], entry["best"]) == (own[0], own[-1])
-                bests.append(own[-1])
-        assert one["influence"] == pytest.approx(max(bests) - min(bests))
+            told = own[entry["value"]]
+            assert entry["count"] == sum(fields[who][name] == entry["value"] for who in times)
+            assert entry["pairs"] == len(told)
+            if len(told) > 1:
+                expected = [min(told), *statistics.quantiles(told, n=4, method="inclusive"), max(told)]
+                parts = ("low", "q1", "median", "q3", "high")
+                assert [entry[part] for part in parts] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_changes_between_two_candidates_are_the_traits_that_differ(store: Store, data: dict[str, Any]) -> None:
+    space = data["spaces"][-1]
+    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "sm90", (128, 128)).items()}
+    for before, after in itertools.pairwise(random.Random(1).sample(space["ids"], 4)):
+        places = [space["ids"].index(before), space["ids"].index(after)]
+        assert script(f"R.model.differences(s, {places[0]}, {places[1]})", data) == [
+            {"name": name, "from": value, "to": fields[after][name]}
+            for name, value in fields[before].items()
+            if value != fields[after][name]
+        ]
+
+
+def test_lengths_stand_beside_their_best_peer_and_decoding_by_its_bytes(store: Store, data: dict[str, Any]) -> None:
+    space = data["spaces"][-1]
+    told = script("s.cells.map((cell) => R.model.series(s, cell))", data)
+    rates = script("s.slots.map((slot) => R.model.rates(R.model.cellsOf(s, slot), slot.winner))", data)
+    fields = store.cells()
+    for cell, series in zip(space["cells"], told, strict=True):
+        slot = next(one for one in space["slots"] if all(one[key] == cell[key] for key in ("mask", "dtype", "shape")))
+        time = dict(zip(cell["who"], cell["times"]["ms"], strict=True))
+        times = {"winner": time[slot["winner"]], "default": time[slot["default"]], **cell["peers"]}
+        assert [one["name"] for one in series] == list(times)
+        made = Cell(**fields[cell["id"]])
+        for one in series:
+            ms = times[one["name"]]
+            assert one["ratio"] == pytest.approx(min(cell["peers"].values()) / ms)
+            assert one["terabytes"] == pytest.approx(made.nbytes / ms / 1e9, rel=1e-4)
+            assert one["tflops"] == pytest.approx(made.flops / ms / 1e9, rel=1e-4)
+        if slot["shape"] == "decode":
+            of_slot = rates[space["slots"].index(slot)]
+            assert {name: series[0][name] for name in ("terabytes", "tflops")} == {
+                name: pytest.approx(of_slot[name]) for name in ("terabytes", "tflops")
+            }
+            assert of_slot["share"] == pytest.approx(of_slot["tflops"] / MATMUL)
+
+
+@pytest.mark.parametrize(("key", "peers"), [("ratio", {"fa4": 1.0}), ("tflops", {})])
+def test_a_chart_shows_ratios_where_there_are_peers_and_decoding_apart(key: str, peers: dict[str, float]) -> None:
+    space = {
+        "cells": [
+            {"mask": "full", "dtype": "bf16", "shape": shape, "peers": peers} for shape in ("decode", "short", "long")
+        ]
+    }
+    files = [*JS, str(WEB / "peers.js")]
+    charts = "R.peersParts.charts(data).map((one) => [one.title, one.cells.length, one.what.key])"
+    assert run_js(files, charts, data=space, prelude="") == [
+        ["full · bf16 · decoding", 1, "terabytes"],
+        ["full · bf16", 2, key],
+    ]
+    axes = run_js(files, "R.peersParts.charts(data).map((one) => R.peersParts.axisOf([1], one.what))", space, "")
+    assert [axis[0] for axis in axes] == [0, pytest.approx(0.94 if peers else 0)]
+    assert axes[1][-1] > 1 if peers else axes[1][-1] == 1  # a peer alone, beside nobody, has an axis too
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "most", "ticks"),
+    [
+        (0, 1, 4, [0, 0.5, 1]),
+        (0.63, 1.04, 7, [0.6, 0.7, 0.8, 0.9, 1, 1.1]),
+        (-0.02, 0.02, 4, [-0.02, -0.01, 0, 0.01, 0.02]),
+    ],
+)
+def test_ticks_are_round_and_cover_what_is_shown(low: float, high: float, most: int, ticks: list[float]) -> None:
+    assert run_js(JS, "R.ticks(...data)", data=[low, high, most], prelude="") == pytest.approx(ticks)
 
 
 def test_who_was_rejected_for_one_problem_and_never_built_for_another_is_rejected(tmp_path: pathlib.Path) -> None:
@@ -366,14 +530,43 @@ def test_the_curve_between_two_axes_rises_from_one_to_the_other() -> None:
 # What is not there, and what cannot be.
 
 
-@pytest.mark.parametrize("until", ["prune", "compile"])
-def test_a_dry_run_has_a_report_too(tmp_path: pathlib.Path, until: str) -> None:
-    with filled(tmp_path / "db", Sweep(until=until, limit=5)) as store:
+def test_what_was_only_compiled_has_a_report_too(tmp_path: pathlib.Path) -> None:
+    with filled(tmp_path / "db", Sweep(until="compile", limit=5)) as store:
         data = data_of(make_report(store))
     assert (data["gpu"], data["driver"], data["source"]) == (None, None, None)
     (space,) = data["spaces"]
-    assert (space["slots"], space["cells"]) == ([], [])
-    assert len(space["problems"]) == (0 if until == "prune" else 2)
+    assert (space["slots"], space["cells"], len(space["problems"])) == ([], [], 2)
+    left = sum(clocks is not None for clocks in space["costs"]["clocks"])
+    assert data["verdict"] == [f"Nothing has been timed yet: {left} of {len(space['ids'])} candidates are left."]
+
+
+def test_who_cannot_run_or_was_rejected_everywhere_has_no_analytic_score(data: dict[str, Any]) -> None:
+    states = script("s.ids.map((_, who) => R.model.stateOf(s, null, who))", data)
+    clocks = data["spaces"][-1]["costs"]["clocks"]
+    assert {state for state, one in zip(states, clocks, strict=True) if one is None} == {"p", "c"}
+    assert {state for state, one in zip(states, clocks, strict=True) if one is not None} == {"l", "T"}
+
+
+def test_a_dry_run_is_told_by_the_analytic_score(tmp_path: pathlib.Path) -> None:
+    with filled(tmp_path / "db", Sweep(until="prune", limit=5)) as store:
+        data = data_of(make_report(store))
+        traits = candidates_of(store, "sm90", (128, 128))
+    space, arch = data["spaces"][0], get_arch("sm_90a")
+    assert (data["gpu"], space["slots"], space["cells"], space["problems"]) == (None, [], [], [])
+    clocks = {name: estimate(one, arch) for name, one in traits.items() if one.check(arch) is None}
+    first = min(clocks, key=lambda name: clocks[name])
+    told = script("[R.model.estimates(s), R.model.fastest(R.model.estimates(s))]", data)
+    assert space["ids"][told[1]] == first
+    expected = [clocks[first] / clocks[name] if name in clocks else None for name in space["ids"]]
+    assert told[0]["share"] == [None if one is None else pytest.approx(one, rel=1e-4) for one in expected]
+    shipped = [space["ids"][place] for place in space["shipped"]]
+    assert {traits[name] for name in shipped} == {
+        row.traits for row in FWD_ROWS["sm_90a", "sm90"] if (row.traits.head_dim, row.traits.head_dim_v) == (128, 128)
+    }
+    best = min(shipped, key=lambda name: clocks[name])
+    assert f"by the analytic score {title(traits[first])} comes first" in space["verdict"]
+    more = f"; the best shipped row takes {100 * (clocks[best] / clocks[first] - 1):.1f} % more clocks"
+    assert space["verdict"].endswith(", a shipped row" if best == first else more)
 
 
 def test_what_a_sweep_leaves_is_reported(tmp_path: pathlib.Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from typing import Any
 
 import pytest
 
+from cuteflash.page import data_of
 from cuteflash.tune.report import make_report
 from cuteflash.tune.store import Store
 from tests import browser as browser_tests
@@ -91,8 +93,7 @@ class Visit(browser_tests.Visit):
         return box["x"] + 46, box["y"] + 48
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("viewport", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
 @pytest.mark.parametrize("name", SWEEPS)
 def test_every_page_fits_and_says_nothing(
     browser: Any, folder: pathlib.Path, name: str, viewport: Any, scheme: Any
@@ -100,7 +101,69 @@ def test_every_page_fits_and_says_nothing(
     with Visit(browser, folder / f"{name}.html", viewport=viewport, color_scheme=scheme) as visit:
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
         assert visit.page.locator("main > section").count() == 6
-        assert visit.page.locator("canvas.lines").is_visible() == (name == "timed")
+        assert visit.page.locator("canvas.lines").is_visible()
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_page_opens_with_its_verdict(browser: Any, folder: pathlib.Path, viewport: Any) -> None:
+    with Visit(browser, folder / "timed.html", viewport=viewport) as visit:
+        first = visit.page.locator("main > :first-child")
+        assert first.inner_text() == visit.page.evaluate("JSON.parse(data.textContent).verdict[0]")
+        assert re.search(r"of 10 problems get a faster row, by up to \d+\.\d %; behind", first.inner_text())
+        box = first.bounding_box()
+        assert box["y"] + box["height"] < viewport["height"] / 2
+        behind = visit.page.locator(".winners td.behind").all_inner_texts()
+        assert behind and all("▾" in text for text in behind)  # not told by colour alone, on a phone either
+
+
+def test_the_winner_stands_beside_the_default_as_what_changes(browser: Any, folder: pathlib.Path) -> None:
+    def chips(space: dict[str, Any], slot: dict[str, Any]) -> list[str]:
+        found = []
+        for trait in space["traits"]:
+            indices = [
+                ord(trait["column"][slot[who]]) - ord("0") if trait["column"] else 0 for who in ("default", "winner")
+            ]
+            values = [{True: "on", False: "off"}[one] if isinstance(one, bool) else str(one) for one in trait["values"]]
+            if indices[0] != indices[1]:
+                found.append(f"{trait['name']} {values[indices[0]]} → {values[indices[1]]}")
+        return found
+
+    page = folder / "timed.html"
+    expected = [chips(space, slot) for space in data_of(page.read_text())["spaces"] for slot in space["slots"]]
+    with Visit(browser, page) as visit:
+        rows = visit.page.locator(".winners tbody tr")
+        assert [row.locator(".changes li").all_inner_texts() for row in rows.all()] == expected
+        assert any("tile_n 128 → " in chip for some in expected for chip in some)
+
+
+def test_what_a_trait_is_worth_says_from_how_many_pairs(browser: Any, folder: pathlib.Path) -> None:
+    with Visit(browser, folder / "timed.html") as visit:
+        found = visit.page.evaluate(
+            "R.model.effects(R.state.space(), R.state.speed(), R.state.slot().winner)"
+            ".filter((one) => one.pairs).map((one) => [one.trait.name, one.pairs])"
+        )
+        heads = visit.page.locator(".effect-card h3").all_inner_texts()
+        assert len(heads) == len(found) > 2
+        for head, (name, pairs) in zip(heads, found, strict=True):
+            assert head.startswith(name) and re.search(rf"worth \S+\s%\sin {pairs} pairs?$", head)
+
+
+def test_a_dry_run_shows_its_analytic_scores(browser: Any, folder: pathlib.Path) -> None:
+    with Visit(browser, folder / "dry.html") as visit:
+        assert visit.page.locator(".verdict").inner_text().startswith("Nothing has been timed yet")
+        first = visit.page.evaluate("R.model.title(R.state.space(), R.state.reference())")
+        assert f"by the analytic score {first} comes first" in visit.page.locator(".untimed").inner_text()
+        assert (
+            visit.page.locator(".untimed .changes li").count() > 0
+            or "a shipped row" in visit.page.locator(".untimed").inner_text()
+        )
+        speeds = visit.page.locator(".candidates td[data-label='Speed']").all_inner_texts()
+        assert speeds[0].split() == ["100.0", "%", "estimated"]
+        shares = [float(text.split()[0]) for text in speeds]
+        assert len(shares) == 50 and shares == sorted(shares, reverse=True) and shares[-1] < 100
+        assert visit.page.locator(".role.shipped").count() > 0
+        visit.page.locator(".candidates tbody button").nth(1).click()
+        assert "clocks for 1000 scores" in visit.page.locator(".picked-panel").inner_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -136,6 +199,8 @@ def test_a_winners_row_selects_its_problem_everywhere(browser: Any, folder: path
         visit.page.get_by_role("button", name="causal · bf16 · short").last.click()
         assert [visit.now(key) for key in ("space", "mask", "shape")] == ["sm90 128x128", "causal", "short"]
         assert visit.page.get_by_label("Mask").input_value() == "causal"
+        pressed = visit.page.locator(".winners tr.current button[aria-pressed='true']")
+        assert pressed.all_inner_texts() == ["causal · bf16 · short"]
         winner = visit.page.evaluate("R.model.title(R.state.space(), R.state.slot().winner)")
         assert visit.page.locator(".candidates tbody th code").first.inner_text() == winner
 

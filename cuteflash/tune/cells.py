@@ -96,6 +96,12 @@ class Cell:
         return 2 * self.batch * self.heads * self.pairs * (self.head_dim + self.head_dim_v)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of Q, K, V and O together: what has to be read or written once."""
+        rows = self.seqlen_q + self.seqlen
+        return TORCH_DTYPES[self.dtype].itemsize * self.batch * self.heads * rows * (self.head_dim + self.head_dim_v)
+
+    @property
     def label(self) -> str:
         columns = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         length = str(self.seqlen) if self.seqlen == self.seqlen_q else f"{self.seqlen_q}x{self.seqlen}"

@@ -89,7 +89,15 @@ def measured_gpu(store: Store, target: str, gpu: str | None = None) -> str:
     return gpu or found[0]
 
 
-def load_runs(store: Store, target: str, gpu: str, names: Iterable[str], source: str | None = None) -> list[Run]:
+def load_runs(
+    store: Store,
+    target: str,
+    gpu: str,
+    names: Iterable[str],
+    source: str | None = None,
+    *,
+    raced_with: Family | None = None,
+) -> list[Run]:
     """The newest successful timing of each candidate and cell, by one clock a cell.
 
     Args:
@@ -98,6 +106,7 @@ def load_runs(store: Store, target: str, gpu: str, names: Iterable[str], source:
         gpu: whose timings.
         names: candidate ids.
         source: fingerprint of the kernels' sources, whose timings alone count; None takes the newest timing's.
+        raced_with: the family whose races alone count; peers take part in those of each family.
     """
     timings = [timing for timing in store.timings(target=target, gpu=gpu) if timing.error is None]
     if source is None and timings:
@@ -105,8 +114,8 @@ def load_runs(store: Store, target: str, gpu: str, names: Iterable[str], source:
     wanted, cells = set(names), store.cells()
     groups: dict[tuple[str, str, str], list[Timing]] = {}  # a family's races, "sm90 1" and so on, share yardsticks
     for timing in timings:
-        if timing.source == source:
-            family = timing.race.rpartition(" ")[0]
+        family = timing.race.rpartition(" ")[0]
+        if timing.source == source and raced_with in (None, family):
             groups.setdefault((timing.cell, timing.driver, family), []).append(timing)
     newest: dict[tuple[str, str], Run] = {}
     for (cell, _, _), group in groups.items():

@@ -1,7 +1,8 @@
-"""A sweep as one self-contained HTML page: winners and margins, what each trait is worth, the roof, every candidate.
+"""A sweep as one self-contained HTML page: its verdict, winners, peers, what each trait is worth, every candidate.
 
 collect   from the database to JSON values, those of a page
 slots     who wins what, against the default and the peers
+verdict   that in a sentence; of what was never timed what the analytic score says
 columns   long lists of traits and reasons, written small
 links     which candidate has a layout page
 page      which files of `web/` show those values

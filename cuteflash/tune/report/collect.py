@@ -11,24 +11,30 @@ from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.row import FWD_TRAITS, Traits
 from cuteflash.tune.apply import shipped_defaults, sound_runs
 from cuteflash.tune.backend import PEER
+from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import STAGE_WORDS, footprint, newest_verdicts, where_lost
+from cuteflash.tune.funnel import defaults
 from cuteflash.tune.inputs import PLAIN
+from cuteflash.tune.peers import PEERS
+from cuteflash.tune.rank import estimate
 from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_columns
 from cuteflash.tune.report.links import LayoutPage
 from cuteflash.tune.report.slots import slot_facts
-from cuteflash.tune.results import Run, level, make_traits, measured_gpu, race_scales
-from cuteflash.tune.store import STAGES, Store, Timing, Verdict
+from cuteflash.tune.report.verdict import PEER_WORDS, estimated, headline, measured
+from cuteflash.tune.results import Run, load_runs, make_traits, measured_gpu
+from cuteflash.tune.store import STAGES, Store, Timing, Verdict, candidate_id
 
-SCHEMA = 1
+SCHEMA = 2
 # One letter a candidate and problem: rejected by a stage, timed, neither, or not even compiled.
 STATES = {stage: stage[0] for stage in STAGE_WORDS}
 TIMED, WAITING, UNTOUCHED = "T", "w", "u"
-COSTS = ("threads", "smem_bytes", "registers", "fragment_regs", "blocks")
+COSTS = ("threads", "smem_bytes", "registers", "fragment_regs", "blocks")  # of a `Footprint`
 
 Json = dict[str, Any]
 Problem = tuple[str, str]  # mask and dtype
 Verdicts = Mapping[str, Sequence[Verdict]]
 ByCandidate = Mapping[str, Run]  # of one cell
+ByPeer = Mapping[str, Run]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class Found:
     verdicts: Verdicts
     timings: Sequence[Timing]
     runs: Mapping[str, ByCandidate]
-    peers: Mapping[tuple[str, str], Mapping[str, float]]  # (family, cell) → name → milliseconds
+    peers: Mapping[tuple[str, str], ByPeer]  # of a family's races and a cell
     rates: Sequence[tuple[str, float]]  # when, and TFLOP/s of the matrix product
 
 
@@ -97,6 +103,8 @@ def collect(store: Store, scope: Scope, pages: Sequence[LayoutPage] = ()) -> Jso
     return {
         "schema": SCHEMA,
         "title": " · ".join(("cuteflash sweep", target, *([found.gpu] if found.gpu else []))),
+        "verdict": headline(encoded),
+        "peers": {name: PEER_WORDS[name] for name in PEERS if any(name in some for some in found.peers.values())},
         "target": target,
         "gpu": found.gpu,
         "driver": newest.driver if newest else None,
@@ -164,23 +172,11 @@ def _find(store: Store, scope: Scope, target: str, spaces: Iterable[Space]) -> F
     source = next((one.source for one in reversed(timings) if one.error is None), None)
     timings = [timing for timing in timings if timing.source == source] or timings
     rates = [(run["at"], float(run["matmul_tflops"])) for run in store.runs() if _of(run, gpu)]
-    return Found(target, gpu, verdicts, timings, runs, _peers(timings), rates)
-
-
-def _peers(timings: Iterable[Timing]) -> dict[tuple[str, str], dict[str, float]]:
-    """(family, cell) → name → milliseconds of the peers, in the clock of the races that the family's runs are in."""
-    groups: dict[tuple[str, str, str], list[Timing]] = {}
-    for timing in timings:
-        groups.setdefault((timing.race.rpartition(" ")[0], timing.cell, timing.driver), []).append(timing)
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for (family, cell, _), group in groups.items():
-        group = level(group)
-        scales = race_scales(group)
-        for one in group:
-            if one.candidate.startswith(PEER) and one.ms is not None:
-                name = one.candidate.removeprefix(PEER)
-                found.setdefault((family, cell), {})[name] = one.ms * scales[one.race]
-    return found
+    peers: dict[tuple[str, str], dict[str, Run]] = {}
+    for family in dict.fromkeys(space.family for space in spaces):
+        for run in load_runs(store, target, gpu, [PEER + name for name in PEERS], raced_with=family):
+            peers.setdefault((family, run.cell), {})[run.candidate.removeprefix(PEER)] = run
+    return Found(target, gpu, verdicts, timings, runs, peers, rates)
 
 
 def _of(run: Mapping[str, Any], gpu: str | None) -> bool:
@@ -199,23 +195,29 @@ def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Se
     own = {cell: {n: run for n, run in runs.items() if n in number} for cell, runs in found.runs.items()}
     own = {cell: runs for cell, runs in own.items() if runs}
     runs = [run for some in own.values() for run in some.values()]
-    defaults = shipped_defaults(store, found.target, space.family, space.head_dims)
     peers = {cell: found.peers.get((space.family, cell), {}) for cell in own}
-    slots = slot_facts(runs, peers, defaults, number)
+    shipped = shipped_defaults(store, found.target, space.family, space.head_dims)
+    slots = slot_facts(runs, peers, shipped, number)
+    made_for = defaults((), space.family, space.head_dims, get_arch(found.target))
+    rows = {candidate_id(space.family, traits) for traits in made_for}
+    costs = _costs(space, found)
     base, base_reasons = _states(space, found.verdicts, None, set(), reasons)
     return {
         "title": space.title,
+        "verdict": measured(slots) if slots else estimated(space.candidates, costs["clocks"], rows),
         "family": space.family,
         "head_dim": space.head_dims[0],
         "head_dim_v": space.head_dims[1],
         "ids": list(number),
         "traits": trait_columns(FWD_TRAITS[space.family], list(space.candidates.values())),
-        "costs": _costs(space, found),
+        "costs": costs,
+        "shipped": [number[name] for name in number if name in rows],
         "base": base,
         "reasons": base_reasons,
         "problems": _problems(space, found.verdicts, runs, reasons),
         "cells": [
-            _cell(cell, fields[cell], own[cell], found, number) | {"peers": _shortened(peers[cell])}
+            _cell(cell, fields[cell], own[cell], found, number)
+            | {"peers": {name: short(run.ms) for name, run in peers[cell].items()}}
             for cell in sorted(own, key=lambda name: _cell_order(fields[name]))
         ],
         "slots": sorted(slots, key=lambda slot: _problem_order((slot["mask"], slot["dtype"]))),
@@ -278,9 +280,12 @@ def _problem_order(problem: Problem) -> tuple[int, int]:
 
 
 def _costs(space: Space, found: Found) -> Json:
-    """What each candidate that the architecture can run takes of a multiprocessor; None for the others."""
+    """What each candidate that the architecture can run takes of a multiprocessor; None for the others.
+
+    `clocks` is the analytic score, which was never measured, of those that no later stage rejected either.
+    """
     arch = get_arch(found.target)
-    columns: Json = {name: [] for name in COSTS}
+    columns: Json = {name: [] for name in (*COSTS, "clocks")}
     for name, traits in space.candidates.items():
         compiled = (one.details.get("registers") for one in found.verdicts.get(name, ()))
         took = None
@@ -288,11 +293,22 @@ def _costs(space: Space, found: Found) -> Json:
             took = footprint(traits, arch, max((regs for regs in compiled if regs is not None), default=None))
         for cost in COSTS:
             columns[cost].append(None if took is None else getattr(took, cost))
+        left = took is not None and _left(found.verdicts.get(name, ()))
+        columns["clocks"].append(short(estimate(traits, arch)) if left else None)
     return columns | {"smem_limit": arch.smem_per_block}
 
 
+def _left(verdicts: Iterable[Verdict]) -> bool:
+    """Whether there is a problem on which every stage let a candidate pass; so it is before the first one."""
+    passed: dict[str, bool] = {}
+    for one in verdicts:
+        if one.problem:
+            passed[one.problem] = passed.get(one.problem, True) and one.ok
+    return not passed or any(passed.values())
+
+
 def _cell(cell: str, fields: Json, runs: ByCandidate, found: Found, number: Mapping[str, int]) -> Json:
-    """A cell and its times, fastest first; `work` is TFLOP/s times milliseconds, the same for all."""
+    """A cell and its times, fastest first; `work` is TFLOP/s times milliseconds, `gigabytes` are read and written."""
     some = next(iter(runs.values()))
     queries, keys, inputs = fields["seqlen_q"], fields["seqlen"], fields.get("inputs", PLAIN)
     label = str(keys) if queries == keys else f"{queries}x{keys}"
@@ -305,13 +321,10 @@ def _cell(cell: str, fields: Json, runs: ByCandidate, found: Found, number: Mapp
         "shape": some.slot.shape,
         "matmul": short(_rate(found.rates, ordered)),
         "work": short(some.tflops * some.ms),
+        "gigabytes": short(Cell(**fields).nbytes / 1e9),
         "who": [number[run.candidate] for run in ordered],
         "times": time_columns(ordered),
     }
-
-
-def _shortened(times: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: short(ms) for name, ms in times.items()}
 
 
 def _cell_order(fields: Json) -> tuple[Any, ...]:
@@ -320,10 +333,13 @@ def _cell_order(fields: Json) -> tuple[Any, ...]:
 
 
 def _pages(space: Space, target: str, number: Mapping[str, int], pages: Iterable[LayoutPage]) -> list[Json]:
+    own = [page for page in pages if (page.target, page.family) == (target, space.family)]
+    if not own:
+        return []  # making the keys below takes a fifth of a report's time
     places = {frozenset(dataclasses.asdict(traits).items()): number[name] for name, traits in space.candidates.items()}
     found = []
-    for page in pages:
+    for page in own:
         place = places.get(frozenset(page.traits.items()))
-        if (page.target, page.family) == (target, space.family) and place is not None:
+        if place is not None:
             found.append({"who": place, "mask": page.mask, "dtype": page.dtype, "title": page.title, "href": page.href})
     return found

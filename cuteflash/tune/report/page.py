@@ -16,7 +16,7 @@ PAGE = Page(
         "detail.js",
         "parallel.js",
         "effects.js",
-        "roofline.js",
+        "peers.js",
         "candidates.js",
         "app.js",
     ),

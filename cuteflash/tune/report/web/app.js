@@ -2,6 +2,13 @@
 (() => {
   const { h, words } = R;
 
+  const verdict = (data) =>
+    h(
+      "div",
+      { class: "verdict" },
+      data.verdict.map((sentence) => h("p", null, sentence)),
+    );
+
   function facts(data) {
     const fact = (name, value) => value && h("div", null, h("dt", null, name), h("dd", null, value));
     const versions = Object.entries(data.versions).map(([name, version]) => `${name} ${version}`);
@@ -12,7 +19,7 @@
     return h(
       "dl",
       { class: "facts" },
-      fact("GPU", data.gpu || "none yet: nothing was timed"),
+      fact("GPU", data.gpu),
       fact("compiled for", data.target),
       fact("driver", data.driver),
       fact("versions", versions.join(", ")),
@@ -54,7 +61,7 @@
           ),
         cells.length > 1 &&
           R.field("Length", [["", "all"], ...cells.map((cell) => [cell.label, cell.label])], now.cell, choose("cell")),
-        cells.length > 0 && least(),
+        R.state.reference() !== null && least(),
       ].filter(Boolean);
       holder.replaceChildren(...fields);
       fields.find((field) => field.firstChild.textContent === focused)?.lastChild.focus();
@@ -107,9 +114,9 @@
   const shownValue = (text) => ({ true: "on", false: "off" })[text] || text;
 
   const SECTIONS = [
-    ["funnel", "Funnel", "From candidates to times", (data) => R.funnel(data)],
     ["winners", "Winners", "Who wins, and by how much", (data) => R.winners(data)],
-    ["roofline", "Roof", "Below the matrix product", () => R.roofline()],
+    ["funnel", "Funnel", "From candidates to times", (data) => R.funnel(data)],
+    ["peers", "Peers", "Beside the best peer", (data) => R.peers(data)],
     ["parallel", "Traits", "From traits to speed", (data) => R.parallel(data)],
     ["effects", "Effects", "What each trait is worth", () => R.effects()],
     ["candidates", "Candidates", "All candidates", (data) => R.candidates(data)],
@@ -145,7 +152,7 @@
     const bar = h("div", { id: "selection", role: "region", "aria-label": "Selection" }, selectors(data), chips());
     document
       .getElementById("main")
-      .append(facts(data), ...made.slice(0, BEFORE_SELECTION), bar, ...made.slice(BEFORE_SELECTION));
+      .append(verdict(data), facts(data), ...made.slice(0, BEFORE_SELECTION), bar, ...made.slice(BEFORE_SELECTION));
     new ResizeObserver(() => {
       const height = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight : 0;
       document.documentElement.style.setProperty("--toolbar", `${height}px`);

@@ -134,14 +134,9 @@
       const space = R.state.space();
       const picked = R.state.picked() === entry.who;
       const slot = R.state.slot();
-      const { timed, of } = R.state.speed();
+      const { timed, of, estimated } = R.state.speed();
       const page = R.model.pageOf(space, entry.who, R.state.now);
-      const cell = (label, value, number) =>
-        h(
-          "td",
-          { "data-label": label, class: `${number ? "number" : ""}${value === null ? " empty" : ""}` },
-          value ?? "–",
-        );
+      const cell = (label, value, kind = "") => R.cell(label, `${kind}${value === null ? " empty" : ""}`, value ?? "–");
       const pick = h(
         "button",
         {
@@ -153,8 +148,8 @@
         },
         h("code", null, entry.title),
       );
-      const part =
-        timed[entry.who] && timed[entry.who] < of ? h("small", null, `${timed[entry.who]} of ${of} lengths`) : null;
+      const partly = timed[entry.who] && timed[entry.who] < of && `${timed[entry.who]} of ${of} lengths`;
+      const part = (partly || estimated) && h("small", null, partly || "estimated");
       const row = h(
         "tr",
         { class: picked ? "current" : "" },
@@ -162,14 +157,14 @@
           "th",
           { scope: "row" },
           pick,
-          R.roles(slot, entry.who),
+          R.roles(space, slot, entry.who),
           page ? h("a", { class: "page", href: page.href, title: page.title }, "layouts") : null,
         ),
         cell("Outcome", [h("i", { class: `swatch state-${entry.state}` }), R.model.stateWords(this.data, entry.state)]),
-        cell("Speed", Number.isNaN(entry.share) ? null : [words.percent(entry.share), part], true),
-        cell("Shared memory, KiB", entry.smem_bytes === null ? null : words.digits(entry.smem_bytes / 1024, 4), true),
-        cell("Registers", entry.registers, true),
-        cell("Blocks an SM", entry.blocks, true),
+        cell("Speed", Number.isNaN(entry.share) ? null : [words.percent(entry.share), part], "number"),
+        cell("Shared memory, KiB", entry.smem_bytes === null ? null : words.digits(entry.smem_bytes / 1024, 4), "number"),
+        cell("Registers", entry.registers, "number"),
+        cell("Blocks an SM", entry.blocks, "number"),
         cell("Why not further", entry.reason || null),
       );
       return picked
@@ -201,11 +196,7 @@
         table.states,
         h("span", { class: "pager" }, table.back, table.on, table.count),
       ),
-      h(
-        "div",
-        { class: "scroll" },
-        h("table", { class: "cards candidates" }, h("thead", null, h("tr", null, table.heads)), table.body),
-      ),
+      R.table("candidates", table.heads, table.body),
     ];
   };
   R.candidatesParts = { compare, entries };

@@ -1,9 +1,28 @@
-/* The page's name R: the base, labelled fields, numbers in words. Knows nothing of sweeps. */
+/* The page's name R: the base, labelled fields, ticks, numbers in words. Knows nothing of sweeps. */
 const R = { ...Base };
 
 (() => {
   /** A `<select>` with its label in sight; otherwise as `Base.select`. */
   R.field = (label, ...choice) => R.h("label", { class: "field" }, R.h("span", null, label), R.select(label, ...choice));
+
+  /** A table whose rows become cards where the page is narrow; heads are texts or cells. */
+  R.table = (kind, heads, body) => {
+    const head = heads.map((one) => (typeof one === "string" ? R.h("th", { scope: "col" }, one) : one));
+    const rows = body instanceof Node ? body : R.h("tbody", null, body);
+    const table = R.h("table", { class: `cards ${kind}` }, R.h("thead", null, R.h("tr", null, head)), rows);
+    return R.h("div", { class: "scroll" }, table);
+  };
+
+  /** A cell of such a table; a card shows its label. `kind` is a class: `number` or nothing. */
+  R.cell = (label, kind, ...children) => R.h("td", { "data-label": label, class: kind }, children);
+
+  /** Round numbers at equal distances, at most `most` of which cover what lies between `low` and `high`. */
+  R.ticks = (low, high, most) => {
+    const power = 10 ** Math.floor(Math.log10((high - low) / most));
+    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => (high - low) / one <= most);
+    const [first, last] = [Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)];
+    return Array.from({ length: last - first + 1 }, (_, place) => (first + place) * step);
+  };
 
   /** Calls `draw` now and whenever the width of `node` changes. */
   R.onWidth = (node, draw) => {

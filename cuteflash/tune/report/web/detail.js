@@ -3,6 +3,16 @@
   const { h, words } = R;
   const WARP = 32;
 
+  /** What changes from one candidate to another, as chips: "tile_n 128 → 224". */
+  R.changes = (space, from, to) =>
+    h(
+      "ul",
+      { class: "changes" },
+      R.model
+        .differences(space, from, to)
+        .map((one) => h("li", null, h("code", null, one.name), ` ${words.value(one.from)} → ${words.value(one.to)}`)),
+    );
+
   const fact = (name, ...value) => h("div", null, h("dt", null, name), h("dd", null, value));
 
   function traits(space, who) {
@@ -31,6 +41,7 @@
         "on a multiprocessor",
         `${at("blocks")} × ${at("threads")} threads, ${(at("blocks") * at("threads")) / WARP} warps`,
       ),
+      at("clocks") && fact("analytic score", `${words.digits(at("clocks"))} clocks for 1000 scores`),
     );
   }
 
@@ -40,53 +51,30 @@
       if (place < 0) return [];
       const [ms, low, high] = cell.times[place];
       const behind = ms / cell.times[0][0] - 1;
+      const interval = `(${words.digits(low, 4)} to ${high === null ? "?" : words.digits(high, 4)})`;
       return h(
         "tr",
         null,
         h("th", { scope: "row" }, `${cell.mask} ${cell.dtype} ${cell.label}`),
-        h(
-          "td",
-          { "data-label": "time, ms" },
-          `${words.digits(ms, 4)} (${words.digits(low, 4)} to ${high === null ? "?" : words.digits(high, 4)})`,
-        ),
-        h("td", { "data-label": "TFLOP/s", class: "number" }, words.digits(cell.work / ms)),
-        h(
-          "td",
-          { "data-label": "of the product", class: "number" },
-          cell.matmul ? words.percent(cell.work / ms / cell.matmul) : "–",
-        ),
-        h("td", { "data-label": "place", class: "number" }, `${place + 1} of ${cell.who.length}`),
-        h("td", { "data-label": "behind", class: "number" }, place ? words.percent(behind) : "fastest"),
+        R.cell("time, ms", "", `${words.digits(ms, 4)} ${interval}`),
+        R.cell("TFLOP/s", "number", words.digits(cell.work / ms)),
+        R.cell("of the product", "number", cell.matmul ? words.percent(cell.work / ms / cell.matmul) : "–"),
+        R.cell("place", "number", `${place + 1} of ${cell.who.length}`),
+        R.cell("behind", "number", place ? words.percent(behind) : "fastest"),
       );
     });
-    if (!rows.length) return null;
     const heads = ["problem", "time, ms", "TFLOP/s", "of the product", "place", "behind the fastest"];
-    return h(
-      "div",
-      { class: "scroll" },
-      h(
-        "table",
-        { class: "cards times" },
-        h(
-          "thead",
-          null,
-          h(
-            "tr",
-            null,
-            heads.map((text) => h("th", { scope: "col" }, text)),
-          ),
-        ),
-        h("tbody", null, rows),
-      ),
-    );
+    return rows.length ? R.table("times", heads, rows) : null;
   }
 
   /** Its standing in the selected problem, in words. */
   function standing(data, space, who) {
-    const { share, timed, of } = R.state.speed();
+    const { share, timed, of, estimated } = R.state.speed();
     const problem = R.state.problem();
     const reason = R.model.reasonOf(data, space, problem, who);
     if (reason) return `${R.model.stateWords(data, R.model.stateOf(space, problem, who))}: ${reason}`;
+    if (estimated && !Number.isNaN(share[who]))
+      return `${words.percent(share[who])} of the first's speed by the analytic score; not timed`;
     if (!timed[who]) return R.model.stateWords(data, R.model.stateOf(space, problem, who));
     const part = timed[who] < of ? `, on ${timed[who]} of ${of} lengths` : "";
     return `${words.percent(share[who])} of the fastest's speed here${part}`;
@@ -96,13 +84,12 @@
   R.detail = (data, who) => {
     const space = R.state.space();
     const slot = R.state.slot();
-    const winner = slot?.winner ?? null;
-    const apart = winner === null || winner === who ? [] : R.model.differences(space, who, winner);
+    const reference = R.state.reference();
     const pages = space.pages.filter((page) => page.who === who);
     return h(
       "div",
       { class: "detail" },
-      h("h3", null, h("code", null, R.model.title(space, who)), roles(slot, who), h("small", null, space.ids[who])),
+      h("h3", null, h("code", null, R.model.title(space, who)), R.roles(space, slot, who), h("small", null, space.ids[who])),
       h("p", null, standing(data, space, who)),
       pages.length
         ? h(
@@ -114,19 +101,20 @@
         : null,
       costs(space, who),
       h("div", { class: "traits" }, traits(space, who)),
-      apart.length ? h("p", null, h("b", null, "Beside the winner: "), apart.join("; ")) : null,
+      reference === null || reference === who
+        ? null
+        : h("div", null, h("b", null, slot ? "From the winner to this" : "From the first to this"), R.changes(space, reference, who)),
       times(space, who),
     );
   };
 
-  function roles(slot, who) {
-    return [
-      ["winner", slot?.winner],
-      ["default", slot?.default],
-      ["table row", slot?.row],
+  R.roles = (space, slot, who) =>
+    [
+      ["winner", slot?.winner === who],
+      ["default", slot?.default === who],
+      ["table row", slot?.row === who],
+      ["shipped", !slot && space.shipped.includes(who)],
     ]
-      .filter(([, one]) => one === who)
+      .filter(([, is]) => is)
       .map(([word]) => h("span", { class: `role ${word.split(" ")[0]}` }, word));
-  }
-  R.roles = roles;
 })();

@@ -1,41 +1,53 @@
-/* What each trait is worth: for each of its values the best candidate and the spread of the others. */
+/* What each trait is worth: how much faster or slower candidates are that differ from another in that trait alone. */
 (() => {
   const { h, words } = R;
-  const TICKS = 4;
-  const STEP = 0.01 * TICKS; // so that every tick is a whole percentage
-  const MARGIN = 0.005;
+  const TICKS = 3; // steps of the axis, at most
+  const LEAST = 0.02; // that the axis reaches to both sides, so that its steps are whole percentages
 
-  /** The least share that the charts show, below every middle half; what lies below it is drawn to the edge. */
-  function floorOf(found) {
-    const lowest = Math.min(...found.flatMap(({ values }) => values.filter((one) => one.count).map((one) => one.q1)));
-    return Math.max(0, 1 - STEP * Math.ceil((1 - lowest + MARGIN) / STEP));
+  /** The common axis' ticks: every middle half lies between their ends; what does not is drawn to the edge. */
+  function axisOf(found) {
+    const told = found.flatMap(({ values }) => values.filter((one) => one.pairs));
+    const low = Math.min(-LEAST, ...told.map((one) => one.q1));
+    return R.ticks(low, Math.max(LEAST, ...told.map((one) => one.q3)), TICKS);
   }
 
-  const at = (share, floor) => `${(100 * (Math.max(share, floor) - floor)) / (1 - floor)}%`;
-  const between = (low, high, floor) => `left: ${at(low, floor)}; right: calc(100% - ${at(high, floor)})`;
+  function at(change, axis) {
+    const [low, high] = [axis[0], axis.at(-1)];
+    return `${(100 * (Math.min(Math.max(change, low), high) - low)) / (high - low)}%`;
+  }
+  const between = (from, to, axis) => `left: ${at(from, axis)}; right: calc(100% - ${at(to, axis)})`;
+  const zero = (axis) => h("i", { class: "zero", style: `left: ${at(0, axis)}` });
 
-  function track(entry, floor) {
-    if (!entry.count) return h("span", { class: "track none" }, entry.rejected ? "none came so far" : "none timed");
+  function track(entry, axis, own) {
+    if (own) return h("span", { class: "track" }, zero(axis), h("i", { class: "middle", style: `left: ${at(0, axis)}` }));
+    const none = R.state.speed().estimated ? "none is left" : "none timed";
+    if (!entry.pairs) return h("span", { class: "track none" }, entry.count ? "in no pair" : none);
+    const cut = `${entry.low < axis[0] ? " cut-low" : ""}${entry.high > axis.at(-1) ? " cut-high" : ""}`;
     return h(
       "span",
       { class: "track" },
-      h("i", { class: `reach${entry.low < floor ? " cut" : ""}`, style: between(entry.low, entry.best, floor) }),
-      h("i", { class: "box", style: between(entry.q1, entry.q3, floor) }),
-      h("i", { class: "median", style: `left: ${at(entry.median, floor)}` }),
-      h("i", { class: "best", style: `left: ${at(entry.best, floor)}` }),
+      zero(axis),
+      h("i", { class: `reach${cut}`, style: between(entry.low, entry.high, axis) }),
+      h("i", { class: "box", style: between(entry.q1, entry.q3, axis) }),
+      h("i", { class: "middle", style: `left: ${at(entry.median, axis)}` }),
     );
   }
 
-  function line(trait, entry, floor, winner) {
+  /* Whose values the others are told against. */
+  const whose = () => (R.state.slot() ? "the winner's" : "the first's");
+  const pairs = (count) => `${count} ${count === 1 ? "pair" : "pairs"}`;
+
+  function line(trait, entry, axis, own) {
     const chosen = R.state.now.filter[trait.name];
     const on = Boolean(chosen?.includes(String(entry.value)));
-    const best = entry.count ? words.percent(entry.best) : "";
-    const label = entry.count
-      ? `${entry.count} timed, best ${best}, median ${words.percent(entry.median)}, ${entry.rejected} rejected`
-      : `none timed, ${entry.rejected} rejected`;
+    const label = own
+      ? `${whose()} value, ${entry.count} candidates`
+      : entry.pairs
+        ? `${words.signed(entry.median)} is the median of ${pairs(entry.pairs)}, ${entry.count} candidates`
+        : `in no pair, ${entry.count} candidates`;
     return h(
       "div",
-      { class: `effect${winner === entry.value ? " of-winner" : ""}${chosen && !on ? " off" : ""}`, title: label },
+      { class: `effect${own ? " of-winner" : ""}${chosen && !on ? " off" : ""}`, title: label },
       h(
         "button",
         {
@@ -46,20 +58,23 @@
         },
         words.value(entry.value),
       ),
-      track(entry, floor),
-      h("span", { class: "number" }, best, h("small", null, entry.count ? ` ${entry.count}` : "")),
+      track(entry, axis, own),
+      h(
+        "span",
+        { class: "number" },
+        own ? whose() : entry.pairs ? words.signed(entry.median) : "",
+        h("small", null, own || !entry.pairs ? "" : ` ${entry.pairs}`),
+      ),
     );
   }
 
-  function card({ trait, influence, values }, floor, slot) {
-    const winner = slot?.winner === undefined || slot.winner === null ? null : R.model.valueOf(trait, slot.winner);
-    const ticks = Array.from({ length: TICKS + 1 }, (_, place) => floor + ((1 - floor) * place) / TICKS);
+  function card({ trait, pairs: all, worth, values }, axis, kept) {
     return h(
       "section",
       { class: "effect-card", "aria-label": trait.name },
-      h("h3", null, h("code", null, trait.name), h("small", null, `worth up to ${words.percent(influence)}`)),
+      h("h3", null, h("code", null, trait.name), h("small", null, `worth ${words.percent(worth)} in ${pairs(all)}`)),
       h("p", { class: "hint" }, trait.doc),
-      values.map((entry) => line(trait, entry, floor, winner)),
+      values.map((entry, place) => line(trait, entry, axis, place === trait.column[kept])),
       h(
         "div",
         { class: "effect effect-axis", "aria-hidden": "true" },
@@ -67,26 +82,47 @@
         h(
           "span",
           { class: "track" },
-          ticks.map((share) => h("em", { style: `left: ${at(share, floor)}` }, Math.round(share * 100))),
+          axis.map((change) => h("em", { style: `left: ${at(change, axis)}` }, words.signed(change, 0))),
         ),
-        h("span", { class: "number" }, "%"),
+        h("span"),
       ),
     );
   }
 
+  const KEY = [
+    ["middle", "median of the pairs"],
+    ["box", "their middle half"],
+    ["reach", "all of them"],
+  ];
+
   R.effects = () => {
+    const hint = h("p", { class: "hint" });
+    const key = h(
+      "div",
+      { class: "key" },
+      KEY.map(([name, word]) => h("span", null, h("i", { class: `effect-key ${name}` }), word)),
+    );
     const grid = h("div", { class: "effect-grid" });
+    const alone = h("p", { class: "hint" });
     const draw = () => {
-      const found = R.model.effects(R.state.space(), R.state.problem(), R.state.speed());
+      const kept = R.state.reference();
+      const found = kept === null ? [] : R.model.effects(R.state.space(), R.state.speed(), kept);
+      const told = found.filter((one) => one.pairs);
+      const without = found.filter((one) => !one.pairs).map((one) => one.trait.name);
       const focus = document.activeElement?.getAttribute("aria-label")?.split(":")[0];
-      if (!found.length) {
-        grid.replaceChildren(
-          h("p", { class: "hint" }, "No trait has been timed with several values for this selection."),
-        );
-        return;
-      }
-      const floor = floorOf(found);
-      grid.replaceChildren(...found.map((one) => card(one, floor, R.state.slot())));
+      hint.textContent =
+        `From pairs of candidates that differ in one trait alone, one of which has ${whose()} value: how much faster ` +
+        "or slower the other one is. Beside each value stand the median and the number of its pairs. A trait is worth " +
+        `what the other values lose, the median of all its pairs; below zero ${whose()} value pays only together ` +
+        "with other traits.";
+      alone.textContent = without.length
+        ? `Without such a pair: ${without.join(", ")}.`
+        : told.length
+          ? ""
+          : "No trait has several values among the candidates of this selection.";
+      key.hidden = !told.length;
+      const axis = told.length ? axisOf(told) : null;
+      grid.replaceChildren(...told.map((one) => card(one, axis, kept)));
       const again =
         focus &&
         [...grid.querySelectorAll("button")].find((button) =>
@@ -96,21 +132,6 @@
     };
     R.state.on([...R.WHERE, "filter"], draw);
     draw();
-    const key = [
-      ["best", "best candidate"],
-      ["box", "middle half, and the median"],
-      ["reach", "from the slowest"],
-      ["of-winner", "the winner's value"],
-    ].map(([name, word]) => h("span", null, h("i", { class: `effect-key ${name}` }), word));
-    return [
-      h(
-        "p",
-        { class: "hint" },
-        "Speed as a share of the fastest's, over all candidates with a value, and how many they are. What counts is " +
-          "how far the best of a value lies behind the best of all: the other traits then fit it as well as they can.",
-      ),
-      h("div", { class: "key" }, key),
-      grid,
-    ];
+    return [hint, key, grid, alone];
   };
 })();

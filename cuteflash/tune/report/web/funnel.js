@@ -28,40 +28,20 @@
   function overview(data) {
     const funnels = data.spaces.map((space) => R.model.funnel(space, null));
     const order = R.model.ORDER.filter((state) => state !== "u" || funnels.some((counts) => counts.u));
-    const heads = ["Space", "considered", ...order.map((state) => COLUMNS[state])];
+    const heads = ["Space", "considered", ...order.map((state) => COLUMNS[state]), h("td")];
     const rows = data.spaces.map((space, place) => {
       const counts = funnels[place];
+      const count = (state) => [h("i", { class: `swatch state-${state}` }), words.whole(counts[state])];
       return h(
         "tr",
         null,
         h("th", { scope: "row" }, space.title),
-        h("td", { class: "number", "data-label": "considered" }, words.whole(space.ids.length)),
-        order.map((state) =>
-          h(
-            "td",
-            { class: "number", "data-label": COLUMNS[state] },
-            h("i", { class: `swatch state-${state}` }),
-            words.whole(counts[state]),
-          ),
-        ),
+        R.cell("considered", "number", words.whole(space.ids.length)),
+        order.map((state) => R.cell(COLUMNS[state], "number", count(state))),
         h("td", { class: "funnel-cell" }, bar(counts)),
       );
     });
-    return h(
-      "table",
-      { class: "cards funnel" },
-      h(
-        "thead",
-        null,
-        h(
-          "tr",
-          null,
-          heads.map((text, place) => h("th", { scope: "col", class: place ? "number" : "" }, text)),
-          h("td"),
-        ),
-      ),
-      h("tbody", null, rows),
-    );
+    return R.table("funnel figures", heads, rows);
   }
 
   function reasons(data) {
@@ -91,7 +71,7 @@
 
   R.funnel = (data) => [
     h("p", { class: "hint" }, "A candidate counts where it came furthest, of all masks and element types."),
-    h("div", { class: "scroll" }, overview(data)),
+    overview(data),
     reasons(data),
   ];
 })();

@@ -8,7 +8,6 @@
   const STAGE_OF = { p: "prune", l: "limit", c: "compile", g: "gate", t: "time" };
   const ZERO = "0".charCodeAt(0);
   const FINE = 10000; // parts of a time in which the ends of its interval are counted
-  const PEERS = { fa4: "FA4", cudnn: "cuDNN", fa2: "FA2" };
 
   /** Lists in place of what the data writes small: traits' columns, and [ms, low, high] of every time. */
   function decode(data) {
@@ -92,21 +91,81 @@
     return named.length ? named : own;
   }
 
+  const mean = (numbers) => numbers.reduce((sum, one) => sum + one, 0) / numbers.length;
+  const geometricMean = (numbers) => Math.exp(mean(numbers.map(Math.log)));
+
   /**
    * Speed of every candidate as a share of the fastest's, by geometric mean over the cells that it was timed on:
-   * `share[who]`, NaN where there are none, and `timed[who]`, how many there are.
+   * `share[who]`, NaN where there are none, and `timed[who]`, how many there are of `of`. `change(who, other)` is how
+   * much faster one is than another over the cells of both, 0.05 is 5 %; NaN where there are none.
    */
   function shares(space, cells) {
-    const logs = new Float64Array(space.ids.length);
-    const timed = new Uint16Array(space.ids.length);
-    for (const cell of cells) {
-      const best = cell.times[0][0];
-      cell.who.forEach((who, place) => {
-        logs[who] += Math.log(best / cell.times[place][0]);
-        timed[who]++;
-      });
-    }
-    return { share: logs.map((sum, who) => (timed[who] ? Math.exp(sum / timed[who]) : NaN)), timed, of: cells.length };
+    const times = cells.map((cell) => new Map(cell.who.map((who, place) => [who, cell.times[place][0]])));
+    const own = space.ids.map((_, who) => times.flatMap((ms, place) => (ms.has(who) ? [place] : [])));
+    const best = cells.map((cell) => cell.times[0][0]);
+    const ratio = (who, from, places) => geometricMean(places.map((place) => from(place) / times[place].get(who)));
+    return {
+      share: own.map((places, who) => ratio(who, (place) => best[place], places)),
+      timed: own.map((places) => places.length),
+      of: cells.length,
+      change: (who, other) => {
+        const both = own[who].filter((place) => times[place].has(other));
+        return ratio(who, (place) => times[place].get(other), both) - 1;
+      },
+    };
+  }
+
+  /** The same of a space that was never timed, by the analytic score: `estimated`. */
+  function estimates(space) {
+    const { clocks } = space.costs;
+    const best = Math.min(...clocks.filter((one) => one !== null));
+    return {
+      share: clocks.map((one) => (one === null ? NaN : best / one)),
+      timed: clocks.map(() => 0),
+      of: 0,
+      change: (who, other) => clocks[other] / clocks[who] - 1,
+      estimated: true,
+    };
+  }
+
+  /** The candidate with the largest share, null where none has one. */
+  const fastest = ({ share }) =>
+    share.reduce((best, one, who) => (one > (best === null ? 0 : share[best]) ? who : best), null);
+
+  /** What a candidate reaches by geometric mean over cells: TFLOP/s, of the matrix product, and TB/s. */
+  function rates(cells, who) {
+    const times = cells.map((cell) => cell.times[cell.who.indexOf(who)][0]);
+    const over = (amount) => geometricMean(cells.map((cell, place) => amount(cell) / times[place]));
+    const known = cells.every((cell) => cell.matmul);
+    return {
+      tflops: over((cell) => cell.work),
+      share: known ? over((cell) => cell.work / cell.matmul) : null,
+      terabytes: over((cell) => cell.gigabytes),
+    };
+  }
+
+  /**
+   * `[{name, tflops, terabytes, ratio}]` of what a cell has: its slot's winner and default, then the peers. `ratio` is
+   * to the best peer's speed, null where no peer was timed.
+   */
+  function series(space, cell) {
+    const slot = space.slots.find((one) => ["mask", "dtype", "shape"].every((key) => one[key] === cell[key]));
+    const time = (who) => cell.times[cell.who.indexOf(who)]?.[0];
+    const peers = Object.entries(cell.peers);
+    const best = peers.length ? Math.min(...peers.map(([, ms]) => ms)) : null;
+    const entries = [
+      ["winner", time(slot?.winner)],
+      ["default", slot?.default === slot?.winner ? undefined : time(slot?.default)],
+      ...peers,
+    ];
+    return entries
+      .filter(([, ms]) => ms)
+      .map(([name, ms]) => ({
+        name,
+        tflops: cell.work / ms,
+        terabytes: cell.gigabytes / ms,
+        ratio: best === null ? null : best / ms,
+      }));
   }
 
   /** Quantile `q` of sorted numbers, between neighbours in proportion. */
@@ -117,37 +176,39 @@
   }
 
   /**
-   * What each trait that was timed with more than one value is worth, the most telling first:
-   * `{trait, influence, values: [{value, count, rejected, best, who, q1, median, q3, low}]}`. `influence` is how far
-   * the best candidate of the worst value lies behind that of the best.
+   * What each trait is worth that has several values among those with a speed: over all pairs that differ in it alone
+   * and one of which has the value of `reference`, how much faster the other one is. The most telling first:
+   * `{trait, pairs, worth, values: [{value, count, pairs, low, q1, median, q3, high}]}`. `count` is of those with a
+   * speed, `worth` how much slower the others of all pairs are in the middle, null without a pair.
    */
-  function effects(space, problem, speed) {
+  function effects(space, speed, reference) {
+    const known = [...space.ids.keys()].filter((who) => !Number.isNaN(speed.share[who]));
     const found = [];
     for (const trait of space.traits) {
-      const values = trait.values.map((value) => ({ value, own: [], rejected: 0, who: null, best: 0 }));
-      space.ids.forEach((_, who) => {
-        const entry = values[trait.column[who]];
-        const share = speed.share[who];
-        if (Number.isNaN(share)) {
-          entry.rejected += STAGE_OF[stateOf(space, problem, who)] ? 1 : 0;
-          return;
-        }
-        entry.own.push(share);
-        if (share > entry.best) Object.assign(entry, { best: share, who });
-      });
-      const timed = values.filter((entry) => entry.own.length);
-      if (timed.length < 2) continue;
-      const bests = timed.map((entry) => entry.best);
-      found.push({ trait, influence: Math.max(...bests) - Math.min(...bests), values: values.map(spread) });
+      const values = trait.values.map((value) => ({ value, count: 0, changes: [] }));
+      for (const who of known) values[trait.column[who]].count++;
+      if (values.filter((entry) => entry.count).length < 2) continue;
+      const others = space.traits.filter((one) => one !== trait);
+      const rest = (who) => others.map((one) => one.column[who]).join();
+      const like = (who) => trait.column[who] === trait.column[reference];
+      const twins = new Map(known.filter(like).map((who) => [rest(who), who]));
+      for (const who of known) {
+        const twin = like(who) ? undefined : twins.get(rest(who));
+        const change = twin === undefined ? NaN : speed.change(who, twin);
+        if (!Number.isNaN(change)) values[trait.column[who]].changes.push(change);
+      }
+      const all = spread(values.flatMap((entry) => entry.changes));
+      const told = values.map(({ value, count, changes }) => ({ value, count, ...spread(changes) }));
+      found.push({ trait, pairs: all.pairs, worth: all.pairs ? -all.median : null, values: told });
     }
-    return found.sort((a, b) => b.influence - a.influence);
+    return found.sort((a, b) => Math.abs(b.worth) - Math.abs(a.worth) || b.pairs - a.pairs);
   }
 
-  function spread({ value, own, rejected, who, best }) {
-    if (!own.length) return { value, count: 0, rejected };
-    own.sort((a, b) => a - b);
-    const [low, q1, median, q3] = [0, 0.25, 0.5, 0.75].map((q) => quantile(own, q));
-    return { value, count: own.length, rejected, best, who, low, q1, median, q3 };
+  function spread(changes) {
+    const sorted = [...changes].sort((a, b) => a - b);
+    if (!sorted.length) return { pairs: 0 };
+    const [low, q1, median, q3, high] = [0, 0.25, 0.5, 0.75, 1].map((q) => quantile(sorted, q));
+    return { pairs: sorted.length, low, q1, median, q3, high };
   }
 
   /** Whether a candidate has, of every trait in `filter` (name → list of values as texts), one of the values. */
@@ -157,13 +218,11 @@
       return !trait || values.includes(String(valueOf(trait, who)));
     });
 
-  /** Words by which two candidates differ, the first one's value first. */
-  const differences = (space, who, other) =>
+  /** `{name, from, to}` of every trait in which two candidates differ. */
+  const differences = (space, from, to) =>
     space.traits
-      .filter((trait) => trait.column[who] !== trait.column[other])
-      .map(
-        (trait) => `${trait.name} ${R.words.value(valueOf(trait, who))}, not ${R.words.value(valueOf(trait, other))}`,
-      );
+      .filter((trait) => trait.column[from] !== trait.column[to])
+      .map((trait) => ({ name: trait.name, from: valueOf(trait, from), to: valueOf(trait, to) }));
 
   /** The candidate's page for this mask and dtype or else any of its pages, null where it has none. */
   function pageOf(space, who, { mask, dtype }) {
@@ -186,7 +245,6 @@
   R.model = {
     TIMED,
     ORDER,
-    PEERS,
     decode,
     stateWords,
     traitNamed,
@@ -198,6 +256,10 @@
     funnel,
     cellsOf,
     shares,
+    estimates,
+    fastest,
+    rates,
+    series,
     quantile,
     effects,
     passes,

@@ -9,11 +9,10 @@
   const SPACING = 82; // at least, between axes
   const REACH = 7; // pixels from a line or axis that still mean it
   const BAND = 0.72; // of a value's part of its axis that its lines fan out over, the fastest on top
-  const SPEED_STEPS = [0.01, 0.02, 0.05, 0.1, 0.2];
 
-  /** The axes: speed, then every trait that was timed with several values, the most telling first. */
-  function axesOf(space, problem, speed) {
-    return R.model.effects(space, problem, speed).map(({ trait, values }) => ({
+  /** The axes beside speed: every trait with several values among those with a speed, the most telling first. */
+  function axesOf(space, speed, reference) {
+    return R.model.effects(space, speed, reference).map(({ trait, values }) => ({
       trait,
       values: values.map((entry) => entry.value),
       counts: values.map((entry) => entry.count),
@@ -55,10 +54,10 @@
     layout() {
       const space = R.state.space();
       const speed = R.state.speed();
-      this.axes = axesOf(space, R.state.problem(), speed);
       this.who = [...speed.share.keys()].filter((who) => !Number.isNaN(speed.share[who]));
       this.scroll.hidden = !this.who.length;
       if (!this.who.length) return;
+      this.axes = axesOf(space, speed, R.state.reference());
       this.low = slowest(this.who.map((who) => speed.share[who]));
       const available = this.scroll.clientWidth;
       this.width = Math.max(available, 2 * SIDE + this.axes.length * SPACING);
@@ -103,13 +102,11 @@
     }
 
     speedLabels() {
-      const step = SPEED_STEPS.find((one) => (1 - this.low) / one <= 8) || 0.25;
-      const ticks = [];
-      for (let share = 1; share > this.low - 1e-9; share -= step) ticks.push(share);
+      const ticks = R.ticks(this.low, 1, 8).filter((share) => share > this.low - 1e-9);
       return h(
         "div",
         { class: "axis speed", style: `left: ${this.x(0)}px` },
-        h("b", null, "speed"),
+        h("b", null, R.state.speed().estimated ? "analytic score" : "speed"),
         ticks.map((share) =>
           h(
             "span",
@@ -128,7 +125,7 @@
           {
             type: "button",
             style: `top: ${this.valueY(axis, index)}px`,
-            "aria-label": `${axis.trait.name} ${words.value(value)}, ${axis.counts[index]} timed`,
+            "aria-label": `${axis.trait.name} ${words.value(value)}, ${axis.counts[index]} candidates`,
             onclick: () => R.state.toggle(axis.trait.name, value),
           },
           words.value(value),
@@ -327,20 +324,22 @@
 
   R.parallel = (data) => {
     const plot = new Plot(data);
-    const key = [
-      ["winner", "winner"],
-      ["default", "default"],
-      ["picked", "picked"],
-      ["fast", "fast"],
-      ["slow", "slow"],
-    ].map(([name, word]) => h("span", null, h("i", { class: `line-key ${name}` }), word));
-    const none = h("p", { class: "hint" }, "Nothing has been timed for this selection.");
+    const line = (name) => h("span", null, h("i", { class: `line-key ${name}` }), name);
+    const [ours, key] = [["winner", "default"].map(line), ["picked", "fast", "slow"].map(line)];
+    const hint = h("p", { class: "hint" });
     const panel = h("div", { class: "picked-panel", "aria-live": "polite" });
-    const lines = h("div", { class: "key" }, key);
+    const lines = h("div", { class: "key" }, ours, key);
     const draw = () => {
-      const timed = R.state.cells().length > 0;
-      none.hidden = timed;
-      lines.hidden = !timed;
+      const { estimated } = R.state.speed();
+      lines.hidden = R.state.reference() === null;
+      for (const one of ours) one.hidden = Boolean(estimated);
+      hint.textContent = lines.hidden
+        ? "No candidate of this selection has a speed."
+        : (estimated
+            ? "Nothing was timed: speed is an estimate, by the analytic score, as a share of the first's. "
+            : "Speed is the share of the fastest's. ") +
+          "Drag along an axis, or press its values, to keep only those candidates, in the table below too. Among the " +
+          "lines of one value the faster lie above the slower.";
       const who = R.state.picked();
       panel.replaceChildren(
         who === null
@@ -350,18 +349,7 @@
     };
     R.state.on([...R.WHERE, "pick"], draw);
     draw();
-    return [
-      h(
-        "p",
-        { class: "hint" },
-        "Speed is the share of the fastest's. Drag along an axis, or press its values, to keep only those " +
-          "candidates, in the table below too. Among the lines of one value the faster lie above the slower.",
-      ),
-      lines,
-      none,
-      plot.scroll,
-      panel,
-    ];
+    return [hint, lines, plot.scroll, panel];
   };
   R.parallelParts = { curve, slowest, mixed };
 })();

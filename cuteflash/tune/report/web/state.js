@@ -106,9 +106,14 @@
   let known = { key: null };
   function speed() {
     const key = [now.space, now.mask, now.dtype, now.shape, now.cell].join("|");
-    if (known.key !== key) known = { key, value: R.model.shares(space(), R.model.cellsOf(space(), now)) };
+    const timed = space().cells.length > 0;
+    if (known.key !== key)
+      known = { key, value: timed ? R.model.shares(space(), R.model.cellsOf(space(), now)) : R.model.estimates(space()) };
     return known.value;
   }
+
+  /** Whom others are told against: the slot's winner or else the first by speed; null where nobody has one. */
+  const reference = () => slot()?.winner ?? R.model.fastest(speed());
 
   /** Whether a candidate passes the filters on traits and on speed. */
   function shown(who) {
@@ -134,8 +139,8 @@
     space,
     problem,
     slot,
-    cells: () => R.model.cellsOf(space(), now),
     speed,
+    reference,
     shown,
     picked,
     /** Picks a candidate; picking it again lets it go. */
