@@ -449,7 +449,8 @@ def test_lengths_stand_beside_their_best_peer_and_decoding_by_its_bytes(store: S
 def test_a_chart_shows_ratios_where_there_are_peers_and_decoding_apart(key: str, peers: dict[str, float]) -> None:
     space = {
         "cells": [
-            {"mask": "full", "dtype": "bf16", "shape": shape, "peers": peers} for shape in ("decode", "short", "long")
+            {"label": label, "mask": "full", "dtype": "bf16", "shape": shape, "peers": peers}
+            for label, shape in (("1x512", "decode"), ("512", "short"), ("4096", "long"), ("4096 sink:12", "long"))
         ]
     }
     files = [*JS, str(WEB / "peers.js")]
@@ -457,9 +458,10 @@ def test_a_chart_shows_ratios_where_there_are_peers_and_decoding_apart(key: str,
     assert run_js(files, charts, data=space, prelude="") == [
         ["full · bf16 · decoding", 1, "terabytes"],
         ["full · bf16", 2, key],
+        ["full · bf16 · sink:12", 1, key],
     ]
     axes = run_js(files, "R.peersParts.charts(data).map((one) => R.peersParts.axisOf([1], one.what))", space, "")
-    assert [axis[0] for axis in axes] == [0, pytest.approx(0.94 if peers else 0)]
+    assert [axis[0] for axis in axes[:2]] == [0, pytest.approx(0.94 if peers else 0)]
     assert axes[1][-1] > 1 if peers else axes[1][-1] == 1  # a peer alone, beside nobody, has an axis too
 
 

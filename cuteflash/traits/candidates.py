@@ -33,20 +33,20 @@ SM90_TILE_M = (64, 128, 192)
 SM90_TILE_N = range(32, 257, 16)
 SM90_STAGES = (2, 3, 4)
 # Where Q, P and O live. Sharing Q's memory with O needs Q there to the end, so neither in registers nor twice.
-SM90_PLACES: tuple[dict[str, Any], ...] = tuple(
-    q | p for q in ({}, {"q_in_regs": True}, {"share_q_o": True}, {"q_stage": 2}) for p in ({}, {"p_in_regs": False})
+SM90_PLACES: tuple[dict[str, Any], ...] = (
+    *(q | p for q in ({}, {"q_in_regs": True}, {"share_q_o": True}) for p in ({}, {"p_in_regs": False})),
+    {"q_stage": 2},
 )
 # How maxima, rescaling and waits lie between the products; these interact (docs/performance.md, 4, 6 and 27).
-FIXED_MAX: tuple[dict[str, Any], ...] = tuple(
-    {"fixed_max": True, "exp_rows_before_wait": rows} | repair
-    for rows in (1, 0)
-    for repair in ({}, {"repair_apart": True})
-)
+FIXED_MAX = {"fixed_max": True, "repair_apart": True}
 SM90_ORDERS: tuple[dict[str, Any], ...] = (
     {"rescale_in_product": True},
     {"exp_rows_before_wait": 0},
     {"rescale_in_product": True, "exp_rows_before_wait": 0},
     {"exp_rows_before_wait": 2},
+    {"fixed_max": True},
+    {"fixed_max": True, "exp_rows_before_wait": 0},
+    FIXED_MAX | {"exp_rows_before_wait": 0},
 )
 SM90_SWITCHES: tuple[dict[str, Any], ...] = (
     {"pingpong": False},
@@ -111,7 +111,7 @@ def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm9
             if not _runs_somewhere(base):
                 continue
             if base.p_in_regs:
-                yield from _changed(base, FIXED_MAX)
+                yield from _changed(base, (FIXED_MAX,))
             if stages == SM90_STAGES[0]:
                 yield from _changed(base, SM90_ORDERS if base.p_in_regs else ())
                 yield from _changed(base, () if places else SM90_SWITCHES)
