@@ -67,13 +67,13 @@ class Ladder:
         return found
 
 
-SHIPPED = Rung("shipped row", {}, "the table's own row, which may have more stages")
+SHIPPED = Rung("shipped row", {}, "the table's own row: also more stages, and the repair outside of the loop")
 
 # What is the same on all rungs below the shipped row: only one stage can be loaded without running ahead, and some
 # traits are about the overlap that only a higher rung has.
 FIXED: dict[Family, Mapping[str, Any]] = {
     "sm80": {"kv_stage": 1},
-    "sm90": {"rescale_in_product": False},
+    "sm90": {"rescale_in_product": False, "q_stage": 1, "repair_apart": False},
 }
 
 LADDERS = (
@@ -132,7 +132,7 @@ LADDERS = (
             Rung(
                 "fixed maxima",
                 {"fixed_max": True},
-                "blocks seen whole look for no maxima; a tile that overflows is done again",
+                "blocks seen whole look for no maxima; one that outgrows them is repaired",
             ),
             SHIPPED,
         ),
