@@ -17,11 +17,9 @@ from tests.transformers_sweep.probes import FAILS, NO_REFERENCE, REFUSED, RIGHT,
     "model_type",
     [
         "qwen2_moe",  # its mask has a window and its layers say none
-        "phimoe",
         "nllb-moe",  # its layers say nothing of causality
         "gemma2",  # also with attention to both sides
         "t5gemma",  # windows to both sides do not count the query
-        "clip",
         "qwen2_vl_vision",  # several images in one row
     ],
 )

@@ -12,7 +12,9 @@ import sys
 import time
 import warnings
 
-from .probes import FAILS, NO_REFERENCE, Finding, look_at
+from benchmarks.report import insert
+
+from .probes import FAILS, NO_REFERENCE, WRONG, Finding, look_at
 from .table import render, summary
 
 SECONDS = 120  # an architecture
@@ -29,6 +31,9 @@ def main() -> None:
     )
     parser.add_argument("--into", type=pathlib.Path, help="replace the table in this file")
     arguments = parser.parse_args()
+    unknown = sorted(set(arguments.types) - set(CONFIG_MAPPING_NAMES))
+    if unknown:
+        parser.error(f"transformers has no model type {', '.join(unknown)}")
     types = arguments.types or sorted(CONFIG_MAPPING_NAMES)
     found: dict[str, list[Finding]] = {}
     if arguments.json and arguments.json.exists():
@@ -45,12 +50,10 @@ def main() -> None:
                 arguments.json.write_text(json.dumps(found, indent=1))
     text = render(found)
     if arguments.into:
-        before, _, rest = arguments.into.read_text().partition("<!-- sweep: begin -->\n")
-        after = rest.partition("<!-- sweep: end -->")[2]
-        arguments.into.write_text(f"{before}<!-- sweep: begin -->\n{text}<!-- sweep: end -->{after}")
+        insert(text, arguments.into, "sweep")
     else:
         print(text)
-    if any(finding.outcome in ("wrong", FAILS) for findings in found.values() for finding in findings):
+    if any(finding.outcome in (WRONG, FAILS) for findings in found.values() for finding in findings):
         raise SystemExit(1)
 
 
@@ -63,18 +66,22 @@ def _quiet() -> None:
     warnings.simplefilter("ignore")
 
 
+class _Late(BaseException):
+    """Not an Exception: those are findings."""
+
+
 def _timed(model_type: str) -> tuple[str, list[Finding], float]:
     start = time.perf_counter()
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"longer than {SECONDS} s")
+        raise _Late(f"longer than {SECONDS} s")
 
     signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     try:
         findings = look_at(model_type)
-    except Exception as error:
-        findings = [Finding("", NO_REFERENCE, f"{type(error).__name__}: {error}"[:200])]
+    except _Late as error:
+        findings = [Finding("", NO_REFERENCE, str(error))]
     finally:
         signal.alarm(0)
     return model_type, findings, time.perf_counter() - start

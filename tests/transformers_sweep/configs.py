@@ -13,10 +13,11 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(^|_)(q|o)_lora_rank$", 32),
     (r"kv_lora_rank$", 32),
     (r"qk_(rope|nope)_head_dim$|v_head_dim$", 16),
+    (r"^qk_head_dim$", 32),
     (r"(head_dim|kv_channels|d_kv|head_size|attention_head_size|key_size|value_size)$", 16),
     (r"(key_value|kv)_heads$|num_key_value_groups$|_kv_head$", 2),
     (r"(^|_)(n|num).*heads?$|attention_heads$|^heads$", 4),
-    (r"(experts_per_tok|top_?k|moe_k|num_selected_experts)$", 2),
+    (r"(experts_per_tok|experts_per_token|top_?k|moe_k|num_selected_experts)$", 2),
     (r"n_groups?$|topk_group$", 1),
     (r"(n|num).*experts$", 4),
     (r"(n|num).*layers?$|(en|de)coder_layers$|^depth$|^n_layers?$|num_blocks$|_depth$|num_stages$", 2),
@@ -40,20 +41,41 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _WINDOW = 5  # shorter than the sequences of the probes
 
 # What the patterns above get wrong.
+_RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 16,
+    "hidden_sizes": [16, 16, 16, 16],
+    "depths": [1, 1, 1, 1],
+    "out_features": ["stage2", "stage3", "stage4"],
+}
+_WITHOUT_TIMM: dict[str, Any] = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "conditional_detr": _WITHOUT_TIMM,
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "deformable_detr": {**_WITHOUT_TIMM, "num_feature_levels": 3},
+    "detr": _WITHOUT_TIMM,
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esm": {"vocab_size": 199, "pad_token_id": 1, "mask_token_id": 2},
     "esmc": {"num_key_value_heads": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granite_speech5_encoder": {"num_key_value_heads": 4},
+    "informer": {"prediction_length": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mimi": {"upsample_groups": 64},
     "mistral4": {"qk_rope_head_dim": 16, "head_dim": 32},
     "nemotron": {"num_key_value_heads": 2},
     "mobilebert": {"hidden_size": 64, "embedding_size": 64, "intra_bottleneck_size": 64, "true_hidden_size": 64},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "step3p5": {"sliding_window": _WINDOW},
+    "swin": {"window_size": 4, "depths": [1, 1], "num_heads": [2, 4], "embed_dim": 32, "patch_size": 4},
 }
 
 
@@ -71,10 +93,7 @@ def tiny(config_class: type, **settings: Any) -> Any:
     if "kv_lora_rank" in known and "num_key_value_heads" in known:  # latent attention has as many keys as queries
         fields["num_key_value_heads"] = 4
     if "rope_parameters" in known and _has_sections(config_class):
-        rope = known["rope_parameters"] or {}
-        frequencies = int(16 * rope.get("partial_rotary_factor", 1)) // 2
-        part = 3 * frequencies // 8
-        fields["rope_parameters"] = {**rope, "mrope_section": [frequencies - 2 * part, part, part]}
+        fields["rope_parameters"] = _with_sections(known["rope_parameters"] or {})
     for name in config_class.sub_configs:
         sub = getattr(default, name, None)
         if sub is not None:
@@ -87,6 +106,15 @@ def _has_sections(config_class: type) -> bool:
     """Whether the model splits its rotary frequencies among time, height and width."""
     source = pathlib.Path(inspect.getfile(config_class).replace("configuration_", "modeling_"))
     return source.exists() and "mrope_section" in source.read_text()
+
+
+def _with_sections(rope: dict[str, Any]) -> dict[str, Any]:
+    """Sections that fit heads of 16; some models have a dict for every kind of layer."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {kind: _with_sections(value) for kind, value in rope.items()}
+    frequencies = int(16 * rope.get("partial_rotary_factor", 1)) // 2
+    part = 3 * frequencies // 8
+    return {**rope, "mrope_section": [frequencies - 2 * part, part, part]}
 
 
 def _with_layer_types(config: Any, default: Any) -> Any:

@@ -33,7 +33,20 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
                 if name in names:
                     yield {name: noise(32, width), "grid_thw": grid}
     if "query_embeds" in names:
-        yield {"query_embeds": noise(2, 8, _hidden(config))}
+        yield {"query_embeds": noise(2, 8, _hidden(config)), "encoder_hidden_states": noise(2, LENGTH, _hidden(config))}
+    if "spatial_shapes" in names:  # two images of 4 x 4 patches
+        patches = noise(2, 16, 3 * getattr(config, "patch_size", 8) ** 2)
+        yield {
+            "pixel_values": patches,
+            "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+            "spatial_shapes": torch.full((2, 2), 4),
+        }
+    if "aspect_ratio_ids" in names:
+        yield {
+            "pixel_values": noise(2, 1, 4, 3, 32, 32),
+            "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(2, 1, 4, dtype=torch.long),
+        }
     floats: list[tuple[str, list[Tensor]]] = [
         ("pixel_values", _pixels(config)),
         ("pixel_values_videos", _pixels(config)),
@@ -96,7 +109,9 @@ def _pixels(config: Any) -> list[Tensor]:
 
 
 def _features(config: Any) -> list[Tensor]:
-    bins = getattr(config, "num_mel_bins", None) or getattr(config, "feature_size", None) or 80
+    audio = getattr(config, "encoder_config", None) or getattr(config, "audio_config", None) or config
+    bins = getattr(audio, "num_mel_bins", None) or getattr(config, "feature_size", None) or 80
+    bins = getattr(config, "feature_projection_input_dim", bins)
     frames = 2 * (getattr(config, "max_source_positions", None) or 32)
     if not isinstance(bins, int) or not isinstance(frames, int):
         return []

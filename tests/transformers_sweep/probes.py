@@ -131,28 +131,22 @@ def _look(cls: type, config: Any, name: str) -> list[Finding]:
             return [Finding(name, NO_REFERENCE, f"{size / 1e6:.0f} million parameters")]
     except Exception:
         pass  # not every model can be built without storage
+    refusal: Finding | None = None
+    try:
+        ours = build(cls, config, integration.NAME)
+    except Exception as error:
+        refusal = Finding(f"{name} load", *_outcome_of(error))
+        if refusal.outcome == REFUSED:  # whether or not it runs here with eager attention
+            return [refusal]
     try:
         eager = build(cls, config, "eager")
         inputs = _first_that_runs(eager)
     except Exception as error:
-        return _refused_at_load(cls, config, name) or [Finding(name, NO_REFERENCE, _brief(error))]
-    try:
-        pair = Pair(eager, build(cls, config, integration.NAME))
-    except Exception as error:
-        return [Finding(f"{name} load", *_outcome_of(error))]
-    return [
-        Finding(f"{name} {probe}".strip(), outcome, why) for probe, outcome, why in _probes(pair, inputs, cls, config)
-    ]
-
-
-def _refused_at_load(cls: type, config: Any, name: str) -> list[Finding]:
-    """Some models cannot be run here, but are refused before."""
-    try:
-        build(cls, config, integration.NAME)
-    except Exception as error:
-        outcome = _outcome_of(error)
-        return [Finding(f"{name} load", *outcome)] if outcome[0] == REFUSED else []
-    return []
+        return [Finding(name, NO_REFERENCE, _brief(error))]
+    if refusal is not None:
+        return [refusal]
+    found = _probes(Pair(eager, ours), inputs, cls, config)
+    return [Finding(f"{name} {probe}".strip(), outcome, why) for probe, outcome, why in found]
 
 
 def _first_that_runs(model: Any) -> dict[str, Any]:
