@@ -20,7 +20,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(experts_per_tok|experts_per_token|top_?k|moe_k|num_selected_experts)$", 2),
     (r"n_groups?$|topk_group$", 1),
     (r"(n|num).*experts$", 4),
-    (r"(n|num).*layers?$|(en|de)coder_layers$|^depth$|^n_layers?$|num_blocks$|_depth$|num_stages$", 2),
+    (r"(n|num).*layers?$|(en|de)coder_layers$|^depth$|^n_layers?$|num_blocks$|_depth$", 2),
     (r"codebook_size$", 128),
     (r"vocab_size|vocab_sizes", 199),
     (
@@ -75,7 +75,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "step3p5": {"sliding_window": _WINDOW},
+    "shieldgemma2": {"yes_token_index": 20, "no_token_index": 30},
     "swin": {"window_size": 4, "depths": [1, 1], "num_heads": [2, 4], "embed_dim": 32, "patch_size": 4},
+    "xclip_vision_model": {"num_frames": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
 }
 
 
@@ -142,6 +146,8 @@ def _small(name: str, value: Any) -> Any:
         and re.search("^depths$|^layers$", name)
     ):
         return [1] * len(value)
+    if name == "image_size" and isinstance(value, (list, tuple)):
+        return [32] * len(value)
     if isinstance(value, dict) and "mrope_section" in value:
         return {**value, "mrope_section": [2, 3, 3]}
     if isinstance(value, int) and name not in ("num_feat_extract_layers", "num_adapter_layers"):
