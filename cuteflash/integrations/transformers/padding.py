@@ -27,6 +27,10 @@ class Group(NamedTuple):
     keys: slice | Tensor
     first: int
 
+    def to(self, device: torch.device) -> Group:
+        rows, keys = (part.to(device) if isinstance(part, Tensor) else part for part in (self.rows, self.keys))
+        return Group(rows, keys, self.first)
+
 
 def groups(mask: Tensor) -> list[Group]:
     """The distinct rows of a padding mask, bool (batch, positions). Rows without a token are in no group.

@@ -1,0 +1,64 @@
+"""Hugging Face transformers on cuteflash: `register()`, then `attn_implementation="cuteflash"`.
+
+    model = AutoModel.from_pretrained(name, attn_implementation="cuteflash", dtype=torch.bfloat16)
+
+Encoders and decoders, grouped heads, sliding windows, softcap, key-value caches (also static and sliding ones) and
+padding on either side. A padded batch makes one operator call for every distinct row of its padding mask.
+
+Refused, by name, are models whose attention does not go through transformers' attention interface; dropout, attention
+weights as an output, sinks, position biases, sparse attention, sequences packed into one row, paged caches; and masks
+that are not causal, sliding or full with padding. docs/transformers.md lists every architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from cuteflash.integrations.transformers.attention import attention
+from cuteflash.integrations.transformers.load import NAME, guard
+from cuteflash.integrations.transformers.mask import make_mask
+
+__all__ = ["NAME", "attention", "make_mask", "register"]
+
+
+def register() -> None:
+    """Make `attn_implementation="cuteflash"` known to transformers. Calling it again changes nothing.
+
+    Raises:
+        ImportError: transformers 5 is not installed.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "cuteflash.integrations.transformers needs transformers 5; install it with: pip install 'cuteflash[demo]'"
+        ) from error
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, make_mask)
+    guard()
+    _tell_apart_from_flash_attn()
+
+
+def _tell_apart_from_flash_attn() -> None:
+    """Keep transformers from taking us for one of the flash-attn packages, whose name every name with "flash" is to it.
+
+    For those it loads functions of the package and packs sequences into one row, which we refuse; for any other name a
+    model gives the interface one sequence at a time. The question is a function that its modules import by name.
+    """
+    from transformers.utils import generic
+
+    ask = generic.is_flash_attention_requested
+    if getattr(ask, "knows_cuteflash", False):
+        return
+
+    @functools.wraps(ask)
+    def ask_of_others(config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any) -> bool:
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return name != NAME and ask(config, requested_attention_implementation, **kwargs)
+
+    ask_of_others.knows_cuteflash = True  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("is_flash_attention_requested") is ask:
+            module.is_flash_attention_requested = ask_of_others  # type: ignore[attr-defined]

@@ -1,0 +1,148 @@
+"""The entry of transformers' attention interface: it does what the mask asks, and refuses what it cannot do.
+
+What a query sees is decided by the mask alone, as in eager attention: layers and masks of a model do not always agree
+on windows and causality. Without a mask nothing is hidden, unless the layer says that it is causal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuteflash.api import flash_attn_func
+from cuteflash.integrations.transformers.mask import Mask
+from cuteflash.integrations.transformers.padding import attend_groups
+from cuteflash.integrations.transformers.rules import FULL
+
+INSTEAD = 'use attn_implementation="sdpa" or "eager"'
+
+# Arguments that some models pass and that change the result in a way the operator does not know.
+_REFUSED = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "an additive position bias",
+    "head_mask": "a head mask",
+    "indices": "sparse attention to selected keys",
+    "block_indices": "sparse attention to selected blocks",
+    "cache": "a paged cache (continuous batching)",
+    "cu_seq_lens_q": "sequences packed into one row",
+}
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An entry of transformers' `AttentionInterface`.
+
+    Args:
+        module: the attention layer; its `is_causal` counts where there is no mask and the call does not say.
+        query: (batch, heads, query length, head_dim), fp16 or bf16 on a GPU.
+        key, value: (batch, kv heads, key length, head_dim or head_dim_v).
+        attention_mask: what `make_mask` made, or None.
+        dropout: 0.
+        scaling: None is 1 / sqrt(head_dim).
+        **kwargs: `softcap` counts, and without a mask `is_causal` and `sliding_window`.
+
+    Returns:
+        O (batch, query length, heads, head_dim_v), and None for the attention weights.
+
+    Raises:
+        NotImplementedError: dropout, or an argument that cuteflash does not support.
+        ValueError: attention weights are asked for, a mask that is not ours or for other lengths, or inputs that the
+            operator refuses.
+        TypeError: a dtype that the operator refuses.
+    """
+    _refuse_unsupported(module, dropout, kwargs)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    attend = functools.partial(flash_attn_func, softmax_scale=scaling, softcap=kwargs.get("softcap") or 0.0)
+    if attention_mask is None:
+        _check_no_mask(module, q.shape[1], k.shape[1], kwargs)
+        return attend(q, k, v), None
+    mask = _ours_for(attention_mask, q, k)
+    left, right = mask.interval
+    attend = functools.partial(attend, window_size=(-1 if left is None else left, -1 if right is None else right))
+    if mask.groups is None and mask.used == k.shape[1]:
+        return attend(q, k, v), None
+    return _attend_tokens(attend, q, k, v, mask), None
+
+
+def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise NotImplementedError(
+            f"dropout is {dropout}; cuteflash supports 0: set the config's attention dropout to 0, or call model.eval()"
+        )
+    for name, meaning in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{name} is given: {meaning} is not supported by cuteflash; {INSTEAD}")
+    if getattr(module, "sinks", None) is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} has sinks: attention sinks are not supported by cuteflash; {INSTEAD}"
+        )
+    if kwargs.get("output_attentions") or (not torch.compiler.is_compiling() and _weights_are_collected()):
+        raise ValueError(
+            'output_attentions is True; cuteflash has no attention weights to give, attn_implementation="eager" has'
+        )
+
+
+def _weights_are_collected() -> bool:
+    """Whether transformers collects attention weights of the layers; the call does not say so."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # transformers before 5.2 passes output_attentions on
+        return False
+    return any(name.endswith("attentions") for name in _active_collector.get() or ())
+
+
+def _check_no_mask(module: torch.nn.Module, queries: int, keys: int, kwargs: dict[str, Any]) -> None:
+    """Our masks are never None. Without one, eager attention hides nothing, and so does ours or refuses."""
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
+    window = kwargs.get("sliding_window")
+    if (causal and queries > 1) or (window is not None and window < keys):
+        raise ValueError(
+            f"{type(module).__name__} asks for is_causal={causal}, sliding_window={window} and gives no attention "
+            f"mask; cuteflash takes both from the mask that transformers' masking_utils make; {INSTEAD}"
+        )
+
+
+def _ours_for(mask: Mask | Tensor, q: Tensor, k: Tensor) -> Mask:
+    if not isinstance(mask, Mask):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask is {shape}, made by the model or the caller; cuteflash allows padding (batch, length) "
+            f"given to the model, and masks that transformers' masking_utils make; {INSTEAD}"
+        )
+    expected = (q.shape[0], 1, q.shape[1], k.shape[1])
+    # Full attention is the same for every query, and made for one of them by some models.
+    if mask.shape != expected and not (mask.interval == FULL and mask.shape == (q.shape[0], 1, 1, k.shape[1])):
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; the attention is {expected}; {INSTEAD}")
+    if mask.interval.left == -1:
+        raise ValueError(f"the model's sliding window is 0; cuteflash allows 1 key and more; {INSTEAD}")
+    return mask
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the mask's values decide which calls are made
+def _attend_tokens(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask
+) -> Tensor:
+    """Attention over the keys that hold tokens: unused cache slots and padding are cut off, row by row if need be."""
+    if mask.groups is None:
+        return attend(q, k[:, : mask.used], v[:, : mask.used])
+    left, right = mask.interval
+    if (left is not None or right not in (None, 0)) and any(isinstance(group.keys, Tensor) for group in mask.groups):
+        raise ValueError(
+            f"attention_mask has padding between tokens; with a sliding window ({left}, {right}) it is allowed "
+            "only before or after them"
+        )
+    return attend_groups(attend, q, k, v, mask.groups, None if mask.interval == FULL else mask.offset)

@@ -1,0 +1,161 @@
+"""Refuses at load, by name, the models whose attention does not go through transformers' attention interface.
+
+transformers accepts any registered name for any model. A model with attention code of its own would go on computing
+that, under our name; some of them lose their masks then.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+NAME = "cuteflash"
+_INSTEAD = (
+    'use attn_implementation="sdpa" or "eager"; a model of several parts takes a dict, for example '
+    'attn_implementation={"text_config": "cuteflash", "vision_config": "eager"}'
+)
+
+
+def refuse_class(cls: type) -> None:
+    """Whether a model class can run on us, as far as it can be told before it is built.
+
+    Raises:
+        NotImplementedError: it cannot.
+    """
+    kernels = getattr(cls, "_compatible_flash_implementations", None)
+    if kernels is not None and NAME not in kernels:
+        raise NotImplementedError(
+            f"{cls.__name__} does not run on cuteflash: of the flash implementations it allows only {kernels}, which "
+            f"know its attention sinks or sparsity, and cuteflash does not; {_INSTEAD}"
+        )
+    choices = vars(sys.modules.get(cls.__module__, torch)).items()
+    own_choice = any(re.search("ATTENTION_CLASSES$", name) and NAME not in value for name, value in choices)
+    if own_choice or not cls._can_set_attn_implementation():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            f"{cls.__name__} does not run on cuteflash: its attention is code of its own that does not go through "
+            f"transformers' attention interface; {_INSTEAD}"
+        )
+
+
+def refuse_own_attention(model: torch.nn.Module) -> None:
+    """Refuse a built model that has a layer with attention code of its own beside layers that go through the interface.
+
+    Raises:
+        NotImplementedError: it has.
+    """
+    for name, module in _own_modules(model, ""):
+        layer: Any = type(module)
+        if _computes_attention(layer):
+            raise NotImplementedError(
+                f"{type(model).__name__} does not run on cuteflash: {layer.__name__} ({name}) is attention code "
+                f"of its own that does not go through transformers' attention interface; {_INSTEAD}"
+            )
+
+
+def guard() -> None:
+    """Make transformers ask us wherever a model's attention implementation is set. Doing it again changes nothing."""
+    from transformers import PreTrainedModel
+
+    if getattr(PreTrainedModel.post_init, "knows_cuteflash", False):
+        return
+    for method, wrap in (
+        ("_check_and_adjust_attn_implementation", _asks_for_class),
+        ("get_correct_attn_implementation", _asks_for_class),
+        ("post_init", _asks_for_layers),
+        ("set_attn_implementation", _asks_and_restores),
+    ):
+        original = getattr(PreTrainedModel, method)
+        ours = functools.wraps(original)(wrap(original))
+        ours.knows_cuteflash = True  # type: ignore[attr-defined]
+        setattr(PreTrainedModel, method, ours)
+
+
+def _asks_for_class(original: Callable[..., Any]) -> Callable[..., Any]:
+    def check(self: Any, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(implementation):
+            refuse_class(type(self))
+        return original(self, implementation, *args, **kwargs)
+
+    return check
+
+
+def _asks_for_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(self.config._attn_implementation):
+            refuse_own_attention(self)
+        return original(self, *args, **kwargs)
+
+    return post_init
+
+
+def _asks_and_restores(original: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers sets what it can and warns of the rest; if it is asked for us, we refuse and nothing changes."""
+
+    def set_attn_implementation(self: Any, implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        from transformers import PreTrainedModel
+
+        models = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
+        configs = [config for model in models for config in _configs(model.config)]
+        before = [(config, config._attn_implementation_internal) for config in configs]
+        try:
+            result = original(self, implementation, *args, **kwargs)
+            for model in models:
+                if _is_ours(implementation) or _is_ours(model.config._attn_implementation):
+                    refuse_class(type(model))
+                    refuse_own_attention(model)
+        except NotImplementedError:
+            for config, value in before:
+                config._attn_implementation_internal = value
+            raise
+        return result
+
+    return set_attn_implementation
+
+
+def _is_ours(implementation: Any) -> bool:
+    return isinstance(implementation, str) and implementation.removeprefix("paged|") == NAME
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for key in config.sub_configs:
+        if getattr(config, key, None) is not None:
+            yield from _configs(getattr(config, key))
+
+
+def _own_modules(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules below one, without the models inside it: those answer for themselves."""
+    from transformers import PreTrainedModel
+
+    for name, child in module.named_children():
+        if not isinstance(child, PreTrainedModel):
+            yield f"{path}{name}", child
+            yield from _own_modules(child, f"{path}{name}.")
+
+
+@functools.cache
+def _computes_attention(cls: Any) -> bool:
+    """Whether a layer computes attention between tokens in code of its own; told by its name and its source.
+
+    Pooling over a learned query, the maps that detection models return and blocks of convolutional autoencoders are no
+    such layers, and torch's own module is what it says.
+    """
+    if not re.search("Attention", cls.__name__) or re.search("Pool|AttentionMap|Residual", cls.__name__):
+        return False
+    defining = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
+    if defining.__module__.startswith("torch."):
+        return False
+    try:
+        source = inspect.getsource(defining)
+    except (OSError, TypeError):
+        return False
+    if "ALL_ATTENTION_FUNCTIONS" in source:
+        return False
+    scores = "softmax(" in source.lower() and re.search(r"matmul\(|einsum\(|bmm\(| @ ", source)
+    return bool(scores) or "scaled_dot_product_attention(" in source
