@@ -15,10 +15,11 @@ from cuteflash.dispatch import Choice, choose_shipped_fwd
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
 from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import FWD_ROWS
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
-from layouts.scene import Descriptor, Fragment, Scene, Touch
+from layouts.scene import Descriptor, Fragment, Scene, Step, Touch
 from tests.cross_compile import cross_compile
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 
@@ -184,6 +185,9 @@ def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
                 "stmatrix",
                 "convert",
                 "softmax",
+                "fixed softmax",
+                "repair",
+                "rescale",
             ):
                 assert counts.max() == 1, (step.id, touch.id)
 
@@ -258,6 +262,73 @@ def constant(descriptor: Descriptor) -> int:
     return mode << 62 | (descriptor.stride_bytes >> 4) << 32 | (descriptor.leading_bytes >> 4) << 16
 
 
+def touched(step: Step) -> set[tuple[str, str]]:
+    return {(touch.id, touch.mode) for touch in step.touches}
+
+
+@hopper_rows
+def test_only_rows_with_fixed_maxima_are_drawn_with_them(name: str) -> None:
+    """Which blocks move the maxima and rescale O, what the others do instead, and who mends it."""
+    row, scene = ROWS[name], scene_of(name)
+    steps = {step.id: step for step in scene.steps}
+    fixed, cut = row.choice.traits.fixed_max, row.problem.mask != "full"
+    assert ("fixed_softmax" in steps, "repair" in steps) == (fixed, fixed)
+    assert touched(steps["softmax"]) == {("acc_S", "read"), ("acc_S", "write")}
+    assert ("rescale_o" in steps) == (cut or not fixed)
+    if not fixed:
+        assert steps["softmax"].repeat == "every key block"
+        return
+    assert steps["softmax"].repeat == "the tile's first key block" + (", and those that the mask cuts" if cut else "")
+    assert touched(steps["fixed_softmax"]) == {("acc_S", "read"), ("rP", "write")}  # S stays, O is not touched
+    assert "shfl" not in steps["fixed_softmax"].instruction and "vote" in steps["fixed_softmax"].instruction
+    assert "2^9 = 512" in steps["fixed_softmax"].note
+    assert touched(steps["repair"]) == {("acc_S", "read"), ("rP", "write"), ("acc_O", "read"), ("acc_O", "write")}
+    assert steps["repair"].repeat.startswith("seldom")
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "words"),
+    [
+        ({"exp_rows_before_wait": 1}, "softmax", "one of a thread's two rows"),
+        ({"exp_rows_before_wait": 2, "fixed_max": True}, "fixed_softmax", "both of a thread's two rows"),
+        ({"rescale_in_product": True}, "rescale_o", "After the next QK product has been issued"),
+        ({}, "rescale_o", "Before the PV product is issued."),
+        ({"pingpong": False}, "wgmma_qk", "Issued, before the PV product of the block before."),
+        ({"overlap": False}, "wgmma_qk", "Issued in the warpgroup's turn, then waited for."),
+        ({"kv_stage": 3}, "load_k", "Up to 3 tiles ahead"),
+        ({"p_in_regs": False}, "stmatrix_p", "Lane i gives the address"),
+    ],
+)
+def test_notes_of_an_sm90_row_of_ones_own_follow_its_traits(changes: dict[str, Any], step: str, words: str) -> None:
+    scene = scene_of_own(FwdTraitsSm90(128, 64, 64, 64, **changes), "sm_90a")
+    assert words in scene.step(step).note
+
+
+def test_without_a_producer_a_consumer_loads() -> None:
+    alone = {"warp_specialized": False, "pingpong": False, "overlap": False}
+    scene = scene_of_own(FwdTraitsSm90(64, 64, 64, 64, **alone), "sm_90a")
+    assert scene.step("load_k").role == "one thread of consumer 0"
+    assert "1 block ahead" in scene.step("load_k").note
+
+
+@pytest.mark.parametrize(("fused", "words"), [(True, "until the epilogue"), (False, "over the quad with every block")])
+def test_a_plain_softmax_is_told_from_the_fused_one(fused: bool, words: str) -> None:
+    scene = scene_of_own(FwdTraitsSm80(128, 64, 64, 64, fused_softmax=fused), "sm_80")
+    assert words in scene.step("softmax").note
+
+
+def test_a_softcap_is_one_of_the_softmaxs_instructions() -> None:
+    traits = FwdTraitsSm90(128, 64, 64, 64, fixed_max=True)
+    scene = scene_of_own(traits, "sm_90a", has_softcap=True)
+    assert all(scene.step(id).instruction.startswith("tanh") for id in ("softmax", "fixed_softmax"))
+
+
+def scene_of_own(traits: FwdTraitsSm80 | FwdTraitsSm90, target: str, **extra: Any) -> Scene:
+    """The scene of a row that no table has."""
+    choice = Choice(traits.family, traits, FwdRow(traits), "a table of one's own")
+    return make_scene(FwdProblem("bf16", traits.head_dim, traits.head_dim_v, **extra), target, choice)
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
@@ -267,9 +338,7 @@ def constant(descriptor: Descriptor) -> int:
     ],
 )
 def test_a_row_of_ones_own_is_drawn_with_the_loads_it_has(changes: dict[str, bool], kind: str, words: str) -> None:
-    traits = FwdTraitsSm80(128, 64, 128, 128, **changes)
-    choice = Choice("sm80", traits, FwdRow(traits), "a table of one's own")
-    scene = make_scene(FwdProblem("bf16", 128, 128), "sm_80", choice)
+    scene = scene_of_own(FwdTraitsSm80(128, 64, 128, 128, **changes), "sm_80")
     step = next(step for step in scene.steps if step.id == "load_v")
     assert step.kind == kind and words in step.note
     touch = next(touch for touch in step.touches if touch.lane_bytes)
