@@ -40,6 +40,7 @@ PAGE = Page(
         "compareview.js",
         "gallery.js",
         "playmodel.js",
+        "playway.js",
         "playgrid.js",
         "playground.js",
         "lessons-kit.js",
