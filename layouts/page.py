@@ -39,6 +39,7 @@ PAGE = Page(
         "compare.js",
         "compareview.js",
         "gallery.js",
+        "indexview.js",
         "playmodel.js",
         "playway.js",
         "playgrid.js",

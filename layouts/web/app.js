@@ -49,7 +49,10 @@
       ),
     );
     tabs.hidden = names().length < 2;
-    if (data.gallery && data.scene) tabs.after(CF.h("a", { class: "to-index", href: "index.html" }, "All rows"));
+    if (data.gallery && data.view !== "index") {
+      const text = data.scene ? "All rows" : "Start page";
+      tabs.after(CF.h("a", { class: "to-index", href: "index.html" }, text));
+    }
     tabs.addEventListener("keydown", (event) => {
       const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       const at = names().indexOf(CF.state.get("view"));

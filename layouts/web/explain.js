@@ -119,6 +119,7 @@
     load: (data) => (page = data),
     term,
     trait,
+    traitWords,
     axis,
     axes,
     part,
