@@ -3,7 +3,7 @@
   "use strict";
 
   const { h } = CF;
-  const PAGES = { index: "Start", compare: "Compare two rows", playground: "Playground", learn: "Study path" };
+  const PAGES = { compare: "Compare two rows", playground: "Playground", learn: "Study path" };
   const COMPARED = 2; // rows that stand side by side
 
   const extents = ({ tile }) => tile.split("x").map(Number);
@@ -95,7 +95,7 @@
   /** The row that ran fastest, or the first where none was measured. */
   const fastest = (rows) => sorted(rows, "-speed")[0];
 
-  /** Links to the other common pages of the site, from the page `here`. */
+  /** Links to the other common pages of the site, from the page `here`; the bar on top leads to the index. */
   function links(here) {
     const others = Object.entries(PAGES).filter(([page]) => page !== here);
     return h(

@@ -11,7 +11,6 @@
     sm90: "TMA, WGMMA, producer and consumer warpgroups",
     sm80: "cp.async, ldmatrix, mma.sync",
   };
-  const NUMBERS = { 9: "Nine" };
   const HEADS = {
     speed: "Forward speed over what the row serves, as measured on the GPU that the number's tip names. A row for short sequences or for decoding has less work in a launch than one for long ones.",
     apart: "The traits in which a row is not like most rows of its table. A tap on one says what it decides.",
@@ -240,7 +239,7 @@
       door(
         "Learn",
         "learn.html",
-        `${NUMBERS[lessons] ?? lessons} short lessons on live panels of real kernels: from what a layout is to the loops of FlashAttention-2.`,
+        `From what a layout is to the loops of FlashAttention-2: ${lessons} short lessons on live panels of real kernels.`,
       ),
       door(
         "Explore",

@@ -261,10 +261,6 @@
             "Under fixed maxima a block brings a score 3 above m, in units of log 2. What happens?",
             `Its exponential is 2^3 = 8, and m stays. A repair comes only if a thread's sum of its part of the block passes ${2 ** softmax.fixed.repair_log2}.`,
           ],
-          [
-            "What does the order of the blocks change?",
-            "Only how often the maximum moves, and rounding. The result is the same sum.",
-          ],
         ),
       ];
     },
