@@ -8,12 +8,13 @@
   const COUNTED = 2 ** 16; // indices up to which repeats and gaps are counted
   const HISTOGRAM = 2 ** 24; // and the reach up to which
   const ELEMENTS = [1, 2, 4]; // bytes of an element
-  /* Texts; where the size of an element matters, with its bytes. */
+  const USUAL_BYTES = 2;
+  /* Texts; one that is for other elements than the usual with their bytes. */
   const EXAMPLES = [
     ["Layouts", ["(4,8)", "(8,64):(64,1)", "((2,4),8):((1,16),2)", "(4,8):(0,1)", "(8,8,2):(8,1,64)"]],
     [
       "Swizzles",
-      [[DEFAULT, 2], ["S<2,3,3> o (16,32):(32,1)", 2], ["S<3,4,3> o (8,128):(128,1)", 1], ["(8,64):(72,1)", 2]],
+      [DEFAULT, "S<2,3,3> o (16,32):(32,1)", ["S<3,4,3> o (8,128):(128,1)", 1], "(8,64):(72,1)"],
     ],
     [
       "TV layouts",
@@ -44,7 +45,7 @@
   ];
 
   CF.state.define("layout", { param: "layout" });
-  CF.state.define("bytes", { param: "bytes", initial: 2, parse: (text) => (ELEMENTS.includes(+text) ? +text : null) });
+  CF.state.define("bytes", { param: "bytes", initial: USUAL_BYTES, parse: (text) => (ELEMENTS.includes(+text) ? +text : null) });
   CF.state.define("cells", { param: "cells" });
 
   /** What there is to say about a value as a whole, in a few words each. */
@@ -155,12 +156,12 @@
 
     #examples([title, texts]) {
       const use = (text, bytes) => {
-        CF.state.set({ layout: text, ...(bytes ? { bytes } : {}) });
+        CF.state.set({ layout: text, bytes });
         this.input.focus();
       };
       const button = (example) => {
-        const [text, bytes] = [example].flat();
-        const title = bytes ? `Elements of ${sized(bytes)}` : null;
+        const [text, bytes = USUAL_BYTES] = [example].flat();
+        const title = `Elements of ${sized(bytes)}`;
         return CF.h("button", { type: "button", title, dataset: { text }, onclick: () => use(text, bytes) }, text);
       };
       return CF.h("div", { class: "play-group" }, CF.h("h3", {}, title), CF.h("div", {}, texts.map(button)));

@@ -35,7 +35,6 @@ def name_of(row: ShippedRow) -> str:
 ROWS = {name_of(row): row for row in shipped_rows()}
 # sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
 DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
-every_row = pytest.mark.parametrize("name", ROWS)
 distinct_rows = pytest.mark.parametrize("name", DISTINCT)
 hopper_rows = pytest.mark.parametrize("name", [name for name in ROWS if "-sm90-" in name])
 
@@ -83,7 +82,7 @@ def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
             assert ((target, family, row) in drawn) == reached
 
 
-@every_row
+@distinct_rows
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "o"])
 def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
     row, tile = ROWS[name], scene_of(name).tile(f"s{tensor.upper()}")
@@ -96,7 +95,7 @@ def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
     assert len(np.unique(expected)) == expected.size
 
 
-@every_row
+@distinct_rows
 def test_live_tiles_do_not_overlap_and_fill_the_plan(name: str) -> None:
     scene = scene_of(name)
     for tile in (tile for tile in scene.tiles if tile.space == "shared"):
@@ -106,7 +105,7 @@ def test_live_tiles_do_not_overlap_and_fill_the_plan(name: str) -> None:
         assert tile.offsets().max() + 1 == tile.layout.size()
 
 
-@every_row
+@distinct_rows
 def test_each_fragment_element_has_one_owner(name: str) -> None:
     for fragment in scene_of(name).fragments:
         rows, cols = fragment.shape
@@ -168,7 +167,7 @@ def test_copies_are_the_dsls_partitions(name: str) -> None:
                     assert np.array_equal(named[:, :, thread].reshape(-1), expected), (step.id, side, thread)
 
 
-@every_row
+@distinct_rows
 def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
     scene = scene_of(name)
     for step in scene.steps:
@@ -208,7 +207,7 @@ def test_tma_boxes_tile_the_shared_tile(name: str) -> None:
             assert np.array_equal(flat[box] - flat[box[0]], np.arange(len(box)))
 
 
-@every_row
+@distinct_rows
 def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
     scene = scene_of(name)
     if not any(fragment.id == "rP" for fragment in scene.fragments):
@@ -223,7 +222,7 @@ def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
     assert np.array_equal(owners(scene.fragment("acc_S")), owners(scene.fragment("rP")))
 
 
-@every_row
+@distinct_rows
 def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(name: str) -> None:
     scene = scene_of(name)
     assert worst_ways(scene) == 1
