@@ -240,8 +240,8 @@
           search for a larger score, no shuffles, no rescaling of O. The exponentials are rounded into P's registers,
           and S stays in its own.
 
-          Scores far above m would make large exponentials, and P would lose the small ones beside them to rounding. So
-          each thread adds up its part of the block, and compares the sum with 2^${softmax.fixed.repair_log2} =
+          Scores far above m would overflow fp16; and the P of a dominant key, which is exactly 1 against its own score,
+          would be rounded. So each thread adds up its part of the block, and compares the sum with 2^${softmax.fixed.repair_log2} =
           ${2 ** softmax.fixed.repair_log2}. The lanes of a warp vote; if one sum is larger, the warp repairs the block:
           it takes the block's maxima from S, exponentiates and rounds again, and rescales O and l to the maxima that
           have moved. Plain inputs seldom need it, and any input may.`),
