@@ -11,7 +11,7 @@ from .command import page_text, read_scene, scene_json, study_path
 from .measured import apart, kin, speed
 from .output import make_directory, write_file
 from .page import PAGE, page_data
-from .rows import ShippedRow, shipped_rows
+from .rows import ShippedRow, shipped_rows, worst_ways
 from .scene import Scene
 
 TITLE = "cuteflash layouts"
@@ -99,6 +99,7 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "tile": f"{traits['tile_m']}x{traits['tile_n']}",
         "threads": kernel["threads"],
         "smem_bytes": scene.budget["smem"]["total"],
+        "worst_ways": worst_ways(scene),
         "apart": apart(row.target, row.family, row.choice.traits),
         "speed": speed(row.target, row.family, row.choice.row),
         "kin": kin(row.target, row.family, row.choice.row),

@@ -13,7 +13,7 @@
   };
   const HEADS = {
     speed: "Forward speed over what the row serves, as measured on the GPU that the number's tip names. A row for short sequences or for decoding has less work in a launch than one for long ones.",
-    apart: "The traits in which a row is not like most rows of its table. A tap on one says what it decides.",
+    apart: "The traits in which a row is not like most rows of its table, a tap on one says what it decides; and bank conflicts, if it has any.",
     smem_bytes: "Shared memory of one thread block.",
     tile: "Queries by keys of one tile. The boxes are the tiles of S and O, to one scale.",
   };
@@ -61,8 +61,9 @@
   function apartCell(row) {
     const entries = Object.entries(row.apart);
     const chip = ([name, value]) => CF.explain.trait(row.family, name, CF.gallery.traitText(name, value));
-    if (!entries.length) return cell(h("span", { class: "hint" }, "as most"));
-    return cell(h("span", { class: "apart" }, entries.map(chip)));
+    const ways = row.worst_ways > 1 ? h("span", { class: "bad" }, `${row.worst_ways}-way bank conflicts`) : null;
+    if (!entries.length && !ways) return cell(h("span", { class: "hint" }, "as most"));
+    return cell(h("span", { class: "apart" }, ways, entries.map(chip)));
   }
 
   function speedCell(row, most) {
