@@ -65,7 +65,10 @@ class Soften:
             note += " The row sum stays with the thread until the epilogue."
         else:
             note += " Scores are scaled first, and row sums are reduced over the quad with every block."
-        note += _early(early_rows)
+        if early_rows == 0:
+            note += " The compiler places the wait for the PV product that runs beside it, which it does early."
+        elif early_rows is not None:
+            note += f" {_exponentials(early_rows)} before the wait for the PV product that runs beside it."
         instruction = f"max.f32, shfl.sync.bfly.b32, {EXPONENTIAL}"
         touches = [self._rows("acc_S", "S", "read"), self._rows("acc_S", "S", "write")]
         return self._step(
@@ -98,13 +101,18 @@ class Soften:
 
     def fixed(self, early_rows: int) -> Step:
         """The softmax of a block that leaves the row maxima as they are."""
-        where = "go to P's own" if self.p_in_regs else "take P's way"
+        where = "go to P's own" if self.p_in_regs else "go on to shared memory"
         note = (
             "A block that is seen whole takes its exponentials against the maxima that its rows have already. It looks "
             "for no larger scores and rescales nothing. S stays in its registers, and the rounded exponentials "
             f"{where}. Each thread adds up its part of a row; if a lane's sum passes 2^{REPAIR_LOG2} = "
-            f"{2**REPAIR_LOG2}, a vote sends its warp to the repair.{_early(early_rows)}"
+            f"{2**REPAIR_LOG2}, a vote sends its warp to the repair."
         )
+        if early_rows == 0:
+            note += " All of it waits for the PV product of the block before, which reads P until then."
+        else:
+            early = f" {_exponentials(early_rows)} while the PV product of the block before runs."
+            note += f"{early} They are rounded after it, since it reads P until then."
         return self._step(
             "fixed_softmax",
             "P from S, maxima fixed",
@@ -130,7 +138,7 @@ class Soften:
                 self._rows("acc_O", "O", "write"),
             ],
             "The warp takes the block's maxima from S, which it still holds, exponentiates and rounds again, and "
-            "rescales O and the row sums. No product is in flight then.",
+            "rescales O and the row sums. None of its products is in flight then.",
         )
 
     def _step(
@@ -154,13 +162,5 @@ class Soften:
         return f"tanh.approx.f32, {instruction}" if self.problem.has_softcap else instruction
 
 
-def _early(rows: int | None) -> str:
-    """When exponentials are taken that have a PV product beside them; None if they have not."""
-    if rows is None:
-        return ""
-    if rows == 0:
-        return " The compiler places the wait for the PV product that runs beside it, which it does early."
-    which = {1: "one", 2: "both"}[rows]
-    return (
-        f" The exponentials of {which} of a thread's two rows are taken before the wait for the PV product beside it."
-    )
+def _exponentials(rows: int) -> str:
+    return f"The exponentials of {('one', 'both')[rows - 1]} of a thread's two rows are taken"

@@ -289,7 +289,12 @@ def test_only_rows_with_fixed_maxima_are_drawn_with_them(name: str) -> None:
     ("changes", "step", "words"),
     [
         ({"exp_rows_before_wait": 1}, "softmax", "one of a thread's two rows"),
-        ({"exp_rows_before_wait": 2, "fixed_max": True}, "fixed_softmax", "both of a thread's two rows"),
+        (
+            {"exp_rows_before_wait": 2, "fixed_max": True},
+            "fixed_softmax",
+            "both of a thread's two rows are taken while",
+        ),
+        ({"fixed_max": True}, "fixed_softmax", "All of it waits for the PV product of the block before"),
         ({"rescale_in_product": True}, "rescale_o", "After the next QK product has been issued"),
         ({}, "rescale_o", "Before the PV product is issued."),
         ({"pingpong": False}, "wgmma_qk", "Issued, before the PV product of the block before."),
