@@ -29,7 +29,7 @@
   function theBox() {
     if (box) return box;
     box = CF.h("div", { id: "explanation", class: "explanation", popover: "auto", role: "note", "aria-live": "polite" });
-    box.addEventListener("toggle", ({ newState }) => {
+    box.addEventListener("beforetoggle", ({ newState }) => {
       if (newState === "closed") opener?.setAttribute("aria-expanded", "false");
     });
     document.body.append(box);
@@ -47,8 +47,9 @@
   }
 
   function open(name, title, words) {
+    theBox().hidePopover(); // of another name, which the keyboard may have left open
     opener = name;
-    theBox().replaceChildren(CF.h("b", {}, title), CF.h("p", {}, words));
+    box.replaceChildren(CF.h("b", {}, title), CF.h("p", {}, words));
     box.showPopover();
     name.setAttribute("aria-expanded", "true");
     place(name);

@@ -70,7 +70,7 @@ class Visit(browser_tests.Visit):
 
     def settle(self) -> None:
         self.page.wait_for_selector("[role=tabpanel] > *", state="attached")
-        self.page.wait_for_timeout(150)
+        self.drawn()
 
     def panels(self) -> dict[str, dict[str, float]]:
         """The boxes of the panels that are shown, by id."""
@@ -83,9 +83,9 @@ class Visit(browser_tests.Visit):
 
     def set(self, **state: Any) -> None:
         self.page.evaluate("(state) => CF.state.set(state)", state)
-        self.page.wait_for_timeout(120)
+        self.drawn()
 
-    def drawn(self, selector: str) -> int:
+    def colours(self, selector: str) -> int:
         """How many different colours a canvas has."""
         return int(
             self.page.evaluate(
@@ -107,7 +107,7 @@ def test_an_unknown_view_opens_the_pages_own(page: pathlib.Path, site: pathlib.P
         assert visit.page.evaluate("CF.state.get('view')") == own
         assert visit.page.evaluate("document.getElementById('main').childElementCount") > 0
         visit.page.evaluate("location.hash = 'view=nope'")
-        visit.page.wait_for_timeout(100)
+        visit.drawn()
         assert visit.page.evaluate("CF.state.get('view')") == own
 
 
@@ -134,7 +134,7 @@ def test_a_steps_panels_stick_below_the_bars(page: pathlib.Path, browser: Any) -
     with Visit(browser, page, "#view=kernel&step=wgmma_qk") as visit:
         visit.page.add_style_tag(content="main { padding-bottom: 1200px } .kernel-body { min-height: 1600px }")
         visit.page.mouse.wheel(0, 700)
-        visit.page.wait_for_timeout(200)
+        visit.drawn()
         bars = visit.page.evaluate("document.querySelector('.toolbar').getBoundingClientRect().bottom")
         assert all(bars <= box["top"] <= bars + 20 for box in visit.panels().values())
 
@@ -160,7 +160,7 @@ def test_the_inspector_of_a_chosen_step_keeps_to_its_panels(page: pathlib.Path, 
 def test_a_step_chosen_on_a_phone_brings_its_source_into_sight(page: pathlib.Path, browser: Any) -> None:
     with Visit(browser, page, **TOUCH) as visit:
         visit.page.locator(".flow-step", has_text="fixed softmax").tap()
-        visit.page.wait_for_timeout(400)
+        visit.drawn()
         boxes, sheet = visit.panels(), visit.page.locator(".inspector").bounding_box()
         assert set(boxes) == {"acc_S", "rP"}
         assert 0 < boxes["acc_S"]["top"] < boxes["acc_S"]["bottom"] <= sheet["y"]
@@ -181,6 +181,9 @@ def test_names_explain_themselves_at_a_tap_and_escape_closes_only_that(page: pat
         name = visit.page.locator(".traits").get_by_role("button", name="kv_stage", exact=True)
         name.click()
         assert "in flight" in box.inner_text() and name.get_attribute("aria-expanded") == "true"
+        visit.page.locator(".traits").get_by_role("button", name="fixed_max", exact=True).press("Enter")
+        assert "maxima" in box.inner_text() and name.get_attribute("aria-expanded") == "false"
+        name.click()
         name.click()  # a second tap closes it
         assert not box.is_visible() and name.get_attribute("aria-expanded") == "false"
 
@@ -201,7 +204,7 @@ def test_marked_cells_keep_the_colours_that_they_explain(page: pathlib.Path, bro
     lesson = data_of(page.read_text())["lessons"]["scenes"]["sm80"]
     with Visit(browser, page, f"#view=learn&lesson=swizzle&scene={lesson}", **device) as visit:
         visit.page.locator("[data-panel=sK]").scroll_into_view_if_needed()
-        visit.page.wait_for_timeout(300)
+        visit.drawn()
         for row, col in ((3, 4), (11, 5), (4, 12)):  # inside the 16 x 16 cells of the instruction
             found = visit.page.evaluate(CELL, ["sK", row, col])
             assert np.allclose(found["shown"], found["meant"], atol=2), (row, col, found)
@@ -211,21 +214,21 @@ def test_an_error_in_the_playground_leaves_the_picture(page: pathlib.Path, brows
     canvas = ".play-result canvas"
     with Visit(browser, page, "#view=playground&layout=(8") as visit:  # as a link brings it: nothing was drawn before
         assert "expected" in visit.page.locator("#play-error").inner_text()
-        assert visit.drawn(canvas) > 20
+        assert visit.colours(canvas) > 20
         field = visit.page.locator("#play-text")
         field.fill("(4,8):(8,1)")
-        visit.page.wait_for_timeout(200)
-        before = visit.drawn(canvas)
+        visit.drawn()
+        before = visit.colours(canvas)
         field.fill("(4,8):(8,")
-        visit.page.wait_for_timeout(200)
-        assert visit.drawn(canvas) == before
+        visit.drawn()
+        assert visit.colours(canvas) == before
         assert visit.page.locator(".play-value").inner_text() == "(4,8):(8,1)"
         assert visit.page.locator(".play-result").evaluate("(body) => getComputedStyle(body).opacity") == "1"
         visit.set(view="learn")
         visit.set(view="playground")  # and is still there when the reader comes back
-        visit.page.wait_for_timeout(300)
+        visit.drawn()
         assert visit.page.locator(".play-value").inner_text() == "(4,8):(8,1)"
-        assert visit.drawn(canvas) == before
+        assert visit.colours(canvas) == before
 
 
 def test_the_playgrounds_swizzles_fit_the_elements_they_are_shown_on(page: pathlib.Path, browser: Any) -> None:
@@ -254,11 +257,11 @@ def test_a_composition_lights_the_cells_that_its_element_comes_from(page: pathli
         lit = functools.partial(visit.page.locator(".play-step canvas").evaluate_all, f"(all) => all.map({count})")
         assert lit() == [0, 0]
         visit.page.locator(".play-result .panel-view").hover(position={"x": 34 + 12, "y": 20 + 12})
-        visit.page.wait_for_timeout(200)
+        visit.drawn()
         assert min(lit()) > 10
         assert "0 → 0 → 0" in visit.page.locator(".play-inspector").inner_text()
         visit.page.mouse.move(2, 2)
-        visit.page.wait_for_timeout(200)
+        visit.drawn()
         assert lit() == [0, 0]
 
 
@@ -282,13 +285,12 @@ def test_the_index_is_searched_and_says_speed_and_what_sets_a_row_apart(site: pa
         shared = {row["kin"] for row in gallery}
         assert rows.count() == len(shared) < len(gallery)
         visit.page.get_by_role("searchbox").fill("fixed_max sm_90a")
-        visit.page.wait_for_timeout(100)
+        visit.drawn()
         (found,) = (row for row in gallery if row["apart"].get("fixed_max"))
         assert [rows.nth(at).get_attribute("data-id") for at in range(rows.count())] == [found["id"]]
         assert str(found["speed"]["tflops"]) in rows.inner_text()
         rows.get_by_role("button", name="fixed_max").click()
         assert "maxima" in visit.page.locator("#explanation").inner_text()
-        visit.page.wait_for_timeout(200)
-        assert "q=fixed_max" in visit.page.evaluate("location.hash")
+        visit.page.wait_for_function("location.hash.includes('q=fixed_max')")
         visit.page.get_by_role("button", name="Show all").click()
         assert rows.count() == len(shared)
