@@ -153,8 +153,11 @@ def test_the_list_makes_room_for_the_chosen_step_and_comes_back(page: pathlib.Pa
 
 
 def test_the_inspector_of_a_chosen_step_keeps_to_its_panels(page: pathlib.Path, browser: Any) -> None:
-    with Visit(browser, page, "#view=kernel&step=load_k&el=n3,d17") as visit:
-        assert visit.page.locator(".inspector .card h4 button").all_inner_texts() == ["gK", "sK"]
+    with Visit(browser, page, "#view=kernel&step=wgmma_pv&el=m3,e17") as visit:
+        cards = visit.page.locator(".inspector .card h4 button")
+        assert cards.all_inner_texts() == ["acc_O"]
+        visit.set(step=None)
+        assert cards.all_inner_texts() == ["gO", "sO", "acc_O"]
 
 
 def test_a_step_chosen_on_a_phone_brings_its_source_into_sight(page: pathlib.Path, browser: Any) -> None:
