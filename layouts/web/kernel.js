@@ -11,7 +11,7 @@
   ];
 
   const LEAST_ROOM = 240; // pixels of grids in sight, below which the page scrolls to them
-  const LEAST_GRID = 130;
+  const LEAST_GRID = 150;
   const TALLEST_GRID = 440;
   const AROUND_GRID = 120; // a panel's head, foot and frame
 

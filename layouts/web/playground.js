@@ -45,7 +45,11 @@
   ];
 
   CF.state.define("layout", { param: "layout" });
-  CF.state.define("bytes", { param: "bytes", initial: USUAL_BYTES, parse: (text) => (ELEMENTS.includes(+text) ? +text : null) });
+  CF.state.define("bytes", {
+    param: "bytes",
+    initial: USUAL_BYTES,
+    parse: (text) => (ELEMENTS.includes(+text) ? +text : null),
+  });
   CF.state.define("cells", { param: "cells" });
 
   /** What there is to say about a value as a whole, in a few words each. */
@@ -206,7 +210,7 @@
     #complain(error) {
       this.input.setAttribute("aria-invalid", String(Boolean(error)));
       const place = error && (error.length ? `Character ${error.position + 1}: ` : "At the end: ");
-      const rest = CF.h("span", { class: "hint" }, " The picture below is still that of the last text that could be read.");
+      const rest = CF.h("span", { class: "hint" }, " The picture below is still of a text that can be read.");
       this.error.replaceChildren(...(error ? [CF.h("b", {}, place), error.message, ".", rest] : []));
       const span = this.caret.firstChild;
       const shown = error ? Math.max(1, Math.min(error.length, error.text.length - error.position)) : 0;
