@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cuteflash.page import Page
+from cuteflash.traits.docs import attribute_docs
+from cuteflash.traits.row import FWD_TRAITS
 
 SCHEMA = 1
 PAGE = Page(
@@ -14,6 +16,7 @@ PAGE = Page(
     scripts=(
         "core.js",
         "scroller.js",
+        "explain.js",
         "algebra.js",
         "text.js",
         "scene.js",
@@ -36,7 +39,9 @@ PAGE = Page(
         "compare.js",
         "compareview.js",
         "gallery.js",
+        "indexview.js",
         "playmodel.js",
+        "playway.js",
         "playgrid.js",
         "playground.js",
         "lessons-kit.js",
@@ -64,7 +69,7 @@ def page_data(
     gallery: Sequence[Mapping[str, Any]] | None = None,
     lessons: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the page's script reads.
+    """What the page's script reads; by family what each trait decides is part of it.
 
     Args:
         view: the view that opens without a hash in the address.
@@ -82,4 +87,5 @@ def page_data(
         "scene": scene,
         "gallery": None if gallery is None else list(gallery),
         "lessons": lessons,
+        "traits": {family: attribute_docs(kind) for family, kind in FWD_TRAITS.items()},
     }

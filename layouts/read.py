@@ -14,10 +14,6 @@ from layouts.scene import AXES, Axis, Fragment, Tile, Touch
 
 SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle
 EXAMPLE_HEADS = 16  # of the (batch, seqlen, heads, head_dim) tensor that a global tile is cut from
-SOFTMAX_NOTE = (
-    "Row by row of each thread: the maximum over its columns, then over the four lanes of the quad; exponentials in "
-    "place. The row sum stays with the thread until the epilogue."
-)
 OPERAND_AXES = {"A": (0, 2), "B": (1, 2), "C": (0, 1)}  # of a product's (M, N, K)
 Operand = Literal["A", "B", "C"]
 Strides = tuple[int, int]  # elements of the whole tile that a step in a copy's or product's two coordinates is worth

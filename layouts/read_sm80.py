@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cuteflash.problem import FwdProblem
-from layouts.read import SOFTMAX_NOTE, Frame, Placed, global_tile, no_work, products, ptx_type, shared_tile, smem_start
-from layouts.scene import Fragment, Role, Step, Tile, Touch
+
+from .read import Frame, Placed, global_tile, no_work, products, ptx_type, shared_tile, smem_start
+from .scene import Fragment, Role, Step, Tile, Touch
+from .soften import Soften
 
 CP_ASYNC = "cp.async.cg.shared.global [dst], [src], 16"
 THROUGH_REGISTERS = "ld.global.v4.b32, then st.shared.v4.b32"
@@ -85,8 +87,8 @@ class ReaderSm80:
         fetch_q = self._fetch("Q", self.kernel.copy_q(), once=self.traits.q_in_regs)
         scores = (self._load("Q"), self._load("K"), fetch_q, self._fetch("K", self.kernel.copy_k()))
         values = (self._load("V"), self._fetch("V", self.kernel.copy_v()))
-        qk, softmax, convert, pv = self._block()
-        return (*scores, qk, softmax, convert, *values, pv, *self._epilogue())
+        qk, *softmax, pv = self._block()
+        return (*scores, qk, *softmax, *values, pv, *self._epilogue())
 
     def _load(self, tensor: str) -> Step:
         """Global to shared memory: one stage loads K and V in turns, more load whole blocks ahead."""
@@ -138,33 +140,14 @@ class ReaderSm80:
     def _block(self) -> tuple[Step, ...]:
         """The steps of one key block."""
         mma = MMA.format(ptx_type(self.problem.dtype))
-        acc = self.frame.row_touch("acc_S", "read", self.of["S"])
+        soften = Soften(self.frame, self.of, self.problem, WARPS)
         return (
             self._product(
                 "mma_qk", "S = Q K^T", mma, (self.of["Q"], "rQ"), (self.of["K"], "rK"), (self.of["S"], "acc_S")
             ),
-            Step(
-                "softmax",
-                "Online softmax of S",
-                "softmax",
-                "ffma, ex2.approx.f32, shfl.sync.bfly",
-                WARPS,
-                "every key block",
-                "loop",
-                (acc, self.frame.row_touch("acc_S", "write", self.of["S"])),
-                SOFTMAX_NOTE,
-            ),
-            Step(
-                "convert_p",
-                "P: rounded to the element type",
-                "convert",
-                f"cvt.rn.{ptx_type(self.problem.dtype)}x2.f32",
-                WARPS,
-                "every key block",
-                "loop",
-                (self.of["P"].touch_k_blocks("acc_S", "read", 0), self.of["P"].touch_k_blocks("rP", "write", 0)),
-                "No data moves between threads.",
-            ),
+            soften.moving(fused=self.traits.fused_softmax),
+            soften.convert(),
+            soften.rescale("Before the PV product."),
             self._product(
                 "mma_pv", "O += P V", mma, (self.of["P"], "rP"), (self.of["V"], "rV"), (self.of["O"], "acc_O")
             ),

@@ -7,11 +7,11 @@ from typing import Any
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.base import ELEMENT_BYTES
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_K, WGMMA_M
-from layouts.algebra import Layout, concatenate
-from layouts.dsl import coordinates, plain
-from layouts.read import (
+
+from .algebra import Layout, concatenate
+from .dsl import coordinates, plain
+from .read import (
     EXAMPLE_HEADS,
-    SOFTMAX_NOTE,
     Frame,
     Operand,
     Placed,
@@ -22,14 +22,14 @@ from layouts.read import (
     shared_tile,
     smem_start,
 )
-from layouts.scene import Descriptor, Fragment, Role, Step, Tile, Touch
+from .scene import Descriptor, Fragment, Role, Step, Tile, Touch
+from .soften import Soften
 
 TMA_LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
 TMA_STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 STMATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
 WGMMA = "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
-PRODUCER = "one thread of the producer warp"
 CONSUMERS = "every consumer warp"
 WARPGROUPS = "every consumer warpgroup"
 UNIT = 16  # bytes that descriptors count in
@@ -115,13 +115,16 @@ class ReaderSm90:
     def steps(self) -> tuple[Step, ...]:
         """In the order of a tile."""
         tma, ahead = self._tma(), f"Up to {self.traits.kv_stage} tiles ahead of the products."
+        if not self.traits.warp_specialized:
+            count = self.traits.kv_stage - 1
+            ahead = f"{count} block{'s' if count > 1 else ''} ahead of the products, between two steps of this warp."
         load_q = self._transfer("Q", tma.load_q, tma.gQ, "Once for each warpgroup.")
         load_k, load_v = self._transfer("K", tma.load_k, tma.gK, ahead), self._transfer("V", tma.load_v, tma.gV, ahead)
         store_o = self._transfer("O", tma.store_o, tma.gO, "Clipped to the rows that exist.")
         fetch = (self._fetch_q(),) if self.traits.q_in_regs else ()
-        qk, softmax, hand_over, pv = self._block()
+        qk, pv = self._products()
         stage_o = self._stage("O", self.kernel.copy_o())
-        return (load_q, *fetch, load_k, qk, softmax, hand_over, load_v, pv, stage_o, store_o)
+        return (load_q, *fetch, load_k, qk, *self._softmax(), load_v, pv, stage_o, store_o)
 
     def _tma(self) -> Any:
         """The kernel's TMA atoms over example tensors."""
@@ -161,13 +164,16 @@ class ReaderSm90:
             title=f"{tensor}: " + ("global → shared memory" if is_load else "shared memory → global"),
             kind="tma",
             instruction=TMA_LOAD if is_load else TMA_STORE,
-            role=PRODUCER if is_load else "warp 0 of every consumer warpgroup",
+            role=self._loader() if is_load else "warp 0 of every consumer warpgroup",
             repeat="once a tile" if once else "every key block",
             phase="epilogue" if not is_load else "prologue" if once else "loop",
             touches=(Touch(source, "read", tv, first_thread), Touch(target, "write", tv, first_thread)),
             note=f"An instruction moves one box; the TMA unit applies the swizzle. {note}",
             box=(rows, box.size() // rows),
         )
+
+    def _loader(self) -> str:
+        return "one thread of the producer warp" if self.traits.warp_specialized else "one thread of consumer 0"
 
     def _fetch_q(self) -> Step:
         copy = self.kernel.copy_q()
@@ -190,47 +196,35 @@ class ReaderSm90:
             note,
         )
 
-    def _block(self) -> tuple[Step, ...]:
-        """The steps of one key block."""
-        acc = [self.frame.row_touch("acc_S", mode, self.of["S"]) for mode in ("read", "write")]  # type: ignore[arg-type]
-        softmax = Step(
-            "softmax",
-            "Online softmax of S",
-            "softmax",
-            "ffma, ex2.approx.f32, shfl.sync.bfly",
-            CONSUMERS,
-            "every key block",
-            "loop",
-            tuple(acc),
-            SOFTMAX_NOTE,
+    def _products(self) -> tuple[Step, Step]:
+        """S = Q K^T and O += P V of one key block, with what the traits say of when they are issued."""
+        overlap, turn = self.traits.overlap, " in the warpgroup's turn" if self.traits.pingpong else ""
+        before = (
+            f"Issued{turn}, before the PV product of the block before" if overlap else f"Issued{turn}, then waited for"
         )
-        order = "Issued before the PV product of the block before." if self.traits.overlap else ""
-        qk = self._product(
-            "wgmma_qk", "S = Q K^T", (self.of["Q"], "Q"), (self.of["K"], "K"), (self.of["S"], "acc_S"), order
+        after = (
+            "Issued after the QK product of the next block, and runs beside its softmax"
+            if overlap
+            else "Waited for at once"
         )
-        pv = self._product(
-            "wgmma_pv", "O += P V", (self.of["P"], "P"), (self.of["V"], "V"), (self.of["O"], "acc_O"), ""
+        s, o = (self.of["S"], "acc_S"), (self.of["O"], "acc_O")
+        return (
+            self._product("wgmma_qk", "S = Q K^T", (self.of["Q"], "Q"), (self.of["K"], "K"), s, f"{before}."),
+            self._product("wgmma_pv", "O += P V", (self.of["P"], "P"), (self.of["V"], "V"), o, f"{after}."),
         )
-        return (qk, softmax, self._hand_over_p(), pv)
 
-    def _hand_over_p(self) -> Step:
-        if not self.traits.p_in_regs:
-            return self._stage("P", self.kernel.copy_p())
-        touches = tuple(
-            self.of["P"].touch_k_blocks(id, mode, self.frame.first_thread)  # type: ignore[arg-type]
-            for id, mode in (("acc_S", "read"), ("rP", "write"))
-        )
-        return Step(
-            "convert_p",
-            "P: rounded to the element type",
-            "convert",
-            f"cvt.rn.{ptx_type(self.problem.dtype)}x2.f32",
-            CONSUMERS,
-            "every key block",
-            "loop",
-            touches,
-            "No data moves between threads.",
-        )
+    def _softmax(self) -> tuple[Step, ...]:
+        """What turns the scores of a block into P, and O to the maxima that P was taken against."""
+        traits = self.traits
+        soften = Soften(self.frame, self.of, self.problem, CONSUMERS, traits.fixed_max, traits.p_in_regs)
+        hand_over = soften.convert() if traits.p_in_regs else self._stage("P", self.kernel.copy_p())
+        steps = [soften.moving(early_rows=traits.exp_rows_before_wait if traits.overlap else None), hand_over]
+        if soften.rescales:
+            between = "After the next QK product has been issued and before the PV product is."
+            steps.append(soften.rescale(between if traits.rescale_in_product else "Before the PV product is issued."))
+        if traits.fixed_max:
+            steps += [soften.fixed(traits.exp_rows_before_wait), soften.repair()]
+        return tuple(steps)
 
     def _stage(self, tensor: str, copy: Any) -> Step:
         """Accumulators to shared memory by stmatrix."""

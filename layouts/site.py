@@ -7,11 +7,12 @@ import pathlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from layouts.command import page_text, read_scene, scene_json, study_path
-from layouts.output import make_directory, write_file
-from layouts.page import PAGE, page_data
-from layouts.rows import ShippedRow, shipped_rows, worst_ways
-from layouts.scene import Scene
+from .command import page_text, read_scene, scene_json, study_path
+from .measured import apart, kin, speed
+from .output import make_directory, write_file
+from .page import PAGE, page_data
+from .rows import ShippedRow, shipped_rows, worst_ways
+from .scene import Scene
 
 TITLE = "cuteflash layouts"
 # Pages beside those of the rows: name, which is also their view's, and title.
@@ -98,6 +99,8 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "tile": f"{traits['tile_m']}x{traits['tile_n']}",
         "threads": kernel["threads"],
         "smem_bytes": scene.budget["smem"]["total"],
-        "blocks_per_sm": scene.budget["occupancy"]["blocks"],
         "worst_ways": worst_ways(scene),
+        "apart": apart(row.target, row.family, row.choice.traits),
+        "speed": speed(row.target, row.family, row.choice.row),
+        "kin": kin(row.target, row.family, row.choice.row),
     }

@@ -62,6 +62,15 @@ class Visit:
         if error[0] is None:
             self.check()
 
+    def drawn(self) -> None:
+        """Wait until the page has drawn what it was asked for: one frame for observers, two for what they ask for."""
+        self.page.evaluate(
+            """async () => {
+                for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
+                await new Promise(setTimeout);
+            }"""
+        )
+
     def settle(self) -> None:
         """Wait until the page is there."""
 

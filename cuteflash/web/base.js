@@ -104,13 +104,17 @@ const Base = {};
   };
 })();
 
-/** Sets the frame going: theme, skip button, `--top` as the height of the top bar. Returns the page's data. */
+/** `--top` is the height of the top bar, as what sticks and scrolls below it needs to know. */
+Base.measureTop = () => {
+  document.documentElement.style.setProperty("--top", `${document.getElementById("top").offsetHeight}px`);
+};
+
+/** Sets the frame going: theme, skip button, `--top` from now on. Returns the page's data. */
 Base.start = () => {
   const [top, main, skip, theme] = ["top", "main", "skip", "theme"].map((id) => document.getElementById(id));
   Base.theme.start();
   theme.addEventListener("click", Base.theme.toggle);
   skip.addEventListener("click", () => main.focus());
-  const { style } = document.documentElement;
-  new ResizeObserver(() => style.setProperty("--top", `${top.offsetHeight}px`)).observe(top);
+  new ResizeObserver(Base.measureTop).observe(top);
   return JSON.parse(document.getElementById("data").textContent);
 };

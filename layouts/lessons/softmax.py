@@ -10,7 +10,11 @@ from torch import Tensor
 from cuteflash.reference import flash_attention_2
 from cuteflash.reference.masks import block_bounds, visible
 from cuteflash.reference.tiles import finite_or_zero, grouped, scores, weighted_values
-from layouts.lessons.sources import source_of
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.tables import FWD_ROWS
+
+from ..soften import REPAIR_LOG2
+from .sources import source_of
 
 S_Q, S_K, D = 8, 12, 4
 TILE_N = 4  # keys of one block, where the reference takes 256: a reader looks at each of them
@@ -82,8 +86,15 @@ def expected(mask: str) -> tuple[Tensor, Tensor]:
     return o[0, :, 0], lse[0, 0]
 
 
+def fixed_rows() -> dict[str, Any]:
+    """How many shipped rows fix their maxima, and log2 of the sum from which they repair a block."""
+    rows = [row.traits for row in FWD_ROWS["sm_90a", "sm90"] if isinstance(row.traits, FwdTraitsSm90)]
+    fixed = sum(traits.fixed_max for traits in rows)
+    return {"table": "sm_90a/sm90", "rows": fixed, "of": len(rows), "repair_log2": REPAIR_LOG2}
+
+
 def softmax_data() -> dict[str, Any]:
-    """The traces under each mask, Q, K and V, and the reference's loop with the line of each step."""
+    """The traces under each mask, Q, K and V, the reference's loop with the line of each step, and `fixed_rows`."""
     source = source_of(flash_attention_2, start="for i0 in range(0, s_q, TILE_M)")
     q, k, v = (_rows(x[:, :, 0]) for x in inputs())
     return {
@@ -93,6 +104,7 @@ def softmax_data() -> dict[str, Any]:
         "scale": SCALE,
         "tile_n": TILE_N,
         "masks": {name: {"left": left, "right": right, **trace(name)} for name, (left, right) in MASKS.items()},
+        "fixed": fixed_rows(),
         "source": source.as_dict(),
         "lines": {step: source.line(text) for step, text in STEPS.items()},
     }

@@ -10,7 +10,9 @@
   function start() {
     data = CF.start();
     CF.scene.load(data);
+    CF.explain.load(data);
     CF.state.initial({ scene: data.scene ?? null });
+    CF.state.limit("view", names());
     document.getElementById("main").setAttribute("role", "tabpanel");
     buildTabs();
     CF.state.on(["view", "scene"], show);
@@ -18,12 +20,13 @@
     window.addEventListener("popstate", follow);
     follow();
     show();
+    CF.measureTop(); // the bar is complete; what scrolls to a place in the first frame goes by it
   }
 
-  /* The address may lack a view, or name one that this page has not. */
+  /* An address without a view that this page has means the page's own. */
   function follow() {
     CF.state.readHash();
-    if (names().includes(CF.state.get("view"))) return;
+    if (CF.state.get("view")) return;
     const view = names().includes(data.view) ? data.view : (names()[0] ?? null);
     CF.state.set({ view }, { fromHash: true });
   }
@@ -46,7 +49,10 @@
       ),
     );
     tabs.hidden = names().length < 2;
-    if (data.gallery && data.scene) tabs.after(CF.h("a", { class: "to-index", href: "index.html" }, "All rows"));
+    if (data.gallery && data.view !== "index") {
+      const text = data.scene ? "All rows" : "Start page";
+      tabs.after(CF.h("a", { class: "to-index", href: "index.html" }, text));
+    }
     tabs.addEventListener("keydown", (event) => {
       const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       const at = names().indexOf(CF.state.get("view"));

@@ -211,9 +211,14 @@
 
   const box = (title, ...children) => h("section", { class: "box", "aria-label": title }, h("h2", {}, title), children);
 
-  function sharedMemory({ smem, occupancy }) {
+  /* What a region or fragment of the budget is called, with its colour; it says what it holds. */
+  const keyOf = (scene, id) =>
+    h("span", { class: "key" }, swatch(hue(id)), scene.part(id) ? CF.explain.part(scene.part(id)) : id);
+
+  function sharedMemory(scene) {
+    const { smem, occupancy } = scene.data.budget;
     const rows = smem.regions.map((region) => [
-      h("span", { class: "key" }, swatch(hue(region.id)), region.id),
+      keyOf(scene, region.id),
       CF.hex(region.start),
       CF.hex(region.start + region.bytes),
       bytes(region.bytes),
@@ -249,7 +254,7 @@
     return h("i", { class: "swatch", style: `background:${colour}` });
   }
 
-  function registersOf(role, scale, compiled) {
+  function registersOf(scene, role, scale, compiled) {
     const { used, left, limit } = roleUse(role);
     const rest =
       left >= 0
@@ -268,7 +273,7 @@
             `Registers of ${role.name}`,
             ["fragment", "registers a thread", "share of the limit"],
             role.parts.map(({ name, registers }) => [
-              h("span", { class: "key" }, swatch(hue(name)), name),
+              keyOf(scene, name),
               CF.number(registers),
               percent(registers, limit),
             ]),
@@ -363,10 +368,10 @@
         h(
           "div",
           { class: "budget" },
-          sharedMemory(budget),
+          sharedMemory(scene),
           box(
             "Registers",
-            roles.map((role) => registersOf(role, Math.max(...roles.map(({ limit }) => limit)), compiled)),
+            roles.map((role) => registersOf(scene, role, Math.max(...roles.map(({ limit }) => limit)), compiled)),
             registerFile({ kernel, budget }),
             compiledNumbers(kernel, compiled),
           ),

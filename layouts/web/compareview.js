@@ -87,7 +87,7 @@
       this.body.replaceChildren(
         h("p", { class: "lead" }, CF.compare.summary(traits)),
         this.#differSwitch(),
-        box("Rows", table([...CF.compare.row(...scenes), ...traits], "Rows and their traits")),
+        box("Rows", table([...CF.compare.row(...scenes), ...traits], "Rows and their traits", explained(scenes))),
         this.#panelBox(),
         box("Tiles and fragments", table(CF.compare.parts(...scenes), "Tiles and fragments")),
         box("Budgets", budgets, smemBars(scenes), registerBars(scenes)),
@@ -223,8 +223,14 @@
 
   const box = (title, ...children) => CF.budget.box(title, ...children);
 
+  /* A trait of either row says what it decides; other names are only names. */
+  const explained = (scenes) => (name) => {
+    const families = scenes.map((scene) => scene.data.kernel.family);
+    return CF.explain.trait(families.find((family) => CF.explain.traitWords(family, name)), name);
+  };
+
   /* Lines of CF.compare as a table; what differs has a sign, and a ground of its own. */
-  function table(lines, label) {
+  function table(lines, label, named = (name) => name) {
     const same = lines.every(({ differs }) => !differs);
     const cell = (found, side) =>
       found
@@ -241,7 +247,7 @@
       h(
         "tr",
         { class: differs ? "differs" : "same" },
-        h("th", { scope: "row" }, differs ? h("i", { title: "differs" }, "≠") : null, name),
+        h("th", { scope: "row" }, differs ? h("i", { title: "differs" }, "≠") : null, named(name)),
         cell(a, "a"),
         cell(b, "b"),
       );

@@ -86,6 +86,11 @@ CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
     for (const [key, value] of Object.entries(changes)) keys[key].initial = values[key] = value;
   }
 
+  /** The values that the address may give a key; any other is as if it gave none. */
+  function limit(key, allowed) {
+    keys[key].allowed = allowed;
+  }
+
   /** The hash for the present state with `changes` applied, for links: `#view=kernel&panel=sK`. */
   function link(changes = {}) {
     const state = { ...values, ...changes };
@@ -117,7 +122,8 @@ CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
       if (!spec.param) continue;
       const text = params.get(spec.param);
       const value = text === null ? null : spec.parse(text);
-      changes[key] = value === null ? spec.initial : value;
+      const known = value !== null && (spec.allowed?.includes(value) ?? true);
+      changes[key] = known ? value : spec.initial;
     }
     clearTimeout(hashTimer);
     set(changes, { fromHash: true });
@@ -126,9 +132,10 @@ CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
   /**
    * `get(key)`; `set({key: value, ...})`; `on(key | [keys] | "*", fn)` calls `fn(changedKeys: Set)` once a `set`
    * and returns the function that ends it; `define(key, {param, initial, parse, print})` adds a view's own key (with
-   * `param`, it is part of the hash); `link(changes)` is the hash of the present state with changes.
+   * `param`, it is part of the hash); `limit(key, allowed)`; `link(changes)` is the hash of the present state with
+   * changes.
    */
-  CF.state = { get: (key) => values[key], set, on, define, initial, link, readHash, parseElement, printElement };
+  CF.state = { get: (key) => values[key], set, on, define, initial, limit, link, readHash, parseElement, printElement };
 })();
 
 /* Colours. Categories are Okabe and Ito's, quantities a ramp from dark blue over green to yellow; both hold for

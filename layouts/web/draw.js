@@ -6,11 +6,8 @@
   const TOP = 20;
   const GRID_FROM = 8; // cell size from which every cell has a border
   const TEXT_FROM = 20; // and from which it has room for its number
-  const OUTLINE_FROM = 1.5; // and from which marked cells are outlined
-  const TINT = 0.08;
-  const TINT_SMALL = 0.45; // where cells are too small for outlines to tell reading from writing
-  const FEW = 512; // marked cells, up to which each is drawn so large that it is seen
-  const SEEN = 4; // pixels
+  const FEW = 512; // marked cells, up to which small groups of them get a frame
+  const SEEN = 7; // pixels that the frame around marked cells takes at least
   const FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
   const { theme, css, parse, ink } = CF.palette;
@@ -46,13 +43,6 @@
   function dimImage(part, flags) {
     const dim = pack(parse(theme("dim")), 205);
     return offscreen(part, (cell) => (flags[cell] ? 0 : dim));
-  }
-
-  /** The colours of reading and writing, opaque; `draw` lays them on thinly where outlines help. */
-  function tintImage(part, flags) {
-    const { READ, WRITE } = CF.marks;
-    const [read, write] = [pack(parse(theme("read"))), pack(parse(theme("write")))];
-    return offscreen(part, (cell) => (flags[cell] & WRITE ? write : flags[cell] & READ ? read : 0));
   }
 
   /** What of the grid is to be seen: cell size, the pixel of cell (0, 0), and the first and last row and column. */
@@ -143,21 +133,24 @@
     return [...boxes.values()].filter((b) => b.cells === (b.row1 - b.row0 + 1) * (b.col1 - b.col0 + 1));
   }
 
-  function emphasise(context, { part, dim, tint }, g) {
-    const area = [g.x0, g.y0, part.cols * g.cell, part.rows * g.cell];
-    context.drawImage(dim, ...area);
-    context.globalAlpha = g.cell >= 2 * OUTLINE_FROM ? TINT : TINT_SMALL;
-    context.drawImage(tint, ...area);
-    context.globalAlpha = 1;
+  /** The groups of marked cells that `draw` may have to frame; none where they are too many to be told apart. */
+  function framed(part, flags) {
+    return CF.marks.touched(flags).length > FEW ? [] : CF.marks.islands(flags, part.rows, part.cols);
   }
 
-  /* A thread's few cells would drown in a large tile whose cells are a pixel or two. */
-  function spots(context, { part, flags, marked }, g) {
-    if (g.cell >= SEEN || marked.length > FEW) return;
-    for (const cell of marked) {
-      const [x, y] = [g.x0 + (Math.floor(cell / part.rows) + 0.5) * g.cell, g.y0 + ((cell % part.rows) + 0.5) * g.cell];
-      context.fillStyle = theme(flags[cell] & CF.marks.WRITE ? "write-line" : "read-line");
-      context.fillRect(x - SEEN / 2, y - SEEN / 2, SEEN, SEEN);
+  const sizeOf = (g, { row0, row1, col0, col1 }) => [(col1 - col0 + 1) * g.cell, (row1 - row0 + 1) * g.cell];
+
+  const areSmall = (g, islands) => islands.length > 0 && islands.every((box) => Math.min(...sizeOf(g, box)) < SEEN);
+
+  /* A thread's few cells would drown in a large tile whose cells are a pixel or two: a wider frame shows where. */
+  function frames(context, g, islands) {
+    context.lineWidth = 1.5;
+    for (const box of islands) {
+      const { row0, col0, write } = box;
+      const [width, height] = sizeOf(g, box);
+      const [wide, high] = [width, height].map((size) => Math.max(size + 2, SEEN));
+      context.strokeStyle = theme(write ? "write-line" : "read-line");
+      context.strokeRect(g.x0 + col0 * g.cell + (width - wide) / 2, g.y0 + row0 * g.cell + (height - high) / 2, wide, high);
     }
   }
 
@@ -255,10 +248,10 @@
   }
 
   /**
-   * Draws a panel. `frame` holds part, colouring and base; with flags also dim, tint, paths (outlines)
-   * and marked (cells read or written); and place and
-   * pin (`[row | null, col | null]`) or null; `view` the scroll position and size in CSS pixels, `ratio` device pixels
-   * per CSS pixel.
+   * Draws a panel. `frame` holds part, colouring and base; with flags also dim, paths (outlines) and islands (marked
+   * cells that hang together); and place and pin (`[row | null, col | null]`) or null; `view` the scroll position and
+   * size in CSS pixels, `ratio` device pixels per CSS pixel. Marked cells keep their colours: only their outline is
+   * drawn, and what is not marked fades.
    */
   function draw(context, frame, cell, view, ratio) {
     const { part, colouring, flags, place, pin } = frame;
@@ -272,18 +265,18 @@
     context.imageSmoothingEnabled = false;
     context.drawImage(frame.base, g.x0, g.y0, part.cols * cell, part.rows * cell);
     hatch(context, g, part);
-    if (flags) emphasise(context, frame, g);
+    if (flags) context.drawImage(frame.dim, g.x0, g.y0, part.cols * cell, part.rows * cell);
     if (cell >= GRID_FROM) lines(context, g, 1, 0.14);
     if (cell >= 2) lines(context, g, 8, cell >= GRID_FROM ? 0.4 : 0.16);
     if (cell >= TEXT_FROM) numbers(context, g, part, colouring, flags);
     else if (!flags) groupLabels(context, g, part, colouring);
-    if (flags && cell >= OUTLINE_FROM) outlines(context, g, frame.paths);
-    if (flags) spots(context, frame, g);
+    if (flags && areSmall(g, frame.islands)) frames(context, g, frame.islands);
+    else if (flags) outlines(context, g, frame.paths);
     if (pin) cursor(context, g, part, pin, true);
     if (place) cursor(context, g, part, place, false);
     context.restore();
     axes(context, g, part, place ?? pin, view.width);
   }
 
-  CF.draw = { LEFT, TOP, TEXT_FROM, baseImage, dimImage, tintImage, groupBoxes, draw };
+  CF.draw = { LEFT, TOP, TEXT_FROM, baseImage, dimImage, framed, groupBoxes, draw };
 })();

@@ -22,9 +22,11 @@
       column.set(key, 1 + Math.max(0, ...reads.map((id) => column.get(id))));
       for (const id of writes) column.set(id, Math.max(column.get(id), column.get(key) + 1));
     }
+    const readers = (id) => links.filter(({ reads }) => reads.includes(id)).length;
     for (const { key, reads, writes } of [...links].reverse()) {
       const targets = writes.map((id) => column.get(id) - 1);
-      if (targets.length) column.set(key, Math.max(column.get(key), Math.min(...targets)));
+      const stays = reads.some((id) => readers(id) > 1); // ways that part at a tile part right behind it
+      if (targets.length && !stays) column.set(key, Math.max(column.get(key), Math.min(...targets)));
       for (const id of reads) raise(id, column, links);
     }
     return column;
@@ -37,16 +39,37 @@
   }
 
   /*
-   * What a step reads and writes, for drawing: a part that it updates in place counts as written (an accumulator), or as
-   * read where the step touches nothing else (the softmax of scores), so that no arrow goes back.
+   * What a step reads and writes, for drawing, so that no arrow goes back. A part that the step updates in place counts
+   * as read if the step touches nothing else and an earlier one has `made` the part (the softmax of scores); as written
+   * if none has (an accumulator, rescaled before the next product); not at all if the step writes something else.
    */
-  function linksOf(step) {
+  function linksOf(step, made) {
     const ids = (mode) => [...new Set(step.touches.filter((touch) => touch.mode === mode).map((touch) => touch.id))];
     const [reads, writes] = [ids("read"), ids("write")];
     const others = reads.filter((id) => !writes.includes(id));
     const key = `step ${step.id}`;
-    if (others.length || !reads.length) return { step, key, reads: others, writes };
-    return { step, key, reads, writes: writes.filter((id) => !reads.includes(id)) };
+    const fresh = writes.filter((id) => !reads.includes(id));
+    if (others.length) return { step, key, reads: others, writes: fresh.length ? fresh : writes };
+    return reads.some((id) => made.has(id)) ? { step, key, reads, writes: fresh } : { step, key, reads: [], writes };
+  }
+
+  /*
+   * The links of all steps in order. A step follows an earlier one, and not the part itself, if that one has updated in
+   * place what it reads, for the same key blocks (the rounding of P follows the softmax).
+   */
+  function linksInOrder(steps) {
+    const made = new Set();
+    const updated = new Map();
+    return steps.map((step) => {
+      const link = linksOf(step, made);
+      const place = (id) => `${id}, ${step.repeat}`;
+      const parts = link.reads;
+      const inPlace = !link.writes.length && step.touches.some(({ mode }) => mode === "write");
+      link.reads = parts.map((id) => updated.get(place(id)) ?? id);
+      for (const id of inPlace ? parts : []) updated.set(place(id), link.key);
+      for (const id of link.writes) made.add(id);
+      return link;
+    });
   }
 
   /*
@@ -54,7 +77,7 @@
    * read without writing any: the values pass through registers that the scene does not draw.
    */
   function linksIn(scene) {
-    const links = scene.steps.map(linksOf);
+    const links = linksInOrder(scene.steps);
     const tensors = (ids) => ids.map((id) => scene.part(id)?.tensor);
     links.forEach((link, at) => {
       if (link.reads.length) return;
@@ -70,8 +93,8 @@
 
   /* The lane of a step is that of what it makes, else of what it reads. */
   function stepLane(scene, { reads, writes }) {
-    const id = writes[0] ?? reads[0];
-    return id ? lane(scene.part(id).tensor) : 0;
+    const part = scene.part(writes[0] ?? reads[0]);
+    return part ? lane(part.tensor) : 0;
   }
 
   class Flow {
@@ -86,7 +109,7 @@
         "section",
         { class: "flow", "aria-label": "The data's way through the kernel" },
         this.grid,
-        key(),
+        key(scene),
       );
       container.append(this.element);
       this.#place();
@@ -117,6 +140,10 @@
       };
       for (const part of this.scene.parts) box(part.id, lane(part.tensor)).append(this.#partNode(part));
       for (const link of this.links) box(link.key, stepLane(this.scene, link)).append(this.#stepNode(link));
+      for (const { key, reads } of this.links) {
+        const before = reads[0]?.startsWith("step ") ? this.nodes.get(reads[0]).parentElement : null;
+        if (before?.children.length > 1) this.nodes.get(key).parentElement.classList.add("following");
+      }
       const names = LANES.map((tensors, row) =>
         CF.h("div", { class: "flow-lane", style: `grid-row:${row + 1}` }, tensors.join(", ")),
       );
@@ -155,9 +182,12 @@
     /** Marks the present step and panel. */
     update() {
       const [step, panel] = [CF.state.get("step"), CF.state.get("panel")];
+      const touches = this.scene.step(step)?.touches ?? [];
       for (const [key, node] of this.nodes) {
         if (key.startsWith("step ")) node.setAttribute("aria-pressed", String(key === `step ${step}`));
-        else node.classList.toggle("current", key === panel);
+        else node.classList.toggle("current", key === panel && !touches.length);
+        for (const mode of ["read", "write"])
+          node.classList.toggle(mode, touches.some((touch) => touch.id === key && touch.mode === mode));
       }
       this.#bringIntoView();
       this.redraw();
@@ -190,7 +220,7 @@
     }
   }
 
-  const key = () =>
+  const key = (scene) =>
     CF.h(
       "p",
       { class: "flow-key" },
@@ -200,6 +230,7 @@
         ["registers", "registers"],
       ].map(([space, text]) => CF.h("span", {}, CF.h("i", { class: `flow-part ${space}` }), text)),
       CF.h("span", {}, "A tile or fragment opens its panel, a step shows what it touches."),
+      CF.explain.axes(scene),
     );
 
   function edge(from, to, kind) {
@@ -213,5 +244,5 @@
   }
 
   CF.Flow = Flow;
-  CF.flow = { columns, lane, LANES };
+  CF.flow = { columns, links: linksIn, lane, LANES };
 })();

@@ -79,7 +79,7 @@
       );
       container.append(this.element);
       this.redraw = CF.perFrame(() => this.update());
-      this.stop = CF.state.on(["hover", "pin", "panel", "stage", "swizzle", "source"], this.redraw);
+      this.stop = CF.state.on(["hover", "pin", "panel", "stage", "swizzle", "source", "step"], this.redraw);
       this.update();
     }
 
@@ -87,6 +87,12 @@
       clearTimeout(this.speaking);
       this.stop();
       this.element.remove();
+    }
+
+    /** Where the window ends for what stands above the inspector: at the bottom sheet of a narrow screen. */
+    get top() {
+      const isSheet = getComputedStyle(this.element).position === "fixed";
+      return isSheet ? this.element.getBoundingClientRect().top : window.innerHeight;
     }
 
     get isOpen() {
@@ -103,10 +109,11 @@
       const [hover, pin] = [CF.state.get("hover"), CF.state.get("pin")];
       const element = hover ?? pin;
       if (!element) return this.#empty();
+      this.element.classList.remove("empty");
       const options = { stage: CF.state.get("stage"), swizzled: CF.state.get("swizzle") };
       const whole = [];
       const partly = [];
-      for (const part of this.scene.parts) {
+      for (const part of this.#shown()) {
         const [row, col] = part.place(element);
         if (row !== null && col !== null) whole.push({ part, info: describe(this.scene, part, row, col, options) });
         else if (row !== null) partly.push(`${part.id} row ${part.axes[0]} ${row}`);
@@ -122,13 +129,22 @@
       );
     }
 
+    /* While a step is chosen, what it touches. */
+    #shown() {
+      const step = this.scene.step(CF.state.get("step"));
+      return step
+        ? this.scene.parts.filter(({ id }) => step.touches.some((touch) => touch.id === id))
+        : this.scene.parts;
+    }
+
     #empty() {
+      this.element.classList.add("empty");
       this.#say("No element under the cursor", false);
       this.body.replaceChildren(
         CF.h(
           "p",
           { class: "hint" },
-          "Move over a panel, tap a cell, or use the arrow keys in a panel: the element lights up everywhere it lives.",
+          "Point at a cell, tap it, or use the arrow keys: its element lights up everywhere it lives.",
         ),
       );
     }

@@ -10,20 +10,30 @@
     { title: "O", tensors: ["O"] },
   ];
 
+  const LEAST_ROOM = 240; // pixels of grids in sight, below which the page scrolls to them
+  const LEAST_GRID = 150;
+  const TALLEST_GRID = 440;
+  const AROUND_GRID = 120; // a panel's head, foot and frame
+
   class Kernel {
     constructor(container, scene) {
       this.scene = scene;
       this.container = container;
       const openPanel = (id) => {
-        CF.state.set({ panel: id });
+        const touched = this.step?.touches.some((touch) => touch.id === id) ?? true;
+        CF.state.set({ panel: id, ...(touched ? {} : { step: null, instruction: null }) });
         this.#reveal(id);
       };
       container.append(facts(scene));
       this.parts = [new CF.Flow(container, scene, { openPanel }), new CF.Toolbar(container, scene)];
       const panels = CF.h("div", { class: "panels" });
       const side = CF.h("aside", { class: "side", "aria-label": "Stepper and inspector" });
-      container.append(CF.h("div", { class: "kernel-body" }, panels, side));
-      this.parts.push(new CF.Stepper(side, scene), new CF.Inspector(side, scene, { openPanel }));
+      this.body = CF.h("div", { class: "kernel-body" }, panels, side);
+      this.panelsBox = panels;
+      container.append(this.body);
+      this.parts.push(new CF.Stepper(side, scene));
+      this.inspector = new CF.Inspector(side, scene, { openPanel });
+      this.parts.push(this.inspector);
       this.panels = new Map();
       for (const group of GROUPS) this.#group(panels, group);
       this.keys = (event) => this.#key(event);
@@ -31,9 +41,60 @@
       this.fitSide = CF.perFrame(() => fill(side));
       for (const event of ["scroll", "resize"]) window.addEventListener(event, this.fitSide, { passive: true });
       this.fitSide();
+      this.fitPanels = CF.perFrame(() => this.#fit());
+      window.addEventListener("resize", this.fitPanels, { passive: true });
       // A link names a panel, now or later; a panel that the reader focused needs no showing.
-      this.stop = CF.state.on("panel", () => this.#reveal(CF.state.get("panel")));
-      requestAnimationFrame(() => this.#reveal(CF.state.get("panel")));
+      this.stops = [
+        CF.state.on("panel", () => this.#reveal(CF.state.get("panel"))),
+        CF.state.on("step", () => {
+          this.#mark();
+          this.fitPanels();
+        }),
+      ];
+      this.#mark();
+      requestAnimationFrame(() => {
+        this.#reveal(CF.state.get("panel"));
+        if (this.step) this.fitPanels(); // a frame later: the bars have been measured by then
+      });
+    }
+
+    get step() {
+      return this.scene.step(CF.state.get("step"));
+    }
+
+    /* While a step is chosen only what it touches is to be seen: what it reads, and beside it what it writes. */
+    #mark() {
+      const touches = this.step?.touches ?? [];
+      const ids = (mode) => touches.filter((touch) => touch.mode === mode).map(({ id }) => id);
+      const [reads, writes] = [ids("read"), ids("write")];
+      this.body.classList.toggle("stepping", touches.length > 0);
+      const shown = new Set([...reads, ...writes]);
+      this.panelsBox.style.setProperty("--shown", shown.size);
+      for (const [id, { element }] of this.panels) {
+        const words = [reads.includes(id) && "reads", writes.includes(id) && "writes"].filter(Boolean);
+        element.hidden = touches.length > 0 && !words.length;
+        if (words.length) element.dataset.step = words.join(" and ");
+        else delete element.dataset.step;
+      }
+    }
+
+    /* The step's panels take what the window has left below the bars, and scroll into sight where that is too little. */
+    #fit() {
+      if (!this.body.classList.contains("stepping")) {
+        for (const panel of this.panels.values()) panel.limit(null);
+        return;
+      }
+      if (this.#room() < LEAST_ROOM) this.body.scrollIntoView({ block: "start" });
+      const height = Math.min(Math.max(this.#room(), LEAST_GRID), TALLEST_GRID);
+      for (const panel of this.panels.values()) panel.limit(height);
+    }
+
+    /* Pixels that each of the step's grids may take between what stands above the panels and the window's end. */
+    #room() {
+      const columns = getComputedStyle(this.panelsBox).gridTemplateColumns.split(" ").length;
+      const shown = [...this.panels.values()].filter(({ element }) => !element.hidden).length;
+      const room = this.inspector.top - Math.max(this.panelsBox.getBoundingClientRect().top, 0);
+      return room / Math.ceil(shown / columns) - AROUND_GRID;
     }
 
     #group(container, { title, tensors }) {
@@ -53,20 +114,22 @@
     /* Scrolls to a panel and focuses it. */
     #reveal(id) {
       const panel = this.panels.get(id);
-      if (!panel || panel.element.contains(document.activeElement)) return;
+      if (!panel || panel.element.hidden || panel.element.contains(document.activeElement)) return;
+      if (this.step) return panel.view.focus({ preventScroll: true });
       panel.element.scrollIntoView({ block: "center" });
       panel.view.focus({ preventScroll: true });
     }
 
     #key(event) {
-      if (event.key !== "Escape" || event.defaultPrevented) return;
+      if (event.key !== "Escape" || event.defaultPrevented || CF.explain.isOpen()) return;
       const chosen = [["pin"], ["thread", "warp", "warpgroup"], ["step", "instruction"]];
       const first = chosen.find((keys) => keys.some((key) => CF.state.get(key) !== null));
       if (first) CF.state.set(Object.fromEntries(first.map((key) => [key, null])));
     }
 
     destroy() {
-      this.stop();
+      for (const stop of this.stops) stop();
+      window.removeEventListener("resize", this.fitPanels);
       document.removeEventListener("keydown", this.keys);
       for (const event of ["scroll", "resize"]) window.removeEventListener(event, this.fitSide);
       for (const part of [...this.parts, ...this.panels.values()]) part.destroy();
@@ -84,9 +147,9 @@
   function facts(scene) {
     const { kernel } = scene.data;
     const role = ({ name, first_thread: first, threads, does }) =>
-      CF.h("span", { title: does }, `${name} ${first}–${first + threads - 1}`);
+      CF.h("span", {}, CF.explain.term(name, does), ` ${first}–${first + threads - 1}`);
     const traits = Object.entries(kernel.traits ?? {}).map(([name, value]) =>
-      CF.h("span", {}, `${name} `, CF.h("b", {}, String(value))),
+      CF.h("span", {}, CF.explain.trait(kernel.family, name), " ", CF.h("b", {}, String(value))),
     );
     return CF.h(
       "div",

@@ -230,8 +230,21 @@
           stays, and nothing changes.
 
           The kernels do the same arithmetic in base 2: \`softmax_scale · log2(e)\` is folded into one multiply-add
-          before each \`ex2\`. They visit the last block first. The maximum is agreed on by a quad with two shuffles
-          in every step; the sum stays with each thread until the end.`),
+          before each \`ex2\`. They visit the last block first. The maximum is agreed on by a quad with two shuffles;
+          the sum stays with each thread until the end.
+
+          Must m be the largest score? No: l and O shrink alike, so any m gives the same O / l, as long as nothing
+          leaves the range of its numbers. Rows with \`fixed_max\`, ${softmax.fixed.rows} of ${softmax.fixed.of} in
+          the table of ${softmax.fixed.table}, make use of that. A tile's first scores move the maxima, and so do blocks
+          that a mask cuts. A block that is seen whole takes its exponentials against the maxima that are there: no
+          search for a larger score, no shuffles, no rescaling of O. The exponentials are rounded into P's registers,
+          and S stays in its own.
+
+          Scores far above m would overflow fp16; and the P of a dominant key, which is exactly 1 against its own score,
+          would be rounded. So each thread adds up its part of the block, and compares the sum with 2^${softmax.fixed.repair_log2} =
+          ${2 ** softmax.fixed.repair_log2}. The lanes of a warp vote; if one sum is larger, the warp repairs the block:
+          it takes the block's maxima from S, exponentiates and rounds again, and rescales O and l to the maxima that
+          have moved. Plain inputs seldom need it, and any input may.`),
         kit.seeInKernel(
           "sm80",
           { panel: "acc_S", step: "softmax", thread: 5 },
@@ -245,8 +258,8 @@
             "There m was −∞: exp(−∞ − shift) = 0, and what it multiplies, l and O, is 0 too.",
           ],
           [
-            "What does the order of the blocks change?",
-            "Only how often the maximum moves, and rounding. The result is the same sum.",
+            "Under fixed maxima a block brings a score 3 above m, in units of log 2. What happens?",
+            `Its exponential is 2^3 = 8, and m stays. A repair comes only if a thread's sum of its part of the block passes ${2 ** softmax.fixed.repair_log2}.`,
           ],
         ),
       ];

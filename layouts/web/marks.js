@@ -44,6 +44,28 @@
     return cells;
   }
 
+  /** Bounding boxes `{row0, row1, col0, col1, write}` of the marked cells that hang together, side by side. */
+  function islands(found, rows, cols) {
+    const left = new Set(touched(found));
+    const boxes = [];
+    for (const first of left) {
+      const box = { row0: rows, row1: 0, col0: cols, col1: 0, write: (found[first] & WRITE) !== 0 };
+      const reached = [first];
+      left.delete(first);
+      while (reached.length) {
+        const cell = reached.pop();
+        const [row, col] = [cell % rows, Math.floor(cell / rows)];
+        [box.row0, box.row1] = [Math.min(box.row0, row), Math.max(box.row1, row)];
+        [box.col0, box.col1] = [Math.min(box.col0, col), Math.max(box.col1, col)];
+        const above = row > 0 ? [cell - 1] : [];
+        const below = row < rows - 1 ? [cell + 1] : [];
+        for (const next of [...above, ...below, cell - rows, cell + rows]) if (left.delete(next)) reached.push(next);
+      }
+      boxes.push(box);
+    }
+    return boxes;
+  }
+
   /** The outline of the cells that have `flag`, in cell units, as a Path2D. */
   function outline(found, rows, cols, flag) {
     const path = new Path2D();
@@ -83,5 +105,5 @@
     }
   }
 
-  CF.marks = { READ, WRITE, HELD, flags, count, touched, outline };
+  CF.marks = { READ, WRITE, HELD, flags, count, touched, islands, outline };
 })();

@@ -33,7 +33,7 @@
         live = true,
       } = options;
       if (!part) throw new Error(`the scene ${scene.data.id} has no tile or fragment "${id}"`);
-      Object.assign(this, { scene, part, compact, live, tallest: height, color });
+      Object.assign(this, { scene, part, compact, live, tallest: height, usual: height, color });
       this.onHover = options.onHover ?? null;
       this.ownColouring = options.colouring ?? null;
       this.zoom = null;
@@ -138,6 +138,13 @@
     setColouring(colouring) {
       this.ownColouring = colouring;
       this.update();
+    }
+
+    /** The most that the grid may take from now on, in pixels; null: as at first. */
+    limit(height) {
+      this.tallest = height ?? this.usual;
+      this.#measure();
+      this.redraw();
     }
 
     /** The stage that the panel shows. */
@@ -309,7 +316,7 @@
       const line = (flag) => CF.marks.outline(flags, part.rows, part.cols, flag);
       frame.marked = CF.marks.touched(flags);
       frame.dim = CF.draw.dimImage(part, flags);
-      frame.tint = CF.draw.tintImage(part, flags);
+      frame.islands = CF.draw.framed(part, flags);
       frame.paths = { read: line(CF.marks.READ), write: line(CF.marks.WRITE) };
       if (this.zoom !== null && this.#firstMarked()) this.#reveal(this.#firstMarked());
       const badges = CF.panelHead.badges(total);

@@ -20,14 +20,16 @@
   /** Title and controls: colour mode, stage, zoom. */
   function header(panel) {
     const { part } = panel;
-    const words = [`${part.axes[0]} ${part.rows} × ${part.axes[1]} ${part.cols}`];
-    if (part.owned) words.push(`${part.spec.dtype} ${part.spec.operand}`, `${part.spec.registers} registers`);
-    else if (part.space) words.push(SPACES[part.space]);
-    const facts = CF.h("span", { title: part.spec.note }, words.join(" · "));
+    const { part: name, axis } = CF.explain;
+    const words = part.owned ? [`${part.spec.dtype} ${part.spec.operand}`, `${part.spec.registers} registers`] : [];
+    if (!part.owned && part.space) words.push(SPACES[part.space]);
+    const [down, across] = part.axes.map((letter) => axis(panel.scene, letter));
+    const extents = [down, ` ${part.rows} × `, across, ` ${part.cols}`];
+    const facts = CF.h("span", {}, extents, words.map((word) => ` · ${word}`));
     return CF.h(
       "header",
       { class: "panel-head" },
-      CF.h("div", { class: "panel-title" }, CF.h("h3", {}, part.id), facts),
+      CF.h("div", { class: "panel-title" }, CF.h("h3", {}, name(part)), facts),
       CF.h("div", { class: "panel-tools" }, colours(panel), stages(panel), zooms(panel)),
     );
   }

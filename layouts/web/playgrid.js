@@ -27,7 +27,7 @@
   class PlayGrid {
     /** Draws into `container`; `onCursor(row, col, keyboard)` is told of the cursor, `(null, null)` when it leaves. */
     constructor(container, { label, onCursor = null, tallest = TALLEST }) {
-      Object.assign(this, { onCursor, tallest, zoom: 1, at: null, model: null, seen: false });
+      Object.assign(this, { onCursor, tallest, zoom: 1, at: null, lit: [], model: null, seen: false });
       this.canvas = CF.h("canvas", { "aria-hidden": "true" });
       this.sizer = CF.h("div", { class: "panel-sizer" }, this.canvas);
       const attributes = { class: "panel-view", tabindex: 0, role: "application", "aria-label": label };
@@ -44,9 +44,16 @@
       this.visible.observe(this.view);
     }
 
+    /** Frames the cells of these positions of the layout, and brings the first into sight inside the grid. */
+    light(positions) {
+      if (String(positions) === String(this.lit)) return;
+      this.lit = positions;
+      this.redraw();
+    }
+
     /** Shows another model; made by `make()` when the grid comes into sight, for evaluating it may take a while. */
     show(make) {
-      Object.assign(this, { make, model: null, at: null });
+      Object.assign(this, { make, model: null, at: null, lit: [] });
       this.redraw();
     }
 
@@ -170,6 +177,8 @@
       const ratio = this.#measure();
       this.#overlay();
       const { view, cell, model } = this;
+      const lit = this.lit.map((position) => model.cellOf?.(position)).filter(Boolean);
+      if (lit.length && !this.at) this.#reveal(lit[0]);
       const context = this.canvas.getContext("2d");
       context.setTransform(ratio, 0, 0, ratio, 0, 0);
       context.clearRect(0, 0, view.clientWidth, view.clientHeight);
@@ -189,6 +198,7 @@
       if (this.at && this.marked) context.drawImage(this.marked, ...area);
       lines(context, g, model);
       texts(context, g, model, this.at ? model.group(...this.at) : null);
+      for (const place of lit) frame(context, g, place);
       if (this.at) frame(context, g, this.at);
       context.restore();
       ticks(context, g, model, this.at);

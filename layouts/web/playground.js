@@ -3,14 +3,19 @@
   "use strict";
 
   const A = CF.algebra;
-  const DEFAULT = "S<3,4,3> o 0 o (8,64):(64,1)";
+  const DEFAULT = "S<3,3,3> o 0 o (8,64):(64,1)"; // 128-byte rows of 2-byte elements, as most shared tiles have
   const MAX_STEPS = 24; // drawn at most
   const COUNTED = 2 ** 16; // indices up to which repeats and gaps are counted
   const HISTOGRAM = 2 ** 24; // and the reach up to which
   const ELEMENTS = [1, 2, 4]; // bytes of an element
+  const USUAL_BYTES = 2;
+  /* Texts; one that is for other elements than the usual with their bytes. */
   const EXAMPLES = [
     ["Layouts", ["(4,8)", "(8,64):(64,1)", "((2,4),8):((1,16),2)", "(4,8):(0,1)", "(8,8,2):(8,1,64)"]],
-    ["Swizzles", [DEFAULT, "S<3,3,3> o (8,64):(64,1)", "S<2,3,3> o (16,32):(32,1)", "(8,64):(72,1)"]],
+    [
+      "Swizzles",
+      [DEFAULT, "S<2,3,3> o (16,32):(32,1)", ["S<3,4,3> o (8,128):(128,1)", 1], "(8,64):(72,1)"],
+    ],
     [
       "TV layouts",
       [
@@ -40,7 +45,11 @@
   ];
 
   CF.state.define("layout", { param: "layout" });
-  CF.state.define("bytes", { param: "bytes", initial: 2, parse: (text) => (ELEMENTS.includes(+text) ? +text : null) });
+  CF.state.define("bytes", {
+    param: "bytes",
+    initial: USUAL_BYTES,
+    parse: (text) => (ELEMENTS.includes(+text) ? +text : null),
+  });
   CF.state.define("cells", { param: "cells" });
 
   /** What there is to say about a value as a whole, in a few words each. */
@@ -83,6 +92,8 @@
     return `${operation}(${operands.map(A.toText).join(", ")})`;
   }
 
+  const sized = (bytes) => `${bytes} ${bytes > 1 ? "bytes" : "byte"}`;
+
   const WORDS = {
     layout: "as written",
     swizzle: "with its swizzle",
@@ -93,6 +104,8 @@
     complement: "what fills the gaps",
     coalesce: "as few modes as possible",
   };
+
+  let good = DEFAULT; // the last text that could be drawn: an error leaves its picture where it is
 
   const term = ([name, words]) => CF.h("div", {}, CF.h("dt", {}, name), CF.h("dd", {}, words));
 
@@ -146,11 +159,15 @@
     }
 
     #examples([title, texts]) {
-      const use = (text) => {
-        CF.state.set({ layout: text });
+      const use = (text, bytes) => {
+        CF.state.set({ layout: text, bytes });
         this.input.focus();
       };
-      const button = (text) => CF.h("button", { type: "button", dataset: { text }, onclick: () => use(text) }, text);
+      const button = (example) => {
+        const [text, bytes = USUAL_BYTES] = [example].flat();
+        const title = `Elements of ${sized(bytes)}`;
+        return CF.h("button", { type: "button", title, dataset: { text }, onclick: () => use(text, bytes) }, text);
+      };
       return CF.h("div", { class: "play-group" }, CF.h("h3", {}, title), CF.h("div", {}, texts.map(button)));
     }
 
@@ -175,23 +192,26 @@
     #refresh() {
       const { text } = this;
       if (this.input.value !== text) this.input.value = text;
+      let wrong = null;
       try {
-        const { value, steps } = CF.text.evaluate(text);
-        this.#show(value, steps);
-        this.#complain(null);
+        CF.text.evaluate(text);
+        good = text;
       } catch (error) {
         if (!(error instanceof CF.text.LayoutTextError)) throw error;
-        this.#complain(error);
+        wrong = error;
       }
+      this.#complain(wrong);
+      const key = JSON.stringify([good, ...["bytes", "cells", "theme"].map(CF.state.get)]);
+      if (this.shown !== key) this.#show(CF.text.evaluate(good));
+      this.shown = key;
     }
 
-    /* The error in words and a caret below the character; the last good drawing stays, faded. */
+    /* The error in words and a caret below the character; the last good drawing stays, which is said, too. */
     #complain(error) {
       this.input.setAttribute("aria-invalid", String(Boolean(error)));
-      this.body.classList.toggle("stale", Boolean(error));
-      this.stepSection.classList.toggle("stale", Boolean(error));
       const place = error && (error.length ? `Character ${error.position + 1}: ` : "At the end: ");
-      this.error.replaceChildren(...(error ? [CF.h("b", {}, place), error.message] : []));
+      const rest = CF.h("span", { class: "hint" }, " The picture below is still of a text that can be read.");
+      this.error.replaceChildren(...(error ? [CF.h("b", {}, place), error.message, ".", rest] : []));
       const span = this.caret.firstChild;
       const shown = error ? Math.max(1, Math.min(error.length, error.text.length - error.position)) : 0;
       span.textContent = error ? "\u00a0".repeat(error.position) + "^".repeat(shown) : "";
@@ -208,10 +228,10 @@
       this.caret.firstChild.style.transform = `translateX(${-this.input.scrollLeft}px)`;
     }
 
-    #show(value, steps) {
-      this.value = value;
+    #show({ value, steps }) {
+      Object.assign(this, { value, steps });
       const options = this.#options(value);
-      const [text, result] = [this.text.trim(), A.toText(value)];
+      const [text, result] = [good.trim(), A.toText(value)];
       const code = (words) => CF.h("code", {}, words);
       this.heading.replaceChildren(...(text === result ? [code(result)] : [code(text), " = ", code(result)]));
       this.facts.replaceChildren(...facts(value).map((fact) => CF.h("span", {}, fact)));
@@ -222,8 +242,8 @@
         this.#showLegend();
         return this.model;
       });
-      this.#point(null, null);
       this.#showSteps(steps);
+      this.#point(null, null);
     }
 
     #options(value) {
@@ -238,7 +258,7 @@
         const onclick = () => this.result.zoomBy(factor);
         return CF.h("button", { type: "button", title, "aria-label": title, onclick }, text);
       };
-      const sizes = ELEMENTS.map((count) => [count, `${count} ${count > 1 ? "bytes" : "byte"}`]);
+      const sizes = ELEMENTS.map((count) => [count, sized(count)]);
       const zooms = [zoom("−", "Smaller cells", 1 / 1.5), zoom("fit", "Fit", null), zoom("+", "Larger cells", 1.5)];
       // Built anew only when the choices change: a control that is in use must not lose the focus.
       const built = `${Boolean(value.tv)} ${cells} ${bytes}`;
@@ -270,6 +290,9 @@
     #point(row, col, keyboard = false) {
       const here = row !== null && this.model;
       const found = here ? this.model.facts(row, col) : [];
+      const way = here && this.#light(this.steps.length - 1, this.model, row, col);
+      if (way) found.push(["through the operands", way]);
+      if (!here) this.#light(null);
       const hint = CF.h("div", { class: "hint" }, "Move over the cells, tap one, or use the arrow keys there.");
       this.inspector.replaceChildren(...(found.length ? found.map(term) : [hint]));
       if (keyboard) this.announcer.textContent = found.map((fact) => fact.join(" ")).join(", ");
@@ -280,8 +303,19 @@
       this.bits.replaceChildren(CF.swizzleBits(this.value, CF.state.get("bytes"), index));
     }
 
+    /*
+     * Lights the way of a cell of step `at` through the steps that it comes from; null: of none. What a composition does
+     * with the element, in words.
+     */
+    #light(at, model = null, row = null, col = null) {
+      const position = row === null ? -1 : (model.at?.(row, col) ?? -1);
+      const way = position < 0 ? new Map() : CF.playway.trace(this.steps, at, position);
+      for (const { grid, step } of this.cards) grid.light(step === at ? [] : (way.get(step) ?? []));
+      return position < 0 ? null : CF.playway.words(this.steps[at], position);
+    }
+
     #clearSteps() {
-      for (const card of this.cards) card.destroy();
+      for (const { grid } of this.cards) grid.destroy();
       this.cards = [];
       this.stepSection.replaceChildren();
     }
@@ -323,6 +357,7 @@
         tallest: 190,
         onCursor: (row, col, keyboard) => {
           const words = row === null ? "" : model.facts(row, col).map((fact) => fact.join(" ")).join(" · ");
+          this.#light(at, model, row, col);
           line.textContent = words || model.remark;
           if (keyboard) this.announcer.textContent = words;
         },
@@ -332,7 +367,7 @@
         line.textContent = model.remark;
         return model;
       });
-      this.cards.push(grid);
+      this.cards.push({ grid, step: at });
       return [stage, line];
     }
   }

@@ -24,15 +24,17 @@
       const rows = Math.ceil(size / cols);
       const names = rows > 1 ? "coordinate = label of the line + label of the column" : "across: coordinate";
       const position = (row, col) => row * cols + col;
+      const place = (at) => [Math.floor(at / cols), at % cols];
       const rowName = (row) => row * cols;
-      return { rows, cols, position, rowName, names, rowPeriod: 0, colPeriod: rows > 1 ? 0 : period(first.shape) };
+      return { rows, cols, position, place, rowName, names, rowPeriod: 0, colPeriod: rows > 1 ? 0 : period(first.shape) };
     }
     const rows = A.size(first);
     const names = `down: mode 0, across: ${others.length > 1 ? "all other modes" : "mode 1"}`;
     const colPeriod = period(others.map((other) => other.shape));
     const position = (row, col) => row + rows * col;
+    const place = (at) => [at % rows, Math.floor(at / rows)];
     const rowName = (row) => row;
-    return { rows, cols: size / rows, position, rowName, names, rowPeriod: period(first.shape), colPeriod };
+    return { rows, cols: size / rows, position, place, rowName, names, rowPeriod: period(first.shape), colPeriod };
   }
 
   /* Cuts an arrangement to what is drawn, and says so. */
@@ -52,6 +54,7 @@
   /*
    * A model: rows, cols, names, remark, title; of the cell at (row, col): `text`, `sub` (second line), `rgb`, `facts`
    * ([label, words] pairs), `group` (cells of the same one light up together; null: none do). Empty cells: rgb null.
+   * Of a layout also `at` and `cellOf`: the position of a cell (-1: none) and the cell of a position (null: not drawn).
    */
   function layoutModel(value, { bytes, cells }) {
     const inner = A.plain(value);
@@ -67,6 +70,11 @@
     const bank = (position) => place(indices[position], bytes).bank;
     return {
       ...grid,
+      at,
+      cellOf: (position) => {
+        const [row, col] = grid.place(position);
+        return row < grid.rows && col < grid.cols ? [row, col] : null;
+      },
       rgb: (row, col) => {
         const position = at(row, col);
         if (position < 0) return null;

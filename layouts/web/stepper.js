@@ -4,7 +4,7 @@
 
   const PHASES = {
     prologue: "Prologue, once a tile",
-    loop: "Loop, every key block",
+    loop: "Loop over key blocks",
     epilogue: "Epilogue, once a tile",
   };
   const PLAY_MS = 450;
@@ -38,18 +38,15 @@
       this.items = new Map();
       this.list = this.#buildList();
       this.detail = CF.h("div", { class: "step-detail" });
-      this.hint = CF.h(
-        "p",
-        { class: "hint" },
-        "Choose a step here or in the flow: the cells that it reads and writes light up. Select a warp to see its share.",
-      );
+      this.heading = CF.h("h2");
+      const leave = () => CF.state.set({ step: null, instruction: null });
+      this.all = CF.h("button", { type: "button", onclick: leave }, "All steps");
       this.#buildControls();
       this.element = CF.h(
         "section",
         { class: "stepper", "aria-label": "Steps of a tile" },
-        CF.h("h2", {}, "Steps"),
+        CF.h("div", { class: "step-head" }, this.heading, this.all),
         this.controls,
-        this.hint,
         this.list,
       );
       container.append(this.element);
@@ -73,7 +70,7 @@
           CF.h("h3", {}, title),
           CF.h(
             "ol",
-            { start: this.steps.indexOf(steps[0]) + 1 },
+            {},
             steps.map((step) => this.#item(step)),
           ),
         ];
@@ -90,7 +87,7 @@
         CF.h("code", {}, step.kind),
       );
       this.items.set(step.id, button);
-      return CF.h("li", {}, button);
+      return CF.h("li", { value: this.steps.indexOf(step) + 1 }, button);
     }
 
     #buildControls() {
@@ -176,7 +173,12 @@
     update(changed) {
       const { step } = this;
       const [count, instruction] = [this.count(), CF.state.get("instruction")];
+      const number = this.steps.indexOf(step) + 1;
+      this.heading.textContent = step ? `Step ${number} of ${this.steps.length}` : `${this.steps.length} steps`;
+      this.all.hidden = !step;
+      this.element.classList.toggle("chosen", Boolean(step));
       for (const [id, button] of this.items) {
+        button.parentElement.hidden = Boolean(step) && id !== step.id;
         button.setAttribute("aria-expanded", String(id === step?.id));
         if (id === step?.id) button.setAttribute("aria-current", "step");
         else button.removeAttribute("aria-current");
@@ -187,12 +189,11 @@
       const words = instruction === null ? `all ${count}` : `${instruction + 1} of ${count}`;
       this.counter.textContent = step ? words : "no step";
       this.slider.setAttribute("aria-valuetext", step ? `instruction ${words}` : "no step");
-      this.hint.hidden = Boolean(step);
       this.detail.remove();
       if (!step) return;
       this.detail.replaceChildren(...this.#details(step, instruction));
       this.items.get(step.id).after(this.detail);
-      if (changed.has("step")) this.list.scrollTop = this.items.get(step.id).offsetTop;
+      if (changed.has("step")) this.list.scrollTop = 0;
     }
 
     #details(step, instruction) {

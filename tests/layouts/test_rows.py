@@ -15,10 +15,11 @@ from cuteflash.dispatch import Choice, choose_shipped_fwd
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
 from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import FWD_ROWS
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
-from layouts.scene import Descriptor, Fragment, Scene, Touch
+from layouts.scene import Descriptor, Fragment, Scene, Step, Touch
 from tests.cross_compile import cross_compile
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 
@@ -34,7 +35,6 @@ def name_of(row: ShippedRow) -> str:
 ROWS = {name_of(row): row for row in shipped_rows()}
 # sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
 DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
-every_row = pytest.mark.parametrize("name", ROWS)
 distinct_rows = pytest.mark.parametrize("name", DISTINCT)
 hopper_rows = pytest.mark.parametrize("name", [name for name in ROWS if "-sm90-" in name])
 
@@ -82,7 +82,7 @@ def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
             assert ((target, family, row) in drawn) == reached
 
 
-@every_row
+@distinct_rows
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "o"])
 def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
     row, tile = ROWS[name], scene_of(name).tile(f"s{tensor.upper()}")
@@ -95,7 +95,7 @@ def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
     assert len(np.unique(expected)) == expected.size
 
 
-@every_row
+@distinct_rows
 def test_live_tiles_do_not_overlap_and_fill_the_plan(name: str) -> None:
     scene = scene_of(name)
     for tile in (tile for tile in scene.tiles if tile.space == "shared"):
@@ -105,7 +105,7 @@ def test_live_tiles_do_not_overlap_and_fill_the_plan(name: str) -> None:
         assert tile.offsets().max() + 1 == tile.layout.size()
 
 
-@every_row
+@distinct_rows
 def test_each_fragment_element_has_one_owner(name: str) -> None:
     for fragment in scene_of(name).fragments:
         rows, cols = fragment.shape
@@ -167,7 +167,7 @@ def test_copies_are_the_dsls_partitions(name: str) -> None:
                     assert np.array_equal(named[:, :, thread].reshape(-1), expected), (step.id, side, thread)
 
 
-@every_row
+@distinct_rows
 def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
     scene = scene_of(name)
     for step in scene.steps:
@@ -184,6 +184,9 @@ def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
                 "stmatrix",
                 "convert",
                 "softmax",
+                "fixed softmax",
+                "repair",
+                "rescale",
             ):
                 assert counts.max() == 1, (step.id, touch.id)
 
@@ -204,7 +207,7 @@ def test_tma_boxes_tile_the_shared_tile(name: str) -> None:
             assert np.array_equal(flat[box] - flat[box[0]], np.arange(len(box)))
 
 
-@every_row
+@distinct_rows
 def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
     scene = scene_of(name)
     if not any(fragment.id == "rP" for fragment in scene.fragments):
@@ -219,7 +222,7 @@ def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
     assert np.array_equal(owners(scene.fragment("acc_S")), owners(scene.fragment("rP")))
 
 
-@every_row
+@distinct_rows
 def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(name: str) -> None:
     scene = scene_of(name)
     assert worst_ways(scene) == 1
@@ -258,6 +261,78 @@ def constant(descriptor: Descriptor) -> int:
     return mode << 62 | (descriptor.stride_bytes >> 4) << 32 | (descriptor.leading_bytes >> 4) << 16
 
 
+def touched(step: Step) -> set[tuple[str, str]]:
+    return {(touch.id, touch.mode) for touch in step.touches}
+
+
+@hopper_rows
+def test_only_rows_with_fixed_maxima_are_drawn_with_them(name: str) -> None:
+    """Which blocks move the maxima and rescale O, what the others do instead, and who mends it."""
+    row, scene = ROWS[name], scene_of(name)
+    steps = {step.id: step for step in scene.steps}
+    fixed, cut = row.choice.traits.fixed_max, row.problem.mask != "full"
+    assert ("fixed_softmax" in steps, "repair" in steps) == (fixed, fixed)
+    assert touched(steps["softmax"]) == {("acc_S", "read"), ("acc_S", "write")}
+    assert ("rescale_o" in steps) == (cut or not fixed)
+    if not fixed:
+        assert steps["softmax"].repeat == "every key block"
+        return
+    assert steps["softmax"].repeat == "the tile's first key block" + (", and those that the mask cuts" if cut else "")
+    assert touched(steps["fixed_softmax"]) == {("acc_S", "read"), ("rP", "write")}  # S stays, O is not touched
+    assert "shfl" not in steps["fixed_softmax"].instruction and "vote" in steps["fixed_softmax"].instruction
+    assert "2^9 = 512" in steps["fixed_softmax"].note
+    assert touched(steps["repair"]) == {("acc_S", "read"), ("rP", "write"), ("acc_O", "read"), ("acc_O", "write")}
+    assert steps["repair"].repeat.startswith("seldom")
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "words"),
+    [
+        ({"exp_rows_before_wait": 1}, "softmax", "one of a thread's two rows"),
+        (
+            {"exp_rows_before_wait": 2, "fixed_max": True},
+            "fixed_softmax",
+            "both of a thread's two rows are taken while",
+        ),
+        ({"fixed_max": True}, "fixed_softmax", "All of it waits for the PV product of the block before"),
+        ({"rescale_in_product": True}, "rescale_o", "After the next QK product has been issued"),
+        ({}, "rescale_o", "Before the PV product is issued."),
+        ({"pingpong": False}, "wgmma_qk", "Issued, before the PV product of the block before."),
+        ({"overlap": False}, "wgmma_qk", "Issued in the warpgroup's turn, then waited for."),
+        ({"kv_stage": 3}, "load_k", "Up to 3 tiles ahead"),
+        ({"p_in_regs": False}, "stmatrix_p", "Lane i gives the address"),
+    ],
+)
+def test_notes_of_an_sm90_row_of_ones_own_follow_its_traits(changes: dict[str, Any], step: str, words: str) -> None:
+    scene = scene_of_own(FwdTraitsSm90(128, 64, 64, 64, **changes), "sm_90a")
+    assert words in scene.step(step).note
+
+
+def test_without_a_producer_a_consumer_loads() -> None:
+    alone = {"warp_specialized": False, "pingpong": False, "overlap": False}
+    scene = scene_of_own(FwdTraitsSm90(64, 64, 64, 64, **alone), "sm_90a")
+    assert scene.step("load_k").role == "one thread of consumer 0"
+    assert "1 block ahead" in scene.step("load_k").note
+
+
+@pytest.mark.parametrize(("fused", "words"), [(True, "until the epilogue"), (False, "over the quad with every block")])
+def test_a_plain_softmax_is_told_from_the_fused_one(fused: bool, words: str) -> None:
+    scene = scene_of_own(FwdTraitsSm80(128, 64, 64, 64, fused_softmax=fused), "sm_80")
+    assert words in scene.step("softmax").note
+
+
+def test_a_softcap_is_one_of_the_softmaxs_instructions() -> None:
+    traits = FwdTraitsSm90(128, 64, 64, 64, fixed_max=True)
+    scene = scene_of_own(traits, "sm_90a", has_softcap=True)
+    assert all(scene.step(id).instruction.startswith("tanh") for id in ("softmax", "fixed_softmax"))
+
+
+def scene_of_own(traits: FwdTraitsSm80 | FwdTraitsSm90, target: str, **extra: Any) -> Scene:
+    """The scene of a row that no table has."""
+    choice = Choice(traits.family, traits, FwdRow(traits), "a table of one's own")
+    return make_scene(FwdProblem("bf16", traits.head_dim, traits.head_dim_v, **extra), target, choice)
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
@@ -267,9 +342,7 @@ def constant(descriptor: Descriptor) -> int:
     ],
 )
 def test_a_row_of_ones_own_is_drawn_with_the_loads_it_has(changes: dict[str, bool], kind: str, words: str) -> None:
-    traits = FwdTraitsSm80(128, 64, 128, 128, **changes)
-    choice = Choice("sm80", traits, FwdRow(traits), "a table of one's own")
-    scene = make_scene(FwdProblem("bf16", 128, 128), "sm_80", choice)
+    scene = scene_of_own(FwdTraitsSm80(128, 64, 128, 128, **changes), "sm_80")
     step = next(step for step in scene.steps if step.id == "load_v")
     assert step.kind == kind and words in step.note
     touch = next(touch for touch in step.touches if touch.lane_bytes)

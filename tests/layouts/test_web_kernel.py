@@ -18,6 +18,7 @@ ELEMENT_BYTES = 2
 FILES = (
     BASE_JS,
     "core.js",
+    "explain.js",
     "algebra.js",
     "scene.js",
     "coloring.js",
@@ -225,6 +226,75 @@ def test_marks_count_what_is_held_read_and_written(ask: Any) -> None:
 def test_the_flow_runs_from_left_to_right(ask: Any) -> None:
     columns = dict(ask("[...CF.flow.columns(s)]"))
     assert columns["gQ"] < columns["step load"] < columns["sQ"] < columns["step ldmatrix"] < columns["frag_Q"]
+
+
+@pytest.fixture(scope="module")
+def scores(scene: dict[str, Any]) -> dict[str, Any]:
+    """Scores that for some key blocks are exponentiated in place and then rounded, and go straight to P for others."""
+    grid = {"axes": ["m", "n"], "shape": [ROWS, COLS], "first_thread": 0, "tv": COPY, "registers": 8, "dtype": "f32"}
+    parts = [{"id": id, "tensor": id[-1], "operand": "C", **grid} for id in ("acc_S", "rP", "acc_O")]
+
+    def does(name: str, repeat: str, *touched: tuple[str, str]) -> dict[str, Any]:
+        return step(name, name, [touch(part, mode, COPY) for part, mode in touched]) | {"repeat": repeat}
+
+    return scene | {
+        "fragments": [*scene["fragments"], *parts],
+        "steps": [
+            does("qk", "all", ("sQ", "read"), ("acc_S", "write")),
+            does("softmax", "first", ("acc_S", "read"), ("acc_S", "write")),
+            does("convert", "first", ("acc_S", "read"), ("rP", "write")),
+            does("rescale", "cut", ("acc_O", "read"), ("acc_O", "write")),
+            does("fixed", "whole", ("acc_S", "read"), ("rP", "write")),
+            does("repair", "seldom", ("acc_S", "read"), ("rP", "write"), ("acc_O", "read"), ("acc_O", "write")),
+            does("pv", "all", ("rP", "read"), ("acc_O", "write")),
+            does("store", "once", ("acc_O", "read"), ("gQ", "write")),
+        ],
+    }
+
+
+def of_scores(scores: dict[str, Any], expression: str) -> Any:
+    load = 'CF.scene.load({ scenes: { small: data } }); const s = CF.scene.of("small");'
+    return run_js(FILES, f"(() => {{ {load} return {expression}; }})()", data=scores, prelude=BROWSER)
+
+
+def test_rounding_follows_the_softmax_of_its_blocks_and_other_ways_part_before_it(scores: dict[str, Any]) -> None:
+    links = {
+        link["key"].removeprefix("step "): (link["reads"], link["writes"])
+        for link in of_scores(scores, "CF.flow.links(s).map(({ key, reads, writes }) => ({ key, reads, writes }))")
+    }
+    assert links["softmax"] == (["acc_S"], [])
+    assert links["convert"] == (["step softmax"], ["rP"])
+    assert links["fixed"] == links["repair"] == (["acc_S"], ["rP"])
+    assert links["rescale"] == ([], ["acc_O"])  # of the product before: no arrow goes back
+    column = dict(of_scores(scores, "[...CF.flow.columns(s)]"))
+    assert column["acc_S"] < column["step softmax"] < column["step convert"] < column["rP"]
+    assert column["step fixed"] == column["step repair"] == column["step softmax"]
+    assert column["step rescale"] == column["step pv"] == column["acc_O"] - 1
+
+
+def test_marked_cells_that_hang_together_are_one_island(ask: Any) -> None:
+    cells = [(0, 0), (0, 1), (1, 1), (3, 3), (15, 0), (0, 31)]  # (15, 0) and (0, 1) are neighbours in memory only
+    marks = "".join(f"flags[{row + ROWS * col}] = CF.marks.{'WRITE' if row == 3 else 'READ'};" for row, col in cells)
+    flags = f"const flags = new Uint8Array({ROWS * COLS}); {marks}"
+    found = ask(f"(() => {{ {flags} return CF.marks.islands(flags, {ROWS}, {COLS}); }})()")
+    boxes = [(box["row0"], box["row1"], box["col0"], box["col1"], box["write"]) for box in found]
+    assert sorted(boxes) == [(0, 0, 31, 31, False), (0, 1, 0, 1, False), (3, 3, 3, 3, True), (15, 15, 0, 0, False)]
+
+
+def test_a_tile_a_fragment_and_an_axis_say_what_they_are(scores: dict[str, Any]) -> None:
+    assert of_scores(scores, "CF.explain.partWords(s.part('acc_S'))").startswith("S, the scores Q Kᵀ: an accumulator")
+    assert "shared memory" in of_scores(scores, "CF.explain.partWords(s.part('sQ'))")
+    axes = scores | {"axes": {"m": {"label": "query", "size": ROWS}}}
+    assert (
+        of_scores(axes, "CF.explain.axisWords(s, 'm')")
+        == "query: an axis of Q, S, P, O, 16 long in one tile of this row."
+    )
+
+
+def test_a_view_that_the_page_has_not_is_as_if_none_were_named(ask: Any) -> None:
+    read = "(location.hash = '#view={}', CF.state.limit('view', ['kernel']), CF.state.readHash(), CF.state.get('view'))"
+    assert ask(read.format("nope")) is None
+    assert ask(read.format("kernel")) == "kernel"
 
 
 def test_the_spoken_line_names_place_address_and_bank(ask: Any) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.tables import FWD_ROWS
 from layouts.lessons import lesson_data, lesson_scenes
 from layouts.page import PAGE
 from layouts.rows import make_scene, touch_ways
@@ -117,6 +119,15 @@ def test_every_lesson_mounts_with_what_a_lesson_has(mounted: dict[str, Any], les
     assert 2 <= shown["answers"] <= 3
     assert any("view=kernel" in link for link in shown["links"])
     assert "undefined" not in shown["text"] and "[object" not in shown["text"]
+
+
+def test_the_softmax_lesson_tells_of_fixed_maxima_and_their_repair(mounted: dict[str, Any]) -> None:
+    rows = FWD_ROWS["sm_90a", "sm90"]
+    fixed = sum(isinstance(row.traits, FwdTraitsSm90) and row.traits.fixed_max for row in rows)
+    text = mounted["softmax"]["text"]
+    assert f"fixed_max, {fixed} of {len(rows)} in the table of sm_90a/sm90" in text
+    assert "2^9 = 512" in text and "repairs the block" in text
+    assert "in every step" not in text  # of agreeing on the maximum: not of every block any more
 
 
 @pytest.mark.parametrize("lesson", ["tv", "swizzle", "mma", "tma", "wgmma"])

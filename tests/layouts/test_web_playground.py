@@ -9,7 +9,7 @@ import pytest
 from layouts.text import ThreadValue, evaluate
 from tests.layouts.web import BASE_JS, run_js
 
-FILES = (BASE_JS, "core.js", "algebra.js", "text.js", "playmodel.js")
+FILES = (BASE_JS, "core.js", "algebra.js", "text.js", "playmodel.js", "playway.js")
 BROWSER = """
 const location = { hash: "" };
 const history = {};
@@ -105,3 +105,35 @@ def test_what_is_too_large_is_cut_and_said() -> None:
 def test_neighbouring_lanes_differ_in_colour() -> None:
     drawn = model("TV (32,1) on (32,1)", "rgb", cells="thread")
     assert len({tuple(row[0]) for row in drawn["rgb"]}) == 32
+
+
+def way(text: str, position: int) -> tuple[dict[int, list[int]], str | None]:
+    """The positions, by step, that an element of the last step's result comes from, and the way in words."""
+    expression = """(() => {
+      const { steps } = CF.text.evaluate(data.text);
+      const last = steps.length - 1;
+      return [[...CF.playway.trace(steps, last, data.position)], CF.playway.words(steps[last], data.position)];
+    })()"""
+    found, words = run_js(FILES, expression, {"text": text, "position": position}, prelude=BROWSER)
+    return dict(found), words
+
+
+@pytest.mark.parametrize("position", [0, 13, 63])
+def test_an_element_of_a_composition_lights_its_way_through_both_operands(position: int) -> None:
+    outer, inner = (evaluate(part).value for part in ("(8,64):(64,1)", "(4,(2,8)):(2,(8,16))"))
+    assert not isinstance(outer, ThreadValue) and not isinstance(inner, ThreadValue)
+    through = int(inner.indices()[position])
+    found, words = way("compose((8,64):(64,1), (4,(2,8)):(2,(8,16)))", position)
+    assert found == {2: [position], 1: [position], 0: [through]}
+    assert words == f"{position} → {through} → {outer.indices()[through]}"
+
+
+def test_a_composition_by_modes_goes_through_each_modes_tiler() -> None:
+    found, words = way("compose((8,64):(64,1), (4:2, 8:4))", 2 + 4 * 3)  # row 2 * 2, column 3 * 4
+    assert found == {3: [14], 1: [2], 2: [3], 0: [4 + 8 * 12]}
+    assert words == f"14 → {4 + 8 * 12} → {4 * 64 + 12}"
+
+
+def test_the_way_leads_through_every_step_of_a_nested_text() -> None:
+    found, _ = way("compose(compose(S<3,3,3> o (8,64):(64,1), (8,64):(1,8)), 16:2)", 5)
+    assert found == {5: [5], 4: [5], 3: [10], 2: [10], 1: [10], 0: [10]}

@@ -184,7 +184,7 @@ def test_the_compile_command_is_one_that_the_cli_takes(scene: Scene) -> None:
         assert option.removeprefix("--").replace("-", "_") in options
 
 
-COMPARED = (*FILES, "budget.js", "compare.js", "gallery.js")
+COMPARED = (*FILES, "budget.js", "compare.js", "gallery.js", "explain.js")
 
 
 @pytest.fixture(scope="module")
@@ -321,13 +321,51 @@ def test_every_filter_keeps_the_rows_that_serve_its_value(gallery: list[dict[str
     assert of_gallery(gallery, "CF.gallery.filtered(data, { arch: null })") == gallery
 
 
-@pytest.mark.parametrize("key", ["head_dim", "threads", "smem_bytes", "blocks_per_sm", "worst_ways"])
+def order(row: dict[str, Any], key: str) -> list[int]:
+    if key == "speed":
+        return [row["speed"]["tflops"] if row["speed"] else 0]
+    return [row[key], row["head_dim_v"]] if key == "head_dim" else [row[key]]
+
+
+@pytest.mark.parametrize("key", ["head_dim", "smem_bytes", "speed"])
 def test_rows_are_sorted_by_number_and_keep_their_order_otherwise(gallery: list[dict[str, Any]], key: str) -> None:
-    by = [key, "head_dim_v"] if key == "head_dim" else [key]
-    up = sorted(gallery, key=lambda row: [row[name] for name in by])
+    up = sorted(gallery, key=lambda row: order(row, key))
     assert of_gallery(gallery, f"CF.gallery.sorted(data, {key!r})") == up
-    down = sorted(gallery, key=lambda row: [-row[name] for name in by])
+    down = sorted(gallery, key=lambda row: [-number for number in order(row, key)])
     assert of_gallery(gallery, f"CF.gallery.sorted(data, '-{key}')") == down
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        ("d128 fixed", lambda row: 128 in (row["head_dim"], row["head_dim_v"]) and "fixed_max" in row["apart"]),
+        ("SM_80, d64", lambda row: row["arch"] == "sm_80" and row["head_dim"] == 64),
+        ("q_in_regs off", lambda row: row["apart"].get("q_in_regs") is False),
+        ("measured causal", lambda row: "causal" in row["mask"]),  # "not measured" is said of a row, too
+        ("nothing like it", lambda row: False),
+        ("", lambda row: True),
+    ],
+)
+def test_the_search_finds_rows_by_what_is_said_of_them(gallery: list[dict[str, Any]], text: str, matches: Any) -> None:
+    found = [row["id"] for row in of_gallery(gallery, f"CF.gallery.searched(data, {text!r})")]
+    assert found == [row["id"] for row in gallery if matches(row)]
+    assert found or text == "nothing like it"
+
+
+def test_rows_that_targets_share_stand_once_with_all_targets() -> None:
+    rows = [make_entry(row).summary for row in chosen_rows({"sm_80", "sm_86", "sm_120"}, {"sm80"}, {64})]
+    groups = [[row["arch"] for row in group] for group in of_gallery(rows, "CF.gallery.kin(data)")]
+    assert ["sm_86", "sm_120"] in groups
+    assert all(group == ["sm_80"] for group in groups if "sm_80" in group)
+
+
+def test_a_row_says_how_fast_it_was_and_in_what_it_is_not_like_most(gallery: list[dict[str, Any]]) -> None:
+    fixed = next(row for row in gallery if row["family"] == "sm90" and "fixed_max" in row["apart"])
+    assert fixed["apart"]["fixed_max"] is True
+    assert fixed["speed"]["gpu"] == "NVIDIA H200" and fixed["speed"]["tflops"] > 100
+    assert any(row["speed"] is None for row in gallery)  # by hand, for a target that was not at hand
+    best = of_gallery(gallery, "CF.gallery.fastest(data)")
+    assert best["speed"]["tflops"] == max(row["speed"]["tflops"] for row in gallery if row["speed"])
 
 
 def test_a_columns_head_turns_its_order_and_then_gives_it_up(gallery: list[dict[str, Any]]) -> None:

@@ -1,0 +1,166 @@
+"""The steps between the two products of a key block: exponentials, rounding, rescaling, as a row's traits have them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+from cuteflash.problem import FwdProblem
+
+from .read import Frame, Placed, ptx_type
+from .scene import Kind, Step, Touch
+
+# log2 of what a thread's sum of its part of a block may be under fixed maxima before its warp repairs the block.
+REPAIR_LOG2: Final = 9
+EVERY = "every key block"
+CUT = "those that the mask cuts"
+EXPONENTIAL = "fma.rn.f32, ex2.approx.f32"
+Mode = Literal["read", "write"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Soften:
+    """What the steps work on.
+
+    Attributes:
+        of: the operands of both products by tensor.
+        role: who does it.
+        fixed_max: the trait: key blocks that are seen whole leave the row maxima as they are.
+        p_in_regs: P feeds its product from registers, which `rP` then are.
+    """
+
+    frame: Frame
+    of: Mapping[str, Placed]
+    problem: FwdProblem
+    role: str
+    fixed_max: bool = False
+    p_in_regs: bool = True
+
+    @property
+    def moves(self) -> str:
+        """Which blocks move the row maxima."""
+        if not self.fixed_max:
+            return EVERY
+        return "the tile's first key block" + (f", and {CUT}" if self.rescales else "")
+
+    @property
+    def rescales(self) -> bool:
+        """Whether blocks after a tile's first move the maxima, too, and so rescale O."""
+        return not self.fixed_max or self.problem.mask != "full"
+
+    def moving(self, fused: bool = True, early_rows: int | None = None) -> Step:
+        """The softmax of a block that moves the row maxima.
+
+        Args:
+            fused: the scale is folded into the exponent's multiply-add, row sums are reduced once a tile.
+            early_rows: of a thread's two rows, those whose exponentials are taken before the wait for the PV product
+                that runs beside them; None if no product does.
+        """
+        note = (
+            "Row by row of each thread: the maximum over its columns, then over the four lanes of the quad; "
+            "exponentials in place."
+        )
+        if fused:
+            note += " The row sum stays with the thread until the epilogue."
+        else:
+            note += " Scores are scaled first, and row sums are reduced over the quad with every block."
+        if early_rows == 0:
+            note += " The compiler places the wait for the PV product that runs beside it, which it does early."
+        elif early_rows is not None:
+            note += f" {_exponentials(early_rows)} before the wait for the PV product that runs beside it."
+        instruction = f"max.f32, shfl.sync.bfly.b32, {EXPONENTIAL}"
+        touches = [self._rows("acc_S", "S", "read"), self._rows("acc_S", "S", "write")]
+        return self._step(
+            "softmax", "Online softmax of S", "softmax", self._capped(instruction), self.moves, touches, note
+        )
+
+    def convert(self) -> Step:
+        """P in registers of its own, as the product takes it."""
+        return self._step(
+            "convert_p",
+            "P: rounded to the element type",
+            "convert",
+            self._rounding(),
+            self.moves,
+            [self._p_blocks("acc_S", "read"), self._p_blocks("rP", "write")],
+            "No data moves between threads.",
+        )
+
+    def rescale(self, when: str) -> Step:
+        """O, once the maxima have moved."""
+        return self._step(
+            "rescale_o",
+            "O: rescaled to the moved maxima",
+            "rescale",
+            "mul.f32",
+            f"of the key blocks, {CUT}" if self.fixed_max else EVERY,
+            [self._rows("acc_O", "O", "read"), self._rows("acc_O", "O", "write")],
+            f"Each row is multiplied with exp2(old maximum - new maximum), as its sum is. {when}",
+        )
+
+    def fixed(self, early_rows: int) -> Step:
+        """The softmax of a block that leaves the row maxima as they are."""
+        where = "go to P's own" if self.p_in_regs else "go on to shared memory"
+        note = (
+            "A block that is seen whole takes its exponentials against the maxima that its rows have already. It looks "
+            "for no larger scores and rescales nothing. S stays in its registers, and the rounded exponentials "
+            f"{where}. Each thread adds up its part of a row; if a lane's sum passes 2^{REPAIR_LOG2} = "
+            f"{2**REPAIR_LOG2}, a vote sends its warp to the repair."
+        )
+        if early_rows == 0:
+            note += " All of it waits for the PV product of the block before, which reads P until then."
+        else:
+            early = f" {_exponentials(early_rows)} while the PV product of the block before runs."
+            note += f"{early} They are rounded after it, since it reads P until then."
+        return self._step(
+            "fixed_softmax",
+            "P from S, maxima fixed",
+            "fixed softmax",
+            self._capped(f"{EXPONENTIAL}, {self._rounding()}, vote.sync.any"),
+            "every key block seen whole, but the first",
+            [self._p_blocks("acc_S", "read"), *self._p()],
+            note,
+        )
+
+    def repair(self) -> Step:
+        """What a warp does if a score of its rows lies far above their fixed maxima."""
+        return self._step(
+            "repair",
+            "Repair: the block's softmax again, maxima moved",
+            "repair",
+            f"max.f32, shfl.sync.bfly.b32, {EXPONENTIAL}, {self._rounding()}, mul.f32",
+            "seldom: after a vote",
+            [
+                self._p_blocks("acc_S", "read"),
+                *self._p(),
+                self._rows("acc_O", "O", "read"),
+                self._rows("acc_O", "O", "write"),
+            ],
+            "The warp takes the block's maxima from S, which it still holds, exponentiates and rounds again, and "
+            "rescales O and the row sums. None of its products is in flight then.",
+        )
+
+    def _step(
+        self, id: str, title: str, kind: Kind, instruction: str, repeat: str, touches: Sequence[Touch], note: str
+    ) -> Step:
+        return Step(id, title, kind, instruction, self.role, repeat, "loop", tuple(touches), note)
+
+    def _rows(self, id: str, tensor: str, mode: Mode) -> Touch:
+        return self.frame.row_touch(id, mode, self.of[tensor])
+
+    def _p_blocks(self, id: str, mode: Mode) -> Touch:
+        return self.of["P"].touch_k_blocks(id, mode, self.frame.first_thread)
+
+    def _p(self) -> list[Touch]:
+        return [self._p_blocks("rP", "write")] if self.p_in_regs else []
+
+    def _rounding(self) -> str:
+        return f"cvt.rn.{ptx_type(self.problem.dtype)}x2.f32"
+
+    def _capped(self, instruction: str) -> str:
+        return f"tanh.approx.f32, {instruction}" if self.problem.has_softcap else instruction
+
+
+def _exponentials(rows: int) -> str:
+    return f"The exponentials of {('one', 'both')[rows - 1]} of a thread's two rows are taken"

@@ -1,0 +1,131 @@
+/*
+ * CF.explain: names that say what they mean when they are tapped, and what names mean: traits, axes, tiles, fragments.
+ * One box beside the name holds the words; Escape, a tap elsewhere or scrolling closes it.
+ */
+(() => {
+  "use strict";
+
+  const GAP = 6; // pixels between the name and the box, and to the window's edge
+  const PLACES = {
+    g: "a tile in global memory: what this thread block reads or writes of the tensor",
+    s: "a tile in the thread block's shared memory",
+    r: "a fragment: an operand in the registers of many threads",
+    acc: "an accumulator: the result of a product, in fp32 in the registers of many threads",
+  };
+  const TENSORS = {
+    Q: "Q, the queries",
+    K: "K, the keys",
+    V: "V, the values",
+    S: "S, the scores Q Kᵀ",
+    P: "P, the exponentials of the scores, rounded to the element type",
+    O: "O, the output, the sum of P V over the key blocks",
+  };
+
+  let page = {};
+  let box = null;
+  let opener = null;
+
+  /* Made when it is first needed: a page without an explanation has none. */
+  function theBox() {
+    if (box) return box;
+    box = CF.h("div", { id: "explanation", class: "explanation", popover: "auto", role: "note", "aria-live": "polite" });
+    box.addEventListener("beforetoggle", ({ newState }) => {
+      if (newState === "closed") opener?.setAttribute("aria-expanded", "false");
+    });
+    document.body.append(box);
+    window.addEventListener("scroll", () => box.hidePopover(), { passive: true });
+    return box;
+  }
+
+  /* Below the name, above it where there is no room, and inside the window. */
+  function place(name) {
+    const [at, size] = [name.getBoundingClientRect(), box.getBoundingClientRect()];
+    const below = at.bottom + GAP + size.height <= window.innerHeight;
+    const top = below ? at.bottom + GAP : Math.max(GAP, at.top - GAP - size.height);
+    const left = Math.max(GAP, Math.min(at.left, document.documentElement.clientWidth - size.width - GAP));
+    Object.assign(box.style, { top: `${top}px`, left: `${left}px` });
+  }
+
+  function open(name, title, words) {
+    theBox().hidePopover(); // of another name, which the keyboard may have left open
+    opener = name;
+    box.replaceChildren(CF.h("b", {}, title), CF.h("p", {}, words));
+    box.showPopover();
+    name.setAttribute("aria-expanded", "true");
+    place(name);
+  }
+
+  /**
+   * A name that explains itself; without words just the text. `title` heads the explanation, `text` is what is shown.
+   */
+  function term(text, words, title = text) {
+    if (!words) return CF.h("span", {}, text);
+    let wasOpen = false; // a press outside the box, as one on the name is, has closed it before the click comes
+    const name = CF.h(
+      "button",
+      {
+        type: "button",
+        class: "term",
+        "aria-expanded": "false",
+        onpointerdown: () => (wasOpen = opener === name && isOpen()),
+        onclick: () => {
+          if (!wasOpen) open(name, title, words);
+          wasOpen = false;
+        },
+      },
+      text,
+    );
+    return name;
+  }
+
+  const isOpen = () => Boolean(box?.matches(":popover-open"));
+
+  /** What a trait of a kernel family decides. */
+  const traitWords = (family, name) => page.traits?.[family]?.[name] ?? null;
+
+  /** `kv_stage`, with what it decides. */
+  const trait = (family, name, text = name) => term(text, traitWords(family, name), name);
+
+  function axisWords(scene, axis) {
+    const { label, size } = scene.data.axes[axis];
+    const users = scene.parts.filter(({ axes }) => axes.includes(axis)).map(({ tensor }) => tensor);
+    return `${label}: an axis of ${[...new Set(users)].join(", ")}, ${size} long in one tile of this row.`;
+  }
+
+  /** `m`, with what it counts. */
+  const axis = (scene, name) => (scene?.data.axes[name] ? term(name, axisWords(scene, name)) : name);
+
+  /** All four axes with what they count. */
+  const axes = (scene) =>
+    CF.h(
+      "span",
+      { class: "axes" },
+      Object.entries(scene.data.axes).map(([name, { label }]) => CF.h("span", {}, axis(scene, name), ` ${label}`)),
+    );
+
+  function partWords({ id, tensor, spec, owned, stages, kind }) {
+    const prefix = id?.match(/^(acc|[gsr])_?[A-Z]$/)?.[1];
+    if (!prefix || kind === "grid") return null;
+    const words = [`${TENSORS[tensor]}: ${PLACES[prefix]}.`];
+    if (owned) words.push(`${spec.registers} registers of each thread.`);
+    if (stages > 1) words.push(`${stages} stages, so that loads run ahead of the products.`);
+    return [...words, spec.note].filter(Boolean).join(" ");
+  }
+
+  /** `acc_S`, with what it holds and where. */
+  const part = (found, text = found.id) => term(text, partWords(found), found.id);
+
+  CF.explain = {
+    /** Takes the page's data, which has the words on traits. */
+    load: (data) => (page = data),
+    term,
+    trait,
+    traitWords,
+    axis,
+    axes,
+    part,
+    partWords,
+    axisWords,
+    isOpen,
+  };
+})();
