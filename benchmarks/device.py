@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.implementations import runner
 from cuteflash.problem import Dtype
 from cuteflash.tune import machine
 from cuteflash.tune.cells import Cell, make_inputs
 from cuteflash.tune.timing import Runner, clock_for, first_call, median
+
+from .implementations import runner
 
 COPY_BYTES = 2 << 30
 TINY = Cell(64, "full", 128, tokens=128, hidden=512)

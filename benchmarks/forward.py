@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import device, report
-from benchmarks.contest import measure, progress, write
-from benchmarks.implementations import NAMES, maker, unavailable
 from cuteflash.problem import DTYPES
 from cuteflash.tune import machine
 from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, grid
 from cuteflash.tune.timing import HangError
 from cuteflash.tune.variants import parse_variants
+
+from . import device, report
+from .contest import measure, progress, write
+from .implementations import NAMES, maker, unavailable
 
 QUICK_SEQLENS = (1024, 8192)
 QUICK_ROUNDS = 3

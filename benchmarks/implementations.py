@@ -11,14 +11,15 @@ from collections.abc import Sequence
 import torch
 
 import cuteflash
-from benchmarks.contest import Maker
-from benchmarks.report import OURS
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.tune.cells import Cell, Inputs
 from cuteflash.tune.launch import direct_runner
 from cuteflash.tune.peers import PEERS, missing_peer, peer_runner, repeated
 from cuteflash.tune.timing import Runner
 from cuteflash.tune.variants import Variant
+
+from .contest import Maker
+from .report import OURS
 
 NAMES = OURS + PEERS
 

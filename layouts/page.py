@@ -9,7 +9,7 @@ from cuteflash.page import Page
 
 SCHEMA = 1
 PAGE = Page(
-    package="layouts",
+    package=__name__.rpartition(".")[0],
     styles=("style.css", "playground.css", "lessons.css", "views.css"),
     scripts=(
         "core.js",

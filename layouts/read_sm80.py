@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cuteflash.problem import FwdProblem
-from layouts.read import SOFTMAX_NOTE, Frame, Placed, global_tile, no_work, products, ptx_type, shared_tile, smem_start
-from layouts.scene import Fragment, Role, Step, Tile, Touch
+
+from .read import SOFTMAX_NOTE, Frame, Placed, global_tile, no_work, products, ptx_type, shared_tile, smem_start
+from .scene import Fragment, Role, Step, Tile, Touch
 
 CP_ASYNC = "cp.async.cg.shared.global [dst], [src], 16"
 THROUGH_REGISTERS = "ld.global.v4.b32, then st.shared.v4.b32"

@@ -7,9 +7,10 @@ from typing import Any
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.base import ELEMENT_BYTES
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_K, WGMMA_M
-from layouts.algebra import Layout, concatenate
-from layouts.dsl import coordinates, plain
-from layouts.read import (
+
+from .algebra import Layout, concatenate
+from .dsl import coordinates, plain
+from .read import (
     EXAMPLE_HEADS,
     SOFTMAX_NOTE,
     Frame,
@@ -22,7 +23,7 @@ from layouts.read import (
     shared_tile,
     smem_start,
 )
-from layouts.scene import Descriptor, Fragment, Role, Step, Tile, Touch
+from .scene import Descriptor, Fragment, Role, Step, Tile, Touch
 
 TMA_LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
 TMA_STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"

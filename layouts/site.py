@@ -7,11 +7,12 @@ import pathlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from layouts.command import page_text, read_scene, scene_json, study_path
-from layouts.output import make_directory, write_file
-from layouts.page import PAGE, page_data
-from layouts.rows import ShippedRow, shipped_rows, worst_ways
-from layouts.scene import Scene
+from cuteflash.output import make_directory, write_file
+
+from .command import page_text, read_scene, scene_json, study_path
+from .page import PAGE, page_data
+from .rows import ShippedRow, shipped_rows, worst_ways
+from .scene import Scene
 
 TITLE = "cuteflash layouts"
 # Pages beside those of the rows: name, which is also their view's, and title.

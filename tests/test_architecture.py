@@ -71,6 +71,8 @@ def test_the_walk_sees_the_package() -> None:
         ("core/mask.py", "import importlib\nm = importlib.import_module('cuteflash.dispatch')", "upward"),
         ("core/mask.py", "from cuteflash.atoms import sm90", "sideways"),
         ("dispatch/rows.py", "import benchmarks.forward", "may not import benchmarks"),
+        ("cli/bench.py", "def bench():\n    from benchmarks import forward", "may not import benchmarks"),
+        ("tune/plan.py", "from cuteflash.companions import companion", "sideways"),
         ("core/mask.py", "from tests.architecture import load", "may not import tests"),
         ("novelty.py", "", "no layer"),
     ],
@@ -88,7 +90,7 @@ def test_a_planted_import_is_found(tmp_path: pathlib.Path, path: str, source: st
         ("ops/fwd.py", "from cuteflash import dispatch\nfrom cuteflash.reference import naive"),
         ("kernels/sm90/fwd.py", "from cuteflash.kernels.sm90 import load\nfrom . import fwd_mma\nimport cutlass"),
         ("kernels/sm80/fwd.py", "from cuteflash.kernels.common.combine import combine"),
-        ("cli/bench.py", "def bench():\n    from benchmarks import forward"),
+        ("cli/bench.py", "from cuteflash.companions import companion"),
         ("__init__.py", "from cuteflash.api import flash_attn_func"),
     ],
 )

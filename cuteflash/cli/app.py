@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,6 +13,7 @@ from cuteflash.cli import info as information
 from cuteflash.cli.layouts import layouts
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.cli.sweep import app as sweep
+from cuteflash.companions import companion
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.shapes import SHAPES
@@ -131,15 +131,12 @@ app.add_typer(sweep, name="sweep")
 @app.command(context_settings=PASS_THROUGH)
 def demo(context: typer.Context) -> None:
     """Real sentences through a real model whose attention is ours."""
-    raise typer.Exit(_entry("cuteflash.demo")(context.args))
+    from cuteflash.cli import demo as module
+
+    raise typer.Exit(module.main(context.args))
 
 
 @app.command(context_settings=PASS_THROUGH)
 def bench(context: typer.Context) -> None:
     """Measure the forward against its peers on this GPU (options: cuteflash bench --help)."""
-    raise typer.Exit(_entry("benchmarks.forward")(context.args))
-
-
-def _entry(module: str) -> Any:
-    """`main(argv) -> exit status` of a module that is only loaded when asked for."""
-    return importlib.import_module(module).main
+    raise typer.Exit(companion("benchmarks.forward").main(context.args))

@@ -10,7 +10,8 @@ from torch import Tensor
 from cuteflash.reference import flash_attention_2
 from cuteflash.reference.masks import block_bounds, visible
 from cuteflash.reference.tiles import finite_or_zero, grouped, scores, weighted_values
-from layouts.lessons.sources import source_of
+
+from .sources import source_of
 
 S_Q, S_K, D = 8, 12, 4
 TILE_N = 4  # keys of one block, where the reference takes 256: a reader looks at each of them

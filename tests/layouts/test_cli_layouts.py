@@ -14,6 +14,7 @@ from click.testing import Result
 from PIL import Image
 from typer.testing import CliRunner
 
+from cuteflash import output
 from cuteflash.cli import build as building
 from cuteflash.cli import layouts as command_line
 from cuteflash.cli.app import app
@@ -21,7 +22,7 @@ from cuteflash.cli.build import Outcome
 from cuteflash.compile import BuildReport, Resources
 from cuteflash.dispatch import choose_fwd
 from cuteflash.traits.tables import FWD_ROWS
-from layouts import command, output, site
+from layouts import command, site
 from layouts.picture import COLORS
 from layouts.rows import shipped_rows
 from tests.layouts.test_page import LIMIT, data_of
