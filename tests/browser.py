@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import pytest
 
+from tests.patience import PATIENCE
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
     pytest.skip("no chromium on this machine", allow_module_level=True)
@@ -46,6 +48,7 @@ class Visit:
         self.page.on("pageerror", lambda error: self._hear(str(error), "error"))
         self.page.on("console", lambda line: self._hear(line.text, line.type))
         self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.set_default_timeout(1000 * PATIENCE)
         self.page.goto(path.as_uri() + fragment)
         self.settle()
 
@@ -61,6 +64,15 @@ class Visit:
         self.context.close()
         if error[0] is None:
             self.check()
+
+    def drawn(self) -> None:
+        """Wait until the page has drawn what it was asked for: one frame for observers, two for what they ask for."""
+        self.page.evaluate(
+            """async () => {
+                for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
+                await new Promise(setTimeout);
+            }"""
+        )
 
     def settle(self) -> None:
         """Wait until the page is there."""

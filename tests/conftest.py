@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Iterator
@@ -14,6 +15,13 @@ from tests.user_tables import OwnTables
 
 # A table of the user's own must not decide what is tested; below a device there is none, and none can be written.
 os.environ["CUTEFLASH_CONFIG_DIR"] = os.devnull
+
+with contextlib.suppress(ImportError):  # a GPU's host runs tests/gpu, often without it
+    from hypothesis import HealthCheck, settings
+
+    # By default an example may take a fifth of a second, which on a busy machine any does now and then.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

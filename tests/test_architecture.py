@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -139,6 +140,13 @@ def test_a_planted_size_is_found_unless_excepted(tmp_path: pathlib.Path, source:
 def test_sizes_at_the_limit_pass(tmp_path: pathlib.Path, source: str) -> None:
     assert PARAMETERS == 8
     assert size_violations(plant(tmp_path, {"core/mask.py": source}), "cuteflash", {}) == []
+
+
+def test_no_test_asserts_a_time() -> None:
+    clock = re.compile(r"\b(time\.(time|monotonic|perf_counter|process_time)|performance\.now|getEntriesByType)\b")
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "patience.py"]
+    found = [f"{path.name}: {match[0]}" for path in tests for match in clock.finditer(path.read_text())]
+    assert [entry for entry in found if not entry.startswith("test_architecture.py")] == []
 
 
 def test_importing_the_package_loads_no_compiler() -> None:
