@@ -13,5 +13,6 @@ setup(
         *find_packages(include=["cuteflash", "cuteflash.*"]),
         *(f"cuteflash_{name}" for top in COMPANIONS for name in find_packages(include=[top, f"{top}.*"])),
     ],
+    py_modules=["cuteflash_command"],
     package_dir={f"cuteflash_{top}": top for top in COMPANIONS},
 )

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 # never import each other. The longest matching prefix decides ("kernels.sm80" before "kernels").
 RANKS: dict[str, int] = {
     "files": 0,
+    "install": 0,
     "output": 0,
     "page": 0,
+    "version": 0,
     "problem": 0,
     "traits": 1,
     "usertable": 2,
@@ -38,9 +40,10 @@ RANKS: dict[str, int] = {
     "tune": 10,
     "companions": 10,  # what lies beside cuteflash/ is the command line's to load, nobody else's
     "cli": 11,
+    "__main__": 12,
     "": 12,  # cuteflash/__init__.py, the public face
 }
-STDLIB_ONLY = ("files", "output", "page", "problem", "traits")
+STDLIB_ONLY = ("files", "install", "output", "page", "problem", "traits", "version")
 PLAIN_PACKAGES = ("benchmarks", "layouts", "tests")  # a wheel installs none by this name: see cuteflash.companions
 
 FILE_LINES = 400

@@ -8,10 +8,12 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from cuteflash.problem import FwdProblem
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel
 from cuteflash.tune.plan import Plan
-from cuteflash.tune.store import Store
+from cuteflash.tune.store import Store, StoreError
 from cuteflash.tune.worker import StartFailed
 from tests.patience import PATIENCE, wait_until
 from tests.sweep_fakes import CELLS, TRAITS, World, make_plan
@@ -251,7 +253,6 @@ def test_a_report_links_to_a_gallery_from_where_it_lies(world: World, tmp_path: 
     ("arguments", "complaint"),
     [
         ((), "sweep report needs -o, e.g. -o report.html"),
-        (("-o", "missing/report.html"), "missing does not exist"),
         (("-o", "."), "output . is a directory; a file is needed"),
         (("-o", "sweep.sqlite"), "output sweep.sqlite is the database itself"),
         (("-o", "r.html", "--arch", "sm_75"), "arch is 'sm_75'; allowed: sm_80"),
@@ -287,8 +288,48 @@ def test_a_page_that_cannot_be_written_is_said_before_the_work(
 
     monkeypatch.setattr(command.results, "make_report", work)
     monkeypatch.setattr(Store, "export", work)
-    result = call(name, "-o", "missing/file")
-    assert result.exit_code == 2 and "missing does not exist" in result.stderr
+    (swept / "file").write_text("")
+    result = call(name, "-o", "file/page")
+    assert result.exit_code == 2 and "file is not a directory" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["report", "export"])
+def test_missing_directories_of_an_output_are_made(name: str, swept: pathlib.Path) -> None:
+    assert call(name, "-o", "new/folder/file").exit_code == 0
+    assert (swept / "new" / "folder" / "file").stat().st_size > 100
+
+
+@pytest.fixture
+def read_only(swept: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """The database of a sweep that was killed, its last record still in the write-ahead log, and nothing writable."""
+    folder = swept / "elsewhere"
+    folder.mkdir()
+    with Store("sweep.sqlite") as store:
+        store.add_cell("the last record", {})
+        for suffix in ("", "-wal"):
+            shutil.copy(f"sweep.sqlite{suffix}", folder)
+    for path in (*folder.iterdir(), folder):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    if os.geteuid() == 0:  # who may write everywhere
+        monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
+    yield folder / "sweep.sqlite"
+    folder.chmod(0o755)
+
+
+def test_results_are_read_from_a_directory_that_cannot_be_written(read_only: pathlib.Path) -> None:
+    before = sorted(read_only.parent.iterdir())
+    exported = call("export", "--db", str(read_only))
+    assert exported.exit_code == 0, exported.output
+    assert "the last record" in [cell["id"] for cell in json.loads(exported.stdout)["cells"]]
+    for command_ in (("explain", "--head-dim", "128"), ("report", "-o", "report.html")):
+        result = call(*command_, "--db", str(read_only))
+        assert result.exit_code == 0, result.output
+    assert sorted(read_only.parent.iterdir()) == before
+
+
+def test_a_database_that_is_only_read_takes_no_records(swept: pathlib.Path) -> None:
+    with Store("sweep.sqlite", create=False) as store, pytest.raises(StoreError, match="readonly"):
+        store.add_cell("cell", {})
 
 
 def test_what_won_is_applied_dispatched_and_reset(world: World) -> None:

@@ -17,10 +17,10 @@ from cuteflash.companions import companion
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.shapes import SHAPES
+from cuteflash.version import VERSION
 
 app = typer.Typer(
     name="cuteflash",
-    help="Exact attention for Ampere and Hopper GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a report
@@ -44,6 +44,21 @@ WHOLE_TABLE = (
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"cuteflash {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Exact attention for Ampere and Hopper GPUs."""
+
+
 @app.command()
 def info(
     *,
@@ -51,17 +66,22 @@ def info(
     head_dim_v: HeadDimV = None,
     arch: Arch = None,
     dtype: Dtype = "bf16",
-    mask: Mask = "full",
+    mask: Mask = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Short for --mask causal.")] = False,
+    lse: Annotated[bool, typer.Option("--lse", help="With the log-sum-exp.")] = False,
+    softcap: Annotated[bool, typer.Option("--softcap", help="With softcap.")] = False,
     family: Family = None,
     shape: Shape = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the environment, and which kernel and traits run a forward problem. --arch defaults to the GPU or to all."""
     with Usage():
+        if mask is not None and causal:
+            raise ValueError("mask and causal are both given; allowed: one of them")
         problems = [
-            FwdProblem(dtype=kind, head_dim=d, head_dim_v=d_v, mask=masking)
+            FwdProblem(kind, d, d_v, mask=masking, has_softcap=softcap, has_lse=lse)
             for d, d_v in head_dims(head_dim, head_dim_v)
-            for masking in names("mask", mask, MASK_KINDS)
+            for masking in names("mask", mask, MASK_KINDS) or ["causal" if causal else "full"]
             for kind in names("dtype", dtype, DTYPES)
         ]
         targets = names("arch", arch, ARCHS) or information.default_targets()

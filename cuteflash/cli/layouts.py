@@ -18,6 +18,7 @@ from cuteflash.cli.bar import progress_bar
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.companions import companion
 from cuteflash.dispatch import Choice, choose_fwd
+from cuteflash.install import how_to_install
 from cuteflash.output import check_directory, check_file, write_file
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
@@ -225,4 +226,4 @@ def _extra() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
-        sys.exit(f"cuteflash layouts needs {PACKAGES[error.name]}: pip install 'cuteflash[layouts]'")
+        sys.exit(f"cuteflash: layouts needs {PACKAGES[error.name]}; {how_to_install('layouts')}")
