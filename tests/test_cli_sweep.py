@@ -300,31 +300,35 @@ def test_missing_directories_of_an_output_are_made(name: str, swept: pathlib.Pat
 
 
 @pytest.fixture
-def read_only(swept: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """The database of a sweep that was killed, its last record still in the write-ahead log, and nothing writable."""
+def read_only(swept: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[pathlib.Path, str]]:
+    """The database of a sweep that was killed, in a directory that takes no files, and its last candidate.
+
+    That record is still in the write-ahead log.
+    """
     folder = swept / "elsewhere"
     folder.mkdir()
     with Store("sweep.sqlite") as store:
-        store.add_cell("the last record", {})
+        last = store.add_candidate("sm80", dataclasses.replace(TRAITS[0], tile_n=144))
         for suffix in ("", "-wal"):
             shutil.copy(f"sweep.sqlite{suffix}", folder)
     for path in (*folder.iterdir(), folder):
         path.chmod(0o555 if path.is_dir() else 0o444)
     if os.geteuid() == 0:  # who may write everywhere
         monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
-    yield folder / "sweep.sqlite"
+    yield folder / "sweep.sqlite", last
     folder.chmod(0o755)
 
 
-def test_results_are_read_from_a_directory_that_cannot_be_written(read_only: pathlib.Path) -> None:
-    before = sorted(read_only.parent.iterdir())
-    exported = call("export", "--db", str(read_only))
+def test_results_are_read_from_a_directory_that_cannot_be_written(read_only: tuple[pathlib.Path, str]) -> None:
+    database, last = read_only
+    before = sorted(database.parent.iterdir())
+    exported = call("export", "--db", str(database))
     assert exported.exit_code == 0, exported.output
-    assert "the last record" in [cell["id"] for cell in json.loads(exported.stdout)["cells"]]
+    assert last in [candidate["id"] for candidate in json.loads(exported.stdout)["candidates"]]
     for command_ in (("explain", "--head-dim", "128"), ("report", "-o", "report.html")):
-        result = call(*command_, "--db", str(read_only))
+        result = call(*command_, "--db", str(database))
         assert result.exit_code == 0, result.output
-    assert sorted(read_only.parent.iterdir()) == before
+    assert sorted(database.parent.iterdir()) == before
 
 
 def test_a_database_that_is_only_read_takes_no_records(swept: pathlib.Path) -> None:
