@@ -13,6 +13,8 @@ import pytest
 from tests.receipt import ReceiptPlugin
 from tests.user_tables import OwnTables
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
 # A table of the user's own must not decide what is tested; below a device there is none, and none can be written.
 os.environ["CUTEFLASH_CONFIG_DIR"] = os.devnull
 
@@ -27,6 +29,17 @@ with contextlib.suppress(ImportError):  # a GPU's host runs tests/gpu, often wit
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--receipt", metavar="PATH", help="write the GPU test receipt (JSON) to PATH when the run ends")
     parser.addoption("--device", default="cuda", choices=["cuda", "cpu"], help="where the tests marked gpu run")
+
+
+@pytest.fixture
+def setup_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py gives setuptools."""
+    setuptools = pytest.importorskip("setuptools")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
+    monkeypatch.chdir(ROOT)
+    exec(compile((ROOT / "setup.py").read_text(), "setup.py", "exec"), {})
+    return given
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -67,14 +67,10 @@ def test_tests_and_commands_load_the_folders_under_one_name() -> None:
     assert companion("benchmarks") is benchmarks
 
 
-def test_a_wheel_installs_names_of_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    setuptools = pytest.importorskip("setuptools")
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
-    monkeypatch.chdir(ROOT)
-    exec(compile((ROOT / "setup.py").read_text(), "setup.py", "exec"), {})
-    names = [name.split(".") for name in given["packages"]]
+def test_a_wheel_installs_names_of_ours_alone(setup_arguments: dict[str, Any]) -> None:
+    names = [name.split(".") for name in setup_arguments["packages"]]
     assert {top for top, *_ in names} == {"cuteflash", "cuteflash_layouts", "cuteflash_benchmarks"}
-    found = {ROOT.joinpath(given["package_dir"].get(top, top), *rest) for top, *rest in names}
+    assert setup_arguments["py_modules"] == ["cuteflash_command"]
+    found = {ROOT.joinpath(setup_arguments["package_dir"].get(top, top), *rest) for top, *rest in names}
     tops = ("cuteflash", "layouts", "benchmarks")
     assert found == {path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")}
