@@ -13,9 +13,8 @@ import sys
 from typing import Any
 
 import pytest
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import cuteflash
 from cuteflash.cli import build as building

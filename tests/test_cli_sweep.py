@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cuteflash import usertable
 from cuteflash.cli import sweep as command

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from typing import Any
 
 import pytest
 
@@ -65,12 +64,3 @@ def test_tests_and_commands_load_the_folders_under_one_name() -> None:
 
     assert companion("layouts") is layouts
     assert companion("benchmarks") is benchmarks
-
-
-def test_a_wheel_installs_names_of_ours_alone(setup_arguments: dict[str, Any]) -> None:
-    names = [name.split(".") for name in setup_arguments["packages"]]
-    assert {top for top, *_ in names} == {"cuteflash", "cuteflash_layouts", "cuteflash_benchmarks"}
-    assert setup_arguments["py_modules"] == ["cuteflash_command"]
-    found = {ROOT.joinpath(setup_arguments["package_dir"].get(top, top), *rest) for top, *rest in names}
-    tops = ("cuteflash", "layouts", "benchmarks")
-    assert found == {path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")}

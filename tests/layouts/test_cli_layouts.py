@@ -10,9 +10,8 @@ import sys
 from typing import Any
 
 import pytest
-from click.testing import Result
 from PIL import Image
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cuteflash import output
 from cuteflash.cli import build as building
