@@ -47,7 +47,7 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            "cuteflash.integrations.transformers needs transformers 5; install it with: pip install 'transformers>=5'"
+            "cuteflash.integrations.transformers needs transformers 5; install it with: pip install 'cuteflash[demo]'"
         ) from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
