@@ -14,7 +14,7 @@ COPY_ATTEMPTS = 5
 def replace_file(path: pathlib.Path, content: bytes) -> None:
     """Writes a file, whole or not at all: under a temporary name beside it, which then becomes its own.
 
-    Only this user may read it. OSError where the system refuses; what was there before is then still there.
+    Only this user may read it. OSError if the system refuses; what was there before is then still there.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -30,7 +30,7 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
 def copy_together(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> list[pathlib.Path]:
     """Copies files as they all were at one moment; one that is missing has no copy. The paths of the copies.
 
-    OSError where the system refuses, or if they change whenever they are copied.
+    OSError if the system refuses, or if they change whenever they are copied.
     """
     copies = [folder / path.name for path in paths]
     for _ in range(COPY_ATTEMPTS):

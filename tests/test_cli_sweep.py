@@ -450,8 +450,8 @@ def test_an_apply_that_is_stopped_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--shipped", "missing"), "shipped is missing, which is no directory"),
-        (("--shipped", "sweep.sqlite"), "shipped is sweep.sqlite, which is no directory"),
+        (("--shipped", "missing"), "shipped is missing, which is not a directory"),
+        (("--shipped", "sweep.sqlite"), "shipped is sweep.sqlite, which is not a directory"),
         (
             ("--head-dim", "64"),
             "nothing was timed for sm_80, family sm80, head_dim 64; sweep.sqlite has head dims 128x128",

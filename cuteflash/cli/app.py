@@ -116,7 +116,7 @@ def compile_(
 ) -> None:
     """Compile kernels into the disk cache, here for any target, and report what they cost.
 
-    Exits with 1 where a kernel does not compile, spills, or draws a warning from ptxas.
+    Exits with 1 if a kernel does not compile, spills, or draws a warning from ptxas.
     """
     with Usage():
         if head_dim is None and not everything:

@@ -36,7 +36,7 @@ HEAD_DIM = 32
 CPU_LIMIT = 1e-4  # largest difference of an embedding's element, fp32 against fp32
 GPU_FACTOR, GPU_SLACK = 2.0, 1e-4  # ours in fp16 against what eager in fp16 loses
 PAIRS_SHOWN = 8
-PLAIN_WIDTH = 120  # columns where stdout is no terminal
+PLAIN_WIDTH = 120  # columns if stdout is not a terminal
 
 SENTENCES = (
     "The rover drilled into a Martian rock and stored the sample.",
@@ -63,7 +63,7 @@ class Comparison(NamedTuple):
         reference, ours: unit-length embeddings, fp32 (sentences, 384).
         difference: largest absolute difference between them.
         limit: what it may be.
-        yardstick: the same difference for eager attention in our precision; None where that is the reference itself.
+        yardstick: the same difference for eager attention in our precision; None if that is the reference itself.
     """
 
     backend: str

@@ -22,7 +22,7 @@ DISTRIBUTIONS = ("cuteflash", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 
 def local_target() -> list[str]:
-    """The compile target of the current GPU; ValueError where there is none."""
+    """The compile target of the current GPU; ValueError if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def local_target() -> list[str]:
 
 
 def default_targets() -> list[str]:
-    """The current GPU's target, or every target where there is no GPU."""
+    """The current GPU's target, or every target if there is no GPU."""
     import torch
 
     return local_target() if torch.cuda.is_available() else list(ARCHS)

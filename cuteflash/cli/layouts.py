@@ -171,7 +171,7 @@ def _pictures(
 def _gallery(
     arch: str | None, head_dim: str | None, family: str | None, output: pathlib.Path, compile_now: bool
 ) -> bool:
-    """Writes the gallery of the selected rows; False where a kernel that should be compiled was not."""
+    """Writes the gallery of the selected rows; False if a kernel that should be compiled was not."""
     site = companion("layouts.site")
     rows = site.chosen_rows(
         targets=names("arch", arch, ARCHS) or list(ARCHS),
@@ -220,7 +220,7 @@ def _needed(output: pathlib.Path | None, example: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _extra() -> Iterator[None]:
-    """Says what to install where a package of the extra is missing."""
+    """Says what to install if a package of the extra is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -31,7 +31,7 @@ from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.results import Run, load_runs, make_traits
 from cuteflash.tune.store import Store, StoreError, candidate_id, problem_id
 
-PLAIN_WIDTH = 160  # columns of a table where stdout is no terminal
+PLAIN_WIDTH = 160  # columns of a table if stdout is not a terminal
 DATABASE = pathlib.Path("sweep.sqlite")
 INTERRUPTED = 130  # exit status
 
@@ -276,7 +276,7 @@ def complain(text: str, status: int) -> NoReturn:
 
 
 def _check_output(output: pathlib.Path, database: pathlib.Path) -> None:
-    """ValueError where nothing can be written at `output`, or the database is there."""
+    """ValueError if nothing can be written at `output`, or the database is there."""
     check_file(output)
     if output.exists() and output.samefile(database):
         raise ValueError(f"output {output} is the database itself; another file is needed")
