@@ -10,9 +10,12 @@ import signal
 
 def main() -> None:
     """Entry point of the `cuteflash` command."""
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored, as in the background
+    if raises:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from cuteflash.cli import load
 
     command = load()
-    signal.signal(signal.SIGINT, on_interrupt)
+    if raises:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     command()
