@@ -1,7 +1,7 @@
 """How long tests wait for what other processes do: a guard against waiting for ever, never an expectation of speed.
 
-Tests assert no time, since the machine may be busy with other work: `test_architecture.py` holds that only this module
-reads a clock.
+Tests assert no time, since the machine may be busy with other work: `test_architecture.py` holds that none reads a
+clock.
 """
 
 from __future__ import annotations
