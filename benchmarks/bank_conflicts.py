@@ -32,8 +32,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import bank_counters
-from benchmarks.bank_patterns import (
+from cuteflash.companions import companion
+from cuteflash.tune.timing import HangError, first_call, median
+
+from . import bank_counters
+from .bank_patterns import (
     INSTRUCTION_SET,
     INSTRUCTIONS,
     LANES,
@@ -46,9 +49,8 @@ from benchmarks.bank_patterns import (
     tile_image,
     ways,
 )
-from benchmarks.device import environment
-from benchmarks.implementations import target_of
-from cuteflash.tune.timing import HangError, first_call, median
+from .device import environment
+from .implementations import target_of
 
 SWIZZLES = (0, 2, 3)  # none, half, full
 WARPS = (1, 4, 8)
@@ -106,8 +108,9 @@ class Probe:
     """A case's kernel with its tensors on `device`, for blocks of `warps` warps."""
 
     def __init__(self, case: Case, device: torch.device, warps: int) -> None:
-        from benchmarks.bank_kernels import BankProbe
         from cuteflash.compile import compiled
+
+        from .bank_kernels import BankProbe
 
         self.case, self.warps = case, warps
         self.function = compiled(BankProbe, case, case.what, target_of(device))
@@ -241,7 +244,7 @@ def count(rows: Sequence[Row]) -> str:
     """Fill in the counters' wavefronts by profiling this module in another process; why there are none, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "launched.json"
-        command = [sys.executable, "-m", "benchmarks.bank_conflicts", "--launch-only", str(path)]
+        command = [sys.executable, "-m", f"{__package__}.bank_conflicts", "--launch-only", str(path)]
         try:
             launches = bank_counters.profile(command, KERNEL_NAME)
         except bank_counters.CounterError as failure:
@@ -286,9 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.launch_only:
         launch_for_counters(arguments.launch_only, device)
         return 0
-    from layouts.banks import ways as model
-
-    rows, hung = measure_all(device, model)
+    rows, hung = measure_all(device, companion("layouts.banks").ways)
     uncounted = count(rows) if arguments.ncu and not hung else ""
     print("\n".join(table(rows, arguments.ncu and not uncounted)))
     if uncounted:

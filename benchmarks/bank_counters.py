@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from benchmarks.bank_patterns import Instruction
+from .bank_patterns import Instruction
 
 WAVEFRONTS = "data_pipe_lsu_wavefronts_mem_shared"
 CONFLICTS = "data_bank_conflicts_pipe_lsu_mem_shared"

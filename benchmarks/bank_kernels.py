@@ -23,8 +23,9 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from benchmarks.bank_patterns import COLS, INSTRUCTIONS, LANES, REGISTERS, ROWS, Case, Instruction
 from cuteflash.atoms import sm80, sm90
+
+from .bank_patterns import COLS, INSTRUCTIONS, LANES, REGISTERS, ROWS, Case, Instruction
 
 ALIGN = 1024  # bytes: the period of the widest swizzle
 DTYPE = cutlass.Float16  # any 16-bit type

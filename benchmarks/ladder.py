@@ -24,9 +24,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import device, ladder_report
-from benchmarks.contest import Maker, measure, progress, write
-from benchmarks.implementations import target_of, unavailable, variant_runner
 from cuteflash.compile import build
 from cuteflash.dispatch import choose_shipped_fwd, forward_kernel
 from cuteflash.traits.arch import Family
@@ -35,6 +32,10 @@ from cuteflash.tune.cells import Cell, parse_cell
 from cuteflash.tune.peers import missing_peer, peer_runner
 from cuteflash.tune.timing import ROUNDS, HangError
 from cuteflash.tune.variants import Variant
+
+from . import device, ladder_report
+from .contest import Maker, measure, progress, write
+from .implementations import target_of, unavailable, variant_runner
 
 CELLS = "64:4096:causal,128:4096:causal,128:16384:full,256:4096:causal"
 

@@ -6,8 +6,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import report
-from benchmarks.report import TITLES
+from . import report
+from .report import TITLES
 
 Result = Mapping[str, Any]
 

@@ -4,7 +4,6 @@ Importing registers the operators `torch.ops.cuteflash.*`; it loads neither the 
 """
 
 from cuteflash.api import flash_attn_func
-
-__version__ = "0.1.0"
+from cuteflash.version import VERSION as __version__
 
 __all__ = ["__version__", "flash_attn_func"]

@@ -8,7 +8,7 @@ layouts/messages.py.
 
 from __future__ import annotations
 
-from layouts.layout import (
+from .layout import (
     AlgebraError,
     ComposedLayout,
     Coordinate,
@@ -22,7 +22,7 @@ from layouts.layout import (
     product,
     text_of,
 )
-from layouts.maps import (
+from .maps import (
     Tiler,
     coalesce,
     complement,
@@ -35,7 +35,7 @@ from layouts.maps import (
     right_inverse,
     select,
 )
-from layouts.tiling import (
+from .tiling import (
     Operand,
     Trace,
     blocked_product,

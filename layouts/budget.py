@@ -10,7 +10,8 @@ from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import MMA_K
 from cuteflash.traits.sm90 import WARPGROUP, FwdTraitsSm90
-from layouts.scene import Fragment
+
+from .scene import Fragment
 
 WARP = 32
 REGISTER_STEP = 8  # the hardware hands out registers to a warp in units of 8 a thread

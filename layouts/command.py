@@ -14,13 +14,14 @@ from cuteflash.compile import build, cache_dir
 from cuteflash.compile.cache import Entry
 from cuteflash.compile.key import cache_key
 from cuteflash.dispatch import Choice
+from cuteflash.output import make_directory, write_file
 from cuteflash.problem import FwdProblem
-from layouts.lessons import lesson_data, lesson_scenes
-from layouts.output import make_directory, write_file
-from layouts.page import PAGE, ROW_VIEWS, page_data
-from layouts.picture import Table, ascii, colors, lay_out, make_table, panels, part_of
-from layouts.rows import make_scene
-from layouts.scene import Scene
+
+from .lessons import lesson_data, lesson_scenes
+from .page import PAGE, ROW_VIEWS, page_data
+from .picture import Table, ascii, colors, lay_out, make_table, panels, part_of
+from .rows import make_scene
+from .scene import Scene
 
 Json = dict[str, Any]
 SUFFIXES = {"svg": "svg", "png": "png", "ascii": "txt"}
@@ -146,6 +147,6 @@ def _table(scene: Json, panel: str, view: View) -> Table:
 
 
 def _renderer(form: str) -> Callable[[Table], str | bytes]:
-    module = importlib.import_module(f"layouts.picture.{form}")
+    module = importlib.import_module(f".picture.{form}", __package__)
     render: Callable[[Any], str | bytes] = module.render
     return render if form == "ascii" else lambda table: render(lay_out(table))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from layouts.algebra import ComposedLayout, IntTuple, Layout, Swizzle
+from .algebra import ComposedLayout, IntTuple, Layout, Swizzle
 
 
 @contextlib.contextmanager

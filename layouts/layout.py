@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from layouts.messages import MAX_SIZE, message
+from .messages import MAX_SIZE, message
 
 IntTuple: TypeAlias = "int | tuple[IntTuple, ...]"
 Nested: TypeAlias = "int | Sequence[Nested]"  # what constructors take: lists too, as they come from JSON

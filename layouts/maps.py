@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
-from layouts.layout import AlgebraError, ComposedLayout, IntTuple, Layout, concatenate
+from .layout import AlgebraError, ComposedLayout, IntTuple, Layout, concatenate
 
 AnyLayout = TypeVar("AnyLayout", Layout, ComposedLayout)
 Tiler: TypeAlias = "Layout | int | tuple[Tiler, ...]"  # n is the layout n:1; a tuple works mode by mode

@@ -11,7 +11,7 @@ from cuteflash.traits.row import FWD_TRAITS
 
 SCHEMA = 1
 PAGE = Page(
-    package="layouts",
+    package=__name__.rpartition(".")[0],
     styles=("style.css", "playground.css", "lessons.css", "views.css"),
     scripts=(
         "core.js",

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from cuteflash.traits.base import ELEMENT_BYTES
-from layouts.algebra import ComposedLayout, Layout, Swizzle, composition, concatenate, right_inverse
-from layouts.dsl import coordinates, extents, layout_of, plain
-from layouts.scene import AXES, Axis, Fragment, Tile, Touch
+
+from .algebra import ComposedLayout, Layout, Swizzle, composition, concatenate, right_inverse
+from .dsl import coordinates, extents, layout_of, plain
+from .scene import AXES, Axis, Fragment, Tile, Touch
 
 SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle
 EXAMPLE_HEADS = 16  # of the (batch, seqlen, heads, head_dim) tensor that a global tile is cut from

@@ -16,10 +16,11 @@ from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
 from cuteflash.traits.shapes import SHAPES
 from cuteflash.traits.tables import FWD_ROWS
-from layouts.banks import WARP, ways
-from layouts.budget import budget
-from layouts.dsl import context
-from layouts.scene import Scene, Step, Touch
+
+from .banks import WARP, ways
+from .budget import budget
+from .dsl import context
+from .scene import Scene, Step, Touch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,8 +87,8 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
         choice: the dispatcher's.
         report: the compiler's numbers where the kernel has been compiled for the target.
     """
-    from layouts.read_sm80 import ReaderSm80
-    from layouts.read_sm90 import ReaderSm90
+    from .read_sm80 import ReaderSm80
+    from .read_sm90 import ReaderSm90
 
     traits, arch = choice.traits, get_arch(target)
     module, name = FWD_KERNELS[choice.family]

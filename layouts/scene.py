@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from layouts.algebra import ComposedLayout, Layout, Swizzle
+from .algebra import ComposedLayout, Layout, Swizzle
 
 Axis = Literal["m", "n", "d", "e"]
 Space = Literal["global", "shared"]

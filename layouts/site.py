@@ -7,9 +7,10 @@ import pathlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from cuteflash.output import make_directory, write_file
+
 from .command import page_text, read_scene, scene_json, study_path
 from .measured import apart, kin, speed
-from .output import make_directory, write_file
 from .page import PAGE, page_data
 from .rows import ShippedRow, shipped_rows, worst_ways
 from .scene import Scene

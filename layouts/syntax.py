@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, TypeAlias
 
-from layouts.messages import MAX_DEPTH, MAX_INTEGER, MAX_TEXT, message
+from .messages import MAX_DEPTH, MAX_INTEGER, MAX_TEXT, message
 
 _CONTEXT: Final = 60  # characters of the line that an error shows on either side
 

@@ -26,10 +26,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from layouts import algebra
-from layouts.algebra import AlgebraError, ComposedLayout, IntTuple, Layout, Operand, Swizzle, Tiler, congruent, text_of
-from layouts.messages import MAX_INTEGER, MAX_SHOWN, message
-from layouts.syntax import (
+from . import algebra
+from .algebra import AlgebraError, ComposedLayout, IntTuple, Layout, Operand, Swizzle, Tiler, congruent, text_of
+from .messages import MAX_INTEGER, MAX_SHOWN, message
+from .syntax import (
     FUNCTIONS,
     Call,
     ComposedNode,

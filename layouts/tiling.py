@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from layouts.layout import AlgebraError, ComposedLayout, Layout, Swizzle, concatenate
-from layouts.maps import AnyLayout, Tiler, as_layout, check_tiler, coalesce, complement, composition
+from .layout import AlgebraError, ComposedLayout, Layout, Swizzle, concatenate
+from .maps import AnyLayout, Tiler, as_layout, check_tiler, coalesce, complement, composition
 
 Operand: TypeAlias = Layout | ComposedLayout | Swizzle | int | tuple[Tiler, ...]
 Trace: TypeAlias = Callable[[str, tuple[Operand, ...], Layout | ComposedLayout], None]

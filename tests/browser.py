@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import pytest
 
+from tests.patience import PATIENCE
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
     pytest.skip("no chromium on this machine", allow_module_level=True)
@@ -46,6 +48,7 @@ class Visit:
         self.page.on("pageerror", lambda error: self._hear(str(error), "error"))
         self.page.on("console", lambda line: self._hear(line.text, line.type))
         self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.set_default_timeout(1000 * PATIENCE)
         self.page.goto(path.as_uri() + fragment)
         self.settle()
 

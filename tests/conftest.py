@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import pwd
@@ -13,13 +14,33 @@ import pytest
 from tests.receipt import ReceiptPlugin
 from tests.user_tables import OwnTables
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
 # A table of the user's own must not decide what is tested; below a device there is none, and none can be written.
 os.environ["CUTEFLASH_CONFIG_DIR"] = os.devnull
+
+with contextlib.suppress(ImportError):  # a GPU's host runs tests/gpu, often without it
+    from hypothesis import HealthCheck, settings
+
+    # By default an example may take a fifth of a second, which on a busy machine any does now and then.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--receipt", metavar="PATH", help="write the GPU test receipt (JSON) to PATH when the run ends")
     parser.addoption("--device", default="cuda", choices=["cuda", "cpu"], help="where the tests marked gpu run")
+
+
+@pytest.fixture
+def setup_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py gives setuptools."""
+    setuptools = pytest.importorskip("setuptools")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
+    monkeypatch.chdir(ROOT)
+    exec(compile((ROOT / "setup.py").read_text(), "setup.py", "exec"), {})
+    return given
 
 
 def pytest_configure(config: pytest.Config) -> None:

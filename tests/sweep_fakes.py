@@ -28,9 +28,10 @@ from cuteflash.tune.plan import Limits, Plan
 from cuteflash.tune.progress import Display
 from cuteflash.tune.store import Store, problem_id
 from cuteflash.tune.timing import Rules
+from tests.patience import PATIENCE
 
 TARGET = "sm_80"
-HELD_SECONDS = 600.0
+HELD_SECONDS = 2 * PATIENCE  # beyond every limit
 CELLS = (Cell(128, "full", 512, tokens=1024), Cell(128, "full", 4096, tokens=4096))
 TRAITS = tuple(FwdTraitsSm80(64, 16 * n, 128, 128) for n in range(1, 7))
 
@@ -152,7 +153,7 @@ class FakeBench:
         if traits.tile_n in self.world.crashing:
             os.kill(os.getpid(), signal.SIGSEGV)
         if traits.tile_n in self.world.hanging:
-            time.sleep(600)
+            time.sleep(HELD_SECONDS)
         if traits.tile_n in self.world.unusable:
             self.lost = True
             raise RuntimeError("an illegal memory access was encountered")
@@ -171,7 +172,7 @@ class FakeBench:
 
 def make_plan(**changes: Any) -> Plan:
     """A small plan over `TRAITS` and two cells of different shape classes."""
-    limits = Limits(compile=60.0, gate=1.0, sample=60.0)
+    limits = Limits(compile=PATIENCE, gate=PATIENCE, sample=PATIENCE)
     plan = Plan(TARGET, ("sm80",), CELLS, traits=TRAITS, jobs=1, rules=Rules(rounds=5), limits=limits)
     return dataclasses.replace(plan, **changes)
 

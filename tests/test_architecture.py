@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -71,6 +72,8 @@ def test_the_walk_sees_the_package() -> None:
         ("core/mask.py", "import importlib\nm = importlib.import_module('cuteflash.dispatch')", "upward"),
         ("core/mask.py", "from cuteflash.atoms import sm90", "sideways"),
         ("dispatch/rows.py", "import benchmarks.forward", "may not import benchmarks"),
+        ("cli/bench.py", "def bench():\n    from benchmarks import forward", "may not import benchmarks"),
+        ("tune/plan.py", "from cuteflash.companions import companion", "sideways"),
         ("core/mask.py", "from tests.architecture import load", "may not import tests"),
         ("novelty.py", "", "no layer"),
     ],
@@ -88,7 +91,7 @@ def test_a_planted_import_is_found(tmp_path: pathlib.Path, path: str, source: st
         ("ops/fwd.py", "from cuteflash import dispatch\nfrom cuteflash.reference import naive"),
         ("kernels/sm90/fwd.py", "from cuteflash.kernels.sm90 import load\nfrom . import fwd_mma\nimport cutlass"),
         ("kernels/sm80/fwd.py", "from cuteflash.kernels.common.combine import combine"),
-        ("cli/bench.py", "def bench():\n    from benchmarks import forward"),
+        ("cli/bench.py", "from cuteflash.companions import companion"),
         ("__init__.py", "from cuteflash.api import flash_attn_func"),
     ],
 )
@@ -137,6 +140,13 @@ def test_a_planted_size_is_found_unless_excepted(tmp_path: pathlib.Path, source:
 def test_sizes_at_the_limit_pass(tmp_path: pathlib.Path, source: str) -> None:
     assert PARAMETERS == 8
     assert size_violations(plant(tmp_path, {"core/mask.py": source}), "cuteflash", {}) == []
+
+
+def test_no_test_asserts_a_time() -> None:
+    clock = re.compile(r"\b(time\.(time|monotonic|perf_counter|process_time)|performance\.now|getEntriesByType)\b")
+    tests = (ROOT / "tests").rglob("test_*.py")
+    found = [f"{path.name}: {match[0]}" for path in tests for match in clock.finditer(path.read_text())]
+    assert [entry for entry in found if not entry.startswith("test_architecture.py")] == []
 
 
 def test_importing_the_package_loads_no_compiler() -> None:

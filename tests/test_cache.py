@@ -26,6 +26,7 @@ from cuteflash.compile.trust import doubt_directory, read_trusted
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
+from tests.patience import PATIENCE
 from tests.slow_kernels import WgmmaKernel
 from tests.toy_kernel import ToyKernel
 
@@ -89,7 +90,7 @@ def release(*workers: subprocess.Popen[str]) -> None:
         worker.stdin.write("\n")
         worker.stdin.flush()
     for worker in workers:
-        _, errors = worker.communicate(timeout=120)
+        _, errors = worker.communicate(timeout=PATIENCE)
         assert worker.returncode == 0, errors
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import pathlib
+import runpy
+import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from rich.console import Console
+from typer.testing import CliRunner, Result
 
+import cuteflash
 from cuteflash.cli import build as building
 from cuteflash.cli.app import app
 from cuteflash.cli.build import Outcome, Selection, Task, build_task, grid_tasks, table_tasks
 from cuteflash.compile import BuildReport, Resources
 from cuteflash.dispatch import choose_fwd
+from cuteflash.install import how_to_install
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.row import FwdRow
 from cuteflash.traits.shapes import SHAPES
@@ -84,6 +89,19 @@ def test_info_text_names_every_trait() -> None:
         assert text in output
 
 
+def test_info_of_a_problem_with_everything() -> None:
+    arguments = ("info", "--arch", "sm_90a", "--causal", "--lse", "--softcap", "--shape", "long")
+    (choice,) = json.loads(call(*arguments, "--json").stdout)["choices"]
+    problem = FwdProblem("bf16", 128, 128, mask="causal", has_lse=True, has_softcap=True)
+    assert choice["problem"] == dataclasses.asdict(problem)
+    assert choice["source"] == choose_fwd(problem, "sm_90a", None, "long").source
+    assert "causal, softcap, lse, long" in call(*arguments).stdout
+
+
+def test_the_command_says_its_version() -> None:
+    assert call("--version").stdout == f"cuteflash {cuteflash.__version__}\n"
+
+
 def test_info_of_another_family_and_value_head_dim() -> None:
     problem = ("--arch", "sm_90a", "--family", "sm80", "--head-dim", "192", "--head-dim-v", "128", "--shape", "long")
     (choice,) = json.loads(call("info", *problem, "--json").stdout)["choices"]
@@ -101,6 +119,7 @@ def test_info_of_another_family_and_value_head_dim() -> None:
         (("info", "--shape", "middling"), "shape is 'middling'; allowed: decode, short, long"),
         (("compile", "--head-dim", "64", "--arch", "sm_80", "--shape", "1"), "shape is '1'; allowed: decode, short"),
         (("info", "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
+        (("info", "--causal", "--mask", "full"), "mask and causal are both given"),
         (("info", "--head-dim", "264"), "head_dim is 264; allowed: multiples of 8 up to 256"),
         (("info", "--head-dim", "x"), "head_dim is 'x'; allowed: comma-separated integers"),
         (("info", "--head-dim", "64,96", "--head-dim-v", "64,96,128"), "head_dim_v has 3 values; allowed: one, or 2"),
@@ -243,6 +262,23 @@ def test_compile_exits_by_the_worst_kernel(
         assert "128x128" in result.stdout
 
 
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_table_is_whole_at_every_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    problem = FwdProblem("bf16", 256, 256, mask="window", has_lse=True, has_softcap=True)
+    task = Task("sm_90a", "sm90", problem, choose_fwd(problem, "sm_90a").traits, ("decode", "short"))
+    console = functools.partial(Console, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(building, "Console", console)
+    building.print_table([GOOD, Outcome(task, report(stack_bytes=1024, spill_store_bytes=1288, spill_load_bytes=1000))])
+    table = capsys.readouterr().out.splitlines()[:-2]
+    assert max(map(len, table)) <= width
+    shown = " ".join(table).split()
+    tile = f"{TASK.traits.tile_m}x{TASK.traits.tile_n}"
+    details = "window softcap lse decode, short 1.25 168 1024 1288+1000 compiler"
+    assert {*TASK.cells(), *details.split(), tile} <= set(shown)
+
+
 def test_a_failing_kernel_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def __init__(self, traits: object, problem: object) -> None:
@@ -281,19 +317,44 @@ def test_compile_builds_in_parallel_and_the_second_run_compiles_nothing() -> Non
     assert json.loads(second.stdout) == [item | {"cached": True} for item in reports]
 
 
-@pytest.mark.parametrize(("command", "module"), [("demo", "cuteflash.demo")])
+@pytest.mark.parametrize(("command", "module"), [("demo", "cuteflash.cli.demo")])
 def test_demo_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
     given: list[list[str]] = []
-    loader = SimpleNamespace(
-        import_module=lambda name: SimpleNamespace(main=lambda argv: given.append([name, *argv]) or 3)
-    )
-    monkeypatch.setattr("cuteflash.cli.app.importlib", loader)  # the command's own: typer imports as it needs
+    monkeypatch.setattr(f"{module}.main", lambda argv: given.append(argv) or 3)
     assert call(command, "--quick", "x").exit_code == 3
-    assert given == [[module, "--quick", "x"]]
+    assert given == [["--quick", "x"]]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 def test_the_command_without_its_packages_says_how_to_get_them() -> None:
-    code = "import sys; sys.modules['typer'] = None; from cuteflash.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_python("import sys; sys.modules['typer'] = None; import cuteflash_command; cuteflash_command.main()")
     assert done.returncode == 1
-    assert done.stderr.strip() == "the cuteflash command needs typer: pip install 'cuteflash[cli]'"
+    assert done.stderr == f"cuteflash: the command needs typer; {how_to_install('cli')}\n"
+
+
+@pytest.mark.parametrize("module", ["cuteflash", "cuteflash.cli"])
+def test_the_package_runs_as_a_module(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cuteflash.cli.main", lambda: print("the command"))
+    runpy.run_module(module, run_name="__main__")
+    assert capsys.readouterr().out == "the command\n"
+
+
+def test_ctrl_c_during_imports_is_quiet() -> None:
+    code = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import cuteflash_command
+cuteflash_command.main()
+"""
+    done = run_python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

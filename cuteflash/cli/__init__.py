@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+
+from cuteflash.install import how_to_install
 
 
-def main() -> None:
-    """Entry point of the `cuteflash` command."""
+def load() -> Callable[[], None]:
+    """The command, with everything imported that all its subcommands need."""
     try:
         from cuteflash.cli.app import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"the cuteflash command needs {error.name}: pip install 'cuteflash[cli]'")
-    app()
+        sys.exit(f"cuteflash: the command needs {error.name}; {how_to_install('cli')}")
+    return app
+
+
+def main() -> None:
+    """Run the command of `sys.argv`."""
+    load()()

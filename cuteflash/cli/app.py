@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,10 +17,10 @@ from cuteflash.cli.sweep import app as sweep
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.shapes import SHAPES
+from cuteflash.version import VERSION
 
 app = typer.Typer(
     name="cuteflash",
-    help="Exact attention for Ampere and Hopper GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a report
@@ -45,6 +44,21 @@ WHOLE_TABLE = (
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"cuteflash {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Exact attention for Ampere and Hopper GPUs."""
+
+
 @app.command()
 def info(
     *,
@@ -52,17 +66,22 @@ def info(
     head_dim_v: HeadDimV = None,
     arch: Arch = None,
     dtype: Dtype = "bf16",
-    mask: Mask = "full",
+    mask: Mask = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Short for --mask causal.")] = False,
+    lse: Annotated[bool, typer.Option("--lse", help="With the log-sum-exp.")] = False,
+    softcap: Annotated[bool, typer.Option("--softcap", help="With softcap.")] = False,
     family: Family = None,
     shape: Shape = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the environment, and which kernel and traits run a forward problem. --arch defaults to the GPU or to all."""
     with Usage():
+        if mask is not None and causal:
+            raise ValueError("mask and causal are both given; allowed: one of them")
         problems = [
-            FwdProblem(dtype=kind, head_dim=d, head_dim_v=d_v, mask=masking)
+            FwdProblem(kind, d, d_v, mask=masking, has_softcap=softcap, has_lse=lse)
             for d, d_v in head_dims(head_dim, head_dim_v)
-            for masking in names("mask", mask, MASK_KINDS)
+            for masking in names("mask", mask, MASK_KINDS) or ["causal" if causal else "full"]
             for kind in names("dtype", dtype, DTYPES)
         ]
         targets = names("arch", arch, ARCHS) or information.default_targets()
@@ -97,7 +116,7 @@ def compile_(
 ) -> None:
     """Compile kernels into the disk cache, here for any target, and report what they cost.
 
-    Exits with 1 where a kernel does not compile, spills, or draws a warning from ptxas.
+    Exits with 1 if a kernel does not compile, spills, or draws a warning from ptxas.
     """
     with Usage():
         if head_dim is None and not everything:
@@ -133,9 +152,6 @@ app.add_typer(sweep, name="sweep")
 @app.command(context_settings=PASS_THROUGH)
 def demo(context: typer.Context) -> None:
     """Real sentences through a real model whose attention is ours."""
-    raise typer.Exit(_entry("cuteflash.demo")(context.args))
+    from cuteflash.cli import demo as module
 
-
-def _entry(module: str) -> Any:
-    """`main(argv) -> exit status` of a module that is only loaded when asked for."""
-    return importlib.import_module(module).main
+    raise typer.Exit(module.main(context.args))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import pathlib
 import sys
@@ -15,6 +14,7 @@ import typer
 
 from cuteflash.cli.bar import progress_bar
 from cuteflash.cli.options import Usage, integers, names
+from cuteflash.companions import companion
 from cuteflash.problem import DTYPES, MASK_KINDS
 from cuteflash.traits.arch import FAMILIES
 from cuteflash.tune.inputs import FORMS, PLAIN, parse_kind
@@ -69,7 +69,7 @@ def bench(
 
     Exits with 1 if an output was wrong or an implementation failed.
     """
-    forward = importlib.import_module("benchmarks.forward")
+    forward = companion("benchmarks.forward")
     with Usage():
         given: dict[str, Sequence[Any]] = {
             "head_dims": integers("head_dim", head_dim),

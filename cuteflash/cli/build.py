@@ -22,7 +22,9 @@ from cuteflash.traits.row import Traits
 from cuteflash.traits.shapes import SHAPES, Shape
 from cuteflash.traits.tables import FWD_ROWS
 
-PLAIN_WIDTH = 200  # columns of the table where stdout is no terminal
+PLAIN_WIDTH = 200  # columns of the table if stdout is not a terminal
+TASK_COLUMNS = ("target", "family", "dims", "mask", "dtype", "lengths")
+COST_COLUMNS = ("tile", "sec", "regs", "stack", "spills", "smem", "used")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,14 +163,9 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("target", "family", "head dim", "mask", "dtype", "shape", "tile"):
-        table.add_column(name, no_wrap=True)
-    for name in ("seconds", "registers", "stack", "spills", "smem", "of limit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("from", no_wrap=True)
-    for outcome in outcomes:
-        table.add_row(*_cells(outcome), style=None if outcome.good else "red")
+    table = _table(outcomes, joined=False)
+    if console.measure(table, options=console.options.update(max_width=PLAIN_WIDTH)).maximum > console.width:
+        table = _table(outcomes, joined=True)
     console.print(table)
     for outcome in outcomes:
         for complaint in (outcome.error,) if outcome.report is None else outcome.report.complaints:
@@ -179,20 +176,36 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     console.print(f"{len(outcomes)} kernels, {len(built)} compiled now, {bad} bad", highlight=False)
 
 
-def _cells(outcome: Outcome) -> list[str]:
-    task, report = outcome.task, outcome.report
-    cells = task.cells()
+def _table(outcomes: Sequence[Outcome], joined: bool) -> Table:
+    """A row for each outcome; with `joined` what tells tasks apart is one column, whose words wrap."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0) if joined else (0, 1))
+    if joined:
+        table.add_column(" ".join(TASK_COLUMNS), overflow="fold")
+    else:
+        for name in TASK_COLUMNS:
+            table.add_column(name, no_wrap=True)
+    for name in COST_COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("from", no_wrap=True)
+    for outcome in outcomes:
+        cells = outcome.task.cells()
+        style = None if outcome.good else "red"
+        table.add_row(*([" ".join(cells)] if joined else cells), *_costs(outcome), style=style)
+    return table
+
+
+def _costs(outcome: Outcome) -> list[str]:
+    report = outcome.report
     if report is None:
-        return [*cells, "failed"]
+        return ["failed"]
     used = report.resources
     return [
-        *cells,
         f"{report.traits.tile_m}x{report.traits.tile_n}",
         f"{report.seconds:.2f}",
         str(used.registers),
         str(used.stack_bytes),
         f"{used.spill_store_bytes}+{used.spill_load_bytes}",
         str(report.smem_bytes),
-        f"{report.smem_bytes / get_arch(task.target).smem_per_block:.0%}",
+        f"{report.smem_bytes / get_arch(outcome.task.target).smem_per_block:.0%}",
         "cache" if report.cached else "compiler",
     ]

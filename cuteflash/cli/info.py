@@ -22,7 +22,7 @@ DISTRIBUTIONS = ("cuteflash", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 
 def local_target() -> list[str]:
-    """The compile target of the current GPU; ValueError where there is none."""
+    """The compile target of the current GPU; ValueError if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def local_target() -> list[str]:
 
 
 def default_targets() -> list[str]:
-    """The current GPU's target, or every target where there is no GPU."""
+    """The current GPU's target, or every target if there is no GPU."""
     import torch
 
     return local_target() if torch.cuda.is_available() else list(ARCHS)
@@ -130,10 +130,12 @@ def _table_lines(tables: dict[str, Any]) -> list[str]:
 
 def _choice_lines(choice: dict[str, Any]) -> list[str]:
     problem, shapes = choice["problem"], choice["shapes"]
+    extras = [name for name in ("softcap", "lse") if problem[f"has_{name}"]]
     registers = ", ".join(f"{role} {count}" for role, count in choice["registers_per_thread"].items())
     return [
         f"{choice['arch']}: {problem['dtype']}, head_dim {problem['head_dim']}, head_dim_v {problem['head_dim_v']}, "
-        f"{problem['mask']}, {'all lengths' if len(shapes) == len(SHAPES) else ' and '.join(shapes)}",
+        f"{', '.join([problem['mask'], *extras])}, "
+        f"{'all lengths' if len(shapes) == len(SHAPES) else ' and '.join(shapes)}",
         f"  kernel     {choice['kernel']}",
         f"  source     {choice['source']}",
         f"  traits     {', '.join(f'{name}={value}' for name, value in choice['traits'].items())}",

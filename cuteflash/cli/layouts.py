@@ -16,7 +16,10 @@ from cuteflash.cli import build as building
 from cuteflash.cli import info as information
 from cuteflash.cli.bar import progress_bar
 from cuteflash.cli.options import Usage, head_dims, names
+from cuteflash.companions import companion
 from cuteflash.dispatch import Choice, choose_fwd
+from cuteflash.install import how_to_install
+from cuteflash.output import check_directory, check_file, write_file
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.shapes import SHAPES
@@ -123,9 +126,7 @@ def _problem(
 
 def _whole(row: tuple[FwdProblem, str, Choice], form: str, output: pathlib.Path | None, compile_now: bool) -> None:
     """The page, or the scene as JSON, to `output`; JSON without it to stdout."""
-    from layouts import command
-    from layouts.output import check_file, write_file
-
+    command = companion("layouts.command")
     if form == "html":
         output = _needed(output, "page.html")
     if output is not None:
@@ -148,9 +149,7 @@ def _pictures(
     compile_now: bool,
 ) -> None:
     """One panel to `output`, all panels into the directory `output`, or one panel as text to stdout."""
-    from layouts import command
-    from layouts.output import check_directory, check_file
-
+    command = companion("layouts.command")
     if form != "ascii":
         output = _needed(output, f"panel.{form}" if panel else "pictures/")
     if output is not None:
@@ -172,10 +171,8 @@ def _pictures(
 def _gallery(
     arch: str | None, head_dim: str | None, family: str | None, output: pathlib.Path, compile_now: bool
 ) -> bool:
-    """Writes the gallery of the selected rows; False where a kernel that should be compiled was not."""
-    from layouts import site
-    from layouts.output import check_directory
-
+    """Writes the gallery of the selected rows; False if a kernel that should be compiled was not."""
+    site = companion("layouts.site")
     rows = site.chosen_rows(
         targets=names("arch", arch, ARCHS) or list(ARCHS),
         families=names("family", family, FAMILIES) or list(FAMILIES),
@@ -223,10 +220,10 @@ def _needed(output: pathlib.Path | None, example: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _extra() -> Iterator[None]:
-    """Says what to install where a package of the extra is missing."""
+    """Says what to install if a package of the extra is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
-        sys.exit(f"cuteflash layouts needs {PACKAGES[error.name]}: pip install 'cuteflash[layouts]'")
+        sys.exit(f"cuteflash: layouts needs {PACKAGES[error.name]}; {how_to_install('layouts')}")

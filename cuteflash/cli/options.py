@@ -25,7 +25,7 @@ class Usage:
 
 
 def names(option: str, text: str | None, allowed: Iterable[str]) -> list[Any]:
-    """The items of a comma-separated list, each one of `allowed`; none where the option is not given."""
+    """The items of a comma-separated list, each one of `allowed`; none if the option is not given."""
     known = list(allowed)
     items = list(dict.fromkeys(item.strip() for item in text.split(","))) if text is not None else []
     for item in items:

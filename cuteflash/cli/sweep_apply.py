@@ -106,15 +106,15 @@ def _nothing_written() -> Iterator[None]:
 
 
 def _check_writable(shipped: pathlib.Path | None) -> None:
-    """ValueError where no table can be written, before anything is compiled for one."""
+    """ValueError if no table can be written, before anything is compiled for one."""
     if shipped is None:
         usertable.check_writable()
     elif not shipped.is_dir():
-        raise ValueError(f"shipped is {shipped}, which is no directory; one is needed for the shipped tables' files")
+        raise ValueError(f"shipped is {shipped}, which is not a directory; one is needed for the shipped tables' files")
 
 
 def _words(pick: Pick, settled: Settled | None = None) -> str:
-    """A row with what was measured, and why it lacks extras; none are spoken of where they are not known."""
+    """A row with what was measured, and why it lacks extras; none are mentioned if they are not known."""
     row, lacking = (settled.row, settled.lacking) if settled is not None else (pick.row, {})
     if pick.kept:
         change = "as shipped"

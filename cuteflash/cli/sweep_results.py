@@ -17,6 +17,7 @@ from rich.table import Table
 
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.dispatch import padded_head_dim
+from cuteflash.output import check_file, write_file
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
 from cuteflash.tune.apply import sound_runs
@@ -30,7 +31,7 @@ from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.results import Run, load_runs, make_traits
 from cuteflash.tune.store import Store, StoreError, candidate_id, problem_id
 
-PLAIN_WIDTH = 160  # columns of a table where stdout is no terminal
+PLAIN_WIDTH = 160  # columns of a table if stdout is not a terminal
 DATABASE = pathlib.Path("sweep.sqlite")
 INTERRUPTED = 130  # exit status
 
@@ -96,7 +97,7 @@ def export(
         if output is None:
             typer.echo(text)
         else:
-            _write_output(output, text + "\n")
+            write_file(output, text + "\n")
 
 
 def report(
@@ -124,7 +125,7 @@ def report(
         (target,) = _one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else (None,)
         pairs = tuple(map(padded, head_dims(head_dim, head_dim_v))) if head_dim is not None else None
         scope = Scope(target, tuple(names("family", family, FAMILIES)) or None, pairs, gpu)
-        size = _write_output(output, make_report(store, scope, layouts, output.parent))
+        size = write_file(output, make_report(store, scope, layouts, output.parent))
         typer.echo(f"{output}: {size / 1e6:.2f} MB")
 
 
@@ -275,18 +276,10 @@ def complain(text: str, status: int) -> NoReturn:
 
 
 def _check_output(output: pathlib.Path, database: pathlib.Path) -> None:
-    """ValueError where nothing can be written at `output`, or the database is there."""
-    from layouts.output import check_file
-
+    """ValueError if nothing can be written at `output`, or the database is there."""
     check_file(output)
     if output.exists() and output.samefile(database):
         raise ValueError(f"output {output} is the database itself; another file is needed")
-
-
-def _write_output(output: pathlib.Path, text: str) -> int:
-    from layouts.output import write_file
-
-    return write_file(output, text)
 
 
 def swept_target(store: Store, arch: str | None) -> str:

@@ -15,12 +15,15 @@ import datetime
 import hashlib
 import json
 import math
+import os
 import pathlib
 import sqlite3
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, get_args
 
+from cuteflash.files import copy_together
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family
 
@@ -151,11 +154,11 @@ class Timing:
 
 
 class Store:
-    """The database at `path`, created where it is absent, with its folder; a context manager that closes it.
+    """The database at `path`, created if it is absent, with its folder; a context manager that closes it.
 
     Args:
         path: the file.
-        create: False where reading something that is not there is an error.
+        create: False if it is only read: then it has to be there, and may lie where nothing can be written.
 
     Raises:
         StoreError: here and from every method: no such file, not a sweep's database, another schema version, a full
@@ -166,13 +169,24 @@ class Store:
         self.path = pathlib.Path(path)
         if not create and not self.path.is_file():
             raise StoreError(f"{self.path}: no such sweep database; `cuteflash sweep` writes one, --db names it")
-        with self._explained("cannot be opened"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+        self._cleanup = contextlib.ExitStack()
         try:
+            with self._explained("cannot be opened"):
+                opened = self.path
+                if create:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                elif not all(os.access(one, os.W_OK, effective_ids=True) for one in (self.path, self.path.parent)):
+                    # SQLite itself writes beside a database with a write-ahead log, whoever only reads it.
+                    folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="cuteflash-"))
+                    log = self.path.with_name(f"{self.path.name}-wal")
+                    opened, _ = copy_together((self.path, log), pathlib.Path(folder))
+                self._connection = sqlite3.connect(opened, timeout=BUSY_SECONDS, isolation_level=None)
+                self._cleanup.callback(self._connection.close)
             self._open()
+            if not create:
+                self._connection.execute("PRAGMA query_only = ON")
         except BaseException:
-            self._connection.close()
+            self._cleanup.close()
             raise
 
     def __enter__(self) -> Store:
@@ -185,7 +199,7 @@ class Store:
 
     def close(self) -> None:
         """Closes the file; records are safe without it."""
-        self._connection.close()
+        self._cleanup.close()
 
     # Writing: each call is one transaction, on disk when it returns.
 
@@ -238,12 +252,6 @@ class Store:
         self._write("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", [(name, json.dumps(value), moment)])
 
     # Reading.
-
-    def marked(self, name: str) -> tuple[Any, float] | None:
-        """(value, seconds since the epoch) of a mark, None where there is none."""
-        for value, moment in self._read("SELECT value, at FROM marks WHERE name = ?", (name,)):
-            return json.loads(value), moment
-        return None
 
     def runs(self) -> list[dict[str, Any]]:
         """What each run of the GPU's stages was measured on, oldest first: machine, versions, `matmul_tflops`, `at`."""

@@ -13,12 +13,13 @@ from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.shapes import Shape
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from layouts.lessons.loops import loop_data
-from layouts.lessons.pipeline import pipeline_data
-from layouts.lessons.ring import ring_data
-from layouts.lessons.softmax import softmax_data
-from layouts.lessons.turns import turn_data
-from layouts.rows import scene_id
+
+from ..rows import scene_id
+from .loops import loop_data
+from .pipeline import pipeline_data
+from .ring import ring_data
+from .softmax import softmax_data
+from .turns import turn_data
 
 _LESSON_PROBLEM = FwdProblem(dtype="bf16", head_dim=128, head_dim_v=128, mask="full")
 _LESSON_ROWS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm90"))

@@ -10,7 +10,8 @@ from typing import Any
 
 from cuteflash.reference import flash_attention_1, flash_attention_2
 from cuteflash.reference.masks import block_bounds
-from layouts.lessons.sources import source_of
+
+from .sources import source_of
 
 TILE = 128  # rows and keys of a tile in every count: FlashAttention-1's in the reference
 MASKS = {"full": (-1, -1), "causal": (-1, 0)}

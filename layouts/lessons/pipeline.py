@@ -23,8 +23,9 @@ from cuteflash.traits.arch import get_arch
 from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.tables import FWD_ROWS
-from layouts.dsl import context
-from layouts.lessons.replay import Anything, Replay
+
+from ..dsl import context
+from .replay import Anything, Replay
 
 BLOCKS = 5
 # Stages, and whether Q is kept in registers: as most rows of one stage, and as the lessons' row, which has two.

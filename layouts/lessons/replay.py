@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-from layouts.lessons.sources import Source, definition_of, source_of
+from .sources import Source, definition_of, source_of
 
 
 class Anything:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cuteflash.atoms.barriers import TmaRing
-from layouts.lessons.sources import source_of
+
+from .sources import source_of
 
 METHODS = ("stage", "phase", "acquire", "wait", "release")
 

@@ -3,9 +3,9 @@
 `make_table` says what a panel's cells mean, `lay_out` places them, and `svg`, `png` and `ascii` write them down.
 """
 
-from layouts.picture.coloring import COLORS, colors
-from layouts.picture.model import Picture, Table, lay_out
-from layouts.picture.panel import make_table
-from layouts.picture.parts import panels, part_of
+from .coloring import COLORS, colors
+from .model import Picture, Table, lay_out
+from .panel import make_table
+from .parts import panels, part_of
 
 __all__ = ["COLORS", "Picture", "Table", "colors", "lay_out", "make_table", "panels", "part_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from layouts.picture.model import Table
+from .model import Table
 
 
 def render(table: Table, width: int = 80, crop: tuple[int, int] | None = None) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from layouts.banks import BANKS, WARP
-from layouts.picture.colors import ABSENT, CATEGORIES, PLAIN, category, mix, ramp
-from layouts.picture.parts import NONE, Numbers, Owners, Part, banks
+from ..banks import BANKS, WARP
+from .colors import ABSENT, CATEGORIES, PLAIN, category, mix, ramp
+from .parts import NONE, Numbers, Owners, Part, banks
 
 COLORS = ("owner", "bank", "value", "address", "core", "plain")
 LEGEND_STEPS = 5

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Literal
 
-from layouts.picture.colors import INK, MUTED, ink
+from .colors import INK, MUTED, ink
 
 TEXT_CELLS = 128 * 128  # cells that still carry their text: beyond, files grow and nobody reads it
 GROUP = 8  # a line after so many rows and columns: 8 rows of 16 bytes are a core matrix of 16-bit elements

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layouts.picture.coloring import colored, colors, standard_color
-from layouts.picture.model import Table
-from layouts.picture.parts import Json, Part, banks, part_of
+from .coloring import colored, colors, standard_color
+from .model import Table
+from .parts import Json, Part, banks, part_of
 
 SPACES = {"global": "global memory", "shared": "shared memory"}
 Words = list[list[str]]

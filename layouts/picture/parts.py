@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from layouts.algebra import Layout, Swizzle
-from layouts.banks import BANKS, WORD
+from ..algebra import Layout, Swizzle
+from ..banks import BANKS, WORD
 
 Json = Mapping[str, Any]
 Numbers = npt.NDArray[np.int64]

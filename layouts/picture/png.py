@@ -8,8 +8,8 @@ import math
 
 from PIL import Image, ImageDraw, ImageFont
 
-from layouts.picture.colors import LINE, PAPER
-from layouts.picture.model import Picture, Rect
+from .colors import LINE, PAPER
+from .model import Picture, Rect
 
 ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}
 

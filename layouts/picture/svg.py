@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from xml.sax.saxutils import escape, quoteattr
 
-from layouts.picture.colors import LINE, PAPER
-from layouts.picture.model import Line, Picture, Rect, Text
+from .colors import LINE, PAPER
+from .model import Line, Picture, Rect, Text
 
 TIP_CELLS = 4096  # cells that still get a tooltip each
 FONT = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"

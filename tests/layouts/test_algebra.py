@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 
 import cutlass.cute as cute
@@ -27,7 +26,9 @@ from tests.layouts.strategies import (
     with_strides,
 )
 
-laws = settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
+laws = settings(
+    derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
 few = settings(laws, max_examples=30)  # for what runs once for each of several functions
 DIVIDES = ["logical_divide", "zipped_divide", "tiled_divide", "flat_divide"]
 PRODUCTS = ["logical_product", "zipped_product", "tiled_product"]
@@ -73,12 +74,13 @@ class TestEvaluation:
         assert Layout([2, [3, 4]], [1, [2, 6]]) == Layout((2, (3, 4)), (1, (2, 6)))
         assert len({Layout(8), Layout(8, 1), Layout((8,))}) == 2
 
-    def test_a_swizzled_tile_takes_well_under_a_tenth_of_a_second(self) -> None:
+    def test_a_tile_is_swizzled_as_one_array(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        swizzled: list[int] = []
+        apply = Swizzle.__call__
+        monkeypatch.setattr(Swizzle, "__call__", lambda self, at: swizzled.append(np.size(at)) or apply(self, at))
         tile = ComposedLayout(Swizzle(3, 3, 3), 0, Layout((128, (64, 4)), (64, (1, 8192))))
-        tile.indices()
-        start = time.perf_counter()
         assert len(np.unique(tile.indices())) == 128 * 256
-        assert time.perf_counter() - start < 0.05
+        assert swizzled == [128 * 256]
 
     @laws
     @given(swizzles(), st.integers(0, 2**20))

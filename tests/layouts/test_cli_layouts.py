@@ -10,18 +10,19 @@ import sys
 from typing import Any
 
 import pytest
-from click.testing import Result
 from PIL import Image
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
+from cuteflash import output
 from cuteflash.cli import build as building
 from cuteflash.cli import layouts as command_line
 from cuteflash.cli.app import app
 from cuteflash.cli.build import Outcome
 from cuteflash.compile import BuildReport, Resources
 from cuteflash.dispatch import choose_fwd
+from cuteflash.install import how_to_install
 from cuteflash.traits.tables import FWD_ROWS
-from layouts import command, output, site
+from layouts import command, site
 from layouts.picture import COLORS
 from layouts.rows import shipped_rows
 from tests.layouts.test_page import LIMIT, data_of
@@ -114,6 +115,13 @@ def test_all_panels_go_into_a_directory(here: pathlib.Path) -> None:
     assert "stage 1 of 2" in (here / "panels" / "sK.txt").read_text()
     assert "Colour: bank." in (here / "panels" / "sK.txt").read_text()
     assert "Colour: thread" in (here / "panels" / "acc_S.txt").read_text()
+
+
+@pytest.mark.parametrize("output", ["new/folder/sK.txt", "new/folder/"])
+def test_missing_directories_of_an_output_are_made(here: pathlib.Path, output: str) -> None:
+    panel = () if output.endswith("/") else ("--panel", "sK")
+    assert call(*ROW, "--format", "ascii", *panel, "-o", output).exit_code == 0
+    assert "sK.txt" in names_in(here / "new" / "folder")
 
 
 def test_compiled_registers_are_shown_once_the_cache_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,17 +233,14 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         (("--all", "--arch", "sm_75", "-o", "x"), "arch is 'sm_75'; allowed: sm_80"),
         (("--all", "--arch", "sm_80", "--family", "sm90", "-o", "x"), "no row of the shipped tables is left"),
         (("--all", "--head-dim", "72", "-o", "x"), "no row of the shipped tables is left"),
-        ((*ROW, "-o", "no/page.html"), "does not exist"),
         ((*ROW, "-o", "folder"), "output folder is a directory; a file is needed"),
-        ((*ROW, "-o", "file/page.html"), "is no directory"),
-        ((*ROW, "-o", "/dev/null"), "output /dev/null is no regular file"),
+        ((*ROW, "-o", "file/page.html"), "is not a directory"),
+        ((*ROW, "-o", "/dev/null"), "output /dev/null is not a regular file"),
         ((*ROW, "-o", "/proc/page.html"), "cannot be written"),
         ((*ROW, "-o", "x" * 300), "File name too long"),
-        ((*ROW, "--format", "svg", "-o", "file"), "output file is no directory; a directory is needed"),
+        ((*ROW, "--format", "svg", "-o", "file"), "output file is not a directory; a directory is needed"),
         ((*ROW, "--format", "svg", "-o", "/proc/panels"), "cannot be written"),
-        ((*ROW, "--format", "json", "-o", "no/x.json"), "does not exist"),
-        (("--all", "-o", "no/site"), "does not exist"),
-        (("--all", "-o", "file"), "output file is no directory; a directory is needed"),
+        (("--all", "-o", "file"), "output file is not a directory; a directory is needed"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
@@ -345,4 +350,4 @@ def test_a_missing_package_is_named_with_the_extra(here: pathlib.Path, module: s
     missing = f"import sys; sys.modules[{module!r}] = None; sys.argv[1:] = {arguments!r}"
     done = run_python(f"{missing}; from cuteflash.cli import main; main()")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"cuteflash layouts needs {package}: pip install 'cuteflash[layouts]'"
+    assert done.stderr.splitlines()[-1] == f"cuteflash: layouts needs {package}; {how_to_install('layouts')}"

@@ -14,7 +14,7 @@ from layouts.syntax import ALIASES, FUNCTIONS, Kind
 from layouts.text import LayoutSyntaxError, LayoutTextError, ThreadValue, evaluate, parse
 from tests.layouts.strategies import any_layouts, swizzles
 
-generated = settings(derandomize=True, deadline=None, max_examples=200)
+generated = settings(derandomize=True, max_examples=200)
 
 MEANINGS = [
     ("8", "8:1"),

@@ -71,7 +71,7 @@ def drawn(strategy: st.SearchStrategy[Example], count: int) -> list[Example]:
     """`count` examples, the same in every run."""
     found: list[Example] = []
 
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @settings(max_examples=count, derandomize=True, database=None, phases=[Phase.generate])
     @given(strategy)
     def collect(example: Example) -> None:
         found.append(example)
@@ -177,17 +177,10 @@ def test_indices_of_single_coordinates_are_pythons() -> None:
         assert nested == expected[:3], text
 
 
-def test_a_swizzled_tile_is_evaluated_in_milliseconds() -> None:
-    script = """(() => {
-      const { value } = CF.text.evaluate("S<3,3,3> o 0 o (128,256):(256,1)");
-      const times = Array.from({ length: 5 }, () => {
-        const begin = performance.now();
-        CF.algebra.evaluate(value);
-        return performance.now() - begin;
-      });
-      return Math.min(...times);
-    })()"""
-    assert run_js(["algebra.js", "text.js"], script) < 20
+def test_a_swizzled_tile_has_pythons_offsets() -> None:
+    script = 'Array.from(CF.algebra.evaluate(CF.text.evaluate("S<3,3,3> o 0 o (128,256):(256,1)").value))'
+    tile = ComposedLayout(Swizzle(3, 3, 3), 0, Layout((128, 256), (256, 1)))
+    assert run_js(["algebra.js", "text.js"], script) == tile.indices().tolist()
 
 
 @pytest.mark.parametrize("shape, stride", [([4, 2], [1]), ([4, 0], [1, 1]), ([4], [-1]), (4, [1])])

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "layouts" / "web"
 BASE_JS = str(ROOT / "cuteflash" / "web" / "base.js")  # what core.js adds to
@@ -54,7 +56,7 @@ def run_js(files: Sequence[str], expression: str, data: object = None, prelude: 
         input=json.dumps(job),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env={**os.environ, "NODE_NO_WARNINGS": "1"},
     )
     assert done.returncode == 0, done.stderr

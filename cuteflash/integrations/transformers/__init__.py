@@ -33,7 +33,7 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            "cuteflash.integrations.transformers needs transformers 5; install it with: pip install 'cuteflash[demo]'"
+            "cuteflash.integrations.transformers needs transformers 5; install it with: pip install 'transformers>=5'"
         ) from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, make_mask)

