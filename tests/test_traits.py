@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import KIB, arch_of_capability, get_arch
+from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.row import FwdRow
 from cuteflash.traits.shapes import shape_of
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -134,3 +136,13 @@ def test_problem_names_what_is_wrong(change: dict[str, object], complaint: str) 
     fields = {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64}
     with pytest.raises(ValueError, match=complaint):
         FwdProblem(**fields | change)
+
+
+def test_a_docstring_says_the_same_with_and_without_its_indentation() -> None:
+    """Python 3.13 takes it away."""
+    plain = type("Plain", (), {"__doc__": inspect.cleandoc(FwdTraitsSm90.__doc__ or "")})
+    indented = type(
+        "Indented", (), {"__doc__": "A line.\n\n    Attributes:\n        a, b: first\n            second.\n    "}
+    )
+    assert attribute_docs(plain) == attribute_docs(FwdTraitsSm90) and "pingpong" in attribute_docs(plain)
+    assert attribute_docs(indented) == {"a": "first second.", "b": "first second."}
