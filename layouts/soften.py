@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
+from cuteflash.kernels.sm90.fixed_max import LARGEST_SUM
 from cuteflash.problem import FwdProblem
 
 from .read import Frame, Placed, ptx_type
 from .scene import Kind, Step, Touch
 
-# log2 of what a thread's sum of its part of a block may be under fixed maxima before its warp repairs the block.
-REPAIR_LOG2: Final = 9
+REPAIR_LOG2: Final = int(math.log2(LARGEST_SUM))
 EVERY = "every key block"
 CUT = "those that the mask cuts"
 EXPONENTIAL = "fma.rn.f32, ex2.approx.f32"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 
 import pytest
 
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import KIB, arch_of_capability, get_arch
+from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.row import FwdRow
 from cuteflash.traits.shapes import shape_of
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -149,3 +151,13 @@ def test_barriers_have_the_memory_they_take_and_tiles_begin_on_a_swizzle_atom() 
     regions = sorted(plan.values(), key=lambda region: region.start)
     assert all(before.end <= after.start for before, after in itertools.pairwise(regions))
     assert all(plan[name].start % 1024 == 0 for name in "qkvo")
+
+
+def test_a_docstring_says_the_same_with_and_without_its_indentation() -> None:
+    """Python 3.13 takes it away."""
+    plain = type("Plain", (), {"__doc__": inspect.cleandoc(FwdTraitsSm90.__doc__ or "")})
+    indented = type(
+        "Indented", (), {"__doc__": "A line.\n\n    Attributes:\n        a, b: first\n            second.\n    "}
+    )
+    assert attribute_docs(plain) == attribute_docs(FwdTraitsSm90) and "pingpong" in attribute_docs(plain)
+    assert attribute_docs(indented) == {"a": "first second.", "b": "first second."}
