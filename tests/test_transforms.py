@@ -42,7 +42,7 @@ FORWARD_MODE: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("op", [FWD, FWD_LSE, flash_attn_func], ids=str)
+@pytest.mark.parametrize("op", [FWD, FWD_LSE, flash_attn_func], ids=["fwd", "fwd_lse", "flash_attn_func"])
 @pytest.mark.parametrize("way", FORWARD_MODE)
 def test_forward_mode_is_refused(way: str, op: Function) -> None:
     tensors = qkv(dtype=torch.float32)
