@@ -119,13 +119,14 @@ def run(plan: Plan, where: torch.device, path: pathlib.Path | None = None, watch
         matmul = machine.make_matmul(where) if where.type == "cuda" else None
         if matmul:
             result["device"] = {"matmul_tflops": matmul.tflops(where), "copy_gbps": device.copy_gbps(where)}
+        # First: in a process that had compiled a hundred kernels calls were seen to take 1.5 times as long.
+        result["host_us"] = device.host_microseconds(plan.names, where, plan.cells[0].dtype)
         for cell in plan.cells:
             watch.begin(cell)
             makers = {name: maker(name, cell, plan.overrides) for name in plan.names}
             result["cells"].append(contest.measure(cell, makers, where, plan.rounds, matmul))
             _write(result, path)
             watch.end(result["cells"][-1])
-        result["host_us"] = device.host_microseconds(plan.names, where, plan.cells[0].dtype)
     except KeyboardInterrupt:
         result["interrupted"] = True
     except HangError:

@@ -114,9 +114,9 @@ def flash_attn_func(
     left, right = (-1, -1) if window_size is UNBOUNDED_WINDOW or window_size is None else _window(window_size)
     if causal is not False and _flag("causal", causal):
         right = 0
-    if softmax_scale is not None and not isinstance(softmax_scale, float):
+    if softmax_scale is not None and type(softmax_scale) is not float:  # NumPy's float64 is one of its subclasses
         softmax_scale = _number("softmax_scale", softmax_scale, SCALES)
-    if not isinstance(softcap, float):
+    if type(softcap) is not float:
         softcap = _number("softcap", softcap, SOFTCAPS)
     if return_lse is False or not _flag("return_lse", return_lse):
         op = fwd_cuda if is_plain else fwd
