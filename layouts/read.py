@@ -199,12 +199,13 @@ def global_tile(frame: Frame, tensor: str, head_dim: int, note: str) -> Tile:
     )
 
 
-def shared_tile(tensor: str, smem: Any, base: int, swizzle_bytes: bool, note: str) -> Tile:
-    """A shared-memory tensor of the kernel from its composed layout, (rows, cols) or (rows, cols, stages).
+def shared_tile(tensor: str, smem: Any, base: int, swizzle_bytes: bool, note: str, parts: int = 1) -> Tile:
+    """A shared-memory tensor of the kernel from its composed layout, (rows, cols) or (rows, cols, parts x stages).
 
     Args:
         base: byte offset in the block's shared memory.
         swizzle_bytes: the swizzle counts bytes (sm90), not elements (sm80).
+        parts: of a tile's query rows, one for each warpgroup; they lie one after the other in every stage.
     """
     found = layout_of(smem)
     if not isinstance(found, ComposedLayout):
@@ -212,9 +213,11 @@ def shared_tile(tensor: str, smem: Any, base: int, swizzle_bytes: bool, note: st
     shift = ELEMENT_BYTES.bit_length() - 1 if swizzle_bytes else 0
     swizzle = Swizzle(found.swizzle.bits, found.swizzle.base - shift, found.swizzle.shift)
     layout = found.layout
-    if layout.rank == 3 and AXES[tensor][0] == "m":  # its stages are the warpgroups' parts of the rows
-        rows, cols, parts = layout.modes()
-        layout = concatenate(concatenate(rows, parts), cols)
+    if layout.rank == 3 and AXES[tensor][0] == "m":
+        rows, cols, tail = layout.modes()
+        part, stage = composition(tail, Layout((parts, tail.size() // parts), (1, parts))).modes()
+        tile = (concatenate(rows, part), cols)
+        layout = concatenate(*tile, stage) if stage.size() > 1 else concatenate(*tile)
     return Tile(
         id=f"s{tensor}",
         tensor=tensor,

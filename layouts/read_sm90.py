@@ -73,14 +73,16 @@ class ReaderSm90:
         """Global tiles, then shared memory."""
         problem, kernel, plan = self.problem, self.kernel, self.traits.smem_plan
         share = "O is staged where Q was; the next Q waits for its store." if self.traits.share_q_o else ""
+        ahead = "The next tile's Q loads into the other stage." if self.traits.q_stage > 1 else ""
+        parts = self.traits.mma_warpgroups
         shared = [
-            shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, share),
+            shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, share or ahead, parts),
             shared_tile("K", kernel.smem_layout_k(), plan["k"].start, True, ""),
             shared_tile("V", kernel.smem_layout_v(), plan["v"].start, True, "Rows are keys: the product's k extent."),
-            shared_tile("O", kernel.smem_layout_o(), plan["o"].start, True, share),
+            shared_tile("O", kernel.smem_layout_o(), plan["o"].start, True, share, parts),
         ]
         if not self.traits.p_in_regs:
-            shared.insert(2, shared_tile("P", kernel.smem_layout_p(), plan["p"].start, True, ""))
+            shared.insert(2, shared_tile("P", kernel.smem_layout_p(), plan["p"].start, True, "", parts))
         return (
             global_tile(self.frame, "Q", problem.head_dim, "A block's queries of one head."),
             global_tile(self.frame, "K", problem.head_dim, "One block of keys."),

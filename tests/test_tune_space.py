@@ -92,7 +92,7 @@ def test_what_runs_nowhere_stands_for_its_variants(family: Family) -> None:
         for traits in enumerate_fwd(family, 256, 256)
         if all(traits.check(arch) for arch in ARCHS.values())
     )
-    assert max(hopeless.values()) <= 6
+    assert max(hopeless.values()) <= 7  # Q in registers, shared with O, twice or plain; P in registers or not
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,7 @@ ROWS: tuple[FwdRow, ...] = (
     fwd_sm90(32, 192, 128, EVEN, q_in_regs=True),
     fwd_sm90(32, 192, 112, q_in_regs=True),
     fwd_sm90(
-        64,
-        192,
-        128,
-        EVEN + CAUSAL,
-        shapes=LONG,
-        q_stage=2,
-        fixed_max=True,
-        repair_apart=True,
-        exp_rows_before_wait=0,
+        64, 192, 128, EVEN + CAUSAL, shapes=LONG, q_stage=2, fixed_max=True, repair_apart=True, exp_rows_before_wait=0
     ),  # NVIDIA H200, 2026-11-22, 557 TFLOP/s
     fwd_sm90(
         64, 192, 128, EVEN, shapes=SHORT, q_stage=2, fixed_max=True, repair_apart=True, exp_rows_before_wait=0
@@ -42,15 +34,7 @@ ROWS: tuple[FwdRow, ...] = (
     fwd_sm90(64, 192, 128, EVEN, rescale_in_product=True),
     fwd_sm90(64, 192, 96, kv_stage=4, q_in_regs=True),
     fwd_sm90(
-        96,
-        192,
-        112,
-        EVEN + CAUSAL,
-        shapes=LONG,
-        q_stage=2,
-        fixed_max=True,
-        repair_apart=True,
-        exp_rows_before_wait=0,
+        96, 192, 112, EVEN + CAUSAL, shapes=LONG, q_stage=2, fixed_max=True, repair_apart=True, exp_rows_before_wait=0
     ),  # NVIDIA H200, 2026-11-22, 686 TFLOP/s
     fwd_sm90(
         96, 128, 128, EVEN + CAUSAL, shapes=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True

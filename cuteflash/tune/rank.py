@@ -23,6 +23,8 @@ EXPONENTIALS = 16
 SCORES = 21  # by all other instructions of the softmax: six a score on 128 lanes
 
 STEP_CLOCKS = 150  # barriers and address arithmetic of a step
+EXPOSED = {2: 0.1, 3: 0.05}  # of the units that are not the slowest, by warpgroups that take turns
+Q_GAP = 1.03  # until the next tile's Q is there, if its memory is only free once this tile's products have ended
 SCRATCH_SM90, SCRATCH_SM80 = 28, 56  # registers beside S, P, O and Q; mma.sync also has K and V fragments in flight
 CROWDING = 0.01  # for each register that is not there
 VARIETY = 0.03  # what each candidate already taken with the same tile adds to the next one's estimate
@@ -33,9 +35,7 @@ SWITCHES_SM90: dict[tuple[str, object], float] = {
     ("persistent", False): 1.05,
     ("longest_first", False): 1.03,
     ("share_q_o", True): 1.02,
-    ("q_stage", 2): 0.97,
     ("fixed_max", True): 0.95,
-    ("repair_apart", True): 0.99,
 }
 SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("double_buffer", False): 1.1,
@@ -90,9 +90,10 @@ def _sm90(traits: FwdTraitsSm90) -> float:
     operands += 0 if traits.q_in_regs else 2 * m * traits.head_dim
     operands += 0 if traits.p_in_regs else 4 * m * n
     units = (product, operands / SMEM_BYTES, m * n / EXPONENTIALS + m * n / SCORES, 2 * n * columns / L2_BYTES)
-    hidden = 0.1 if traits.pingpong else 0.14
+    hidden = EXPOSED[warpgroups] if traits.pingpong else 0.14
     clocks = max(units) + hidden * (sum(units) - max(units)) + STEP_CLOCKS * warpgroups / 2
     clocks *= _switches(traits, SWITCHES_SM90)
+    clocks *= Q_GAP if traits.q_stage == 1 and not traits.q_in_regs else 1.0
     if not traits.fixed_max:
         clocks *= 1.03 if traits.rescale_in_product != (traits.head_dim_v >= WIDE) else 1.0
     unpinned = traits.fixed_max and traits.head_dim_v < UNPINNED_BELOW

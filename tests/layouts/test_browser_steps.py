@@ -287,13 +287,13 @@ def test_the_index_is_searched_and_says_speed_and_what_sets_a_row_apart(site: pa
         rows = visit.page.locator("tr[data-id]")
         shared = {row["kin"] for row in gallery}
         assert rows.count() == len(shared) < len(gallery)
-        visit.page.get_by_role("searchbox").fill("fixed_max sm_90a")
+        visit.page.get_by_role("searchbox").fill("repair_apart sm_90a")
         visit.drawn()
-        (found,) = (row for row in gallery if row["apart"].get("fixed_max"))
+        (found,) = (row for row in gallery if row["apart"].get("repair_apart"))
         assert [rows.nth(at).get_attribute("data-id") for at in range(rows.count())] == [found["id"]]
         assert str(found["speed"]["tflops"]) in rows.inner_text()
-        rows.get_by_role("button", name="fixed_max").click()
-        assert "maxima" in visit.page.locator("#explanation").inner_text()
-        visit.page.wait_for_function("location.hash.includes('q=fixed_max')")
+        rows.get_by_role("button", name="repair_apart").click()
+        assert "outside of the main loop" in visit.page.locator("#explanation").inner_text()
+        visit.page.wait_for_function("location.hash.includes('q=repair_apart')")
         visit.page.get_by_role("button", name="Show all").click()
         assert rows.count() == len(shared)

@@ -88,9 +88,9 @@ def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
     row, tile = ROWS[name], scene_of(name).tile(f"s{tensor.upper()}")
     expected = smem_offsets(kernel_of(row), row.target, tensor)
     drawn = tile.offsets() * 2
-    if row.family == "sm90" and tensor in "qo":  # the kernel counts (row, col, warpgroup), the drawing all rows
+    if row.family == "sm90" and tensor in "qo":  # the kernel counts (row, col, warpgroup, stage), the drawing all rows
         rows, cols = tile.shape
-        drawn = drawn.reshape(cols, rows // 64, 64).transpose(1, 0, 2)
+        drawn = drawn.reshape(tile.stages, cols, rows // 64, 64).transpose(0, 2, 1, 3)
     assert np.array_equal(drawn.reshape(-1), expected)
     assert len(np.unique(expected)) == expected.size
 
