@@ -78,13 +78,14 @@ def is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the dispatcher would take a call straight to the CUDA implementation, which costs it 3 us.
 
     It would not under `torch.compile`, a dispatch or function mode or a functorch transform, with gradients, where
-    tensors may have tangents, or where autocast changes a dtype.
+    tensors may have tangents, where one is negated lazily, or where autocast changes a dtype.
     """
     return (
         not is_dynamo_compiling()  # while an export traces, tensors are not plain either
         and type(q) is type(k) is type(v) is Tensor
         and q.is_cuda
         and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
         and forward_ad._current_level < 0  # is_forward_ad_active, without the call
         and not (is_autocast_enabled() and autocast_changes(q, k, v))
         and not _is_torch_function_mode_enabled()

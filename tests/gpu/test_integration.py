@@ -270,6 +270,16 @@ def test_scalars_of_numpy(family: str, device: torch.device) -> None:
     assert_right(inputs, case, out, lse)
 
 
+@pytest.mark.parametrize("negated", range(3))
+def test_a_lazily_negated_tensor_is_read_negated(negated: int, family: str, device: torch.device) -> None:
+    inputs = CASE.inputs(device)
+    lazy = [torch._neg_view(-x) if i == negated else x for i, x in enumerate(inputs)]
+    assert lazy[negated].is_neg()
+    with torch.no_grad():
+        out = cuteflash.flash_attn_func(*lazy, family=family, **CASE.options())
+    assert_right(inputs, CASE, out)
+
+
 def test_devices_do_not_mix(cuda: torch.device) -> None:
     q, k, v = CASE.inputs(cuda)
     with pytest.raises(ValueError, match=r"k\.device"):
