@@ -14,7 +14,7 @@ import torch
 from cuteflash.problem import Dtype
 from cuteflash.tune import machine
 from cuteflash.tune.cells import Cell, make_inputs
-from cuteflash.tune.timing import Runner, clock_for, first_call, median
+from cuteflash.tune.timing import clock_for, first_call, median
 
 from .implementations import runner
 
@@ -52,24 +52,24 @@ def _median_ms(call: Any, device: torch.device, rounds: int) -> float:
     return median([clock.batch_ms(run, 3, 0.1) / 3 for _ in range(rounds)])
 
 
-def host_microseconds(names: Iterable[str], device: torch.device, dtype: Dtype) -> dict[str, float]:
-    """Host time of one public call without gradients on a tiny problem, microseconds, for each implementation."""
+def host_microseconds(
+    names: Iterable[str], device: torch.device, dtype: Dtype, calls: int = 200, rounds: int = 15
+) -> dict[str, float]:
+    """Host time of one public call without gradients on a tiny problem, microseconds, for each implementation.
+
+    Medians of interleaved rounds: a host's speed changes by half within seconds. `calls` is fewer than the launch queue
+    holds, so that the host never waits for the device.
+    """
     inputs = make_inputs(dataclasses.replace(TINY, dtype=dtype), device)
-    found = {}
-    for name in names:
-        run = runner(name, inputs)
+    runners = {name: runner(name, inputs) for name in names}
+    for run in runners.values():
         first_call(run, device)
-        found[name] = _host_us(run, device)
-    return found
-
-
-def _host_us(run: Runner, device: torch.device, calls: int = 200, rounds: int = 15) -> float:
-    """Fewer calls than the launch queue holds, so that the host never waits for the device."""
-    samples = []
+    samples: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        run(calls)
-        samples.append((time.perf_counter() - started) * 1e6 / calls)
-    return median(samples)
+        for name, run in runners.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            run(calls)
+            samples[name].append((time.perf_counter() - started) * 1e6 / calls)
+    return {name: median(own) for name, own in samples.items()}

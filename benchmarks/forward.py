@@ -119,7 +119,6 @@ def run(plan: Plan, where: torch.device, path: pathlib.Path | None = None, watch
         matmul = machine.make_matmul(where) if where.type == "cuda" else None
         if matmul:
             result["device"] = {"matmul_tflops": matmul.tflops(where), "copy_gbps": device.copy_gbps(where)}
-        # First: in a process that had compiled a hundred kernels calls were seen to take 1.5 times as long.
         result["host_us"] = device.host_microseconds(plan.names, where, plan.cells[0].dtype)
         for cell in plan.cells:
             watch.begin(cell)
