@@ -120,7 +120,7 @@
       this.search = h("input", {
         type: "search",
         "aria-label": "Search the rows",
-        placeholder: "Search: d128 causal fixed_max",
+        placeholder: "Search: d128 causal q_stage",
         value: CF.state.get("search") ?? "",
         oninput: () => CF.state.set({ search: this.search.value || null }),
       });
