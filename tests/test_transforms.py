@@ -221,8 +221,12 @@ class CudaTensor:
 
     is_cuda, requires_grad = True, False
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, negated: bool = False) -> None:
         self.dtype = dtype
+        self.negated = negated
+
+    def is_neg(self) -> bool:
+        return self.negated
 
 
 @contextlib.contextmanager
@@ -253,6 +257,12 @@ def tensor(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_direct_path_to_cuda_is_for_plain_calls(mode: str, tensor: Any) -> None:
     with (PLAIN | NOT_PLAIN)[mode]():
         assert ops.is_plain_cuda_call(tensor, tensor, tensor) == (mode in PLAIN)
+
+
+def test_a_lazily_negated_tensor_leaves_the_direct_path(tensor: Any) -> None:
+    negated = CudaTensor(negated=True)
+    for tensors in [(negated, tensor, tensor), (tensor, negated, tensor), (tensor, tensor, negated)]:
+        assert not ops.is_plain_cuda_call(*tensors)
 
 
 def test_autocast_leaves_the_direct_path_where_it_changes_a_dtype(cuda_autocast: None, tensor: Any) -> None:
