@@ -218,12 +218,14 @@ class ReaderSm90:
     def _softmax(self) -> tuple[Step, ...]:
         """What turns the scores of a block into P, and O to the maxima that P was taken against."""
         traits = self.traits
-        soften = Soften(self.frame, self.of, self.problem, CONSUMERS, traits.fixed_max, traits.p_in_regs)
+        soften = Soften(self.frame, self.of, self.problem, CONSUMERS, traits.fixed_max)
         hand_over = soften.convert() if traits.p_in_regs else self._stage("P", self.kernel.copy_p())
-        steps = [soften.moving(early_rows=traits.exp_rows_before_wait if traits.overlap else None), hand_over]
-        if soften.rescales:
-            between = "After the next QK product has been issued and before the PV product is."
-            steps.append(soften.rescale(between if traits.rescale_in_product else "Before the PV product is issued."))
+        between = "After the next QK product has been issued and before the PV product is."
+        steps = [
+            soften.moving(early_rows=traits.exp_rows_before_wait if traits.overlap else None),
+            hand_over,
+            soften.rescale(between if traits.rescale_in_product else "Before the PV product is issued."),
+        ]
         if traits.fixed_max:
             steps += [soften.fixed(traits.exp_rows_before_wait), soften.repair()]
         return tuple(steps)

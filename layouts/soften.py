@@ -15,7 +15,7 @@ from .scene import Kind, Step, Touch
 
 REPAIR_LOG2: Final = int(math.log2(LARGEST_SUM))
 EVERY = "every key block"
-CUT = "those that the mask cuts"
+CUT = "those that the mask or the end of the keys cuts"
 EXPONENTIAL = "fma.rn.f32, ex2.approx.f32"
 Mode = Literal["read", "write"]
 
@@ -28,7 +28,6 @@ class Soften:
         of: the operands of both products by tensor.
         role: who does it.
         fixed_max: the trait: key blocks that are seen whole leave the row maxima as they are.
-        p_in_regs: P feeds its product from registers, which `rP` then are.
     """
 
     frame: Frame
@@ -36,19 +35,11 @@ class Soften:
     problem: FwdProblem
     role: str
     fixed_max: bool = False
-    p_in_regs: bool = True
 
     @property
     def moves(self) -> str:
         """Which blocks move the row maxima."""
-        if not self.fixed_max:
-            return EVERY
-        return "the tile's first key block" + (f", and {CUT}" if self.rescales else "")
-
-    @property
-    def rescales(self) -> bool:
-        """Whether blocks after a tile's first move the maxima, too, and so rescale O."""
-        return not self.fixed_max or self.problem.mask != "full"
+        return f"the tile's first key block, and {CUT}" if self.fixed_max else EVERY
 
     def moving(self, fused: bool = True, early_rows: int | None = None) -> Step:
         """The softmax of a block that moves the row maxima.
@@ -102,11 +93,10 @@ class Soften:
 
     def fixed(self, early_rows: int) -> Step:
         """The softmax of a block that leaves the row maxima as they are."""
-        where = "go to P's own" if self.p_in_regs else "go on to shared memory"
         note = (
             "A block that is seen whole takes its exponentials against the maxima that its rows have already. It looks "
             "for no larger scores and rescales nothing. S stays in its registers, and the rounded exponentials "
-            f"{where}. Each thread adds up its part of a row; if a lane's sum passes 2^{REPAIR_LOG2} = "
+            f"go to P's own. Each thread adds up its part of a row; if a lane's sum passes 2^{REPAIR_LOG2} = "
             f"{2**REPAIR_LOG2}, a vote sends its warp to the repair."
         )
         if early_rows == 0:
@@ -120,7 +110,7 @@ class Soften:
             "fixed softmax",
             self._capped(f"{EXPONENTIAL}, {self._rounding()}, vote.sync.any"),
             "every key block seen whole, but the first",
-            [self._p_blocks("acc_S", "read"), *self._p()],
+            [self._p_blocks("acc_S", "read"), self._p_blocks("rP", "write")],
             note,
         )
 
@@ -134,7 +124,7 @@ class Soften:
             "seldom: after a vote",
             [
                 self._p_blocks("acc_S", "read"),
-                *self._p(),
+                self._p_blocks("rP", "write"),
                 self._rows("acc_O", "O", "read"),
                 self._rows("acc_O", "O", "write"),
             ],
@@ -152,9 +142,6 @@ class Soften:
 
     def _p_blocks(self, id: str, mode: Mode) -> Touch:
         return self.of["P"].touch_k_blocks(id, mode, self.frame.first_thread)
-
-    def _p(self) -> list[Touch]:
-        return [self._p_blocks("rP", "write")] if self.p_in_regs else []
 
     def _rounding(self) -> str:
         return f"cvt.rn.{ptx_type(self.problem.dtype)}x2.f32"

@@ -230,7 +230,8 @@
           stays, and nothing changes.
 
           The kernels do the same arithmetic in base 2: \`softmax_scale · log2(e)\` is folded into one multiply-add
-          before each \`ex2\`. They visit the last block first. The maximum is agreed on by a quad with two shuffles;
+          before each \`ex2\`. They visit the last block first; rows with \`fixed_max\` that of
+          key 0, where attention sinks stand, unless a window hides it. The maximum is agreed on by a quad with two shuffles;
           the sum stays with each thread until the end.
 
           Must m be the largest score? No: l and O shrink alike, so any m gives the same O / l, as long as nothing

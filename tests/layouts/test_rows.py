@@ -270,14 +270,16 @@ def test_only_rows_with_fixed_maxima_are_drawn_with_them(name: str) -> None:
     """Which blocks move the maxima and rescale O, what the others do instead, and who mends it."""
     row, scene = ROWS[name], scene_of(name)
     steps = {step.id: step for step in scene.steps}
-    fixed, cut = row.choice.traits.fixed_max, row.problem.mask != "full"
+    fixed = row.choice.traits.fixed_max
     assert ("fixed_softmax" in steps, "repair" in steps) == (fixed, fixed)
     assert touched(steps["softmax"]) == {("acc_S", "read"), ("acc_S", "write")}
-    assert ("rescale_o" in steps) == (cut or not fixed)
+    assert touched(steps["rescale_o"]) == {("acc_O", "read"), ("acc_O", "write")}
     if not fixed:
         assert steps["softmax"].repeat == "every key block"
         return
-    assert steps["softmax"].repeat == "the tile's first key block" + (", and those that the mask cuts" if cut else "")
+    cut = "those that the mask or the end of the keys cuts"
+    assert steps["softmax"].repeat == f"the tile's first key block, and {cut}"
+    assert steps["rescale_o"].repeat == f"of the key blocks, {cut}"
     assert touched(steps["fixed_softmax"]) == {("acc_S", "read"), ("rP", "write")}  # S stays, O is not touched
     assert "shfl" not in steps["fixed_softmax"].instruction and "vote" in steps["fixed_softmax"].instruction
     assert "2^9 = 512" in steps["fixed_softmax"].note
