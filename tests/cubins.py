@@ -1,0 +1,147 @@
+"""Hashes of the machine code of every shipped row, to tell whether a change of source changed code.
+
+    python -m tests.cubins record before.json          # each row's most and least demanding problem, several minutes
+    python -m tests.cubins record after.json
+    python -m tests.cubins compare before.json after.json
+
+Needs no GPU. `record --only REGEX` takes the kernels whose name matches; `compare` looks at what both records have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import struct
+import sys
+import tempfile
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cuteflash.dispatch import choose_shipped_fwd, forward_kernel
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.traits.row import Traits
+from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.tune.store import problem_id
+
+ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
+SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
+PACKED = 4  # query heads for each KV head of the cases that fold them
+
+
+class Case(NamedTuple):
+    """A kernel that the tables ship."""
+
+    target: str
+    traits: Traits
+    problem: FwdProblem
+
+    @property
+    def name(self) -> str:
+        """Readable, and the same whatever fields of traits that no row sets come and go."""
+        fields = ((field.name, getattr(self.traits, field.name), field.default) for field in _fields(self.traits))
+        told = " ".join(f"{name}={value}" for name, value, default in fields if value != default)
+        return f"{self.target}/{self.traits.family} {problem_id(self.problem)} | {told}"
+
+
+def _fields(traits: Traits) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(traits)
+
+
+def row_kernels(hardest: bool = True) -> list[Case]:
+    """Each kernel of the tables once, with the most or the least demanding of the problems that it runs."""
+    features = itertools.product((True, False), (True, False), reversed(MASK_KINDS), reversed(DTYPES), SHAPES)
+    order = list(features) if hardest else list(features)[::-1]
+    kernels: dict[tuple[str, Traits], FwdProblem] = {}
+    for (target, family), rows in FWD_ROWS.items():
+        made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
+        for (softcap, lse, mask, dtype, shape), head_dims in itertools.product(order, made_for):
+            problem = FwdProblem(dtype, *head_dims, mask, has_softcap=softcap, has_lse=lse)
+            kernels.setdefault((target, choose_shipped_fwd(problem, target, family, shape).traits), problem)
+    return [Case(*key, problem) for key, problem in kernels.items()]
+
+
+def all_cases() -> list[Case]:
+    """What a record holds: of each row's kernel two problems, and the least demanding one with packed heads, too."""
+    light = row_kernels(hardest=False)
+    packed = [case._replace(problem=dataclasses.replace(case.problem, packed_heads=PACKED)) for case in light]
+    return list(dict.fromkeys([*row_kernels(), *light, *packed]))
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The instructions of a cubin: its `.text` sections, without names, which hold those of Python classes."""
+    section_offset, entry_size, count, names_index = ELF_SECTIONS.unpack_from(cubin)
+    sections = [SECTION.unpack_from(cubin, section_offset + i * entry_size) for i in range(count)]
+    names = sections[names_index][4]
+
+    def name(start: int) -> bytes:
+        return cubin[names + start : cubin.index(b"\0", names + start)]
+
+    return b"".join(
+        cubin[offset : offset + size]
+        for start, _, _, _, offset, size, *_ in sections
+        if name(start).startswith(b".text")
+    )
+
+
+def code_hash(case: Case) -> tuple[str, str]:
+    """(name, hash) of a kernel, compiled now."""
+    from cutlass import cute
+
+    kernel = forward_kernel(case.traits.family)(case.traits, case.problem)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch={case.target} --enable-tvm-ffi --keep-cubin --dump-dir {folder}"
+        cute.compile(kernel, *kernel.fake_args(), options=options)
+        (cubin,) = pathlib.Path(folder).glob("*.cubin")
+        return case.name, hashlib.sha256(machine_code(cubin.read_bytes())).hexdigest()[:16]
+
+
+def record(cases: Iterable[Case], jobs: int) -> dict[str, str]:
+    """The hash of each case by name."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        return dict(pool.map(code_hash, cases, chunksize=4))
+
+
+def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """The names that both records have with different code."""
+    return [name for name in before if name in after and before[name] != after[name]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record or compare; the exit status of a comparison says whether all code is the same."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cubins", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="compile and write the hashes to FILE")
+    recording.add_argument("file", type=pathlib.Path)
+    recording.add_argument("--only", default="", metavar="REGEX", help="only the kernels whose name matches")
+    recording.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compiling processes")
+    comparing = commands.add_parser("compare", help="name what differs between two records")
+    comparing.add_argument("before", type=pathlib.Path)
+    comparing.add_argument("after", type=pathlib.Path)
+    given = parser.parse_args(arguments)
+    if given.command == "record":
+        cases = [case for case in all_cases() if re.search(given.only, case.name)]
+        given.file.write_text(json.dumps(record(cases, given.jobs), indent=1) + "\n")
+        print(f"{len(cases)} kernels recorded in {given.file}")
+        return 0
+    before, after = (json.loads(path.read_text()) for path in (given.before, given.after))
+    changed = differences(before, after)
+    print(*changed, sep="\n", end="\n" if changed else "")
+    for one, other, text in ((before, after, "gone"), (after, before, "new")):
+        missing = [name for name in one if name not in other]
+        print(*(f"{text}: {name}" for name in missing), sep="\n", end="\n" if missing else "")
+    print(f"{len(before.keys() & after.keys())} kernels in both records, {len(changed)} with other machine code")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
