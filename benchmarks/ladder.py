@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from cuteflash.compile import build
-from cuteflash.dispatch import choose_shipped_fwd, forward_kernel
+from cuteflash.dispatch import choose_shipped, kernel_class
 from cuteflash.traits.arch import Family
 from cuteflash.tune import machine
 from cuteflash.tune.cells import Cell, parse_cell
@@ -59,7 +59,7 @@ class Ladder:
 
     def variants(self, cell: Cell, target: str) -> dict[str, Variant]:
         """Title → traits of each rung: the shipped row's, without what higher rungs switch on."""
-        shipped: dict[str, Any] = dataclasses.asdict(choose_shipped_fwd(cell.problem, target, self.family).traits)
+        shipped: dict[str, Any] = dataclasses.asdict(choose_shipped(cell.problem, target, self.family).traits)
         fields = {**shipped, **FIXED[self.family]}
         found = {}
         for rung in self.rungs:
@@ -150,7 +150,8 @@ def compile_all(variants: Sequence[tuple[Variant, Cell]], target: str, jobs: int
 
 
 def _build(variant: Variant, cell: Cell, target: str) -> None:
-    build(forward_kernel(variant.family), variant.traits(cell), cell.problem, target)
+    traits = variant.traits(cell)
+    build(kernel_class(traits), traits, cell.problem, target)
 
 
 def climb(ladder: Ladder, cell: Cell, where: torch.device, rounds: int) -> dict[str, Any]:

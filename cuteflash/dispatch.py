@@ -1,4 +1,4 @@
-"""(problem, target, shape class) → kernel class and traits, from the user's table, then the shipped one.
+"""(problem, target, length class) → kernel class and traits, from the user's table, then the shipped one.
 
 Importing this imports no compiler.
 """
@@ -12,16 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash import usertable
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FEATURES, FwdProblem, Operation
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
-from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow, Traits
-from cuteflash.traits.shapes import SHAPES, Shape
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.base import FwdTraits
+from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
+from cuteflash.traits.tables import TABLES
 from cuteflash.usertable import MeasuredRow
 
-FWD_KERNELS: dict[Family, tuple[str, str]] = {
-    "sm80": ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
-    "sm90": ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
+KERNELS: dict[tuple[Operation, Family], tuple[str, str]] = {
+    ("fwd", "sm80"): ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
+    ("fwd", "sm90"): ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
 }
 
 
@@ -38,63 +39,66 @@ class Choice:
 
     family: Family
     traits: Traits
-    row: FwdRow
+    row: Row
     source: str
 
     @property
     def kernel_cls(self) -> type[Any]:
         """The kernel's class; the first access imports the compiler."""
-        return forward_kernel(self.family)
+        return kernel_class(self.traits)
+
+
+def kernel_class(traits: FwdTraits) -> type[Any]:
+    """The class of the kernel that traits are for; the first call imports the compiler."""
+    return _kernel_class(traits.operation, traits.family)
 
 
 @functools.cache
-def forward_kernel(family: Family) -> type[Any]:
-    """The forward kernel's class of a family."""
-    module, name = FWD_KERNELS[family]
+def _kernel_class(operation: Operation, family: Family) -> type[Any]:
+    module, name = KERNELS[operation, family]
     kernel: type[Any] = getattr(importlib.import_module(module), name)
     return kernel
 
 
 @functools.cache
-def choose_fwd(problem: FwdProblem, target: str, family: Family | None = None, shape: Shape = "long") -> Choice:
-    """The kernel and traits for a forward problem.
+def choose(problem: FwdProblem, target: str, family: Family | None = None, lengths: LengthClass = "long") -> Choice:
+    """The kernel and traits for a problem.
 
     Args:
         problem: what is asked for.
         target: compile target, e.g. "sm_90a".
         family: kernel family; None takes the target's best.
-        shape: the class of the call's lengths, see `cuteflash.traits.shapes`.
+        lengths: the class of the call's lengths, see `cuteflash.traits.length_class`.
 
     Raises:
-        ValueError: no such target, family or shape class.
+        ValueError: no such target, family or length class.
         NotImplementedError: the target does not run the family, or no row of its tables can run the problem.
     """
-    arch, family = _table(target, family)
-    return _choose(problem, arch, family, shape, usertable.load(arch.name, family))
+    key = table_key(problem.operation, target, family)
+    return _choose(problem, key, lengths, usertable.load(key))
 
 
 @functools.cache
-def choose_shipped_fwd(problem: FwdProblem, target: str, family: Family | None = None, shape: Shape = "long") -> Choice:
-    """`choose_fwd` on a machine without tables of the user's own."""
-    arch, family = _table(target, family)
-    return _choose(problem, arch, family, shape, ())
+def choose_shipped(
+    problem: FwdProblem, target: str, family: Family | None = None, lengths: LengthClass = "long"
+) -> Choice:
+    """`choose` on a machine without tables of the user's own."""
+    return _choose(problem, table_key(problem.operation, target, family), lengths, ())
 
 
 def offers(
-    rows: Iterable[FwdRow], problem: FwdProblem, shape: Shape, arch: ArchSpec
-) -> Iterator[tuple[FwdRow, Traits, str | None]]:
+    rows: Iterable[Row], problem: FwdProblem, lengths: LengthClass, arch: ArchSpec
+) -> Iterator[tuple[Row, Traits, str | None]]:
     """The rows that may run a problem, best first: row, its traits with the problem's padded head dims, why not.
 
     Those made for the head dims come first, then those of the square that holds them. The one to take is the first
     with no reason why not.
     """
-    head_dim, head_dim_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    head_dim, head_dim_v = padded_head_dim(problem.operands.head_dim), padded_head_dim(problem.operands.head_dim_v)
     square = max(head_dim, head_dim_v)
     for made_for in dict.fromkeys([(head_dim, head_dim_v), (square, square)]):
         for row in rows:
-            fits = problem.mask in row.masks and problem.dtype in row.dtypes and shape in row.shapes
-            fits = fits and (row.softcap or not problem.has_softcap) and (row.lse or not problem.has_lse)
-            if fits and (row.traits.head_dim, row.traits.head_dim_v) == made_for:
+            if row.serves(problem, lengths) and (row.traits.head_dim, row.traits.head_dim_v) == made_for:
                 traits = dataclasses.replace(row.traits, head_dim=head_dim, head_dim_v=head_dim_v)
                 yield row, traits, traits.check(arch)
 
@@ -112,50 +116,51 @@ def current_target(device_index: int) -> str:
     return arch_of_capability(*torch.cuda.get_device_capability(device_index)).name
 
 
-def _table(target: str, family: Family | None) -> tuple[ArchSpec, Family]:
+def table_key(operation: Operation, target: str, family: Family | None) -> TableKey:
+    """The table of an operation on a target; `family` None is the target's best.
+
+    Raises:
+        ValueError: no such target or family.
+        NotImplementedError: the target does not run the family.
+    """
     arch = get_arch(target)
     if family is None:
-        return arch, arch.families[0]
+        return TableKey(operation, arch.name, arch.families[0])
     if family not in FAMILIES:
         raise ValueError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
     if family not in arch.families:
         runs = ", ".join(arch.families)
         raise NotImplementedError(f"family is {family!r}, which {arch.name} does not run; it runs: {runs}")
-    return arch, family
+    return TableKey(operation, arch.name, family)
 
 
-def _choose(
-    problem: FwdProblem, arch: ArchSpec, family: Family, shape: Shape, own_rows: Sequence[MeasuredRow]
-) -> Choice:
+def _choose(problem: FwdProblem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow]) -> Choice:
     """The choice from the user's rows, then the shipped ones."""
-    if shape not in SHAPES:
-        raise ValueError(f"shape is {shape!r}; allowed: {', '.join(SHAPES)}")
-    rows = (*(own.row for own in own_rows), *FWD_ROWS[arch.name, family])
+    if lengths not in LENGTH_CLASSES:
+        raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
+    rows = (*(own.row for own in own_rows), *TABLES[key])
     reasons = []
-    for row, traits, reason in offers(rows, problem, shape, arch):
+    for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target)):
         if reason is None:
             own = next((own for own in own_rows if own.row is row), None)
-            return Choice(family, traits, row, _source(row, traits, arch, own))
+            return Choice(key.family, traits, row, _source(row, traits, key, own))
         reasons.append(f"{row.traits.tile_m}x{row.traits.tile_n} {reason}")
+    operands, asked = problem.operands, ", ".join(name for name in FEATURES if name in problem.features)
     raise NotImplementedError(
-        f"no {family} row on {arch.name} runs head_dim {problem.head_dim}, head_dim_v {problem.head_dim_v}, "
-        f"mask {problem.mask}, dtype {problem.dtype}, softcap {_on(problem.has_softcap)}, lse {_on(problem.has_lse)}, "
-        f"shape {shape}; head dims with rows: {', '.join(dict.fromkeys(_title(row.traits) for row in rows))}"
+        f"no row of {key} runs head_dim {operands.head_dim}, head_dim_v {operands.head_dim_v}, "
+        f"mask {problem.scores.mask}, dtype {operands.qk_dtype}, features {asked or 'none'}, lengths {lengths}; "
+        f"head dims with rows: {', '.join(dict.fromkeys(_title(row.traits) for row in rows))}"
         + "".join(f"; {reason}" for reason in reasons)
     )
 
 
-def _source(row: FwdRow, traits: Traits, arch: ArchSpec, own: MeasuredRow | None) -> str:
-    """Where a choice comes from; `own` is the row as the user measured it, if it is the user's."""
+def _source(row: Row, traits: Traits, key: TableKey, own: MeasuredRow | None) -> str:
+    """Which table and row a choice comes from; `own` is the row as the user measured it, if it is the user's."""
     lent = "" if traits == row.traits else f" lent to {_title(traits)}"
     text = f"row of head dims {row.title}{lent}"
     if own is None:
-        return f"shipped table {arch.name}/{traits.family}, {text}"
-    return f"user's table {usertable.table_path(arch.name, traits.family)}, {text}, measured on {own.note}"
-
-
-def _on(flag: bool) -> str:
-    return "on" if flag else "off"
+        return f"shipped table {key}, {text}"
+    return f"user's table {usertable.table_path(key)}, {text}, measured on {own.note}"
 
 
 def _title(traits: Traits) -> str:

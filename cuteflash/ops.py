@@ -9,8 +9,8 @@
 What vmap, autocast and other transforms and modes of torch do with them is in `cuteflash.transforms`.
 Two operators, so that a call without LSE never allocates one. They are defined through `torch.library.Library`, whose
 call costs a third of what the `custom_op` decorator's does. A CUDA graph can capture a call once an earlier one with
-the same problem and shape class (`cuteflash.traits.shapes`) has compiled its kernel. The class is found where a plan is
-built, whose key has the lengths: no call pays for it, and nothing that traces symbolic lengths asks for it.
+the same problem and length class (`cuteflash.traits.length_class`) has compiled its kernel. The class is found when a
+plan is built, whose key has the lengths: no call pays for it, and nothing that traces symbolic lengths asks for it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch.compiler import is_dynamo_compiling
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from cuteflash.compile import compiled
-from cuteflash.dispatch import choose_fwd, current_target
+from cuteflash.dispatch import choose, current_target
 from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, UNBOUNDED, Dtype, FwdProblem, mask_of_window
 from cuteflash.reference.fa2 import flash_attention_2
-from cuteflash.traits.shapes import shape_of
+from cuteflash.traits.length_class import length_class_of
 from cuteflash.transforms import (
     NO_BACKWARD,
     autocast_changes,
@@ -114,15 +114,16 @@ def plan_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool
         return _without_kernel(o_shape, has_lse)
     target = current_target(q.device.index)
     mask, left, right = mask_of_window(options.window_left, options.window_right, q.shape[1])
-    base = (DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], mask, options.softcap > 0, has_lse)
-    problem = FwdProblem(*base)
+    problem = FwdProblem.dense(
+        DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], mask, softcap=options.softcap > 0, lse=has_lse
+    )
     heads_per_kv = q.shape[2] // k.shape[2]
-    shape = shape_of(q.shape[1], k.shape[1])
-    choice = choose_fwd(problem, target, options.family, shape)
+    shape = length_class_of(q.shape[1], k.shape[1])
+    choice = choose(problem, target, options.family, shape)
     pack = options.pack_gqa
     if pack or (pack is None and should_pack(q.shape[1], heads_per_kv, choice.traits.tile_m)):
-        problem = FwdProblem(*base, packed_heads=heads_per_kv)
-        choice = choose_fwd(problem, target, options.family, shape)
+        problem = problem.packed(heads_per_kv)
+        choice = choose(problem, target, options.family, shape)
     kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
     scale = q.shape[3] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count

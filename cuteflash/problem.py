@@ -2,19 +2,29 @@
 
 A problem never holds a length, a batch size, a stride, a scale or a window size: those are run-time
 arguments of the compiled kernel, so calls that differ only in them share one compilation.
+
+Problems are composed: `Operands` are the matrices of the two products, `Scores` what happens to a score between them,
+`Storage` how sequences lie in memory. An operation's problem adds what only that operation knows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import ClassVar, Literal, Self, get_args
 
+Operation = Literal["fwd"]
 Dtype = Literal["fp16", "bf16"]
 MaskKind = Literal["full", "causal", "window"]
+StorageKind = Literal["dense", "varlen"]
+Feature = Literal["softcap", "lse", "varlen"]
 
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 MASK_KINDS: tuple[str, ...] = get_args(MaskKind)
+STORAGE_KINDS: tuple[str, ...] = get_args(StorageKind)
+FEATURES: tuple[Feature, ...] = get_args(Feature)
 
+DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2}
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
 PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
@@ -22,38 +32,141 @@ UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond 
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
 
 
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class FwdProblem:
-    """One forward attention kernel to generate.
+class Operands:
+    """The matrices of S = Q Kᵀ and O = P V.
 
     Attributes:
-        dtype: element type of Q, K, V and O.
+        qk_dtype: element type of Q and K.
+        pv_dtype: element type of V, and of P as the second product reads it.
+        o_dtype: element type of O.
         head_dim: columns of Q and K; a multiple of 8 up to 256.
         head_dim_v: columns of V and O; a multiple of 8 up to 256.
-        mask: ``"full"``, ``"causal"`` (bottom-right aligned) or ``"window"`` (both edges at run time).
-        has_softcap: scores pass through ``softcap * tanh(score / softcap)``.
-        has_lse: the log-sum-exp of each row is written, fp32, natural log.
         packed_heads: query heads of one KV head folded into the rows of a tile (``pack_gqa``); 1 is none.
     """
 
-    dtype: Dtype
+    qk_dtype: Dtype
+    pv_dtype: Dtype
+    o_dtype: Dtype
     head_dim: int
     head_dim_v: int
-    mask: MaskKind = "full"
-    has_softcap: bool = False
-    has_lse: bool = False
     packed_heads: int = 1
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
-        if self.mask not in MASK_KINDS:
-            raise ValueError(f"mask is {self.mask!r}; allowed: {', '.join(MASK_KINDS)}")
+        _check_choice("dtype", self.qk_dtype, DTYPES)
+        for name in ("pv_dtype", "o_dtype"):
+            if getattr(self, name) != self.qk_dtype:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {self.qk_dtype!r}, that of Q and K")
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of one key's K and V."""
+        return self.head_dim * DTYPE_BYTES[self.qk_dtype] + self.head_dim_v * DTYPE_BYTES[self.pv_dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """What happens to the scores before their softmax.
+
+    Attributes:
+        mask: ``"full"``, ``"causal"`` (bottom-right aligned) or ``"window"`` (both edges at run time).
+        softcap: scores pass through ``softcap * tanh(score / softcap)`` before the mask.
+    """
+
+    mask: MaskKind = "full"
+    softcap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("mask", self.mask, MASK_KINDS)
+
+    @property
+    def has_left_edge(self) -> bool:
+        """Whether keys may be hidden before the first visible one."""
+        return self.mask == "window"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Storage:
+    """How the sequences of a batch lie in memory.
+
+    Attributes:
+        q: of Q and O. ``"dense"``: one length for all, a batch mode. ``"varlen"``: one after the other, each with its
+            own length.
+        k: of K and V, likewise.
+    """
+
+    q: StorageKind = "dense"
+    k: StorageKind = "dense"
+
+    def __post_init__(self) -> None:
+        for name in ("q", "k"):
+            _check_choice(f"storage of {name}", getattr(self, name), STORAGE_KINDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FwdProblem:
+    """One forward attention kernel to generate.
+
+    Attributes:
+        operands, scores, storage: see there.
+        has_lse: the log-sum-exp of each row is written, fp32, natural log.
+    """
+
+    operation: ClassVar[Operation] = "fwd"
+
+    operands: Operands
+    scores: Scores = Scores()
+    storage: Storage = Storage()
+    has_lse: bool = False
+
+    @classmethod
+    def dense(
+        cls,
+        dtype: Dtype,
+        head_dim: int,
+        head_dim_v: int,
+        mask: MaskKind = "full",
+        *,
+        softcap: bool = False,
+        lse: bool = False,
+        packed_heads: int = 1,
+    ) -> Self:
+        """A problem whose operands have one element type and whose sequences have one length."""
+        operands = Operands(dtype, dtype, dtype, head_dim, head_dim_v, packed_heads)
+        return cls(operands, Scores(mask, softcap), has_lse=lse)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What it asks for beyond a mask, which not every row serves."""
+        asked: dict[Feature, bool] = {
+            "softcap": self.scores.softcap,
+            "lse": self.has_lse,
+            "varlen": self.storage != Storage(),
+        }
+        return frozenset(name for name, there in asked.items() if there)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a query may see no key of a block that its tile visits, or none at all."""
+        return self.scores.mask != "full" or self.storage != Storage()
+
+    def packed(self, heads: int) -> Self:
+        """The same with `heads` query heads of one KV head in the rows of a tile."""
+        return dataclasses.replace(self, operands=dataclasses.replace(self.operands, packed_heads=heads))
+
+    def asking(self, *, softcap: bool, lse: bool) -> Self:
+        """The same with and without what rows are compiled with and without."""
+        return dataclasses.replace(self, scores=dataclasses.replace(self.scores, softcap=softcap), has_lse=lse)
 
 
 def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[MaskKind, int, int]:
@@ -75,3 +188,19 @@ def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[
     if window_left < 0 and window_right == 0:
         return "causal", left, right
     return "window", left, right
+
+
+def problem_id(problem: FwdProblem) -> str:
+    """Identity of a problem, readable: `"bf16 128x128 causal"`, then `softcap`, `lse`, `packed 4` where they apply."""
+    operands = problem.operands
+    extras: list[str] = [name for name in FEATURES if name in problem.features]
+    if operands.packed_heads > 1:
+        extras.append(f"packed {operands.packed_heads}")
+    return " ".join(
+        [
+            problem.operands.qk_dtype,
+            f"{problem.operands.head_dim}x{problem.operands.head_dim_v}",
+            problem.scores.mask,
+            *extras,
+        ]
+    )

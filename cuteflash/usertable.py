@@ -1,8 +1,8 @@
 """The user's own tables: rows that a sweep measured on the user's GPU, which dispatch prefers to the shipped ones.
 
-One JSON file a table, ``fwd-<target>-<family>.json``, in the config directory: $CUTEFLASH_CONFIG_DIR, or `cuteflash`
-under $XDG_CONFIG_HOME or ~/.config. A process reads each file once. One that cannot be believed, or that another
-version of cuteflash wrote, for whose kernels it may be wrong, is reported and left aside: the shipped table serves.
+One JSON file a table, ``<operation>-<target>-<family>.json``, in the config directory: $CUTEFLASH_CONFIG_DIR, or
+`cuteflash` under $XDG_CONFIG_HOME or ~/.config. A process reads each file once. One that fails its checks or is from
+another version of cuteflash is reported and left aside: the shipped table serves.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from cuteflash.files import NoDirectoryError, replace_file, user_directory
-from cuteflash.traits.arch import ArchSpec, Family, get_arch
-from cuteflash.traits.row import FWD_TRAITS, ROW_HEAD_DIMS, FwdRow, Traits
+from cuteflash.problem import OPERATIONS
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.row import ROW_HEAD_DIMS, TRAITS, Row, TableKey, Traits
 
-FORMAT = 1
+FORMAT = 2
 VARIABLE = "CUTEFLASH_CONFIG_DIR"
 MOVES = f"{VARIABLE} moves it"
 
@@ -46,7 +47,7 @@ class MeasuredRow:
         tflops: speed over what the row serves, TFLOP/s.
     """
 
-    row: FwdRow
+    row: Row
     gpu: str
     date: str
     tflops: float
@@ -78,39 +79,39 @@ def _directory_of_tables() -> pathlib.Path | None:
     return _directory() if os.environ.get(VARIABLE) else config_dir()
 
 
-def table_path(target: str, family: Family) -> pathlib.Path | None:
+def table_path(key: TableKey) -> pathlib.Path | None:
     """The file of a table, there or not; None where there is no config directory."""
     root = config_dir()
-    return None if root is None else root / _file_name(target, family)
+    return None if root is None else root / _file_name(key)
 
 
-def _file_name(target: str, family: Family) -> str:
-    return f"fwd-{target}-{family}.json"
+def _file_name(key: TableKey) -> str:
+    return f"{'-'.join(key)}.json"
 
 
 @functools.cache
-def load(target: str, family: Family) -> tuple[MeasuredRow, ...]:
+def load(key: TableKey) -> tuple[MeasuredRow, ...]:
     """The user's rows, none where there is no table. TableWarning, once a process, where there is an unusable one."""
     try:
-        return read(target, family)
+        return read(key)
     except TableError as error:
-        warnings.warn(f"the shipped table {target}/{family} is used, because {error}", TableWarning, stacklevel=2)
+        warnings.warn(f"the shipped table {key} is used, because {error}", TableWarning, stacklevel=2)
         return ()
 
 
-def read(target: str, family: Family) -> tuple[MeasuredRow, ...]:
+def read(key: TableKey) -> tuple[MeasuredRow, ...]:
     """The user's rows as the file has them now, none where there is no file.
 
     Raises:
-        TableError: the file cannot be read, is corrupt or outdated, or has a row that `target` does not run; or
+        TableError: the file cannot be read, is corrupt or outdated, or has a row that its target does not run; or
             CUTEFLASH_CONFIG_DIR names a home that does not exist.
     """
     root = _directory_of_tables()
     if root is None:
         return ()
-    path = root / _file_name(target, family)
+    path = root / _file_name(key)
     try:
-        return _parse(path.read_bytes(), get_arch(target), family)
+        return _parse(path.read_bytes(), key)
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except (OSError, ValueError) as error:
@@ -130,23 +131,22 @@ def check_writable() -> pathlib.Path:
         raise TableError(f"config directory {root} cannot be written: {error}; {MOVES}") from error
 
 
-def write(target: str, family: Family, rows: Iterable[MeasuredRow]) -> pathlib.Path:
+def write(key: TableKey, rows: Iterable[MeasuredRow]) -> pathlib.Path:
     """Replaces the user's table, whole or not at all; returns its path. Processes that have read it do not see it.
 
     Raises:
         TableError: a row is not one of this table, or the directory cannot be written.
     """
-    path = check_writable() / _file_name(target, family)
+    path = check_writable() / _file_name(key)
     table = {
         "format": FORMAT,
         "cuteflash": version(),
-        "target": target,
-        "family": family,
+        **key._asdict(),
         "rows": [_values(measured) for measured in rows],
     }
     content = json.dumps(table, indent=1).encode()
     try:
-        _parse(content, get_arch(target), family)  # what is written can be read
+        _parse(content, key)  # what is written can be read
         replace_file(path, content)
     except (OSError, ValueError) as error:
         raise TableError(f"the user's table {path} is not written: {error}") from error
@@ -157,7 +157,11 @@ def write(target: str, family: Family, rows: Iterable[MeasuredRow]) -> pathlib.P
 def remove() -> list[pathlib.Path]:
     """Removes every table of the user, readable or not; returns their paths. TableError where one cannot be removed."""
     root = _directory_of_tables()
-    paths = sorted(root.glob("fwd-*.json")) if root is not None else []
+    paths = (
+        sorted(path for operation in OPERATIONS for path in root.glob(f"{operation}-*.json"))
+        if root is not None
+        else []
+    )
     for path in paths:
         try:
             path.unlink(missing_ok=True)
@@ -182,7 +186,7 @@ def _values(measured: MeasuredRow) -> dict[str, Any]:
     return row | values
 
 
-def _parse(content: bytes, arch: ArchSpec, family: Family) -> tuple[MeasuredRow, ...]:
+def _parse(content: bytes, key: TableKey) -> tuple[MeasuredRow, ...]:
     """The rows of a file's content. ValueError says what is wrong with it, and with which row."""
     try:
         table = json.loads(content)
@@ -190,39 +194,39 @@ def _parse(content: bytes, arch: ArchSpec, family: Family) -> tuple[MeasuredRow,
         raise ValueError(f"it is no JSON ({error})") from error
     if not isinstance(table, dict):
         raise ValueError(f"it holds a {type(table).__name__}, not a table")
-    expected = {"format": FORMAT, "cuteflash": version(), "target": arch.name, "family": family}
+    expected = {"format": FORMAT, "cuteflash": version(), **key._asdict()}
     for name, value in expected.items():
         if table.get(name) != value:
             raise ValueError(f"it is outdated or of another table: its {name} is {table.get(name)!r}, not {value!r}")
     parsed = []
     for index, values in enumerate(_field(table, "rows", list), start=1):
         try:
-            parsed.append(_measured_row(values, arch, family))
+            parsed.append(_measured_row(values, key))
         except (TypeError, ValueError, ArithmeticError) as error:  # numbers that no check foresees divide by zero
             raise ValueError(f"row {index}: {error}") from error
     return tuple(parsed)
 
 
-def _measured_row(values: Any, arch: ArchSpec, family: Family) -> MeasuredRow:
-    traits = _traits(_field(values, "traits", dict), family)
+def _measured_row(values: Any, key: TableKey) -> MeasuredRow:
+    traits = _traits(_field(values, "traits", dict), key)
     for name in ("head_dim", "head_dim_v"):
         if getattr(traits, name) not in ROW_HEAD_DIMS:
             allowed = ", ".join(map(str, ROW_HEAD_DIMS))
             raise ValueError(f"its traits' {name} is {getattr(traits, name)}; allowed: {allowed}")
-    reason = traits.check(arch)
+    reason = traits.check(get_arch(key.target))
     if reason is not None:
-        raise ValueError(f"{arch.name} does not run it: {reason}")
-    masks, dtypes, shapes = (tuple(_field(values, name, list)) for name in ("masks", "dtypes", "shapes"))
+        raise ValueError(f"{key.target} does not run it: {reason}")
+    served = {name: tuple(_field(values, name, list)) for name in ("masks", "dtypes", "lengths", "without")}
     tflops = _field(values, "tflops", float, int)
     if not 0 < tflops < math.inf:
         raise ValueError(f"its tflops is {tflops}; allowed: a positive number")
-    row = FwdRow(traits, masks, dtypes, shapes, _field(values, "softcap", bool), _field(values, "lse", bool))
+    row = Row(traits, **served)
     return MeasuredRow(row, _field(values, "gpu", str), _field(values, "date", str), tflops)
 
 
-def _traits(values: dict[str, Any], family: Family) -> Traits:
+def _traits(values: dict[str, Any], key: TableKey) -> Traits:
     """The traits, fields that are not there at their defaults."""
-    fields = {field.name: field.default for field in dataclasses.fields(FWD_TRAITS[family])}
+    fields = {field.name: field.default for field in dataclasses.fields(TRAITS[key.operation, key.family])}
     unknown = sorted(values.keys() - fields.keys())
     if unknown:
         raise ValueError(f"its traits have {', '.join(unknown)}, which this version does not know")
@@ -231,7 +235,7 @@ def _traits(values: dict[str, Any], family: Family) -> Traits:
         for name, default in fields.items()
         if name in values or default is dataclasses.MISSING
     }
-    return FWD_TRAITS[family](**needed)
+    return TRAITS[key.operation, key.family](**needed)
 
 
 def _field(values: Any, name: str, *kinds: type) -> Any:

@@ -10,9 +10,8 @@ import re
 import zlib
 from typing import Any, Final
 
-from cuteflash.traits.arch import Family
-from cuteflash.traits.row import FwdRow, Traits
-from cuteflash.traits.tables import FWD_MODULES, FWD_ROWS
+from cuteflash.traits.row import Row, TableKey, Traits
+from cuteflash.traits.tables import MODULES, TABLES
 from cuteflash.tune.tables import read_shipped
 
 NOTE: Final = re.compile(r"(.+), (\d{4}-\d{2}-\d{2}), (\d+) TFLOP/s")  # as `usertable.MeasuredRow.note` has it
@@ -20,32 +19,32 @@ SHOWN_ELSEWHERE: Final = ("tile_m", "tile_n", "head_dim", "head_dim_v")
 
 
 @functools.cache
-def _notes(target: str, family: Family) -> dict[FwdRow, str]:
+def _notes(table: TableKey) -> dict[Row, str]:
     """The comment beside each row of a table, as the files of its modules have it."""
-    paths = [pathlib.Path(str(module.__file__)) for module in FWD_MODULES[target, family]]
+    paths = [pathlib.Path(str(module.__file__)) for module in MODULES[table]]
     return {noted.row: noted.note for path in reversed(paths) for noted in reversed(read_shipped(path))}
 
 
-def speed(target: str, family: Family, row: FwdRow) -> dict[str, Any] | None:
+def speed(table: TableKey, row: Row) -> dict[str, Any] | None:
     """{"gpu", "date", "tflops"} of a shipped row; None if it was not measured."""
-    found = NOTE.fullmatch(_notes(target, family)[row])
+    found = NOTE.fullmatch(_notes(table)[row])
     return {"gpu": found[1], "date": found[2], "tflops": int(found[3])} if found else None
 
 
-def apart(target: str, family: Family, traits: Traits) -> dict[str, Any]:
+def apart(table: TableKey, traits: Traits) -> dict[str, Any]:
     """The traits beside the tile in which a row is not like most rows of its table."""
-    usual = _usual(target, family)
+    usual = _usual(table)
     own = dataclasses.asdict(traits)
     return {name: value for name, value in own.items() if name not in SHOWN_ELSEWHERE and value != usual[name]}
 
 
-def kin(target: str, family: Family, row: FwdRow) -> str:
+def kin(table: TableKey, row: Row) -> str:
     """The same for the same row of all targets that share a table."""
-    names = [module.__name__ for module in FWD_MODULES[target, family]]
+    names = [module.__name__ for module in MODULES[table]]
     return f"{zlib.crc32(repr((names, row)).encode()):08x}"
 
 
 @functools.cache
-def _usual(target: str, family: Family) -> dict[str, Any]:
-    rows = [dataclasses.asdict(row.traits) for row in FWD_ROWS[target, family]]
+def _usual(table: TableKey) -> dict[str, Any]:
+    rows = [dataclasses.asdict(row.traits) for row in TABLES[table]]
     return {name: collections.Counter(row[name] for row in rows).most_common(1)[0][0] for name in rows[0]}

@@ -7,7 +7,7 @@ from typing import Any
 
 from cuteflash.page import Page
 from cuteflash.traits.docs import attribute_docs
-from cuteflash.traits.row import FWD_TRAITS
+from cuteflash.traits.row import TRAITS
 
 SCHEMA = 1
 PAGE = Page(
@@ -87,5 +87,5 @@ def page_data(
         "scene": scene,
         "gallery": None if gallery is None else list(gallery),
         "lessons": lessons,
-        "traits": {family: attribute_docs(kind) for family, kind in FWD_TRAITS.items()},
+        "traits": {family: attribute_docs(kind) for (_, family), kind in TRAITS.items()},
     }

@@ -44,10 +44,10 @@ class ReaderSm80:
         problem, kernel, plan = self.problem, self.kernel, self.traits.smem_plan
         share = "V's first stage lies over Q, which is in registers by then. " if self.traits.share_q_v_smem else ""
         return (
-            global_tile(self.frame, "Q", problem.head_dim, "A block's queries of one head."),
-            global_tile(self.frame, "K", problem.head_dim, "One block of keys."),
-            global_tile(self.frame, "V", problem.head_dim_v, "One block of values."),
-            global_tile(self.frame, "O", problem.head_dim_v, "The block's output."),
+            global_tile(self.frame, "Q", problem.operands.head_dim, "A block's queries of one head."),
+            global_tile(self.frame, "K", problem.operands.head_dim, "One block of keys."),
+            global_tile(self.frame, "V", problem.operands.head_dim_v, "One block of values."),
+            global_tile(self.frame, "O", problem.operands.head_dim_v, "The block's output."),
             shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, False, share),
             shared_tile("K", kernel.smem_layout_k(), plan["k"].start, False, ""),
             shared_tile("V", kernel.smem_layout_v(), plan["v"].start, False, share),
@@ -139,7 +139,7 @@ class ReaderSm80:
 
     def _block(self) -> tuple[Step, ...]:
         """The steps of one key block."""
-        mma = MMA.format(ptx_type(self.problem.dtype))
+        mma = MMA.format(ptx_type(self.problem.operands.qk_dtype))
         soften = Soften(self.frame, self.of, self.problem, WARPS)
         return (
             self._product(

@@ -84,10 +84,10 @@ class ReaderSm90:
         if not self.traits.p_in_regs:
             shared.insert(2, shared_tile("P", kernel.smem_layout_p(), plan["p"].start, True, "", parts))
         return (
-            global_tile(self.frame, "Q", problem.head_dim, "A block's queries of one head."),
-            global_tile(self.frame, "K", problem.head_dim, "One block of keys."),
-            global_tile(self.frame, "V", problem.head_dim_v, "One block of values."),
-            global_tile(self.frame, "O", problem.head_dim_v, "The block's output."),
+            global_tile(self.frame, "Q", problem.operands.head_dim, "A block's queries of one head."),
+            global_tile(self.frame, "K", problem.operands.head_dim, "One block of keys."),
+            global_tile(self.frame, "V", problem.operands.head_dim_v, "One block of values."),
+            global_tile(self.frame, "O", problem.operands.head_dim_v, "The block's output."),
             *shared,
         )
 
@@ -138,7 +138,7 @@ class ReaderSm90:
             start = cute.make_ptr(self.kernel.dtype, 0, cute.AddressSpace.gmem, assumed_align=16)
             return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
 
-        wide, narrow = self.problem.head_dim, self.problem.head_dim_v
+        wide, narrow = self.problem.operands.head_dim, self.problem.operands.head_dim_v
         return self.kernel.make_tma(example(wide), example(wide), example(narrow), example(narrow))
 
     def _transfer(self, tensor: str, atom: Any, coords: Any, note: str) -> Step:
@@ -274,7 +274,7 @@ class ReaderSm90:
             id=id,
             title=title,
             kind="wgmma",
-            instruction=WGMMA.format(n=n, dtype=ptx_type(self.problem.dtype)),
+            instruction=WGMMA.format(n=n, dtype=ptx_type(self.problem.operands.qk_dtype)),
             role=WARPGROUPS,
             repeat="every key block",
             phase="loop",

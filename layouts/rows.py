@@ -10,12 +10,12 @@ from typing import Any, cast
 import numpy as np
 
 from cuteflash.compile import BuildReport
-from cuteflash.dispatch import FWD_KERNELS, Choice, choose_shipped_fwd
-from cuteflash.problem import FwdProblem
+from cuteflash.dispatch import KERNELS, Choice, choose_shipped
+from cuteflash.problem import FEATURES, FwdProblem
 from cuteflash.traits.arch import Family, get_arch
-from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
-from cuteflash.traits.shapes import SHAPES
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.length_class import LENGTH_CLASSES
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey
+from cuteflash.traits.tables import TABLES
 
 from .banks import WARP, ways
 from .budget import budget
@@ -28,9 +28,9 @@ class ShippedRow:
     """A row of the shipped tables, and a problem that it runs.
 
     Attributes:
-        masks, dtypes, shapes: all that the row serves and no row above it takes; `problem` has the first mask and
+        masks, dtypes, lengths: all that the row serves and no row above it takes; `problem` has the first mask and
             dtype.
-        choice: the shipped tables' for `problem` and the first of `shapes`.
+        choice: the shipped tables' for `problem` and the first of `lengths`.
     """
 
     target: str
@@ -38,22 +38,26 @@ class ShippedRow:
     problem: FwdProblem
     masks: tuple[str, ...]
     dtypes: tuple[str, ...]
-    shapes: tuple[str, ...]
+    lengths: tuple[str, ...]
     choice: Choice
+
+    @property
+    def table(self) -> TableKey:
+        return TableKey(self.problem.operation, self.target, self.family)
 
 
 def shipped_rows() -> Iterator[ShippedRow]:
     """Every row of every table, each with a problem that the shipped tables give to it; a user's own play no part."""
-    for (target, family), rows in FWD_ROWS.items():
+    for (_, target, family), rows in TABLES.items():
         for row in rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
                 served = _served(row, head_dim_v, target, family)
                 if served:
-                    problems, shapes, choices = zip(*served, strict=True)
-                    masks = tuple(dict.fromkeys(problem.mask for problem in problems))
-                    dtypes = tuple(dict.fromkeys(problem.dtype for problem in problems))
-                    shapes = tuple(shape for shape in SHAPES if shape in shapes)
-                    yield ShippedRow(target, family, problems[0], masks, dtypes, shapes, choices[0])
+                    problems, classes, choices = zip(*served, strict=True)
+                    masks = tuple(dict.fromkeys(problem.scores.mask for problem in problems))
+                    dtypes = tuple(dict.fromkeys(problem.operands.qk_dtype for problem in problems))
+                    lengths = tuple(one for one in LENGTH_CLASSES if one in classes)
+                    yield ShippedRow(target, family, problems[0], masks, dtypes, lengths, choices[0])
                     break
 
 
@@ -62,19 +66,19 @@ def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
     return (size for size in reversed(ROW_HEAD_DIMS) if size <= head_dim_v)
 
 
-def _served(row: FwdRow, head_dim_v: int, target: str, family: Family) -> list[tuple[FwdProblem, str, Choice]]:
-    """What the row runs at its head_dim and this head_dim_v, bf16 and long first: problem, shape class, choice.
+def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tuple[FwdProblem, str, Choice]]:
+    """What the row runs at its head_dim and this head_dim_v, bf16 and long first: problem, length class, choice.
 
     Problems with a log-sum-exp or a softcap count only where the row runs no other.
     """
     dtypes = sorted(row.dtypes, key=lambda name: name != "bf16")
-    for extra in ({}, {"has_lse": True}, {"has_softcap": True}):
+    for extra in ({}, {"lse": True}, {"softcap": True}):
         served = []
-        for dtype, mask, shape in itertools.product(dtypes, row.masks, reversed(row.shapes)):
-            problem = FwdProblem(cast(Any, dtype), row.traits.head_dim, head_dim_v, cast(Any, mask), **extra)
-            choice = choose_shipped_fwd(problem, target, family, cast(Any, shape))
+        for dtype, mask, lengths in itertools.product(dtypes, row.masks, reversed(row.lengths)):
+            problem = FwdProblem.dense(cast(Any, dtype), row.traits.head_dim, head_dim_v, cast(Any, mask), **extra)
+            choice = choose_shipped(problem, target, family, cast(Any, lengths))
             if choice.row == row:
-                served.append((problem, shape, choice))
+                served.append((problem, lengths, choice))
         if served:
             return served
     return []
@@ -91,7 +95,7 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
     from .read_sm90 import ReaderSm90
 
     traits, arch = choice.traits, get_arch(target)
-    module, name = FWD_KERNELS[choice.family]
+    module, name = KERNELS[problem.operation, choice.family]
     with context(target):
         kernel = choice.kernel_cls(traits, problem)
         reader = ReaderSm90(kernel) if choice.family == "sm90" else ReaderSm80(kernel)
@@ -104,12 +108,12 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
                 "module": module,
                 "family": choice.family,
                 "arch": target,
-                "dtype": problem.dtype,
+                "dtype": problem.operands.qk_dtype,
                 "element_bytes": 2,
-                "head_dim": problem.head_dim,
-                "head_dim_v": problem.head_dim_v,
-                "mask": problem.mask,
-                "shapes": list(choice.row.shapes),
+                "head_dim": problem.operands.head_dim,
+                "head_dim_v": problem.operands.head_dim_v,
+                "mask": problem.scores.mask,
+                "lengths": list(choice.row.lengths),
                 "source": choice.source,
                 "traits": dataclasses.asdict(traits),
                 "threads": traits.num_threads,
@@ -129,14 +133,15 @@ def scene_id(problem: FwdProblem, target: str, choice: Choice) -> str:
 
 
 def _dims(problem: FwdProblem) -> str:
-    return f"{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+    wide, narrow = problem.operands.head_dim, problem.operands.head_dim_v
+    return f"{wide}" if wide == narrow else f"{wide}x{narrow}"
 
 
 def _words(problem: FwdProblem, choice: Choice) -> list[str]:
     """Mask and dtype, and what is special; of a row that runs at any length, not a word about lengths."""
-    special = [name for name in ("softcap", "lse") if getattr(problem, f"has_{name}")]
-    special += choice.row.shapes if choice.row.shapes != SHAPES else []
-    return [problem.mask, problem.dtype, *special]
+    special: list[str] = [name for name in FEATURES if name in problem.features]
+    special += choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else []
+    return [problem.scores.mask, problem.operands.qk_dtype, *special]
 
 
 def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) -> np.ndarray[Any, Any]:

@@ -43,7 +43,9 @@ def chosen_rows(
     rows = [
         row
         for row in shipped_rows()
-        if row.target in targets and row.family in families and (head_dims is None or row.problem.head_dim in head_dims)
+        if row.target in targets
+        and row.family in families
+        and (head_dims is None or row.problem.operands.head_dim in head_dims)
     ]
     if not rows:
         raise ValueError("no row of the shipped tables is left by the given options")
@@ -95,13 +97,13 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "head_dim_v": kernel["head_dim_v"],
         "mask": ", ".join(row.masks),
         "dtype": ", ".join(row.dtypes),
-        "shape": ", ".join(row.shapes),
+        "lengths": ", ".join(row.lengths),
         "file": f"{scene.id}.html",
         "tile": f"{traits['tile_m']}x{traits['tile_n']}",
         "threads": kernel["threads"],
         "smem_bytes": scene.budget["smem"]["total"],
         "worst_ways": worst_ways(scene),
-        "apart": apart(row.target, row.family, row.choice.traits),
-        "speed": speed(row.target, row.family, row.choice.row),
-        "kin": kin(row.target, row.family, row.choice.row),
+        "apart": apart(row.table, row.choice.traits),
+        "speed": speed(row.table, row.choice.row),
+        "kin": kin(row.table, row.choice.row),
     }

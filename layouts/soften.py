@@ -144,10 +144,10 @@ class Soften:
         return self.of["P"].touch_k_blocks(id, mode, self.frame.first_thread)
 
     def _rounding(self) -> str:
-        return f"cvt.rn.{ptx_type(self.problem.dtype)}x2.f32"
+        return f"cvt.rn.{ptx_type(self.problem.operands.qk_dtype)}x2.f32"
 
     def _capped(self, instruction: str) -> str:
-        return f"tanh.approx.f32, {instruction}" if self.problem.has_softcap else instruction
+        return f"tanh.approx.f32, {instruction}" if self.problem.scores.softcap else instruction
 
 
 def _exponentials(rows: int) -> str:

@@ -25,12 +25,11 @@ import tempfile
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cuteflash.dispatch import choose_shipped_fwd, forward_kernel
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.dispatch import choose_shipped, kernel_class
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
+from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Traits
-from cuteflash.traits.shapes import SHAPES
-from cuteflash.traits.tables import FWD_ROWS
-from cuteflash.tune.store import problem_id
+from cuteflash.traits.tables import TABLES
 
 ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
 SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
@@ -58,21 +57,21 @@ def _fields(traits: Traits) -> tuple[dataclasses.Field, ...]:
 
 def row_kernels(hardest: bool = True) -> list[Case]:
     """Each kernel of the tables once, with the most or the least demanding of the problems that it runs."""
-    features = itertools.product((True, False), (True, False), reversed(MASK_KINDS), reversed(DTYPES), SHAPES)
+    features = itertools.product((True, False), (True, False), reversed(MASK_KINDS), reversed(DTYPES), LENGTH_CLASSES)
     order = list(features) if hardest else list(features)[::-1]
     kernels: dict[tuple[str, Traits], FwdProblem] = {}
-    for (target, family), rows in FWD_ROWS.items():
+    for (_, target, family), rows in TABLES.items():
         made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
-        for (softcap, lse, mask, dtype, shape), head_dims in itertools.product(order, made_for):
-            problem = FwdProblem(dtype, *head_dims, mask, has_softcap=softcap, has_lse=lse)
-            kernels.setdefault((target, choose_shipped_fwd(problem, target, family, shape).traits), problem)
+        for (softcap, lse, mask, dtype, lengths), head_dims in itertools.product(order, made_for):
+            problem = FwdProblem.dense(dtype, *head_dims, mask, softcap=softcap, lse=lse)
+            kernels.setdefault((target, choose_shipped(problem, target, family, lengths).traits), problem)
     return [Case(*key, problem) for key, problem in kernels.items()]
 
 
 def all_cases() -> list[Case]:
     """What a record holds: of each row's kernel two problems, and the least demanding one with packed heads, too."""
     light = row_kernels(hardest=False)
-    packed = [case._replace(problem=dataclasses.replace(case.problem, packed_heads=PACKED)) for case in light]
+    packed = [case._replace(problem=case.problem.packed(PACKED)) for case in light]
     return list(dict.fromkeys([*row_kernels(), *light, *packed]))
 
 
@@ -96,7 +95,7 @@ def code_hash(case: Case) -> tuple[str, str]:
     """(name, hash) of a kernel, compiled now."""
     from cutlass import cute
 
-    kernel = forward_kernel(case.traits.family)(case.traits, case.problem)
+    kernel = kernel_class(case.traits)(case.traits, case.problem)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch={case.target} --enable-tvm-ffi --keep-cubin --dump-dir {folder}"
         cute.compile(kernel, *kernel.fake_args(), options=options)

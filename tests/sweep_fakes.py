@@ -19,14 +19,14 @@ import time
 from typing import Any
 
 from cuteflash.compile import BuildReport, Resources
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FwdProblem, problem_id
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.backend import Backend, Machine
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel
 from cuteflash.tune.plan import Limits, Plan
 from cuteflash.tune.progress import Display
-from cuteflash.tune.store import Store, problem_id
+from cuteflash.tune.store import Store
 from cuteflash.tune.timing import Rules
 from tests.patience import PATIENCE
 
@@ -171,7 +171,7 @@ class FakeBench:
 
 
 def make_plan(**changes: Any) -> Plan:
-    """A small plan over `TRAITS` and two cells of different shape classes."""
+    """A small plan over `TRAITS` and two cells of different length classes."""
     limits = Limits(compile=PATIENCE, gate=PATIENCE, sample=PATIENCE)
     plan = Plan(TARGET, ("sm80",), CELLS, traits=TRAITS, jobs=1, rules=Rules(rounds=5), limits=limits)
     return dataclasses.replace(plan, **changes)

@@ -10,15 +10,15 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cuteflash.dispatch import choose_shipped_fwd
-from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.dispatch import choose_shipped
+from cuteflash.problem import DTYPES, MASK_KINDS, problem_id
 from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.length_class import LENGTH_CLASSES, length_class_of
 from cuteflash.traits.row import Traits
-from cuteflash.traits.shapes import SHAPES, shape_of
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.rank import beyond, estimate, shortlist
 from cuteflash.tune.space import enumerate_fwd, prune
-from cuteflash.tune.store import Store, Timing, Verdict, candidate_id, problem_id
+from cuteflash.tune.store import Store, Timing, Verdict, candidate_id
 from cuteflash.tune.timing import Rules, interval, losers, median
 
 GPU, DRIVER, SOURCE = "NVIDIA H200", "570.124.06", "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
@@ -83,8 +83,8 @@ class Filler:
 
     def _prune(self, family: Family, head_dim: int) -> dict[str, Traits]:
         problems = [Cell(head_dim, mask, 4096, dtype).problem for mask in MASK_KINDS for dtype in DTYPES]
-        rows = itertools.product(problems, SHAPES)
-        always = dict.fromkeys(choose_shipped_fwd(one, self.sweep.target, family, shape).traits for one, shape in rows)
+        rows = itertools.product(problems, LENGTH_CLASSES)
+        always = dict.fromkeys(choose_shipped(one, self.sweep.target, family, lengths).traits for one, lengths in rows)
         self.always = {candidate_id(family, traits) for traits in always}
         judged = prune(dict.fromkeys([*enumerate_fwd(family, head_dim, head_dim), *always]), self.arch)
         order = shortlist([one for one, reason in judged if reason is None], self.arch, list(always))
@@ -134,20 +134,20 @@ class Filler:
         behind: dict[str, set[str]] = {}
         for cell in cells:
             self.store.add_cell(cell.id, dataclasses.asdict(cell))
-            shape = shape_of(cell.seqlen_q, cell.seqlen)
+            lengths = length_class_of(cell.seqlen_q, cell.seqlen)
             slower = 1.25 if family == "sm80" else 1.0
             floor = slower * cell.flops / (BEST * _fill(cell) * 1e9)
             means = {
                 name: floor * (clocks[name] / fastest) ** _weight(cell) * (1 + 64 * traits.tile_m / 128 / cell.seqlen)
                 for name, traits in racers.items()
-                if name not in behind.setdefault(shape, set()) or name in self.always
+                if name not in behind.setdefault(lengths, set()) or name in self.always
             }
             peers = {name: floor / slower / speed for name, speed in PEERS.items() if self.sweep.peers}
             if cell.mask == "window":
                 peers = {name: ms for name, ms in peers.items() if name == "peer:fa4"}
             samples: dict[str, list[float]] = {name: [] for name in means | peers}
             self._rounds(samples, means | peers)
-            behind[shape] |= losers({name: samples[name] for name in means}, 0.10)
+            behind[lengths] |= losers({name: samples[name] for name in means}, 0.10)
             at = self._now()
             self.store.record_timings(
                 [self._timing(name, cell, f"{family} 1", values, at) for name, values in samples.items()], flush=False

@@ -32,7 +32,7 @@ from tests.toy_kernel import ToyKernel
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TRAITS = FwdTraitsSm80(64, 64, 64, 64)
-PROBLEM = FwdProblem("bf16", 64, 64)
+PROBLEM = FwdProblem.dense("bf16", 64, 64)
 REQUEST = (ToyKernel, TRAITS, PROBLEM, "sm_80")
 
 # One process that wants the toy kernel; it notes every call of the compiler in COMPILE_LOG, or dies of it.
@@ -54,7 +54,7 @@ def watched(*args, **kwargs):
 cute.compile = watched
 print("ready", flush=True)
 sys.stdin.readline()
-compiled(ToyKernel, FwdTraitsSm80(64, 64, 64, 64), FwdProblem("bf16", 64, 64), "sm_80")
+compiled(ToyKernel, FwdTraitsSm80(64, 64, 64, 64), FwdProblem.dense("bf16", 64, 64), "sm_80")
 """
 
 

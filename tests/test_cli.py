@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import runpy
@@ -21,19 +22,19 @@ from cuteflash.cli import build as building
 from cuteflash.cli.app import app
 from cuteflash.cli.build import Outcome, Selection, Task, build_task, grid_tasks, table_tasks
 from cuteflash.compile import BuildReport, Resources
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.install import how_to_install
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
-from cuteflash.traits.row import FwdRow
-from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.length_class import LENGTH_CLASSES
+from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 from cuteflash.usertable import TableWarning
 from tests.user_tables import MEASURED, OwnTables
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROBLEM = FwdProblem("bf16", 128, 128)
-TASK = Task("sm_80", "sm80", PROBLEM, choose_fwd(PROBLEM, "sm_80").traits)
+PROBLEM = FwdProblem.dense("bf16", 128, 128)
+TASK = Task("sm_80", "sm80", PROBLEM, choose(PROBLEM, "sm_80").traits)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def call(*arguments: str) -> Result:
 
 def report(**resources: Any) -> BuildReport:
     used = {"registers": 168, "stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0} | resources
-    traits = choose_fwd(PROBLEM, "sm_80").traits
+    traits = choose(PROBLEM, "sm_80").traits
     return BuildReport("k.K", "sm_80", traits, PROBLEM, 1.25, Resources(**used), traits.smem_bytes, cached=False)
 
 
@@ -58,9 +59,9 @@ FAILED = Outcome(TASK, error="ValueError: no such instruction")
 
 
 def test_info_json_is_the_choice_and_what_follows() -> None:
-    result = json.loads(call("info", "--head-dim", "128", "--arch", "sm_90a", "--shape", "long", "--json").stdout)
+    result = json.loads(call("info", "--head-dim", "128", "--arch", "sm_90a", "--lengths", "long", "--json").stdout)
     (choice,) = result["choices"]
-    expected = choose_fwd(PROBLEM, "sm_90a")
+    expected = choose(PROBLEM, "sm_90a")
     assert choice["arch"] == "sm_90a"
     assert choice["source"] == expected.source
     assert choice["kernel"] == "cuteflash.kernels.sm90.fwd.FlashFwdSm90"
@@ -80,7 +81,7 @@ def test_info_text_names_every_trait() -> None:
     for text in (
         "tile_m=",
         "num_warps=",
-        "shipped table sm_80/sm80",
+        "shipped table fwd/sm_80/sm80",
         "threads",
         "registers",
         "smem",
@@ -90,11 +91,11 @@ def test_info_text_names_every_trait() -> None:
 
 
 def test_info_of_a_problem_with_everything() -> None:
-    arguments = ("info", "--arch", "sm_90a", "--causal", "--lse", "--softcap", "--shape", "long")
+    arguments = ("info", "--arch", "sm_90a", "--causal", "--lse", "--softcap", "--lengths", "long")
     (choice,) = json.loads(call(*arguments, "--json").stdout)["choices"]
-    problem = FwdProblem("bf16", 128, 128, mask="causal", has_lse=True, has_softcap=True)
+    problem = FwdProblem.dense("bf16", 128, 128, mask="causal", lse=True, softcap=True)
     assert choice["problem"] == dataclasses.asdict(problem)
-    assert choice["source"] == choose_fwd(problem, "sm_90a", None, "long").source
+    assert choice["source"] == choose(problem, "sm_90a", None, "long").source
     assert "causal, softcap, lse, long" in call(*arguments).stdout
 
 
@@ -103,10 +104,10 @@ def test_the_command_says_its_version() -> None:
 
 
 def test_info_of_another_family_and_value_head_dim() -> None:
-    problem = ("--arch", "sm_90a", "--family", "sm80", "--head-dim", "192", "--head-dim-v", "128", "--shape", "long")
+    problem = ("--arch", "sm_90a", "--family", "sm80", "--head-dim", "192", "--head-dim-v", "128", "--lengths", "long")
     (choice,) = json.loads(call("info", *problem, "--json").stdout)["choices"]
     assert choice["family"] == "sm80"
-    assert (choice["problem"]["head_dim"], choice["problem"]["head_dim_v"]) == (192, 128)
+    assert tuple(choice["problem"]["operands"][name] for name in ("head_dim", "head_dim_v")) == (192, 128)
     assert choice["registers_per_thread"] == {"limit": 255}
 
 
@@ -116,8 +117,11 @@ def test_info_of_another_family_and_value_head_dim() -> None:
         (("info", "--arch", "sm_75"), "arch is 'sm_75'; allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
         (("info", "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
         (("info", "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
-        (("info", "--shape", "middling"), "shape is 'middling'; allowed: decode, short, long"),
-        (("compile", "--head-dim", "64", "--arch", "sm_80", "--shape", "1"), "shape is '1'; allowed: decode, short"),
+        (("info", "--lengths", "middling"), "lengths is 'middling'; allowed: decode, short, long"),
+        (
+            ("compile", "--head-dim", "64", "--arch", "sm_80", "--lengths", "1"),
+            "lengths is '1'; allowed: decode, short",
+        ),
         (("info", "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
         (("info", "--causal", "--mask", "full"), "mask and causal are both given"),
         (("info", "--head-dim", "264"), "head_dim is 264; allowed: multiples of 8 up to 256"),
@@ -148,7 +152,7 @@ def test_compile_needs_an_arch_where_there_is_no_gpu(monkeypatch: pytest.MonkeyP
 
 def selected(**changes: Any) -> Selection:
     everything = {
-        "targets": [target for target, _ in FWD_ROWS],
+        "targets": [key.target for key in TABLES],
         "families": ["sm80", "sm90"],
         "head_dims": None,
         "masks": list(MASK_KINDS),
@@ -162,50 +166,56 @@ def selected(**changes: Any) -> Selection:
 def test_all_is_every_row_of_every_table_once() -> None:
     tasks = table_tasks(selected())
     assert len(tasks) == len(set(tasks))
-    built = {(task.target, task.family, task.problem.head_dim, task.problem.head_dim_v) for task in tasks}
-    rows = {(*table, row.traits.head_dim, row.traits.head_dim_v) for table, rows in FWD_ROWS.items() for row in rows}
+    built = {
+        (task.target, task.family, task.problem.operands.head_dim, task.problem.operands.head_dim_v) for task in tasks
+    }
+    rows = {(*table[1:], row.traits.head_dim, row.traits.head_dim_v) for table, rows in TABLES.items() for row in rows}
     assert built == rows
-    for table in FWD_ROWS:
-        for pair in {(row.traits.head_dim, row.traits.head_dim_v) for row in FWD_ROWS[table]}:
-            problems = [FwdProblem(dtype, *pair, mask) for dtype in DTYPES for mask in MASK_KINDS]
-            kernels = {(problem, choose_fwd(problem, *table, shape).traits) for problem in problems for shape in SHAPES}
-            mine = [task for task in tasks if (task.target, task.family) == table and head_dims_of(task) == pair]
+    for table in TABLES:
+        for pair in {(row.traits.head_dim, row.traits.head_dim_v) for row in TABLES[table]}:
+            problems = [FwdProblem.dense(dtype, *pair, mask) for dtype in DTYPES for mask in MASK_KINDS]
+            asked = itertools.product(problems, LENGTH_CLASSES)
+            kernels = {(problem, choose(problem, *table[1:], lengths).traits) for problem, lengths in asked}
+            mine = [task for task in tasks if (task.target, task.family) == table[1:] and head_dims_of(task) == pair]
             assert {(task.problem, task.traits) for task in mine} == kernels
-            assert sum(len(task.shapes) for task in mine) == len(problems) * len(SHAPES)
+            assert sum(len(task.lengths) for task in mine) == len(problems) * len(LENGTH_CLASSES)
 
 
 def head_dims_of(task: Task) -> tuple[int, int]:
-    return task.problem.head_dim, task.problem.head_dim_v
+    return task.problem.operands.head_dim, task.problem.operands.head_dim_v
 
 
 def test_a_row_of_its_own_for_some_lengths_is_a_kernel_of_its_own(own_tables: OwnTables) -> None:
     traits = FwdTraitsSm80(64, 48, 128, 128)
-    own_tables.write("sm_80", "sm80", [MEASURED(FwdRow(traits, ("causal",), shapes=("short", "decode")))])
+    own_tables.write("sm_80", "sm80", [MEASURED(Row(traits, ("causal",), lengths=("short", "decode")))])
     tasks = table_tasks(selected(targets=["sm_80"], head_dims=[(128, 128)], masks=["causal"], dtypes=["bf16"]))
-    assert [(task.traits == traits, task.shapes) for task in tasks] == [(True, ("decode", "short")), (False, ("long",))]
+    assert [(task.traits == traits, task.lengths) for task in tasks] == [
+        (True, ("decode", "short")),
+        (False, ("long",)),
+    ]
     assert [task.cells()[-1] for task in tasks] == ["decode, short", "long"]
     assert Task("sm_80", "sm80", PROBLEM, traits).cells()[-1] == "all"
-    selection = selected(targets=["sm_80"], head_dims=[(128, 128)], families=[None], masks=["causal"], shapes=["long"])
-    assert {task.shapes for task in grid_tasks(selection)} == {("long",)}
+    selection = selected(targets=["sm_80"], head_dims=[(128, 128)], families=[None], masks=["causal"], lengths=["long"])
+    assert {task.lengths for task in grid_tasks(selection)} == {("long",)}
 
 
-def test_info_says_which_table_and_row_each_shape_comes_from(own_tables: OwnTables) -> None:
-    row = FwdRow(FwdTraitsSm80(64, 48, 128, 128), ("causal",), shapes=("decode",))
+def test_info_says_which_table_and_row_each_length_class_comes_from(own_tables: OwnTables) -> None:
+    row = Row(FwdTraitsSm80(64, 48, 128, 128), ("causal",), lengths=("decode",))
     path = own_tables.write("sm_80", "sm80", [MEASURED(row)])
     arguments = ("info", "--arch", "sm_80", "--head-dim", "128", "--mask", "causal")
     result = json.loads(call(*arguments, "--json").stdout)
     own, shipped = result["choices"]
-    assert own["shapes"] == ["decode"] and shipped["shapes"] == ["short", "long"]
+    assert own["lengths"] == ["decode"] and shipped["lengths"] == ["short", "long"]
     assert own["source"] == (
         f"user's table {path}, row of head dims 128x128 (causal; decode), measured on Card, 2026-01-31, 123 TFLOP/s"
     )
     assert own["traits"]["tile_n"] == 48
-    assert shipped["source"].startswith("shipped table sm_80/sm80, row of head dims 128x128")
+    assert shipped["source"].startswith("shipped table fwd/sm_80/sm80, row of head dims 128x128")
     assert result["environment"]["tables"] == {
         "dir": str(path.parent),
-        "user": [{"table": "sm_80/sm80", "path": str(path), "rows": 1, "unusable": None}],
+        "user": [{"table": "fwd/sm_80/sm80", "path": str(path), "rows": 1, "unusable": None}],
     }
-    text = call(*arguments, "--shape", "long").stdout
+    text = call(*arguments, "--lengths", "long").stdout
     assert "causal, long" in text and "user's table" not in text
     assert f"sm_80/sm80: {path} (1 rows)" in text
 
@@ -217,12 +227,12 @@ def test_info_says_why_a_users_table_is_not_used(own_tables: OwnTables) -> None:
     with pytest.warns(TableWarning, match="it is no JSON"):
         result = call("info", "--arch", "sm_80")
     assert "sm_80/sm80: the user's table" in result.stdout and "it is no JSON" in result.stdout
-    assert "shipped table sm_80/sm80" in result.stdout
+    assert "shipped table fwd/sm_80/sm80" in result.stdout
 
 
 def test_options_narrow_the_table() -> None:
     tasks = table_tasks(selected(targets=["sm_80"], families=["sm80"], head_dims=[(64, 64)], masks=["causal"]))
-    assert [(task.target, task.problem.dtype) for task in tasks] == [("sm_80", dtype) for dtype in DTYPES]
+    assert [(task.target, task.problem.operands.qk_dtype) for task in tasks] == [("sm_80", dtype) for dtype in DTYPES]
 
 
 def test_a_grid_is_the_product_of_its_options() -> None:
@@ -234,7 +244,7 @@ def test_a_grid_is_the_product_of_its_options() -> None:
             masks=["full", "causal"],
             dtypes=["bf16"],
             lse=[False, True],
-            shapes=["long"],
+            lengths=["long"],
         )
     )
     assert len(tasks) == len(set(tasks)) == 16
@@ -266,8 +276,8 @@ def test_compile_exits_by_the_worst_kernel(
 def test_the_table_is_whole_at_every_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
 ) -> None:
-    problem = FwdProblem("bf16", 256, 256, mask="window", has_lse=True, has_softcap=True)
-    task = Task("sm_90a", "sm90", problem, choose_fwd(problem, "sm_90a").traits, ("decode", "short"))
+    problem = FwdProblem.dense("bf16", 256, 256, mask="window", lse=True, softcap=True)
+    task = Task("sm_90a", "sm90", problem, choose(problem, "sm_90a").traits, ("decode", "short"))
     console = functools.partial(Console, width=width, force_terminal=True, color_system=None)
     monkeypatch.setattr(building, "Console", console)
     building.print_table([GOOD, Outcome(task, report(stack_bytes=1024, spill_store_bytes=1288, spill_load_bytes=1000))])
@@ -284,7 +294,7 @@ def test_a_failing_kernel_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, traits: object, problem: object) -> None:
             raise RuntimeError("nothing works")
 
-    monkeypatch.setattr(building, "forward_kernel", lambda family: Broken)
+    monkeypatch.setattr(building, "kernel_class", lambda family: Broken)
     assert build_task(TASK) == Outcome(TASK, error="RuntimeError: nothing works")
 
 
@@ -302,10 +312,10 @@ def die(task: Task) -> None:
 
 
 def test_compile_builds_in_parallel_and_the_second_run_compiles_nothing() -> None:
-    problems = ("--arch", "sm_90a", "--head-dim", "128", "--causal", "0,1", "--shape", "long")
+    problems = ("--arch", "sm_90a", "--head-dim", "128", "--causal", "0,1", "--lengths", "long")
     first, second = (call("compile", *problems, "--jobs", "2", "--json") for _ in range(2))
     reports = json.loads(first.stdout)
-    assert [item["problem"]["mask"] for item in reports] == ["full", "causal"]
+    assert [item["problem"]["scores"]["mask"] for item in reports] == ["full", "causal"]
     for item in reports:
         assert item["error"] is None
         assert item["seconds"] > 0

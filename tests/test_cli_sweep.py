@@ -24,7 +24,7 @@ from cuteflash.cli import sweep as command
 from cuteflash.cli import sweep_apply
 from cuteflash.cli.app import app
 from cuteflash.compile import cache_dir
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.problem import FwdProblem
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel
@@ -34,6 +34,7 @@ from cuteflash.tune.worker import StartFailed
 from tests.patience import PATIENCE, wait_until
 from tests.sweep_fakes import CELLS, TRAITS, World, make_plan
 from tests.sweep_fakes import sweep as run_sweep
+from tests.user_tables import SM80
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CANDIDATES = json.dumps([{"tile_m": 64, "tile_n": traits.tile_n} for traits in TRAITS])
@@ -45,7 +46,7 @@ def own_folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUTEFLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CUTEFLASH_CONFIG_DIR", str(tmp_path / "config"))
     usertable.load.cache_clear()
-    choose_fwd.cache_clear()
+    choose.cache_clear()
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_rows_whose_speed_depends_on_values_race_with_sinks_too(plans: list[Plan
         (1024, "sink:12"),
         *ampere[2:],
         (16384, "sink:12"),
-    ]  # of each shape class the longest
+    ]  # of each length class the longest
 
 
 def test_inputs_can_be_chosen(plans: list[Plan]) -> None:
@@ -361,22 +362,22 @@ def test_a_database_that_is_only_read_takes_no_records(swept: pathlib.Path) -> N
 
 def test_what_won_is_applied_dispatched_and_reset(world: World) -> None:
     sweep()
-    problem = FwdProblem("bf16", 128, 128)
-    assert choose_fwd(problem, "sm_80", shape="long").traits.tile_n != 96
+    problem = FwdProblem.dense("bf16", 128, 128)
+    assert choose(problem, "sm_80", lengths="long").traits.tile_n != 96
     dry = call("apply", "--dry-run")
     assert "64x96" in dry.stdout and "written" not in dry.stdout
     result = call("apply")
     assert result.exit_code == 0, result.output
     assert "written: " in result.stdout
-    choose_fwd.cache_clear()
-    choice = choose_fwd(problem, "sm_80", shape="long")
+    choose.cache_clear()
+    choice = choose(problem, "sm_80", lengths="long")
     assert choice.traits.tile_n == 96
     assert "user's table" in choice.source and "a GPU" in choice.source
-    assert choose_fwd(problem, "sm_80", shape="decode").traits.tile_n != 96  # was not timed
+    assert choose(problem, "sm_80", lengths="decode").traits.tile_n != 96  # was not timed
     removed = call("--reset")
     assert removed.exit_code == 0 and "removed" in removed.stdout
-    choose_fwd.cache_clear()
-    assert choose_fwd(problem, "sm_80", shape="long").traits.tile_n != 96
+    choose.cache_clear()
+    assert choose(problem, "sm_80", lengths="long").traits.tile_n != 96
     assert "no tables of your own" in call("--reset").stdout
 
 
@@ -394,14 +395,14 @@ def test_shipped_tables_are_written_where_they_are_wanted(world: World, tmp_path
 def test_what_is_applied_serves_softcap_and_lse_where_they_compile_clean(
     swept: pathlib.Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = FwdProblem("bf16", 128, 128, has_softcap=True, has_lse=True)
+    problem = FwdProblem.dense("bf16", 128, 128, softcap=True, lse=True)
     swept_kernels = len(world.journaled("build"))
     result = call("apply")
     assert result.exit_code == 0, result.output
     assert "compile with softcap and lse: 1 of 1: 1 clean" in result.stderr
     assert "no softcap" not in result.stdout and "no lse" not in result.stdout
     assert len(world.journaled("build")) == swept_kernels + 1
-    assert choose_fwd(problem, "sm_80", shape="short").traits.tile_n == 96
+    assert choose(problem, "sm_80", lengths="short").traits.tile_n == 96
     assert call("apply", "--jobs", "1").exit_code == 0
     assert len(world.journaled("build")) == swept_kernels + 1  # from the cache
 
@@ -419,11 +420,11 @@ def test_what_spills_with_softcap_or_lse_is_said_and_left_to_other_rows(
     assert "128x128 (full; bf16; short; no softcap; no lse): 64x96" in line
     assert f"no softcap, because of {softcap}: ValueError: no such instruction" in line
     assert f"no lse, because of {lse}: spills 16 bytes a thread" in line
-    (own,) = usertable.load("sm_80", "sm80")
-    assert (own.row.softcap, own.row.lse) == (False, False)
-    assert choose_fwd(FwdProblem("bf16", 128, 128), "sm_80", shape="short").traits.tile_n == 96
-    for extras in ({"has_softcap": True}, {"has_lse": True}):
-        assert choose_fwd(FwdProblem("bf16", 128, 128, **extras), "sm_80", shape="short").traits.tile_n != 96
+    (own,) = usertable.load(SM80)
+    assert own.row.without == ("softcap", "lse")
+    assert choose(FwdProblem.dense("bf16", 128, 128), "sm_80", lengths="short").traits.tile_n == 96
+    for extras in ({"softcap": True}, {"lse": True}):
+        assert choose(FwdProblem.dense("bf16", 128, 128, **extras), "sm_80", lengths="short").traits.tile_n != 96
 
 
 def test_a_dry_run_says_the_same_and_writes_nothing(swept: pathlib.Path, world: World) -> None:
@@ -444,7 +445,7 @@ def test_nothing_is_compiled_for_rows_that_are_not_written(
     before = len(world.journaled("build"))
     result = call("apply")
     assert result.exit_code == 0 and "nothing is written" in result.stdout
-    assert len(world.journaled("build")) == before and not usertable.load("sm_80", "sm80")
+    assert len(world.journaled("build")) == before and not usertable.load(SM80)
     assert call("apply", "--shipped", str(tmp_path)).exit_code == 0
     assert len(world.journaled("build")) == before + 1
 
@@ -468,7 +469,7 @@ def test_an_apply_that_is_stopped_writes_nothing(
     result = call("apply")
     assert result.exit_code == status
     assert words in result.stderr and "written: " not in result.stdout
-    assert not usertable.load("sm_80", "sm80")
+    assert not usertable.load(SM80)
 
 
 @pytest.mark.parametrize(

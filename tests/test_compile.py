@@ -22,7 +22,7 @@ from tests.slow_kernels import IgnoredSetmaxnreg, SerialisedWgmma, WgmmaKernel
 from tests.toy_kernel import ToyKernel
 
 TRAITS = FwdTraitsSm80(64, 64, 64, 64)
-PROBLEM = FwdProblem("bf16", 64, 64)
+PROBLEM = FwdProblem.dense("bf16", 64, 64)
 
 LOG = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'kernel_a' for 'sm_90a'
@@ -91,7 +91,7 @@ def test_build_cross_compiles(target: str) -> None:
 def test_the_report_is_json() -> None:
     report = json.loads(json.dumps(build(ToyKernel, TRAITS, PROBLEM, "sm_80").as_dict()))
     assert report["traits"]["tile_m"] == 64
-    assert report["problem"]["dtype"] == "bf16"
+    assert report["problem"]["operands"]["qk_dtype"] == "bf16"
     assert {"seconds", "registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes", "warnings"} <= set(report)
     assert {"smem_bytes", "cached", "kernel", "target"} <= set(report)
 
@@ -191,7 +191,7 @@ def test_a_good_kernel_draws_no_warning() -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("has_lse", [False, True])
 def test_forward_arguments(dtype: str, has_lse: bool) -> None:
-    q, k, v, o, lse, *scalars = fwd_fake_args(FwdProblem(dtype, 96, 64, has_lse=has_lse))
+    q, k, v, o, lse, *scalars = fwd_fake_args(FwdProblem.dense(dtype, 96, 64, lse=has_lse))
     assert [tensor.shape[3] for tensor in (q, k, v, o)] == [96, 96, 64, 64]
     assert all(tensor.stride[3] == 1 for tensor in (q, k, v, o))
     assert all(stride.divisibility == 8 and stride.width == 64 for stride in q.stride[:3])

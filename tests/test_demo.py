@@ -76,10 +76,10 @@ def test_fails_where_a_kernel_does_not_build(comparison, monkeypatch, capsys):
     monkeypatch.setattr(demo.building, "run", failing)
     assert demo.main([]) == 1
     assert "no compiler" in capsys.readouterr().out
-    assert {(task.target, task.family, task.problem.dtype) for task in tasks} == {
+    assert {(task.target, task.family, task.problem.operands.qk_dtype) for task in tasks} == {
         ("sm_80", "sm80", "bf16"),
         ("sm_80", "sm80", "fp16"),
         ("sm_90a", "sm90", "bf16"),
         ("sm_90a", "sm90", "fp16"),
     }
-    assert all(task.problem.head_dim == 32 and task.problem.mask == "full" for task in tasks)
+    assert all(task.problem.operands.head_dim == 32 and task.problem.scores.mask == "full" for task in tasks)

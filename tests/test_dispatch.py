@@ -8,10 +8,10 @@ import itertools
 import pytest
 
 from cuteflash import dispatch
-from cuteflash.dispatch import choose_fwd, choose_shipped_fwd, padded_head_dim
+from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
-from cuteflash.traits.row import FwdRow
-from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.length_class import LENGTH_CLASSES
+from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.usertable import TableWarning
@@ -26,18 +26,18 @@ def test_head_dims_pad_to_the_next_row(head_dim: int, padded: int) -> None:
 
 
 def test_the_targets_best_family_is_the_default() -> None:
-    problem = FwdProblem("bf16", 64, 64)
-    assert choose_fwd(problem, "sm_90a").family == "sm90"
-    assert choose_fwd(problem, "sm_90a", "sm80").family == "sm80"
-    assert choose_fwd(problem, "sm_120").family == "sm80"
+    problem = FwdProblem.dense("bf16", 64, 64)
+    assert choose(problem, "sm_90a").family == "sm90"
+    assert choose(problem, "sm_90a", "sm80").family == "sm80"
+    assert choose(problem, "sm_120").family == "sm80"
 
 
 def test_the_source_names_table_and_row() -> None:
-    table = "shipped table sm_80/sm80, row of head dims"
-    assert choose_fwd(FwdProblem("bf16", 64, 64), "sm_80").source == f"{table} 64x64 (full)"
-    assert choose_fwd(FwdProblem("bf16", 128, 128), "sm_80").source == f"{table} 128x128"
-    lent = choose_fwd(FwdProblem("bf16", 40, 128), "sm_80")
-    assert lent.source == "shipped table sm_80/sm80, row of head dims 128x128 lent to 64x128"
+    table = "shipped table fwd/sm_80/sm80, row of head dims"
+    assert choose(FwdProblem.dense("bf16", 64, 64), "sm_80").source == f"{table} 64x64 (full)"
+    assert choose(FwdProblem.dense("bf16", 128, 128), "sm_80").source == f"{table} 128x128"
+    lent = choose(FwdProblem.dense("bf16", 40, 128), "sm_80")
+    assert lent.source == "shipped table fwd/sm_80/sm80, row of head dims 128x128 lent to 64x128"
     assert (lent.traits.head_dim, lent.traits.head_dim_v) == (64, 128)
 
 
@@ -46,106 +46,107 @@ GENERAL = FwdTraitsSm80(64, 64, 64, 64)
 TOO_LARGE = FwdTraitsSm80(128, 128, 64, 64, kv_stage=8)
 
 
-def with_rows(monkeypatch: pytest.MonkeyPatch, *rows: FwdRow) -> None:
-    monkeypatch.setitem(dispatch.FWD_ROWS, ("sm_80", "sm80"), rows)
-    for name in ("choose_fwd", "choose_shipped_fwd"):
+def with_rows(monkeypatch: pytest.MonkeyPatch, *rows: Row) -> None:
+    monkeypatch.setitem(dispatch.TABLES, ("fwd", "sm_80", "sm80"), rows)
+    for name in ("choose", "choose_shipped"):
         monkeypatch.setattr(dispatch, name, inspect.unwrap(getattr(dispatch, name)))  # past the memo of the real tables
 
 
 def test_a_special_row_above_the_general_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_rows(monkeypatch, FwdRow(SPECIAL, masks=("causal",), dtypes=("fp16",)), FwdRow(GENERAL))
-    assert dispatch.choose_fwd(FwdProblem("fp16", 64, 64, mask="causal"), "sm_80").traits == SPECIAL
-    assert dispatch.choose_fwd(FwdProblem("fp16", 64, 64, mask="full"), "sm_80").traits == GENERAL
-    assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64, mask="causal"), "sm_80").traits == GENERAL
+    with_rows(monkeypatch, Row(SPECIAL, masks=("causal",), dtypes=("fp16",)), Row(GENERAL))
+    assert dispatch.choose(FwdProblem.dense("fp16", 64, 64, mask="causal"), "sm_80").traits == SPECIAL
+    assert dispatch.choose(FwdProblem.dense("fp16", 64, 64, mask="full"), "sm_80").traits == GENERAL
+    assert dispatch.choose(FwdProblem.dense("bf16", 64, 64, mask="causal"), "sm_80").traits == GENERAL
 
 
-def test_a_row_serves_the_shape_classes_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_rows(monkeypatch, FwdRow(SPECIAL, shapes=("short", "decode")), FwdRow(GENERAL))
-    chosen = {shape: dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80", None, shape) for shape in SHAPES}
-    assert {shape: choice.traits for shape, choice in chosen.items()} == {
+def test_a_row_serves_the_length_classes_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rows(monkeypatch, Row(SPECIAL, lengths=("short", "decode")), Row(GENERAL))
+    chosen = {
+        lengths: dispatch.choose(FwdProblem.dense("bf16", 64, 64), "sm_80", None, lengths) for lengths in LENGTH_CLASSES
+    }
+    assert {lengths: choice.traits for lengths, choice in chosen.items()} == {
         "decode": SPECIAL,
         "short": SPECIAL,
         "long": GENERAL,
     }
-    assert chosen["short"].source == "shipped table sm_80/sm80, row of head dims 64x64 (decode, short)"
-    assert chosen["short"].row.shapes == ("decode", "short")
-    assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80") == chosen["long"]
+    assert chosen["short"].source == "shipped table fwd/sm_80/sm80, row of head dims 64x64 (decode, short)"
+    assert chosen["short"].row.lengths == ("decode", "short")
+    assert dispatch.choose(FwdProblem.dense("bf16", 64, 64), "sm_80") == chosen["long"]
 
 
 @pytest.mark.parametrize(
     "narrowed",
-    [{"masks": ("window",)}, {"dtypes": ("fp16",)}, {"shapes": ("decode",)}],
+    [{"masks": ("window",)}, {"dtypes": ("fp16",)}, {"lengths": ("decode",)}],
     ids=lambda narrowed: next(iter(narrowed)),
 )
 def test_a_users_row_takes_what_it_serves_and_nothing_else(
     own_tables: OwnTables, narrowed: dict[str, tuple[str, ...]]
 ) -> None:
-    everything = list(itertools.product(MASK_KINDS, DTYPES, SHAPES))
-    own_tables.write("sm_80", "sm80", [MEASURED(FwdRow(GENERAL, **narrowed))])
-    for mask, dtype, shape in everything:
-        problem = FwdProblem(dtype, 64, 64, mask)
-        choice, shipped = (choose(problem, "sm_80", "sm80", shape) for choose in (choose_fwd, choose_shipped_fwd))
-        mine = {"masks": mask, "dtypes": dtype, "shapes": shape}
+    everything = list(itertools.product(MASK_KINDS, DTYPES, LENGTH_CLASSES))
+    own_tables.write("sm_80", "sm80", [MEASURED(Row(GENERAL, **narrowed))])
+    for mask, dtype, lengths in everything:
+        problem = FwdProblem.dense(dtype, 64, 64, mask)
+        choice, shipped = (choose(problem, "sm_80", "sm80", lengths) for choose in (choose, choose_shipped))
+        mine = {"masks": mask, "dtypes": dtype, "lengths": lengths}
         if all(mine[name] in served for name, served in narrowed.items()):
             assert choice.traits == GENERAL and choice.source.startswith("user's table")
         else:
             assert choice == shipped
         assert shipped.source.startswith("shipped table")
-    assert choose_fwd(FwdProblem("bf16", 64, 64), "sm_90a").source.startswith("shipped table sm_90a/sm90")
+    assert choose(FwdProblem.dense("bf16", 64, 64), "sm_90a").source.startswith("shipped table fwd/sm_90a/sm90")
 
 
 def test_a_users_row_lends_itself_but_not_before_a_row_made_for_the_head_dims(own_tables: OwnTables) -> None:
-    own_tables.write("sm_90a", "sm90", [MEASURED(FwdRow(FwdTraitsSm90(128, 64, 192, 192)))])
-    lent = choose_fwd(FwdProblem("bf16", 40, 192), "sm_90a")
+    own_tables.write("sm_90a", "sm90", [MEASURED(Row(FwdTraitsSm90(128, 64, 192, 192)))])
+    lent = choose(FwdProblem.dense("bf16", 40, 192), "sm_90a")
     assert (lent.traits.tile_n, lent.traits.head_dim, lent.traits.head_dim_v) == (64, 64, 192)
     assert lent.source.endswith("row of head dims 192x192 lent to 64x192, measured on Card, 2026-01-31, 123 TFLOP/s")
-    latent = FwdProblem("bf16", 192, 128)
-    assert choose_fwd(latent, "sm_90a") == choose_shipped_fwd(latent, "sm_90a")
+    latent = FwdProblem.dense("bf16", 192, 128)
+    assert choose(latent, "sm_90a") == choose_shipped(latent, "sm_90a")
 
 
 def test_an_unusable_table_warns_once_and_the_shipped_one_serves(own_tables: OwnTables) -> None:
     path = own_tables.put("sm_80", "sm80", "{")
-    problems = [FwdProblem("bf16", head_dim, head_dim) for head_dim in (64, 128)]
+    problems = [FwdProblem.dense("bf16", head_dim, head_dim) for head_dim in (64, 128)]
     with pytest.warns(TableWarning) as caught:
-        choices = [choose_fwd(problem, "sm_80") for problem in problems]
+        choices = [choose(problem, "sm_80") for problem in problems]
     assert len(caught) == 1
-    assert f"the shipped table sm_80/sm80 is used, because the user's table {path} " in str(caught[0].message)
-    assert choices == [choose_shipped_fwd(problem, "sm_80") for problem in problems]
+    assert f"the shipped table fwd/sm_80/sm80 is used, because the user's table {path} " in str(caught[0].message)
+    assert choices == [choose_shipped(problem, "sm_80") for problem in problems]
 
 
 def test_a_row_that_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_rows(monkeypatch, FwdRow(TOO_LARGE), FwdRow(GENERAL))
-    assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80").traits == GENERAL
+    with_rows(monkeypatch, Row(TOO_LARGE), Row(GENERAL))
+    assert dispatch.choose(FwdProblem.dense("bf16", 64, 64), "sm_80").traits == GENERAL
 
 
 def test_no_row_names_the_problem_the_reasons_and_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_rows(monkeypatch, FwdRow(TOO_LARGE))
+    with_rows(monkeypatch, Row(TOO_LARGE))
     with pytest.raises(NotImplementedError, match=r"head_dim 64.*head dims with rows: 64x64; 128x128 needs \d+ bytes"):
-        dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80")
+        dispatch.choose(FwdProblem.dense("bf16", 64, 64), "sm_80")
     with pytest.raises(NotImplementedError, match=r"head_dim 96.*head dims with rows: 64x64$"):
-        dispatch.choose_fwd(FwdProblem("bf16", 96, 64), "sm_80")
+        dispatch.choose(FwdProblem.dense("bf16", 96, 64), "sm_80")
 
 
 @pytest.mark.parametrize("wanted", ["softcap", "lse"])
 def test_a_row_without_softcap_or_lse_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-    problem = FwdProblem("bf16", 64, 64, **{f"has_{wanted}": True})
-    narrow = FwdRow(SPECIAL, **{wanted: False})
-    with_rows(monkeypatch, narrow, FwdRow(GENERAL))
-    assert dispatch.choose_fwd(FwdProblem("bf16", 64, 64), "sm_80").traits == SPECIAL
-    assert dispatch.choose_fwd(problem, "sm_80").traits == GENERAL
+    problem = FwdProblem.dense("bf16", 64, 64, **{wanted: True})
+    narrow = Row(SPECIAL, without=(wanted,))
+    with_rows(monkeypatch, narrow, Row(GENERAL))
+    assert dispatch.choose(FwdProblem.dense("bf16", 64, 64), "sm_80").traits == SPECIAL
+    assert dispatch.choose(problem, "sm_80").traits == GENERAL
     with_rows(monkeypatch, narrow)
-    asked = ", ".join(f"{name} {'on' if name == wanted else 'off'}" for name in ("softcap", "lse"))
-    with pytest.raises(NotImplementedError, match=f"dtype bf16, {asked}, shape long; head dims with rows: 64x64$"):
-        dispatch.choose_fwd(problem, "sm_80")
+    with pytest.raises(NotImplementedError, match=f"features {wanted}, lengths long; head dims with rows: 64x64$"):
+        dispatch.choose(problem, "sm_80")
 
 
 def test_unknown_target_and_family() -> None:
-    problem = FwdProblem("bf16", 64, 64)
+    problem = FwdProblem.dense("bf16", 64, 64)
     with pytest.raises(ValueError, match="arch is 'sm_90'; allowed: sm_80"):
-        choose_fwd(problem, "sm_90")
-    with pytest.raises(ValueError, match="shape is 'middling'; allowed: decode, short, long"):
-        choose_fwd(problem, "sm_90a", None, "middling")
+        choose(problem, "sm_90")
+    with pytest.raises(ValueError, match="lengths is 'middling'; allowed: decode, short, long"):
+        choose(problem, "sm_90a", None, "middling")
     with pytest.raises(ValueError, match="family is 'sm100'; allowed: sm80, sm90"):
-        choose_fwd(problem, "sm_90a", "sm100")
+        choose(problem, "sm_90a", "sm100")
     with pytest.raises(NotImplementedError, match="family is 'sm90', which sm_86 does not run; it runs: sm80"):
-        choose_fwd(problem, "sm_86", "sm90")
+        choose(problem, "sm_86", "sm90")

@@ -26,15 +26,15 @@ BANKS, BANK_BYTES, PHASE_ROWS = 32, 4, 8
 WIDE = FwdTraitsSm80(128, 64, 128, 128, num_warps=8)
 
 CASES = {
-    "full": (WIDE, FwdProblem("bf16", 128, 128)),
-    "causal-lse": (WIDE, FwdProblem("fp16", 128, 128, "causal", has_lse=True)),
-    "window-softcap": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem("bf16", 64, 64, "window", has_softcap=True)),
-    "packed": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem("bf16", 64, 64, "causal", has_lse=True, packed_heads=6)),
-    "padded": (FwdTraitsSm80(64, 64, 96, 32), FwdProblem("bf16", 72, 24, has_lse=True)),
-    "stages": (FwdTraitsSm80(64, 32, 64, 64, kv_stage=3, q_in_regs=True), FwdProblem("bf16", 64, 64, "causal")),
+    "full": (WIDE, FwdProblem.dense("bf16", 128, 128)),
+    "causal-lse": (WIDE, FwdProblem.dense("fp16", 128, 128, "causal", lse=True)),
+    "window-softcap": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem.dense("bf16", 64, 64, "window", softcap=True)),
+    "packed": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem.dense("bf16", 64, 64, "causal", lse=True, packed_heads=6)),
+    "padded": (FwdTraitsSm80(64, 64, 96, 32), FwdProblem.dense("bf16", 72, 24, lse=True)),
+    "stages": (FwdTraitsSm80(64, 32, 64, 64, kv_stage=3, q_in_regs=True), FwdProblem.dense("bf16", 64, 64, "causal")),
     "shared-q-v": (
         FwdTraitsSm80(64, 64, 64, 64, q_in_regs=True, share_q_v_smem=True),
-        FwdProblem("bf16", 64, 64, "causal"),
+        FwdProblem.dense("bf16", 64, 64, "causal"),
     ),
 }
 
@@ -129,7 +129,7 @@ def on_host(probe: Any) -> None:
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
 def test_an_ldmatrix_phase_touches_every_bank_once(head_dim: int) -> None:
     def probe() -> None:
-        tile = FlashFwdSm80(FwdTraitsSm80(64, 64, head_dim, head_dim), FwdProblem("bf16", 16, 16)).smem_layout_q()
+        tile = FlashFwdSm80(FwdTraitsSm80(64, 64, head_dim, head_dim), FwdProblem.dense("bf16", 16, 16)).smem_layout_q()
         for column in range(0, head_dim, 8):
             chunks = [tile((row, column)) * 2 // (4 * BANK_BYTES) for row in range(PHASE_ROWS)]
             assert len({chunk % (BANKS // 4) for chunk in chunks}) == PHASE_ROWS
@@ -140,7 +140,7 @@ def test_an_ldmatrix_phase_touches_every_bank_once(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 96, 256])
 def test_shared_memory_tiles_are_one_to_one_and_chunks_stay_whole(head_dim: int) -> None:
     def probe() -> None:
-        tile = FlashFwdSm80(FwdTraitsSm80(64, 64, head_dim, head_dim), FwdProblem("bf16", 16, 16)).smem_layout_q()
+        tile = FlashFwdSm80(FwdTraitsSm80(64, 64, head_dim, head_dim), FwdProblem.dense("bf16", 16, 16)).smem_layout_q()
         places = set()
         for row in range(64):
             for column in range(0, head_dim, 8):
@@ -155,7 +155,7 @@ def test_shared_memory_tiles_are_one_to_one_and_chunks_stay_whole(head_dim: int)
 def test_transposed_v_is_the_same_memory() -> None:
     def probe() -> None:
         traits = FwdTraitsSm80(64, 64, 96, 96, kv_stage=2)
-        layout = FlashFwdSm80(traits, FwdProblem("bf16", 96, 96)).smem_layout_v()
+        layout = FlashFwdSm80(traits, FwdProblem.dense("bf16", 96, 96)).smem_layout_v()
         pointer = cute.make_ptr(cutlass.BFloat16, 0, cute.AddressSpace.smem, assumed_align=1024)
         flipped = transposed(cute.make_tensor(pointer, layout)).layout
         for key, column, stage in ((0, 0, 0), (5, 17, 1), (63, 95, 0), (33, 40, 1)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.kernels.sm90.fwd import FlashFwdSm90
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
@@ -22,33 +22,33 @@ TARGET = "sm_90a"
 
 def shipped(problem: FwdProblem, **change: Any) -> tuple[FwdTraitsSm90, FwdProblem]:
     """The traits that the tables choose for a problem, with changes."""
-    traits = choose_fwd(problem, TARGET, "sm90").traits
+    traits = choose(problem, TARGET, "sm90").traits
     assert isinstance(traits, FwdTraitsSm90)
     return dataclasses.replace(traits, **change), problem
 
 
 # Each case is there for what no other case compiles.
 CASES = {
-    "causal-lse": shipped(FwdProblem("bf16", 64, 64, "causal", has_lse=True)),
-    "full-fp16": shipped(FwdProblem("fp16", 128, 128), q_in_regs=False),
-    "window-softcap-lse": shipped(FwdProblem("bf16", 128, 128, "window", has_softcap=True, has_lse=True)),
-    "q-in-regs": (FwdTraitsSm90(128, 128, 96, 96, q_in_regs=True), FwdProblem("bf16", 96, 96, "causal")),
-    "p-in-smem": (FwdTraitsSm90(192, 128, 96, 96, p_in_regs=False), FwdProblem("bf16", 96, 96)),
-    "packed-7": shipped(FwdProblem("bf16", 128, 128, "causal", has_lse=True, packed_heads=7)),
-    "packed-8": shipped(FwdProblem("bf16", 64, 64, packed_heads=8)),
-    "padded": shipped(FwdProblem("bf16", 72, 40, "window")),
-    "latent": shipped(FwdProblem("bf16", 192, 128, "causal")),
-    "share-q-o": shipped(FwdProblem("bf16", 256, 256, "causal"), share_q_o=True, q_in_regs=False),
+    "causal-lse": shipped(FwdProblem.dense("bf16", 64, 64, "causal", lse=True)),
+    "full-fp16": shipped(FwdProblem.dense("fp16", 128, 128), q_in_regs=False),
+    "window-softcap-lse": shipped(FwdProblem.dense("bf16", 128, 128, "window", softcap=True, lse=True)),
+    "q-in-regs": (FwdTraitsSm90(128, 128, 96, 96, q_in_regs=True), FwdProblem.dense("bf16", 96, 96, "causal")),
+    "p-in-smem": (FwdTraitsSm90(192, 128, 96, 96, p_in_regs=False), FwdProblem.dense("bf16", 96, 96)),
+    "packed-7": shipped(FwdProblem.dense("bf16", 128, 128, "causal", lse=True, packed_heads=7)),
+    "packed-8": shipped(FwdProblem.dense("bf16", 64, 64, packed_heads=8)),
+    "padded": shipped(FwdProblem.dense("bf16", 72, 40, "window")),
+    "latent": shipped(FwdProblem.dense("bf16", 192, 128, "causal")),
+    "share-q-o": shipped(FwdProblem.dense("bf16", 256, 256, "causal"), share_q_o=True, q_in_regs=False),
     "one-warpgroup": (
         FwdTraitsSm90(64, 64, 64, 64, kv_stage=3, pingpong=False, overlap=False, persistent=False),
-        FwdProblem("bf16", 64, 64, "causal"),
+        FwdProblem.dense("bf16", 64, 64, "causal"),
     ),
     "no-producer": (
         FwdTraitsSm90(128, 128, 128, 128, warp_specialized=False, pingpong=False, overlap=False, persistent=False),
-        FwdProblem("bf16", 128, 128, "causal"),
+        FwdProblem.dense("bf16", 128, 128, "causal"),
     ),
-    "fixed": (FwdTraitsSm90(192, 128, 64, 64, fixed_max=True), FwdProblem("bf16", 64, 64, "causal", has_lse=True)),
-    "fixed-softcap": (FwdTraitsSm90(192, 128, 64, 64, fixed_max=True), FwdProblem("bf16", 64, 64, has_softcap=True)),
+    "fixed": (FwdTraitsSm90(192, 128, 64, 64, fixed_max=True), FwdProblem.dense("bf16", 64, 64, "causal", lse=True)),
+    "fixed-softcap": (FwdTraitsSm90(192, 128, 64, 64, fixed_max=True), FwdProblem.dense("bf16", 64, 64, softcap=True)),
     "repaired-apart": (
         FwdTraitsSm90(
             128,
@@ -61,7 +61,7 @@ CASES = {
             exp_rows_before_wait=1,
             longest_first=False,
         ),
-        FwdProblem("fp16", 128, 128, "causal", packed_heads=3),
+        FwdProblem.dense("fp16", 128, 128, "causal", packed_heads=3),
     ),
 }
 
@@ -71,7 +71,7 @@ CONDITIONAL: dict[str, Callable[[FwdTraitsSm90, FwdProblem], bool]] = {
     r"MUFU\.LG2": lambda traits, problem: problem.has_lse,
     r"STG\.E\b": lambda traits, problem: problem.has_lse,
     r"VOTE\.ANY": lambda traits, problem: traits.fixed_max,
-    r"MUFU\.TANH": lambda traits, problem: problem.has_softcap,
+    r"MUFU\.TANH": lambda traits, problem: problem.scores.softcap,
     r"LDSM\.16\.M88\.4": lambda traits, problem: traits.q_in_regs,
     r"BAR\.ARV": lambda traits, problem: traits.pingpong,
 }
@@ -100,7 +100,7 @@ def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, tmp_
     assert changes == ({traits.producer_regs, traits.mma_regs} if traits.warp_specialized else set())
 
     # S = Q K^T and O += P V, unrolled over their k-blocks, with A from registers where the traits say so.
-    types = {"bf16": "F32.BF16", "fp16": "F32"}[problem.dtype]
+    types = {"bf16": "F32.BF16", "fp16": "F32"}[problem.operands.qk_dtype]
     qk = products(compiled.sass, f"64x{traits.tile_n}x16.{types}", transposed=False)
     pv = products(compiled.sass, f"64x{traits.head_dim_v}x16.{types}", transposed=True)
     assert qk and len(qk) % (traits.head_dim // 16) == 0
@@ -109,5 +109,5 @@ def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, tmp_
     assert {operands.split(", ")[1].startswith("R") for operands in pv} == {traits.p_in_regs}
     assert len(qk) + len(pv) == compiled.count(r"HGMMA\.")
 
-    if problem.has_softcap:  # every score of every S, in whichever loop it is
+    if problem.scores.softcap:  # every score of every S, in whichever loop it is
         assert compiled.count(r"MUFU\.TANH") == len(qk) // (traits.head_dim // 16) * traits.tile_n // 2

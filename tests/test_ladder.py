@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import ladder, ladder_report
 from benchmarks.ladder import FIXED, LADDERS, SHIPPED, Ladder
-from cuteflash.dispatch import choose_shipped_fwd
+from cuteflash.dispatch import choose_shipped
 from cuteflash.traits.arch import get_arch
 from cuteflash.tune.cells import Cell, parse_cell
 
@@ -30,7 +30,7 @@ def test_every_rung_can_run_and_the_last_is_the_shipped_row(steps: Ladder, targe
     variants = steps.variants(cell, target)
     for variant in variants.values():
         assert variant.traits(cell).check(get_arch(target)) is None
-    shipped = choose_shipped_fwd(cell.problem, target, steps.family).traits
+    shipped = choose_shipped(cell.problem, target, steps.family).traits
     assert variants[SHIPPED.title].traits(cell) == shipped
 
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cuteflash import api, flash_attn_func, ops
 from cuteflash.dispatch import Choice
 from cuteflash.problem import UNBOUNDED, FwdProblem, mask_of_window
-from cuteflash.traits.row import FwdRow
+from cuteflash.traits.row import Row
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.user_tables import MEASURED, OwnTables
 
@@ -132,7 +132,7 @@ def test_a_launch_gets_tensors_scalars_and_the_number_of_sms(gpu: Gpu) -> None:
     q, k, v = qkv()
     o, lse = gpu.fwd_lse(q, k, v, 0.3, 5, -1, 2.0, False)
     problem, arguments = gpu.launches[0]
-    assert problem == FwdProblem("bf16", 16, 24, "window", has_softcap=True, has_lse=True)
+    assert problem == FwdProblem.dense("bf16", 16, 24, "window", softcap=True, lse=True)
     assert all(got is x for got, x in zip(arguments, (q, k, v, o, lse)))
     assert arguments[5:] == (0.3, 2.0, 5, UNBOUNDED, NUM_SMS)
     assert o.shape == (2, 6, 4, 24) and o.dtype == q.dtype and o.is_contiguous()
@@ -151,7 +151,7 @@ def test_a_launch_gets_plain_numbers_for_numpys(gpu: Gpu, monkeypatch: pytest.Mo
 def test_without_lse_none_is_allocated(gpu: Gpu) -> None:
     o = gpu.fwd(*qkv(dtype=torch.float16), None, -1, 0, 0.0, False)
     problem, arguments = gpu.launches[0]
-    assert problem == FwdProblem("fp16", 16, 24, "causal")
+    assert problem == FwdProblem.dense("fp16", 16, 24, "causal")
     assert arguments[3] is o and arguments[4] is None
     assert arguments[5] == 16**-0.5
 
@@ -182,7 +182,9 @@ def test_what_differs_between_calls_never_leaks_from_one_into_another(gpu: Gpu) 
         q, k, v = (change(x) for x in qkv(d_v=16))
         o, lse = gpu.fwd_lse(q, k, v, *options)
         problem, arguments = gpu.launches[-1]
-        assert " ".join([problem.dtype, problem.mask] + ["softcap"] * problem.has_softcap) == title
+        assert (
+            " ".join([problem.operands.qk_dtype, problem.scores.mask] + ["softcap"] * problem.scores.softcap) == title
+        )
         assert arguments[5:] == (*scalars, NUM_SMS)
         assert o.shape == q.shape and o.dtype == q.dtype and o.is_contiguous()
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
@@ -193,7 +195,7 @@ def test_the_lengths_of_a_call_choose_among_a_problems_kernels(
     gpu: Gpu, own_tables: OwnTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles = {"decode": 32, "short": 48, "long": 80}
-    rows = [FwdRow(FwdTraitsSm90(128, tile_n, 32, 32), shapes=(shape,)) for shape, tile_n in tiles.items()]
+    rows = [Row(FwdTraitsSm90(128, tile_n, 32, 32), lengths=(shape,)) for shape, tile_n in tiles.items()]
     own_tables.write("sm_90a", "sm90", [MEASURED(row) for row in rows])
     launched = []
     monkeypatch.setattr(ops, "compiled", lambda cls, traits, *rest: lambda *arguments: launched.append(traits.tile_n))
@@ -207,7 +209,7 @@ def test_only_making_a_plan_asks_for_the_class_of_lengths(gpu: Gpu, monkeypatch:
         raise AssertionError("asked")
 
     gpu.fwd(*qkv())
-    monkeypatch.setattr(ops, "shape_of", asked)
+    monkeypatch.setattr(ops, "length_class_of", asked)
     gpu.fwd(*qkv())
     traced = make_fx(FWD, tracing_mode="symbolic")(*qkv())
     assert isinstance(next(iter(traced.graph.nodes)).meta["val"].shape[1], torch.SymInt)
@@ -279,7 +281,7 @@ def test_strides_of_size_1_dimensions_are_made_usable(gpu: Gpu) -> None:
 @pytest.mark.parametrize(("pack_gqa", "packed_heads"), [(True, 8), (False, 1), (None, 8)])
 def test_short_queries_are_packed_unless_told_not_to(gpu: Gpu, pack_gqa: bool | None, packed_heads: int) -> None:
     gpu.fwd(*qkv(heads=16), None, -1, -1, 0.0, pack_gqa)
-    assert gpu.launches[0][0].packed_heads == packed_heads
+    assert gpu.launches[0][0].operands.packed_heads == packed_heads
 
 
 @pytest.mark.parametrize(

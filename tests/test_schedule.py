@@ -14,7 +14,7 @@ import pytest
 
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import QueryTile
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.problem import LENGTH_MAX, UNBOUNDED, FwdProblem
 from cuteflash.tune.cells import Cell, grid
 from tests.int32 import Int32
@@ -132,7 +132,7 @@ def on_demand(works: list[float], workers: int) -> float:
 
 @pytest.mark.parametrize("cell", grid(masks=["causal"]), ids=lambda cell: cell.label)
 def test_blocks_of_causal_problems_end_together(tiles_of_block, cell: Cell) -> None:
-    traits = choose_fwd(FwdProblem("bf16", cell.head_dim, cell.head_dim, "causal"), "sm_90a").traits
+    traits = choose(FwdProblem.dense("bf16", cell.head_dim, cell.head_dim, "causal"), "sm_90a").traits
     kv_row_bytes = 2 * 2 * cell.head_dim
     m_blocks = -(-cell.seqlen // traits.tile_m)
     group = TileOrder.even_group(TileOrder.head_group(cell.seqlen, 1, kv_row_bytes), m_blocks, NUM_SMS)

@@ -11,8 +11,8 @@ import pytest
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import KIB, arch_of_capability, get_arch
 from cuteflash.traits.docs import attribute_docs
-from cuteflash.traits.row import FwdRow
-from cuteflash.traits.shapes import shape_of
+from cuteflash.traits.length_class import length_class_of
+from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
@@ -104,14 +104,14 @@ def test_arch_names_and_capabilities() -> None:
     ],
 )
 def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
-    assert shape_of(seqlen_q, seqlen_k) == shape
+    assert length_class_of(seqlen_q, seqlen_k) == shape
 
 
 def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None:
-    row = FwdRow(GOOD80, masks=("window", "full"), shapes=("long", "decode"))
-    assert row == FwdRow(GOOD80, masks=("full", "window"), shapes=("decode", "long"))
+    row = Row(GOOD80, masks=("window", "full"), lengths=("long", "decode"))
+    assert row == Row(GOOD80, masks=("full", "window"), lengths=("decode", "long"))
     assert row.title == "128x128 (full, window; decode, long)"
-    assert FwdRow(GOOD90).title == "128x128"
+    assert Row(GOOD90).title == "128x128"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None
 )
 def test_a_row_names_what_it_cannot_serve(served: dict[str, tuple[str, ...]], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        FwdRow(GOOD80, **served)
+        Row(GOOD80, **served)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_row_names_what_it_cannot_serve(served: dict[str, tuple[str, ...]], co
 def test_problem_names_what_is_wrong(change: dict[str, object], complaint: str) -> None:
     fields = {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64}
     with pytest.raises(ValueError, match=complaint):
-        FwdProblem(**fields | change)
+        FwdProblem.dense(**fields | change)
 
 
 def test_barriers_have_the_memory_they_take_and_tiles_begin_on_a_swizzle_atom() -> None:

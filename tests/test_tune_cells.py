@@ -70,7 +70,7 @@ def test_cells_of_older_databases_have_plain_inputs() -> None:
 def test_flops_are_those_of_two_products() -> None:
     cell = Cell(192, "full", 64, head_dim_v=128, seqlen_q=16, tokens=128)
     assert cell.flops == 2 * cell.batch * cell.heads * 16 * 64 * (192 + 128)
-    assert cell.problem == FwdProblem("bf16", 192, 128)
+    assert cell.problem == FwdProblem.dense("bf16", 192, 128)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_reference_is_attention_over_the_visible_keys(mask: MaskKind, monkeypatc
 
 @pytest.mark.parametrize("mask", MASK_KINDS)
 def test_gate_cells_are_small_ragged_and_of_the_problem(mask: MaskKind) -> None:
-    problem = FwdProblem("fp16", 192, 128, mask)
+    problem = FwdProblem.dense("fp16", 192, 128, mask)
     for cell in gate_cells(problem):
         assert cell.problem == problem
         assert cell.flops < 2e9

@@ -11,19 +11,18 @@ from typing import Any
 
 import pytest
 
-from cuteflash.dispatch import choose_shipped_fwd
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
-from cuteflash.traits.row import FwdRow
+from cuteflash.dispatch import choose_shipped
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
+from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.building import Kernel, complaints
 from cuteflash.tune.extras import Settled, settle
 from cuteflash.tune.launch import backend
 from cuteflash.tune.progress import Display
 from cuteflash.tune.select import Pick
-from cuteflash.tune.store import problem_id
 from tests.sweep_fakes import TRAITS, World
 
-NARROW = FwdRow(FwdTraitsSm80(64, 64, 192, 128), ("causal",), ("bf16",), ("long",))
+NARROW = Row(FwdTraitsSm80(64, 64, 192, 128), ("causal",), ("bf16",), ("long",))
 BOTH, SOFTCAP, LSE = (f"bf16 192x128 causal {extras}" for extras in ("softcap lse", "softcap", "lse"))
 
 
@@ -39,12 +38,12 @@ class Compiler:
         return {kernel: "spills 8 bytes" if problem_id(kernel[1]) in self.spilling else None for kernel in kernels}
 
 
-def pick(row: FwdRow) -> Pick:
+def pick(row: Row) -> Pick:
     return Pick("id", row, 100.0, 0.1, False, "2026-01-31")
 
 
 def served(one: Settled) -> tuple[bool, bool]:
-    return one.row.softcap, one.row.lse
+    return "softcap" not in one.row.without, "lse" not in one.row.without
 
 
 @pytest.mark.parametrize(
@@ -65,25 +64,25 @@ def test_a_row_serves_what_is_clean_and_says_what_is_not(
     (found,) = settle([pick(NARROW)], compiler)
     assert served(found) == flags
     assert found.lacking == {name: f"{problem}: spills 8 bytes" for name, problem in lacking.items()}
-    assert dataclasses.replace(found.row, softcap=True, lse=True) == NARROW
+    assert dataclasses.replace(found.row, without=()) == NARROW
     assert compiler.asked == [[BOTH]] + [[SOFTCAP, LSE]] * (BOTH in spilling)
 
 
-def test_flags_that_a_pick_came_with_count_for_nothing() -> None:
-    for flags in itertools.product((False, True), repeat=2):
-        (found,) = settle([pick(dataclasses.replace(NARROW, softcap=flags[0], lse=flags[1]))], Compiler(()))
+def test_features_that_a_pick_came_without_count_for_nothing() -> None:
+    for without in ((), ("softcap",), ("lse",), ("softcap", "lse")):
+        (found,) = settle([pick(dataclasses.replace(NARROW, without=without))], Compiler(()))
         assert served(found) == (True, True)
 
 
 def test_a_row_is_split_where_its_masks_and_dtypes_differ() -> None:
-    row = FwdRow(FwdTraitsSm80(64, 64, 64, 64), ("full", "causal"), shapes=("short", "long"))
+    row = Row(FwdTraitsSm80(64, 64, 64, 64), ("full", "causal"), lengths=("short", "long"))
     causal = {f"bf16 64x64 causal {extras}" for extras in ("softcap lse", "lse")}
     compiler = Compiler({*causal, "fp16 64x64 full softcap"})
     found = [one.row for one in settle([pick(row), pick(NARROW)], compiler)]
     assert found == [
         dataclasses.replace(row, dtypes=("fp16",)),
         dataclasses.replace(row, masks=("full",), dtypes=("bf16",)),
-        dataclasses.replace(row, masks=("causal",), dtypes=("bf16",), lse=False),
+        dataclasses.replace(row, masks=("causal",), dtypes=("bf16",), without=("lse",)),
         NARROW,
     ]
     assert compiler.asked[1] == ["bf16 64x64 causal softcap", "bf16 64x64 causal lse"]  # nobody doubts the others
@@ -91,7 +90,7 @@ def test_a_row_is_split_where_its_masks_and_dtypes_differ() -> None:
 
 def test_rows_of_the_same_traits_share_their_kernels() -> None:
     compiler = Compiler([BOTH, LSE])
-    rows = [dataclasses.replace(NARROW, shapes=(shape,)) for shape in ("short", "long")]
+    rows = [dataclasses.replace(NARROW, lengths=(lengths,)) for lengths in ("short", "long")]
     assert [served(one) for one in settle([pick(row) for row in rows], compiler)] == [(True, False)] * 2
     assert compiler.asked == [[BOTH], [SOFTCAP, LSE]]
 
@@ -103,12 +102,12 @@ def test_all_that_a_row_admits_was_compiled_clean_and_no_more_could_be(seed: int
     extras = ("softcap", "lse", "softcap lse")
     problems = [f"{dtype} 64x64 {mask} {extra}" for mask in MASK_KINDS for dtype in DTYPES for extra in extras]
     compiler = Compiler(choose.sample(problems, choose.randint(0, len(problems))))
-    row = FwdRow(FwdTraitsSm80(64, 64, 64, 64), masks, dtypes)
+    row = Row(FwdTraitsSm80(64, 64, 64, 64), masks, dtypes)
     found = settle([pick(row)], compiler)
     flags = {}
     for one in found:
-        assert (one.row.traits, one.row.shapes) == (row.traits, row.shapes)
-        assert {name for name in ("softcap", "lse") if not getattr(one.row, name)} == one.lacking.keys()
+        assert (one.row.traits, one.row.lengths) == (row.traits, row.lengths)
+        assert set(one.row.without) == one.lacking.keys()
         for pair in itertools.product(one.row.masks, one.row.dtypes):
             assert pair not in flags
             flags[pair] = served(one)
@@ -127,7 +126,7 @@ def test_all_that_a_row_admits_was_compiled_clean_and_no_more_could_be(seed: int
 
 
 def kernel(tile: int, **extras: bool) -> Kernel:
-    return TRAITS[tile], FwdProblem("bf16", 128, 128, **extras)
+    return TRAITS[tile], FwdProblem.dense("bf16", 128, 128, **extras)
 
 
 def judge(world: World, wanted: Sequence[Kernel], jobs: int = 2) -> tuple[dict[Kernel, str | None], dict[str, int]]:
@@ -140,8 +139,8 @@ def test_kernels_are_compiled_once_and_what_fails_is_no_better_than_what_spills(
     world = World(
         tmp_path, spilling_on=("bf16 128x128 full softcap",), uncompilable_on=("bf16 128x128 full softcap lse",)
     )
-    fine, spills = kernel(1, has_lse=True), kernel(2, has_softcap=True)
-    fails = kernel(3, has_softcap=True, has_lse=True)
+    fine, spills = kernel(1, lse=True), kernel(2, softcap=True)
+    fails = kernel(3, softcap=True, lse=True)
     found, counts = judge(world, [fine, spills, fails, fine])
     assert found == {fine: None, spills: "spills 16 bytes a thread", fails: "ValueError: no such instruction"}
     assert counts == {"clean": 1, "with complaints": 2}
@@ -172,8 +171,8 @@ def test_a_shipped_rows_kernel_is_judged_by_the_real_compiler(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUTEFLASH_CACHE_DIR", str(tmp_path))
-    shipped = choose_shipped_fwd(FwdProblem("fp16", 64, 64), "sm_80").row
-    row = dataclasses.replace(shipped, masks=("full",), dtypes=("fp16",), softcap=False, lse=False)
+    shipped = choose_shipped(FwdProblem.dense("fp16", 64, 64), "sm_80").row
+    row = dataclasses.replace(shipped, masks=("full",), dtypes=("fp16",), without=("softcap", "lse"))
     real = backend("sm_80")
     without_compiler: Any = dataclasses.replace(real, builder=None)  # the second time the cache has to do
     for compiler in (real, without_compiler):

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from cuteflash.traits import row
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.row import FWD_TRAITS
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 from cuteflash.tune.apply import sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
@@ -32,7 +32,7 @@ from tests.patience import wait_until
 from tests.sweep_fakes import CELLS, TARGET, TRAITS, World, make_plan, sweep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DEFAULT = next(row.traits for row in FWD_ROWS[TARGET, "sm80"] if row.traits.head_dim == 128)
+DEFAULT = next(row.traits for row in TABLES["fwd", TARGET, "sm80"] if row.traits.head_dim == 128)
 IDS = {traits.tile_n: candidate_id("sm80", traits) for traits in TRAITS}
 FINALISTS = (96,)  # of TRAITS, those within the margin of the best
 
@@ -116,7 +116,7 @@ def test_cells_of_other_inputs_are_timed_beside_plain_ones(world: World) -> None
 
 
 def test_traits_by_which_speed_depends_on_values_exist() -> None:
-    assert all(any(hasattr(traits, name) for traits in FWD_TRAITS.values()) for name in VALUE_DEPENDENT)
+    assert all(any(hasattr(traits, name) for traits in row.TRAITS.values()) for name in VALUE_DEPENDENT)
 
 
 def test_a_changed_candidate_runs_again_alone_beside_the_yardsticks(world: World) -> None:
@@ -285,7 +285,7 @@ def test_every_candidate_is_kept_or_has_a_reason(target: str, family: Any, head_
     assert all(reason for _, reason in space.refused)
     assert {*space.chosen, *(traits for traits, _ in space.refused)} >= set(enumerate_fwd(family, head_dim, head_dim))
     shipped = {
-        row.traits for row in FWD_ROWS[target, family] if row.traits.head_dim == row.traits.head_dim_v == head_dim
+        row.traits for row in TABLES["fwd", target, family] if row.traits.head_dim == row.traits.head_dim_v == head_dim
     }
     assert shipped <= set(space.chosen[: len(space.always)])
 
@@ -297,7 +297,7 @@ def test_the_score_finds_the_hopper_rows_that_were_measured(head_dim: int) -> No
     order = shortlist(fitting, arch)
     rows = [
         row.traits
-        for row in FWD_ROWS["sm_90a", "sm90"]
+        for row in TABLES["fwd", "sm_90a", "sm90"]
         if (row.traits.head_dim, row.traits.head_dim_v) == (head_dim,) * 2
     ]
     assert min(map(order.index, rows)) < 10

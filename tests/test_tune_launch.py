@@ -50,8 +50,8 @@ def use(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
 
 @pytest.mark.parametrize("mask", MASK_KINDS)
 def test_a_right_kernel_passes_the_gate_with_its_errors(bench: TorchBench, mask: MaskKind) -> None:
-    found = bench.check(RIGHT, FwdProblem("bf16", 32, 32, mask))["errors"]
-    assert list(found) == [cell.label for cell in gate_cells(FwdProblem("bf16", 32, 32, mask))]
+    found = bench.check(RIGHT, FwdProblem.dense("bf16", 32, 32, mask))["errors"]
+    assert list(found) == [cell.label for cell in gate_cells(FwdProblem.dense("bf16", 32, 32, mask))]
     assert all(0 <= worst <= most and 0 <= rms <= least for worst, most, rms, least in found.values())
     assert all(worst > 0 and rms > 0 for worst, _, rms, _ in list(found.values())[:2])  # of plain inputs
 
@@ -68,7 +68,7 @@ def test_a_right_kernel_passes_the_gate_with_its_errors(bench: TorchBench, mask:
 def test_a_wrong_kernel_is_caught(bench: TorchBench, monkeypatch: pytest.MonkeyPatch, spoil: Spoil, words: str) -> None:
     use(monkeypatch, spoil)
     with pytest.raises(WrongResult, match=words):
-        bench.check(RIGHT, FwdProblem("bf16", 32, 32))
+        bench.check(RIGHT, FwdProblem.dense("bf16", 32, 32))
     assert bench.usable()
 
 
@@ -108,7 +108,7 @@ def test_a_kernel_that_is_imprecise_with_sinks_alone_is_caught(
 ) -> None:
     monkeypatch.setattr(launch, "direct_runner", weights_beyond_one)
     with pytest.raises(WrongResult, match=r"sink:30: rms error .* times torch's own"):
-        bench.check(RIGHT, FwdProblem("bf16", 32, 32))
+        bench.check(RIGHT, FwdProblem.dense("bf16", 32, 32))
     plain = Cell(32, "full", 64, tokens=256, hidden=64)
     assert bench.sample(RIGHT, plain) > 0
     with pytest.raises(WrongResult, match="sink:30: rms error"):
@@ -134,7 +134,7 @@ def test_peers_are_timed_on_the_same_inputs(bench: TorchBench) -> None:
 def test_nothing_is_compiled_on_the_gpu_machine(bench: TorchBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "lookup", lambda *_: None)
     with pytest.raises(LookupError, match="not in the disk cache"):
-        bench.check(RIGHT, FwdProblem("bf16", 32, 32))
+        bench.check(RIGHT, FwdProblem.dense("bf16", 32, 32))
 
 
 def test_a_kernel_that_hangs_leaves_a_bench_nobody_can_use(bench: TorchBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ import pytest
 from cuteflash.page import data_of
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.docs import attribute_docs
-from cuteflash.traits.row import FWD_TRAITS
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.row import TRAITS
+from cuteflash.traits.tables import TABLES
 from cuteflash.tune import report
 from cuteflash.tune.apply import proposed, shipped_defaults
 from cuteflash.tune.cells import Cell
@@ -156,10 +156,10 @@ def test_a_compilers_colours_are_no_part_of_a_reason() -> None:
     assert reasons.templates == ["error: insufficient registers (#)"]
 
 
-@pytest.mark.parametrize("family", FWD_TRAITS)
+@pytest.mark.parametrize("family", TRAITS)
 def test_every_trait_is_explained_by_its_class(family: Any) -> None:
-    docs = attribute_docs(FWD_TRAITS[family])
-    assert docs.keys() == {field.name for field in dataclasses.fields(FWD_TRAITS[family])}
+    docs = attribute_docs(TRAITS[family])
+    assert docs.keys() == {field.name for field in dataclasses.fields(TRAITS[family])}
     assert docs["tile_n"] == "key rows of one step of the main loop."
     assert all(text.endswith((".", ")")) and "\n" not in text for text in docs.values())
 
@@ -190,7 +190,7 @@ def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[st
     defaults = shipped_defaults(store, "sm_90a", "sm90", (128, 128))
     decisions = {decision.slot: decision for decision in decide(runs, defaults)}
     rows = cover(list(decisions.values()))
-    slots = {Slot(one["mask"], one["dtype"], one["shape"]): one for one in space["slots"]}
+    slots = {Slot(one["mask"], one["dtype"], one["lengths"]): one for one in space["slots"]}
     assert slots.keys() == decisions.keys()
     for slot, told in slots.items():
         decision = decisions[slot]
@@ -298,10 +298,10 @@ def test_the_roof_is_the_matrix_product_of_the_same_run(tmp_path: pathlib.Path) 
 # The verdict.
 
 
-def slot(shape: str, outcome: str, row_gain: float | None = None, **behind: bool) -> dict[str, Any]:
+def slot(lengths: str, outcome: str, row_gain: float | None = None, **behind: bool) -> dict[str, Any]:
     """A slot's facts: outcome, and of each peer whether the winner is behind it."""
     peers = {name: {"behind": is_behind} for name, is_behind in behind.items()}
-    facts = {"shape": shape, "outcome": outcome, "row_gain": row_gain}
+    facts = {"lengths": lengths, "outcome": outcome, "row_gain": row_gain}
     return facts | ({"winner": None} if outcome == INCOMPLETE else {"winner": 0, "peers": peers})
 
 
@@ -358,7 +358,7 @@ def test_titles_are_those_of_the_explanations(store: Store, data: dict[str, Any]
 
 def test_shares_are_geometric_means_over_the_lengths(store: Store, data: dict[str, Any]) -> None:
     space = data["spaces"][-1]
-    where = {"mask": "causal", "dtype": "bf16", "shape": "long", "cell": ""}
+    where = {"mask": "causal", "dtype": "bf16", "lengths": "long", "cell": ""}
     told = script(f"[...R.model.shares(s, R.model.cellsOf(s, {json.dumps(where)})).share]", data)
     runs = [one for one in load_runs(store, "sm_90a", GPU, space["ids"]) if one.slot == Slot("causal", "bf16", "long")]
     best = {cell: min(one.ms for one in runs if one.cell == cell) for cell in {one.cell for one in runs}}
@@ -374,8 +374,8 @@ def test_shares_are_geometric_means_over_the_lengths(store: Store, data: dict[st
 def test_a_trait_is_worth_what_pairs_that_differ_in_it_alone_say(store: Store, data: dict[str, Any]) -> None:
     space = data["spaces"][-1]
     where = Slot("full", "bf16", "long")
-    cells = "R.model.cellsOf(s, { mask: 'full', dtype: 'bf16', shape: 'long' })"
-    reference = next(one["winner"] for one in space["slots"] if (one["mask"], one["shape"]) == ("full", "long"))
+    cells = "R.model.cellsOf(s, { mask: 'full', dtype: 'bf16', lengths: 'long' })"
+    reference = next(one["winner"] for one in space["slots"] if (one["mask"], one["lengths"]) == ("full", "long"))
     found = script(f"R.model.effects(s, R.model.shares(s, {cells}), {reference})", data)
     fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "sm90", (128, 128)).items()}
     times: dict[str, dict[str, float]] = collections.defaultdict(dict)
@@ -427,7 +427,7 @@ def test_lengths_stand_beside_their_best_peer_and_decoding_by_its_bytes(store: S
     rates = script("s.slots.map((slot) => R.model.rates(R.model.cellsOf(s, slot), slot.winner))", data)
     fields = store.cells()
     for cell, series in zip(space["cells"], told, strict=True):
-        slot = next(one for one in space["slots"] if all(one[key] == cell[key] for key in ("mask", "dtype", "shape")))
+        slot = next(one for one in space["slots"] if all(one[key] == cell[key] for key in ("mask", "dtype", "lengths")))
         time = dict(zip(cell["who"], cell["times"]["ms"], strict=True))
         default = {} if slot["default"] == slot["winner"] else {"default": time[slot["default"]]}
         times = {"winner": time[slot["winner"]], **default, **cell["peers"]}
@@ -438,7 +438,7 @@ def test_lengths_stand_beside_their_best_peer_and_decoding_by_its_bytes(store: S
             assert one["ratio"] == pytest.approx(min(cell["peers"].values()) / ms)
             assert one["terabytes"] == pytest.approx(made.nbytes / ms / 1e9, rel=1e-4)
             assert one["tflops"] == pytest.approx(made.flops / ms / 1e9, rel=1e-4)
-        if slot["shape"] == "decode":
+        if slot["lengths"] == "decode":
             of_slot = rates[space["slots"].index(slot)]
             assert {name: series[0][name] for name in ("terabytes", "tflops")} == {
                 name: pytest.approx(of_slot[name]) for name in ("terabytes", "tflops")
@@ -450,8 +450,8 @@ def test_lengths_stand_beside_their_best_peer_and_decoding_by_its_bytes(store: S
 def test_a_chart_shows_ratios_where_there_are_peers_and_decoding_apart(key: str, peers: dict[str, float]) -> None:
     space = {
         "cells": [
-            {"label": label, "mask": "full", "dtype": "bf16", "shape": shape, "peers": peers}
-            for label, shape in (("1x512", "decode"), ("512", "short"), ("4096", "long"), ("4096 sink:12", "long"))
+            {"label": label, "mask": "full", "dtype": "bf16", "lengths": lengths, "peers": peers}
+            for label, lengths in (("1x512", "decode"), ("512", "short"), ("4096", "long"), ("4096 sink:12", "long"))
         ]
     }
     files = [*JS, str(WEB / "peers.js")]
@@ -564,7 +564,9 @@ def test_a_dry_run_is_told_by_the_analytic_score(tmp_path: pathlib.Path) -> None
     assert told[0]["share"] == [None if one is None else pytest.approx(one, rel=1e-4) for one in expected]
     shipped = [space["ids"][place] for place in space["shipped"]]
     assert {traits[name] for name in shipped} == {
-        row.traits for row in FWD_ROWS["sm_90a", "sm90"] if (row.traits.head_dim, row.traits.head_dim_v) == (128, 128)
+        row.traits
+        for row in TABLES["fwd", "sm_90a", "sm90"]
+        if (row.traits.head_dim, row.traits.head_dim_v) == (128, 128)
     }
     best = min(shipped, key=lambda name: clocks[name])
     assert f"by the analytic score {title(traits[first])} comes first" in space["verdict"]

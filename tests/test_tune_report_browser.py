@@ -197,7 +197,7 @@ def test_the_canvas_is_drawn_in_both_themes(browser: Any, folder: pathlib.Path) 
 def test_a_winners_row_selects_its_problem_everywhere(browser: Any, folder: pathlib.Path) -> None:
     with Visit(browser, folder / "timed.html") as visit:
         visit.page.get_by_role("button", name="causal · bf16 · short").last.click()
-        assert [visit.now(key) for key in ("space", "mask", "shape")] == ["sm90 128x128", "causal", "short"]
+        assert [visit.now(key) for key in ("space", "mask", "lengths")] == ["sm90 128x128", "causal", "short"]
         assert visit.page.get_by_label("Mask").input_value() == "causal"
         pressed = visit.page.locator(".winners tr.current button[aria-pressed='true']")
         assert pressed.all_inner_texts() == ["causal · bf16 · short"]

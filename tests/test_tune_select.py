@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
-from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.results import (
     Run,
@@ -31,7 +31,7 @@ from cuteflash.tune.store import Store, Timing
 FULL = Slot("full", "bf16", "long")
 CAUSAL = Slot("causal", "bf16", "long")
 SHORT = Slot("full", "bf16", "short")
-SLOTS = [Slot(*names) for names in itertools.product(MASK_KINDS, DTYPES, SHAPES)]
+SLOTS = [Slot(*names) for names in itertools.product(MASK_KINDS, DTYPES, LENGTH_CLASSES)]
 NAMES = ("a", "b", "c", "d", "e")
 TRAITS = {name: FwdTraitsSm80(64, 16 * (1 + index), 64, 64) for index, name in enumerate(NAMES)}
 
@@ -163,7 +163,7 @@ def test_the_first_row_that_fits_is_the_chosen_one(problem: tuple[list[Run], dic
         first = next(
             pick
             for pick in picks
-            if slot.mask in pick.row.masks and slot.dtype in pick.row.dtypes and slot.shape in pick.row.shapes
+            if slot.mask in pick.row.masks and slot.dtype in pick.row.dtypes and slot.lengths in pick.row.lengths
         )
         assert (first.candidate, first.row.traits) == (name, TRAITS[name])
 
@@ -181,8 +181,8 @@ def test_boxes_hold_just_their_slots_and_what_lies_above(slots: set[Slot], above
 def test_a_general_row_is_one_row_below_its_exception() -> None:
     runs = [run("a", slot, 1.2 if slot == CAUSAL else 1.0) for slot in SLOTS] + [run("b", CAUSAL, 1.0)]
     special, general = select(runs, dict.fromkeys(SLOTS, "a"), TRAITS)
-    assert (special.candidate, special.row.masks, special.row.shapes) == ("b", ("causal",), ("long",))
-    assert (general.row.masks, general.row.dtypes, general.row.shapes) == (MASK_KINDS, DTYPES, SHAPES)
+    assert (special.candidate, special.row.masks, special.row.lengths) == ("b", ("causal",), ("long",))
+    assert (general.row.masks, general.row.dtypes, general.row.lengths) == (MASK_KINDS, DTYPES, LENGTH_CLASSES)
     assert special.gain == pytest.approx(0.2) and not special.kept
     assert general.gain == pytest.approx(0.0) and general.kept
     assert special.tflops == pytest.approx(100) and special.at == "day 98"
@@ -269,13 +269,13 @@ def test_candidates_come_back_as_traits_unless_another_version_made_them(store: 
 
 
 def test_rows_are_chosen_against_what_dispatch_has(store: Store) -> None:
-    problem = FwdProblem("fp16", 64, 64, "causal")
-    default = choose_fwd(problem, "sm_80", "sm80", "short").traits
+    problem = FwdProblem.dense("fp16", 64, 64, "causal")
+    default = choose(problem, "sm_80", "sm80", "short").traits
     better = dataclasses.replace(default, tile_n=default.tile_n + 16)
     for traits, ms in ((default, 1.0), (better, 0.9)):
         record(store, store.add_candidate("sm80", traits), ms, samples=(ms,) * 3)
     (pick,) = choose_rows(store, "sm_80", "sm80", (64, 64), "A")
     assert (pick.row.traits, pick.row.masks, pick.row.dtypes) == (better, ("causal",), ("fp16",))
-    assert pick.row.shapes == ("short",)
+    assert pick.row.lengths == ("short",)
     assert pick.gain == pytest.approx(1 / 0.9 - 1) and not pick.kept
     assert choose_rows(store, "sm_80", "sm80", (96, 96), "A") == []

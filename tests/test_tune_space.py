@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from cuteflash.compile import build
-from cuteflash.dispatch import forward_kernel
+from cuteflash.dispatch import kernel_class
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
 from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 from cuteflash.tune.space import enumerate_fwd, prune
 
 HEAD_DIMS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
@@ -63,7 +63,7 @@ def test_every_tunable_trait_takes_several_values(family: Family) -> None:
 
 def test_every_shipped_row_is_a_candidate_or_compiles_to_one() -> None:
     spaces: dict[tuple[Family, int, int], set[object]] = {}
-    for (target, _), rows in FWD_ROWS.items():
+    for (_, target, _), rows in TABLES.items():
         for row in rows:
             place = row.traits.family, row.traits.head_dim, row.traits.head_dim_v
             space = spaces.get(place) or spaces.setdefault(place, set(enumerate_fwd(*place)))
@@ -126,7 +126,7 @@ def test_what_is_pruned_for_registers_would_spill(traits: FwdTraitsSm80, monkeyp
     monkeypatch.setenv("CUTEFLASH_CACHE", "0")
     assert "registers a thread" in (traits.check(get_arch("sm_90a")) or "")
     assert traits.accumulator_regs - 16 <= traits.register_limit(get_arch("sm_90a")) - ADDRESS_REGS
-    report = build(forward_kernel("sm80"), traits, FwdProblem("bf16", 128, 128), "sm_90a")
+    report = build(kernel_class(traits), traits, FwdProblem.dense("bf16", 128, 128), "sm_90a")
     assert report.resources.spill_store_bytes > 0
 
 

@@ -18,18 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FwdProblem, problem_id
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.tune.store import (
-    SCHEMA_VERSION,
-    STAGES,
-    Store,
-    StoreError,
-    Timing,
-    Verdict,
-    candidate_id,
-    problem_id,
-)
+from cuteflash.tune.store import SCHEMA_VERSION, STAGES, Store, StoreError, Timing, Verdict, candidate_id
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TRAITS = FwdTraitsSm80(128, 64, 128, 128)
@@ -99,8 +90,8 @@ def test_identity_is_family_and_every_trait() -> None:
 
 
 def test_problems_read_as_what_they_are() -> None:
-    assert problem_id(FwdProblem("bf16", 128, 64, "causal")) == "bf16 128x64 causal"
-    extras = FwdProblem("fp16", 64, 64, has_softcap=True, has_lse=True, packed_heads=4)
+    assert problem_id(FwdProblem.dense("bf16", 128, 64, "causal")) == "bf16 128x64 causal"
+    extras = FwdProblem.dense("fp16", 64, 64, softcap=True, lse=True, packed_heads=4)
     assert problem_id(extras) == "fp16 64x64 full softcap lse packed 4"
 
 

@@ -13,47 +13,47 @@ from typing import Any
 import pytest
 
 from cuteflash import usertable
-from cuteflash.traits.row import FwdRow
+from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.usertable import MeasuredRow, TableError, TableWarning
-from tests.user_tables import MEASURED, OwnTables
+from tests.user_tables import MEASURED, SM80, SM80_HOPPER, SM86, SM90, OwnTables
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROWS80 = (
-    MEASURED(FwdRow(FwdTraitsSm80(128, 64, 64, 64, q_in_regs=True), ("causal",), ("bf16",), ("decode", "short"))),
-    MeasuredRow(FwdRow(FwdTraitsSm80(64, 32, 128, 96, num_warps=4)), "NVIDIA A100-SXM4-80GB", "2026-02-28", 201),
+    MEASURED(Row(FwdTraitsSm80(128, 64, 64, 64, q_in_regs=True), ("causal",), ("bf16",), ("decode", "short"))),
+    MeasuredRow(Row(FwdTraitsSm80(64, 32, 128, 96, num_warps=4)), "NVIDIA A100-SXM4-80GB", "2026-02-28", 201),
 )
-ROWS90 = (MEASURED(FwdRow(FwdTraitsSm90(128, 128, 128, 128, q_in_regs=True, exp_rows_before_wait=1))),)
+ROWS90 = (MEASURED(Row(FwdTraitsSm90(128, 128, 128, 128, q_in_regs=True, exp_rows_before_wait=1))),)
 
 
 def test_what_is_written_is_read(own_tables: OwnTables) -> None:
-    assert usertable.load("sm_80", "sm80") == ()
-    path = usertable.write("sm_80", "sm80", ROWS80)
+    assert usertable.load(SM80) == ()
+    path = usertable.write(SM80, ROWS80)
     assert path == own_tables.root / "fwd-sm_80-sm80.json" and os.listdir(own_tables.root) == [path.name]
-    usertable.write("sm_90a", "sm90", ROWS90)
-    assert usertable.read("sm_80", "sm80") == usertable.load("sm_80", "sm80") == ROWS80
-    assert usertable.read("sm_90a", "sm90") == ROWS90
-    assert usertable.read("sm_86", "sm80") == usertable.read("sm_90a", "sm80") == ()
+    usertable.write(SM90, ROWS90)
+    assert usertable.read(SM80) == usertable.load(SM80) == ROWS80
+    assert usertable.read(SM90) == ROWS90
+    assert usertable.read(SM86) == usertable.read(SM80_HOPPER) == ()
 
 
 def test_a_table_is_read_once_a_process_and_again_after_writing(own_tables: OwnTables) -> None:
-    path = usertable.write("sm_80", "sm80", ROWS80)
-    assert usertable.load("sm_80", "sm80") == ROWS80
+    path = usertable.write(SM80, ROWS80)
+    assert usertable.load(SM80) == ROWS80
     path.write_text("{")
-    assert usertable.load("sm_80", "sm80") == ROWS80
-    usertable.write("sm_80", "sm80", ROWS80[:1])
-    assert usertable.load("sm_80", "sm80") == ROWS80[:1]
+    assert usertable.load(SM80) == ROWS80
+    usertable.write(SM80, ROWS80[:1])
+    assert usertable.load(SM80) == ROWS80[:1]
 
 
 def test_removing_takes_every_table_and_nothing_else(own_tables: OwnTables) -> None:
-    paths = [usertable.write("sm_80", "sm80", ROWS80), own_tables.put("sm_90a", "sm90", "not JSON")]
+    paths = [usertable.write(SM80, ROWS80), own_tables.put("sm_90a", "sm90", "not JSON")]
     other = own_tables.root / "mine.json"
     other.write_text("{}")
-    assert usertable.load("sm_80", "sm80") == ROWS80
+    assert usertable.load(SM80) == ROWS80
     assert usertable.remove() == paths
     assert list(own_tables.root.iterdir()) == [other]
-    assert usertable.load("sm_80", "sm80") == ()
+    assert usertable.load(SM80) == ()
     assert usertable.remove() == []
 
 
@@ -70,7 +70,7 @@ def changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 0}, "its format is 0, not 1"),
+        ({"format": 0}, "its format is 0, not 2"),
         ({"cuteflash": "0.0.9"}, "its cuteflash is '0.0.9', not"),
         ({"target": "sm_86"}, "its target is 'sm_86', not 'sm_80'"),
         ({"family": "sm90"}, "its family is 'sm90', not 'sm80'"),
@@ -80,7 +80,7 @@ def changed(**changes: Any) -> str:
         ({"row__masks": []}, r"row 1: masks is \(\); allowed: one or more of full, causal, window"),
         ({"row__masks": [["full"]]}, "row 1: "),
         ({"row__dtypes": "bf16"}, "row 1: its dtypes is 'bf16'; allowed: list"),
-        ({"row__shapes": ["middling"]}, r"row 1: shapes is \('middling',\); allowed: one or more of decode, short"),
+        ({"row__lengths": ["middling"]}, r"row 1: lengths is \('middling',\); allowed: one or more of decode, short"),
         ({"row__gpu": None}, "row 1: its gpu is None; allowed: str"),
         ({"row__tflops": "fast"}, "row 1: its tflops is 'fast'; allowed: float or int"),
         ({"row__tflops": float("nan")}, "row 1: its tflops is nan; allowed: a positive number"),
@@ -98,7 +98,7 @@ def test_a_table_that_cannot_be_believed_says_why(own_tables: OwnTables, changes
     own_tables.write("sm_80", "sm80", list(ROWS80))
     path = own_tables.put("sm_80", "sm80", changed(**changes))
     with pytest.raises(TableError, match=reason) as caught:
-        usertable.read("sm_80", "sm80")
+        usertable.read(SM80)
     assert f"the user's table {path} cannot be used: " in str(caught.value)
     assert "cuteflash sweep --reset" in str(caught.value)
 
@@ -111,27 +111,27 @@ def test_a_table_that_cannot_be_believed_says_why(own_tables: OwnTables, changes
         (b"\xff\xfe\x00", "it is no JSON"),
         ("[" * 100_000, "it is no JSON"),
         ("[]", "it holds a list, not a table"),
-        ("{}", "its format is None, not 1"),
+        ("{}", "its format is None, not 2"),
     ],
     ids=lambda value: str(value)[:12],
 )
 def test_a_file_that_is_no_table_says_so(own_tables: OwnTables, content: str | bytes, reason: str) -> None:
     own_tables.put("sm_80", "sm80", content)
     with pytest.raises(TableError, match=reason):
-        usertable.read("sm_80", "sm80")
+        usertable.read(SM80)
     with pytest.warns(TableWarning, match=reason):
-        assert usertable.load("sm_80", "sm80") == ()
+        assert usertable.load(SM80) == ()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert usertable.load("sm_80", "sm80") == ()  # said once
+        assert usertable.load(SM80) == ()  # said once
 
 
 def test_a_directory_in_a_tables_place_is_reported(own_tables: OwnTables) -> None:
     (own_tables.root / "fwd-sm_80-sm80.json").mkdir(parents=True)
     with pytest.raises(TableError, match=r"cannot be used: .*directory"):
-        usertable.read("sm_80", "sm80")
+        usertable.read(SM80)
     with pytest.raises(TableError, match="is not written"):
-        usertable.write("sm_80", "sm80", ROWS80)
+        usertable.write(SM80, ROWS80)
     assert len(os.listdir(own_tables.root)) == 1
     with pytest.raises(TableError, match="cannot be removed"):
         usertable.remove()
@@ -142,32 +142,32 @@ def test_fields_that_a_table_lacks_are_at_their_defaults(own_tables: OwnTables) 
     table = json.loads(changed())
     del table["rows"][0]["traits"]["double_buffer"]
     own_tables.put("sm_80", "sm80", json.dumps(table))
-    assert usertable.read("sm_80", "sm80") == ROWS80
+    assert usertable.read(SM80) == ROWS80
     del table["rows"][0]["traits"]["tile_m"]
     own_tables.put("sm_80", "sm80", json.dumps(table))
     with pytest.raises(TableError, match="its tile_m is None; allowed: int"):
-        usertable.read("sm_80", "sm80")
+        usertable.read(SM80)
 
 
 def test_rows_of_another_table_are_not_written(own_tables: OwnTables) -> None:
-    usertable.write("sm_80", "sm80", ROWS80)
+    usertable.write(SM80, ROWS80)
     with pytest.raises(TableError, match="is not written: row 1: "):
-        usertable.write("sm_80", "sm80", ROWS90)
+        usertable.write(SM80, ROWS90)
     with pytest.raises(TableError, match="is not written: row 1: its tflops is 0"):
-        usertable.write("sm_80", "sm80", [MeasuredRow(ROWS80[0].row, "Card", "2026-01-31", 0)])
-    assert usertable.read("sm_80", "sm80") == ROWS80
+        usertable.write(SM80, [MeasuredRow(ROWS80[0].row, "Card", "2026-01-31", 0)])
+    assert usertable.read(SM80) == ROWS80
 
 
 def test_a_full_disk_keeps_the_old_table(own_tables: OwnTables, monkeypatch: pytest.MonkeyPatch) -> None:
-    usertable.write("sm_80", "sm80", ROWS80)
+    usertable.write(SM80, ROWS80)
 
     def full(source: str, target: pathlib.Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(TableError, match=r"fwd-sm_80-sm80\.json is not written: .*No space left"):
-        usertable.write("sm_80", "sm80", ROWS80[:1])
-    assert usertable.read("sm_80", "sm80") == ROWS80
+        usertable.write(SM80, ROWS80[:1])
+    assert usertable.read(SM80) == ROWS80
     assert len(os.listdir(own_tables.root)) == 1
 
 
@@ -176,10 +176,10 @@ def test_an_unwritable_config_directory_is_known_before_the_work(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("CUTEFLASH_CONFIG_DIR", str(tmp_path / "file" / "config"))
-    for work in (usertable.check_writable, lambda: usertable.write("sm_80", "sm80", ROWS80)):
+    for work in (usertable.check_writable, lambda: usertable.write(SM80, ROWS80)):
         with pytest.raises(TableError, match=r"config directory .* cannot be written: .*CUTEFLASH_CONFIG_DIR moves it"):
             work()
-    assert usertable.read("sm_80", "sm80") == ()
+    assert usertable.read(SM80) == ()
     assert usertable.remove() == []
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -209,8 +209,8 @@ def test_where_tables_lie(monkeypatch: pytest.MonkeyPatch, variables: dict[str, 
 
 
 def test_without_a_home_there_are_no_tables_and_none_can_be_written(homeless: None) -> None:
-    assert usertable.config_dir() is None and usertable.table_path("sm_80", "sm80") is None
-    assert usertable.read("sm_80", "sm80") == () and usertable.remove() == []
+    assert usertable.config_dir() is None and usertable.table_path(SM80) is None
+    assert usertable.read(SM80) == () and usertable.remove() == []
     with pytest.raises(TableError, match=r"user \d+ has no home directory; CUTEFLASH_CONFIG_DIR moves it"):
         usertable.check_writable()
 
@@ -219,18 +219,18 @@ def test_a_directory_in_nobodys_home_is_reported(own_tables: OwnTables, monkeypa
     monkeypatch.setenv("CUTEFLASH_CONFIG_DIR", "~no-such-user/tables")
     assert usertable.config_dir() is None
     reason = "CUTEFLASH_CONFIG_DIR is '~no-such-user/tables', and that has no home directory"
-    for work in (usertable.check_writable, usertable.remove, lambda: usertable.read("sm_80", "sm80")):
+    for work in (usertable.check_writable, usertable.remove, lambda: usertable.read(SM80)):
         with pytest.raises(TableError, match=reason):
             work()
-    with pytest.warns(TableWarning, match=f"the shipped table sm_80/sm80 is used, because .*{reason}"):
-        assert usertable.load("sm_80", "sm80") == ()
+    with pytest.warns(TableWarning, match=f"the shipped table fwd/sm_80/sm80 is used, because .*{reason}"):
+        assert usertable.load(SM80) == ()
 
 
 def test_another_process_chooses_by_the_table(own_tables: OwnTables) -> None:
-    usertable.write("sm_80", "sm80", ROWS80)
+    usertable.write(SM80, ROWS80)
     code = (
-        "from cuteflash.dispatch import choose_fwd; from cuteflash.problem import FwdProblem; "
-        "print(choose_fwd(FwdProblem('bf16', 64, 64, 'causal'), 'sm_80', None, 'short').source)"
+        "from cuteflash.dispatch import choose; from cuteflash.problem import FwdProblem; "
+        "print(choose(FwdProblem.dense('bf16', 64, 64, 'causal'), 'sm_80', None, 'short').source)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"user's table {own_tables.root}") and done.stderr == ""

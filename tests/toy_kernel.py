@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 
 class ToyKernel:
-    """Copies a vector; `problem.head_dim` elements a thread."""
+    """Copies a vector; `problem.operands.head_dim` elements a thread."""
 
     family = "sm80"
 
@@ -32,14 +32,14 @@ class ToyKernel:
     @cute.jit
     def __call__(self, mV: cute.Tensor, mO: cute.Tensor, stream: Any):
         threads = self.traits.tile_n
-        blocks = cute.ceil_div(mV.shape[0], threads * self.problem.head_dim)
+        blocks = cute.ceil_div(mV.shape[0], threads * self.problem.operands.head_dim)
         self.kernel(mV, mO).launch(grid=(blocks, 1, 1), block=(threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, mV: cute.Tensor, mO: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        first = (block * self.traits.tile_n + thread) * self.problem.head_dim
-        for i in cutlass.range(self.problem.head_dim, unroll=4):
+        first = (block * self.traits.tile_n + thread) * self.problem.operands.head_dim
+        for i in cutlass.range(self.problem.operands.head_dim, unroll=4):
             if first + i < mV.shape[0]:
                 mO[first + i] = mV[first + i]

@@ -6,10 +6,13 @@ import functools
 import pathlib
 
 from cuteflash import usertable
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.traits.arch import Family
+from cuteflash.traits.row import TableKey
 from cuteflash.usertable import MeasuredRow
 
+SM80, SM86, SM89, SM80_HOPPER = (TableKey("fwd", target, "sm80") for target in ("sm_80", "sm_86", "sm_89", "sm_90a"))
+SM90 = TableKey("fwd", "sm_90a", "sm90")
 MEASURED = functools.partial(MeasuredRow, gpu="Card", date="2026-01-31", tflops=123.4)
 
 
@@ -21,7 +24,7 @@ class OwnTables:
         self.forget()
 
     def write(self, target: str, family: Family, rows: list[MeasuredRow]) -> pathlib.Path:
-        path = usertable.write(target, family, rows)
+        path = usertable.write(TableKey("fwd", target, family), rows)
         self.forget()
         return path
 
@@ -36,4 +39,4 @@ class OwnTables:
     def forget(self) -> None:
         """As a new process would start."""
         usertable.load.cache_clear()
-        choose_fwd.cache_clear()
+        choose.cache_clear()

@@ -16,7 +16,7 @@ from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.cli.sweep import app as sweep
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
-from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.version import VERSION
 
 app = typer.Typer(
@@ -32,13 +32,14 @@ Arch = Annotated[str | None, typer.Option(help=f"Comma-separated compile targets
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
 Mask = Annotated[str | None, typer.Option(help=f"Comma-separated kinds of {', '.join(MASK_KINDS)}.")]
 Dtype = Annotated[str | None, typer.Option(help=f"Comma-separated element types of {', '.join(DTYPES)}.")]
-Shape = Annotated[
-    str | None, typer.Option(help=f"Comma-separated classes of sequence lengths, {', '.join(SHAPES)}; default: all.")
+Lengths = Annotated[
+    str | None,
+    typer.Option(help=f"Comma-separated classes of sequence lengths, {', '.join(LENGTH_CLASSES)}; default: all."),
 ]
 HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q and K, multiples of 8 up to 256.")]
 HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O, one for each --head-dim; default: the same.")]
 WHOLE_TABLE = (
-    "The whole tables: the head dims of every row with every mask, dtype and shape, each for the row's own target "
+    "The whole tables: the head dims of every row with every mask, dtype and lengths, each for the row's own target "
     "(some 300 kernels, ten minutes on two cores). The other options narrow it or, --lse and --softcap, widen it."
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
@@ -71,7 +72,7 @@ def info(
     lse: Annotated[bool, typer.Option("--lse", help="With the log-sum-exp.")] = False,
     softcap: Annotated[bool, typer.Option("--softcap", help="With softcap.")] = False,
     family: Family = None,
-    shape: Shape = None,
+    lengths: Lengths = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the environment, and which kernel and traits run a forward problem. --arch defaults to the GPU or to all."""
@@ -79,19 +80,19 @@ def info(
         if mask is not None and causal:
             raise ValueError("mask and causal are both given; allowed: one of them")
         problems = [
-            FwdProblem(kind, d, d_v, mask=masking, has_softcap=softcap, has_lse=lse)
+            FwdProblem.dense(kind, d, d_v, masking, softcap=softcap, lse=lse)
             for d, d_v in head_dims(head_dim, head_dim_v)
             for masking in names("mask", mask, MASK_KINDS) or ["causal" if causal else "full"]
             for kind in names("dtype", dtype, DTYPES)
         ]
         targets = names("arch", arch, ARCHS) or information.default_targets()
         checked_family = (names("family", family, FAMILIES) or [None])[0]
-        shapes = names("shape", shape, SHAPES) or list(SHAPES)
+        classes = names("lengths", lengths, LENGTH_CLASSES) or list(LENGTH_CLASSES)
         choices = [
             choice
             for target in targets
             for problem in problems
-            for choice in information.describe(problem, target, checked_family, shapes)
+            for choice in information.describe(problem, target, checked_family, classes)
         ]
     result = {"environment": information.environment(), "choices": choices}
     typer.echo(json.dumps(result, indent=2) if as_json else information.text(result), nl=as_json)
@@ -109,7 +110,7 @@ def compile_(
     lse: Annotated[str, typer.Option(help="0, 1 or 0,1: without and with the log-sum-exp.")] = "0",
     softcap: Annotated[str, typer.Option(help="0, 1 or 0,1: without and with softcap.")] = "0",
     family: Family = None,
-    shape: Shape = None,
+    lengths: Lengths = None,
     everything: Annotated[bool, typer.Option("--all", help=WHOLE_TABLE)] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = os.cpu_count() or 1,
     as_json: AsJson = False,
@@ -133,7 +134,7 @@ def compile_(
             dtypes=names("dtype", dtype, DTYPES) or (list(DTYPES) if everything else ["bf16"]),
             lse=flags("lse", lse),
             softcap=flags("softcap", softcap),
-            shapes=names("shape", shape, SHAPES) or SHAPES,
+            lengths=names("lengths", lengths, LENGTH_CLASSES) or LENGTH_CLASSES,
         )
         tasks = building.table_tasks(selection) if everything else building.grid_tasks(selection)
     outcomes = building.run(tasks, jobs)

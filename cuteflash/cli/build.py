@@ -15,12 +15,12 @@ from rich.table import Table
 from cuteflash import usertable
 from cuteflash.cli.bar import progress_bar
 from cuteflash.compile import BuildReport, build
-from cuteflash.dispatch import choose_fwd, forward_kernel
-from cuteflash.problem import FwdProblem
+from cuteflash.dispatch import choose, kernel_class
+from cuteflash.problem import FEATURES, FwdProblem
 from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import Traits
-from cuteflash.traits.shapes import SHAPES, Shape
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 
 PLAIN_WIDTH = 200  # columns of the table if stdout is not a terminal
 TASK_COLUMNS = ("target", "family", "dims", "mask", "dtype", "lengths")
@@ -38,36 +38,34 @@ class Selection:
     dtypes: list[Any]
     lse: list[bool]
     softcap: list[bool]
-    shapes: Sequence[Shape] = SHAPES
+    lengths: Sequence[LengthClass] = LENGTH_CLASSES
 
     def problems(self, head_dims: Sequence[tuple[int, int]]) -> list[FwdProblem]:
         """The selected problems of these (head_dim, head_dim_v) pairs."""
         combinations = itertools.product(head_dims, self.masks, self.dtypes, self.softcap, self.lse)
         return [
-            FwdProblem(dtype, d, d_v, mask=mask, has_softcap=softcap, has_lse=lse)
+            FwdProblem.dense(dtype, d, d_v, mask, softcap=softcap, lse=lse)
             for (d, d_v), mask, dtype, softcap, lse in combinations
         ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """One kernel to build; `shapes` are the classes of lengths that it runs."""
+    """One kernel to build; `lengths` are the classes of lengths that it runs."""
 
     target: str
     family: Family
     problem: FwdProblem
     traits: Traits
-    shapes: tuple[Shape, ...] = SHAPES
+    lengths: tuple[LengthClass, ...] = LENGTH_CLASSES
 
     def cells(self) -> list[str]:
-        """Target, family, head dims, mask and extras, dtype, shape classes: how a person tells tasks apart."""
+        """Target, family, head dims, mask and extras, dtype, length classes: how a person tells tasks apart."""
         problem = self.problem
-        extras = "".join(
-            text for text, there in ((" softcap", problem.has_softcap), (" lse", problem.has_lse)) if there
-        )
-        head_dims = f"{problem.head_dim}x{problem.head_dim_v}"
-        shapes = "all" if self.shapes == SHAPES else ", ".join(self.shapes)
-        return [self.target, self.family, head_dims, problem.mask + extras, problem.dtype, shapes]
+        extras = "".join(f" {name}" for name in FEATURES if name in problem.features)
+        head_dims = f"{problem.operands.head_dim}x{problem.operands.head_dim_v}"
+        lengths = "all" if self.lengths == LENGTH_CLASSES else ", ".join(self.lengths)
+        return [self.target, self.family, head_dims, problem.scores.mask + extras, problem.operands.qk_dtype, lengths]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,30 +94,30 @@ def grid_tasks(selection: Selection) -> list[Task]:
     tasks = []
     for target, family in itertools.product(selection.targets, selection.families):
         for problem in selection.problems(selection.head_dims or []):
-            tasks += _tasks(problem, target, family, selection.shapes)
+            tasks += _tasks(problem, target, family, selection.lengths)
     return tasks
 
 
 def table_tasks(selection: Selection) -> list[Task]:
     """The kernels of the selected combinations and each pair of head dims that the selected tables have a row for."""
     tasks = []
-    for (target, family), shipped in FWD_ROWS.items():
-        if target in selection.targets and family in selection.families:
-            rows = (*(own.row for own in usertable.load(target, family)), *shipped)
+    for key, shipped in TABLES.items():
+        if key.target in selection.targets and key.family in selection.families:
+            rows = (*(own.row for own in usertable.load(key)), *shipped)
             made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
             pairs = [pair for pair in made_for if selection.head_dims is None or pair in selection.head_dims]
             for problem in selection.problems(pairs):
-                tasks += _tasks(problem, target, family, selection.shapes)
+                tasks += _tasks(problem, key.target, key.family, selection.lengths)
     if not tasks:
         raise ValueError("no row of the tables is left by the given options")
     return tasks
 
 
-def _tasks(problem: FwdProblem, target: str, family: Family | None, shapes: Sequence[Shape]) -> list[Task]:
-    """The kernels that run a problem, each once however many shape classes share it."""
-    kernels: dict[Traits, list[Shape]] = {}
-    for shape in sorted(shapes, key=SHAPES.index):
-        kernels.setdefault(choose_fwd(problem, target, family, shape).traits, []).append(shape)
+def _tasks(problem: FwdProblem, target: str, family: Family | None, lengths: Sequence[LengthClass]) -> list[Task]:
+    """The kernels that run a problem, each once however many length classes share it."""
+    kernels: dict[Traits, list[LengthClass]] = {}
+    for one in sorted(lengths, key=LENGTH_CLASSES.index):
+        kernels.setdefault(choose(problem, target, family, one).traits, []).append(one)
     return [Task(target, traits.family, problem, traits, tuple(served)) for traits, served in kernels.items()]
 
 
@@ -153,7 +151,7 @@ def run(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
 def build_task(task: Task) -> Outcome:
     """Builds one task; a failure becomes text, because the compiler's exceptions do not travel between processes."""
     try:
-        return Outcome(task, build(forward_kernel(task.family), task.traits, task.problem, task.target))
+        return Outcome(task, build(kernel_class(task.traits), task.traits, task.problem, task.target))
     except Exception as error:
         return Outcome(task, error=f"{type(error).__name__}: {error}")
 

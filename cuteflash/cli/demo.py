@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuteflash.cli import build as building
-from cuteflash.dispatch import choose_fwd, current_target
+from cuteflash.dispatch import choose, current_target
 from cuteflash.install import how_to_install
 from cuteflash.integrations import transformers as integration
 from cuteflash.problem import FwdProblem
@@ -180,7 +180,7 @@ def _model_directory() -> Iterator[str]:
 
 def _gpu_backend(device: torch.device) -> str:
     index = torch.cuda.current_device() if device.index is None else device.index
-    choice = choose_fwd(FwdProblem("fp16", HEAD_DIM, HEAD_DIM), current_target(index))
+    choice = choose(FwdProblem.dense("fp16", HEAD_DIM, HEAD_DIM), current_target(index))
     return f"GPU kernel on {torch.cuda.get_device_name(index)}: {choice.kernel_cls.__name__}, fp16, {choice.traits}"
 
 

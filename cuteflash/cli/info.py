@@ -11,12 +11,13 @@ from typing import Any
 from cuteflash import usertable
 from cuteflash.compile import cache_dir
 from cuteflash.compile.cache import cache_size
-from cuteflash.dispatch import FWD_KERNELS, Choice, choose_fwd, current_target
-from cuteflash.problem import FwdProblem
+from cuteflash.dispatch import KERNELS, Choice, choose, current_target
+from cuteflash.problem import FEATURES, FwdProblem
 from cuteflash.traits.arch import ARCHS, Family, get_arch
-from cuteflash.traits.shapes import SHAPES, Shape
+from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.row import TableKey
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 
 DISTRIBUTIONS = ("cuteflash", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
@@ -50,36 +51,36 @@ def environment() -> dict[str, Any]:
         "cache": {"dir": str(root) if root else None, "kernels": entries, "bytes": size},
         "tables": {
             "dir": str(usertable.config_dir() or "") or None,
-            "user": [table for target, family in FWD_ROWS for table in _user_tables(target, family)],
+            "user": [table for key in TABLES for table in _user_tables(key)],
         },
     }
 
 
-def _user_tables(target: str, family: Family) -> Iterator[dict[str, Any]]:
-    """The user's table for a target and family, if there is one: how many rows, or why it is not used."""
-    path = usertable.table_path(target, family)
+def _user_tables(key: TableKey) -> Iterator[dict[str, Any]]:
+    """The user's table, if there is one: how many rows, or why it is not used."""
+    path = usertable.table_path(key)
     if path is not None and path.exists():
         try:
-            rows, reason = len(usertable.read(target, family)), None
+            rows, reason = len(usertable.read(key)), None
         except usertable.TableError as error:
             rows, reason = 0, str(error)
-        yield {"table": f"{target}/{family}", "path": str(path), "rows": rows, "unusable": reason}
+        yield {"table": str(key), "path": str(path), "rows": rows, "unusable": reason}
 
 
 def describe(
-    problem: FwdProblem, target: str, family: Family | None, shapes: Sequence[Shape] = SHAPES
+    problem: FwdProblem, target: str, family: Family | None, lengths: Sequence[LengthClass] = LENGTH_CLASSES
 ) -> list[dict[str, Any]]:
     """The dispatcher's choices with everything that follows from them, as JSON values.
 
-    One entry for each kernel and row, with the shape classes that it serves.
+    One entry for each kernel and row, with the length classes that it serves.
     """
-    choices: dict[Choice, list[Shape]] = {}
-    for shape in sorted(shapes, key=SHAPES.index):
-        choices.setdefault(choose_fwd(problem, target, family, shape), []).append(shape)
+    choices: dict[Choice, list[LengthClass]] = {}
+    for one in sorted(lengths, key=LENGTH_CLASSES.index):
+        choices.setdefault(choose(problem, target, family, one), []).append(one)
     return [_describe(problem, target, choice, served) for choice, served in choices.items()]
 
 
-def _describe(problem: FwdProblem, target: str, choice: Choice, shapes: Sequence[Shape]) -> dict[str, Any]:
+def _describe(problem: FwdProblem, target: str, choice: Choice, lengths: Sequence[LengthClass]) -> dict[str, Any]:
     traits = choice.traits
     arch = get_arch(target)
     registers: dict[str, int]
@@ -90,9 +91,10 @@ def _describe(problem: FwdProblem, target: str, choice: Choice, shapes: Sequence
     return {
         "arch": target,
         "problem": dataclasses.asdict(problem),
-        "shapes": list(shapes),
+        "features": [name for name in FEATURES if name in problem.features],
+        "lengths": list(lengths),
         "family": choice.family,
-        "kernel": ".".join(FWD_KERNELS[choice.family]),
+        "kernel": ".".join(KERNELS[problem.operation, choice.family]),
         "source": choice.source,
         "traits": dataclasses.asdict(traits),
         "threads": traits.num_threads,
@@ -129,13 +131,14 @@ def _table_lines(tables: dict[str, Any]) -> list[str]:
 
 
 def _choice_lines(choice: dict[str, Any]) -> list[str]:
-    problem, shapes = choice["problem"], choice["shapes"]
-    extras = [name for name in ("softcap", "lse") if problem[f"has_{name}"]]
+    problem, lengths = choice["problem"], choice["lengths"]
+    operands = problem["operands"]
     registers = ", ".join(f"{role} {count}" for role, count in choice["registers_per_thread"].items())
     return [
-        f"{choice['arch']}: {problem['dtype']}, head_dim {problem['head_dim']}, head_dim_v {problem['head_dim_v']}, "
-        f"{', '.join([problem['mask'], *extras])}, "
-        f"{'all lengths' if len(shapes) == len(SHAPES) else ' and '.join(shapes)}",
+        f"{choice['arch']}: {operands['qk_dtype']}, head_dim {operands['head_dim']}, "
+        f"head_dim_v {operands['head_dim_v']}, "
+        f"{', '.join([problem['scores']['mask'], *choice['features']])}, "
+        f"{'all lengths' if len(lengths) == len(LENGTH_CLASSES) else ' and '.join(lengths)}",
         f"  kernel     {choice['kernel']}",
         f"  source     {choice['source']}",
         f"  traits     {', '.join(f'{name}={value}' for name, value in choice['traits'].items())}",

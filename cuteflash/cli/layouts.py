@@ -17,12 +17,12 @@ from cuteflash.cli import info as information
 from cuteflash.cli.bar import progress_bar
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.companions import companion
-from cuteflash.dispatch import Choice, choose_fwd
+from cuteflash.dispatch import Choice, choose
 from cuteflash.install import how_to_install
 from cuteflash.output import check_directory, check_file, write_file
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES
-from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.length_class import LENGTH_CLASSES
 
 KERNELS = ("fwd",)
 PICTURES = ("svg", "png", "ascii")
@@ -41,8 +41,8 @@ Mask = Annotated[str | None, typer.Option(help=f"One of {', '.join(MASK_KINDS)};
 Causal = Annotated[bool, typer.Option("--causal", help="Short for --mask causal.")]
 Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; default: bf16.")]
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
-Shape = Annotated[
-    str | None, typer.Option(help=f"Class of sequence lengths, one of {', '.join(SHAPES)}; default: long.")
+Lengths = Annotated[
+    str | None, typer.Option(help=f"Class of sequence lengths, one of {', '.join(LENGTH_CLASSES)}; default: long.")
 ]
 Format = Annotated[str, typer.Option("--format", help="html: the page; json: its data; svg, png, ascii: its panels.")]
 Panel = Annotated[
@@ -68,7 +68,7 @@ def layouts(
     causal: Causal = False,
     dtype: Dtype = None,
     family: Family = None,
-    shape: Shape = None,
+    lengths: Lengths = None,
     form: Format = "html",
     panel: Panel = None,
     color: Color = None,
@@ -98,13 +98,17 @@ def layouts(
                 raise ValueError(f"format is {form!r}; with --all allowed: html")
             _refuse(
                 "with --all, which shows every row",
-                {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype, "shape": shape},
+                {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype, "lengths": lengths},
             )
             good = _gallery(arch, head_dim, family, _needed(output, "site/"), compile_now)
             raise typer.Exit(0 if good else 1)
         problem, target = _problem(arch, head_dim, head_dim_v, mask or "full", dtype or "bf16")
         checked_family = None if family is None else _one("family", family, FAMILIES)
-        row = problem, target, choose_fwd(problem, target, checked_family, _one("shape", shape or "long", SHAPES))
+        row = (
+            problem,
+            target,
+            choose(problem, target, checked_family, _one("lengths", lengths or "long", LENGTH_CLASSES)),
+        )
         if form in PICTURES:
             _pictures(row, form, panel, (color, stage, swizzle), output, compile_now)
         else:
@@ -120,7 +124,7 @@ def _problem(
     pairs = head_dims(head_dim, head_dim_v)
     if len(pairs) > 1:
         raise ValueError(f"head_dim is {head_dim!r}; allowed: one, or --all")
-    problem = FwdProblem(_one("dtype", dtype, DTYPES), *pairs[0], mask=_one("mask", mask, MASK_KINDS))
+    problem = FwdProblem.dense(_one("dtype", dtype, DTYPES), *pairs[0], _one("mask", mask, MASK_KINDS))
     return problem, information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
 
 

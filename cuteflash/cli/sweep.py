@@ -23,8 +23,8 @@ from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.compile import cache_dir
 from cuteflash.problem import DTYPES, MASK_KINDS
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
+from cuteflash.traits.length_class import DECODE_QUERIES
 from cuteflash.traits.row import Traits
-from cuteflash.traits.shapes import DECODE_QUERIES
 from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
@@ -64,7 +64,7 @@ InputKinds = Annotated[
     typer.Option(
         "--inputs",
         help=f"Kinds of values, of {', '.join(FORMS)}; default: plain and, of a family in which speed depends on the "
-        f"values, {SINK} at the longest sequences of each shape class.",
+        f"values, {SINK} at the longest sequences of each length class.",
     ),
 ]
 Cells = Annotated[

@@ -15,6 +15,7 @@ from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.compile import cache_dir
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
+from cuteflash.traits.row import TableKey
 from cuteflash.tune import tables
 from cuteflash.tune.apply import measured_row, proposed, swept_head_dims
 from cuteflash.tune.building import Kernel, complaints
@@ -71,9 +72,9 @@ def apply(
             elif rows and not dry_run:
                 measured = [measured_row(one, chosen) for one in rows]
                 if shipped is None:
-                    path = tables.write_user(target, name, measured)
+                    path = tables.write_user(TableKey("fwd", target, name), measured)
                 else:
-                    path = tables.write_shipped(target, name, measured, shipped)
+                    path = tables.write_shipped(TableKey("fwd", target, name), measured, shipped)
                 typer.echo(f"written: {path}")
 
 

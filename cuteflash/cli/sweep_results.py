@@ -18,7 +18,7 @@ from rich.table import Table
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.output import check_file, write_file
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FwdProblem, problem_id
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
 from cuteflash.tune.apply import sound_runs
 from cuteflash.tune.backend import PEER
@@ -29,7 +29,7 @@ from cuteflash.tune.plan import Plan, default_traits
 from cuteflash.tune.progress import Display, summary
 from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.results import Run, load_runs, make_traits
-from cuteflash.tune.store import Store, StoreError, candidate_id, problem_id
+from cuteflash.tune.store import Store, StoreError, candidate_id
 
 PLAIN_WIDTH = 160  # columns of a table if stdout is not a terminal
 DATABASE = pathlib.Path("sweep.sqlite")
@@ -299,7 +299,7 @@ def _one(items: list[Any], option: str, text: str) -> list[Any]:
 
 def padded(pair: tuple[int, int]) -> tuple[int, int]:
     """A pair of head dims as tables have them. ValueError says what head dims there are."""
-    FwdProblem("bf16", *pair)
+    FwdProblem.dense("bf16", *pair)
     return padded_head_dim(pair[0]), padded_head_dim(pair[1])
 
 

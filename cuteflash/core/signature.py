@@ -24,7 +24,7 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     LSE (b, h_q, s_q) is compact fp32, or None where the problem has none. Then softmax_scale and softcap (fp32),
     window_left, window_right and num_sms (int32), and torch's current stream.
     """
-    dtype = CUTE_DTYPES[problem.dtype]
+    dtype = CUTE_DTYPES[problem.operands.qk_dtype]
     batch, seqlen_q, seqlen_k, heads_q, heads_k = (
         cute.sym_int32(symbol=name) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k")
     )
@@ -41,10 +41,10 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
             cutlass.Float32, (batch, heads_q, seqlen_q), stride_order=(2, 1, 0), assumed_align=4
         )
     return (
-        operand(seqlen_q, heads_q, problem.head_dim),
-        operand(seqlen_k, heads_k, problem.head_dim),
-        operand(seqlen_k, heads_k, problem.head_dim_v),
-        operand(seqlen_q, heads_q, problem.head_dim_v),
+        operand(seqlen_q, heads_q, problem.operands.head_dim),
+        operand(seqlen_k, heads_k, problem.operands.head_dim),
+        operand(seqlen_k, heads_k, problem.operands.head_dim_v),
+        operand(seqlen_q, heads_q, problem.operands.head_dim_v),
         lse,
         cutlass.Float32(0.0),
         cutlass.Float32(0.0),

@@ -54,16 +54,16 @@ class Work:
         problem = kernel.problem
         batch, seqlen_q, heads_q, _ = mQ.shape
         _, seqlen_k, heads_k, _ = mK.shape
-        heads = heads_q // problem.packed_heads
+        heads = heads_q // problem.operands.packed_heads
         heads_per_kv = heads // heads_k
-        kv_row_bytes = (problem.head_dim + problem.head_dim_v) * kernel.dtype.width // 8
+        kv_row_bytes = (problem.operands.head_dim + problem.operands.head_dim_v) * kernel.dtype.width // 8
         m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
         group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes)
         if whole_waves:
             group = TileOrder.even_group(group, m_blocks, values.num_sms)
         order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch))
-        mask = IntervalMask(problem.mask, seqlen_q, seqlen_k, values.window_left, values.window_right)
-        if problem.has_softcap:
+        mask = IntervalMask(problem.scores.mask, seqlen_q, seqlen_k, values.window_left, values.window_right)
+        if problem.scores.softcap:
             scale, inner_scale = values.softcap, values.softmax_scale / values.softcap
         else:
             scale, inner_scale = values.softmax_scale, Float32(0.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 
 ELEMENT_BYTES = 2  # fp16 and bf16
@@ -33,8 +34,10 @@ class SmemRegion:
 class FwdTraits(Protocol):
     """A forward kernel's tunable numbers (frozen; implementations in `sm80.py` and `sm90.py`)."""
 
-    @property
-    def family(self) -> Family: ...
+    operation: ClassVar[Operation]
+    family: ClassVar[Family]
+    features: ClassVar[frozenset[Feature]]
+
     @property
     def tile_m(self) -> int: ...
     @property

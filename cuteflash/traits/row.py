@@ -1,73 +1,96 @@
 """One row of a table, and the words in which tables are written.
 
 A row serves the head dims, padded up to `ROW_HEAD_DIMS`, that its traits are made for, and the mask kinds, dtypes and
-shape classes it names.
+length classes it names. A table holds the rows of one operation, compile target and kernel family.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, FwdProblem, Operation
 from cuteflash.traits.arch import Family
-from cuteflash.traits.shapes import SHAPES
+from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
 Traits = FwdTraitsSm80 | FwdTraitsSm90
-FWD_TRAITS: dict[Family, type[FwdTraitsSm80] | type[FwdTraitsSm90]] = {"sm80": FwdTraitsSm80, "sm90": FwdTraitsSm90}
+TRAITS: dict[tuple[Operation, Family], type[FwdTraitsSm80] | type[FwdTraitsSm90]] = {
+    (kind.operation, kind.family): kind for kind in (FwdTraitsSm80, FwdTraitsSm90)
+}
 
 ROW_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
 
 ALL = MASK_KINDS
-EVEN = ("full",)  # every query sees every key: one loop, with registers to spare
+FULL = ("full",)  # every query sees every key: one loop, with registers to spare
 CAUSAL = ("causal",)
 WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 FP16, BF16 = ("fp16",), ("bf16",)
 DECODE, SHORT, LONG = ("decode",), ("short",), ("long",)
+SOFTCAP, LSE = ("softcap",), ("lse",)
+
+
+class TableKey(NamedTuple):
+    """Which table: its operation, compile target and kernel family."""
+
+    operation: Operation
+    target: str
+    family: Family
+
+    def __str__(self) -> str:
+        return "/".join(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FwdRow:
+class Row:
     """One row; its head dims are those of its traits.
 
     Attributes:
         traits: how it runs.
-        masks, dtypes, shapes: what it serves, kept in the order of `MASK_KINDS`, `DTYPES` and `SHAPES`.
-        softcap, lse: whether it also serves problems with a softcap, or whose log-sum-exp is asked for; both take
-            registers that not every tile has left.
+        masks, dtypes, lengths: what it serves, kept in the order of `MASK_KINDS`, `DTYPES` and `LENGTH_CLASSES`.
+        without: of `FEATURES`, those that it does not serve: each takes registers that not every tile has left.
 
     Raises:
-        ValueError: one of them is empty or names what there is not.
+        ValueError: masks, dtypes or lengths is empty, or a field contains an unknown name.
     """
 
     traits: Traits
     masks: tuple[str, ...] = MASK_KINDS
     dtypes: tuple[str, ...] = DTYPES
-    shapes: tuple[str, ...] = SHAPES
-    softcap: bool = True
-    lse: bool = True
+    lengths: tuple[str, ...] = LENGTH_CLASSES
+    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, allowed in (("masks", MASK_KINDS), ("dtypes", DTYPES), ("shapes", SHAPES)):
+        for name, allowed in (("masks", MASK_KINDS), ("dtypes", DTYPES), ("lengths", LENGTH_CLASSES)):
             given = getattr(self, name)
             if not given or not set(given) <= set(allowed):
                 raise ValueError(f"{name} is {given!r}; allowed: one or more of {', '.join(allowed)}")
             object.__setattr__(self, name, tuple(item for item in allowed if item in given))
+        if not set(self.without) <= set(FEATURES):
+            raise ValueError(f"without is {self.without!r}; allowed: any of {', '.join(FEATURES)}")
+        object.__setattr__(self, "without", tuple(name for name in FEATURES if name in self.without))
+
+    def serves(self, problem: FwdProblem, lengths: str) -> bool:
+        """Whether it is made for problems of this kind, head dims aside, at lengths of this class."""
+        return (
+            problem.scores.mask in self.masks
+            and problem.operands.qk_dtype in self.dtypes
+            and lengths in self.lengths
+            and problem.features.isdisjoint(self.without)
+            and problem.features <= self.traits.features
+        )
 
     @property
     def title(self) -> str:
-        """Its head dims and, where it does not serve all of them, masks, dtypes and shapes: "64x64 (causal; long)"."""
-        served = ((self.masks, MASK_KINDS), (self.dtypes, DTYPES), (self.shapes, SHAPES))
+        """Its head dims and, if it does not serve all of them, masks, dtypes and lengths: "64x64 (causal; long)"."""
+        served = ((self.masks, MASK_KINDS), (self.dtypes, DTYPES), (self.lengths, LENGTH_CLASSES))
         words = [", ".join(some) for some, every in served if some != every]
-        words += [f"no {name}" for name in ("softcap", "lse") if not getattr(self, name)]
+        words += [f"no {name}" for name in self.without]
         return f"{self.traits.head_dim}x{self.traits.head_dim_v}" + (f" ({'; '.join(words)})" if words else "")
 
 
-def fwd_sm80(
-    head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any
-) -> FwdRow:
+def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
     """An sm80 row; `more` is what `_fwd_row` takes by name: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
     return _fwd_row(FwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
@@ -81,7 +104,7 @@ def fwd_sm90(
     *,
     exp_rows_before_wait: int = 1,
     **more: Any,
-) -> FwdRow:
+) -> Row:
     """An sm90 row; `more` is what `_fwd_row` takes by name: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
     return _fwd_row(FwdTraitsSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
@@ -93,13 +116,12 @@ def _fwd_row(
     masks: tuple[str, ...],
     *,
     dtypes: tuple[str, ...] = DTYPES,
-    shapes: tuple[str, ...] = SHAPES,
-    softcap: bool = True,
-    lse: bool = True,
+    lengths: tuple[str, ...] = LENGTH_CLASSES,
+    without: tuple[str, ...] = (),
     head_dim_v: int | None = None,
     **fields: Any,
-) -> FwdRow:
+) -> Row:
     """A row of (head_dim, tile_m, tile_n) and further `fields` of its traits; `head_dim_v` None is `head_dim`."""
     head_dim, tile_m, tile_n = tile
     made = traits(tile_m, tile_n, head_dim, head_dim_v or head_dim, **fields)
-    return FwdRow(made, masks, dtypes, shapes, softcap, lse)
+    return Row(made, masks, dtypes, lengths, without)

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from cuteflash.traits.row import CAUSAL, EVEN, WINDOW, FwdRow, fwd_sm80
+from cuteflash.traits.row import CAUSAL, FULL, WINDOW, Row, fwd_sm80
 
-ROWS: tuple[FwdRow, ...] = (
+ROWS: tuple[Row, ...] = (
     fwd_sm80(32, 128, 128, 8),
-    fwd_sm80(64, 128, 64, 4, EVEN, kv_stage=2, blocks_per_sm=2),
+    fwd_sm80(64, 128, 64, 4, FULL, kv_stage=2, blocks_per_sm=2),
     fwd_sm80(64, 128, 64, 4, CAUSAL, q_in_regs=True, blocks_per_sm=2),
     fwd_sm80(64, 128, 64, 4, blocks_per_sm=2),
     fwd_sm80(96, 128, 64, 8),

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from cuteflash.traits.row import EVEN, WINDOW, FwdRow, fwd_sm80
+from cuteflash.traits.row import FULL, WINDOW, Row, fwd_sm80
 
-ROWS: tuple[FwdRow, ...] = (
+ROWS: tuple[Row, ...] = (
     fwd_sm80(32, 128, 128, 8),
     fwd_sm80(64, 128, 64, 4, blocks_per_sm=2),
     fwd_sm80(96, 128, 64, 8),
@@ -16,6 +16,6 @@ ROWS: tuple[FwdRow, ...] = (
     fwd_sm80(192, 128, 64, 8),
     fwd_sm80(224, 64, 32, 4, WINDOW),
     fwd_sm80(224, 64, 64, 4),
-    fwd_sm80(256, 64, 64, 4, EVEN),
+    fwd_sm80(256, 64, 64, 4, FULL),
     fwd_sm80(256, 64, 32, 4),
 )

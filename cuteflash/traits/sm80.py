@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
+from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
 from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
 
@@ -46,6 +48,10 @@ class FwdTraitsSm80:
         blocks_per_sm: resident blocks the compiler must leave registers for.
     """
 
+    operation: ClassVar[Operation] = "fwd"
+    family: ClassVar[Family] = "sm80"
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel has at all
+
     tile_m: int
     tile_n: int
     head_dim: int
@@ -62,10 +68,6 @@ class FwdTraitsSm80:
     longest_first: bool = True
     cutlass_symbol: bool = False
     blocks_per_sm: int = 1
-
-    @property
-    def family(self) -> Family:
-        return "sm80"
 
     @property
     def num_threads(self) -> int:

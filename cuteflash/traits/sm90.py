@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
+from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
 
@@ -46,6 +48,10 @@ class FwdTraitsSm90:
         longest_first: the long tiles of a causal or windowed problem start first, waves run forwards and backwards.
     """
 
+    operation: ClassVar[Operation] = "fwd"
+    family: ClassVar[Family] = "sm90"
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel has at all
+
     tile_m: int
     tile_n: int
     head_dim: int
@@ -64,10 +70,6 @@ class FwdTraitsSm90:
     exp_rows_before_wait: int = 0
     persistent: bool = True
     longest_first: bool = True
-
-    @property
-    def family(self) -> Family:
-        return "sm90"
 
     @property
     def mma_warpgroups(self) -> int:

@@ -1,6 +1,6 @@
-"""The shipped rows: which traits run which forward problem on which target.
+"""The shipped rows: which traits run which problem on which target.
 
-Where no row is made for a pair (head_dim, head_dim_v), the square rows of the larger one lend their tile. The first row
+If no row is made for a pair (head_dim, head_dim_v), the square rows of the larger one lend their tile. The first row
 whose traits pass `check` wins: a special row stands above the general one, a lender below. The rows lie in files of
 their own, by hand or written by `cuteflash.tune.tables`; what holds for a whole table is said here. Tuning edits the
 rows and nothing else; they are no part of a compiled kernel's cache key.
@@ -23,18 +23,17 @@ from __future__ import annotations
 from types import ModuleType
 
 from cuteflash.traits import rows_sm80, rows_sm80_hopper, rows_sm80_small, rows_sm90
-from cuteflash.traits.arch import Family
-from cuteflash.traits.row import FwdRow
+from cuteflash.traits.row import Row, TableKey
 
 # The modules whose rows make up a table, in order. The first is the table's own, which its sweep writes.
-FWD_MODULES: dict[tuple[str, Family], tuple[ModuleType, ...]] = {
-    ("sm_90a", "sm90"): (rows_sm90,),
-    ("sm_90a", "sm80"): (rows_sm80_hopper, rows_sm80),
-    ("sm_80", "sm80"): (rows_sm80,),
-    ("sm_86", "sm80"): (rows_sm80_small,),
-    ("sm_89", "sm80"): (rows_sm80_small,),
-    ("sm_120", "sm80"): (rows_sm80_small,),
+MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
+    TableKey("fwd", "sm_90a", "sm90"): (rows_sm90,),
+    TableKey("fwd", "sm_90a", "sm80"): (rows_sm80_hopper, rows_sm80),
+    TableKey("fwd", "sm_80", "sm80"): (rows_sm80,),
+    TableKey("fwd", "sm_86", "sm80"): (rows_sm80_small,),
+    TableKey("fwd", "sm_89", "sm80"): (rows_sm80_small,),
+    TableKey("fwd", "sm_120", "sm80"): (rows_sm80_small,),
 }
-FWD_ROWS: dict[tuple[str, Family], tuple[FwdRow, ...]] = {
-    table: tuple(row for module in modules for row in module.ROWS) for table, modules in FWD_MODULES.items()
+TABLES: dict[TableKey, tuple[Row, ...]] = {
+    table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()
 }

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from cuteflash.dispatch import choose_shipped_fwd
+from cuteflash.dispatch import choose_shipped
+from cuteflash.problem import problem_id
 from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import length_class_of
 from cuteflash.traits.row import Traits
-from cuteflash.traits.shapes import shape_of
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.extras import Settled
 from cuteflash.tune.plan import padded
 from cuteflash.tune.results import Run, Slot, candidates_of, load_runs, slot_of
 from cuteflash.tune.select import Pick, select
-from cuteflash.tune.store import Store, candidate_id, problem_id
+from cuteflash.tune.store import Store, candidate_id
 from cuteflash.usertable import MeasuredRow
 
 
@@ -55,8 +56,8 @@ def shipped_defaults(store: Store, target: str, family: Family, head_dims: tuple
         cell = Cell(**fields)
         if padded(cell) == head_dims:
             with contextlib.suppress(NotImplementedError):  # the table has no row for it: anything is a gain
-                shape = shape_of(cell.seqlen_q, cell.seqlen)
-                choice = choose_shipped_fwd(cell.problem, target, family, shape)
+                lengths = length_class_of(cell.seqlen_q, cell.seqlen)
+                choice = choose_shipped(cell.problem, target, family, lengths)
                 found[slot_of(fields)] = candidate_id(family, choice.traits)
     return found
 

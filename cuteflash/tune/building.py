@@ -14,12 +14,12 @@ import queue
 from collections.abc import Generator, Iterable, Sequence
 
 from cuteflash.compile import BuildReport, cache_dir
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FwdProblem, problem_id
 from cuteflash.traits.row import Traits
 from cuteflash.tune.backend import Backend
 from cuteflash.tune.plan import Candidate, Group, Limits, Plan
 from cuteflash.tune.progress import Watch
-from cuteflash.tune.store import Stage, Store, Verdict, problem_id
+from cuteflash.tune.store import Stage, Store, Verdict
 from cuteflash.tune.worker import RequestFailed, Worker
 
 Kernel = tuple[Traits, FwdProblem]

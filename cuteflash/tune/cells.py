@@ -71,7 +71,7 @@ class Cell:
     @property
     def problem(self) -> FwdProblem:
         """The compile-time side of the cell."""
-        return FwdProblem(dtype=self.dtype, head_dim=self.head_dim, head_dim_v=self.head_dim_v, mask=self.mask)
+        return FwdProblem.dense(dtype=self.dtype, head_dim=self.head_dim, head_dim_v=self.head_dim_v, mask=self.mask)
 
     @property
     def window(self) -> tuple[int, int]:

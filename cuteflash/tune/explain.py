@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, Family, get_arch
-from cuteflash.traits.row import FWD_TRAITS, Traits
+from cuteflash.traits.row import TRAITS, Traits
 from cuteflash.traits.sm80 import WARP
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.rank import BEYOND
@@ -137,7 +137,7 @@ class Asked:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ValueError(f"family is {self.family!r}; allowed: {', '.join(FAMILIES)}")
-        known = [field.name for field in dataclasses.fields(FWD_TRAITS[self.family])]
+        known = [field.name for field in dataclasses.fields(TRAITS["fwd", self.family])]
         for name in self.fields:
             if name not in known:
                 raise ValueError(f"{name} is no trait of the {self.family} family; allowed: {', '.join(known)}")

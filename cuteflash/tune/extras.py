@@ -11,12 +11,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from cuteflash.problem import Dtype, FwdProblem, MaskKind
-from cuteflash.traits.row import FwdRow
+from cuteflash.problem import Dtype, FwdProblem, MaskKind, problem_id
+from cuteflash.traits.row import Row
 from cuteflash.tune.building import Kernel
 from cuteflash.tune.results import Slot
 from cuteflash.tune.select import Pick, boxes
-from cuteflash.tune.store import problem_id
 
 Complaints = Mapping[Kernel, str | None]
 # (kernels, what they are built for) → what speaks against each; `building.complaints`.
@@ -33,7 +32,7 @@ class Settled:
     """
 
     pick: Pick
-    row: FwdRow
+    row: Row
     lacking: Mapping[str, str]
 
 
@@ -58,12 +57,11 @@ def _parts(pick: Pick, found: Complaints) -> list[Settled]:
     lacking = {pair: _lacking(kernel, found) for pair, kernel in _kernels(row).items()}
     slots: dict[tuple[str, ...], set[Slot]] = {}
     for pair, reasons in lacking.items():
-        slots.setdefault(tuple(reasons), set()).update(Slot(*pair, shape) for shape in row.shapes)
+        slots.setdefault(tuple(reasons), set()).update(Slot(*pair, lengths) for lengths in row.lengths)
     settled = []
     for lacks, part in slots.items():
-        softcap, lse = "softcap" not in lacks, "lse" not in lacks
         for (masks, dtypes, _), _ in boxes(part, ()):
-            served = dataclasses.replace(row, masks=masks, dtypes=dtypes, softcap=softcap, lse=lse)
+            served = dataclasses.replace(row, masks=masks, dtypes=dtypes, without=lacks)
             settled.append(Settled(pick, served, lacking[masks[0], dtypes[0]]))
     return settled
 
@@ -83,18 +81,18 @@ def _lacking(kernel: Kernel, found: Complaints) -> dict[str, str]:
     return {name: text for name, text in (("softcap", softcap), ("lse", lse)) if text is not None}
 
 
-def _kernels(row: FwdRow) -> dict[tuple[str, str], Kernel]:
+def _kernels(row: Row) -> dict[tuple[str, str], Kernel]:
     """(mask, dtype) of a row → its kernel with softcap and lse, at the row's own head dims."""
     head_dims = row.traits.head_dim, row.traits.head_dim_v
     found: dict[tuple[str, str], Kernel] = {}
     for mask, dtype in itertools.product(row.masks, row.dtypes):
-        plain = FwdProblem(cast(Dtype, dtype), *head_dims, cast(MaskKind, mask))
-        found[mask, dtype] = row.traits, dataclasses.replace(plain, has_softcap=True, has_lse=True)
+        plain = FwdProblem.dense(cast(Dtype, dtype), *head_dims, cast(MaskKind, mask))
+        found[mask, dtype] = row.traits, plain.asking(softcap=True, lse=True)
     return found
 
 
 def _apart(kernel: Kernel) -> tuple[Kernel, Kernel]:
     """Of a kernel with both extras the one with softcap, and the one with lse."""
     traits, problem = kernel
-    softcap, lse = dataclasses.replace(problem, has_lse=False), dataclasses.replace(problem, has_softcap=False)
+    softcap, lse = problem.asking(softcap=True, lse=False), problem.asking(softcap=False, lse=True)
     return (traits, softcap), (traits, lse)

@@ -20,8 +20,8 @@ from typing import Literal, get_args
 
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import ArchSpec, Family, get_arch
-from cuteflash.traits.row import Traits
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.row import TableKey, Traits
+from cuteflash.traits.tables import TABLES
 from cuteflash.tune.backend import Backend
 from cuteflash.tune.building import compile_all
 from cuteflash.tune.cells import Cell
@@ -145,6 +145,6 @@ def defaults(cells: Iterable[Cell], family: Family, head_dims: tuple[int, int], 
     for cell in cells:
         if padded(cell) == head_dims:
             yield from default_traits(cell, family, arch)
-    for row in FWD_ROWS[arch.name, family]:
+    for row in TABLES[TableKey("fwd", arch.name, family)]:
         if (row.traits.head_dim, row.traits.head_dim_v) == head_dims and row.traits.check(arch) is None:
             yield row.traits

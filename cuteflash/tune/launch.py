@@ -12,7 +12,7 @@ import torch
 from cuteflash.compile import BuildReport, build, cache_dir, compiled, lookup
 from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key, source_fingerprint
-from cuteflash.dispatch import forward_kernel
+from cuteflash.dispatch import kernel_class
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
@@ -41,10 +41,10 @@ def backend(target: str) -> Backend:
         )
 
     def key(traits: FwdTraits, problem: FwdProblem) -> str:
-        return key_digest(cache_key(forward_kernel(traits.family), traits, problem, target))
+        return key_digest(cache_key(kernel_class(traits), traits, problem, target))
 
     def report(traits: FwdTraits, problem: FwdProblem) -> BuildReport | None:
-        return lookup(forward_kernel(traits.family), traits, problem, target)
+        return lookup(kernel_class(traits), traits, problem, target)
 
     return Backend(
         target,
@@ -64,7 +64,7 @@ class CacheBuilder:
 
     def build(self, traits: FwdTraits, problem: FwdProblem) -> BuildReport:
         """What the compiler said, now or when the kernel came into the cache."""
-        return build(forward_kernel(traits.family), traits, problem, self.target)
+        return build(kernel_class(traits), traits, problem, self.target)
 
     def usable(self) -> bool:
         """A compiler that only raised can go on."""
@@ -77,14 +77,14 @@ def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
 
     def cell(queries: int, keys: int, batch: int, inputs: str = PLAIN) -> Cell:
         return Cell(
-            problem.head_dim,
-            problem.mask,
+            problem.operands.head_dim,
+            problem.scores.mask,
             keys,
-            problem.dtype,
-            head_dim_v=problem.head_dim_v,
+            problem.operands.qk_dtype,
+            head_dim_v=problem.operands.head_dim_v,
             seqlen_q=queries,
             tokens=batch * keys,
-            hidden=2 * problem.head_dim,
+            hidden=2 * problem.operands.head_dim,
             inputs=inputs,
         )
 
@@ -192,7 +192,7 @@ class TorchBench:
     def _runner(self, subject: FwdTraits | str, scene: Scene) -> Runner:
         if isinstance(subject, str):
             return peer_runner(subject, scene.inputs)
-        kernel, problem = forward_kernel(subject.family), scene.inputs.cell.problem
+        kernel, problem = kernel_class(subject), scene.inputs.cell.problem
         if lookup(kernel, subject, problem, self.target) is None:
             raise LookupError(f"the compiled kernel is not in the disk cache {cache_dir()}")
         return direct_runner(subject, scene.inputs, self.target, scene.out)
@@ -222,7 +222,7 @@ def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Ten
     reason = traits.check(get_arch(target))
     if reason:
         raise ValueError(reason)
-    kernel = compiled(forward_kernel(traits.family), traits, inputs.cell.problem, target)
+    kernel = compiled(kernel_class(traits), traits, inputs.cell.problem, target)
     written = inputs.empty_out() if out is None else out
     num_sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
     scale = inputs.cell.head_dim**-0.5

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from cuteflash.dispatch import choose_fwd, choose_shipped_fwd, padded_head_dim
+from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.row import FWD_TRAITS, Traits
-from cuteflash.traits.shapes import Shape, shape_of
+from cuteflash.traits.length_class import LengthClass, length_class_of
+from cuteflash.traits.row import TRAITS, Traits
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.timing import Rules
 
@@ -107,15 +107,15 @@ class Group:
 def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
     """The cells and, if speed depends on the values in one of the families, the longest of each slot with a sink, too.
 
-    A slot, which is all that tables tell apart, is a problem and a shape class: a row that is picked for it has to be
+    A slot, which is all that tables tell apart, is a problem and a length class: a row that is picked for it has to be
     fast on both.
     """
-    traits = {field.name for family in families for field in dataclasses.fields(FWD_TRAITS[family])}
+    traits = {field.name for family in families for field in dataclasses.fields(TRAITS["fwd", family])}
     if traits.isdisjoint(VALUE_DEPENDENT):
         return list(cells)
-    longest: dict[tuple[FwdProblem, Shape], Cell] = {}
+    longest: dict[tuple[FwdProblem, LengthClass], Cell] = {}
     for cell in cells:
-        slot = cell.problem, shape_of(cell.seqlen_q, cell.seqlen)
+        slot = cell.problem, length_class_of(cell.seqlen_q, cell.seqlen)
         if slot not in longest or cell.seqlen > longest[slot].seqlen:
             longest[slot] = cell
     sinks = {cell: dataclasses.replace(cell, inputs=SINK) for cell in longest.values()}
@@ -124,9 +124,9 @@ def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
 
 def default_traits(cell: Cell, family: Family, arch: ArchSpec) -> Iterator[Traits]:
     """What dispatch runs a cell with, and what it would without a table of the user's."""
-    for choose in (choose_fwd, choose_shipped_fwd):
+    for chosen in (choose, choose_shipped):
         with contextlib.suppress(NotImplementedError):  # a problem without a row is one more reason to sweep it
-            yield choose(cell.problem, arch.name, family, shape_of(cell.seqlen_q, cell.seqlen)).traits
+            yield chosen(cell.problem, arch.name, family, length_class_of(cell.seqlen_q, cell.seqlen)).traits
 
 
 def padded(cell: Cell) -> tuple[int, int]:

@@ -18,20 +18,20 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FwdProblem, problem_id
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
-from cuteflash.traits.shapes import Shape, shape_of
+from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.backend import GATE, PEER, Backend, Machine
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.heats import Field, Heat, Past, arrange, past_of
 from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
 from cuteflash.tune.progress import Watch
-from cuteflash.tune.store import Stage, Store, Timing, Verdict, now, problem_id
+from cuteflash.tune.store import Stage, Store, Timing, Verdict, now
 from cuteflash.tune.timing import Roles, interval, median, race
 from cuteflash.tune.worker import RequestFailed, StartFailed, Worker
 
-HOPELESS = 0.10  # so far behind in one cell, a candidate is not timed in the others of that shape class
+HOPELESS = 0.10  # so far behind in one cell, a candidate is not timed in the others of that length class
 MATMUL_SECONDS = 60.0
 GATE_GUESS, RACE_GUESS = 0.2, 0.06  # seconds that a candidate takes, until that has been measured
 NEWEST = 0.1  # weight of the newest measurement of these
@@ -190,7 +190,7 @@ class Racing:
         return past_of(field, self.store.timings(cell=field.cell.id, gpu=machine.gpu, driver=machine.driver))
 
     def _hopeless(self, group: Group, cell: Cell) -> set[str]:
-        """Candidates that lie far behind in another cell of this one's shape class."""
+        """Candidates that lie far behind in another cell of this one's length class."""
         found: set[str] = set()
         for other in group.cells:
             if other != cell and _shape(other) == _shape(cell):
@@ -256,5 +256,5 @@ def _numbers(samples: Sequence[float], cell: Cell) -> dict[str, Any]:
     return {"samples": tuple(samples), "ms": ms, "low": low, "high": high, "tflops": rate}
 
 
-def _shape(cell: Cell) -> Shape:
-    return shape_of(cell.seqlen_q, cell.seqlen)
+def _shape(cell: Cell) -> LengthClass:
+    return length_class_of(cell.seqlen_q, cell.seqlen)

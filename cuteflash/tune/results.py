@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cuteflash.traits.arch import Family
-from cuteflash.traits.row import FWD_TRAITS, Traits
-from cuteflash.traits.shapes import shape_of
+from cuteflash.traits.length_class import length_class_of
+from cuteflash.traits.row import TRAITS, Traits
 from cuteflash.tune.store import Store, Timing
 from cuteflash.tune.timing import interval
 
@@ -22,7 +22,7 @@ class Slot(NamedTuple):
 
     mask: str
     dtype: str
-    shape: str
+    lengths: str
 
     def __str__(self) -> str:
         return " ".join(self)
@@ -52,12 +52,12 @@ class Run:
 
 def slot_of(fields: Mapping[str, Any]) -> Slot:
     """The slot of a cell's fields."""
-    return Slot(fields["mask"], fields["dtype"], shape_of(fields["seqlen_q"], fields["seqlen"]))
+    return Slot(fields["mask"], fields["dtype"], length_class_of(fields["seqlen_q"], fields["seqlen"]))
 
 
 def make_traits(family: Family, fields: Mapping[str, Any]) -> Traits | None:
     """The traits with these fields; None where they come from a version whose traits had others."""
-    kind = FWD_TRAITS[family]
+    kind = TRAITS["fwd", family]
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**fields) if set(fields) <= known else None
 

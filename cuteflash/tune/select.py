@@ -1,6 +1,6 @@
 """From timings to table rows: the fewest that stay within 2 % of the best in every cell, against the default's.
 
-A slot (mask, dtype, shape class) is what dispatch can tell apart, so one candidate runs all cells of a slot. In a slot:
+A slot (mask, dtype, lengths) is what dispatch can tell apart, so one candidate runs all cells of a slot. In a slot:
 
     a default that nobody beats beyond noise stays
     otherwise any candidate that beats it, or the default itself, may run the slot if it is within 2 % of the best
@@ -19,18 +19,18 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import cast
 
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.problem import DTYPES, MASK_KINDS, Dtype, FwdProblem, MaskKind
 from cuteflash.traits.arch import Family
-from cuteflash.traits.row import FwdRow, Traits
-from cuteflash.traits.shapes import SHAPES, Shape
+from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.row import Row, Traits
 from cuteflash.tune.results import Run, Slot, candidates_of, lead, load_runs
 from cuteflash.tune.store import Store, candidate_id
 
 TOLERANCE = 0.02  # a row may be this much slower than a cell's best
 MIN_GAIN = 0.01  # a default is worth replacing only for more than this
 
-Box = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # masks, dtypes, shapes
+Box = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # masks, dtypes, lengths
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Pick:
 
     Attributes:
         candidate: id.
-        row: its traits, with the masks, dtypes and shape classes that it serves where no row above it does. It was
+        row: its traits, with the masks, dtypes and length classes that it serves where no row above it does. It was
             timed without softcap and lse; `extras.settle` says whether it serves them.
         tflops: geometric mean of TFLOP/s over the cells it is chosen for.
         gain: over the defaults of those, by geometric mean; None where one of them has no timed default.
@@ -95,7 +95,7 @@ class Pick:
     """
 
     candidate: str
-    row: FwdRow
+    row: Row
     tflops: float
     gain: float | None
     kept: bool
@@ -130,7 +130,7 @@ def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[st
     picks, above = [], set[Slot]()
     for candidate, slots in sorted(served.items(), key=lambda item: (len(item[1]), item[0])):
         for box, own in boxes(slots, above):
-            picks.append(_pick(candidate, FwdRow(traits[candidate], *box), own, runs, decisions))
+            picks.append(_pick(candidate, Row(traits[candidate], *box), own, runs, decisions))
         above.update(slots)
     return picks
 
@@ -149,9 +149,9 @@ def defaults_of(slots: Iterable[Slot], target: str, family: Family, head_dims: t
     """Slot → id of the candidate that dispatch runs it with; slots that no row runs are left out."""
     defaults = {}
     for slot in slots:
-        problem = FwdProblem(cast(Dtype, slot.dtype), *head_dims, mask=cast(MaskKind, slot.mask))
+        problem = FwdProblem.dense(cast(Dtype, slot.dtype), *head_dims, mask=cast(MaskKind, slot.mask))
         with contextlib.suppress(NotImplementedError):
-            choice = choose_fwd(problem, target, family, cast(Shape, slot.shape))
+            choice = choose(problem, target, family, cast(LengthClass, slot.lengths))
             defaults[slot] = candidate_id(family, choice.traits)
     return defaults
 
@@ -196,7 +196,7 @@ def cover(decisions: Sequence[Decision]) -> dict[Slot, str]:
 
 
 def boxes(slots: Collection[Slot], above: Collection[Slot]) -> list[tuple[Box, set[Slot]]]:
-    """Slots as few products (masks, dtypes, shapes), which is what a row serves, each with the slots it adds.
+    """Slots as few products (masks, dtypes, lengths), which is what a row serves, each with the slots it adds.
 
     Products may reach over the slots `above`, which rows that come before have taken.
     """
@@ -204,7 +204,7 @@ def boxes(slots: Collection[Slot], above: Collection[Slot]) -> list[tuple[Box, s
     reach = left | set(above)
     products = {
         box: {Slot(*names) for names in itertools.product(*box)}
-        for box in itertools.product(_subsets(MASK_KINDS), _subsets(DTYPES), _subsets(SHAPES))
+        for box in itertools.product(_subsets(MASK_KINDS), _subsets(DTYPES), _subsets(LENGTH_CLASSES))
     }
     fitting = {box: held for box, held in products.items() if held <= reach}
     while left:
@@ -249,7 +249,7 @@ def _standing(
 
 
 def _pick(
-    candidate: str, row: FwdRow, slots: Collection[Slot], runs: Sequence[Run], decisions: Sequence[Decision]
+    candidate: str, row: Row, slots: Collection[Slot], runs: Sequence[Run], decisions: Sequence[Decision]
 ) -> Pick:
     mine = [run for run in runs if run.candidate == candidate and run.slot in slots]
     defaults = {decision.slot: decision.default for decision in decisions}
@@ -278,4 +278,4 @@ def _fastest_first(standing: Standing) -> tuple[float, str]:
 
 
 def _order(slot: Slot) -> tuple[int, int, int]:
-    return MASK_KINDS.index(slot.mask), DTYPES.index(slot.dtype), SHAPES.index(slot.shape)
+    return MASK_KINDS.index(slot.mask), DTYPES.index(slot.dtype), LENGTH_CLASSES.index(slot.lengths)

@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from cuteflash.files import copy_together
-from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family
 
 Stage = Literal["prune", "compile", "gate", "time"]
@@ -58,14 +57,6 @@ def candidate_id(family: Family, traits: Any) -> str:
     """Identity of a candidate: 16 hex digits over its family and all fields of its traits (a dataclass)."""
     text = json.dumps([family, dataclasses.asdict(traits)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def problem_id(problem: FwdProblem) -> str:
-    """Identity of a problem, readable: `"bf16 128x128 causal"`, then `softcap`, `lse`, `packed 4` where they apply."""
-    extras = [name for name, there in (("softcap", problem.has_softcap), ("lse", problem.has_lse)) if there]
-    if problem.packed_heads > 1:
-        extras.append(f"packed {problem.packed_heads}")
-    return " ".join([problem.dtype, f"{problem.head_dim}x{problem.head_dim_v}", problem.mask, *extras])
 
 
 def now() -> str:

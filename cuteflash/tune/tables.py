@@ -1,6 +1,6 @@
 """Puts measured rows into tables: the user's own, which dispatch prefers, and the shipped ones, as readable Python.
 
-A sweep measures some head dims, masks, dtypes and shape classes. Its rows go above those that a table has; a row that
+A sweep measures some head dims, masks, dtypes and length classes. Its rows go above those that a table has; a row that
 no problem reaches any more goes, and everything that was not measured stays as it is. Rows need not serve softcap or
 lse, but a table does, for every problem.
 """
@@ -18,22 +18,19 @@ from typing import Any, Protocol, TypeVar, cast
 
 from cuteflash import usertable
 from cuteflash.dispatch import offers
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import Family, get_arch
-from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
-from cuteflash.traits.shapes import SHAPES, Shape
-from cuteflash.traits.tables import FWD_MODULES, FWD_ROWS
-from cuteflash.tune.store import problem_id
+from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey
+from cuteflash.traits.tables import MODULES, TABLES
 from cuteflash.usertable import MeasuredRow, TableError
 
-Table = tuple[str, Family]
-
-MAKERS: dict[Family, Callable[..., FwdRow]] = {"sm80": vocabulary.fwd_sm80, "sm90": vocabulary.fwd_sm90}
+MAKERS: dict[Family, Callable[..., Row]] = {"sm80": vocabulary.fwd_sm80, "sm90": vocabulary.fwd_sm90}
 POSITIONAL = ("head_dim", "tile_m", "tile_n", "num_warps")  # of a maker's arguments, those that every row gives
-# What `cuteflash.traits.row` calls a row's masks, dtypes and shapes.
+# What `cuteflash.traits.row` calls a row's masks, dtypes, lengths and features.
 WORDS = {
-    "full": "EVEN",
+    "full": "FULL",
     "causal": "CAUSAL",
     "window": "WINDOW",
     "fp16": "FP16",
@@ -41,6 +38,8 @@ WORDS = {
     "decode": "DECODE",
     "short": "SHORT",
     "long": "LONG",
+    "softcap": "SOFTCAP",
+    "lse": "LSE",
 }
 EXTRAS = ("softcap", "lse")  # of a problem, which a row may not serve
 LINE = 120  # columns of a source line
@@ -50,7 +49,7 @@ LINE = 120  # columns of a source line
 class NotedRow:
     """A shipped row and the comment beside it, without its #."""
 
-    row: FwdRow
+    row: Row
     note: str = ""
 
 
@@ -58,16 +57,16 @@ class NotedRow:
 class Stack:
     """What stands around some rows in a table that they are part of."""
 
-    table: Table
-    above: Sequence[FwdRow] = ()
-    below: Sequence[FwdRow] = ()
+    table: TableKey
+    above: Sequence[Row] = ()
+    below: Sequence[Row] = ()
 
 
 class HasRow(Protocol):
     """`NotedRow` and `MeasuredRow`."""
 
     @property
-    def row(self) -> FwdRow: ...
+    def row(self) -> Row: ...
 
     @property
     def note(self) -> str: ...
@@ -76,7 +75,7 @@ class HasRow(Protocol):
 Entry = TypeVar("Entry", bound=HasRow)
 
 
-def write_user(target: str, family: Family, measured: Sequence[MeasuredRow]) -> pathlib.Path:
+def write_user(table: TableKey, measured: Sequence[MeasuredRow]) -> pathlib.Path:
     """Puts measured rows into the user's table and returns its path.
 
     What the table had stays where these rows leave it something to run, see `rejudged`. A table that cannot be used is
@@ -85,14 +84,14 @@ def write_user(target: str, family: Family, measured: Sequence[MeasuredRow]) -> 
     Raises:
         TableError: a row is not one that the target runs, or the table cannot be written.
     """
-    _check(target, family, measured)
-    stacks = [Stack((target, family), below=FWD_ROWS[target, family])]
-    own = rejudged(measured, usertable.load(target, family), stacks)
-    return usertable.write(target, family, merged(own, stacks))
+    _check(table, measured)
+    stacks = [Stack(table, below=TABLES[table])]
+    own = rejudged(measured, usertable.load(table), stacks)
+    return usertable.write(table, merged(own, stacks))
 
 
 def write_shipped(
-    target: str, family: Family, measured: Sequence[MeasuredRow], directory: pathlib.Path | None = None
+    table: TableKey, measured: Sequence[MeasuredRow], directory: pathlib.Path | None = None
 ) -> pathlib.Path:
     """Puts measured rows into the file of a shipped table's own rows and returns its path.
 
@@ -106,16 +105,16 @@ def write_shipped(
         TableError: a row is not one that the target runs, a problem would have no row, or the file cannot be read as
             rows or not be written.
     """
-    _check(target, family, measured)
-    module = FWD_MODULES[target, family][0]
+    _check(table, measured)
+    module = MODULES[table][0]
     shipped = pathlib.Path(str(module.__file__))
     path = shipped if directory is None else directory / shipped.name
-    stacks = [_stack(table, path.name) for table, modules in FWD_MODULES.items() if module in modules]
+    stacks = [_stack(key, path.name) for key, modules in MODULES.items() if module in modules]
     newest = [NotedRow(own.row, own.note) for own in measured]
     rows = rejudged(newest, read_shipped(path if path.exists() else shipped), stacks)
     for stack in stacks:
         for words in _unserved(rows, stack):
-            raise TableError(f"{path} has no row of {'/'.join(stack.table)} for {words}; add one, below the others")
+            raise TableError(f"{path} has no row of {stack.table} for {words}; add one, below the others")
     heads = [stack.table for stack in stacks if not stack.above]
     try:
         path.write_text(render(heads, simplified(merged(rows, stacks), stacks)))
@@ -128,7 +127,7 @@ def read_shipped(path: pathlib.Path) -> list[NotedRow]:
     """A file's rows, each with the comment behind it. TableError where the file is not of that form."""
     try:
         source = path.read_text()
-        rows: tuple[FwdRow, ...] = runpy.run_path(str(path))["ROWS"]
+        rows: tuple[Row, ...] = runpy.run_path(str(path))["ROWS"]
         calls = next(_row_calls(ast.parse(source)))
         lines = source.splitlines()
         notes = [lines[(call.end_lineno or 1) - 1][call.end_col_offset or 0 :] for call in calls]
@@ -149,9 +148,11 @@ def rejudged(newest: Sequence[Entry], older: Sequence[Entry], stacks: Iterable[S
     rows, stacks = [*newest, *older], list(stacks)
     for place, name in itertools.product(range(len(newest), len(rows)), EXTRAS):
         entry: Any = rows[place]
-        if entry.note and getattr(entry.row, name) and _refuted(entry.row, name, newest):
+        if entry.note and name not in entry.row.without and _refuted(entry.row, name, newest):
             changed = list(rows)
-            changed[place] = dataclasses.replace(entry, row=dataclasses.replace(entry.row, **{name: False}))
+            changed[place] = dataclasses.replace(
+                entry, row=dataclasses.replace(entry.row, without=(*entry.row.without, name))
+            )
             if not any(words for stack in stacks for words in _unserved(changed, stack)):
                 rows = changed
     return rows
@@ -159,7 +160,7 @@ def rejudged(newest: Sequence[Entry], older: Sequence[Entry], stacks: Iterable[S
 
 def merged(rows: Iterable[Entry], stacks: Iterable[Stack]) -> list[Entry]:
     """Of `rows`, where the first wins, those that some problem reaches in one of the tables; by head dims."""
-    entries: dict[FwdRow, Entry] = {}
+    entries: dict[Row, Entry] = {}
     for entry in rows:
         entries.setdefault(entry.row, entry)
     reached = {row for stack in stacks for row in _reached(tuple(entries), stack)}
@@ -191,24 +192,24 @@ def simplified(rows: Sequence[NotedRow], stacks: Iterable[Stack]) -> list[NotedR
             return [NotedRow(row, notes[row][1] if row in notes else "") for row in left]
 
 
-def _head_dims(row: FwdRow) -> tuple[int, int]:
+def _head_dims(row: Row) -> tuple[int, int]:
     return row.traits.head_dim, row.traits.head_dim_v
 
 
-def _refuted(row: FwdRow, name: str, newest: Iterable[HasRow]) -> bool:
+def _refuted(row: Row, name: str, newest: Iterable[HasRow]) -> bool:
     alike = [new.row for new in newest if new.row.traits == row.traits]
     for mask, dtype in itertools.product(row.masks, row.dtypes):
-        serve = [getattr(new, name) for new in alike if mask in new.masks and dtype in new.dtypes]
+        serve = [name not in new.without for new in alike if mask in new.masks and dtype in new.dtypes]
         if serve and not any(serve):
             return True
     return False
 
 
-def _extras(row: FwdRow) -> set[str]:
-    return {name for name in EXTRAS if getattr(row, name)}
+def _extras(row: Row) -> set[str]:
+    return set(EXTRAS) - set(row.without)
 
 
-def _heirs(row: FwdRow, chains: Iterable[list[tuple[FwdRow, Any]]]) -> set[FwdRow] | None:
+def _heirs(row: Row, chains: Iterable[list[tuple[Row, Any]]]) -> set[Row] | None:
     """What would run with the same traits in a row's place; None where some problem would run with others."""
     heirs = set()
     for chain in chains:
@@ -219,17 +220,17 @@ def _heirs(row: FwdRow, chains: Iterable[list[tuple[FwdRow, Any]]]) -> set[FwdRo
     return heirs
 
 
-def render(tables: Sequence[Table], rows: Sequence[NotedRow]) -> str:
+def render(tables: Sequence[TableKey], rows: Sequence[NotedRow]) -> str:
     """The Python source of a file of shipped rows, in the project's format.
 
     Args:
         tables: those whose own rows these are.
         rows: of one family, in order.
     """
-    titles = ", ".join("/".join(table) for table in tables)
+    titles = ", ".join(f"{table.target}/{table.family}" for table in tables)
     calls = [_call(noted.row) for noted in rows]
     used = {word for call in calls for word in WORDS.values() if word in call}
-    names = [*sorted(used), "FwdRow", MAKERS[tables[0][1]].__name__]
+    names = [*sorted(used), "Row", MAKERS[tables[0].family].__name__]
     body = "".join(_lines(call, noted.note) for call, noted in zip(calls, rows, strict=True))
     return (
         f'"""Forward rows of {titles}.\n\n'
@@ -237,34 +238,36 @@ def render(tables: Sequence[Table], rows: Sequence[NotedRow]) -> str:
         '"""\n\n'
         "from __future__ import annotations\n\n"
         f"from {vocabulary.__name__} import {', '.join(names)}\n\n"
-        f"ROWS: tuple[FwdRow, ...] = (\n{body})\n"
+        f"ROWS: tuple[Row, ...] = (\n{body})\n"
     )
 
 
-def _check(target: str, family: Family, measured: Iterable[MeasuredRow]) -> None:
+def _check(table: TableKey, measured: Iterable[MeasuredRow]) -> None:
     for row in (own.row for own in measured):
         made_for = row.traits.family
-        reason = f"it is of the {made_for} family" if made_for != family else row.traits.check(get_arch(target))
+        reason = (
+            f"it is of the {made_for} family" if made_for != table.family else row.traits.check(get_arch(table.target))
+        )
         if reason is not None:
-            raise TableError(f"row {row.title} is not for {target}/{family}: {reason}")
+            raise TableError(f"row {row.title} is not for {table}: {reason}")
 
 
-def _stack(table: Table, file: str) -> Stack:
+def _stack(table: TableKey, file: str) -> Stack:
     """What stands around the rows of `file` in a shipped table."""
-    modules = FWD_MODULES[table]
+    modules = MODULES[table]
     names = [pathlib.Path(str(module.__file__)).name for module in modules]
     at = names.index(file)
     above, below = ([row for module in part for row in module.ROWS] for part in (modules[:at], modules[at + 1 :]))
     return Stack(table, above, below)
 
 
-def _reached(rows: Sequence[FwdRow], stack: Stack) -> Iterator[FwdRow]:
+def _reached(rows: Sequence[Row], stack: Stack) -> Iterator[Row]:
     """What runs each problem in a table with `rows` in their place, of these and of all others."""
     for chain in _chains(rows, stack):
         yield chain[0][0]
 
 
-def _chains(rows: Sequence[FwdRow], stack: Stack) -> Iterator[list[tuple[FwdRow, Any]]]:
+def _chains(rows: Sequence[Row], stack: Stack) -> Iterator[list[tuple[Row, Any]]]:
     """For each problem of a table with `rows` in their place, what could run it: (row, its traits), the first runs it.
 
     Problems that nothing runs are left out.
@@ -278,21 +281,21 @@ def _chains(rows: Sequence[FwdRow], stack: Stack) -> Iterator[list[tuple[FwdRow,
 def _unserved(entries: Iterable[HasRow], stack: Stack) -> Iterator[str]:
     """The problems of a table with these rows in their place that nothing runs, in words."""
     # What serves softcap and lse together serves problems without them as well.
-    for problem, shape, chain in _offered([entry.row for entry in entries], stack, softcap=True, lse=True):
+    for problem, lengths, chain in _offered([entry.row for entry in entries], stack, softcap=True, lse=True):
         if not chain:
-            yield f"{problem_id(problem)}, shape {shape}"
+            yield f"{problem_id(problem)}, lengths {lengths}"
 
 
 def _offered(
-    rows: Sequence[FwdRow], stack: Stack, softcap: bool, lse: bool
-) -> Iterator[tuple[FwdProblem, Shape, list[tuple[FwdRow, Any]]]]:
-    """Each problem with these extras, and shape, of a table with `rows` in their place, and what could run it."""
-    arch, every = get_arch(stack.table[0]), [*stack.above, *rows, *stack.below]
+    rows: Sequence[Row], stack: Stack, softcap: bool, lse: bool
+) -> Iterator[tuple[FwdProblem, LengthClass, list[tuple[Row, Any]]]]:
+    """Each problem with these extras, and lengths, of a table with `rows` in their place, and what could run it."""
+    arch, every = get_arch(stack.table.target), [*stack.above, *rows, *stack.below]
     for head_dim, head_dim_v, mask, dtype in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES):
-        problem = FwdProblem(cast(Any, dtype), head_dim, head_dim_v, cast(Any, mask), has_softcap=softcap, has_lse=lse)
-        for shape in SHAPES:
-            found = offers(every, problem, shape, arch)
-            yield problem, shape, [(row, traits) for row, traits, reason in found if reason is None]
+        problem = FwdProblem.dense(cast(Any, dtype), head_dim, head_dim_v, cast(Any, mask), softcap=softcap, lse=lse)
+        for lengths in LENGTH_CLASSES:
+            found = offers(every, problem, lengths, arch)
+            yield problem, lengths, [(row, traits) for row, traits, reason in found if reason is None]
 
 
 def _row_calls(tree: ast.Module) -> Iterator[list[ast.expr]]:
@@ -302,7 +305,7 @@ def _row_calls(tree: ast.Module) -> Iterator[list[ast.expr]]:
             yield node.value.elts
 
 
-def _call(row: FwdRow) -> str:
+def _call(row: Row) -> str:
     """The call that makes a row, without what the maker does by itself."""
     traits = row.traits
     maker = MAKERS[traits.family]
@@ -311,8 +314,8 @@ def _call(row: FwdRow) -> str:
     if row.masks != MASK_KINDS:
         arguments.append(_words(row.masks))
     arguments += [f"dtypes={_words(row.dtypes)}"] if row.dtypes != DTYPES else []
-    arguments += [f"shapes={_words(row.shapes)}"] if row.shapes != SHAPES else []
-    arguments += [f"{name}=False" for name in EXTRAS if not getattr(row, name)]
+    arguments += [f"lengths={_words(row.lengths)}"] if row.lengths != LENGTH_CLASSES else []
+    arguments += [f"without={_words(row.without)}"] if row.without else []
     arguments += [f"head_dim_v={traits.head_dim_v}"] if traits.head_dim_v != traits.head_dim else []
     defaults = {field.name: field.default for field in dataclasses.fields(traits)}
     defaults |= {name: parameter.default for name, parameter in inspect.signature(maker).parameters.items()}

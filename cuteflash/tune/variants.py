@@ -11,7 +11,7 @@ from typing import Any
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.problem import MASK_KINDS
 from cuteflash.traits.arch import FAMILIES, Family
-from cuteflash.traits.row import FWD_TRAITS, Traits
+from cuteflash.traits.row import TRAITS, Traits
 from cuteflash.tune.cells import Cell
 
 
@@ -38,9 +38,9 @@ class Variant:
         """The traits for `cell`; ValueError names a field that the family does not have, or lacks."""
         padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
         try:
-            return FWD_TRAITS[self.family](**padded | dict(self.fields))
+            return TRAITS["fwd", self.family](**padded | dict(self.fields))
         except TypeError as error:
-            allowed = ", ".join(field.name for field in dataclasses.fields(FWD_TRAITS[self.family]))
+            allowed = ", ".join(field.name for field in dataclasses.fields(TRAITS["fwd", self.family]))
             raise ValueError(f"traits are {dict(self.fields)}: {error}; fields of {self.family}: {allowed}") from error
 
     @property

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from cuteflash.dispatch import Choice, choose_shipped_fwd
+from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import Family
-from cuteflash.traits.shapes import Shape
+from cuteflash.traits.length_class import LengthClass
 from cuteflash.traits.sm80 import FwdTraitsSm80
 
 from ..rows import scene_id
@@ -21,9 +21,11 @@ from .ring import ring_data
 from .softmax import softmax_data
 from .turns import turn_data
 
-_LESSON_PROBLEM = FwdProblem(dtype="bf16", head_dim=128, head_dim_v=128, mask="full")
+_LESSON_PROBLEM = FwdProblem.dense(dtype="bf16", head_dim=128, head_dim_v=128, mask="full")
 _LESSON_ROWS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm90"))
-_LESSON_SHAPE: Shape = "short"  # whose rows keep Q in registers and share no memory, which is one thing less to explain
+_LESSON_LENGTHS: LengthClass = (
+    "short"  # whose rows keep Q in registers and share no memory, which is one thing less to explain
+)
 
 
 def lesson_scenes() -> list[tuple[FwdProblem, str, Choice]]:
@@ -33,7 +35,7 @@ def lesson_scenes() -> list[tuple[FwdProblem, str, Choice]]:
     """
     problem = _LESSON_PROBLEM
     return [
-        (problem, target, choose_shipped_fwd(problem, target, family, _LESSON_SHAPE)) for target, family in _LESSON_ROWS
+        (problem, target, choose_shipped(problem, target, family, _LESSON_LENGTHS)) for target, family in _LESSON_ROWS
     ]
 
 

@@ -16,13 +16,13 @@ from typing import Any, Literal
 from cutlass.cute.nvgpu import cpasync
 
 from cuteflash.atoms import sm80 as atoms
-from cuteflash.dispatch import forward_kernel
+from cuteflash.dispatch import kernel_class
 from cuteflash.kernels.sm80 import fwd_mma
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 
 from ..dsl import context
 from .replay import Anything, Replay
@@ -143,7 +143,7 @@ def loads_asynchronously(traits: FwdTraitsSm80, problem: FwdProblem) -> bool:
     )
     load = Replay((atoms.load,), {"cute": cute, "cpasync": cpasync}).functions["load"]
     with context("sm_80"):
-        load(forward_kernel("sm80")(traits, problem).load_copy(traits.head_dim), "global", "shared", None)
+        load(kernel_class(traits)(traits, problem).load_copy(traits.head_dim), "global", "shared", None)
     return copies == [("global", "shared")]
 
 
@@ -170,7 +170,7 @@ def tally(actions: Sequence[Action]) -> dict[str, int]:
 
 def rows_with(traits: FwdTraitsSm80) -> Iterator[str]:
     """The shipped sm80 rows of these stages and switches, as "sm_80 D128 full, causal"."""
-    for (target, family), rows in FWD_ROWS.items():
+    for (_, target, family), rows in TABLES.items():
         for row in rows:
             if family == "sm80" and all(
                 getattr(row.traits, name) == getattr(traits, name) for name in ("kv_stage", *SWITCHES)

@@ -10,8 +10,9 @@ from torch import Tensor
 from cuteflash.reference import flash_attention_2
 from cuteflash.reference.masks import block_bounds, visible
 from cuteflash.reference.tiles import finite_or_zero, grouped, scores, weighted_values
+from cuteflash.traits.row import TableKey
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 
 from ..soften import REPAIR_LOG2
 from .sources import source_of
@@ -21,6 +22,8 @@ TILE_N = 4  # keys of one block, where the reference takes 256: a reader looks a
 SCALE = D**-0.5
 DIGITS = 6
 SEED = 7
+
+FIXED_TABLE = TableKey("fwd", "sm_90a", "sm90")  # whose rows may fix their maxima
 
 MASKS = {"full": (-1, -1), "causal": (-1, 0), "window": (2, 0)}  # (left, right) as the reference takes them
 
@@ -88,9 +91,14 @@ def expected(mask: str) -> tuple[Tensor, Tensor]:
 
 def fixed_rows() -> dict[str, Any]:
     """How many shipped rows fix their maxima, and log2 of the sum from which they repair a block."""
-    rows = [row.traits for row in FWD_ROWS["sm_90a", "sm90"] if isinstance(row.traits, FwdTraitsSm90)]
+    rows = [row.traits for row in TABLES[FIXED_TABLE] if isinstance(row.traits, FwdTraitsSm90)]
     fixed = sum(traits.fixed_max for traits in rows)
-    return {"table": "sm_90a/sm90", "rows": fixed, "of": len(rows), "repair_log2": REPAIR_LOG2}
+    return {
+        "table": f"{FIXED_TABLE.target}/{FIXED_TABLE.family}",
+        "rows": fixed,
+        "of": len(rows),
+        "repair_log2": REPAIR_LOG2,
+    }
 
 
 def softmax_data() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm90 import WGMMA_M, FwdTraitsSm90
 
@@ -142,8 +142,8 @@ def clocks(head_dim: int, tile_n: int) -> tuple[int, int]:
 
 def row_traits(head_dim: int) -> FwdTraitsSm90:
     """Traits of the shipped sm90 row for full attention."""
-    problem = FwdProblem(dtype="bf16", head_dim=head_dim, head_dim_v=head_dim, mask="full")
-    traits = choose_fwd(problem, "sm_90a", "sm90").traits
+    problem = FwdProblem.dense(dtype="bf16", head_dim=head_dim, head_dim_v=head_dim, mask="full")
+    traits = choose(problem, "sm_90a", "sm90").traits
     if not isinstance(traits, FwdTraitsSm90):
         raise TypeError(f"the sm90 row of head dim {head_dim} has traits {traits!r}")
     return traits

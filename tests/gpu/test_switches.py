@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from cuteflash.traits.row import FwdRow
+from cuteflash.traits.row import Row
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.gpu.checks import Case, assert_right, call, check
 from tests.user_tables import MEASURED, OwnTables
@@ -47,7 +47,7 @@ def own_row(own_tables: OwnTables, cuda: torch.device) -> OwnTables:
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_is_right(switch: str, head_dim: int, mask: str, own_row: OwnTables, cuda: torch.device) -> None:
     traits = dataclasses.replace(BASES[head_dim], **SWITCHES[switch])
-    own_row.write("sm_90a", "sm90", [MEASURED(FwdRow(traits))])
+    own_row.write("sm_90a", "sm90", [MEASURED(Row(traits))])
     case = dataclasses.replace(MASKS[mask], head_dim=head_dim)
     for seqlen_q, seqlen_k in LENGTHS:
         check(dataclasses.replace(case, seqlen_q=seqlen_q, seqlen_k=seqlen_k), "sm90", cuda)
@@ -67,7 +67,7 @@ def test_blocks_that_outgrow_the_first_maxima_are_repaired(
     where: str, head_dim: int, mask: str, dtype: str, own_row: OwnTables, cuda: torch.device
 ) -> None:
     traits = dataclasses.replace(BASES[head_dim], **REPAIRED[where])
-    own_row.write("sm_90a", "sm90", [MEASURED(FwdRow(traits))])
+    own_row.write("sm_90a", "sm90", [MEASURED(Row(traits))])
     # Neither the first keys nor the last ones. Heads differ in how far these outgrow the others: not, a little, past
     # all numbers; and in the last four they grow from block to block, seen from either end.
     case = dataclasses.replace(MASKS[mask], head_dim=head_dim, dtype=dtype, heads=8, lse=True, seqlen_q=2500)
@@ -83,7 +83,7 @@ def test_blocks_that_outgrow_the_first_maxima_are_repaired(
 
 
 def test_what_is_not_a_number_stays_in_its_row(own_row: OwnTables, cuda: torch.device) -> None:
-    own_row.write("sm_90a", "sm90", [MEASURED(FwdRow(dataclasses.replace(BASES[64], fixed_max=True)))])
+    own_row.write("sm_90a", "sm90", [MEASURED(Row(dataclasses.replace(BASES[64], fixed_max=True)))])
     case = Case(seqlen_q=1000, head_dim=64)
     q, k, v = case.inputs(cuda)
     q[1, 77, 2, 5] = float("nan")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cuteflash.cli.app import app
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.page import data_of
 from cuteflash.problem import FwdProblem
 from layouts.rows import make_scene
@@ -46,8 +46,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @functools.cache
 def scene() -> Scene:
     """The scene of page.html."""
-    problem = FwdProblem(dtype="bf16", head_dim=128, head_dim_v=128, mask="causal")
-    return make_scene(problem, "sm_90a", choose_fwd(problem, "sm_90a"))
+    problem = FwdProblem.dense(dtype="bf16", head_dim=128, head_dim_v=128, mask="causal")
+    return make_scene(problem, "sm_90a", choose(problem, "sm_90a"))
 
 
 class Visit(browser_tests.Visit):

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cuteflash.cli.app import app
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.page import data_of
 from cuteflash.problem import FwdProblem
 from layouts.banks import words_by_bank
@@ -40,8 +40,8 @@ CELL = """([id, row, col]) => {
 @pytest.fixture(scope="module")
 def scene() -> dict[str, Any]:
     """A causal row with fixed maxima."""
-    problem = FwdProblem("bf16", 128, 128, mask="causal")
-    choice = choose_fwd(problem, "sm_90a", "sm90")
+    problem = FwdProblem.dense("bf16", 128, 128, mask="causal")
+    choice = choose(problem, "sm_90a", "sm90")
     assert choice.traits.fixed_max
     return scene_json(read_scene(problem, "sm_90a", choice))
 

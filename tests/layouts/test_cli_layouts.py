@@ -19,9 +19,9 @@ from cuteflash.cli import layouts as command_line
 from cuteflash.cli.app import app
 from cuteflash.cli.build import Outcome
 from cuteflash.compile import BuildReport, Resources
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.install import how_to_install
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 from layouts import command, site
 from layouts.picture import COLORS
 from layouts.rows import shipped_rows
@@ -151,7 +151,9 @@ def test_registers_come_from_the_cache(here: pathlib.Path) -> None:
 def test_the_gallery_has_a_page_for_every_row_chosen(here: pathlib.Path) -> None:
     result = call("--all", "--arch", "sm_80,sm_90a", "--head-dim", "64,96", "-o", "site")
     assert result.exit_code == 0, result.output
-    rows = [row for row in shipped_rows() if row.target in ("sm_80", "sm_90a") and row.problem.head_dim in (64, 96)]
+    rows = [
+        row for row in shipped_rows() if row.target in ("sm_80", "sm_90a") and row.problem.operands.head_dim in (64, 96)
+    ]
     data = data_of((here / "site" / "index.html").read_text())
     assert data["view"] == "index"
     assert len(data["gallery"]) == len(rows)
@@ -175,8 +177,8 @@ def test_the_gallery_has_a_page_for_every_row_chosen(here: pathlib.Path) -> None
 
 
 def test_the_gallery_is_every_table_row_that_a_problem_reaches() -> None:
-    rows = site.chosen_rows([target for target, _ in FWD_ROWS], ["sm80", "sm90"], None)
-    assert {(row.target, row.family) for row in rows} == set(FWD_ROWS)
+    rows = site.chosen_rows([key.target for key in TABLES], ["sm80", "sm90"], None)
+    assert {row.table for row in rows} == set(TABLES)
     assert len({(row.target, row.family, row.choice.row) for row in rows}) == len(rows)
 
 
@@ -213,9 +215,9 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
         ((*ROW, "--mask", "full", "--causal"), "mask and causal are both given"),
         ((*ROW, "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
-        ((*ROW, "--shape", "middling"), "shape is 'middling'; allowed: decode, short, long"),
-        ((*ROW, "--shape", "short,long"), "shape is 'short,long'; allowed: one of decode, short, long"),
-        (("--all", "--shape", "long", "-o", "x"), "--shape is given with --all, which shows every row"),
+        ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, short, long"),
+        ((*ROW, "--lengths", "short,long"), "lengths is 'short,long'; allowed: one of decode, short, long"),
+        (("--all", "--lengths", "long", "-o", "x"), "--lengths is given with --all, which shows every row"),
         ((*ROW, "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
         ((*ROW, "--family", "sm90"), "family is 'sm90', which sm_80 does not run; it runs: sm80"),
         ((*ROW, "--format", "pdf"), "format is 'pdf'; allowed: html, json, svg, png, ascii"),
@@ -278,13 +280,13 @@ def test_what_the_row_has_not_is_listed(here: pathlib.Path, arguments: tuple[str
 
 
 def test_a_row_that_does_not_fit_says_why(here: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {("sm_80", "sm80"): tuple(row for row in FWD_ROWS["sm_80", "sm80"] if row.traits.head_dim == 256)}
-    monkeypatch.setattr("cuteflash.dispatch.FWD_ROWS", {("sm_86", "sm80"): rows["sm_80", "sm80"]})
-    choose_fwd.cache_clear()
+    rows = tuple(row for row in TABLES["fwd", "sm_80", "sm80"] if row.traits.head_dim == 256)
+    monkeypatch.setattr("cuteflash.dispatch.TABLES", {("fwd", "sm_86", "sm80"): rows})
+    choose.cache_clear()
     try:
         result = call("--arch", "sm_86", "--head-dim", "256", "-o", "x.html")
     finally:
-        choose_fwd.cache_clear()
+        choose.cache_clear()
     assert result.exit_code == 2
     assert "bytes of shared memory, sm_86 has 101376" in result.stderr
 

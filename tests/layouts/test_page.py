@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.page import data_of
 from cuteflash.problem import FwdProblem
 from layouts.command import page_text, read_scene, scene_json
@@ -21,8 +21,8 @@ LIMIT = 3_000_000  # bytes of a page
 
 @pytest.fixture(scope="module")
 def scene() -> dict[str, Any]:
-    problem = FwdProblem("bf16", 128, 128, mask="causal")
-    return scene_json(read_scene(problem, "sm_90a", choose_fwd(problem, "sm_90a", "sm90")))
+    problem = FwdProblem.dense("bf16", 128, 128, mask="causal")
+    return scene_json(read_scene(problem, "sm_90a", choose(problem, "sm_90a", "sm90")))
 
 
 @pytest.fixture(scope="module")

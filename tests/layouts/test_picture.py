@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.problem import FwdProblem
 from layouts.algebra import Layout
 from layouts.command import read_scene, scene_json
@@ -29,8 +29,8 @@ SCENES = {"sm80": ("sm_80", "sm80", 64), "sm90": ("sm_90a", "sm90", 64), "padded
 def scenes() -> dict[str, dict[str, Any]]:
     found = {}
     for name, (target, family, head_dim) in SCENES.items():
-        problem = FwdProblem("bf16", head_dim, head_dim, mask="causal")
-        found[name] = scene_json(read_scene(problem, target, choose_fwd(problem, target, family)))
+        problem = FwdProblem.dense("bf16", head_dim, head_dim, mask="causal")
+        found[name] = scene_json(read_scene(problem, target, choose(problem, target, family)))
     return found
 
 

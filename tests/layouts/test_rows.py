@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuteflash.dispatch import Choice, choose_shipped_fwd
+from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.row import ROW_HEAD_DIMS, FwdRow
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import Descriptor, Fragment, Scene, Step, Touch
@@ -28,8 +28,8 @@ DESCRIPTOR = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
 
 
 def name_of(row: ShippedRow) -> str:
-    dims = f"{row.problem.head_dim}x{row.problem.head_dim_v}"
-    return f"{row.target}-{row.family}-{dims}-{'-'.join((*row.masks, *row.dtypes, *row.shapes))}"
+    dims = f"{row.problem.operands.head_dim}x{row.problem.operands.head_dim_v}"
+    return f"{row.target}-{row.family}-{dims}-{'-'.join((*row.masks, *row.dtypes, *row.lengths))}"
 
 
 ROWS = {name_of(row): row for row in shipped_rows()}
@@ -62,7 +62,7 @@ def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
     return named[:, :, ::WARPGROUP] if together else named
 
 
-with_lse, with_softcap = (functools.partial(FwdProblem, **{f"has_{name}": True}) for name in ("lse", "softcap"))
+with_lse, with_softcap = (functools.partial(FwdProblem.dense, **{name: True}) for name in ("lse", "softcap"))
 
 
 def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
@@ -70,14 +70,14 @@ def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
     assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
     drawn = [(row.target, row.family, row.choice.row) for row in ROWS.values()]
     assert len(set(drawn)) == len(drawn)
-    for (target, family), rows in FWD_ROWS.items():
+    for (_, target, family), rows in TABLES.items():
         for row in rows:
             reached = any(
-                choose_shipped_fwd(problem(dtype, *head_dims, mask), target, family, shape).row == row
+                choose_shipped(problem(dtype, *head_dims, mask), target, family, lengths).row == row
                 for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2)
                 if max(head_dims) == max(row.traits.head_dim, row.traits.head_dim_v)
-                for dtype, mask, shape in itertools.product(row.dtypes, row.masks, row.shapes)
-                for problem in (FwdProblem, with_lse, with_softcap)
+                for dtype, mask, lengths in itertools.product(row.dtypes, row.masks, row.lengths)
+                for problem in (FwdProblem.dense, with_lse, with_softcap)
             )
             assert ((target, family, row) in drawn) == reached
 
@@ -325,14 +325,14 @@ def test_a_plain_softmax_is_told_from_the_fused_one(fused: bool, words: str) -> 
 
 def test_a_softcap_is_one_of_the_softmaxs_instructions() -> None:
     traits = FwdTraitsSm90(128, 64, 64, 64, fixed_max=True)
-    scene = scene_of_own(traits, "sm_90a", has_softcap=True)
+    scene = scene_of_own(traits, "sm_90a", softcap=True)
     assert all(scene.step(id).instruction.startswith("tanh") for id in ("softmax", "fixed_softmax"))
 
 
 def scene_of_own(traits: FwdTraitsSm80 | FwdTraitsSm90, target: str, **extra: Any) -> Scene:
     """The scene of a row that no table has."""
-    choice = Choice(traits.family, traits, FwdRow(traits), "a table of one's own")
-    return make_scene(FwdProblem("bf16", traits.head_dim, traits.head_dim_v, **extra), target, choice)
+    choice = Choice(traits.family, traits, Row(traits), "a table of one's own")
+    return make_scene(FwdProblem.dense("bf16", traits.head_dim, traits.head_dim_v, **extra), target, choice)
 
 
 @pytest.mark.parametrize(

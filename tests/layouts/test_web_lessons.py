@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import FWD_ROWS
+from cuteflash.traits.tables import TABLES
 from layouts.lessons import lesson_data, lesson_scenes
 from layouts.page import PAGE
 from layouts.rows import make_scene, touch_ways
@@ -122,7 +122,7 @@ def test_every_lesson_mounts_with_what_a_lesson_has(mounted: dict[str, Any], les
 
 
 def test_the_softmax_lesson_tells_of_fixed_maxima_and_their_repair(mounted: dict[str, Any]) -> None:
-    rows = FWD_ROWS["sm_90a", "sm90"]
+    rows = TABLES["fwd", "sm_90a", "sm90"]
     fixed = sum(isinstance(row.traits, FwdTraitsSm90) and row.traits.fixed_max for row in rows)
     text = mounted["softmax"]["text"]
     assert f"fixed_max, {fixed} of {len(rows)} in the table of sm_90a/sm90" in text

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cuteflash.cli.app import compile_
-from cuteflash.dispatch import choose_fwd
+from cuteflash.dispatch import choose
 from cuteflash.problem import FwdProblem
 from layouts import banks
 from layouts.algebra import ComposedLayout, Layout
@@ -43,8 +43,8 @@ ROWS = [
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: "-".join(map(str, row)))
 def scene(request: pytest.FixtureRequest) -> Scene:
     target, family, head_dim = request.param
-    problem = FwdProblem("bf16", head_dim, head_dim)
-    return make_scene(problem, target, choose_fwd(problem, target, family))
+    problem = FwdProblem.dense("bf16", head_dim, head_dim)
+    return make_scene(problem, target, choose(problem, target, family))
 
 
 def ask(scene: Scene, expression: str, files: tuple[str, ...] = FILES) -> Any:
@@ -190,8 +190,8 @@ COMPARED = (*FILES, "budget.js", "compare.js", "gallery.js", "explain.js")
 @pytest.fixture(scope="module")
 def pair() -> tuple[Scene, Scene]:
     """One head dim of one arch, in both families."""
-    problem = FwdProblem("bf16", 128, 128)
-    sm90, sm80 = (choose_fwd(problem, "sm_90a", family) for family in ("sm90", "sm80"))
+    problem = FwdProblem.dense("bf16", 128, 128)
+    sm90, sm80 = (choose(problem, "sm_90a", family) for family in ("sm90", "sm80"))
     return make_scene(problem, "sm_90a", sm90), make_scene(problem, "sm_90a", sm80)
 
 

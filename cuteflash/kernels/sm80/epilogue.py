@@ -21,7 +21,7 @@ def normalise(kernel: cutlass.Constexpr, f: Fragments, tile: QueryTile, mask: In
     f.softmax.finish(f.row_scale, lse)
     scale_rows(f.out, f.row_scale)
     if const_expr(mLSE is not None):
-        packed = kernel.problem.packed_heads
+        packed = kernel.problem.operands.packed_heads
         rows = tile.rows(mask, packed)
         if f.first_column == 0:
             for r in cutlass.range_constexpr(cute.size(lse)):
@@ -36,7 +36,7 @@ def write_output(
     kernel: cutlass.Constexpr, f: Fragments, gO: cute.Tensor, sO: cute.Tensor, tile: QueryTile, mask: IntervalMask
 ):
     """Stage O in shared memory and store it by whole 16-byte chunks; gO (rows, head_dim_v) as in `load_q`."""
-    traits, packed, head_dim_v = kernel.traits, kernel.problem.packed_heads, kernel.problem.head_dim_v
+    traits, packed, head_dim_v = kernel.traits, kernel.problem.operands.packed_heads, kernel.problem.operands.head_dim_v
     rounded = cute.make_rmem_tensor_like(f.acc_O, kernel.dtype)
     rounded.store(f.acc_O.load().to(kernel.dtype))
     stage = kernel.copy_o().get_slice(f.thread)

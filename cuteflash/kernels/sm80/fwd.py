@@ -42,11 +42,11 @@ class FlashFwdSm80:
     def __init__(self, traits: FwdTraitsSm80, problem: FwdProblem) -> None:
         self.traits = traits
         self.problem = problem
-        self.dtype = CUTE_DTYPES[problem.dtype]
+        self.dtype = CUTE_DTYPES[problem.operands.qk_dtype]
         # A tile holds whole tokens: with packed heads that do not divide tile_m, the last rows stay unused.
-        self.tile_tokens = traits.tile_m // problem.packed_heads
+        self.tile_tokens = traits.tile_m // problem.operands.packed_heads
         # Where few keys lie left of a window, its first tiles are short as a causal mask's are.
-        self.longest_first = traits.longest_first and problem.mask != "full"
+        self.longest_first = traits.longest_first and problem.scores.mask != "full"
 
     def fake_args(self) -> tuple:
         """The arguments this kernel is compiled with, in the order of `__call__`."""
@@ -119,7 +119,7 @@ class FlashFwdSm80:
         num_sms: Int32,
         stream,
     ):
-        traits, packed = self.traits, self.problem.packed_heads
+        traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(query_view(mQ, packed), rows_first(mK), rows_first(mV), query_view(mO, packed))
         values = RunTime(softmax_scale, softcap, window_left, window_right, num_sms)
         work = Work.of(self, mQ, mK, values, whole_waves=False)
@@ -138,13 +138,17 @@ class FlashFwdSm80:
         m_block, head, batch = work.order.tile(cute.arch.block_idx()[0], self.longest_first)
         tile = QueryTile(m_block * self.tile_tokens, head, batch, self.tile_tokens)
         kv_head = head
-        if const_expr(self.problem.packed_heads == 1):
+        if const_expr(self.problem.operands.packed_heads == 1):
             kv_head = head // work.heads_per_kv
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
         fragments = make_fragments(self, tiles, work, thread)
-        load_k = make_kv_load(self, operands.gK[None, None, kv_head, batch], tiles.sK, self.problem.head_dim, thread)
-        load_v = make_kv_load(self, operands.gV[None, None, kv_head, batch], tiles.sV, self.problem.head_dim_v, thread)
+        load_k = make_kv_load(
+            self, operands.gK[None, None, kv_head, batch], tiles.sK, self.problem.operands.head_dim, thread
+        )
+        load_v = make_kv_load(
+            self, operands.gV[None, None, kv_head, batch], tiles.sV, self.problem.operands.head_dim_v, thread
+        )
 
         load_q(self, operands.gQ[None, None, head, batch], tiles.sQ, tile, work.mask, thread)
         attend(self, fragments, Loads(load_k, load_v), tile, work)

@@ -50,7 +50,7 @@ def make_fragments(kernel, tiles: Tiles, work: Work, thread: Int32) -> Fragments
         acc_O=acc_O,
         scores=scores,
         out=out,
-        softmax=softmax.create(rows, work.scale_log2, kernel.problem.mask != "full"),
+        softmax=softmax.create(rows, work.scale_log2, kernel.problem.scores.mask != "full"),
         inner_scale=work.inner_scale,
         row_scale=cute.make_rmem_tensor(rows, Float32),
         columns=rows_view(mma.get_slice(0).partition_C(identity)),
@@ -84,7 +84,11 @@ def attend(kernel: cutlass.Constexpr, f: Fragments, loads: Loads, tile: QueryTil
     step = functools.partial(attend_block, kernel, f, loads, tile, mask, (n_lo, n_last))
     n_block = n_last + 1
     # The last block is always masked: the keys may end in it.
-    right = 1 if const_expr(kernel.problem.mask == "full") else cutlass.max(n_last + 1 - cutlass.max(full_hi, n_lo), 1)
+    right = (
+        1
+        if const_expr(kernel.problem.scores.mask == "full")
+        else cutlass.max(n_last + 1 - cutlass.max(full_hi, n_lo), 1)
+    )
     for _ in cutlass.range(right, unroll=1):
         n_block -= 1
         step(n_block, True)
@@ -196,12 +200,12 @@ def soften(
     masked: cutlass.Constexpr[bool],
 ):
     """Softcap, mask and online softmax of the scores of one key block, in place."""
-    if const_expr(kernel.problem.has_softcap):
+    if const_expr(kernel.problem.scores.softcap):
         apply_softcap(f.scores, f.inner_scale)
     if const_expr(masked):
         bounds = cute.make_rmem_tensor((cute.size(f.row_scale), 2), Int32)
         for r in cutlass.range_constexpr(cute.size(f.row_scale)):
-            token, _ = row_token(f.first_row + f.columns[r, 0][0], kernel.problem.packed_heads)
+            token, _ = row_token(f.first_row + f.columns[r, 0][0], kernel.problem.operands.packed_heads)
             bounds[r, 0], bounds[r, 1] = mask.kv_bounds(tile.first_token + token)
         first_key = n_block * kernel.traits.tile_n + f.first_column
         mask_scores(f.scores, f.columns, first_key, bounds, mask.has_left_edge)

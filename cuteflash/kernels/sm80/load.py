@@ -66,7 +66,7 @@ def load_q(
     kernel: cutlass.Constexpr, gQ: cute.Tensor, sQ: cute.Tensor, tile: QueryTile, mask: IntervalMask, thread: Int32
 ):
     """Issue the copies of a query tile; gQ (rows, head_dim) of one head, or of the packed heads of one KV head."""
-    packed, head_dim = kernel.problem.packed_heads, kernel.problem.head_dim
+    packed, head_dim = kernel.problem.operands.packed_heads, kernel.problem.operands.head_dim
     copy = kernel.load_copy(kernel.traits.head_dim)
     mine = copy.get_slice(thread)
     tQsQ = mine.partition_D(sQ)

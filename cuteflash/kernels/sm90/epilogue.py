@@ -25,7 +25,7 @@ def normalise(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: I
     wg.softmax.finish(wg.row_scale, lse)
     scale_rows(wg.out, wg.row_scale)
     if const_expr(mLSE is not None):
-        heads, tokens = kernel.problem.packed_heads, kernel.tokens_per_warpgroup
+        heads, tokens = kernel.problem.operands.packed_heads, kernel.tokens_per_warpgroup
         first = tile.first_token + wg.index * tokens
         if wg.first_column == 0:
             for r in cutlass.range_constexpr(cute.size(lse)):

@@ -60,7 +60,7 @@ def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: I
 def fixed_step(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> tuple[cute.Tensor, Boolean]:
     """One step; returns its row sums, and whether the warp has to repair the block, which makes them void."""
     product_both(kernel, wg, rings, position)
-    if kernel.problem.has_softcap:
+    if kernel.problem.scores.softcap:
         apply_softcap(wg.scores, wg.inner_scale)
     sums = fixed_softmax(kernel, wg, rings, position)
     return sums, is_outgrown(kernel, wg, sums)
@@ -94,7 +94,7 @@ def exponentials(wg: Warpgroup, row: int, sums: cute.Tensor) -> list[Float32]:
 
 def is_outgrown(kernel, wg: Warpgroup, sums: cute.Tensor) -> Boolean:
     """Whether a row of this warp has scores too far above its maximum. NaN is not: it stays in its row."""
-    packed = kernel.problem.packed_heads
+    packed = kernel.problem.operands.packed_heads
     found = Boolean(False)
     for row in range(ROWS):
         outgrown = sums[row] > LARGEST_SUM

@@ -51,17 +51,17 @@ class FlashFwdSm90:
     @property
     def dtype(self) -> type[cutlass.Numeric]:
         """Element type of Q, K, V, O and of P as the PV product reads it."""
-        return CUTE_DTYPES[self.problem.dtype]
+        return CUTE_DTYPES[self.problem.operands.qk_dtype]
 
     @property
     def longest_first(self) -> bool:
         """Whether tiles differ so much in length that their order matters; a window's first tiles are short, too."""
-        return self.traits.longest_first and self.problem.mask != "full"
+        return self.traits.longest_first and self.problem.scores.mask != "full"
 
     @property
     def has_left_edge(self) -> bool:
         """Whether keys may be hidden before the first visible one."""
-        return self.problem.mask == "window"
+        return self.problem.scores.mask == "window"
 
     @property
     def first_keys_first(self) -> bool:
@@ -71,7 +71,7 @@ class FlashFwdSm90:
     @property
     def tokens_per_warpgroup(self) -> int:
         """Queries in a warpgroup's 64 rows. Rows hold whole tokens: heads that do not divide 64 leave some unused."""
-        return WGMMA_M // self.problem.packed_heads
+        return WGMMA_M // self.problem.operands.packed_heads
 
     @property
     def tile_tokens(self) -> int:
@@ -117,12 +117,12 @@ class FlashFwdSm90:
 
     def query_box(self, cols: int) -> cute.Tiler:
         """The box of Q or O that one warpgroup owns: (tokens, cols), or ((packed heads, tokens), cols)."""
-        heads, tokens = self.problem.packed_heads, self.tokens_per_warpgroup
+        heads, tokens = self.problem.operands.packed_heads, self.tokens_per_warpgroup
         return (tokens, cols) if heads == 1 else ((heads, tokens), cols)
 
     def smem_box_layout(self, layout: cute.ComposedLayout) -> cute.ComposedLayout:
         """The shared-memory layout of Q or O in the shape of its boxes: (box rows, cols, warpgroups)."""
-        heads = self.problem.packed_heads
+        heads = self.problem.operands.packed_heads
         return layout if heads == 1 else atoms.packed_rows(layout, heads, self.tokens_per_warpgroup)
 
     def copy_q(self) -> cute.TiledCopy:
@@ -139,7 +139,7 @@ class FlashFwdSm90:
 
     def make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor) -> Tma:
         """TMA descriptors over the (batch, seqlen, heads, head_dim) tensors."""
-        traits, packed = self.traits, self.problem.packed_heads
+        traits, packed = self.traits, self.problem.operands.packed_heads
         d, dv = traits.head_dim, traits.head_dim_v
         smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), self.smem_layout_v()))
         smem_q, smem_o = (
@@ -211,7 +211,7 @@ class FlashFwdSm90:
     def make_rings(self, base: cute.Pointer) -> Rings:
         """Q, K and V rings over the mbarriers at the start of the block's shared memory."""
         traits = self.traits
-        q_bytes = self.tile_tokens * self.problem.packed_heads * traits.head_dim * ELEMENT_BYTES
+        q_bytes = self.tile_tokens * self.problem.operands.packed_heads * traits.head_dim * ELEMENT_BYTES
         k_bytes, v_bytes = (traits.tile_n * d * ELEMENT_BYTES for d in (traits.head_dim, traits.head_dim_v))
         barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
         q, kv = traits.q_stage, traits.kv_stage

@@ -113,7 +113,7 @@ def attend(
         step(n_block, kv_pos, True)
         kv_pos += 1
     n_block = n_hi
-    if const_expr(kernel.problem.mask != "full" or traits.fixed_max):
+    if const_expr(kernel.problem.scores.mask != "full" or traits.fixed_max):
         right = n_block - full_hi + (1 if const_expr(traits.fixed_max and mask.has_left_edge) else 0)
         right = cutlass.max(cutlass.min(right, n_block - n_lo), 0)
         for _ in cutlass.range(right, unroll=1):
@@ -149,7 +149,7 @@ def take_peaks(
     is_first: cutlass.Constexpr[bool],
 ):
     """Softcap and mask the scores of one key block, then move the row maxima."""
-    if const_expr(kernel.problem.has_softcap):
+    if const_expr(kernel.problem.scores.softcap):
         apply_softcap(wg.scores, wg.inner_scale)
     if const_expr(masked):
         first_key = n_block * kernel.traits.tile_n + wg.first_column

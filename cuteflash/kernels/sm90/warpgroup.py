@@ -93,7 +93,7 @@ def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
         scores=scores,
         out=out,
         inner_scale=work.inner_scale,
-        softmax=OnlineSoftmax.create(ROWS, work.scale_log2, kernel.problem.mask != "full"),
+        softmax=OnlineSoftmax.create(ROWS, work.scale_log2, kernel.problem.scores.mask != "full"),
         row_scale=cute.make_rmem_tensor(ROWS, Float32),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         columns=rows_view(mma_qk.get_slice(0).partition_C(identity)),
@@ -118,7 +118,7 @@ def set_bounds(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: 
     """The visible keys of each row of this thread."""
     first = tile.first_token + wg.index * kernel.tokens_per_warpgroup
     for r in cutlass.range_constexpr(cute.size(wg.bounds.shape[0])):
-        token, _ = row_token(wg.first_row + wg.columns[r, 0][0], kernel.problem.packed_heads)
+        token, _ = row_token(wg.first_row + wg.columns[r, 0][0], kernel.problem.operands.packed_heads)
         wg.bounds[r, 0], wg.bounds[r, 1] = mask.kv_bounds(first + token)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from cuteflash.problem import DTYPES, MASK_KINDS
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
-from cuteflash.traits.row import FWD_TRAITS, Traits
+from cuteflash.traits.row import TRAITS, Traits
 from cuteflash.tune.apply import shipped_defaults, sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
@@ -209,7 +209,7 @@ def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Se
         "head_dim": space.head_dims[0],
         "head_dim_v": space.head_dims[1],
         "ids": list(number),
-        "traits": trait_columns(FWD_TRAITS[space.family], list(space.candidates.values())),
+        "traits": trait_columns(TRAITS["fwd", space.family], list(space.candidates.values())),
         "costs": costs,
         "shipped": [number[name] for name in number if name in rows],
         "base": base,
@@ -318,7 +318,7 @@ def _cell(cell: str, fields: Json, runs: ByCandidate, found: Found, number: Mapp
         "label": label if inputs == PLAIN else f"{label} {inputs}",
         "mask": some.slot.mask,
         "dtype": some.slot.dtype,
-        "shape": some.slot.shape,
+        "lengths": some.slot.lengths,
         "matmul": short(_rate(found.rates, ordered)),
         "work": short(some.tflops * some.ms),
         "gigabytes": short(Cell(**fields).nbytes / 1e9),

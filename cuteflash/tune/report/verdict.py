@@ -6,14 +6,14 @@ import collections
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Traits
-from cuteflash.traits.shapes import SHAPES
 from cuteflash.tune.explain import percent, title
 from cuteflash.tune.peers import PEERS
 from cuteflash.tune.report.slots import FIRST, INCOMPLETE, REPLACED, UNCOMPARED
 
 PEER_WORDS = dict(zip(PEERS, ("FA4", "cuDNN", "FA2"), strict=True))
-SHAPE_WORDS = dict(zip(SHAPES, ("decoding", "short", "long"), strict=True))
+SHAPE_WORDS = dict(zip(LENGTH_CLASSES, ("decoding", "short", "long"), strict=True))
 # What else a slot may come to that its reader should know, by outcome.
 BESIDES = {
     FIRST: "{} {have} no shipped row",
@@ -56,7 +56,7 @@ def measured(slots: Sequence[Facts]) -> str:
 
 
 def _peers(slots: Sequence[Facts]) -> list[str]:
-    """Which peers are surely faster than the winner, and in how many problems of which shape class."""
+    """Which peers are surely faster than the winner, and in how many problems of which length class."""
     timed = [slot for slot in slots if slot["winner"] is not None]
     present = [name for name in PEERS if any(name in slot["peers"] for slot in timed)]
     behind: dict[tuple[int, ...], list[str]] = {}  # where → peers that are ahead there
@@ -68,8 +68,8 @@ def _peers(slots: Sequence[Facts]) -> list[str]:
         return [f"nowhere behind {_and([PEER_WORDS[name] for name in present], 'or')}"]
     words = []
     for places, names in behind.items():
-        counts = collections.Counter(timed[place]["shape"] for place in places)
-        some = [f"{counts[shape]} {SHAPE_WORDS[shape]}" for shape in SHAPES if counts[shape]]
+        counts = collections.Counter(timed[place]["lengths"] for place in places)
+        some = [f"{counts[lengths]} {SHAPE_WORDS[lengths]}" for lengths in LENGTH_CLASSES if counts[lengths]]
         words.append(f"behind {_and(names)} in {_and(some)} {'one' if len(places) == 1 else 'ones'}")
     return [", ".join(words)] if words else []
 

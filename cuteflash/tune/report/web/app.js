@@ -49,15 +49,15 @@
         ),
         now.mask && R.field("Mask", unique("mask", problems), now.mask, choose("mask")),
         now.dtype && R.field("Type", unique("dtype", problems), now.dtype, choose("dtype")),
-        now.shape &&
+        now.lengths &&
           R.field(
             "Shape",
             unique(
-              "shape",
+              "lengths",
               problems.filter((one) => one.mask === now.mask && one.dtype === now.dtype),
             ),
-            now.shape,
-            choose("shape"),
+            now.lengths,
+            choose("lengths"),
           ),
         cells.length > 1 &&
           R.field("Length", [["", "all"], ...cells.map((cell) => [cell.label, cell.label])], now.cell, choose("cell")),

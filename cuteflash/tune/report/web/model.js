@@ -84,9 +84,9 @@
     return counts;
   }
 
-  /** The cells of a selection: one mask, dtype and shape class, and of these one cell where one is named. */
-  function cellsOf(space, { mask, dtype, shape, cell }) {
-    const own = space.cells.filter((one) => one.mask === mask && one.dtype === dtype && one.shape === shape);
+  /** The cells of a selection: one mask, dtype and length class, and of these one cell where one is named. */
+  function cellsOf(space, { mask, dtype, lengths, cell }) {
+    const own = space.cells.filter((one) => one.mask === mask && one.dtype === dtype && one.lengths === lengths);
     const named = own.filter((one) => one.label === cell);
     return named.length ? named : own;
   }
@@ -149,7 +149,7 @@
    * to the best peer's speed, null where no peer was timed.
    */
   function series(space, cell) {
-    const slot = space.slots.find((one) => ["mask", "dtype", "shape"].every((key) => one[key] === cell[key]));
+    const slot = space.slots.find((one) => ["mask", "dtype", "lengths"].every((key) => one[key] === cell[key]));
     const time = (who) => cell.times[cell.who.indexOf(who)]?.[0];
     const peers = Object.entries(cell.peers);
     const best = peers.length ? Math.min(...peers.map(([, ms]) => ms)) : null;

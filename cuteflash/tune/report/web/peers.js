@@ -28,12 +28,12 @@
     const groups = new Map();
     for (const cell of space.cells) {
       const [, ...inputs] = cell.label.split(" "); // after the lengths; none if they are plain
-      const title = [cell.mask, cell.dtype, ...inputs, ...(cell.shape === "decode" ? ["decoding"] : [])].join(" · ");
+      const title = [cell.mask, cell.dtype, ...inputs, ...(cell.lengths === "decode" ? ["decoding"] : [])].join(" · ");
       groups.set(title, [...(groups.get(title) || []), cell]);
     }
     return [...groups].map(([title, cells]) => {
       const beside = cells.every((cell) => Object.keys(cell.peers).length);
-      return { title, cells, what: cells[0].shape === "decode" ? TERABYTES : beside ? RATIO : TFLOPS };
+      return { title, cells, what: cells[0].lengths === "decode" ? TERABYTES : beside ? RATIO : TFLOPS };
     });
   }
 
@@ -104,7 +104,7 @@
     const names = present(points);
     const rows = space.cells.map((cell, place) => {
       const series = Object.fromEntries(points[place].map((one) => [one.name, one]));
-      const what = cell.shape === "decode" ? TERABYTES : TFLOPS;
+      const what = cell.lengths === "decode" ? TERABYTES : TFLOPS;
       const number = (name) => {
         const one = series[name];
         if (!one) return name === "default" ? "same" : "–";

@@ -4,7 +4,7 @@
   let data = null;
   let hashTimer = null;
   /* At first: no mask, bf16 and long sequences, which are measured most. */
-  const FIRST = { space: null, mask: "full", dtype: "bf16", shape: "long", cell: "", pick: null, filter: {}, least: 0 };
+  const FIRST = { space: null, mask: "full", dtype: "bf16", lengths: "long", cell: "", pick: null, filter: {}, least: 0 };
   const now = { ...FIRST, space: undefined };
 
   /** `{tile_m: ["128", "192"]}` as `tile_m:128+192;...` and back. */
@@ -28,14 +28,14 @@
     const space = data.spaces.find((one) => one.title === wanted.space) || data.spaces[0];
     const timed = space.slots.length ? space.slots : space.problems;
     const fit = (one) =>
-      4 * (one.mask === wanted.mask) + 2 * (one.dtype === wanted.dtype) + (one.shape === wanted.shape);
+      4 * (one.mask === wanted.mask) + 2 * (one.dtype === wanted.dtype) + (one.lengths === wanted.lengths);
     const found = [...timed].sort((a, b) => fit(b) - fit(a))[0] || {};
     const next = {
       ...wanted,
       space: space.title,
       mask: found.mask ?? null,
       dtype: found.dtype ?? null,
-      shape: found.shape ?? null,
+      lengths: found.lengths ?? null,
     };
     const cells = R.model.cellsOf(space, { ...next, cell: "" });
     if (!cells.some((cell) => cell.label === next.cell)) next.cell = "";
@@ -100,12 +100,12 @@
   const space = spaceNow;
   const problem = () => space().problems.find((one) => one.mask === now.mask && one.dtype === now.dtype) || null;
   const slot = () =>
-    space().slots.find((one) => one.mask === now.mask && one.dtype === now.dtype && one.shape === now.shape) || null;
+    space().slots.find((one) => one.mask === now.mask && one.dtype === now.dtype && one.lengths === now.lengths) || null;
 
   /* Speeds are asked for by several views and do not change as filters do. */
   let known = { key: null };
   function speed() {
-    const key = [now.space, now.mask, now.dtype, now.shape, now.cell].join("|");
+    const key = [now.space, now.mask, now.dtype, now.lengths, now.cell].join("|");
     const timed = space().cells.length > 0;
     if (known.key !== key)
       known = { key, value: timed ? R.model.shares(space(), R.model.cellsOf(space(), now)) : R.model.estimates(space()) };
@@ -148,5 +148,5 @@
     printFilter,
     parseFilter,
   };
-  R.WHERE = ["space", "mask", "dtype", "shape", "cell"];
+  R.WHERE = ["space", "mask", "dtype", "lengths", "cell"];
 })();

@@ -1,4 +1,4 @@
-/* For every slot (mask, dtype, shape class) the winner, what it changes, the margin with its interval, and the peers. */
+/* For every slot (mask, dtype, length class) the winner, what it changes, the margin with its interval, and the peers. */
 (() => {
   const { h, svg, words } = R;
   const OPEN = 4; // spaces whose tables are open at first; of more only the selected one's is
@@ -42,7 +42,7 @@
   /** "612 TFLOP/s, 86 % of the product" of a slot's winner; decoding is bound by memory, so its rate is TB/s. */
   function rate(space, slot) {
     const { tflops, share, terabytes } = R.model.rates(R.model.cellsOf(space, slot), slot.winner);
-    if (slot.shape === "decode") return `${words.digits(terabytes)} TB/s`;
+    if (slot.lengths === "decode") return `${words.digits(terabytes)} TB/s`;
     return `${words.digits(tflops)} TFLOP/s${share === null ? "" : `, ${words.percent(share)} of the product`}`;
   }
 
@@ -58,9 +58,9 @@
   }
 
   function row(space, slot, scale, peers) {
-    const title = `${slot.mask} · ${slot.dtype} · ${slot.shape}`;
+    const title = `${slot.mask} · ${slot.dtype} · ${slot.lengths}`;
     const choose = () => {
-      R.state.set({ space: space.title, mask: slot.mask, dtype: slot.dtype, shape: slot.shape, cell: "" });
+      R.state.set({ space: space.title, mask: slot.mask, dtype: slot.dtype, lengths: slot.lengths, cell: "" });
       document.getElementById("selection").scrollIntoView({ block: "start" });
     };
     const head = h("th", { scope: "row" }, h("button", { type: "button", class: "link", onclick: choose }, title));
@@ -131,7 +131,7 @@
       for (const block of blocks) {
         if (block.space === R.state.now.space) block.open = true;
         for (const line of block.querySelectorAll("tbody tr")) {
-          const here = ["space", "mask", "dtype", "shape"].every((key) => line.problem[key] === R.state.now[key]);
+          const here = ["space", "mask", "dtype", "lengths"].every((key) => line.problem[key] === R.state.now[key]);
           line.classList.toggle("current", here);
           line.querySelector("button").setAttribute("aria-pressed", here);
         }

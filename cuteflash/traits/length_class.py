@@ -1,4 +1,4 @@
-"""Shape classes: how far a call's lengths alone, which no kernel is compiled for, decide which row is fastest.
+"""Length classes: how far a call's lengths alone, which no kernel is compiled for, decide which row is fastest.
 
 decode  a handful of queries against a long cache: one row block, the time is that of reading K and V
 short   a prologue, an epilogue and the block scheduler weigh against a main loop of few steps
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Shape = Literal["decode", "short", "long"]
-SHAPES: tuple[Shape, ...] = get_args(Shape)
+LengthClass = Literal["decode", "short", "long"]
+LENGTH_CLASSES: tuple[LengthClass, ...] = get_args(LengthClass)
 
 DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: beyond it a query tile begins to be used
 # Main loops below a dozen steps of 128 keys. 1536 lies between the powers of two that are common and that are timed, so
@@ -18,7 +18,7 @@ DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: bey
 LONG_LENGTH = 1536
 
 
-def shape_of(seqlen_q: int, seqlen_k: int) -> Shape:
+def length_class_of(seqlen_q: int, seqlen_k: int) -> LengthClass:
     """The class of a call with `seqlen_q` queries and `seqlen_k` keys a sequence."""
     if seqlen_q <= DECODE_QUERIES:
         return "decode"
