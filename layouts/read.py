@@ -7,7 +7,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from cuteflash.traits.base import ELEMENT_BYTES
+from cuteflash.problem import DTYPE_BYTES
 
 from .algebra import ComposedLayout, Layout, Swizzle, composition, concatenate, right_inverse
 from .dsl import coordinates, extents, layout_of, plain
@@ -17,6 +17,7 @@ SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle
 EXAMPLE_HEADS = 16  # of the (batch, seqlen, heads, head_dim) tensor that a global tile is cut from
 OPERAND_AXES = {"A": (0, 2), "B": (1, 2), "C": (0, 1)}  # of a product's (M, N, K)
 Operand = Literal["A", "B", "C"]
+ELEMENT_BYTES = DTYPE_BYTES["bf16"]  # of fp16, too
 Strides = tuple[int, int]  # elements of the whole tile that a step in a copy's or product's two coordinates is worth
 
 
@@ -169,11 +170,11 @@ def ptx_type(dtype: str) -> str:
     return {"fp16": "f16", "bf16": "bf16"}[dtype]
 
 
-def no_work() -> Any:
+def no_launch(packed_heads: int) -> Any:
     """Stands for the run-time side of a problem, of which a kernel's fragments need the two scales."""
     from cutlass import Float32
 
-    return types.SimpleNamespace(scale_log2=Float32(1), inner_scale=Float32(1))
+    return types.SimpleNamespace(scale_log2=Float32(1), inner_scale=Float32(1), packed_heads=packed_heads)
 
 
 def smem_start() -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 from cuteflash.problem import FwdProblem
 
-from .read import Frame, Placed, global_tile, no_work, products, ptx_type, shared_tile, smem_start
+from .read import Frame, Placed, global_tile, no_launch, products, ptx_type, shared_tile, smem_start
 from .scene import Fragment, Role, Step, Tile, Touch
-from .soften import Soften
+from .softmax_steps import SoftmaxSteps
 
 CP_ASYNC = "cp.async.cg.shared.global [dst], [src], 16"
 THROUGH_REGISTERS = "ld.global.v4.b32, then st.shared.v4.b32"
@@ -31,26 +31,25 @@ class ReaderSm80:
         self.problem: FwdProblem = kernel.problem
         t = self.traits
         self.frame = Frame({"m": t.tile_m, "n": t.tile_n, "d": t.head_dim, "e": t.head_dim_v}, 1, 0, t.num_threads)
-        self.registers = make_fragments(kernel, kernel.make_tiles(smem_start()), no_work(), Int32(0))
+        self.registers = make_fragments(kernel, kernel.make_tiles(smem_start()), no_launch(1), Int32(0))
         self.of = products(self.frame, kernel)
 
     def roles(self) -> tuple[Role, ...]:
         """All warps do the same."""
         rows = self.traits.tile_m // self.traits.num_warps
-        return (Role("warps", 0, self.traits.num_threads, f"load, multiply, soften and store; {rows} query rows each"),)
+        return (Role("warps", 0, self.traits.num_threads, f"loads, products, softmax, stores; {rows} query rows each"),)
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
         problem, kernel, plan = self.problem, self.kernel, self.traits.smem_plan
-        share = "V's first stage lies over Q, which is in registers by then. " if self.traits.share_q_v_smem else ""
         return (
             global_tile(self.frame, "Q", problem.operands.head_dim, "A block's queries of one head."),
             global_tile(self.frame, "K", problem.operands.head_dim, "One block of keys."),
             global_tile(self.frame, "V", problem.operands.head_dim_v, "One block of values."),
             global_tile(self.frame, "O", problem.operands.head_dim_v, "The block's output."),
-            shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, False, share),
+            shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, False, ""),
             shared_tile("K", kernel.smem_layout_k(), plan["k"].start, False, ""),
-            shared_tile("V", kernel.smem_layout_v(), plan["v"].start, False, share),
+            shared_tile("V", kernel.smem_layout_v(), plan["v"].start, False, ""),
             shared_tile(
                 "O", kernel.smem_layout_o(), plan["o"].start, False, "Lies over Q, V and K, which are done with."
             ),
@@ -140,14 +139,14 @@ class ReaderSm80:
     def _block(self) -> tuple[Step, ...]:
         """The steps of one key block."""
         mma = MMA.format(ptx_type(self.problem.operands.qk_dtype))
-        soften = Soften(self.frame, self.of, self.problem, WARPS)
+        softmax = SoftmaxSteps(self.frame, self.of, self.problem, WARPS)
         return (
             self._product(
                 "mma_qk", "S = Q K^T", mma, (self.of["Q"], "rQ"), (self.of["K"], "rK"), (self.of["S"], "acc_S")
             ),
-            soften.moving(fused=self.traits.fused_softmax),
-            soften.convert(),
-            soften.rescale("Before the PV product."),
+            softmax.moving(fused=self.traits.fused_softmax),
+            softmax.convert(),
+            softmax.rescale("Before the PV product."),
             self._product(
                 "mma_pv", "O += P V", mma, (self.of["P"], "rP"), (self.of["V"], "rV"), (self.of["O"], "acc_O")
             ),

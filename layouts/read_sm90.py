@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.base import ELEMENT_BYTES
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_K, WGMMA_M
 
 from .algebra import Layout, concatenate
 from .dsl import coordinates, plain
 from .read import (
+    ELEMENT_BYTES,
     EXAMPLE_HEADS,
     Frame,
     Operand,
     Placed,
     global_tile,
-    no_work,
+    no_launch,
     products,
     ptx_type,
     shared_tile,
     smem_start,
 )
 from .scene import Descriptor, Fragment, Role, Step, Tile, Touch
-from .soften import Soften
+from .softmax_steps import SoftmaxSteps
 
 TMA_LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
 TMA_STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
@@ -50,7 +50,7 @@ class ReaderSm90:
         sizes = {"m": t.tile_m, "n": t.tile_n, "d": t.head_dim, "e": t.head_dim_v}
         self.frame = Frame(sizes, t.mma_warpgroups, t.first_consumer, WARPGROUP)  # type: ignore[arg-type]
         self.smem = kernel.make_tiles(smem_start())
-        self.warpgroup = make_warpgroup(kernel, self.smem, no_work())
+        self.warpgroup = make_warpgroup(kernel, self.smem, no_launch(1))
         self.of = products(self.frame, kernel)
 
     def roles(self) -> tuple[Role, ...]:
@@ -218,16 +218,16 @@ class ReaderSm90:
     def _softmax(self) -> tuple[Step, ...]:
         """What turns the scores of a block into P, and O to the maxima that P was taken against."""
         traits = self.traits
-        soften = Soften(self.frame, self.of, self.problem, CONSUMERS, traits.fixed_max)
-        hand_over = soften.convert() if traits.p_in_regs else self._stage("P", self.kernel.copy_p())
+        softmax = SoftmaxSteps(self.frame, self.of, self.problem, CONSUMERS, traits.fixed_max)
+        hand_over = softmax.convert() if traits.p_in_regs else self._stage("P", self.kernel.copy_p())
         between = "After the next QK product has been issued and before the PV product is."
         steps = [
-            soften.moving(early_rows=traits.exp_rows_before_wait if traits.overlap else None),
+            softmax.moving(early_rows=traits.exp_rows_before_wait if traits.overlap else None),
             hand_over,
-            soften.rescale(between if traits.rescale_in_product else "Before the PV product is issued."),
+            softmax.rescale(between if traits.rescale_in_product else "Before the PV product is issued."),
         ]
         if traits.fixed_max:
-            steps += [soften.fixed(traits.exp_rows_before_wait), soften.repair()]
+            steps += [softmax.fixed(traits.exp_rows_before_wait), softmax.repair()]
         return tuple(steps)
 
     def _stage(self, tensor: str, copy: Any) -> Step:

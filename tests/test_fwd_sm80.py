@@ -32,10 +32,6 @@ CASES = {
     "packed": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem.dense("bf16", 64, 64, "causal", lse=True, packed_heads=6)),
     "padded": (FwdTraitsSm80(64, 64, 96, 32), FwdProblem.dense("bf16", 72, 24, lse=True)),
     "stages": (FwdTraitsSm80(64, 32, 64, 64, kv_stage=3, q_in_regs=True), FwdProblem.dense("bf16", 64, 64, "causal")),
-    "shared-q-v": (
-        FwdTraitsSm80(64, 64, 64, 64, q_in_regs=True, share_q_v_smem=True),
-        FwdProblem.dense("bf16", 64, 64, "causal"),
-    ),
 }
 
 

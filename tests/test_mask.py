@@ -70,6 +70,32 @@ def test_blocks_without_an_element_mask_are_those_seen_whole(tile_n: int) -> Non
             assert set(range(*mask.full_n_blocks(first, last, tile_n))) == whole, (mask, first, last)
 
 
+def test_query_bounds_are_the_definition() -> None:
+    for mask, left, right in small_masks():
+        for key in range(mask.seqlen_k):
+            lo, hi = mask.q_bounds(key)
+            visible = [query for query in range(mask.seqlen_q) if sees(mask, left, right, query, key)]
+            assert list(range(lo, hi)) == visible, (mask, key)
+
+
+@pytest.mark.parametrize("tile_m", TILES)
+def test_query_blocks_of_keys_are_those_that_see_one_and_those_that_see_all(tile_m: int) -> None:
+    for mask, left, right in small_masks():
+        for first, last in itertools.combinations_with_replacement(range(mask.seqlen_k), 2):
+            keys = range(first, last + 1)
+            seen = {query: [sees(mask, left, right, query, key) for key in keys] for query in range(mask.seqlen_q)}
+            some = {query // tile_m for query, each in seen.items() if any(each)}
+            m_lo, m_hi = mask.m_blocks(first, last, tile_m)
+            assert 0 <= m_lo <= m_hi
+            assert set(range(m_lo, m_hi)) == some, (mask, first, last)
+            whole = {
+                block
+                for block in range(mask.seqlen_q // tile_m)
+                if all(all(seen[query]) for query in range(block * tile_m, (block + 1) * tile_m))
+            }
+            assert set(range(*mask.full_m_blocks(first, last, tile_m))) == whole, (mask, first, last)
+
+
 lengths = st.integers(1, 5000) | st.integers(LENGTH_MAX - 5000, LENGTH_MAX) | st.integers(1, LENGTH_MAX)
 sides = st.integers(0, 600) | st.integers(0, UNBOUNDED) | st.just(UNBOUNDED)
 
@@ -113,3 +139,14 @@ def test_block_ranges_of_long_sequences_are_tight(mask: IntervalMask, tile_n: in
         assert lo_last <= full_lo * tile_n and full_hi * tile_n <= hi_first
     assert full_lo * tile_n - tile_n < lo_last or not mask.has_left_edge
     assert (full_hi + 1) * tile_n > hi_first
+
+
+@given(large_masks(), st.data())
+def test_query_bounds_of_long_sequences_stay_in_32_bits(mask: IntervalMask, data: st.DataObject) -> None:
+    mask.q_bounds(mask.seqlen_k + data.draw(st.integers(0, OVERHANG)))  # no result, but no overflow either
+    key = Int32(data.draw(st.integers(0, mask.seqlen_k - 1) | st.just(0) | st.just(mask.seqlen_k - 1)))
+    lo, hi = mask.q_bounds(key)
+    for query in {int(lo) - 1, int(lo), int(hi) - 1, int(hi)}:
+        if 0 <= query < mask.seqlen_q:
+            first, last = mask.kv_bounds(Int32(query))
+            assert (first <= key < last) == (lo <= query < hi), query

@@ -34,7 +34,6 @@ def test_good_traits_pass() -> None:
         ({"tile_m": 64}, "tile_m 64"),
         ({"tile_n": 24}, "tile_n 24"),
         ({"kv_stage": 0}, "kv_stage 0"),
-        ({"share_q_v_smem": True}, "q_in_regs"),
         ({"kv_stage": 9}, "shared memory"),
     ],
 )
@@ -72,7 +71,6 @@ def test_only_hopper_runs_sm90(name: str) -> None:
 
 def test_smem_is_what_the_tiles_add_up_to() -> None:
     assert GOOD80.smem_bytes == (128 * 128 + 2 * 64 * 128) * 2
-    assert dataclasses.replace(GOOD80, q_in_regs=True, share_q_v_smem=True).smem_bytes == (128 + 64) * 128 * 2
     tiles = (2 * 128 * 128 + 2 * 128 * 256) * 2  # Q and O, then two stages of K and V
     assert tiles <= GOOD90.smem_bytes <= tiles + 2 * KIB
     two = dataclasses.replace(GOOD90, q_stage=2, kv_stage=1)  # not a row: only one stage of K and V
@@ -119,7 +117,7 @@ def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None
     [
         ({"masks": ()}, r"masks is \(\); allowed: one or more of full, causal, window"),
         ({"dtypes": ("fp32",)}, r"dtypes is \('fp32',\); allowed: one or more of fp16, bf16"),
-        ({"shapes": ("short", "middling")}, "allowed: one or more of decode, short, long"),
+        ({"lengths": ("short", "middling")}, "allowed: one or more of decode, short, long"),
     ],
 )
 def test_a_row_names_what_it_cannot_serve(served: dict[str, tuple[str, ...]], complaint: str) -> None:

@@ -1,20 +1,12 @@
-"""Barriers of the warp-specialised kernels: mbarrier rings for TMA tiles, named barriers between warpgroups."""
+"""Barriers of the warp-specialised kernels: mbarrier rings for tiles that TMA brings."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
-
-
-class NamedBarrier(enum.IntEnum):
-    """Hardware barriers in use; 0 is `__syncthreads`."""
-
-    EPILOGUE = 1  # + warpgroup: O is in shared memory
-    TURN = 4  # + warpgroup: this warpgroup may issue its products (ping-pong)
 
 
 @cute.jit

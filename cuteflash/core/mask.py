@@ -1,7 +1,7 @@
 """Interval masks: query `i` sees the keys of one interval `[lo, hi)`.
 
 Which key blocks a tile visits, which of them need no element mask, and the element mask itself all derive from
-`kv_bounds`. The source runs on Python ints (where the tests try every element) and on traced `Int32` values alike.
+`kv_bounds`. The source runs on Python ints (with which the tests try every element) and on traced `Int32` values alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class IntervalMask:
         return self.kind == "window"
 
     def kv_bounds(self, query: Index) -> tuple[Index, Index]:
-        """The keys `[lo, hi)` that `query` sees; empty where `hi <= lo`."""
+        """The keys `[lo, hi)` that `query` sees; empty if `hi <= lo`."""
         if self.kind == "full":
             return 0, self.seqlen_k
         position = query + self.seqlen_k - self.seqlen_q
@@ -65,3 +65,29 @@ class IntervalMask:
             return 0, n_hi
         lo, _ = self.kv_bounds(last)
         return (lo + tile_n - 1) // tile_n, n_hi
+
+    # The same seen from the keys, for the backward: which queries see a key.
+
+    def q_bounds(self, key: Index) -> tuple[Index, Index]:
+        """The queries `[lo, hi)` that see `key`; empty if `hi <= lo`."""
+        if self.kind == "full":
+            return 0, self.seqlen_q
+        position = key - self.seqlen_k + self.seqlen_q  # the query whose own position the key is
+        if self.kind == "causal":
+            return cutlass.max(position, 0), self.seqlen_q
+        lo = cutlass.max(position - cutlass.min(self.window_right, self.seqlen_k + self.seqlen_q), 0)
+        hi = cutlass.min(position + cutlass.min(self.window_left, self.seqlen_k + self.seqlen_q) + 1, self.seqlen_q)
+        return lo, hi
+
+    def m_blocks(self, first: Index, last: Index, tile_m: int) -> tuple[Index, Index]:
+        """The query blocks `[lo, hi)` in which some query sees one of the keys `first..last` (inclusive)."""
+        lo, _ = self.q_bounds(first)
+        _, hi = self.q_bounds(last)
+        m_hi = cutlass.max((cutlass.max(hi, 0) + tile_m - 1) // tile_m, 0)
+        return cutlass.min(lo // tile_m, m_hi), m_hi
+
+    def full_m_blocks(self, first: Index, last: Index, tile_m: int) -> tuple[Index, Index]:
+        """The query blocks `[lo, hi)` whose queries all see every key `first..last` (inclusive)."""
+        lo, _ = self.q_bounds(last)
+        _, hi = self.q_bounds(first)
+        return (lo + tile_m - 1) // tile_m, cutlass.max(hi, 0) // tile_m

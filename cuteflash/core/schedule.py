@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -11,27 +12,44 @@ from cutlass import Int32, const_expr
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
 # about half of it leaves room for Q, O and the heads that are about to end.
 L2_BUDGET_BYTES = 24 << 20
-WAVE_PARTS = (2, 3, 4, 6, 11, 12, 22, 33, 44, 66)  # divisors of the multiprocessor counts there are: 108, 114, 132
+
+
+class Schedule(Protocol):
+    """An order of all tiles of a launch; `each_tile` walks it in a persistent kernel."""
+
+    def size(self) -> Int32:
+        """Number of tiles."""
+        ...
+
+    def index(self, wave: Int32) -> Int32:
+        """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none."""
+        ...
+
+    def tile(self, index: Int32) -> tuple[Int32, Int32, Int32]:
+        """(query tile, head, batch entry) of a tile."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class TileOrder:
-    """A linear order of all tiles of a problem.
+    """The schedule of a dense batch: each head has the same number of query tiles.
 
     Longest first (causal masks and windows), heads are taken in groups, and inside a group the last query tiles of
     every head come first. The last tiles to start are then short ones.
 
     Attributes:
         m_blocks: query tiles of one head.
-        heads: heads of one batch entry as the tiles see them (KV heads where query heads are packed).
+        heads: heads of one batch entry as the tiles see them (KV heads if query heads are packed).
         batch: batch entries.
         group: heads in a group, at most `heads * batch`: with more, `group * m_blocks` could pass 32 bits.
+        longest_first: without it a head's tiles are neighbours.
     """
 
     m_blocks: Int32
     heads: Int32
     batch: Int32
     group: Int32
+    longest_first: cutlass.Constexpr[bool]
 
     @staticmethod
     def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int) -> Int32:
@@ -45,11 +63,7 @@ class TileOrder:
 
         A group that ended inside a wave would give some blocks its short tiles and others the long ones of the next.
         """
-        unit = blocks
-        for parts in WAVE_PARTS:
-            part = cutlass.max(blocks // parts, 1)
-            fits = 1 - cutlass.min(part * m_blocks % blocks, 1)
-            unit = unit - fits * (unit - part)
+        unit = blocks // greatest_common_divisor(m_blocks, blocks)  # the least number of heads that does
         return cutlass.max(group // unit, 1) * unit
 
     def size(self) -> Int32:
@@ -57,22 +71,22 @@ class TileOrder:
         return self.m_blocks * self.heads * self.batch
 
     @cute.jit
-    def index(self, wave: Int32, longest_first: cutlass.Constexpr[bool]):
+    def index(self, wave: Int32):
         """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none.
 
         Longest first, every other wave runs backwards: whoever had the longest tile of one wave has the
         shortest of the next, which balances the blocks as well as handing out tiles on demand would.
         """
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        if const_expr(longest_first):
+        if const_expr(self.longest_first):
             if wave % 2 == 1:
                 block = blocks - 1 - block
         return wave * blocks + block
 
     @cute.jit
-    def tile(self, index: Int32, longest_first: cutlass.Constexpr[bool]):
-        """(query tile, head, batch entry) of a tile; without `longest_first` a head's tiles are neighbours."""
-        if const_expr(longest_first):
+    def tile(self, index: Int32):
+        """(query tile, head, batch entry) of a tile."""
+        if const_expr(self.longest_first):
             per_group = self.group * self.m_blocks
             first = (index // per_group) * self.group
             in_group = index % per_group
@@ -86,15 +100,23 @@ class TileOrder:
 
 
 @cute.jit
-def each_tile(order: TileOrder, longest_first: cutlass.Constexpr[bool], visit: cutlass.Constexpr):
+def greatest_common_divisor(a: Int32, b: Int32):
+    """Of two positive numbers, by Euclid's algorithm."""
+    while b > 0:
+        a, b = b, a % b
+    return a
+
+
+@cute.jit
+def each_tile(order: Schedule, visit: cutlass.Constexpr):
     """Visit this block's tiles.
 
     `visit(index, q_pos, kv_pos)` is called with a tile's number in the order and the positions of its Q and of its
     first K and V in their rings; it returns the next K/V position.
     """
     wave, kv_pos = Int32(0), Int32(0)
-    index = order.index(wave, longest_first)
+    index = order.index(wave)
     while index < order.size():
         kv_pos = visit(index, wave, kv_pos)  # one tile a wave, so that its Q is the wave-th
         wave += 1
-        index = order.index(wave, longest_first)
+        index = order.index(wave)

@@ -1,4 +1,4 @@
-"""The online softmax on accumulator fragments, and the score arithmetic around it.
+"""The online softmax on accumulator fragments.
 
 Each thread holds whole columns of some rows; four neighbouring lanes (a quad) hold one row of S together. The row
 maximum is reduced over the quad every step, the row sum stays per thread and is reduced once at the end.
@@ -14,7 +14,7 @@ from typing import Self
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -57,51 +57,57 @@ class OnlineSoftmax:
 
     Attributes:
         row_max, row_sum: fp32 register tensors, one element a row of this thread.
+        row_scale: likewise, what O has to be multiplied with after a step.
         scale_log2: softmax_scale * log2(e), what a score is multiplied with before exp2.
-        check_inf: whether a row may hold nothing but -inf so far (masked kernels).
+        may_be_empty: whether a row may hold nothing but -inf so far.
     """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
+    row_scale: cute.Tensor
     scale_log2: Float32
-    check_inf: cutlass.Constexpr[bool]
+    may_be_empty: cutlass.Constexpr[bool]
 
     @classmethod
-    def create(cls, num_rows: int, scale_log2: Float32, check_inf: bool) -> Self:
+    def create(cls, num_rows: int, scale_log2: Float32, may_be_empty: bool) -> Self:
         """A softmax that has seen nothing yet, for `num_rows` rows a thread."""
-        row_max = cute.make_rmem_tensor(num_rows, Float32)
-        row_sum = cute.make_rmem_tensor(num_rows, Float32)
-        return cls(row_max, row_sum, scale_log2, check_inf)
+        row_max, row_sum, row_scale = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(3))
+        return cls(row_max, row_sum, row_scale, scale_log2, may_be_empty)
+
+    def reset(self) -> None:
+        """Start over: nothing has been seen."""
+        self.row_max.fill(-Float32.inf)
+        self.row_sum.fill(0.0)
 
     @cute.jit
-    def step(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
-        """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` gets what O shrinks by."""
-        self.take_peaks(scores, row_scale, is_first)
+    def step(self, scores: cute.Tensor):
+        """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` becomes what O shrinks by."""
+        self.take_peaks(scores, False)
         for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
             self.exponentiate(scores, r)
 
     @cute.jit
-    def take_peaks(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
-        """Move the row maxima to those of `scores` (rows, columns); `row_scale` gets what sums and O shrink by.
+    def take_peaks(self, scores: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        """Move the row maxima to those of `scores` (rows, columns); `row_scale` becomes what sums and O shrink by.
 
         On the first block nothing was accumulated: the maxima are set, the sums are 0 and `row_scale` is 1.
         """
         for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
             peak = quad_max(row_peak(scores, r))
             if const_expr(is_first):
-                row_scale[r] = Float32(1.0)
+                self.row_scale[r] = Float32(1.0)
                 self.row_sum[r] = Float32(0.0)
                 self.row_max[r] = peak
             else:
                 old = self.row_max[r]
                 self.row_max[r] = cute.arch.fmax(old, peak)
-                row_scale[r] = exp2(old * self.scale_log2 - self.shift(r))
-                self.row_sum[r] = self.row_sum[r] * row_scale[r]
+                self.row_scale[r] = exp2(old * self.scale_log2 - self.shift(r))
+                self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
 
     def finite_max(self, row: int) -> Float32:
-        """A row's maximum, or 0 where no key was visible yet: exp2(-inf - -inf) would be NaN."""
+        """A row's maximum, or 0 if no key was visible yet: exp2(-inf - -inf) would be NaN."""
         peak = self.row_max[row]
-        return cutlass.select_(peak == -Float32.inf, Float32(0.0), peak) if self.check_inf else peak
+        return cutlass.select_(peak == -Float32.inf, Float32(0.0), peak) if self.may_be_empty else peak
 
     def shift(self, row: int) -> Float32:
         """What is subtracted from a row's scaled scores."""
@@ -127,12 +133,12 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + sums[r]
 
     @cute.jit
-    def finish(self, row_scale: cute.Tensor, lse: cute.Tensor):
-        """`row_scale` gets 1 / row sum, `lse` the natural-log log-sum-exp; rows without a key get 0 and -inf."""
+    def finish(self, lse: cute.Tensor):
+        """`row_scale` becomes 1 / row sum, `lse` the natural-log log-sum-exp; rows without a key get 0 and -inf."""
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
             total = quad_sum(self.row_sum[r])
             empty = total == 0.0
-            row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+            self.row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
             log2_sum = self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if empty else log2_sum * LN_2
 
@@ -145,15 +151,15 @@ class PlainSoftmax(OnlineSoftmax):
     """
 
     @cute.jit
-    def take_peaks(self, scores: cute.Tensor, row_scale: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+    def take_peaks(self, scores: cute.Tensor, is_first: cutlass.Constexpr[bool]):
         """Scale `scores`, then as `OnlineSoftmax.take_peaks`."""
         for i in cutlass.range_constexpr(cute.size(scores)):
             scores[i] = scores[i] * (self.scale_log2 * LN_2)
         for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
             old = -Float32.inf if const_expr(is_first) else self.row_max[r]
             self.row_max[r] = cute.arch.fmax(old, quad_max(row_peak(scores, r)))
-            row_scale[r] = exp2((old - self.finite_max(r)) * LOG2_E)
-            self.row_sum[r] = self.row_sum[r] * row_scale[r]
+            self.row_scale[r] = exp2((old - self.finite_max(r)) * LOG2_E)
+            self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
 
     def exponentials(self, scores: cute.Tensor, row: int) -> Iterator[Float32]:
         """The exponentials of one row of scaled `scores` under the present maximum, one by one."""
@@ -169,12 +175,12 @@ class PlainSoftmax(OnlineSoftmax):
         self.row_sum[row] = before + quad_sum(self.row_sum[row])
 
     @cute.jit
-    def finish(self, row_scale: cute.Tensor, lse: cute.Tensor):
+    def finish(self, lse: cute.Tensor):
         """As `OnlineSoftmax.finish`; the sums are those of whole rows already."""
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
             total = self.row_sum[r]
             empty = total == 0.0
-            row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+            self.row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
             log_sum = self.row_max[r] + cute.math.log2(total, fastmath=True) * LN_2
             lse[r] = -Float32.inf if empty else log_sum
 
@@ -185,34 +191,3 @@ def scale_rows(acc: cute.Tensor, row_scale: cute.Tensor):
     for r in cutlass.range_constexpr(cute.size(row_scale)):
         for c in cutlass.range_constexpr(cute.size(acc.shape[1])):
             acc[r, c] = acc[r, c] * row_scale[r]
-
-
-@cute.jit
-def apply_softcap(scores: cute.Tensor, inner_scale: Float32):
-    """`scores` become tanh(scores * inner_scale); the caller's softmax scale then holds the cap itself."""
-    for i in cutlass.range_constexpr(cute.size(scores)):
-        scores[i] = cute.math.tanh(scores[i] * inner_scale, fastmath=True)
-
-
-@cute.jit
-def mask_scores(
-    scores: cute.Tensor, columns: cute.Tensor, first_key: Int32, bounds: cute.Tensor, left_edge: cutlass.Constexpr[bool]
-):
-    """Set to -inf what a row does not see.
-
-    Args:
-        scores: (rows, columns) of this thread.
-        columns: (rows, columns) static column indices of thread 0 inside the tile.
-        first_key: key of this thread's first column: tile origin plus the thread's own offset.
-        bounds: (rows, 2) Int32, each row's visible keys [lo, hi).
-        left_edge: whether `lo` may be above 0.
-    """
-    for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
-        hi = bounds[r, 1] - first_key
-        lo = bounds[r, 0] - first_key
-        for c in cutlass.range_constexpr(cute.size(scores.shape[1])):
-            col = columns[r, c][1]
-            hidden = col >= hi
-            if const_expr(left_edge):
-                hidden = hidden or col < lo
-            scores[r, c] = -Float32.inf if hidden else scores[r, c]

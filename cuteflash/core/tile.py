@@ -1,4 +1,4 @@
-"""Where the rows of a query tile lie in the problem: tokens, heads, visible keys."""
+"""A query tile: which rows of the problem it holds, and which key blocks it visits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ import dataclasses
 import cutlass
 from cutlass import Int32
 
-from cuteflash.core.mask import IntervalMask
+from cuteflash.core.mask import Index, IntervalMask
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyBlocks:
+    """The key blocks `[lo, hi)` that some query of a tile sees; `hi <= lo` if there are none."""
+
+    lo: Index
+    hi: Index
+
+    def visits(self, first_keys_first: bool) -> tuple[Index, Index, Index]:
+        """(first, lo, hi): visit key block `first`, then `[lo, hi)` from its end; `lo > hi` if there are none.
+
+        The first is the last block, or with `first_keys_first` the one of key 0.
+        """
+        return (self.lo, self.lo + 1, self.hi) if first_keys_first else (self.hi - 1, self.lo, self.hi - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,35 +32,47 @@ class QueryTile:
     A row of the tile is (token, packed head), the head running fastest.
 
     Attributes:
-        first_token: first query of the tile.
-        head: query head, or KV head where `packed_heads` query heads are folded into the rows.
+        m_block: which tile of its head this is.
+        head: query head, or KV head if query heads are folded into the rows.
         batch: batch entry.
+        heads_per_kv: heads, as the tiles see them, that read one KV head.
+        first_token: first query of the tile, counted from the beginning of its sequence.
+        mask: the keys that each query of the sequence sees.
+        tile_n: keys of a block.
+        tokens: queries of a whole tile; the last tile of a sequence may have fewer.
+        packed_heads: query heads folded into the rows; 1 is none.
     """
 
-    first_token: Int32
+    m_block: Int32
     head: Int32
     batch: Int32
+    heads_per_kv: Int32
+    first_token: Int32
+    mask: IntervalMask
+    tile_n: cutlass.Constexpr[int]
     tokens: cutlass.Constexpr[int]
+    packed_heads: cutlass.Constexpr[int]
 
-    def n_blocks(self, mask: IntervalMask, tile_n: int):
-        """The key blocks `[lo, hi)` this tile visits."""
-        return mask.n_blocks(self.first_token, self._last(mask), tile_n)
+    @property
+    def kv_head(self) -> Int32:
+        """The head of K and V."""
+        return self.head if self.packed_heads > 1 else self.head // self.heads_per_kv
 
-    def visits(self, mask: IntervalMask, tile_n: int, first_keys_first: bool):
-        """(first, lo, hi): this tile visits key block `first`, then `[lo, hi)` from its end; `lo > hi` if it has none.
+    def visited_blocks(self) -> KeyBlocks:
+        """The key blocks that it visits."""
+        return KeyBlocks(*self.mask.n_blocks(self.first_token, self._last_token(), self.tile_n))
 
-        The first is the last block, or with `first_keys_first` the one of key 0.
-        """
-        lo, hi = self.n_blocks(mask, tile_n)
-        return (lo, lo + 1, hi) if first_keys_first else (hi - 1, lo, hi - 1)
+    def full_blocks(self) -> tuple[Index, Index]:
+        """The key blocks `[lo, hi)` that every query sees whole; `lo > hi` is none."""
+        return self.mask.full_n_blocks(self.first_token, self._last_token(), self.tile_n)
 
-    def full_n_blocks(self, mask: IntervalMask, tile_n: int):
-        """The key blocks `[lo, hi)` that every query of this tile sees whole."""
-        return mask.full_n_blocks(self.first_token, self._last(mask), tile_n)
-
-    def rows(self, mask: IntervalMask, packed_heads: int) -> Int32:
+    def rows(self) -> Int32:
         """How many rows of the tile exist."""
-        return cutlass.min(self.tokens, mask.seqlen_q - self.first_token) * packed_heads
+        return cutlass.min(self.tokens, self.mask.seqlen_q - self.first_token) * self.packed_heads
 
-    def _last(self, mask: IntervalMask) -> Int32:
-        return cutlass.min(self.first_token + self.tokens, mask.seqlen_q) - 1
+    def part(self, index: Int32, tokens: int) -> QueryTile:
+        """A warpgroup's part: `tokens` queries from the `index * tokens`-th on."""
+        return dataclasses.replace(self, first_token=self.first_token + index * tokens, tokens=tokens)
+
+    def _last_token(self) -> Int32:
+        return cutlass.min(self.first_token + self.tokens, self.mask.seqlen_q) - 1

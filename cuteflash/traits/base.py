@@ -8,8 +8,6 @@ from typing import ClassVar, Protocol
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 
-ELEMENT_BYTES = 2  # fp16 and bf16
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmemRegion:
@@ -37,6 +35,8 @@ class FwdTraits(Protocol):
     operation: ClassVar[Operation]
     family: ClassVar[Family]
     features: ClassVar[frozenset[Feature]]
+    element_bytes: ClassVar[int]
+    max_head_dim: ClassVar[int]
 
     @property
     def tile_m(self) -> int: ...
@@ -54,7 +54,7 @@ class FwdTraits(Protocol):
     def smem_bytes(self) -> int: ...
 
     def check(self, arch: ArchSpec) -> str | None:
-        """None where the row can run on `arch`, else the reason in words."""
+        """None if the row can run on `arch`, else the reason in words."""
         ...
 
 

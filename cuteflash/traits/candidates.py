@@ -70,10 +70,8 @@ def fwd_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm8
         yield from _resident(plain)
         in_regs = dataclasses.replace(plain, q_in_regs=True)
         yield from _resident(in_regs)
-        if stages == 1:
-            yield from _resident(dataclasses.replace(in_regs, share_q_v_smem=True))
-            if _runs_somewhere(plain):
-                yield from _changed(plain, switches)
+        if stages == 1 and _runs_somewhere(plain):
+            yield from _changed(plain, switches)
 
 
 def _resident(base: FwdTraitsSm80) -> Iterator[FwdTraitsSm80]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
-from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
+from cuteflash.traits.base import SmemRegion, plan_bytes
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
@@ -34,7 +34,6 @@ class FwdTraitsSm80:
         num_warps: warps of one block; each owns `tile_m / num_warps` rows.
         kv_stage: K and V tiles in flight (1: load K while PV runs and V while QK runs).
         q_in_regs: keep the Q fragments in registers for the whole loop.
-        share_q_v_smem: V's first stage reuses Q's shared memory (needs `q_in_regs`).
         double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
         async_copy: cp.async writes shared memory directly; otherwise every load passes through registers and is waited
             for.
@@ -51,6 +50,8 @@ class FwdTraitsSm80:
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm80"
     features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel has at all
+    element_bytes: ClassVar[int] = 2  # fp16 and bf16
+    max_head_dim: ClassVar[int] = 256
 
     tile_m: int
     tile_n: int
@@ -59,7 +60,6 @@ class FwdTraitsSm80:
     num_warps: int = 4
     kv_stage: int = 1
     q_in_regs: bool = False
-    share_q_v_smem: bool = False
     double_buffer: bool = True
     async_copy: bool = True
     swizzle_bits: int = 3
@@ -75,26 +75,26 @@ class FwdTraitsSm80:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Q, V (over Q where they share), K; the epilogue stages O over all of them."""
-        q = SmemRegion(0, self.tile_m * self.head_dim * ELEMENT_BYTES)
-        v_bytes = self.kv_stage * self.tile_n * self.head_dim_v * ELEMENT_BYTES
-        v = SmemRegion(0 if self.share_q_v_smem else q.end, v_bytes, self.kv_stage)
-        k_bytes = self.kv_stage * self.tile_n * self.head_dim * ELEMENT_BYTES
-        k = SmemRegion(max(q.end, v.end), k_bytes, self.kv_stage)
-        return {"q": q, "v": v, "k": k, "o": SmemRegion(0, self.tile_m * self.head_dim_v * ELEMENT_BYTES)}
+        """Q, V, K; the epilogue stages O over all of them."""
+        q = SmemRegion(0, self.tile_m * self.head_dim * self.element_bytes)
+        v_bytes = self.kv_stage * self.tile_n * self.head_dim_v * self.element_bytes
+        v = SmemRegion(q.end, v_bytes, self.kv_stage)
+        k_bytes = self.kv_stage * self.tile_n * self.head_dim * self.element_bytes
+        k = SmemRegion(v.end, k_bytes, self.kv_stage)
+        return {"q": q, "v": v, "k": k, "o": SmemRegion(0, self.tile_m * self.head_dim_v * self.element_bytes)}
 
     @property
     def smem_bytes(self) -> int:
         return plan_bytes(self.smem_plan)
 
     def check(self, arch: ArchSpec) -> str | None:
-        """None where the row can run on `arch`, else the reason in words."""
+        """None if the row can run on `arch`, else the reason in words."""
         if self.family not in arch.families:
             return f"{arch.name} does not run the {self.family} family"
         for name in ("head_dim", "head_dim_v"):
             value = getattr(self, name)
-            if value % MMA_K or not 0 < value <= 256:
-                return f"{name} {value} is not a multiple of {MMA_K} up to 256"
+            if value % MMA_K or not 0 < value <= self.max_head_dim:
+                return f"{name} {value} is not a multiple of {MMA_K} up to {self.max_head_dim}"
         if self.tile_m % (MMA_M * self.num_warps):
             return f"tile_m {self.tile_m} is not a multiple of {MMA_M} rows x {self.num_warps} warps"
         if self.tile_n % MMA_K:
@@ -104,14 +104,12 @@ class FwdTraitsSm80:
         for name in ("head_dim", "head_dim_v"):
             rows = self.copy_rows(getattr(self, name))
             if self.tile_m % rows or self.tile_n % rows:
-                tiles = f"tile_m {self.tile_m} or tile_n {self.tile_n} is no multiple"
+                tiles = f"tile_m {self.tile_m} or tile_n {self.tile_n} is not a multiple"
                 return f"{self.num_threads} threads copy {rows} rows of {name} at once: {tiles}"
         if not 0 <= self.swizzle_bits <= 3:
             return f"swizzle_bits {self.swizzle_bits} is not 0 to 3"
         if self.kv_stage > 1 and not (self.eager_loads and self.async_copy):
             return f"kv_stage {self.kv_stage} needs eager_loads and async_copy: without them no load runs ahead"
-        if self.share_q_v_smem and not (self.q_in_regs and self.kv_stage == 1):
-            return "share_q_v_smem needs q_in_regs and kv_stage 1: V would overwrite a Q tile that is still read"
         if self.smem_bytes > arch.smem_per_block:
             return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
         if self.blocks_per_sm * self.num_threads > arch.max_threads_per_sm:

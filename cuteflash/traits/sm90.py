@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.base import ELEMENT_BYTES, SmemRegion, plan_bytes
+from cuteflash.traits.base import SmemRegion, plan_bytes
 
 WARPGROUP = 128
 WGMMA_M, WGMMA_K = 64, 16
+WGMMA_MAX_N = 256  # columns of one instruction
 MBARRIER_BYTES = 8
 SWIZZLE_ALIGN = 1024  # bytes: the period of the 128-byte swizzle
 ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
@@ -51,6 +52,8 @@ class FwdTraitsSm90:
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm90"
     features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel has at all
+    element_bytes: ClassVar[int] = 2  # fp16 and bf16
+    max_head_dim: ClassVar[int] = 256
 
     tile_m: int
     tile_n: int
@@ -110,13 +113,13 @@ class FwdTraitsSm90:
 
         def append(name: str, elements: int, stages: int) -> None:
             start = -(-plan_bytes(plan) // SWIZZLE_ALIGN) * SWIZZLE_ALIGN
-            plan[name] = SmemRegion(start, elements * ELEMENT_BYTES, stages)
+            plan[name] = SmemRegion(start, elements * self.element_bytes, stages)
 
         append("q", self.q_stage * self.tile_m * self.head_dim, self.q_stage * wgs)
         append("k", kv * self.tile_n * self.head_dim, kv)
         append("v", kv * self.tile_n * self.head_dim_v, kv)
         if self.share_q_o:
-            plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * ELEMENT_BYTES, wgs)
+            plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * self.element_bytes, wgs)
         else:
             append("o", self.tile_m * self.head_dim_v, wgs)
         if not self.p_in_regs:
@@ -128,17 +131,17 @@ class FwdTraitsSm90:
         return plan_bytes(self.smem_plan)
 
     def check(self, arch: ArchSpec) -> str | None:
-        """None where the row can run on `arch`, else the reason in words."""
+        """None if the row can run on `arch`, else the reason in words."""
         if self.family not in arch.families:
             return f"{arch.name} does not run the {self.family} family"
         for name in ("head_dim", "head_dim_v"):
             value = getattr(self, name)
-            if value % WGMMA_K or not 0 < value <= 256:
-                return f"{name} {value} is not a multiple of {WGMMA_K} up to 256"
+            if value % WGMMA_K or not 0 < value <= self.max_head_dim:
+                return f"{name} {value} is not a multiple of {WGMMA_K} up to {self.max_head_dim}"
         if self.tile_m % WGMMA_M or self.mma_warpgroups not in REGISTER_SPLIT:
             return f"tile_m {self.tile_m} is not {WGMMA_M} rows for each of 1 to 3 warpgroups"
-        if self.tile_n % WGMMA_K or not 0 < self.tile_n <= 256:
-            return f"tile_n {self.tile_n} is not a multiple of {WGMMA_K} up to 256"
+        if self.tile_n % WGMMA_K or not 0 < self.tile_n <= WGMMA_MAX_N:
+            return f"tile_n {self.tile_n} is not a multiple of {WGMMA_K} up to {WGMMA_MAX_N}"
         if self.pingpong and self.mma_warpgroups == 1:
             return "pingpong needs a second consumer warpgroup"
         if (self.pingpong or self.overlap) and not self.warp_specialized:

@@ -66,10 +66,10 @@ class Pipeline:
                 "const_expr": bool,
                 "cute": SimpleNamespace(arch=SimpleNamespace(cp_async_commit_group=self._commit), copy=self._fetch_q),
                 "load_kv": self._load,
-                "arrived": self._wait,
+                "wait_loads": self._wait,
                 "product_qk": lambda kernel, f, stage: self._read("K", stage, "S = Q Kᵀ"),
                 "product_pv": lambda kernel, f, stage: self._read("V", stage, "O += P V"),
-                "soften": self._soften,
+                "softmax_block": self._softmax,
                 "scale_rows": Anything(),
             },
         )
@@ -78,10 +78,10 @@ class Pipeline:
         """The whole tile: prologue, then every key block, last block first."""
         last, seqlen = self.blocks - 1, self.blocks * self.traits.tile_n
         kernel, f, loads = SimpleNamespace(traits=self.traits), Anything(), SimpleNamespace(k="K", v="V")
-        self.kernel.functions["prologue"](kernel, f, loads, 0, last, seqlen)
+        tile = SimpleNamespace(mask=SimpleNamespace(seqlen_k=seqlen))
+        self.kernel.functions["prologue"](kernel, f, loads, tile, 0, last)
         for block in range(last, -1, -1):
-            mask = SimpleNamespace(seqlen_k=seqlen)
-            self.kernel.functions["attend_block"](kernel, f, loads, None, mask, (0, last), block, block == last)
+            self.kernel.functions["attend_block"](kernel, f, loads, tile, (0, last), block, block == last)
 
     def _load(self, tensor: str, block: int, stage: int, rows: int | None) -> None:
         name = f"s{tensor}[{stage}]"
@@ -123,7 +123,7 @@ class Pipeline:
         self._act("product", text, buffer.block)
         buffer.status = "read"
 
-    def _soften(self, kernel: Any, f: Anything, tile: None, mask: Any, block: int, masked: bool) -> None:
+    def _softmax(self, kernel: Any, f: Anything, tile: Any, block: int, masked: bool) -> None:
         self._act("softmax", f"softmax of the scores of block {block}, in registers", block)
 
     def _act(self, kind: str, text: str, block: int | None = None) -> None:

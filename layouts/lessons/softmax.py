@@ -14,7 +14,7 @@ from cuteflash.traits.row import TableKey
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import TABLES
 
-from ..soften import REPAIR_LOG2
+from ..softmax_steps import REPAIR_LOG2
 from .sources import source_of
 
 S_Q, S_K, D = 8, 12, 4

@@ -157,10 +157,10 @@
           without making the thread wait. A thread closes what it has issued since last time into a group
           (\`cp_async_commit_group\`), and later waits until all but its last n groups have landed
           (\`cp_async_wait_group(n)\`). Groups are counted, not named. A wait is about a thread's own copies only, so
-          a block-wide barrier follows it; the kernel calls the pair \`arrived\`.
+          a block-wide barrier follows it; the kernel calls the pair \`wait_loads\`.
 
           This row has \`kv_stage\` ${stages}, that is ${stages} buffers for K and ${stages} for V. At the top of a step
-          \`arrived(${stages - 2})\` does two jobs. It makes this step's block readable, and its barrier proves that
+          \`wait_loads(${stages - 2})\` does two jobs. It makes this step's block readable, and its barrier proves that
           every warp is done with the buffer of the step before. So the next load may overwrite that buffer at once,
           and flies while both products and the softmax run.
 
@@ -173,7 +173,7 @@
 
           Two traits take this apart. With \`eager_loads\` off a step loads its own K and V and waits for both at once.
           With \`async_copy\` off the calls keep their order, but a load returns only when the thread's data has gone
-          through its registers into shared memory; the groups are empty, and of \`arrived\` the barrier alone is left
+          through its registers into shared memory; the groups are empty, and of \`wait_loads\` the barrier alone is left
           to do something. Both times nothing is in flight while a product runs. What that costs is measured in
           \`docs/ladder.md\`.`),
         new PipelineFigure(kit).element,
@@ -189,7 +189,7 @@
             "One: that of the next block, issued between the wait and the product. The wait itself left 0 pending.",
           ],
           [
-            "With three stages the wait is `arrived(1)`. Why not 0?",
+            "With three stages the wait is `wait_loads(1)`. Why not 0?",
             "Two blocks are ahead; only the older one is needed now. Waiting for 0 would stall on the younger one and waste the third stage.",
           ],
           [

@@ -200,10 +200,10 @@ def test_every_action_stands_at_its_call(off: str | None, stages: int, data: dic
     calls = {
         "load": "load_kv(",
         "commit": "commit_group()",
-        "wait": "arrived(",
+        "wait": "wait_loads(",
         "ldmatrix": "cute.copy(",
         "product": "product_",
-        "softmax": "soften(",
+        "softmax": "softmax_block(",
     }
     (order,) = (order for order in data["pipeline"]["orders"] if order["off"] == off)
     for action in order["stages"][str(stages)]["actions"]:

@@ -296,7 +296,7 @@ def test_only_rows_with_fixed_maxima_are_drawn_with_them(name: str) -> None:
             "fixed_softmax",
             "both of a thread's two rows are taken while",
         ),
-        ({"fixed_max": True}, "fixed_softmax", "All of it waits for the PV product of the block before"),
+        ({"fixed_max": True}, "fixed_softmax", "The compiler takes them before or after the wait for the PV product"),
         ({"rescale_in_product": True}, "rescale_o", "After the next QK product has been issued"),
         ({}, "rescale_o", "Before the PV product is issued."),
         ({"pingpong": False}, "wgmma_qk", "Issued, before the PV product of the block before."),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
+from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import OnlineSoftmax
 
 
@@ -32,14 +33,14 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class KvLoad:
-    """One thread's share of the K or the V loads.
+class KvSource:
+    """Where K or V comes from: one thread's share of its loads, of one head of a dense tensor.
 
     Attributes:
         copy: 16 bytes a thread, by cp.async or through registers.
         tXgX: (chunk, passes over rows, column slabs, key block) in global memory.
         tXsX: (chunk, passes over rows, column slabs, stage) in shared memory.
-        columns: (1, passes, slabs) whether the chunk lies inside the head dim; None where all do.
+        columns: (1, passes, slabs) whether the chunk lies inside the head dim; None if all do.
         pass_rows: (passes,) static first row of each pass for thread 0.
         first_row: this thread's row in the first pass.
     """
@@ -53,11 +54,11 @@ class KvLoad:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loads:
-    """One thread's K and V loads."""
+class KvSources:
+    """One thread's share of the K and V loads."""
 
-    k: KvLoad
-    v: KvLoad
+    k: KvSource
+    v: KvSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +69,7 @@ class Fragments:
         thread: index in the block.
         rQ, rK, rVt: fragments of the products' operands.
         copy_q, copy_k, copy_v: ldmatrix slices; tSsQ, tSsK, tOsVt what they read.
-        acc_S, acc_O: accumulators; `scores`, `out` are the same as (rows, columns).
-        inner_scale: what a score is multiplied with before tanh, under a softcap.
-        row_scale: what O has to be multiplied with after a softmax step.
-        columns: (rows, columns) coordinates of thread 0, static.
-        first_row, first_column: this thread's first element in the tile.
+        acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
     """
 
     thread: Int32
@@ -88,11 +85,6 @@ class Fragments:
     tOsVt: cute.Tensor
     acc_S: cute.Tensor
     acc_O: cute.Tensor
-    scores: cute.Tensor
+    scores: ScoreTile
     out: cute.Tensor
     softmax: OnlineSoftmax
-    inner_scale: Float32
-    row_scale: cute.Tensor
-    columns: cute.Tensor
-    first_row: Int32
-    first_column: Int32

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cuteflash.atoms import sm80 as atoms
+from cuteflash.core.finish import normalize
 from cuteflash.core.gqa import query_view
+from cuteflash.core.launch import Launch, Scalars
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
-from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_first, transposed
-from cuteflash.core.work import RunTime, Work
-from cuteflash.kernels.sm80.bundles import Loads, Operands, Tiles
-from cuteflash.kernels.sm80.epilogue import normalise, write_output
+from cuteflash.kernels.sm80.bundles import KvSources, Operands, Tiles
+from cuteflash.kernels.sm80.epilogue import write_output
 from cuteflash.kernels.sm80.fwd_mma import attend, make_fragments
-from cuteflash.kernels.sm80.load import load_q, make_kv_load
+from cuteflash.kernels.sm80.load import load_q, make_kv_source
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm80 import FwdTraitsSm80
 
@@ -121,11 +121,11 @@ class FlashFwdSm80:
     ):
         traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(query_view(mQ, packed), rows_first(mK), rows_first(mV), query_view(mO, packed))
-        values = RunTime(softmax_scale, softcap, window_left, window_right, num_sms)
-        work = Work.of(self, mQ, mK, values, whole_waves=False)
+        values = Scalars(softmax_scale, softcap, window_left, window_right, num_sms)
+        launch = Launch.of(self, mQ, mK, values, whole_waves=False)
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
-        self.kernel(operands, mLSE, work).launch(
-            grid=(work.order.size(), 1, 1),
+        self.kernel(operands, mLSE, launch).launch(
+            grid=(launch.order.size(), 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=traits.blocks_per_sm,
@@ -133,27 +133,21 @@ class FlashFwdSm80:
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, mLSE: cute.Tensor | None, work: Work):
+    def kernel(self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch):
         thread = cute.arch.thread_idx()[0]
-        m_block, head, batch = work.order.tile(cute.arch.block_idx()[0], self.longest_first)
-        tile = QueryTile(m_block * self.tile_tokens, head, batch, self.tile_tokens)
-        kv_head = head
-        if const_expr(self.problem.operands.packed_heads == 1):
-            kv_head = head // work.heads_per_kv
+        tile = launch.tile(cute.arch.block_idx()[0])
+        kv_head = tile.kv_head
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
-        fragments = make_fragments(self, tiles, work, thread)
-        load_k = make_kv_load(
-            self, operands.gK[None, None, kv_head, batch], tiles.sK, self.problem.operands.head_dim, thread
-        )
-        load_v = make_kv_load(
-            self, operands.gV[None, None, kv_head, batch], tiles.sV, self.problem.operands.head_dim_v, thread
-        )
+        f = make_fragments(self, tiles, launch, thread)
+        head_dim, head_dim_v = self.problem.operands.head_dim, self.problem.operands.head_dim_v
+        k = make_kv_source(self, operands.gK[None, None, kv_head, tile.batch], tiles.sK, head_dim, thread)
+        v = make_kv_source(self, operands.gV[None, None, kv_head, tile.batch], tiles.sV, head_dim_v, thread)
 
-        load_q(self, operands.gQ[None, None, head, batch], tiles.sQ, tile, work.mask, thread)
-        attend(self, fragments, Loads(load_k, load_v), tile, work)
-        normalise(self, fragments, tile, work.mask, mLSE)
-        write_output(self, fragments, operands.gO[None, None, head, batch], tiles.sO, tile, work.mask)
+        load_q(self, operands.gQ[None, None, tile.head, tile.batch], tiles.sQ, tile, thread)
+        attend(self, f, KvSources(k, v), tile)
+        normalize(f.softmax, f.scores, f.out, tile, mLSE)
+        write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""

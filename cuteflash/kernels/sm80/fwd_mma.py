@@ -9,17 +9,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cuteflash.atoms import sm80 as atoms
-from cuteflash.core.gqa import row_token
-from cuteflash.core.mask import IntervalMask
-from cuteflash.core.softmax import OnlineSoftmax, PlainSoftmax, apply_softcap, mask_scores, scale_rows
+from cuteflash.core.launch import Launch
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.softmax import OnlineSoftmax, PlainSoftmax, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
-from cuteflash.core.work import Work
-from cuteflash.kernels.sm80.bundles import Fragments, Loads, Tiles
+from cuteflash.kernels.sm80.bundles import Fragments, KvSources, Tiles
 from cuteflash.kernels.sm80.load import load_kv
 
 
-def make_fragments(kernel, tiles: Tiles, work: Work, thread: Int32) -> Fragments:
+def make_fragments(kernel, tiles: Tiles, launch: Launch, thread: Int32) -> Fragments:
     """Partition the block's tiles for this thread."""
     traits = kernel.traits
     mma = kernel.tiled_mma()
@@ -29,10 +28,9 @@ def make_fragments(kernel, tiles: Tiles, work: Work, thread: Int32) -> Fragments
     copy_v = kernel.copy_v().get_slice(thread)
     acc_S = cute.make_rmem_tensor(mine.partition_shape_C((traits.tile_m, traits.tile_n)), Float32)
     acc_O = cute.make_rmem_tensor(mine.partition_shape_C((traits.tile_m, traits.head_dim_v)), Float32)
-    scores, out = rows_view(acc_S), rows_view(acc_O)
-    rows = cute.size(scores.shape[0])
-    identity = cute.make_identity_tensor((traits.tile_m, traits.tile_n))
-    own = rows_view(mine.partition_C(identity))
+    shape = traits.tile_m, traits.tile_n
+    scores = ScoreTile.of(mma, thread, acc_S, shape, launch.inner_scale, launch.packed_heads)
+    rows = cute.size(scores.values.shape[0])
     softmax = OnlineSoftmax if traits.fused_softmax else PlainSoftmax
     return Fragments(
         thread=thread,
@@ -49,71 +47,56 @@ def make_fragments(kernel, tiles: Tiles, work: Work, thread: Int32) -> Fragments
         acc_S=acc_S,
         acc_O=acc_O,
         scores=scores,
-        out=out,
-        softmax=softmax.create(rows, work.scale_log2, kernel.problem.scores.mask != "full"),
-        inner_scale=work.inner_scale,
-        row_scale=cute.make_rmem_tensor(rows, Float32),
-        columns=rows_view(mma.get_slice(0).partition_C(identity)),
-        first_row=own[0, 0][0],
-        first_column=own[0, 0][1],
+        out=rows_view(acc_O),
+        softmax=softmax.create(rows, launch.scale_log2, kernel.problem.may_be_empty),
     )
 
 
-def arrived(pending: int) -> None:
+def wait_loads(pending: int) -> None:
     """Wait until all but the last `pending` groups of copies are in shared memory, those of every thread."""
     cute.arch.cp_async_wait_group(pending)
     cute.arch.sync_threads()
 
 
 @cute.jit
-def attend(kernel: cutlass.Constexpr, f: Fragments, loads: Loads, tile: QueryTile, work: Work):
+def attend(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: QueryTile):
     """Accumulate O over the key blocks of a tile, last block first; Q's copies are issued, not committed.
 
     Blocks come in three runs: those the mask's right edge cuts, those seen whole, those its left edge cuts. A tile that
     sees no key visits one block, wholly masked.
     """
-    mask, tile_n = work.mask, kernel.traits.tile_n
-    n_lo, n_hi = tile.n_blocks(mask, tile_n)
-    full_lo, full_hi = tile.full_n_blocks(mask, tile_n)
-    n_last = cutlass.max(n_hi - 1, 0)
+    scores, blocks = kernel.problem.scores, tile.visited_blocks()
+    full_lo, full_hi = tile.full_blocks()
+    n_last = cutlass.max(blocks.hi - 1, 0)
     f.acc_O.fill(0.0)
-    f.softmax.row_max.fill(-Float32.inf)
-    f.softmax.row_sum.fill(0.0)
-    prologue(kernel, f, loads, n_lo, n_last, mask.seqlen_k)
+    f.softmax.reset()
+    prologue(kernel, f, loads, tile, blocks.lo, n_last)
 
-    step = functools.partial(attend_block, kernel, f, loads, tile, mask, (n_lo, n_last))
+    step = functools.partial(attend_block, kernel, f, loads, tile, (blocks.lo, n_last))
     n_block = n_last + 1
     # The last block is always masked: the keys may end in it.
-    right = (
-        1
-        if const_expr(kernel.problem.scores.mask == "full")
-        else cutlass.max(n_last + 1 - cutlass.max(full_hi, n_lo), 1)
-    )
+    if const_expr(scores.mask == "full"):
+        right = 1
+    else:
+        right = cutlass.max(n_last + 1 - cutlass.max(full_hi, blocks.lo), 1)
     for _ in cutlass.range(right, unroll=1):
         n_block -= 1
         step(n_block, True)
-    whole = n_block - (cutlass.max(full_lo, n_lo) if const_expr(mask.has_left_edge) else 0)
+    whole = n_block - (cutlass.max(full_lo, blocks.lo) if const_expr(scores.has_left_edge) else 0)
     for _ in cutlass.range(whole, unroll=1):
         n_block -= 1
         step(n_block, False)
-    if const_expr(mask.has_left_edge):
-        for _ in cutlass.range(n_block - n_lo, unroll=1):
+    if const_expr(scores.has_left_edge):
+        for _ in cutlass.range(n_block - blocks.lo, unroll=1):
             n_block -= 1
             step(n_block, True)
 
 
 @cute.jit
-def prologue(
-    kernel: cutlass.Constexpr,
-    f: Fragments,
-    loads: Loads,
-    n_lo: Int32,
-    n_last: Int32,
-    seqlen_k: Int32,
-):
+def prologue(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: QueryTile, n_lo: Int32, n_last: Int32):
     """Issue the first loads: Q and K in one group, with V and further blocks where there are stages; fetch Q."""
     traits = kernel.traits
-    rows = seqlen_k - n_last * traits.tile_n
+    rows = tile.mask.seqlen_k - n_last * traits.tile_n
     if const_expr(traits.eager_loads):
         load_kv(loads.k, n_last, 0, rows)
     if const_expr(traits.kv_stage > 1):
@@ -122,12 +105,12 @@ def prologue(
     for stage in cutlass.range_constexpr(1, traits.kv_stage - 1):
         load_block(loads, n_last - stage, n_lo, stage)
     if const_expr(traits.q_in_regs):
-        arrived(max(traits.kv_stage - 2, 0))
+        wait_loads(max(traits.kv_stage - 2, 0))
         cute.copy(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ))
 
 
 @cute.jit
-def load_block(loads: Loads, n_block: Int32, n_lo: Int32, stage: Int32 | int):
+def load_block(loads: KvSources, n_block: Int32, n_lo: Int32, stage: Int32 | int):
     """Issue K and V of a block ahead as one group, which is empty where the tile has no such block."""
     if n_block >= n_lo:
         load_kv(loads.k, n_block, stage, None)
@@ -139,37 +122,36 @@ def load_block(loads: Loads, n_block: Int32, n_lo: Int32, stage: Int32 | int):
 def attend_block(
     kernel: cutlass.Constexpr,
     f: Fragments,
-    loads: Loads,
+    loads: KvSources,
     tile: QueryTile,
-    mask: IntervalMask,
     n_range: tuple,
     n_block: Int32,
     masked: cutlass.Constexpr[bool],
 ):
-    """One step of the main loop, `n_range` the tile's (first, last) key block."""
+    """One step of the main loop; `n_range` is the (first, last) key block of the tile."""
     stages, eager = kernel.traits.kv_stage, kernel.traits.eager_loads
     n_lo, n_last = n_range
     stage = (n_last - n_block) % stages
-    rows = mask.seqlen_k - n_block * kernel.traits.tile_n if masked else None
+    rows = tile.mask.seqlen_k - n_block * kernel.traits.tile_n if masked else None
     if const_expr(stages == 1):
-        arrived(0)  # K is here, and nobody reads the last V any more
+        wait_loads(0)  # K is here, and nobody reads the last V any more
         if const_expr(not eager):
             load_kv(loads.k, n_block, 0, rows)
         load_kv(loads.v, n_block, 0, rows)
         cute.arch.cp_async_commit_group()
         if const_expr(not eager):
-            arrived(0)
+            wait_loads(0)
     else:
-        arrived(stages - 2)  # and nobody reads the last block any more
+        wait_loads(stages - 2)  # and nobody reads the last block any more
         load_block(loads, n_block - (stages - 1), n_lo, (stage + stages - 1) % stages)
     product_qk(kernel, f, stage)
     if const_expr(eager and stages == 1):
-        arrived(0)  # V is here, and nobody reads K any more
+        wait_loads(0)  # V is here, and nobody reads K any more
         if n_block > n_lo:
             load_kv(loads.k, n_block - 1, 0, None)
         cute.arch.cp_async_commit_group()
-    soften(kernel, f, tile, mask, n_block, masked)
-    scale_rows(f.out, f.row_scale)
+    softmax_block(kernel, f, tile, n_block, masked)
+    scale_rows(f.out, f.softmax.row_scale)
     product_pv(kernel, f, stage)
 
 
@@ -191,22 +173,13 @@ def product_pv(kernel, f: Fragments, stage: Int32) -> None:
 
 
 @cute.jit
-def soften(
-    kernel: cutlass.Constexpr,
-    f: Fragments,
-    tile: QueryTile,
-    mask: IntervalMask,
-    n_block: Int32,
-    masked: cutlass.Constexpr[bool],
+def softmax_block(
+    kernel: cutlass.Constexpr, f: Fragments, tile: QueryTile, n_block: Int32, masked: cutlass.Constexpr[bool]
 ):
     """Softcap, mask and online softmax of the scores of one key block, in place."""
-    if const_expr(kernel.problem.scores.softcap):
-        apply_softcap(f.scores, f.inner_scale)
+    bounds = None
     if const_expr(masked):
-        bounds = cute.make_rmem_tensor((cute.size(f.row_scale), 2), Int32)
-        for r in cutlass.range_constexpr(cute.size(f.row_scale)):
-            token, _ = row_token(f.first_row + f.columns[r, 0][0], kernel.problem.operands.packed_heads)
-            bounds[r, 0], bounds[r, 1] = mask.kv_bounds(tile.first_token + token)
-        first_key = n_block * kernel.traits.tile_n + f.first_column
-        mask_scores(f.scores, f.columns, first_key, bounds, mask.has_left_edge)
-    f.softmax.step(f.scores, f.row_scale, False)
+        bounds = cute.make_rmem_tensor((cute.size(f.softmax.row_scale), 2), Int32)
+        f.scores.set_bounds(bounds, tile)
+    f.scores.prepare(kernel.problem.scores, n_block * kernel.traits.tile_n, bounds)
+    f.softmax.step(f.scores.values)

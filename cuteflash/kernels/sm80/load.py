@@ -12,9 +12,8 @@ from cutlass import Boolean, Int32, const_expr
 
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.gqa import row_coord
-from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.sm80.bundles import KvLoad
+from cuteflash.kernels.sm80.bundles import KvSource
 from cuteflash.traits.sm80 import CHUNK
 
 
@@ -27,7 +26,7 @@ def column_predicate(coords: cute.Tensor, head_dim: int) -> cute.Tensor:
     return inside
 
 
-def make_kv_load(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread: Int32) -> KvLoad:
+def make_kv_source(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread: Int32) -> KvSource:
     """Partition one head's K or V (seqlen_k, head_dim) and its shared-memory tile (tile_n, columns, stages)."""
     rows, cols, _ = sX.shape
     rows, cols = cute.size(rows), cute.size(cols)
@@ -35,7 +34,7 @@ def make_kv_load(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread
     mine = copy.get_slice(thread)
     identity = cute.make_identity_tensor((rows, cols))
     coords = mine.partition_S(identity)
-    return KvLoad(
+    return KvSource(
         copy=copy,
         tXgX=mine.partition_S(cute.local_tile(gX, (rows, cols), (None, 0))),
         tXsX=mine.partition_D(sX),
@@ -46,8 +45,8 @@ def make_kv_load(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread
 
 
 @cute.jit
-def load_kv(load: KvLoad, n_block: Int32, stage: Int32 | int, rows: Int32 | None):
-    """Issue the copies of key block `n_block`, of which the first `rows` rows exist; None where all do."""
+def load_kv(load: KvSource, n_block: Int32, stage: Int32 | int, rows: Int32 | None):
+    """Issue the copies of key block `n_block`, of which the first `rows` rows exist; None if all do."""
     inside = load.columns
     if const_expr(rows is not None):
         _, passes, slabs, _ = load.tXsX.shape
@@ -62,28 +61,26 @@ def load_kv(load: KvLoad, n_block: Int32, stage: Int32 | int, rows: Int32 | None
 
 
 @cute.jit
-def load_q(
-    kernel: cutlass.Constexpr, gQ: cute.Tensor, sQ: cute.Tensor, tile: QueryTile, mask: IntervalMask, thread: Int32
-):
+def load_q(kernel: cutlass.Constexpr, gQ: cute.Tensor, sQ: cute.Tensor, tile: QueryTile, thread: Int32):
     """Issue the copies of a query tile; gQ (rows, head_dim) of one head, or of the packed heads of one KV head."""
-    packed, head_dim = kernel.problem.operands.packed_heads, kernel.problem.operands.head_dim
+    head_dim = kernel.problem.operands.head_dim
     copy = kernel.load_copy(kernel.traits.head_dim)
     mine = copy.get_slice(thread)
     tQsQ = mine.partition_D(sQ)
     coords = mine.partition_S(cute.make_identity_tensor((kernel.traits.tile_m, kernel.traits.head_dim)))
-    rows = tile.rows(mask, packed)
+    rows = tile.rows()
     for i in cutlass.range_constexpr(cute.size(tQsQ.shape[1])):
         row = coords[0, i, 0][0]
         for slab in cutlass.range_constexpr(cute.size(tQsQ.shape[2])):
             column = coords[0, i, slab][1]
             inside = cute.make_rmem_tensor((1,), Boolean)
             inside[0] = row < rows and column < head_dim
-            atoms.load(copy, query_chunk(gQ, tile, row, column, packed), tQsQ[None, i, slab], inside)
+            atoms.load(copy, query_chunk(gQ, tile, row, column), tQsQ[None, i, slab], inside)
 
 
-def query_chunk(gX: cute.Tensor, tile: QueryTile, row: Int32, column: Int32, packed_heads: int) -> cute.Tensor:
+def query_chunk(gX: cute.Tensor, tile: QueryTile, row: Int32, column: Int32) -> cute.Tensor:
     """The 16 bytes at (`row`, `column`) of a query tile in (rows, columns) `gX`, as ((8, 1),)."""
-    origin = tile.first_token if packed_heads == 1 else (0, tile.first_token)
-    line = cute.domain_offset((origin, 0), gX)[row_coord(row, packed_heads), None]
+    origin = tile.first_token if tile.packed_heads == 1 else (0, tile.first_token)
+    line = cute.domain_offset((origin, 0), gX)[row_coord(row, tile.packed_heads), None]
     start = cute.zipped_divide(line, (CHUNK,))[None, column // CHUNK].iterator
     return cute.make_tensor(start, cute.make_layout(((CHUNK, 1),), stride=((1, 0),)))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import cutlass.cute as cute
 
 from cuteflash.atoms.barriers import TmaRing
-from cuteflash.core.work import Work
+from cuteflash.core.launch import Launch
+
+
+class NamedBarrier(enum.IntEnum):
+    """Hardware barriers in use; 0 is `__syncthreads`."""
+
+    EPILOGUE = 1  # + warpgroup: O is in shared memory
+    TURN = 4  # + warpgroup: this warpgroup may issue its products (ping-pong)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,5 +62,5 @@ class Block:
     tma: Tma
     tiles: Tiles
     rings: Rings
-    work: Work
+    launch: Launch
     mLSE: cute.Tensor | None  # (b, h_q, s_q)

@@ -1,38 +1,16 @@
-"""The end of a tile: O divided by the row sums, LSE, and both written."""
+"""The output sink of the forward: rounded O, staged in shared memory and stored with TMA."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
 
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import NamedBarrier
 from cuteflash.core.convert import rounded_fragment
-from cuteflash.core.gqa import row_token
-from cuteflash.core.mask import IntervalMask
-from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.sm90.bundles import Tiles, Tma
+from cuteflash.kernels.sm90.bundles import NamedBarrier, Tiles, Tma
 from cuteflash.kernels.sm90.warpgroup import Warpgroup
 from cuteflash.traits.sm90 import WARPGROUP
-
-
-@cute.jit
-def normalise(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: IntervalMask, mLSE: cute.Tensor | None):
-    """Divide O by the row sums; write the log-sum-exp where it is asked for."""
-    lse = cute.make_rmem_tensor_like(wg.row_scale)
-    wg.softmax.finish(wg.row_scale, lse)
-    scale_rows(wg.out, wg.row_scale)
-    if const_expr(mLSE is not None):
-        heads, tokens = kernel.problem.operands.packed_heads, kernel.tokens_per_warpgroup
-        first = tile.first_token + wg.index * tokens
-        if wg.first_column == 0:
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = wg.first_row + wg.columns[r, 0][0]
-                token, packed = row_token(row, heads)
-                if row < heads * tokens and first + token < mask.seqlen_q:
-                    mLSE[tile.batch, tile.head * heads + packed, first + token] = lse[r]
 
 
 @cute.jit

@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.core.convert import round_fragment, round_pair
-from cuteflash.core.softmax import apply_softcap, scale_rows
+from cuteflash.core.softmax import scale_rows
 from cuteflash.core.views import acc_as_operand_a
 from cuteflash.kernels.sm90.bundles import Rings
 from cuteflash.kernels.sm90.products import product_both
@@ -60,10 +60,9 @@ def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: I
 def fixed_step(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> tuple[cute.Tensor, Boolean]:
     """One step; returns its row sums, and whether the warp has to repair the block, which makes them void."""
     product_both(kernel, wg, rings, position)
-    if kernel.problem.scores.softcap:
-        apply_softcap(wg.scores, wg.inner_scale)
+    wg.scores.prepare(kernel.problem.scores, Int32(0), None)
     sums = fixed_softmax(kernel, wg, rings, position)
-    return sums, is_outgrown(kernel, wg, sums)
+    return sums, is_outgrown(wg, sums)
 
 
 def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.Tensor:
@@ -87,19 +86,19 @@ def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.
 
 def exponentials(wg: Warpgroup, row: int, sums: cute.Tensor) -> list[Float32]:
     """A row's exponentials beside its scores, which stay; `sums` gets their sum."""
-    values = list(wg.softmax.exponentials(wg.scores, row))
+    values = list(wg.softmax.exponentials(wg.scores.values, row))
     sums[row] = functools.reduce(operator.add, values)
     return values
 
 
-def is_outgrown(kernel, wg: Warpgroup, sums: cute.Tensor) -> Boolean:
+def is_outgrown(wg: Warpgroup, sums: cute.Tensor) -> Boolean:
     """Whether a row of this warp has scores too far above its maximum. NaN is not: it stays in its row."""
-    packed = kernel.problem.operands.packed_heads
+    packed = wg.scores.packed_heads
     found = Boolean(False)
     for row in range(ROWS):
         outgrown = sums[row] > LARGEST_SUM
         if WGMMA_M % packed != 0:  # the last rows belong to no token and were never loaded
-            outgrown = outgrown & (wg.first_row + wg.columns[row, 0][0] < WGMMA_M // packed * packed)
+            outgrown = outgrown & (wg.scores.row(row) < WGMMA_M // packed * packed)
         found = found | outgrown
     return cute.arch.vote_any_sync(found)
 
@@ -107,8 +106,8 @@ def is_outgrown(kernel, wg: Warpgroup, sums: cute.Tensor) -> Boolean:
 @cute.jit
 def repair(wg: Warpgroup):
     """Do the block's softmax again from its scores, with maxima that move. No product may be in flight."""
-    wg.softmax.take_peaks(wg.scores, wg.row_scale, False)
-    scale_rows(wg.out, wg.row_scale)
+    wg.softmax.take_peaks(wg.scores.values, False)
+    scale_rows(wg.out, wg.softmax.row_scale)
     for row in cutlass.range_constexpr(ROWS):
-        wg.softmax.exponentiate(wg.scores, row)
+        wg.softmax.exponentiate(wg.scores.values, row)
     round_fragment(acc_as_operand_a(wg.acc_S), wg.tOrP)

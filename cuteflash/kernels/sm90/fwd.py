@@ -28,14 +28,13 @@ from cutlass.memory import SmemAllocator
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.gqa import query_view
+from cuteflash.core.launch import Launch, Scalars
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.views import rows_first, transposed
-from cuteflash.core.work import RunTime, Work
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.load import load
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.base import ELEMENT_BYTES
 from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 
@@ -59,14 +58,9 @@ class FlashFwdSm90:
         return self.traits.longest_first and self.problem.scores.mask != "full"
 
     @property
-    def has_left_edge(self) -> bool:
-        """Whether keys may be hidden before the first visible one."""
-        return self.problem.scores.mask == "window"
-
-    @property
     def first_keys_first(self) -> bool:
         """Whether a tile begins with the block of key 0, which every row sees that sees any key."""
-        return self.traits.fixed_max and not self.has_left_edge
+        return self.traits.fixed_max and not self.problem.scores.has_left_edge
 
     @property
     def tokens_per_warpgroup(self) -> int:
@@ -169,12 +163,12 @@ class FlashFwdSm90:
     ):
         traits = self.traits
         tma = self.make_tma(mQ, mK, mV, mO)
-        values = RunTime(softmax_scale, softcap, window_left, window_right, num_sms)
-        work = Work.of(self, mQ, mK, values, whole_waves=traits.persistent)
-        blocks = work.order.size()
+        values = Scalars(softmax_scale, softcap, window_left, window_right, num_sms)
+        launch = Launch.of(self, mQ, mK, values, whole_waves=traits.persistent)
+        blocks = launch.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, num_sms)
-        self.kernel(tma, mLSE, work).launch(
+        self.kernel(tma, mLSE, launch).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
@@ -182,12 +176,12 @@ class FlashFwdSm90:
         )
 
     @cute.kernel
-    def kernel(self, tma: Tma, mLSE: cute.Tensor | None, work: Work):
+    def kernel(self, tma: Tma, mLSE: cute.Tensor | None, launch: Launch):
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
         rings = self.make_rings(base)
-        block = Block(tma, self.make_tiles(base), rings, work, mLSE)
+        block = Block(tma, self.make_tiles(base), rings, launch, mLSE)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
                 cpasync.prefetch_descriptor(atom)
@@ -211,8 +205,8 @@ class FlashFwdSm90:
     def make_rings(self, base: cute.Pointer) -> Rings:
         """Q, K and V rings over the mbarriers at the start of the block's shared memory."""
         traits = self.traits
-        q_bytes = self.tile_tokens * self.problem.operands.packed_heads * traits.head_dim * ELEMENT_BYTES
-        k_bytes, v_bytes = (traits.tile_n * d * ELEMENT_BYTES for d in (traits.head_dim, traits.head_dim_v))
+        q_bytes = self.tile_tokens * self.problem.operands.packed_heads * traits.head_dim * traits.element_bytes
+        k_bytes, v_bytes = (traits.tile_n * d * traits.element_bytes for d in (traits.head_dim, traits.head_dim_v))
         barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
         q, kv = traits.q_stage, traits.kv_stage
         return Rings(

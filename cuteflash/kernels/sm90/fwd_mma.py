@@ -6,17 +6,17 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.core.convert import round_fragment, rounded_fragment
-from cuteflash.core.mask import IntervalMask
+from cuteflash.core.finish import normalize
 from cuteflash.core.schedule import each_tile
-from cuteflash.core.softmax import apply_softcap, mask_scores, scale_rows
-from cuteflash.core.tile import QueryTile
+from cuteflash.core.softmax import scale_rows
+from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.core.views import acc_as_operand_a
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
-from cuteflash.kernels.sm90.epilogue import normalise, write_output
+from cuteflash.kernels.sm90.epilogue import write_output
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
 from cuteflash.kernels.sm90.products import finish_pv, finish_qk, product_both
@@ -25,7 +25,6 @@ from cuteflash.kernels.sm90.warpgroup import (
     Warpgroup,
     make_warpgroup,
     pass_turn,
-    set_bounds,
     with_q,
 )
 
@@ -33,11 +32,11 @@ from cuteflash.kernels.sm90.warpgroup import (
 @cute.jit
 def consume(kernel: cutlass.Constexpr, block: Block):
     """Attend and write every tile of this block."""
-    wg = make_warpgroup(kernel, block.tiles, block.work)
+    wg = make_warpgroup(kernel, block.tiles, block.launch)
     if const_expr(kernel.traits.pingpong):
         if wg.index == kernel.traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
-    each_tile(block.work.order, kernel.longest_first, functools.partial(consume_tile, kernel, block, wg))
+    each_tile(block.launch.order, functools.partial(consume_tile, kernel, block, wg))
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -51,27 +50,26 @@ def consume_tile(
     kv_pos: Int32,
 ):
     """Attend and write the tile with number `index` of the order; returns the next K/V position."""
-    traits, mask, tiles, rings = kernel.traits, block.work.mask, block.tiles, block.rings
-    m_block, head, batch = block.work.order.tile(index, kernel.longest_first)
-    tile = QueryTile(m_block * kernel.tile_tokens, head, batch, kernel.tile_tokens)
-    n_lo, n_hi = tile.n_blocks(mask, traits.tile_n)
+    traits, tiles, rings = kernel.traits, block.tiles, block.rings
+    tile = block.launch.tile(index)
+    blocks = tile.visited_blocks()
+    own = tile.part(wg.index, kernel.tokens_per_warpgroup)
     wg.acc_O.fill(0.0)
-    wg.softmax.row_max.fill(-Float32.inf)
-    wg.softmax.row_sum.fill(0.0)
-    set_bounds(kernel, wg, tile, mask)
+    wg.softmax.reset()
+    wg.scores.set_bounds(wg.bounds, own)
     loads = None
     if const_expr(not traits.warp_specialized):
-        loads = make_tile_loads(kernel, block, m_block, tile)
-        load_first(kernel, loads, q_pos, kv_pos, n_hi)
+        loads = make_tile_loads(kernel, block, tile, blocks)
+        load_first(kernel, loads, q_pos, kv_pos)
     rings.q.wait(q_pos)
     wg = with_q(kernel, wg, tiles, rings.q.stage(q_pos))
     if const_expr(traits.q_in_regs):
         rings.q.release(q_pos)
-    if n_hi > n_lo:
-        kv_pos = attend(kernel, wg, tiles, rings, loads, tile, mask, kv_pos)
+    if blocks.hi > blocks.lo:
+        kv_pos = attend(kernel, wg, tiles, rings, loads, tile, blocks, kv_pos)
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
-    normalise(kernel, wg, tile, mask, block.mLSE)
+    normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE)
     write_output(kernel, wg, block.tma, tiles, tile)
     if const_expr(traits.share_q_o):
         if wg.thread < 32:
@@ -88,19 +86,19 @@ def attend(
     rings: Rings,
     loads: TileLoads | None,
     tile: QueryTile,
-    mask: IntervalMask,
+    blocks: KeyBlocks,
     kv_pos: Int32,
 ):
-    """Accumulate O over the key blocks of one tile, in the order of `QueryTile.visits`; returns the next K/V position.
+    """Accumulate O over the key blocks of one tile, in the order of `KeyBlocks.visits`; returns the next K/V position.
 
     After the first block they come in three runs: those the mask's right edge cuts, those seen whole, those its left
     edge cuts. With `fixed_max` those seen whole leave the row maxima as they are, unless their scores outgrow them.
     Before, every row must have seen a key, if it sees any: in the block of key 0, which then comes first and has what
     attention sinks there are, or under a left edge in the first block that is seen whole, which the first run takes.
     """
-    traits = kernel.traits
-    n_block, n_lo, n_hi = tile.visits(mask, traits.tile_n, kernel.first_keys_first)
-    full_lo, full_hi = tile.full_n_blocks(mask, traits.tile_n)
+    traits, scores = kernel.traits, kernel.problem.scores
+    n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
+    full_lo, full_hi = tile.full_blocks()
     if const_expr(traits.overlap):
         step = functools.partial(step_overlapped, kernel, wg, tiles, rings)
     elif const_expr(traits.warp_specialized):
@@ -113,14 +111,14 @@ def attend(
         step(n_block, kv_pos, True)
         kv_pos += 1
     n_block = n_hi
-    if const_expr(kernel.problem.scores.mask != "full" or traits.fixed_max):
-        right = n_block - full_hi + (1 if const_expr(traits.fixed_max and mask.has_left_edge) else 0)
+    if const_expr(scores.mask != "full" or traits.fixed_max):
+        right = n_block - full_hi + (1 if const_expr(traits.fixed_max and scores.has_left_edge) else 0)
         right = cutlass.max(cutlass.min(right, n_block - n_lo), 0)
         for _ in cutlass.range(right, unroll=1):
             n_block -= 1
             step(n_block, kv_pos, True)
             kv_pos += 1
-    whole = n_block - (full_lo if const_expr(mask.has_left_edge) else n_lo)
+    whole = n_block - (full_lo if const_expr(scores.has_left_edge) else n_lo)
     if const_expr(traits.fixed_max):
         kv_pos = fixed_steps(kernel, wg, rings, whole, kv_pos)
         n_block -= cutlass.max(whole, 0)
@@ -129,7 +127,7 @@ def attend(
             n_block -= 1
             step(n_block, kv_pos, False)
             kv_pos += 1
-    if const_expr(mask.has_left_edge):
+    if const_expr(scores.has_left_edge):
         for _ in cutlass.range(n_block - n_lo, unroll=1):
             n_block -= 1
             step(n_block, kv_pos, True)
@@ -141,7 +139,7 @@ def attend(
 
 
 @cute.jit
-def take_peaks(
+def prepare_scores(
     kernel: cutlass.Constexpr,
     wg: Warpgroup,
     n_block: Int32,
@@ -149,18 +147,15 @@ def take_peaks(
     is_first: cutlass.Constexpr[bool],
 ):
     """Softcap and mask the scores of one key block, then move the row maxima."""
-    if const_expr(kernel.problem.scores.softcap):
-        apply_softcap(wg.scores, wg.inner_scale)
-    if const_expr(masked):
-        first_key = n_block * kernel.traits.tile_n + wg.first_column
-        mask_scores(wg.scores, wg.columns, first_key, wg.bounds, kernel.has_left_edge)
-    wg.softmax.take_peaks(wg.scores, wg.row_scale, is_first)
+    bounds = wg.bounds if const_expr(masked) else None
+    wg.scores.prepare(kernel.problem.scores, n_block * kernel.traits.tile_n, bounds)
+    wg.softmax.take_peaks(wg.scores.values, is_first)
 
 
 def exponentiate(wg: Warpgroup, rows: range) -> None:
     """Exponentials of some of this thread's rows, in place."""
     for row in rows:
-        wg.softmax.exponentiate(wg.scores, row)
+        wg.softmax.exponentiate(wg.scores.values, row)
 
 
 def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
@@ -179,7 +174,7 @@ def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
 def first_scores(kernel: cutlass.Constexpr, wg: Warpgroup, tiles: Tiles, rings: Rings, n_block: Int32, position: Int32):
     """The tile's first S and P; their PV product is issued by the next step."""
     finish_qk(kernel, wg, rings, position)
-    take_peaks(kernel, wg, n_block, True, True)
+    prepare_scores(kernel, wg, n_block, True, True)
     exponentiate(wg, range(ROWS))
     store_p(kernel, wg, tiles)
 
@@ -188,7 +183,7 @@ def first_scores(kernel: cutlass.Constexpr, wg: Warpgroup, tiles: Tiles, rings: 
 def last_product(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, position: Int32):
     """The tile's last PV product, which no QK product runs beside."""
     if const_expr(kernel.traits.rescale_in_product):
-        scale_rows(wg.out, wg.row_scale)
+        scale_rows(wg.out, wg.softmax.row_scale)
     finish_pv(wg, rings, position)
 
 
@@ -204,7 +199,7 @@ def step_overlapped(
 ):
     """S of block `n_block` and the PV product of the block before it run together; then the softmax of `n_block`."""
     product_both(kernel, wg, rings, position)
-    take_peaks(kernel, wg, n_block, masked, False)
+    prepare_scores(kernel, wg, n_block, masked, False)
     rows_before = kernel.traits.exp_rows_before_wait
     exponentiate(wg, range(rows_before))
     if const_expr(rows_before > 0):
@@ -214,7 +209,7 @@ def step_overlapped(
     exponentiate(wg, range(rows_before, ROWS))
     store_p(kernel, wg, tiles)
     if const_expr(not kernel.traits.rescale_in_product):
-        scale_rows(wg.out, wg.row_scale)
+        scale_rows(wg.out, wg.softmax.row_scale)
 
 
 @cute.jit
@@ -229,10 +224,10 @@ def step_in_order(
 ):
     """S, softmax and PV product of one block, one after the other."""
     finish_qk(kernel, wg, rings, position)
-    take_peaks(kernel, wg, n_block, masked, False)
+    prepare_scores(kernel, wg, n_block, masked, False)
     exponentiate(wg, range(ROWS))
     store_p(kernel, wg, tiles)
-    scale_rows(wg.out, wg.row_scale)
+    scale_rows(wg.out, wg.softmax.row_scale)
     finish_pv(wg, rings, position)
 
 

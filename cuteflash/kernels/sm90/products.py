@@ -48,7 +48,7 @@ def product_both(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, positio
     take_turn(kernel, wg)
     product_qk(wg, rings, position + 1)
     if const_expr(kernel.traits.rescale_in_product):
-        scale_rows(wg.out, wg.row_scale)
+        scale_rows(wg.out, wg.softmax.row_scale)
     rings.v.wait(position)
     product_pv(wg, rings, position)
     pass_turn(kernel, wg)

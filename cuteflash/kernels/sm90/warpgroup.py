@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cuteflash.atoms.barriers import NamedBarrier
-from cuteflash.core.gqa import row_token
-from cuteflash.core.mask import IntervalMask
+from cuteflash.core.launch import Launch
+from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import OnlineSoftmax
-from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
-from cuteflash.core.work import Work
-from cuteflash.kernels.sm90.bundles import Tiles
+from cuteflash.kernels.sm90.bundles import NamedBarrier, Tiles
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
 ROWS = 2  # rows of S and O that one thread holds elements of
@@ -30,12 +26,8 @@ class Warpgroup:
         thread: 0..127 inside the warpgroup.
         tSrQ, tSrK: operands of the QK product; tOrP, tOrV: operands of the PV product. Q's is of the present tile only
             after `with_q`.
-        acc_S, acc_O: accumulators; `scores`, `out` are the same as (rows, columns).
-        inner_scale: what a score is multiplied with before tanh, under a softcap.
-        row_scale: what O has to be multiplied with after a softmax step.
+        acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
         bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
-        columns: (rows, columns) coordinates of thread 0, static.
-        first_row, first_column: this thread's first element in the warpgroup's tile.
     """
 
     index: Int32
@@ -48,18 +40,13 @@ class Warpgroup:
     tOrV: cute.Tensor
     acc_S: cute.Tensor
     acc_O: cute.Tensor
-    scores: cute.Tensor
+    scores: ScoreTile
     out: cute.Tensor
-    inner_scale: Float32
     softmax: OnlineSoftmax
-    row_scale: cute.Tensor
     bounds: cute.Tensor
-    columns: cute.Tensor
-    first_row: Int32
-    first_column: Int32
 
 
-def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
+def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
     """Partition the block's tiles for this thread's warpgroup."""
     traits = kernel.traits
     thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -76,9 +63,7 @@ def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
         tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
     else:
         tOrP = mma_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, index]))
-    scores, out = rows_view(acc_S), rows_view(acc_O)
-    identity = cute.make_identity_tensor((WGMMA_M, traits.tile_n))
-    own = rows_view(thr_qk.partition_C(identity))
+    shape = WGMMA_M, traits.tile_n
     return Warpgroup(
         index=index,
         thread=thread,
@@ -90,15 +75,10 @@ def make_warpgroup(kernel, tiles: Tiles, work: Work) -> Warpgroup:
         tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(tiles.sVt)),
         acc_S=acc_S,
         acc_O=acc_O,
-        scores=scores,
-        out=out,
-        inner_scale=work.inner_scale,
-        softmax=OnlineSoftmax.create(ROWS, work.scale_log2, kernel.problem.scores.mask != "full"),
-        row_scale=cute.make_rmem_tensor(ROWS, Float32),
+        scores=ScoreTile.of(mma_qk, thread, acc_S, shape, launch.inner_scale, launch.packed_heads),
+        out=rows_view(acc_O),
+        softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, kernel.problem.may_be_empty),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
-        columns=rows_view(mma_qk.get_slice(0).partition_C(identity)),
-        first_row=own[0, 0][0],
-        first_column=own[0, 0][1],
     )
 
 
@@ -111,15 +91,6 @@ def with_q(kernel, wg: Warpgroup, tiles: Tiles, stage: Int32) -> Warpgroup:
     cute.copy(copy, copy.partition_S(tiles.sQ[None, None, wg.index]), copy.retile(wg.tSrQ))
     cute.arch.sync_warp()  # every lane has read its rows before one of them lets the next tile's Q in
     return wg
-
-
-@cute.jit
-def set_bounds(kernel: cutlass.Constexpr, wg: Warpgroup, tile: QueryTile, mask: IntervalMask):
-    """The visible keys of each row of this thread."""
-    first = tile.first_token + wg.index * kernel.tokens_per_warpgroup
-    for r in cutlass.range_constexpr(cute.size(wg.bounds.shape[0])):
-        token, _ = row_token(wg.first_row + wg.columns[r, 0][0], kernel.problem.operands.packed_heads)
-        wg.bounds[r, 0], wg.bounds[r, 1] = mask.kv_bounds(first + token)
 
 
 # Ping-pong: a warpgroup issues its products only in its turn, so that its softmax falls into another one's products.

@@ -21,7 +21,7 @@ Mode = Literal["read", "write"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Soften:
+class SoftmaxSteps:
     """What the steps work on.
 
     Attributes:
@@ -100,7 +100,10 @@ class Soften:
             f"{2**REPAIR_LOG2}, a vote sends its warp to the repair."
         )
         if early_rows == 0:
-            note += " All of it waits for the PV product of the block before, which reads P until then."
+            note += (
+                " The compiler takes them before or after the wait for the PV product of the block before; they are "
+                "rounded after it, since that product reads P until then."
+            )
         else:
             early = f" {_exponentials(early_rows)} while the PV product of the block before runs."
             note += f"{early} They are rounded after it, since it reads P until then."

@@ -1,0 +1,33 @@
+"""The end of a query tile: O divided by the row sums, and the log-sum-exp."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.softmax import OnlineSoftmax, scale_rows
+from cuteflash.core.tile import QueryTile
+
+
+@cute.jit
+def normalize(softmax: OnlineSoftmax, scores: ScoreTile, out: cute.Tensor, tile: QueryTile, mLSE: cute.Tensor | None):
+    """Divide O by the row sums; write the log-sum-exp if it is asked for.
+
+    Args:
+        scores: for the rows that this thread's elements belong to.
+        out: O's accumulator as (rows, columns).
+        tile: the rows of `scores`.
+        mLSE: (b, h_q, s_q) fp32.
+    """
+    lse = cute.make_rmem_tensor_like(softmax.row_scale)
+    softmax.finish(lse)
+    scale_rows(out, softmax.row_scale)
+    if const_expr(mLSE is not None):
+        rows = tile.rows()
+        if scores.first_key == 0:
+            for r in cutlass.range_constexpr(cute.size(lse)):
+                token, head = scores.token(r)
+                if scores.row(r) < rows:
+                    mLSE[tile.batch, tile.head * tile.packed_heads + head, tile.first_token + token] = lse[r]

@@ -1,0 +1,114 @@
+"""One thread's part of a tile of scores, and what happens to scores before their softmax."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cuteflash.core.gqa import row_token
+from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import rows_view, transposed
+from cuteflash.problem import Scores
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreTile:
+    """One thread's elements of S, or of Sᵀ, seen as (queries, keys) in both cases.
+
+    Attributes:
+        values: fp32 scores, a view of the accumulator.
+        coords: the static coordinates of thread 0's elements in the accumulator's tile: (row, key), of Sᵀ (key, row).
+        first_row, first_key: this thread's first element in the tile.
+        inner_scale: what a score is multiplied with before tanh, under a softcap.
+        packed_heads: query heads folded into the rows; 1 is none.
+        is_transposed: whether the accumulator holds Sᵀ.
+    """
+
+    values: cute.Tensor
+    coords: cute.Tensor
+    first_row: Int32
+    first_key: Int32
+    inner_scale: Float32
+    packed_heads: cutlass.Constexpr[int]
+    is_transposed: cutlass.Constexpr[bool]
+
+    @classmethod
+    def of(
+        cls,
+        mma: cute.TiledMma,
+        thread: Int32,
+        acc: cute.Tensor,
+        shape: tuple[int, int],
+        inner_scale: Float32,
+        packed_heads: int,
+        *,
+        is_transposed: bool = False,
+    ) -> ScoreTile:
+        """The elements that `acc`, thread `thread`'s accumulator of a product of this shape, holds."""
+        identity = cute.make_identity_tensor(shape)
+        values, own, coords = (
+            transposed(view) if is_transposed else view
+            for view in (
+                rows_view(acc),
+                rows_view(mma.get_slice(thread).partition_C(identity)),
+                rows_view(mma.get_slice(0).partition_C(identity)),
+            )
+        )
+        first_row, first_key = reversed(own[0, 0]) if is_transposed else own[0, 0]
+        return cls(values, coords, first_row, first_key, inner_scale, packed_heads, is_transposed)
+
+    def row(self, r: int) -> Int32:
+        """The row of the query tile that this thread's `r`-th row is."""
+        return self.first_row + self.coords[r, 0][1 if self.is_transposed else 0]
+
+    def column(self, r: int, c: int) -> int:
+        """How many keys after `first_key` an element is."""
+        return self.coords[r, c][0 if self.is_transposed else 1]
+
+    def token(self, r: int) -> tuple[Int32, Int32]:
+        """(token, packed head) of this thread's `r`-th row, counted from the tile's first."""
+        return row_token(self.row(r), self.packed_heads)
+
+    @cute.jit
+    def set_bounds(self, bounds: cute.Tensor, tile: QueryTile):
+        """`bounds`, (rows, 2) Int32, gets the visible keys [lo, hi) of each row of this thread."""
+        for r in cutlass.range_constexpr(cute.size(bounds.shape[0])):
+            token, _ = self.token(r)
+            bounds[r, 0], bounds[r, 1] = tile.mask.kv_bounds(tile.first_token + token)
+
+    @cute.jit
+    def prepare(self, scores: cutlass.Constexpr[Scores], block_key: Int32, bounds: cute.Tensor | None):
+        """What a problem's scores go through, in place.
+
+        Args:
+            scores: the problem's.
+            block_key: first key of the block.
+            bounds: each row's visible keys, as `set_bounds` writes them; None if every row sees the block whole.
+        """
+        if const_expr(scores.softcap):
+            self.apply_softcap()
+        if const_expr(bounds is not None):
+            self.hide(block_key, bounds, scores.has_left_edge)
+
+    @cute.jit
+    def apply_softcap(self):
+        """Scores become tanh(score * inner_scale); the softmax's scale then holds the cap itself."""
+        for i in cutlass.range_constexpr(cute.size(self.values)):
+            self.values[i] = cute.math.tanh(self.values[i] * self.inner_scale, fastmath=True)
+
+    @cute.jit
+    def hide(self, block_key: Int32, bounds: cute.Tensor, has_left_edge: cutlass.Constexpr[bool]):
+        """Set to -inf what a row does not see; without a left edge, `bounds[:, 0]` is at most 0."""
+        first = block_key + self.first_key
+        for r in cutlass.range_constexpr(cute.size(self.values.shape[0])):
+            hi = bounds[r, 1] - first
+            lo = bounds[r, 0] - first
+            for c in cutlass.range_constexpr(cute.size(self.values.shape[1])):
+                col = self.column(r, c)
+                hidden = col >= hi
+                if const_expr(has_left_edge):
+                    hidden = hidden or col < lo
+                self.values[r, c] = -Float32.inf if hidden else self.values[r, c]
