@@ -114,10 +114,7 @@ class Plan:
         self.choice = choose(self.problem, table.target, table.family, lengths)
         self.pack_gqa = options.pack_gqa
         self.heads_per_kv = q.shape[2] // k.shape[2]
-        self.scalars = FwdScalars(  # an option with the name of a scalar becomes it
-            **options.definition(head_dim) | {"window_left": left, "window_right": right},
-            num_sms=torch.cuda.get_device_properties(q.device).multi_processor_count,
-        )
+        self.scalars = fwd_scalars(options, (left, right), head_dim, q.device)
         self.step: int = ALIGNMENT // q.element_size()  # elements
         self._kernels: dict[bool, Kernel] = {}
 
@@ -173,6 +170,12 @@ def should_pack(seqlen_q: int, heads_per_kv: int, tile_m: int) -> bool:
         return False
     tokens = tile_m // PACK_GQA_MAX * (PACK_GQA_MAX // heads_per_kv)
     return 10 * -(-seqlen_q // tokens) <= 9 * heads_per_kv * -(-seqlen_q // tile_m)
+
+
+def fwd_scalars(options: FwdOptions, window: tuple[int, int], head_dim: int, device: torch.device) -> FwdScalars:
+    """The scalars of a launch; `window` has the sides as kernels take them, see `mask_of_window`."""
+    definition = options.definition(head_dim) | {"window_left": window[0], "window_right": window[1]}
+    return FwdScalars(**definition, num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def table_of(device: torch.device, family: str | None) -> TableKey:

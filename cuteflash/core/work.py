@@ -8,20 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cuteflash.arguments import FwdScalars
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.schedule import TileOrder
 from cuteflash.core.softmax import LOG2_E
-
-
-@dataclasses.dataclass(frozen=True)
-class RunTime:
-    """A kernel's run-time scalars, as `__call__` takes them."""
-
-    softmax_scale: Float32
-    softcap: Float32
-    window_left: Int32
-    window_right: Int32
-    num_sms: Int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +33,13 @@ class Work:
     inner_scale: Float32
 
     @staticmethod
-    def of(kernel, mQ: cute.Tensor, mK: cute.Tensor, values: RunTime, whole_waves: bool) -> Work:
+    def of(kernel, mQ: cute.Tensor, mK: cute.Tensor, scalars: FwdScalars, whole_waves: bool) -> Work:
         """The work of a launch.
 
         Args:
             kernel: for its problem, `tile_tokens` and `dtype`.
             mQ, mK: (b, s_q, h_q, d) and (b, s_k, h_k, d).
+            scalars: the kernel's.
             whole_waves: groups of heads fill whole waves of `num_sms` persistent blocks.
         """
         problem = kernel.problem
@@ -60,11 +51,11 @@ class Work:
         m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
         group = TileOrder.head_group(seqlen_k, heads_per_kv, kv_row_bytes)
         if whole_waves:
-            group = TileOrder.even_group(group, m_blocks, values.num_sms)
+            group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
         order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch))
-        mask = IntervalMask(problem.scores.mask, seqlen_q, seqlen_k, values.window_left, values.window_right)
+        mask = IntervalMask(problem.scores.mask, seqlen_q, seqlen_k, scalars.window_left, scalars.window_right)
         if problem.scores.softcap:
-            scale, inner_scale = values.softcap, values.softmax_scale / values.softcap
+            scale, inner_scale = scalars.softcap, scalars.softmax_scale / scalars.softcap
         else:
-            scale, inner_scale = values.softmax_scale, Float32(0.0)
+            scale, inner_scale = scalars.softmax_scale, Float32(0.0)
         return Work(order, heads_per_kv, mask, scale * LOG2_E, inner_scale)
