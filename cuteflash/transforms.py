@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from cuteflash.validate import FwdOptions, check_fwd
+from cuteflash.arguments import FwdOptions
+from cuteflash.validate import check_fwd
 
 NO_BACKWARD = "cuteflash has no backward kernels in this release"
 AUTOCAST_KEYS = {"cuda": DispatchKey.AutocastCUDA, "cpu": DispatchKey.AutocastCPU}

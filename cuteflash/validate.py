@@ -7,13 +7,13 @@ shapes): a check then becomes a guard of the compiled graph, and one that cannot
 from __future__ import annotations
 
 import reprlib
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cuteflash.arguments import FwdOptions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
-from cuteflash.traits.arch import FAMILIES, arch_of_capability
+from cuteflash.traits.arch import FAMILIES
 
 ALIGNMENT = 16  # bytes of one vectorised load; every row starts on such a boundary
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -27,33 +27,13 @@ POSITIVE = f"positive number that fp32 holds ({FP32_TINY:.2g} to {FP32_MAX:.2g})
 SCALES, SOFTCAPS = f"None or a {POSITIVE}", f"0 (none) or a {POSITIVE}"
 
 
-class FwdOptions(NamedTuple):
-    """The arguments of the forward operators after q, k and v; fields and defaults are those of the schema.
-
-    Attributes:
-        softmax_scale: factor of the scores, positive and finite; None is ``1 / sqrt(head_dim)``.
-        window_left: keys visible before the query's own position (bottom-right aligned); -1 is all.
-        window_right: keys visible after it; -1 is all, 0 is causal.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
-        pack_gqa: fold the query heads of one KV head into the rows of a tile; None leaves it to a heuristic.
-        family: kernel family, ``"sm80"`` or ``"sm90"``; None is the best of the GPU. CPU tensors ignore it.
-    """
-
-    softmax_scale: float | None = None
-    window_left: int = -1
-    window_right: int = -1
-    softcap: float = 0.0
-    pack_gqa: bool | None = None
-    family: str | None = None
-
-
 def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions) -> None:
-    """Raise where the forward operators cannot take these arguments.
+    """Raise if the forward operators cannot take these arguments on any GPU, or on a CPU.
 
     Raises:
         TypeError: a dtype that is not supported or not that of q.
         ValueError: a shape, stride, device mix or option that is not allowed.
-        NotImplementedError: a device, memory layout, GPU or kernel family that is not supported.
+        NotImplementedError: a device or memory layout that is not supported.
     """
     _check_options(options)
     tensors = (("q", q), ("k", k), ("v", v))
@@ -64,8 +44,6 @@ def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions) -> None:
     _check_shapes(q, k, v, options.pack_gqa)
     for name, tensor in tensors:
         _check_strides(name, tensor)
-    if q.device.type == "cuda":
-        _check_gpu(q.device, options.family)
 
 
 def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -177,11 +155,3 @@ def _check_strides(name: str, tensor: Tensor) -> None:
                 f"{name}.stride({dim}) is {strides[dim]}; "
                 f"allowed: multiples of {step} elements ({ALIGNMENT} bytes), strides are {tuple(strides)}"
             )
-
-
-def _check_gpu(device: torch.device, family: str | None) -> None:
-    if not torch.cuda.is_available():  # fake tensors of a GPU that this machine lacks: traced for elsewhere
-        return
-    arch = arch_of_capability(*torch.cuda.get_device_capability(device))
-    if family is not None and family not in arch.families:
-        raise NotImplementedError(f"family is {family!r}; supported on {arch.name}: {', '.join(arch.families)}")

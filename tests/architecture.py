@@ -20,6 +20,7 @@ RANKS: dict[str, int] = {
     "page": 0,
     "version": 0,
     "problem": 0,
+    "arguments": 1,
     "traits": 1,
     "usertable": 2,
     "validate": 2,
@@ -33,18 +34,19 @@ RANKS: dict[str, int] = {
     "compile": 5,
     "dispatch": 6,
     "transforms": 6,
-    "ops": 7,
-    "api": 8,
-    "nn": 9,
-    "integrations": 9,
-    "compat": 9,
-    "tune": 10,
-    "companions": 10,  # what lies beside cuteflash/ is the command line's to load, nobody else's
-    "cli": 11,
-    "__main__": 12,
-    "": 12,  # cuteflash/__init__.py, the public face
+    "planning": 7,
+    "ops": 8,
+    "api": 9,
+    "nn": 10,
+    "integrations": 10,
+    "compat": 10,
+    "tune": 11,
+    "companions": 11,  # what lies beside cuteflash/ is the command line's to load, nobody else's
+    "cli": 12,
+    "__main__": 13,
+    "": 13,  # cuteflash/__init__.py, the public face
 }
-STDLIB_ONLY = ("files", "install", "output", "page", "problem", "traits", "version")
+STDLIB_ONLY = ("arguments", "files", "install", "output", "page", "problem", "traits", "version")
 PLAIN_PACKAGES = ("benchmarks", "layouts", "tests")  # a wheel installs none by this name: see cuteflash.companions
 
 FILE_LINES = 400

@@ -24,10 +24,7 @@ from tests.architecture import (
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # "path[:function]" → why it may be larger than the soft sizes.
-SIZE_EXCEPTIONS = {
-    "cuteflash/kernels/sm80/fwd.py:FlashFwdSm80.__call__": "the argument list of the compiled function",
-    "cuteflash/kernels/sm90/fwd.py:FlashFwdSm90.__call__": "the argument list of the compiled function",
-}
+SIZE_EXCEPTIONS: dict[str, str] = {}
 
 
 def plant(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:

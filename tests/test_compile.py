@@ -13,6 +13,7 @@ import pytest
 import torch
 from cutlass import cute
 
+from cuteflash.arguments import FwdArguments
 from cuteflash.compile import BuildReport, KernelWarning, Resources, build, cache_dir, compiled
 from cuteflash.compile.resources import extract_cubins, parse_ptxas_log
 from cuteflash.core.signature import fwd_fake_args
@@ -191,7 +192,7 @@ def test_a_good_kernel_draws_no_warning() -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("has_lse", [False, True])
 def test_forward_arguments(dtype: str, has_lse: bool) -> None:
-    q, k, v, o, lse, *scalars = fwd_fake_args(FwdProblem.dense(dtype, 96, 64, lse=has_lse))
+    (q, k, v, o, lse), scalars, _ = FwdArguments.of(fwd_fake_args(FwdProblem.dense(dtype, 96, 64, lse=has_lse)))
     assert [tensor.shape[3] for tensor in (q, k, v, o)] == [96, 96, 64, 64]
     assert all(tensor.stride[3] == 1 for tensor in (q, k, v, o))
     assert all(stride.divisibility == 8 and stride.width == 64 for stride in q.stride[:3])
@@ -203,4 +204,4 @@ def test_forward_arguments(dtype: str, has_lse: bool) -> None:
     assert (lse is not None) == has_lse
     if has_lse:
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    assert len(scalars) == 6
+    assert [type(value).__name__ for value in scalars] == ["Float32", "Float32", "Int32", "Int32", "Int32"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cuteflash import api, flash_attn_func, ops
+from cuteflash import api, flash_attn_func, ops, planning
 from cuteflash.dispatch import Choice
 from cuteflash.problem import UNBOUNDED, FwdProblem, mask_of_window
 from cuteflash.traits.row import Row
@@ -106,16 +106,19 @@ def test_importing_loads_no_compiler() -> None:
 
 
 class Gpu:
-    """An sm_90a on which kernels only record: (problem, arguments) of every launch in `launches`."""
+    """An sm_90a on which kernels only record: (problem, arguments) of every launch in `launches`.
+
+    `planned` counts the kernels that were asked for.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[FwdProblem, tuple[Any, ...]]] = []
         self.planned = 0
-        monkeypatch.setattr(ops, "current_target", lambda index: "sm_90a")
-        monkeypatch.setattr(ops, "compiled", self._compiled)
+        monkeypatch.setattr(planning, "current_target", lambda index: "sm_90a")
+        monkeypatch.setattr(planning, "compiled", self._compiled)
         monkeypatch.setattr(Choice, "kernel_cls", property(lambda choice: choice.family))
         properties = types.SimpleNamespace(multi_processor_count=NUM_SMS)
-        monkeypatch.setattr(ops.torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(planning.torch.cuda, "get_device_properties", lambda device: properties)
         self.fwd, self.fwd_lse = ops.cuda_forward(has_lse=False), ops.cuda_forward(has_lse=True)
 
     def _compiled(self, kernel_cls, traits, problem, target):
@@ -188,7 +191,7 @@ def test_what_differs_between_calls_never_leaks_from_one_into_another(gpu: Gpu) 
         assert arguments[5:] == (*scalars, NUM_SMS)
         assert o.shape == q.shape and o.dtype == q.dtype and o.is_contiguous()
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    assert gpu.planned == len(VARIANTS)
+    assert gpu.planned == len(VARIANTS) - len({"batch", "length", "strides"})  # which need no kernel of their own
 
 
 def test_the_lengths_of_a_call_choose_among_a_problems_kernels(
@@ -198,7 +201,9 @@ def test_the_lengths_of_a_call_choose_among_a_problems_kernels(
     rows = [Row(FwdTraitsSm90(128, tile_n, 32, 32), lengths=(shape,)) for shape, tile_n in tiles.items()]
     own_tables.write("sm_90a", "sm90", [MEASURED(row) for row in rows])
     launched = []
-    monkeypatch.setattr(ops, "compiled", lambda cls, traits, *rest: lambda *arguments: launched.append(traits.tile_n))
+    monkeypatch.setattr(
+        planning, "compiled", lambda cls, traits, *rest: lambda *arguments: launched.append(traits.tile_n)
+    )
     for s_q, s_k, shape in [(16, 9, "decode"), (17, 9, "short"), (17, 1536, "long"), (16, 9, "decode")]:
         gpu.fwd(*qkv(s_q=s_q, s_k=s_k, d_v=16), None, -1, -1, 0.0, False)
         assert launched[-1] == tiles[shape]
@@ -209,7 +214,7 @@ def test_only_making_a_plan_asks_for_the_class_of_lengths(gpu: Gpu, monkeypatch:
         raise AssertionError("asked")
 
     gpu.fwd(*qkv())
-    monkeypatch.setattr(ops, "length_class_of", asked)
+    monkeypatch.setattr(planning, "length_class_of", asked)
     gpu.fwd(*qkv())
     traced = make_fx(FWD, tracing_mode="symbolic")(*qkv())
     assert isinstance(next(iter(traced.graph.nodes)).meta["val"].shape[1], torch.SymInt)
@@ -217,11 +222,14 @@ def test_only_making_a_plan_asks_for_the_class_of_lengths(gpu: Gpu, monkeypatch:
         gpu.fwd(*qkv(s_k=10))
 
 
-def test_plans_are_bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "PLANS_MAX", 3)
+def test_launches_are_bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    plan = planning.Planner.launch
+    monkeypatch.setattr(planning.Planner, "launch", lambda self, *call: planned.append(call) or plan(self, *call))
+    monkeypatch.setattr(ops, "LAUNCHES_MAX", 3)
     for s_k in [1, 2, 3, 4, 4, 1]:
         gpu.fwd(*qkv(s_k=s_k))
-    assert gpu.planned == 5  # 1 2 3, then room is made for 4, and 1 is planned again
+    assert len(planned) == 5  # 1 2 3, then room is made for 4, and 1 is planned again
 
 
 def test_alignment_is_checked_on_every_call(gpu: Gpu) -> None:
@@ -282,24 +290,6 @@ def test_strides_of_size_1_dimensions_are_made_usable(gpu: Gpu) -> None:
 def test_short_queries_are_packed_unless_told_not_to(gpu: Gpu, pack_gqa: bool | None, packed_heads: int) -> None:
     gpu.fwd(*qkv(heads=16), None, -1, -1, 0.0, pack_gqa)
     assert gpu.launches[0][0].operands.packed_heads == packed_heads
-
-
-@pytest.mark.parametrize(
-    ("seqlen_q", "heads_per_kv", "tile_m", "pays"),
-    [
-        (1, 8, 128, True),
-        (1, 1, 128, False),  # nothing to fold
-        (1, 65, 128, False),  # more heads than 64 rows
-        (128, 8, 128, False),  # no padding to save
-        (129, 8, 128, True),  # 9 blocks for 16
-        (4097, 8, 128, False),  # 257 blocks for 264
-        (64, 2, 128, True),
-        (64, 33, 64, False),  # one token fits into 64 rows: 64 blocks for 33
-        (1 << 28, 8, 128, False),  # rows past 32 bits
-    ],
-)
-def test_packing_pays_where_it_saves_row_blocks(seqlen_q: int, heads_per_kv: int, tile_m: int, pays: bool) -> None:
-    assert ops.should_pack(seqlen_q, heads_per_kv, tile_m) == pays
 
 
 @pytest.mark.parametrize(

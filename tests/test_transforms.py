@@ -103,9 +103,9 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     calls: list[tuple[int, ...]] = []
     reference = ops.flash_attention_2
 
-    def counted(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def counted(q: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         calls.append(tuple(q.shape))
-        return reference(q, *rest)
+        return reference(q, *rest, **options)
 
     monkeypatch.setattr(ops, "flash_attention_2", counted)
     return calls

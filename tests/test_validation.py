@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import cuteflash.validate as validate
 from cuteflash import flash_attn_func
-from cuteflash.traits.arch import get_arch
-from cuteflash.validate import FwdOptions, check_fwd
+from cuteflash.arguments import FwdOptions
+from cuteflash.validate import check_fwd
 
 WHERE = ["cpu", "fake cpu", "fake cuda", "meta"]
 S, H, D = 6, 4, 16
@@ -283,37 +282,6 @@ def test_nested_tensors_are_not_supported(layout: torch.layout, mode: Any, posit
         for function in (flash_attn_func, torch.ops.cuteflash.fwd, torch.ops.cuteflash.fwd_lse):
             with pytest.raises(NotImplementedError, match=message):
                 function(*tensors)
-
-
-@pytest.fixture
-def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
-    """Pretend that the machine has a GPU of a compute capability."""
-
-    def pretend(capability: tuple[int, int]) -> None:
-        monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(validate.torch.cuda, "get_device_capability", lambda device: capability)
-
-    return pretend
-
-
-def fake_cuda() -> Tensor:
-    with FakeTensorMode():
-        return torch.empty(2, S, H, D, device="cuda", dtype=torch.float16)
-
-
-def test_a_family_that_the_gpu_lacks(gpu_of) -> None:
-    q = fake_cuda()
-    gpu_of(get_arch("sm_80").capability)
-    check_fwd(q, q, q, FwdOptions(family="sm80"))
-    with pytest.raises(NotImplementedError, match="family is 'sm90'; supported on sm_80: sm80"):
-        check_fwd(q, q, q, FwdOptions(family="sm90"))
-
-
-def test_a_gpu_that_no_kernel_runs_on(gpu_of) -> None:
-    q = fake_cuda()
-    gpu_of((7, 5))
-    with pytest.raises(NotImplementedError, match=r"compute capability is 7\.5; supported: 8\.0"):
-        check_fwd(q, q, q, FwdOptions())
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -8,23 +8,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cuteflash.arguments import FwdScalars
 from cuteflash.core.lengths import Lengths
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.schedule import TileOrder
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.tile import QueryTile
 from cuteflash.problem import MaskKind
-
-
-@dataclasses.dataclass(frozen=True)
-class Scalars:
-    """A kernel's run-time scalars, as `__call__` takes them."""
-
-    softmax_scale: Float32
-    softcap: Float32
-    window_left: Int32
-    window_right: Int32
-    num_sms: Int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +44,13 @@ class Launch:
     packed_heads: cutlass.Constexpr[int]
 
     @staticmethod
-    def of(kernel, mQ: cute.Tensor, mK: cute.Tensor, values: Scalars, whole_waves: bool) -> Launch:
+    def of(kernel, mQ: cute.Tensor, mK: cute.Tensor, scalars: FwdScalars, whole_waves: bool) -> Launch:
         """The launch of a kernel.
 
         Args:
             kernel: for its problem, traits, `tile_tokens` and `longest_first`.
             mQ, mK: (b, s_q, h_q, d) and (b, s_k, h_k, d).
+            scalars: the kernel's.
             whole_waves: groups of heads fill whole waves of `num_sms` persistent blocks.
         """
         operands, scores = kernel.problem.operands, kernel.problem.scores
@@ -70,17 +61,17 @@ class Launch:
         m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
         group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
         if whole_waves:
-            group = TileOrder.even_group(group, m_blocks, values.num_sms)
+            group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
         if scores.softcap:
-            scale, inner_scale = values.softcap, values.softmax_scale / values.softcap
+            scale, inner_scale = scalars.softcap, scalars.softmax_scale / scalars.softcap
         else:
-            scale, inner_scale = values.softmax_scale, Float32(0.0)
+            scale, inner_scale = scalars.softmax_scale, Float32(0.0)
         return Launch(
             order=TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch), kernel.longest_first),
             heads_per_kv=heads_per_kv,
             lengths=Lengths(seqlen_q, seqlen_k),
-            window_left=values.window_left,
-            window_right=values.window_right,
+            window_left=scalars.window_left,
+            window_right=scalars.window_right,
             scale_log2=scale * LOG2_E,
             inner_scale=inner_scale,
             mask_kind=scores.mask,

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors
 from cuteflash.problem import FwdProblem
 
 ALIGN_BYTES = 16  # one cp.async or the base of a TMA box
 ALIGN_ELEMENTS = ALIGN_BYTES // 2  # fp16 and bf16
 
 CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
+FAKE_SCALARS = {float: cutlass.Float32(0.0), int: cutlass.Int32(0)}
 
 
 def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
-    """Fake arguments of a forward kernel's `__call__`, in its order.
+    """Fake arguments of a forward kernel's `__call__`.
 
-    Q (b, s_q, h_q, d), K (b, s_k, h_k, d), V (b, s_k, h_k, d_v), O (b, s_q, h_q, d_v): every length is symbolic, every
-    stride but the last is a symbolic 64-bit multiple of 8 elements, base pointers are 16-byte aligned.
-    LSE (b, h_q, s_q) is compact fp32, or None where the problem has none. Then softmax_scale and softcap (fp32),
-    window_left, window_right and num_sms (int32), and torch's current stream.
+    Every length is symbolic, every stride but the last a symbolic 64-bit multiple of 8 elements; base pointers are
+    16-byte aligned. LSE is compact. The stream is torch's current one.
     """
-    dtype = CUTE_DTYPES[problem.operands.qk_dtype]
     batch, seqlen_q, seqlen_k, heads_q, heads_k = (
         cute.sym_int32(symbol=name) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k")
     )
+    operands = problem.operands
+    dtype, head_dim, head_dim_v = CUTE_DTYPES[operands.qk_dtype], operands.head_dim, operands.head_dim_v
 
     def operand(seqlen: Any, heads: Any, head_dim: int) -> Any:
         strides = tuple(cute.sym_int64(divisibility=ALIGN_ELEMENTS) for _ in range(3))
@@ -40,16 +41,12 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         lse = make_fake_compact_tensor(
             cutlass.Float32, (batch, heads_q, seqlen_q), stride_order=(2, 1, 0), assumed_align=4
         )
-    return (
-        operand(seqlen_q, heads_q, problem.operands.head_dim),
-        operand(seqlen_k, heads_k, problem.operands.head_dim),
-        operand(seqlen_k, heads_k, problem.operands.head_dim_v),
-        operand(seqlen_q, heads_q, problem.operands.head_dim_v),
-        lse,
-        cutlass.Float32(0.0),
-        cutlass.Float32(0.0),
-        cutlass.Int32(0),
-        cutlass.Int32(0),
-        cutlass.Int32(0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+    tensors = FwdTensors(
+        q=operand(seqlen_q, heads_q, head_dim),
+        k=operand(seqlen_k, heads_k, head_dim),
+        v=operand(seqlen_k, heads_k, head_dim_v),
+        o=operand(seqlen_q, heads_q, head_dim_v),
+        lse=lse,
     )
+    scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
+    return FwdArguments(tensors, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()

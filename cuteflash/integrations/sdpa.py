@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.ops import fwd_lse
+from cuteflash.transforms import NO_BACKWARD
 
 NAME = "cuteflash"
 # What aten::_scaled_dot_product_flash_attention returns: output, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
@@ -109,6 +110,6 @@ def flash_attention(
 def flash_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator `aten::_scaled_dot_product_flash_attention_backward`: NotImplementedError in this release."""
     raise NotImplementedError(
-        "cuteflash has no backward kernels in this release: call scaled_dot_product_attention under torch.no_grad(), "
-        "or torch.nn.attention.restore_flash_attention_impl() first"
+        f"{NO_BACKWARD}: call scaled_dot_product_attention under torch.no_grad(), or "
+        "torch.nn.attention.restore_flash_attention_impl() first"
     )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from cuteflash.arguments import FwdOptions, FwdTensors
 from cuteflash.compile import BuildReport, build, cache_dir, compiled, lookup
 from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key, source_fingerprint
 from cuteflash.dispatch import kernel_class
+from cuteflash.planning import fwd_scalars
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
@@ -224,9 +225,8 @@ def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Ten
         raise ValueError(reason)
     kernel = compiled(kernel_class(traits), traits, inputs.cell.problem, target)
     written = inputs.empty_out() if out is None else out
-    num_sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
-    scale = inputs.cell.head_dim**-0.5
-    arguments: Sequence[Any] = (inputs.q, inputs.k, inputs.v, written, None, scale, 0.0, *inputs.cell.window, num_sms)
+    scalars = fwd_scalars(FwdOptions(), inputs.cell.window, inputs.cell.head_dim, inputs.q.device)
+    arguments = (*FwdTensors(inputs.q, inputs.k, inputs.v, written, None), *scalars)
 
     def run(calls: int) -> torch.Tensor:
         for _ in range(calls):

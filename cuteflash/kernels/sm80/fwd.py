@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from cuteflash.arguments import FwdArguments
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.finish import normalize
 from cuteflash.core.gqa import query_view
-from cuteflash.core.launch import Launch, Scalars
+from cuteflash.core.launch import Launch
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.views import rows_first, transposed
 from cuteflash.kernels.sm80.bundles import KvSources, Operands, Tiles
@@ -49,7 +49,7 @@ class FlashFwdSm80:
         self.longest_first = traits.longest_first and problem.scores.mask != "full"
 
     def fake_args(self) -> tuple:
-        """The arguments this kernel is compiled with, in the order of `__call__`."""
+        """The arguments that this kernel is compiled with: fakes of `FwdArguments`."""
         return fwd_fake_args(self.problem)
 
     # Layouts and atoms, callable without a launch.
@@ -105,26 +105,15 @@ class FlashFwdSm80:
         return atoms.store_copy(self.dtype, self.traits.num_threads, cols)
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # (b, s_q, h_q, d)
-        mK: cute.Tensor,  # (b, s_k, h_k, d)
-        mV: cute.Tensor,  # (b, s_k, h_k, d_v)
-        mO: cute.Tensor,  # (b, s_q, h_q, d_v)
-        mLSE: cute.Tensor | None,  # (b, h_q, s_q)
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_sms: Int32,
-        stream,
-    ):
+    def __call__(self, *arguments):
+        tensors, scalars, stream = FwdArguments.of(arguments)
         traits, packed = self.traits, self.problem.operands.packed_heads
-        operands = Operands(query_view(mQ, packed), rows_first(mK), rows_first(mV), query_view(mO, packed))
-        values = Scalars(softmax_scale, softcap, window_left, window_right, num_sms)
-        launch = Launch.of(self, mQ, mK, values, whole_waves=False)
+        operands = Operands(
+            query_view(tensors.q, packed), rows_first(tensors.k), rows_first(tensors.v), query_view(tensors.o, packed)
+        )
+        launch = Launch.of(self, tensors.q, tensors.k, scalars, whole_waves=False)
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
-        self.kernel(operands, mLSE, launch).launch(
+        self.kernel(operands, tensors.lse, launch).launch(
             grid=(launch.order.size(), 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,

@@ -21,14 +21,15 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
+from cuteflash.arguments import FwdArguments
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.gqa import query_view
-from cuteflash.core.launch import Launch, Scalars
+from cuteflash.core.launch import Launch
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.views import rows_first, transposed
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
@@ -73,7 +74,7 @@ class FlashFwdSm90:
         return self.tokens_per_warpgroup * self.traits.mma_warpgroups
 
     def fake_args(self) -> tuple:
-        """The arguments this kernel is compiled with, in the order of `__call__`."""
+        """The arguments that this kernel is compiled with: fakes of `FwdArguments`."""
         return fwd_fake_args(self.problem)
 
     # Layouts and atoms, callable without a launch.
@@ -147,28 +148,15 @@ class FlashFwdSm90:
         return Tma(load_q, load_k, load_v, store_o, gQ, gK, gV, gO)
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # (b, s_q, h_q, d)
-        mK: cute.Tensor,  # (b, s_k, h_k, d)
-        mV: cute.Tensor,  # (b, s_k, h_k, d_v)
-        mO: cute.Tensor,  # (b, s_q, h_q, d_v)
-        mLSE: cute.Tensor | None,  # (b, h_q, s_q)
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_sms: Int32,
-        stream,
-    ):
+    def __call__(self, *arguments):
+        tensors, scalars, stream = FwdArguments.of(arguments)
         traits = self.traits
-        tma = self.make_tma(mQ, mK, mV, mO)
-        values = Scalars(softmax_scale, softcap, window_left, window_right, num_sms)
-        launch = Launch.of(self, mQ, mK, values, whole_waves=traits.persistent)
+        tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
+        launch = Launch.of(self, tensors.q, tensors.k, scalars, whole_waves=traits.persistent)
         blocks = launch.order.size()
         if const_expr(traits.persistent):
-            blocks = cutlass.min(blocks, num_sms)
-        self.kernel(tma, mLSE, launch).launch(
+            blocks = cutlass.min(blocks, scalars.num_sms)
+        self.kernel(tma, tensors.lse, launch).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,

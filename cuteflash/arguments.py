@@ -1,0 +1,81 @@
+"""What an operation is called with, declared once: the options of its operators, the arguments of its kernels.
+
+    FwdOptions    the schema of the operators, with its defaults
+    FwdTensors    the tensors of a kernel } the order of its `__call__`, of the fakes that it is compiled with
+    FwdScalars    its run-time scalars    } (`cuteflash.core.signature`), and of every launch
+
+An option with the name of a scalar is passed on as that scalar.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+from cuteflash.problem import UNBOUNDED
+
+EXECUTION = ("pack_gqa", "family")  # options that say how to compute; all others say what
+
+
+class FwdOptions(NamedTuple):
+    """The arguments of the forward operators after q, k and v.
+
+    Attributes:
+        softmax_scale: factor of the scores, positive and finite; None is ``1 / sqrt(head_dim)``.
+        window_left: keys visible before the query's own position (bottom-right aligned); -1 is all.
+        window_right: keys visible after it; -1 is all, 0 is causal.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
+        pack_gqa: fold the query heads of one KV head into the rows of a tile; None leaves it to a heuristic.
+        family: kernel family, ``"sm80"`` or ``"sm90"``; None is the best of the GPU. CPU tensors ignore it.
+    """
+
+    softmax_scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    pack_gqa: bool | None = None
+    family: str | None = None
+
+    def definition(self, head_dim: int) -> dict[str, Any]:
+        """What defines the result, by name: the default scale filled in, no side of a window beyond `UNBOUNDED`."""
+        scale = head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+        left, right = min(self.window_left, UNBOUNDED), min(self.window_right, UNBOUNDED)
+        resolved = self._replace(softmax_scale=scale, window_left=left, window_right=right)
+        return {name: value for name, value in resolved._asdict().items() if name not in EXECUTION}
+
+
+class FwdTensors(NamedTuple):
+    """The tensors of a forward kernel; inside the kernel CuTe tensors, outside torch's."""
+
+    q: Any  # (batch, seqlen_q, heads_q, head_dim)
+    k: Any  # (batch, seqlen_k, heads_k, head_dim)
+    v: Any  # (batch, seqlen_k, heads_k, head_dim_v)
+    o: Any  # (batch, seqlen_q, heads_q, head_dim_v)
+    lse: Any  # (batch, heads_q, seqlen_q), fp32; None for a problem without LSE
+
+
+class FwdScalars(NamedTuple):
+    """The run-time scalars of a forward kernel; it gets a float in fp32 and an int in 32 bits."""
+
+    softmax_scale: float
+    softcap: float
+    window_left: int  # `UNBOUNDED` is all
+    window_right: int
+    num_sms: int
+
+
+class FwdArguments(NamedTuple):
+    """All arguments of a forward kernel. It takes them flat: a nested tuple costs each launch 0.5 us of host time."""
+
+    tensors: FwdTensors
+    scalars: FwdScalars
+    stream: Any
+
+    @classmethod
+    def of(cls, flat: tuple[Any, ...]) -> Self:
+        """From the flat arguments that `__call__` gets."""
+        end = len(FwdTensors._fields)
+        return cls(FwdTensors(*flat[:end]), FwdScalars(*flat[end:-1]), flat[-1])
+
+    def flat(self) -> tuple[Any, ...]:
+        """As `__call__` takes them."""
+        return (*self.tensors, *self.scalars, self.stream)
