@@ -32,6 +32,11 @@ UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond 
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
 
 
+def has_left_edge(mask: MaskKind) -> bool:
+    """Whether the mask may hide keys before the first visible one."""
+    return mask == "window"
+
+
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
@@ -91,8 +96,8 @@ class Scores:
 
     @property
     def has_left_edge(self) -> bool:
-        """Whether keys may be hidden before the first visible one."""
-        return self.mask == "window"
+        """See `has_left_edge`."""
+        return has_left_edge(self.mask)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuteflash.core.mask import IntervalMask
-from cuteflash.problem import LENGTH_MAX, UNBOUNDED, mask_of_window
+from cuteflash.problem import LENGTH_MAX, UNBOUNDED, has_left_edge, mask_of_window
 from tests.int32 import Int32
 
 LENGTHS_Q, LENGTHS_K, SIDES = (1, 2, 5), (0, 1, 3, 7), (-1, 0, 1, 2, 5, 9)
@@ -137,7 +137,7 @@ def test_block_ranges_of_long_sequences_are_tight(mask: IntervalMask, tile_n: in
     if full_lo < full_hi:
         assert n_lo <= full_lo and full_hi <= n_hi
         assert lo_last <= full_lo * tile_n and full_hi * tile_n <= hi_first
-    assert full_lo * tile_n - tile_n < lo_last or not mask.has_left_edge
+    assert full_lo * tile_n - tile_n < lo_last or not has_left_edge(mask.kind)
     assert (full_hi + 1) * tile_n > hi_first
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 
-from cuteflash.problem import MaskKind
+from cuteflash.problem import MaskKind, has_left_edge
 
 Index = Any  # a Python int or a traced cutlass.Int32
 
@@ -32,11 +32,6 @@ class IntervalMask:
     window_left: Index
     window_right: Index
 
-    @property
-    def has_left_edge(self) -> bool:
-        """Whether intervals may start after key 0."""
-        return self.kind == "window"
-
     def kv_bounds(self, query: Index) -> tuple[Index, Index]:
         """The keys `[lo, hi)` that `query` sees; empty if `hi <= lo`."""
         if self.kind == "full":
@@ -54,14 +49,14 @@ class IntervalMask:
         lo, _ = self.kv_bounds(first)
         _, hi = self.kv_bounds(last)
         n_hi = cutlass.max((cutlass.max(hi, 0) + tile_n - 1) // tile_n, 0)
-        n_lo = cutlass.min(lo // tile_n, n_hi) if self.has_left_edge else 0
+        n_lo = cutlass.min(lo // tile_n, n_hi) if has_left_edge(self.kind) else 0
         return n_lo, n_hi
 
     def full_n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
         """The key blocks `[lo, hi)` that every query of `first..last` (inclusive) sees whole; `lo > hi` is none."""
         _, hi = self.kv_bounds(first)
         n_hi = cutlass.max(hi, 0) // tile_n
-        if not self.has_left_edge:
+        if not has_left_edge(self.kind):
             return 0, n_hi
         lo, _ = self.kv_bounds(last)
         return (lo + tile_n - 1) // tile_n, n_hi
