@@ -26,6 +26,11 @@ KERNELS: dict[tuple[Operation, Family], tuple[str, str]] = {
 }
 
 
+def kernel_modules(operation: Operation) -> tuple[str, ...]:
+    """The modules of an operation's kernels."""
+    return tuple(module for (made_for, _), (module, _) in KERNELS.items() if made_for == operation)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """How one problem runs on one target.
