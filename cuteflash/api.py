@@ -8,8 +8,9 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda, is_plain_cuda_call
+from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
 from cuteflash.problem import UNBOUNDED
+from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import FAMILIES, Family
 from cuteflash.validate import SCALES, SOFTCAPS, shown
 
