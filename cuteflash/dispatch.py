@@ -115,7 +115,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 @functools.cache
 def current_target(device_index: int) -> str:
-    """The compile target of a CUDA device, e.g. "sm_90a"; NotImplementedError where no kernel runs on it."""
+    """The compile target of a CUDA device, e.g. "sm_90a"; NotImplementedError if no kernel runs on it."""
     import torch
 
     return arch_of_capability(*torch.cuda.get_device_capability(device_index)).name

@@ -73,7 +73,7 @@ def _stacked(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 
 def _autocast_rule(op: OpOverload, device_type: str) -> Callable[..., Any]:
     def cast(tensor: Tensor) -> Tensor:
-        """Like torch: every floating-point type but fp64."""
+        """As torch does: every floating-point type but fp64."""
         if tensor.device.type == device_type and tensor.is_floating_point() and tensor.dtype is not torch.float64:
             return tensor.to(torch.get_autocast_dtype(device_type))
         return tensor
