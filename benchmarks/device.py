@@ -6,20 +6,21 @@ import dataclasses
 import datetime
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from cuteflash.problem import Dtype
 from cuteflash.tune import machine
-from cuteflash.tune.cells import Cell, make_inputs
-from cuteflash.tune.timing import clock_for, first_call, median
+from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.timing import Runner, clock_for, first_call, median
 
 from .implementations import runner
 
 COPY_BYTES = 2 << 30
 TINY = Cell(64, "full", 128, tokens=128, hidden=512)
+LEAST_LENGTH = 20  # of the shapes that are new: below, calls are of another length class
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -52,24 +53,61 @@ def _median_ms(call: Any, device: torch.device, rounds: int) -> float:
     return median([clock.batch_ms(run, 3, 0.1) / 3 for _ in range(rounds)])
 
 
-def host_microseconds(
-    names: Iterable[str], device: torch.device, dtype: Dtype, calls: int = 200, rounds: int = 15
-) -> dict[str, float]:
-    """Host time of one public call without gradients on a tiny problem, microseconds, for each implementation.
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Host time of one public call without gradients, microseconds, by implementation.
 
-    Medians of interleaved rounds: a host's speed changes by half within seconds. `calls` is fewer than the launch queue
-    holds, so that the host never waits for the device.
+    Attributes:
+        known: of a shape that was called before.
+        new: of one that was not, though the kernel is there: a server sees ever new lengths.
     """
+
+    known: dict[str, float]
+    new: dict[str, float]
+
+
+def host_microseconds(
+    names: Iterable[str], device: torch.device, dtype: Dtype, calls: int = 0, rounds: int = 15
+) -> HostTimes:
+    """What a call on a tiny problem costs the host.
+
+    Medians of interleaved rounds: a host's speed changes by half within seconds. What a new shape costs more is the
+    difference between single calls of shapes that are new and single calls of the same shapes once they are known, so
+    that it holds nothing of what a runner does once for all its calls.
+
+    Args:
+        calls: of a known shape in a round; 0 is 200 on a GPU, which the launch queue holds, so that the host never
+            waits for the device, and 5 on a CPU.
+    """
+    calls = calls or (200 if device.type == "cuda" else 5)
     inputs = make_inputs(dataclasses.replace(TINY, dtype=dtype), device)
     runners = {name: runner(name, inputs) for name in names}
     for run in runners.values():
         first_call(run, device)
-    samples: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(rounds):
+    known: dict[str, list[float]] = {name: [] for name in runners}
+    more: dict[str, list[float]] = {name: [] for name in runners}
+    for index in range(rounds):
+        lengths = range(TINY.seqlen - 1 - index, LEAST_LENGTH, -rounds)
         for name, run in runners.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            run(calls)
-            samples[name].append((time.perf_counter() - started) * 1e6 / calls)
-    return {name: median(own) for name, own in samples.items()}
+            known[name].append(_host_us([run], device, calls))
+            news, olds = ([runner(name, _shortened(inputs, n)) for n in lengths] for _ in range(2))
+            new = _host_us(news, device)
+            more[name].append(new - _host_us(olds, device))
+    usual = {name: median(own) for name, own in known.items()}
+    return HostTimes(usual, {name: usual[name] + median(own) for name, own in more.items()})
+
+
+def _host_us(runners: Sequence[Runner], device: torch.device, calls: int = 1) -> float:
+    """Microseconds that the host is busy with one call, if each of the runners makes `calls` of them."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for run in runners:
+        run(calls)
+    return (time.perf_counter() - started) * 1e6 / (calls * len(runners))
+
+
+def _shortened(inputs: Inputs, length: int) -> Inputs:
+    """The first `length` tokens of one sequence."""
+    cell = dataclasses.replace(inputs.cell, seqlen=length, seqlen_q=length, tokens=length)
+    return Inputs(cell, *(x[:, :length] for x in (inputs.q, inputs.k, inputs.v)))

@@ -113,13 +113,15 @@ def run(plan: Plan, where: torch.device, path: pathlib.Path | None = None, watch
         "overrides": [variant.label for variant in plan.overrides],
         "device": {},
         "host_us": {},
+        "host_new_us": {},
         "cells": [],
     }
     try:
         matmul = machine.make_matmul(where) if where.type == "cuda" else None
         if matmul:
             result["device"] = {"matmul_tflops": matmul.tflops(where), "copy_gbps": device.copy_gbps(where)}
-        result["host_us"] = device.host_microseconds(plan.names, where, plan.cells[0].dtype)
+        host = device.host_microseconds(plan.names, where, plan.cells[0].dtype)
+        result |= {"host_us": host.known, "host_new_us": host.new}
         for cell in plan.cells:
             watch.begin(cell)
             makers = {name: maker(name, cell, plan.overrides) for name in plan.names}

@@ -154,9 +154,10 @@ def summary_lines(result: Result) -> list[str]:
     lines += _roof_lines(result["cells"])
     if has_other_inputs(result):
         lines += _inputs_lines(result["cells"])
-    if result.get("host_us"):
-        times = ", ".join(f"{TITLES[name]} {value:.1f}" for name, value in result["host_us"].items())
-        lines.append(f"host time per call, µs: {times}")
+    for key, shape in (("host_us", "of a known shape"), ("host_new_us", "of a shape not seen before")):
+        if result.get(key):
+            times = ", ".join(f"{TITLES[name]} {value:.1f}" for name, value in result[key].items())
+            lines.append(f"host time per call, µs, {shape}: {times}")
     return lines + problem_lines(result)
 
 

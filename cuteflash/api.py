@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numbers
 import sys
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda, is_plain_cuda_call
+from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
 from cuteflash.problem import UNBOUNDED
+from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import FAMILIES, Family
 from cuteflash.validate import SCALES, SOFTCAPS, shown
 
@@ -17,47 +18,28 @@ Window = tuple[int, int]
 UNBOUNDED_WINDOW: Window = (-1, -1)
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments that leave the result's type alone."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window | None
+    softcap: float
+    pack_gqa: bool | None
+    family: Family | None
+
+
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: Window | None = ...,
-    softcap: float = ...,
-    pack_gqa: bool | None = ...,
-    family: Family | None = ...,
-    return_lse: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: Window | None = ...,
-    softcap: float = ...,
-    pack_gqa: bool | None = ...,
-    family: Family | None = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: Window | None = ...,
-    softcap: float = ...,
-    pack_gqa: bool | None = ...,
-    family: Family | None = ...,
-    return_lse: bool = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

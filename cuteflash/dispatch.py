@@ -26,6 +26,11 @@ KERNELS: dict[tuple[Operation, Family], tuple[str, str]] = {
 }
 
 
+def kernel_modules(operation: Operation) -> tuple[str, ...]:
+    """The modules of an operation's kernels."""
+    return tuple(module for (made_for, _), (module, _) in KERNELS.items() if made_for == operation)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """How one problem runs on one target.
@@ -110,7 +115,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 @functools.cache
 def current_target(device_index: int) -> str:
-    """The compile target of a CUDA device, e.g. "sm_90a"; NotImplementedError where no kernel runs on it."""
+    """The compile target of a CUDA device, e.g. "sm_90a"; NotImplementedError if no kernel runs on it."""
     import torch
 
     return arch_of_capability(*torch.cuda.get_device_capability(device_index)).name

@@ -136,7 +136,12 @@ class Plan:
         return found
 
     def launch(self, call: Call, restrides: Sequence[tuple[int, ...] | None] = ()) -> Launch:
-        """A launch for a checked call of this kind, with other strides for q, k and v where `restrides` has some."""
+        """A launch for a checked call of this kind.
+
+        Args:
+            call: whose results it returns.
+            restrides: of q, k and v the strides that their kernel gets instead of their own; None keeps those.
+        """
         (b, s_q, h, d), q_strides = call[0], call[3]
         d_v = self.problem.operands.head_dim_v
         kernel, scalars, has_lse = self.kernel(s_q), self.scalars, self.problem.has_lse

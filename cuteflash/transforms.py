@@ -1,6 +1,6 @@
 """What torch's transforms and modes make of a forward operator. All but the first two are registered with torch.
 
-forward-mode AD    refused where an input has a tangent: without a formula torch would take the result's for zero
+forward-mode AD    refused if an input has a tangent: without a formula torch would take the result's for zero
 functorch's grad   refused, as are vjp and jacrev: they ask for the backward
 vmap               the mapped dimension joins the batch, and one call serves all
 autocast           q, k and v in autocast's dtype, as torch's own scaled_dot_product_attention takes them
@@ -9,55 +9,45 @@ FlopCounterMode    two matrix products over all scores, also masked ones, as tor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet, _are_functorch_transforms_active, _ExcludeDispatchKeyGuard
-from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from cuteflash import torch_internals
 from cuteflash.arguments import FwdOptions
+from cuteflash.torch_internals import OpOverload
 from cuteflash.validate import check_fwd
 
 NO_BACKWARD = "cuteflash has no backward kernels in this release"
-AUTOCAST_KEYS = {"cuda": DispatchKey.AutocastCUDA, "cpu": DispatchKey.AutocastCPU}
 
 
-def is_forward_ad_active() -> bool:
-    """Whether tensors may have tangents at all, which costs no more than a look at a global."""
-    return forward_ad._current_level >= 0
-
-
-def autocast_changes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's autocast, which is on, takes one of these in another dtype."""
-    return not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype("cuda")
-
-
-def check_derivatives(q: Tensor, k: Tensor, v: Tensor, needs_grad: bool) -> None:
-    """Raise NotImplementedError where a result would need a derivative before anybody can call `backward()`."""
-    if is_forward_ad_active() and torch._C._is_fwd_grad_enabled():
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
+def check_derivatives(tensors: Mapping[str, Tensor], needs_grad: bool) -> None:
+    """Raise NotImplementedError if a result would need a derivative before anybody can call `backward()`."""
+    if torch_internals.is_forward_ad_active() and torch_internals.is_fwd_grad_enabled():
+        for name, tensor in tensors.items():
             if forward_ad.unpack_dual(tensor).tangent is not None:
                 raise NotImplementedError(
                     f"{name} has a tangent (of torch.func.jvp, jacfwd, hessian, linearize, or as a dual tensor), and "
                     f"cuteflash has no forward-mode derivatives in this release; allowed: tensors without one, as "
                     f"{name}.detach() is"
                 )
-    if needs_grad and _are_functorch_transforms_active():
+    if needs_grad and torch_internals.are_functorch_transforms_active():
+        *names, last = tensors
         raise NotImplementedError(
             f"torch.func.grad, vjp, jacrev and hessian need a backward, and {NO_BACKWARD}; allowed: calls under "
-            "torch.no_grad(), and q, k and v that are detached"
+            f"torch.no_grad(), and {', '.join(names)} and {last} that are detached"
         )
 
 
 def register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register vmap, autocast and the count of operations of a forward operator."""
     torch.library.register_vmap(op.name(), _vmap_rule(op), lib=library)
-    for device_type, key in AUTOCAST_KEYS.items():
-        library.impl(op, _autocast_rule(op, device_type, key), key.name)
+    for device_type, key in torch_internals.AUTOCAST_KEYS.items():
+        library.impl(op, _autocast_rule(op, device_type), key.name)
     register_flop_formula(op.overloadpacket)(count_flops)
 
 
@@ -77,21 +67,19 @@ def _vmap_rule(op: OpOverload) -> Callable[..., Any]:
 
 
 def _stacked(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """A tensor with the mapped dimension first; `dim` is None where all share one."""
+    """A tensor with the mapped dimension first; `dim` is None if all share one."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _autocast_rule(op: OpOverload, device_type: str, key: DispatchKey) -> Callable[..., Any]:
-    below = DispatchKeySet(key)
-
+def _autocast_rule(op: OpOverload, device_type: str) -> Callable[..., Any]:
     def cast(tensor: Tensor) -> Tensor:
-        """Like torch: every floating-point type but fp64."""
+        """As torch does: every floating-point type but fp64."""
         if tensor.device.type == device_type and tensor.is_floating_point() and tensor.dtype is not torch.float64:
             return tensor.to(torch.get_autocast_dtype(device_type))
         return tensor
 
     def autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
-        with _ExcludeDispatchKeyGuard(below):
+        with torch_internals.below_autocast(device_type):
             return op(cast(q), cast(k), cast(v), *options)
 
     return autocast

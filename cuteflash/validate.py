@@ -21,7 +21,7 @@ REFERENCE_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 DEVICES = ("cuda", "cpu", "meta")
 LAYOUT = "(batch, seqlen, heads, head_dim)"
 DIMS = ("batch", "seqlen", "heads", "head_dim")
-# Kernels get scalars in fp32, where what is under the smallest normal number becomes 0.
+# Kernels get scalars in fp32, in which what is under the smallest normal number becomes 0.
 FP32_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 POSITIVE = f"positive number that fp32 holds ({FP32_TINY:.2g} to {FP32_MAX:.2g})"
 SCALES, SOFTCAPS = f"None or a {POSITIVE}", f"0 (none) or a {POSITIVE}"
@@ -47,7 +47,7 @@ def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions) -> None:
 
 
 def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError where a tensor's first element is not on a 16-byte boundary (real tensors only)."""
+    """Raise ValueError if a tensor's first element is not on a 16-byte boundary (real tensors only)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.data_ptr() % ALIGNMENT:
             raise ValueError(
@@ -57,7 +57,7 @@ def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as an error names it: short, also where it holds an integer of more digits than Python prints."""
+    """A value as an error names it: short, also if it holds an integer of more digits than Python prints."""
     try:
         return reprlib.repr(value)
     except ValueError:
@@ -65,10 +65,10 @@ def shown(value: object) -> str:
 
 
 def _holds(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds: guards on symbolic ones, False where only the call itself can tell."""
+    """Whether a condition on sizes holds: guards on symbolic ones, False if only the call itself can tell."""
     if isinstance(condition, bool):
         return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy: only where tracing has done so
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy: only once tracing has
 
     return bool(guard_or_false(condition))
 
@@ -148,7 +148,7 @@ def _check_strides(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}.stride(3) is {strides[3]}; allowed: 1 (a contiguous head dim)")
     step = ALIGNMENT // tensor.element_size()
     for dim in (0, 1, 2):
-        # The stride of a dimension of size 1 is never used. The stride is asked first: it is often known where a
+        # The stride of a dimension of size 1 is never used. The stride is asked first: it is often known if a
         # symbolic size is not, and then the size gets no guard.
         if _holds(strides[dim] % step != 0) and _holds(tensor.shape[dim] > 1):
             raise ValueError(

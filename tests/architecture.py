@@ -11,6 +11,8 @@ import pathlib
 import sys
 from collections.abc import Iterator, Mapping
 
+from cuteflash.compile.imports import imported
+
 # Lowest first. A module imports from its own layer and from layers of lower rank; equal rank means siblings, which
 # never import each other. The longest matching prefix decides ("kernels.sm80" before "kernels").
 RANKS: dict[str, int] = {
@@ -23,6 +25,7 @@ RANKS: dict[str, int] = {
     "arguments": 1,
     "traits": 1,
     "usertable": 2,
+    "torch_internals": 2,
     "validate": 2,
     "reference": 2,
     "core": 2,
@@ -35,6 +38,7 @@ RANKS: dict[str, int] = {
     "dispatch": 6,
     "transforms": 6,
     "planning": 7,
+    "operators": 7,
     "ops": 8,
     "api": 9,
     "nn": 10,
@@ -88,33 +92,12 @@ def layer_of(name: str) -> str | None:
 
 def imports(module: Module, package: str, known: set[str]) -> Iterator[tuple[int, str]]:
     """(line, absolute dotted name) of everything a module imports, wherever in the file, also by literal name."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, module, package)
-            for alias in node.names:
-                child = f"{base}.{alias.name}"
-                yield node.lineno, child if child in known else base
-        elif isinstance(node, ast.Call) and _is_import_call(node.func) and node.args:
-            target = node.args[0]
-            if isinstance(target, ast.Constant) and isinstance(target.value, str):
-                yield node.lineno, target.value
-
-
-def _absolute(node: ast.ImportFrom, module: Module, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = [package, *(module.name.split(".") if module.name else [])]
+    anchor = [package, *(module.name.split(".") if module.name else [])]
     if module.path.name != "__init__.py":
-        parts.pop()
-    parts = parts[: len(parts) - (node.level - 1)]
-    return ".".join([*parts, *([node.module] if node.module else [])])
-
-
-def _is_import_call(function: ast.expr) -> bool:
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name in ("import_module", "__import__")
+        anchor.pop()
+    for line, base, name in imported(module.tree, ".".join(anchor)):
+        child = f"{base}.{name}"
+        yield line, child if child in known else base
 
 
 def import_violations(root: pathlib.Path, package: str = "cuteflash") -> list[str]:

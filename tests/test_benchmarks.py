@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import contest, forward, implementations, report
+from benchmarks import contest, device, forward, implementations, report
 from cuteflash.cli import bench
 from cuteflash.cli.app import app
 from cuteflash.problem import MaskKind
@@ -28,8 +28,9 @@ SMALL = Cell(32, "causal", 48, tokens=96, hidden=64)
 
 def result_of(cells: list[dict[str, Any]]) -> dict[str, Any]:
     environment = {"gpu": "a GPU", "date": "2026-01-01", "versions": {"torch": "2"}}
-    device = {"matmul_tflops": 700.0, "copy_gbps": 3000.0}
-    return {"environment": environment, "dtype": "bf16", "device": device, "host_us": {"sm90": 9.0}, "cells": cells}
+    ceilings = {"matmul_tflops": 700.0, "copy_gbps": 3000.0}
+    host = {"host_us": {"sm90": 9.0}, "host_new_us": {"sm90": 19.0}}
+    return {"environment": environment, "dtype": "bf16", "device": ceilings, "cells": cells} | host
 
 
 def cell_row(label: str = "D64 full 512", mask: str = "full", seqlen: int = 512, **tflops: float) -> dict[str, Any]:
@@ -174,9 +175,41 @@ def test_run_writes_json_plot_and_table(tmp_path: pathlib.Path, capsys: pytest.C
     assert bench.measure(forward, plan_of(SMALL), CPU, path, plot) == 0
     stored = json.loads(path.read_text())
     assert stored["cells"][0]["label"] == "D32 causal 48"
-    assert set(stored["host_us"]) == {"sm90", "fa2"}
+    assert set(stored["host_us"]) == set(stored["host_new_us"]) == {"sm90", "fa2"}
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "D32 causal 48" in capsys.readouterr().out
+
+
+def test_host_times_are_told_and_an_older_result_without_those_of_new_shapes_is_read() -> None:
+    result = result_of([cell_row(sm90=500.0)])
+    known, new = "host time per call, µs, of a known shape: ours sm90 9.0", "of a shape not seen before: ours sm90 19.0"
+    text = report.markdown(result)
+    assert known in text and new in text
+    del result["host_new_us"]
+    assert known in report.markdown(result) and "not seen" not in report.markdown(result)
+
+
+def test_host_time_of_new_shapes_is_that_of_shapes_never_called_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: dict[str, list[tuple[torch.Size, int]]] = {"sm90": [], "fa2": []}
+    clock = itertools.count()
+
+    def runner(name: str, inputs: Inputs) -> Any:
+        def run(calls: int) -> torch.Tensor:
+            called[name].append((inputs.q.shape, calls))
+            return inputs.q
+
+        return run
+
+    monkeypatch.setattr(device, "runner", runner)
+    monkeypatch.setattr(device.time, "perf_counter", lambda: next(clock))
+    times = device.host_microseconds(["sm90", "fa2"], CPU, "bf16", calls=3, rounds=2)
+    assert set(times.known) == set(times.new) == {"sm90", "fa2"}
+    for calls in called.values():
+        first, *rest = calls
+        assert first[1] == 1 and [shape for shape, count in rest if count == 3] == [first[0]] * 2
+        single = [shape[1] for shape, count in rest if count == 1]
+        odd, even = [*range(127, device.LEAST_LENGTH, -2)], [*range(126, device.LEAST_LENGTH, -2)]
+        assert single == odd + odd + even + even  # new ones, then the same
 
 
 def test_an_interrupted_run_shows_and_keeps_what_it_has(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -21,11 +20,10 @@ import pytest
 from cuteflash.compile import CacheWarning, build, cache, cache_dir, compiled
 from cuteflash.compile import key as key_module
 from cuteflash.compile.cache import Entry, cache_size, key_digest
-from cuteflash.compile.key import FINGERPRINTED, PACKAGE, cache_key, source_fingerprint
+from cuteflash.compile.key import cache_key
 from cuteflash.compile.trust import doubt_directory, read_trusted
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.patience import PATIENCE
 from tests.slow_kernels import WgmmaKernel
 from tests.toy_kernel import ToyKernel
@@ -442,82 +440,3 @@ def test_where_the_cache_lies(
 def test_the_cache_is_private(root: pathlib.Path) -> None:
     build(*REQUEST)
     assert root.stat().st_mode & 0o777 == 0o700
-
-
-def another(value: object) -> object:
-    """A different value of the same type, within what the dataclasses allow."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return value + 8
-    return {"bf16": "fp16", "full": "causal"}[value]  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    "instance", [TRAITS, FwdTraitsSm90(128, 128, 128, 128), PROBLEM], ids=["sm80", "sm90", "problem"]
-)
-def test_every_field_is_part_of_the_key(instance: object) -> None:
-    def digest(value: object) -> str:
-        traits, problem = (TRAITS, value) if isinstance(value, FwdProblem) else (value, PROBLEM)
-        return key_digest(cache_key(ToyKernel, traits, problem, "sm_80"))
-
-    changed = [
-        dataclasses.replace(instance, **{field.name: another(getattr(instance, field.name))})
-        for field in dataclasses.fields(instance)
-    ]
-    digests = [digest(value) for value in (instance, *changed)]
-    assert len(set(digests)) == len(digests)
-
-
-def test_kernel_and_target_are_part_of_the_key() -> None:
-    requests = [(ToyKernel, "sm_80"), (ToyKernel, "sm_86"), (WgmmaKernel, "sm_80")]
-    digests = {key_digest(cache_key(kernel, TRAITS, PROBLEM, target)) for kernel, target in requests}
-    assert len(digests) == len(requests)
-
-
-def test_a_setting_that_changes_code_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache_key(*REQUEST)
-    monkeypatch.setenv("CUTE_DSL_LOG_LEVEL", "1")
-    assert cache_key(*REQUEST) == before
-    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
-    assert cache_key(*REQUEST) != before
-
-
-@pytest.fixture
-def package(tmp_path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(shutil.copytree(PACKAGE, tmp_path / "cuteflash", ignore=shutil.ignore_patterns("__pycache__")))
-
-
-@pytest.mark.parametrize("path", ["problem.py", "traits/sm90.py", "core/mask.py", "kernels/sm80/__init__.py"])
-def test_device_code_is_part_of_the_key(package: pathlib.Path, path: str) -> None:
-    assert (PACKAGE / path).exists()
-    before = source_fingerprint.__wrapped__(package)
-    (package / path).write_text((package / path).read_text() + "\n# changed\n")
-    assert source_fingerprint.__wrapped__(package) != before
-
-
-def test_a_new_or_renamed_file_is_part_of_the_key(package: pathlib.Path) -> None:
-    prints = [source_fingerprint.__wrapped__(package)]
-    (package / "atoms" / "new.py").write_text("x = 1\n")
-    prints.append(source_fingerprint.__wrapped__(package))
-    (package / "atoms" / "new.py").rename(package / "atoms" / "newer.py")
-    prints.append(source_fingerprint.__wrapped__(package))
-    assert len(set(prints)) == 3
-
-
-def test_tables_and_host_code_are_not_part_of_the_key(package: pathlib.Path) -> None:
-    before = source_fingerprint.__wrapped__(package)
-    assert before == source_fingerprint()
-    for path in ("traits/tables.py", "dispatch.py", "cli/app.py"):
-        (package / path).write_text((package / path).read_text() + "\n# changed\n")
-    assert source_fingerprint.__wrapped__(package) == before
-
-
-def test_every_fingerprinted_path_exists() -> None:
-    assert all((PACKAGE / name).exists() for name in FINGERPRINTED)
-
-
-def test_a_kernel_outside_the_package_counts_with_its_own_file() -> None:
-    assert cache_key(*REQUEST)["kernel_source"]
-    inside = type("Inside", (), {"__module__": "cuteflash.problem"})
-    assert cache_key(inside, TRAITS, PROBLEM, "sm_80")["kernel_source"] is None

@@ -15,10 +15,11 @@ from cutlass import cute
 
 from cuteflash.arguments import FwdArguments
 from cuteflash.compile import BuildReport, KernelWarning, Resources, build, cache_dir, compiled
-from cuteflash.compile.resources import extract_cubins, parse_ptxas_log
+from cuteflash.compile.resources import parse_ptxas_log
 from cuteflash.core.signature import fwd_fake_args
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm80 import FwdTraitsSm80
+from tests.cubins import machine_code
 from tests.slow_kernels import IgnoredSetmaxnreg, SerialisedWgmma, WgmmaKernel
 from tests.toy_kernel import ToyKernel
 
@@ -128,37 +129,15 @@ def test_a_compiler_error_reaches_the_caller(capfd: pytest.CaptureFixture[str]) 
     assert not list(pathlib.Path(cache_dir() or "").glob("*.o"))
 
 
-def sass_sections(cubin: bytes) -> dict[str, bytes]:
-    """Name → content of the code sections of a cubin."""
-    offset, entry, count, names = (
-        int.from_bytes(cubin[at : at + size], "little") for at, size in ((40, 8), (58, 2), (60, 2), (62, 2))
-    )
-    headers = [cubin[offset + i * entry : offset + (i + 1) * entry] for i in range(count)]
-    spans = [tuple(int.from_bytes(header[at : at + 8], "little") for at in (24, 32)) for header in headers]
-    strings = cubin[spans[names][0] :]
-    found = {}
-    for header, (start, size) in zip(headers, spans, strict=True):
-        title = strings[int.from_bytes(header[:4], "little") :].split(b"\0", 1)[0].decode()
-        if title.startswith(".text"):
-            found[title] = cubin[start : start + size]
-    return found
-
-
 def test_the_object_carries_the_machine_code_that_the_plain_compiler_makes(tmp_path: pathlib.Path) -> None:
     build(ToyKernel, TRAITS, PROBLEM, "sm_80")
     (ours,) = pathlib.Path(cache_dir() or "").glob("*.o")
     kernel = ToyKernel(TRAITS, PROBLEM)
-    plain = cute.compile(kernel, *kernel.fake_args(), options="--enable-tvm-ffi --gpu-arch=sm_80")
-    plain.export_to_c(object_file_path=str(tmp_path / "plain.o"), function_name="plain")
-    (cubin,) = extract_cubins(ours.read_bytes())
-    (plain_cubin,) = extract_cubins((tmp_path / "plain.o").read_bytes())
-    assert sass_sections(cubin)
-    assert sass_sections(cubin) == sass_sections(plain_cubin)  # asking for ptxas' remarks changes nothing
-
-
-def test_extract_cubins_ignores_other_bytes() -> None:
-    assert extract_cubins(b"") == []
-    assert extract_cubins(b"\x7fELF\x02\x01\x01" + bytes(80)) == []
+    options = f"--enable-tvm-ffi --gpu-arch=sm_80 --keep-cubin --dump-dir {tmp_path}"
+    cute.compile(kernel, *kernel.fake_args(), options=options)
+    (plain,) = tmp_path.glob("*.cubin")
+    code = machine_code(plain.read_bytes())
+    assert code and code in ours.read_bytes()  # asking for ptxas' remarks changes nothing
 
 
 def test_compiled_loads_without_a_gpu_and_checks_its_arguments() -> None:

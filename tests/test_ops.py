@@ -5,11 +5,12 @@ A GPU's launches are driven here on CPU tensors, with kernels that record their 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -80,6 +81,27 @@ def test_windows_beyond_every_length_are_unbounded(window: tuple[int, int]) -> N
     q, k, v = qkv()
     left, right = (-1 if side > UNBOUNDED else side for side in window)
     assert torch.equal(FWD(q, k, v, None, *window), FWD(q, k, v, None, left, right))
+
+
+def test_the_schema_is_made_of_the_options() -> None:
+    arguments = (
+        "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, int window_left=-1, int window_right=-1, "
+        "float softcap=0., bool? pack_gqa=None, str? family=None)"
+    )
+    assert str(FWD._schema) == f"cuteflash::fwd{arguments} -> Tensor"
+    assert str(FWD_LSE._schema) == f"cuteflash::fwd_lse{arguments} -> (Tensor, Tensor)"
+
+
+def test_a_field_of_the_options_is_an_argument_of_the_schema() -> None:
+    class Longer(NamedTuple):
+        softmax_scale: float | None = None
+        dropout: float = 0.5
+        sink: str | None = None
+
+    schema = dataclasses.replace(ops.FWD, options=Longer, tensors=("q", "cu_q")).schema
+    assert (
+        schema == "fwd(Tensor q, Tensor cu_q, float? softmax_scale=None, float dropout=0.5, str? sink=None) -> Tensor"
+    )
 
 
 def test_lazily_negated_tensors_are_negated() -> None:

@@ -16,7 +16,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from cuteflash import flash_attn_func, ops
+from cuteflash import flash_attn_func, ops, torch_internals
 from tests.test_ops import FWD, FWD_LSE, qkv
 
 Function = Callable[..., Any]
@@ -249,24 +249,24 @@ NOT_PLAIN = {
 
 @pytest.fixture
 def tensor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ops, "Tensor", CudaTensor)
+    monkeypatch.setattr(torch_internals, "Tensor", CudaTensor)
     return CudaTensor()
 
 
 @pytest.mark.parametrize("mode", PLAIN | NOT_PLAIN)
 def test_the_direct_path_to_cuda_is_for_plain_calls(mode: str, tensor: Any) -> None:
     with (PLAIN | NOT_PLAIN)[mode]():
-        assert ops.is_plain_cuda_call(tensor, tensor, tensor) == (mode in PLAIN)
+        assert torch_internals.is_plain_cuda_call(tensor, tensor, tensor) == (mode in PLAIN)
 
 
 def test_a_lazily_negated_tensor_leaves_the_direct_path(tensor: Any) -> None:
     negated = CudaTensor(negated=True)
     for tensors in [(negated, tensor, tensor), (tensor, negated, tensor), (tensor, tensor, negated)]:
-        assert not ops.is_plain_cuda_call(*tensors)
+        assert not torch_internals.is_plain_cuda_call(*tensors)
 
 
 def test_autocast_leaves_the_direct_path_where_it_changes_a_dtype(cuda_autocast: None, tensor: Any) -> None:
     right = CudaTensor(torch.float16)
-    assert ops.is_plain_cuda_call(right, right, right)
+    assert torch_internals.is_plain_cuda_call(right, right, right)
     for tensors in [(tensor, right, right), (right, tensor, right), (right, right, tensor), (tensor, tensor, tensor)]:
-        assert not ops.is_plain_cuda_call(*tensors)
+        assert not torch_internals.is_plain_cuda_call(*tensors)

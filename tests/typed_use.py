@@ -16,4 +16,6 @@ def types(q: Tensor, k: Tensor, v: Tensor, flag: bool) -> None:
     assert_type(flash_attn_func(q, k, v, return_lse=False), Tensor)
     assert_type(flash_attn_func(q, k, v, return_lse=True), tuple[Tensor, Tensor])
     assert_type(flash_attn_func(q, k, v, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+    flash_attn_func(q, k, v, causl=True)  # type: ignore[call-overload]  # an ignore that is not needed is an error
+    flash_attn_func(q, k, v, family="sm70")  # type: ignore[call-overload]
     assert_type(cuteflash.__version__, str)

@@ -1,8 +1,8 @@
 """Compiled kernels on disk: one object and one manifest an entry, safe between processes.
 
-A writer holds the entry's lock, writes under temporary names and renames; a reader needs no lock, because it believes
-an object only when the manifest's digest matches it. What cannot be believed is rebuilt with a warning; a directory
-that cannot be written, or that others can write, is reported once and done without.
+A writer holds the entry's lock, writes under temporary names and renames; a reader needs no lock, because it uses an
+object only if the manifest's digest matches it. An entry that fails verification is rebuilt with a warning; a directory
+that cannot be written, or that others can write, is reported once and not used.
 
 CUTEFLASH_CACHE_DIR moves the cache (default: $XDG_CACHE_HOME/cuteflash, or ~/.cache/cuteflash; without a home,
 cuteflash-<user id> where temporary files lie), CUTEFLASH_CACHE=0 turns it off.
@@ -31,7 +31,7 @@ MANIFEST_VERSION = 1
 OFF = ("0", "off", "false", "no")
 MOVES = "CUTEFLASH_CACHE_DIR moves the cache, CUTEFLASH_CACHE=0 turns it off"
 # A kernel compiles in seconds, and on a machine with too much to do in some more.
-LOCK_QUIET_SECONDS = 10.0  # a wait that is not spoken of
+LOCK_QUIET_SECONDS = 10.0  # a wait without a warning
 LOCK_SECONDS = 60.0  # the longest wait
 LOCK_POLL_SECONDS = 0.05
 
@@ -41,9 +41,9 @@ class CacheWarning(UserWarning):
 
 
 def cache_dir() -> pathlib.Path | None:
-    """Where compiled kernels are kept, not created here; None where CUTEFLASH_CACHE turns the cache off.
+    """Where compiled kernels are kept, not created here; None if CUTEFLASH_CACHE turns the cache off.
 
-    None also, with a CacheWarning once a process, where others could have put code of theirs there.
+    None also, with a CacheWarning once a process, if others could have put their code there.
     """
     if os.environ.get("CUTEFLASH_CACHE", "1").strip().lower() in OFF:
         return None
@@ -94,7 +94,7 @@ class Entry:
         return self.root / f"{self.digest}.json"
 
     def read(self) -> tuple[dict[str, Any] | None, str | None]:
-        """(the stored report, None); (None, why not) where the entry cannot be believed; (None, None) where absent."""
+        """(the stored report, None); (None, why not) if the entry fails verification; (None, None) if there is none."""
         try:
             text = read_trusted(self.manifest_path)
             blob = read_trusted(self.object_path)
@@ -116,7 +116,7 @@ class Entry:
     def write(self, blob: bytes, report: dict[str, Any]) -> None:
         """Stores an object and its report; the manifest comes last, so that a reader never finds one without the other.
 
-        OSError where the directory cannot be written, or others can write it: whoever made it may have been faster.
+        OSError if the directory cannot be written, or others can write it: another process may have made it meanwhile.
         """
         doubt = doubt_directory(self.root)
         if doubt is not None:
@@ -131,17 +131,17 @@ class Entry:
         replace_file(self.manifest_path, json.dumps(manifest, indent=1).encode())
 
     def discard(self) -> None:
-        """Makes the entry absent. OSError where the directory cannot be written."""
+        """Makes the entry absent. OSError if the directory cannot be written."""
         self.manifest_path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the entry's lock: of several processes that miss one entry, one compiles and the others wait for it.
 
-        A wait that gets long is told in a CacheWarning, and ends after LOCK_SECONDS: the holder may hang.
+        A long wait raises a CacheWarning, and ends after LOCK_SECONDS: the holder may hang.
 
-        OSError where the directory cannot be written or its file system has no locks; its TimeoutError where the wait
-        has ended.
+        OSError if the directory cannot be written or its file system has no locks; its TimeoutError if the wait has
+        ended.
         """
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self.root / f"{self.digest}.lock", "a+", errors="replace") as handle:

@@ -37,7 +37,7 @@ class BuildReport:
         kernel: qualified name of the kernel class.
         target: what it was compiled for.
         traits, problem: the frozen dataclasses it was generated from.
-        seconds: how long it took to compile, also where it now came from the cache.
+        seconds: how long it took to compile, also if it now came from the cache.
         resources: registers, stack, spills and warnings as ptxas reported them.
         smem_bytes: shared memory that the traits ask for.
         cached: nothing was compiled now.
@@ -54,7 +54,7 @@ class BuildReport:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Why a shipped row must not look like this; empty is good."""
+        """Compiler complaints that disqualify a shipped row; empty is good."""
         spilled = self.resources.spill_store_bytes + self.resources.spill_load_bytes
         spills = (f"spills {spilled} bytes a thread",) if spilled else ()
         return spills + self.resources.warnings
@@ -73,8 +73,8 @@ _compiling = threading.Lock()  # cute.compile is not thread-safe
 def compiled(kernel_cls: type, traits: Any, problem: Any, target: str) -> Callable[..., Any]:
     """The callable of `kernel_cls(traits, problem)` for `target`; it takes tensors and scalars in `fake_args` order.
 
-    Compiles only what neither this process nor the disk cache has. Warns with KernelWarning where ptxas found a newly
-    compiled kernel slow, and with CacheWarning where a cache entry could not be believed.
+    Compiles only what neither this process nor the disk cache has. Warns with KernelWarning if ptxas found a newly
+    compiled kernel slow, and with CacheWarning if a cache entry failed verification.
     """
     request = (kernel_cls, traits, problem, target)
     found = _loaded.get(request)
@@ -97,7 +97,7 @@ def build(kernel_cls: type, traits: Any, problem: Any, target: str) -> BuildRepo
 
 
 def lookup(kernel_cls: type, traits: Any, problem: Any, target: str) -> BuildReport | None:
-    """The report of a kernel that the disk cache holds, None where it does not. Compiles and loads nothing."""
+    """The report of a kernel that the disk cache holds, None if it does not. Compiles and loads nothing."""
     root = cache_dir()
     entry = Entry(root or pathlib.Path(), cache_key(kernel_cls, traits, problem, target))
     stored, _ = entry.read() if root is not None else (None, None)
@@ -106,7 +106,7 @@ def lookup(kernel_cls: type, traits: Any, problem: Any, target: str) -> BuildRep
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Artifact:
-    """An exported object: in the cache (`blob` is None) or, where that cannot hold it, in memory."""
+    """An exported object: in the cache (`blob` is None) or, if that cannot hold it, in memory."""
 
     entry: Entry
     stored: dict[str, Any]
@@ -159,7 +159,7 @@ def _compile(kernel: Any, entry: Entry) -> tuple[dict[str, Any], bytes]:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[str]:
-    """A directory for temporary files. OSError says where they lie: a full /tmp is seldom what the user thinks of."""
+    """A directory for temporary files. OSError says where they are: a full /tmp is seldom what the user thinks of."""
     try:
         with tempfile.TemporaryDirectory(prefix="cuteflash-") as scratch:
             yield scratch

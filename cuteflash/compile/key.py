@@ -12,18 +12,9 @@ import platform
 import sys
 from typing import Any
 
+from cuteflash.compile.imports import files_imported_by, names_imported_by
+
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent
-# What decides the generated code. The row tables do not: the row they choose is itself part of the key.
-FINGERPRINTED = (
-    "problem.py",
-    "traits/arch.py",
-    "traits/base.py",
-    "traits/sm80.py",
-    "traits/sm90.py",
-    "core",
-    "atoms",
-    "kernels",
-)
 VERSIONED = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 # The DSL's settings that change what it generates; its other variables only log or dump.
 ENVIRONMENT = (
@@ -42,7 +33,7 @@ def cache_key(kernel_cls: type, traits: Any, problem: Any, target: str) -> dict[
     """Everything that decides a kernel's object file, as JSON values.
 
     Args:
-        kernel_cls: the kernel's class; its own file counts too where it is not part of this package.
+        kernel_cls: the kernel's class.
         traits: frozen dataclass.
         problem: frozen dataclass.
         target: compile target, e.g. "sm_90a".
@@ -52,8 +43,7 @@ def cache_key(kernel_cls: type, traits: Any, problem: Any, target: str) -> dict[
         "traits": _fields(traits),
         "problem": _fields(problem),
         "target": target,
-        "source": source_fingerprint(),
-        "kernel_source": _outside_source(kernel_cls.__module__),
+        "source": source_fingerprint((kernel_cls.__module__, type(traits).__module__, type(problem).__module__)),
         "versions": dict(versions()),
         "host": platform.machine(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
@@ -65,23 +55,27 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def source_fingerprint(package: pathlib.Path = PACKAGE) -> str:
-    """SHA-256 over path and content of the Python files that device code is generated from."""
+def source_fingerprint(modules: tuple[str, ...], package: pathlib.Path = PACKAGE) -> str:
+    """SHA-256 over path and content of the modules' files and of all in this package that they import, directly or not.
+
+    Host code, row tables and the kernels of other operations are not imported: an edit there changes no key.
+    """
+    outside = [file for module in modules if (file := _file_outside(module, package)) is not None]
+    names = [*modules, *(name for file in outside for name in names_imported_by(file, anchor=""))]
     digest = hashlib.sha256()
-    for name in FINGERPRINTED:
-        base = package / name
-        for path in sorted(base.rglob("*.py")) if base.is_dir() else [base]:
-            digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for path in [*outside, *files_imported_by(names, package)]:
+        name = path.name if path in outside else path.relative_to(package).as_posix()
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-@functools.cache
-def _outside_source(module: str) -> str | None:
-    path = getattr(sys.modules.get(module), "__file__", None)
-    if path is None or pathlib.Path(path).resolve().is_relative_to(PACKAGE):
+def _file_outside(module: str, package: pathlib.Path) -> pathlib.Path | None:
+    """The file of a loaded module that is not part of the package."""
+    if module.split(".")[0] == package.name:
         return None
-    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return path and pathlib.Path(path)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def doubt_directory(directory: pathlib.Path) -> str | None:
-    """Why others could have put files into a directory, None where they could not or where it does not exist yet.
+    """Why others could have put files into a directory, None if they could not or if it does not exist yet.
 
     Links are followed to where the files really are. Above the directory only what everybody can write counts, and
     only without a sticky bit, which /tmp has: there anybody can put a directory of their own in the place of ours.
@@ -38,7 +38,7 @@ def doubt_directory(directory: pathlib.Path) -> str | None:
 
 
 def read_trusted(path: pathlib.Path) -> bytes:
-    """A file's content. PermissionError where somebody else could have written it: the directory may once have been
+    """A file's content. PermissionError if somebody else could have written it: the directory may once have been
     open to others."""
     with open(path, "rb") as handle:
         doubt = _doubt(os.fstat(handle.fileno()))

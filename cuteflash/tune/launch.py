@@ -12,7 +12,7 @@ from cuteflash.arguments import FwdOptions, FwdTensors
 from cuteflash.compile import BuildReport, build, cache_dir, compiled, lookup
 from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key, source_fingerprint
-from cuteflash.dispatch import kernel_class
+from cuteflash.dispatch import kernel_class, kernel_modules
 from cuteflash.planning import fwd_scalars
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
@@ -49,7 +49,7 @@ def backend(target: str) -> Backend:
 
     return Backend(
         target,
-        source_fingerprint(),
+        source_fingerprint(kernel_modules("fwd")),
         key,
         report,
         functools.partial(CacheBuilder, target),

@@ -142,6 +142,15 @@ def test_a_good_call_before_does_not_let_bad_input_through(name: str, device: to
         cuteflash.flash_attn_func(**(good | changed))
 
 
+def test_calls_that_differ_in_sizes_alone_are_right_one_after_the_other(family: str, device: torch.device) -> None:
+    for seqlen_q, seqlen_k, heads, batch in [(33, 70, 4, 2), (34, 70, 4, 2), (90, 41, 8, 1), (300, 299, 4, 3)]:
+        case = Case(seqlen_q, seqlen_k, heads=heads, kv_heads=heads // 2, batch=batch, causal=True)
+        inputs = case.inputs(device)
+        assert_right(inputs, case, cuteflash.flash_attn_func(*inputs, causal=True, family=family))
+        strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
+        assert_right(strided, case, cuteflash.flash_attn_func(*strided, causal=True, family=family))
+
+
 def test_modes_see_the_operator(cuda: torch.device) -> None:
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,0 +1,136 @@
+"""The private names of torch that this package uses, and what takes their place in a torch that lacks them.
+
+Most save microseconds of each call, or let an error come earlier; without them the same is computed. A few have no
+public substitute: without those this module cannot be imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch._C import (  # what torch.library.register_autograd is made of, which itself would drop tangents silently
+    DispatchKey,
+    DispatchKeySet,
+    _after_autograd_keyset,  # type: ignore[attr-defined]
+    _AutoDispatchBelowAutograd,
+)
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+__all__ = [  # with those that other modules would have to import from a private one
+    "AUTOCAST_KEYS",
+    "DispatchKeySet",
+    "OpOverload",
+    "are_functorch_transforms_active",
+    "below_autocast",
+    "below_autograd",
+    "is_forward_ad_active",
+    "is_fwd_grad_enabled",
+    "is_plain_cuda_call",
+    "nested_tensor_class",
+    "plain_keys",
+]
+
+
+def _private(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
+_local_include_set = _private(torch._C, "_dispatch_tls_local_include_set")
+_is_torch_function_mode_enabled = _private(torch._C, "_is_torch_function_mode_enabled")
+_are_functorch_transforms_active = _private(torch._C, "_are_functorch_transforms_active")
+_is_fwd_grad_enabled = _private(torch._C, "_is_fwd_grad_enabled")
+_exclude_key = _private(torch._C, "_ExcludeDispatchKeyGuard")
+
+KNOWS_FORWARD_AD_LEVEL = hasattr(forward_ad, "_current_level")
+KNOWS_MODES = _local_include_set is not None and _is_torch_function_mode_enabled is not None and KNOWS_FORWARD_AD_LEVEL
+
+AUTOCAST_KEYS = {"cuda": DispatchKey.AutocastCUDA, "cpu": DispatchKey.AutocastCPU}
+
+
+def nested_tensor_class() -> type[Tensor] | None:
+    """The class of jagged nested tensors, which do not reach an operator's own implementations; None if unknown."""
+    try:
+        from torch.nested._internal.nested_tensor import NestedTensor
+    except ImportError:
+        return None
+    return NestedTensor
+
+
+def is_forward_ad_active() -> bool:
+    """Whether tensors may have tangents at all; True if that is unknown. Costs no more than a look at a global."""
+    return not KNOWS_FORWARD_AD_LEVEL or forward_ad._current_level >= 0
+
+
+def is_fwd_grad_enabled() -> bool:
+    """Whether forward-mode AD follows tangents; True if that is unknown."""
+    return _is_fwd_grad_enabled is None or bool(_is_fwd_grad_enabled())
+
+
+def are_functorch_transforms_active() -> bool:
+    """Whether a transform of `torch.func` is active; False if that is unknown, and `backward` tells of it later."""
+    return _are_functorch_transforms_active is not None and bool(_are_functorch_transforms_active())
+
+
+def below_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Calls go past a device's autocast."""
+    if _exclude_key is None:
+        return torch.autocast(device_type, enabled=False)
+    guard: contextlib.AbstractContextManager[Any] = _exclude_key(DispatchKeySet(AUTOCAST_KEYS[device_type]))
+    return guard
+
+
+def below_autograd(op: OpOverload, keyset: DispatchKeySet, *arguments: Any) -> Any:
+    """What the dispatcher calls after the implementation for autograd."""
+    with _AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & _after_autograd_keyset, *arguments)
+
+
+def plain_keys(device: str) -> int:
+    """What `DispatchKeySet.raw_repr` says of a call with plain tensors of a device, "CUDA" or "CPU", and no mode."""
+    device_key, autograd_key = (getattr(DispatchKey, name) for name in (device, f"Autograd{device}"))
+    keys: int = (DispatchKeySet(device_key) | DispatchKeySet(autograd_key)).raw_repr()
+    return keys
+
+
+def _without_modes() -> tuple[int, int]:
+    """What the dispatcher adds to a call's keys if no mode, transform or tracer is active, also in inference mode.
+
+    Two numbers are compared faster than hashed.
+    """
+    plain: int = _local_include_set().raw_repr()
+    with torch.inference_mode():
+        return plain, _local_include_set().raw_repr()
+
+
+def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the dispatcher would take a call straight to the CUDA implementation, which costs it 3 us.
+
+    It would not under `torch.compile`, a dispatch or function mode or a functorch transform, with gradients, if tensors
+    may have tangents, if one is negated lazily, or if autocast changes a dtype.
+    """
+    return (
+        not is_dynamo_compiling()  # while an export traces, tensors are not plain either
+        and type(q) is type(k) is type(v) is Tensor
+        and q.is_cuda
+        and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and forward_ad._current_level < 0  # is_forward_ad_active, without the call
+        and not (is_autocast_enabled() and not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype("cuda"))
+        and not _is_torch_function_mode_enabled()
+        and _local_include_set().raw_repr() in WITHOUT_MODES
+    )
+
+
+def _never(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Every call goes through the dispatcher, as it cannot be told which ones need not."""
+    return False
+
+
+WITHOUT_MODES = _without_modes() if KNOWS_MODES else ()
+is_plain_cuda_call: Callable[[Tensor, Tensor, Tensor], bool] = _is_plain_cuda_call if KNOWS_MODES else _never
