@@ -56,7 +56,7 @@ class QueryTile:
     @property
     def kv_head(self) -> Int32:
         """The head of K and V."""
-        return self.head if self.packed_heads > 1 else self.head // self.heads_per_kv
+        return self.head // self.heads_per_kv
 
     def visited_blocks(self) -> KeyBlocks:
         """The key blocks that it visits."""

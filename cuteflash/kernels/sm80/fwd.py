@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import FwdArguments
@@ -125,7 +126,9 @@ class FlashFwdSm80:
     def kernel(self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch):
         thread = cute.arch.thread_idx()[0]
         tile = launch.tile(cute.arch.block_idx()[0])
-        kv_head = tile.kv_head
+        kv_head = tile.head  # packed, it is a KV head
+        if const_expr(tile.packed_heads == 1):
+            kv_head = tile.kv_head
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
         f = make_fragments(self, tiles, launch, thread)
