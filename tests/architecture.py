@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 RANKS: dict[str, int] = {
     "files": 0,
     "install": 0,
+    "startup": 0,
     "output": 0,
     "page": 0,
     "version": 0,
@@ -44,7 +45,7 @@ RANKS: dict[str, int] = {
     "__main__": 12,
     "": 12,  # cuteflash/__init__.py, the public face
 }
-STDLIB_ONLY = ("files", "install", "output", "page", "problem", "traits", "version")
+STDLIB_ONLY = ("files", "install", "output", "page", "problem", "startup", "traits", "version")
 PLAIN_PACKAGES = ("benchmarks", "layouts", "tests")  # a wheel installs none by this name: see cuteflash.companions
 
 FILE_LINES = 400
