@@ -16,7 +16,6 @@ import numpy.typing as npt
 ROWS = COLS = 64  # a tile of 128-byte rows, the widest that one swizzle atom covers
 ELEMENT_BYTES = 2
 LANES = 32
-BANKS, BANK_BYTES = 32, 4
 INSTRUCTIONS = 16  # different ones in a row; together they cover the tile once (st.shared.b32: its first 16 columns)
 REGISTERS = 4  # room for each lane's data; 32-bit stores use the first
 POISON = 0x7FC1  # in no element of the tile's numbering
