@@ -1,4 +1,4 @@
-"""What the roles of the sm90 forward kernel hand around, by subject."""
+"""What the roles of the sm90 forward kernel pass to each other, by subject."""
 
 from __future__ import annotations
 
