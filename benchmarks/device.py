@@ -1,4 +1,4 @@
-"""What the GPU can do at best in this very run, what it is, and what a call costs the host."""
+"""The GPU's name, its peak rates measured in the same run, and the host time of a call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = Cell(64, "full", 128, tokens=128, hidden=512)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Date, device and versions: what is needed to read the numbers later."""
+    """Date, device and versions, to be stored with the numbers."""
     versions = {"python": platform.python_version()} | machine.versions()
     found: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), "versions": versions}
     if device.type == "cuda":
@@ -57,8 +57,8 @@ def host_microseconds(
 ) -> dict[str, float]:
     """Host time of one public call without gradients on a tiny problem, microseconds, for each implementation.
 
-    Medians of interleaved rounds: a host's speed changes by half within seconds. `calls` is fewer than the launch queue
-    holds, so that the host never waits for the device.
+    Medians of interleaved rounds: a host's speed changes by half within seconds. `calls` is below the capacity of the
+    launch queue, so that the host never waits for the device.
     """
     inputs = make_inputs(dataclasses.replace(TINY, dtype=dtype), device)
     runners = {name: runner(name, inputs) for name in names}

@@ -61,7 +61,7 @@ def _gain_text(now: float | None, before: float | None, entry: Result | None) ->
 
 
 def insert(text: str, path: pathlib.Path) -> None:
-    """Replace what stands between the markers in a markdown file; ValueError where it does not have them."""
+    """Replace the text between the markers in a markdown file; ValueError if the markers are missing."""
     report.insert(text, path, "ladder")
 
 

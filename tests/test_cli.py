@@ -224,9 +224,9 @@ def test_info_says_why_a_users_table_is_not_used(own_tables: OwnTables) -> None:
     path = own_tables.write("sm_80", "sm80", [])
     path.write_text("{")
     own_tables.forget()
-    with pytest.warns(TableWarning, match="it is no JSON"):
+    with pytest.warns(TableWarning, match="it is not JSON"):
         result = call("info", "--arch", "sm_80")
-    assert "sm_80/sm80: the user's table" in result.stdout and "it is no JSON" in result.stdout
+    assert "sm_80/sm80: the user's table" in result.stdout and "it is not JSON" in result.stdout
     assert "shipped table fwd/sm_80/sm80" in result.stdout
 
 

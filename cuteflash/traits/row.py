@@ -1,4 +1,4 @@
-"""One row of a table, and the words in which tables are written.
+"""One row of a table, and the helpers that tables are written with.
 
 A row serves the head dims, padded up to `ROW_HEAD_DIMS`, that its traits are made for, and the mask kinds, dtypes and
 length classes it names. A table holds the rows of one operation, compile target and kernel family.
@@ -47,9 +47,9 @@ class Row:
     """One row; its head dims are those of its traits.
 
     Attributes:
-        traits: how it runs.
+        traits: the tunable numbers that its kernels are compiled with.
         masks, dtypes, lengths: what it serves, kept in the order of `MASK_KINDS`, `DTYPES` and `LENGTH_CLASSES`.
-        without: of `FEATURES`, those that it does not serve: each takes registers that not every tile has left.
+        without: those of `FEATURES` that it does not serve: each takes registers that not every tile has left.
 
     Raises:
         ValueError: masks, dtypes or lengths is empty, or a field contains an unknown name.
@@ -72,7 +72,7 @@ class Row:
         object.__setattr__(self, "without", tuple(name for name in FEATURES if name in self.without))
 
     def serves(self, problem: FwdProblem, lengths: str) -> bool:
-        """Whether it is made for problems of this kind, head dims aside, at lengths of this class."""
+        """Whether the row serves this problem at lengths of this class; head dims are not compared."""
         return (
             problem.scores.mask in self.masks
             and problem.operands.qk_dtype in self.dtypes

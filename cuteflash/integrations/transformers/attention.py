@@ -46,7 +46,7 @@ def attention(
     """An entry of transformers' `AttentionInterface`.
 
     Args:
-        module: the attention layer; its `is_causal` counts where there is no mask and the call does not say.
+        module: the attention layer; its `is_causal` counts if there is neither a mask nor an `is_causal` in the call.
         query: (batch, heads, query length, head_dim), fp16 or bf16 on a GPU.
         key, value: (batch, kv heads, key length, head_dim or head_dim_v).
         attention_mask: what `make_mask` made, or None.
@@ -105,7 +105,7 @@ def _weights_are_collected() -> bool:
 
 
 def _check_no_mask(module: torch.nn.Module, queries: int, keys: int, kwargs: dict[str, Any]) -> None:
-    """Our masks are never None. Without one, eager attention hides nothing, and so does ours or refuses."""
+    """Our masks are never None. Without one, eager attention hides nothing; ours does the same or refuses."""
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
     window = kwargs.get("sliding_window")
@@ -124,7 +124,7 @@ def _ours_for(mask: Mask | Tensor, q: Tensor, k: Tensor) -> Mask:
             f"given to the model, and masks that transformers' masking_utils make; {INSTEAD}"
         )
     expected = (q.shape[0], 1, q.shape[1], k.shape[1])
-    # Full attention is the same for every query, and made for one of them by some models.
+    # Full attention is the same for every query, and some models make its mask for one query only.
     if mask.shape != expected and not (mask.interval == FULL and mask.shape == (q.shape[0], 1, 1, k.shape[1])):
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; the attention is {expected}; {INSTEAD}")
     if mask.interval.left == -1:
