@@ -22,12 +22,12 @@ Mode = Literal["read", "write"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SoftmaxSteps:
-    """What the steps work on.
+    """The row's properties that the steps depend on.
 
     Attributes:
         of: the operands of both products by tensor.
-        role: who does it.
-        fixed_max: the trait: key blocks that are seen whole leave the row maxima as they are.
+        role: the warps that execute the steps.
+        fixed_max: the trait: key blocks that are seen whole do not update the row maxima.
     """
 
     frame: Frame
@@ -38,11 +38,11 @@ class SoftmaxSteps:
 
     @property
     def moves(self) -> str:
-        """Which blocks move the row maxima."""
+        """Which blocks update the row maxima."""
         return f"the tile's first key block, and {CUT}" if self.fixed_max else EVERY
 
     def moving(self, fused: bool = True, early_rows: int | None = None) -> Step:
-        """The softmax of a block that moves the row maxima.
+        """The softmax of a block that updates the row maxima.
 
         Args:
             fused: the scale is folded into the exponent's multiply-add, row sums are reduced once a tile.
@@ -68,7 +68,7 @@ class SoftmaxSteps:
         )
 
     def convert(self) -> Step:
-        """P in registers of its own, as the product takes it."""
+        """P in registers of its own, as the product reads it."""
         return self._step(
             "convert_p",
             "P: rounded to the element type",
@@ -80,7 +80,7 @@ class SoftmaxSteps:
         )
 
     def rescale(self, when: str) -> Step:
-        """O, once the maxima have moved."""
+        """O after an update of the maxima."""
         return self._step(
             "rescale_o",
             "O: rescaled to the moved maxima",
@@ -92,7 +92,7 @@ class SoftmaxSteps:
         )
 
     def fixed(self, early_rows: int) -> Step:
-        """The softmax of a block that leaves the row maxima as they are."""
+        """The softmax of a block that does not update the row maxima."""
         note = (
             "A block that is seen whole takes its exponentials against the maxima that its rows have already. It looks "
             "for no larger scores and rescales nothing. S stays in its registers, and the rounded exponentials "
@@ -118,7 +118,7 @@ class SoftmaxSteps:
         )
 
     def repair(self) -> Step:
-        """What a warp does if a score of its rows lies far above their fixed maxima."""
+        """The repair by a warp if a score of its rows lies far above their fixed maxima."""
         return self._step(
             "repair",
             "Repair: the block's softmax again, maxima moved",

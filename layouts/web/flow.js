@@ -11,8 +11,8 @@
     );
 
   /**
-   * Columns of parts and steps: a step stands right of all that it reads, a part right of the step that writes it;
-   * afterwards each moves as far right as its readers let it, so that a tensor arrives where it is needed.
+   * Columns of parts and steps: a step is right of everything it reads, a part right of the step that writes it;
+   * afterwards each moves as far right as its readers allow, so that a tensor is next to its readers.
    */
   function columns(scene) {
     const column = new Map(scene.parts.map((part) => [part.id, 0]));
@@ -91,7 +91,7 @@
     return links;
   }
 
-  /* The lane of a step is that of what it makes, else of what it reads. */
+  /* The lane of a step is that of the tensor it writes, else of the one it reads. */
   function stepLane(scene, { reads, writes }) {
     const part = scene.part(writes[0] ?? reads[0]);
     return part ? lane(part.tensor) : 0;
@@ -107,7 +107,7 @@
       this.grid = CF.h("div", { class: "flow-grid" }, this.edges);
       this.element = CF.h(
         "section",
-        { class: "flow", "aria-label": "The data's way through the kernel" },
+        { class: "flow", "aria-label": "Flow of data through the kernel" },
         this.grid,
         key(scene),
       );
