@@ -133,16 +133,16 @@ class Probe:
         return int(clock[:, 1].max() - clock[:, 0].min())
 
     def complaint(self) -> str:
-        """What is wrong with the addresses or the data of the launches so far; "" if nothing."""
+        """The first error in the addresses or the data of the launches so far, or ""."""
         if not np.array_equal(self.address.cpu().numpy(), addresses(self.case)):
             return "the addresses from the CuTe layout are not the expected ones"
         tile = self.tile.cpu().numpy().view(np.uint16)
         if not np.array_equal(tile, tile_image(self.case, touched=not self.is_load)):
-            return "shared memory does not hold what it should"
+            return "shared memory does not contain the expected data"
         if self.is_load:
             loaded = self.loaded.cpu().numpy().view(np.uint32)
             if not (loaded == fragments(self.case.what)).all():
-                return "the registers do not hold what they should"
+                return "the registers do not contain the expected data"
         return ""
 
 

@@ -127,8 +127,8 @@ class BankProbe:
     def __call__(
         self,
         mTile: cute.Tensor,  # (WORDS,) raw shared memory, before and after
-        mSource: cute.Tensor,  # (INSTRUCTIONS, LANES, REGISTERS) what is stored or copied
-        mLoaded: cute.Tensor,  # (warps, INSTRUCTIONS, LANES, REGISTERS) what the last pass loaded
+        mSource: cute.Tensor,  # (INSTRUCTIONS, LANES, REGISTERS) data to store or copy
+        mLoaded: cute.Tensor,  # (warps, INSTRUCTIONS, LANES, REGISTERS) data that the last pass loaded
         mAddress: cute.Tensor,  # (INSTRUCTIONS, LANES) byte offsets in the tile
         mClock: cute.Tensor,  # (warps, 2) cycle counter before and after the loop
         passes: Int32,

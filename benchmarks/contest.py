@@ -112,13 +112,13 @@ def progress(cell: Mapping[str, Any]) -> str:
 
 
 def write(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """A result as JSON with figures rounded to what was measured; makes the directory."""
+    """Writes a result as JSON, figures rounded to five digits; makes the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(dict(result)), indent=1) + "\n")
 
 
 def rounded(value: Any) -> Any:
-    """JSON values with figures rounded to what was measured."""
+    """JSON values with figures rounded to five digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

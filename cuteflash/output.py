@@ -53,7 +53,7 @@ def make_directory(path: pathlib.Path) -> None:
 
 
 def _check_writable(path: pathlib.Path, directory: pathlib.Path) -> None:
-    """By trying: permission bits do not tell of read-only file systems, quotas, or what root may do."""
+    """By trying: permission bits do not cover read-only file systems, quotas and root's rights."""
     while not directory.exists():
         directory = directory.parent  # where the missing ones will be made
     if not directory.is_dir():

@@ -76,7 +76,7 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """What happens to the scores before their softmax.
+    """The steps between scores and softmax.
 
     Attributes:
         mask: ``"full"``, ``"causal"`` (bottom-right aligned) or ``"window"`` (both edges at run time).

@@ -108,7 +108,7 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Touch:
-    """What one step reads or writes of a tile or fragment.
+    """The elements of a tile or fragment that one step reads or writes.
 
     Attributes:
         tv: (thread, value, instruction) to element; value runs over what one thread moves by one instruction.

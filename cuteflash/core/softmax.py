@@ -110,7 +110,7 @@ class OnlineSoftmax:
         return cutlass.select_(peak == -Float32.inf, Float32(0.0), peak) if self.may_be_empty else peak
 
     def shift(self, row: int) -> Float32:
-        """What is subtracted from a row's scaled scores."""
+        """The number to subtract from a row's scaled scores."""
         return self.finite_max(row) * self.scale_log2
 
     def exponentials(self, scores: cute.Tensor, row: int) -> Iterator[Float32]:
@@ -147,7 +147,7 @@ class OnlineSoftmax:
 class PlainSoftmax(OnlineSoftmax):
     """The textbook form: scores are scaled first, exponentials are natural, row sums are reduced every step.
 
-    It shows what `OnlineSoftmax` saves. `row_max` is of scaled scores.
+    It shows the gain of `OnlineSoftmax`. `row_max` is of scaled scores.
     """
 
     @cute.jit

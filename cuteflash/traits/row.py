@@ -91,7 +91,7 @@ class Row:
 
 
 def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
-    """An sm80 row; `more` is what `_fwd_row` takes by name: what the row serves, and fields of its traits."""
+    """An sm80 row; `more` are keyword arguments of `_fwd_row`: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
     return _fwd_row(FwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
 
@@ -105,7 +105,7 @@ def fwd_sm90(
     exp_rows_before_wait: int = 1,
     **more: Any,
 ) -> Row:
-    """An sm90 row; `more` is what `_fwd_row` takes by name: what the row serves, and fields of its traits."""
+    """An sm90 row; `more` are keyword arguments of `_fwd_row`: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
     return _fwd_row(FwdTraitsSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
 

@@ -1,4 +1,4 @@
-"""Which tiles FlashAttention-1 and -2 visit, in which order, and what they move to and from slow memory.
+"""The tiles that FlashAttention-1 and -2 visit, in order, and their traffic to and from slow memory.
 
 `tests/layouts/test_lessons.py` compares the orders with the visits of the reference itself.
 """

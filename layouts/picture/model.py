@@ -29,13 +29,13 @@ class Table:
     """One panel's content, rows x cols cells.
 
     Attributes:
-        title: what it shows.
+        title: heading of the picture.
         remarks: lines below the title.
         row_axis, col_axis: what the coordinates count.
         labels: text of every cell, [row][col].
         tips: a description of every cell, for tooltips.
         fills: colour of every cell, "#rrggbb".
-        legend: (text, colour) of what the colours mean.
+        legend: (text, colour), the meaning of each colour.
     """
 
     title: str

@@ -1,4 +1,4 @@
-/* What a swizzle does to the bits of an element's byte offset in its tile, as a picture with a text. */
+/* A swizzle's effect on the bits of an element's byte offset in its tile, as a picture with a text. */
 (() => {
   "use strict";
 

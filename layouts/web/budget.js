@@ -160,7 +160,7 @@
     return bar({ rows: [parts], ticks: ticksTo(scale, 8 * KIB), tick, scale, label });
   }
 
-  /* One multiprocessor's shared memory: the resident blocks, each with what the system keeps of it. */
+  /* One multiprocessor's shared memory: the resident blocks, each with the bytes that the system reserves. */
   function perSmBar(smem, blocks) {
     const scale = smem.per_sm;
     const parts = Array.from({ length: blocks }, (_, block) => {

@@ -1,4 +1,4 @@
-/* What differs between two rows: traits, tiles, fragments, instructions, bank conflicts, budgets. No drawing here. */
+/* Differences of two rows: traits, tiles, fragments, instructions, bank conflicts, budgets. No drawing here. */
 (() => {
   "use strict";
 
@@ -114,7 +114,7 @@
 
   const listed = (names) => [names.slice(0, -1).join(", "), names.at(-1)].filter(Boolean).join(" and ");
 
-  /** What differs between two rows' traits, in words: those that both have by name, the others by number. */
+  /** Differences of two rows' traits, in words: those that both have by name, the others by number. */
   function summary(traits) {
     const both = traits.filter(({ a, b }) => a && b);
     const names = both.filter(({ differs }) => differs).map(({ name }) => name);

@@ -1,4 +1,4 @@
-/* The Compare view: two rows side by side, what differs marked, their panels linked element by element. */
+/* The Compare view: two rows side by side, differences marked, their panels linked element by element. */
 (() => {
   "use strict";
 

@@ -39,7 +39,7 @@
     });
   }
 
-  /** Hides what is not marked. */
+  /** Hides cells that are not marked. */
   function dimImage(part, flags) {
     const dim = pack(parse(theme("dim")), 205);
     return offscreen(part, (cell) => (flags[cell] ? 0 : dim));
@@ -251,7 +251,7 @@
    * Draws a panel. `frame` holds part, colouring and base; with flags also dim, paths (outlines) and islands (marked
    * cells that hang together); and place and pin (`[row | null, col | null]`) or null; `view` the scroll position and
    * size in CSS pixels, `ratio` device pixels per CSS pixel. Marked cells keep their colours: only their outline is
-   * drawn, and what is not marked fades.
+   * drawn, and other cells fade.
    */
   function draw(context, frame, cell, view, ratio) {
     const { part, colouring, flags, place, pin } = frame;

@@ -7,7 +7,7 @@
 
   const GAP = 6; // pixels between the name and the box, and to the window's edge
   const PLACES = {
-    g: "a tile in global memory: what this thread block reads or writes of the tensor",
+    g: "a tile in global memory: the part of the tensor that this thread block reads or writes",
     s: "a tile in the thread block's shared memory",
     r: "a fragment: an operand in the registers of many threads",
     acc: "an accumulator: the result of a product, in fp32 in the registers of many threads",
@@ -80,10 +80,10 @@
 
   const isOpen = () => Boolean(box?.matches(":popover-open"));
 
-  /** What a trait of a kernel family decides. */
+  /** The description of a trait of a kernel family. */
   const traitWords = (family, name) => page.traits?.[family]?.[name] ?? null;
 
-  /** `kv_stage`, with what it decides. */
+  /** `kv_stage`, with its description. */
   const trait = (family, name, text = name) => term(text, traitWords(family, name), name);
 
   function axisWords(scene, axis) {
@@ -92,10 +92,10 @@
     return `${label}: an axis of ${[...new Set(users)].join(", ")}, ${size} long in one tile of this row.`;
   }
 
-  /** `m`, with what it counts. */
+  /** `m`, with the rows or columns that it counts. */
   const axis = (scene, name) => (scene?.data.axes[name] ? term(name, axisWords(scene, name)) : name);
 
-  /** All four axes with what they count. */
+  /** All four axes with the rows or columns that they count. */
   const axes = (scene) =>
     CF.h(
       "span",

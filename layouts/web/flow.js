@@ -73,8 +73,8 @@
   }
 
   /*
-   * The links of all steps. A step that reads no part but writes one takes up what an earlier step of the same tensor
-   * read without writing any: the values pass through registers that the scene does not draw.
+   * The links of all steps. A step that writes a part but reads none continues an earlier step of the same tensor that
+   * read one without writing any: the values pass through registers that the scene does not draw.
    */
   function linksIn(scene) {
     const links = linksInOrder(scene.steps);
@@ -229,7 +229,7 @@
         ["shared", "shared memory"],
         ["registers", "registers"],
       ].map(([space, text]) => CF.h("span", {}, CF.h("i", { class: `flow-part ${space}` }), text)),
-      CF.h("span", {}, "A tile or fragment opens its panel, a step shows what it touches."),
+      CF.h("span", {}, "Choose a tile or fragment to open its panel, or a step to see the cells that it touches."),
       CF.explain.axes(scene),
     );
 

@@ -9,7 +9,7 @@
   const extents = ({ tile }) => tile.split("x").map(Number);
   const dimsOf = ({ head_dim: own, head_dim_v: other }) => [...new Set([own, other])].map(String);
 
-  /* What a column sorts by. */
+  /* The sort key of a column. */
   const ORDERS = {
     arch: (row) => row.arch,
     head_dim: (row) => row.head_dim * 1000 + row.head_dim_v,
@@ -33,7 +33,7 @@
   CF.state.define("sort", { param: "sort" });
   CF.state.define("search", { param: "q" });
 
-  /** What a filter can ask for: every value that some row has, numbers in order. */
+  /** The choices of a filter: every value that some row has, numbers in order. */
   function choices(rows, { values }) {
     const found = [...new Set(rows.flatMap(values))];
     return found.every((value) => /^\d+$/.test(value)) ? found.sort((a, b) => a - b) : found;

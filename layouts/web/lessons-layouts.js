@@ -134,7 +134,7 @@
       told(5, 70);
       return [
         prose(`A layout is a function from coordinates to integers, written \`shape:stride\`. The shape gives the extent
-          of each coordinate, the stride what one step of it adds: under \`(4,8):(8,1)\` element (row, column) has
+          of each coordinate, the stride is added for each step of it: under \`(4,8):(8,1)\` element (row, column) has
           index row·8 + column·1. Row-major, column-major, padded and broadcast layouts differ only in their strides.
 
           Shape and stride may nest, in the same way. A nested mode counts with several digits, the leftmost fastest:

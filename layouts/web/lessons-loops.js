@@ -201,7 +201,7 @@
       const { tile } = kit.data.loops;
       return [
         prose(`Both algorithms walk over tiles (i, j), a block of queries and a block of keys, and never store the
-          scores. They differ in what stays in fast memory.
+          scores. They differ in the data that stays in fast memory.
 
           FlashAttention-1 keeps a block of keys and visits all queries: the outer loop is j. Each block of queries is
           visited once for every j, and each time its unfinished O, m and l are read from slow memory and written

@@ -255,7 +255,7 @@
           ["m goes from 2 to 5. By which factor do l and O shrink?", "By exp(2 − 5), about 0.05."],
           [
             "Why does the last row's rescale of 0 in the window case do no harm?",
-            "There m was −∞: exp(−∞ − shift) = 0, and what it multiplies, l and O, is 0 too.",
+            "There m was −∞: exp(−∞ − shift) = 0, and l and O, which it multiplies, are 0, too.",
           ],
           [
             "Under fixed maxima a block has a score 3 above m, in units of log 2. What happens?",

@@ -101,7 +101,7 @@
     concatenate: "side by side as modes",
     regroup: "modes put in order",
     compose: "the second feeds the first",
-    complement: "what fills the gaps",
+    complement: "the layout that fills the gaps",
     coalesce: "as few modes as possible",
   };
 

@@ -1,6 +1,6 @@
-"""The entry of transformers' attention interface: it does what the mask asks, and refuses what it cannot do.
+"""The entry of transformers' attention interface: it applies the mask, and refuses arguments that it does not support.
 
-What a query sees is decided by the mask alone, as in eager attention: layers and masks of a model do not always agree
+The mask alone decides what a query sees, as in eager attention: layers and masks of a model do not always agree
 on windows and causality. Without a mask nothing is hidden, unless the layer says that it is causal.
 """
 
@@ -49,7 +49,7 @@ def attention(
         module: the attention layer; its `is_causal` counts if there is neither a mask nor an `is_causal` in the call.
         query: (batch, heads, query length, head_dim), fp16 or bf16 on a GPU.
         key, value: (batch, kv heads, key length, head_dim or head_dim_v).
-        attention_mask: what `make_mask` made, or None.
+        attention_mask: the result of `make_mask`, or None.
         dropout: 0.
         scaling: None is 1 / sqrt(head_dim).
         **kwargs: `softcap` counts, and without a mask `is_causal` and `sliding_window`.

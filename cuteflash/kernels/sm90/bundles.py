@@ -57,7 +57,7 @@ class Rings:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What all warps of a block work with."""
+    """The values that all warps of a block use."""
 
     tma: Tma
     tiles: Tiles

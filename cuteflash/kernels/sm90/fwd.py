@@ -10,7 +10,7 @@ The S product of the next key block is issued before the P V product of this one
 the warpgroups take turns at the tensor cores (`pingpong`). Blocks are persistent: the producer runs ahead into the next
 tile while the consumers finish this one. With `fixed_max` unmasked key blocks do not update the row maxima; a block
 whose scores exceed them by too much is repaired (`fixed_max.py`). Without `warp_specialized` the first consumer warp
-issues the loads instead, which shows what the producer is worth. Not here: dropout, ALiBi, variable lengths, paged
+issues the loads instead, to measure the gain of the producer. Not here: dropout, ALiBi, variable lengths, paged
 K/V, gradients.
 """
 
