@@ -57,8 +57,8 @@ def host_microseconds(
 ) -> dict[str, float]:
     """Host time of one public call without gradients on a tiny problem, microseconds, for each implementation.
 
-    Medians of interleaved rounds: a host's speed changes by half within seconds. `calls` is below the capacity of the
-    launch queue, so that the host never waits for the device.
+    Medians of interleaved rounds: a host's speed changes by half within seconds. `calls` is fewer than the launch queue
+    holds, so that the host never waits for the device.
     """
     inputs = make_inputs(dataclasses.replace(TINY, dtype=dtype), device)
     runners = {name: runner(name, inputs) for name in names}

@@ -20,7 +20,7 @@ SHOWN_ELSEWHERE: Final = ("tile_m", "tile_n", "head_dim", "head_dim_v")
 
 @functools.cache
 def _notes(table: TableKey) -> dict[Row, str]:
-    """The comment beside each row of a table, from the source files of its modules."""
+    """The comment beside each row of a table, as the files of its modules have it."""
     paths = [pathlib.Path(str(module.__file__)) for module in MODULES[table]]
     return {noted.row: noted.note for path in reversed(paths) for noted in reversed(read_shipped(path))}
 

@@ -49,7 +49,7 @@ class Row:
     Attributes:
         traits: the tunable numbers that its kernels are compiled with.
         masks, dtypes, lengths: what it serves, kept in the order of `MASK_KINDS`, `DTYPES` and `LENGTH_CLASSES`.
-        without: those of `FEATURES` that it does not serve: each takes registers that not every tile has left.
+        without: of `FEATURES`, those that it does not serve: each takes registers that not every tile has left.
 
     Raises:
         ValueError: masks, dtypes or lengths is empty, or a field contains an unknown name.
