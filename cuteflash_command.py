@@ -1,6 +1,6 @@
 """The `cuteflash` command starts here, outside the package, whose import takes seconds.
 
-Ctrl-C during them ends the command as it ends any other program: by the signal, without a traceback.
+Ctrl-C during the import ends the command as it ends any other program: by the signal, without a traceback.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ def main() -> None:
     raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored, as in the background
     if raises:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from cuteflash.cli import load
+    from cuteflash.cli import main as run
 
-    command = load()
     if raises:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    command()
+    run()

@@ -1,1 +1,1 @@
-"""Speed of attention against its peers: same inputs, one process, interleaved rounds, error beside speed."""
+"""Speed of attention against its peers: same inputs, one process, interleaved rounds; outputs are checked first."""

@@ -1,20 +1,20 @@
-"""Measures what bank conflicts cost on this GPU and compares with the explorer's model.
+"""Measures the cost of bank conflicts on this GPU and compares it with the explorer's model.
 
     python -m benchmarks.bank_conflicts [--json FILE] [--ncu]
 
 For each instruction and swizzle: a block of 8 warps issues it in a loop on one multiprocessor, at addresses that come
 from the CuTe layout. Cycles an instruction are the difference between a long and a short run over the difference of
-their instruction counts, so that the way in and out of the loop cancels; with two warps a scheduler, each with 16
-instructions in flight, they are throughput. Addresses and data are compared with `bank_patterns` before and after.
+their instruction counts, so that prologue and epilogue of the loop cancel; with two warps a scheduler, each with 16
+instructions in flight, they measure throughput. Addresses and data are compared with `bank_patterns` before and after.
 
 Shared memory serves one wavefront a cycle, so the model predicts cycles = sum of the ways over the phases. Verdicts:
     yes     within 10 % of the prediction
-    issue   conflict-free and up to twice the prediction: something before the banks is the limit
-    ratio   not that, but the ratio to the conflict-free case is the predicted one, within 10 %
+    issue   conflict-free and up to twice the prediction: the limit is issue, not the banks
+    ratio   neither of these, but the ratio to the conflict-free case is the predicted one, within 10 %
     hidden  as fast as the conflict-free case, which takes longer than the predicted wavefronts
     no      anything else: the exit status is 1
-Global-to-shared copies also wait for L2: the verdict of their cycles is printed in brackets and does not count. With
-`--ncu` it all runs again under Nsight Compute, whose wavefronts must agree with the prediction within 2 %.
+Global-to-shared copies also wait for L2: the verdict on their cycles is printed in brackets and does not count. With
+`--ncu` every case runs again under Nsight Compute, whose wavefronts must agree with the prediction within 2 %.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ KERNEL_NAME = "bank_probe"
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """What one case gave.
+    """The results of one case.
 
     Attributes:
         predicted_ways: of each phase; their sum is `wavefronts`.
         cycles: cycles an instruction, by number of warps.
-        counted: wavefronts an instruction by Nsight Compute, and `metric`, which of its counters said so.
-        problem: why there are no cycles.
+        counted: wavefronts an instruction by Nsight Compute, from its counter `metric`.
+        problem: why the case has no cycles.
     """
 
     case: Case
@@ -100,7 +100,7 @@ class Row:
 
 
 def cases() -> list[Case]:
-    """Everything that is measured."""
+    """All cases that are measured."""
     return [Case(name, bits) for name in INSTRUCTION_SET for bits in SWIZZLES]
 
 
@@ -133,21 +133,21 @@ class Probe:
         return int(clock[:, 1].max() - clock[:, 0].min())
 
     def complaint(self) -> str:
-        """What is wrong with the addresses or the data of the launches so far; "" if nothing."""
+        """The first error in the addresses or the data of the launches so far, or ""."""
         if not np.array_equal(self.address.cpu().numpy(), addresses(self.case)):
             return "the addresses from the CuTe layout are not the expected ones"
         tile = self.tile.cpu().numpy().view(np.uint16)
         if not np.array_equal(tile, tile_image(self.case, touched=not self.is_load)):
-            return "shared memory does not hold what it should"
+            return "shared memory does not contain the expected data"
         if self.is_load:
             loaded = self.loaded.cpu().numpy().view(np.uint32)
             if not (loaded == fragments(self.case.what)).all():
-                return "the registers do not hold what they should"
+                return "the registers do not contain the expected data"
         return ""
 
 
 def measure(case: Case, device: torch.device, model: Model) -> Row:
-    """One case, checked and timed. HangError where the kernel does not end; other failures go into the row."""
+    """One case, checked and timed. HangError if the kernel hangs; other failures are recorded in the row."""
     row = Row(case)
     try:
         row.predicted_ways = ways(case, model)
@@ -225,7 +225,7 @@ def table(rows: Iterable[Row], counted: bool) -> list[str]:
 
 
 def launch_for_counters(path: pathlib.Path, device: torch.device) -> None:
-    """The profiled process: a short and a long launch of each case; writes to `path` which cases those were."""
+    """The profiled process: a short and a long launch of each case; writes the names of the cases to `path`."""
     done = []
     for case in cases():
         try:
@@ -241,7 +241,7 @@ def launch_for_counters(path: pathlib.Path, device: torch.device) -> None:
 
 
 def count(rows: Sequence[Row]) -> str:
-    """Fill in the counters' wavefronts by profiling this module in another process; why there are none, or ""."""
+    """Fill in the counters' wavefronts by profiling this module in another process; the reason if that fails, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "launched.json"
         command = [sys.executable, "-m", f"{__package__}.bank_conflicts", "--launch-only", str(path)]
@@ -261,7 +261,7 @@ def count(rows: Sequence[Row]) -> str:
 
 
 def measure_all(device: torch.device, model: Model) -> tuple[list[Row], bool]:
-    """(all rows with their verdicts, whether a kernel did not end: the rest is then missing)."""
+    """(all rows with their verdicts, whether a kernel hung: the rows after it are then missing)."""
     rows: list[Row] = []
     hung = False
     for case in cases():
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 1 if bad or hung or uncounted else 0
     if hung:
         sys.stdout.flush()
-        os._exit(status)  # a normal exit would wait for a kernel without end
+        os._exit(status)  # a normal exit would wait for the kernel that hangs
     return status
 
 

@@ -1,7 +1,7 @@
 """Shared-memory wavefronts as Nsight Compute counts them, for kernels launched in a known order.
 
-What a metric is called differs between versions and chips, so the tool is asked which it has, and of several that would
-do the first that counted something is believed.
+Names of metrics differ between versions and chips: the tool is asked which it has, and the first suitable one that
+counted anything is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ QUERY_SECONDS, PROFILE_SECONDS = 60.0, 400.0
 
 
 class CounterError(RuntimeError):
-    """Nsight Compute is not there, or gave nothing that can be read."""
+    """Nsight Compute is not installed, or its output cannot be read."""
 
 
 def sources(instruction: Instruction) -> list[str]:
@@ -49,7 +49,7 @@ def sources(instruction: Instruction) -> list[str]:
 
 
 def available(ncu: str) -> tuple[str, ...]:
-    """Those of METRICS that `ncu` says this GPU has; ESSENTIAL where it does not say."""
+    """Those of METRICS that this GPU has, according to `ncu`; ESSENTIAL if `ncu` does not tell."""
     try:
         asked = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True, timeout=QUERY_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -61,13 +61,13 @@ def available(ncu: str) -> tuple[str, ...]:
 def profile(command: Sequence[str], kernels: str) -> list[dict[str, float]]:
     """Metrics of each launch whose kernel's name has `kernels` in it, in the order of launching.
 
-    CounterError where there is no ncu or it reports no launch.
+    CounterError if ncu is missing or reports no launch.
     """
     ncu = shutil.which("ncu")
     if ncu is None:
         raise CounterError("ncu is not on the PATH")
     said = ""
-    for metrics in dict.fromkeys((available(ncu), ESSENTIAL)):  # a name it refuses makes it refuse all
+    for metrics in dict.fromkeys((available(ncu), ESSENTIAL)):  # a single unknown name makes ncu reject all of them
         options = ["--clock-control", "none", "--csv", "--kernel-name", f"regex:{kernels}"]
         try:
             done = subprocess.run(
@@ -115,5 +115,5 @@ def per_instruction(
 
 
 def agrees(counted: float, predicted: int) -> bool:
-    """Whether the counter says what the model does; it is exact but for what else the multiprocessor does."""
+    """Whether counter and model agree, except for the few wavefronts of the kernel's other instructions."""
     return abs(counted / predicted - 1) <= TOLERANCE

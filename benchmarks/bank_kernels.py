@@ -1,17 +1,17 @@
 # mypy: ignore-errors
-"""A kernel that does nothing but one shared-memory instruction, with addresses from a CuTe layout, and times it.
+"""A kernel that issues one kind of shared-memory instruction, with addresses from a CuTe layout, and times it.
 
-    registers, shared memory  <- what the host prepared
+    registers, shared memory  <- data from the host
     barrier, clock
     loop: 16 different instructions of each warp, whose lanes' addresses were computed before it
     clock, barrier
     cycles, addresses, registers, shared memory -> global
 
 The addresses are those of the forward kernels' own tiled copies over `atoms.sm80`'s swizzles; the instruction itself is
-inline PTX. Seen in machine code, and therefore tested there: ptxas moves plain loads out of the loop (only the last
-pass's are needed, hence `volatile`), and waits for each load at once where an operation on its result follows, which
-would measure latency (hence nothing follows: a pass overwrites what the one before has loaded). The addresses grow by
-a run-time number (zero) in each pass, so that no pass repeats another as far as a compiler can tell.
+inline PTX. Two things that ptxas does, and that the tests therefore check in machine code: it moves plain loads out of
+the loop (only those of the last pass are needed, hence `volatile`), and it waits for each load at once if an operation
+on its result follows, which would measure latency (hence none follows: a pass overwrites the registers of the one
+before). The addresses grow by a run-time number (zero) in each pass, so the compiler cannot merge passes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class BankProbe:
         return found
 
     def issue(self, address, held, source, j):
-        """Instruction `j` at a lane's `address`: the registers of a load; None of a store or of a copy."""
+        """Instruction `j` at a lane's `address`: the registers of a load; None for a store or a copy."""
         if self.what.path == "load":
             return cute.arch.inline_ptx(self.ptx, write_only_types=[Int32] * REGISTERS, read_only_args=[address])
         if self.what.path == "copy":
@@ -127,8 +127,8 @@ class BankProbe:
     def __call__(
         self,
         mTile: cute.Tensor,  # (WORDS,) raw shared memory, before and after
-        mSource: cute.Tensor,  # (INSTRUCTIONS, LANES, REGISTERS) what is stored or copied
-        mLoaded: cute.Tensor,  # (warps, INSTRUCTIONS, LANES, REGISTERS) what the last pass loaded
+        mSource: cute.Tensor,  # (INSTRUCTIONS, LANES, REGISTERS) data to store or copy
+        mLoaded: cute.Tensor,  # (warps, INSTRUCTIONS, LANES, REGISTERS) data that the last pass loaded
         mAddress: cute.Tensor,  # (INSTRUCTIONS, LANES) byte offsets in the tile
         mClock: cute.Tensor,  # (warps, 2) cycle counter before and after the loop
         passes: Int32,

@@ -1,7 +1,7 @@
-"""What the bank-conflict benchmark issues, as plain arithmetic: which lane touches what, and what must arrive where.
+"""The access patterns of the bank-conflict benchmark, as plain arithmetic: each lane's addresses and resulting data.
 
 Everything here is derived from the PTX description of the instructions, not from CuTe, so that the kernels' addresses
-and data are compared with something that they do not share.
+and data are checked against an independent source.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import numpy.typing as npt
 ROWS = COLS = 64  # a tile of 128-byte rows, the widest that one swizzle atom covers
 ELEMENT_BYTES = 2
 LANES = 32
-BANKS, BANK_BYTES = 32, 4
 INSTRUCTIONS = 16  # different ones in a row; together they cover the tile once (st.shared.b32: its first 16 columns)
 REGISTERS = 4  # room for each lane's data; 32-bit stores use the first
-POISON = 0x7FC1  # in no element of the tile's numbering
+POISON = 0x7FC1  # a value that no element of the tile has
 
 Ints = npt.NDArray[np.int64]
 # (32 byte addresses, bytes of a lane's access, whether it is an asynchronous copy) -> ways of each phase
@@ -34,12 +33,12 @@ class Instruction:
     Attributes:
         name: as the table calls it.
         path: shared memory to registers, registers to shared memory, or global to shared memory.
-        lane_bytes: what one lane's address stands for.
+        lane_bytes: bytes that one lane accesses at its address.
         pattern: "matrices" 16x16 elements, lane l at row l % 16; "pairs" accumulators of mma.sync m16n8; "rows" eight
             lanes side by side in a row of 128 bytes; "halves" four in each of two rows, four apart; "columns" lane
             l in row l.
         sass: its name in machine code, a regular expression.
-        judged: whether cycles can contradict the model; copies wait for L2 as well, so that only counters can.
+        judged: whether cycles can contradict the model; copies also wait for L2, so that only counters can.
     """
 
     name: str
@@ -124,7 +123,7 @@ def lane_coordinates(instruction: Instruction) -> tuple[Ints, Ints]:
 
 
 def byte_offset(rows: Ints, cols: Ints, swizzle_bits: int) -> Ints:
-    """Where an element of the row-major tile lies, in bytes from the tile's 1024-byte aligned base."""
+    """Offset of an element of the row-major tile, in bytes from the tile's 1024-byte aligned base."""
     chunk = (cols // 8) ^ (rows & ((1 << swizzle_bits) - 1))
     return ELEMENT_BYTES * (rows * COLS + chunk * 8 + cols % 8)
 
@@ -144,7 +143,7 @@ def ways(case: Case, model: Model) -> list[int]:
 
 
 def fragments(instruction: Instruction) -> npt.NDArray[np.uint32]:
-    """What each lane's registers hold before a store or after a load: (INSTRUCTIONS, LANES, REGISTERS).
+    """Contents of each lane's registers before a store or after a load: (INSTRUCTIONS, LANES, REGISTERS).
 
     An element's value is its number, row * COLS + column; the lower half of a register is the first of its two.
     Registers that the instruction does not use are 0.
@@ -170,7 +169,7 @@ def fragments(instruction: Instruction) -> npt.NDArray[np.uint32]:
 
 
 def tile_image(case: Case, touched: bool) -> npt.NDArray[np.uint16]:
-    """The tile's raw shared memory, (ROWS * COLS,): every element, or with `touched` only what the case stores."""
+    """The tile's raw shared memory, (ROWS * COLS,): every element, or with `touched` those that the case stores."""
     rows, cols = np.divmod(np.arange(ROWS * COLS), COLS)
     if touched and case.what.lane_bytes < 16:
         first_rows, first_cols = lane_coordinates(case.what)

@@ -1,4 +1,4 @@
-"""One cell, several implementations: each is checked, and the right ones are timed side by side."""
+"""One cell, several implementations: each is checked, and the correct ones are timed side by side."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ Maker = Callable[[Inputs], Runner]  # an implementation over the inputs of one c
 
 
 def measure(
-    cell: Cell, makers: Mapping[str, Maker], where: torch.device, rounds: int = ROUNDS, matmul: Matmul | None = None
+    cell: Cell, makers: Mapping[str, Maker], device: torch.device, rounds: int = ROUNDS, matmul: Matmul | None = None
 ) -> dict[str, Any]:
-    """Check every implementation, then time the right ones side by side, beside a matrix product where one is given.
+    """Check every implementation, then time the correct ones side by side, and a matrix product if one is given.
 
-    The last of them that is right serves the others as the known right output: peers come last. One that raises or is
-    wrong has a "problem"; a peer without such a mask is "left out", and a peer's rms error is told, not judged. Times
-    are medians of the rounds, each relieved of what made it slower or faster for all. HangError: the device did not
-    come back.
+    The last correct one (peers come last) provides the output that the others are compared with. An implementation
+    that raises or is wrong has a "problem"; a peer without such a mask is "left out", and a peer's rms error is
+    reported, not judged. Times are medians of the rounds, after the removal of each round's common drift.
+
+    Raises:
+        HangError: the device does not finish a call.
     """
-    inputs = make_inputs(cell, where)
+    inputs = make_inputs(cell, device)
     reference = accuracy.make_reference(inputs)
     results: dict[str, dict[str, Any]] = {name: {} for name in makers}
     runners: dict[str, Runner] = {}
@@ -40,7 +42,7 @@ def measure(
         checked = results[name]
         try:
             run = makers[name](inputs)
-            out = _checked_call(run, inputs, where)
+            out = _checked_call(run, inputs, device)
         except HangError:
             raise
         except Exception as failure:
@@ -59,7 +61,7 @@ def measure(
         runners[name] = run
     del known_right
     ordered = {name: runners[name] for name in makers if name in runners}
-    times = _times(ordered | ({MATMUL: matmul.run} if matmul else {}), where, rounds)
+    times = _times(ordered | ({MATMUL: matmul.run} if matmul else {}), device, rounds)
     for name in ordered:
         milliseconds = median(times[name])
         tflops = cell.flops / (milliseconds * 1e9)
@@ -82,21 +84,21 @@ def measure(
     }
 
 
-def _times(runners: Mapping[str, Runner], where: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds a call in each round, without the rounds' common factors."""
-    samples = interleaved(runners, where, rounds, BATCH_MS)
+def _times(runners: Mapping[str, Runner], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a call in each round, with each round's common drift removed."""
+    samples = interleaved(runners, device, rounds, BATCH_MS)
     factors = round_factors(list(samples.values()))
     return {name: [ms / factor for ms, factor in zip(own, factors, strict=True)] for name, own in samples.items()}
 
 
-def _checked_call(run: Runner, inputs: Inputs, where: torch.device) -> torch.Tensor:
-    first_call(run, where)  # compiles
+def _checked_call(run: Runner, inputs: Inputs, device: torch.device) -> torch.Tensor:
+    first_call(run, device)  # compiles
     accuracy.poison(inputs.q)
-    return first_call(run, where)
+    return first_call(run, device)
 
 
 def one_line(failure: BaseException) -> str:
-    """What went wrong, in at most 300 characters."""
+    """The failure in at most 300 characters."""
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
 
 
@@ -110,13 +112,13 @@ def progress(cell: Mapping[str, Any]) -> str:
 
 
 def write(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """A result as JSON with figures rounded to what was measured; makes the directory."""
+    """Writes a result as JSON, figures rounded to five digits; makes the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(dict(result)), indent=1) + "\n")
 
 
 def rounded(value: Any) -> Any:
-    """JSON values with figures rounded to what was measured."""
+    """JSON values with figures rounded to five digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the GPU can do at best in this very run, what it is, and what a call costs the host."""
+"""The GPU's name, its peak rates measured in the same run, and the host time of a call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_LENGTH = 20  # of the shapes that are new: below, calls are of another len
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Date, device and versions: what is needed to read the numbers later."""
+    """Date, device and versions, to be stored with the numbers."""
     versions = {"python": platform.python_version()} | machine.versions()
     found: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), "versions": versions}
     if device.type == "cuda":

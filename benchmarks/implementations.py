@@ -26,7 +26,7 @@ NAMES = OURS + PEERS
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
-    """None where the implementation can run on `device`, else the reason in words."""
+    """None if the implementation can run on `device`, else the reason in words."""
     if name not in NAMES:
         return f"implementation is {name!r}; allowed: {', '.join(NAMES)}"
     if name in PEERS and (reason := missing_peer(name)):
@@ -63,6 +63,6 @@ def target_of(device: torch.device) -> str:
 
 
 def maker(name: str, cell: Cell, overrides: Sequence[Variant] = ()) -> Maker:
-    """What makes a name's runner; one of our families runs the last override that applies to the cell."""
+    """The function that makes a name's runner; our families run the last override that applies to the cell."""
     override = next((v for v in reversed(overrides) if v.family == name and v.applies(cell)), None)
     return functools.partial(runner, name) if override is None else functools.partial(variant_runner, override)

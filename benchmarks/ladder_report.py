@@ -61,7 +61,7 @@ def _gain_text(now: float | None, before: float | None, entry: Result | None) ->
 
 
 def insert(text: str, path: pathlib.Path) -> None:
-    """Replace what stands between the markers in a markdown file; ValueError where it does not have them."""
+    """Replace the text between the markers in a markdown file; ValueError if the markers are missing."""
     report.insert(text, path, "ladder")
 
 
@@ -76,7 +76,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
     figure, axes = pyplot.subplots(len(families), 1, figsize=(10, 3.4 * len(families)), squeeze=False)
     for axis, family in zip(axes[:, 0], families, strict=True):
         _plot_ladder(axis, family, result["rungs"][family], cells_of(result, family))
-    figure.suptitle(f"What each optimisation is worth, bf16, {result['environment']['gpu']}", fontsize=12)
+    figure.suptitle(f"Effect of each optimisation, bf16, {result['environment']['gpu']}", fontsize=12)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

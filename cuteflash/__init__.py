@@ -3,7 +3,14 @@
 Importing registers the operators `torch.ops.cuteflash.*`; it loads neither the compiler nor CUDA.
 """
 
-from cuteflash.api import flash_attn_func
-from cuteflash.version import VERSION as __version__
+import contextlib
+import sys
+
+from cuteflash.startup import quiet_interrupts
+
+# `python -m cuteflash` imports this package before it runs `__main__`; meanwhile sys.argv[0] is "-m".
+with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
+    from cuteflash.api import flash_attn_func
+    from cuteflash.version import VERSION as __version__
 
 __all__ = ["__version__", "flash_attn_func"]

@@ -2,7 +2,7 @@
 
 In a checkout, an unpacked source distribution or an editable installation they are packages of these names. A wheel
 installs them as `cuteflash_layouts` and `cuteflash_benchmarks` (see setup.py), since other wheels may bring packages
-of the plain names. Either way a command gets those that belong to this `cuteflash`, whatever else lies on the path.
+of the plain names. Either way a command gets those that belong to this `cuteflash`, whatever else is on `sys.path`.
 """
 
 from __future__ import annotations

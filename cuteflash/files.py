@@ -12,21 +12,21 @@ COPY_ATTEMPTS = 5
 
 
 class NoDirectoryError(Exception):
-    """There is no directory for a user's files; the text says why."""
+    """No directory for a user's files can be determined; the text says why."""
 
 
 def user_directory(variable: str, xdg_variable: str, under_home: str) -> pathlib.Path:
-    """Where files of one kind lie. Not created here.
+    """The directory of one kind of files. Not created here.
 
     Args:
         variable: the environment variable that names the directory itself.
-        xdg_variable: the one of the XDG base directory, which gets a `cuteflash` in it; relative paths are ignored, as
-            that specification asks.
-        under_home: what stands for the latter where it is not set, relative to the home directory.
+        xdg_variable: the variable of the XDG base directory, below which the directory is called `cuteflash`; relative
+            paths are ignored, as the XDG specification asks.
+        under_home: the XDG base directory if its variable is not set, relative to the home directory.
 
     Raises:
         NoDirectoryError: the directory is in a home that does not exist: containers run with user ids that have
-            neither $HOME nor an entry in the user database, and `~name` may name nobody.
+            neither $HOME nor an entry in the user database, and the user of `~name` may not exist.
     """
     named = os.environ.get(variable)
     base = os.environ.get(xdg_variable)
@@ -42,9 +42,9 @@ def user_directory(variable: str, xdg_variable: str, under_home: str) -> pathlib
 
 
 def replace_file(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file, whole or not at all: under a temporary name beside it, which then becomes its own.
+    """Writes a file, whole or not at all: under a temporary name beside it, which is then renamed.
 
-    Only this user may read it. OSError if the system refuses; what was there before is then still there.
+    Only this user may read it. OSError if the system refuses; an earlier file then remains.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -58,9 +58,9 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
 
 
 def copy_together(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Copies files as they all were at one moment; one that is missing has no copy. The paths of the copies.
+    """Copies files as they all were at one moment; a missing one is skipped. Returns the paths of the copies.
 
-    OSError if the system refuses, or if they change whenever they are copied.
+    OSError if the system refuses, or if a file changes during every attempt.
     """
     copies = [folder / path.name for path in paths]
     for _ in range(COPY_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""How to install what an optional part of cuteflash needs, from where this cuteflash came from."""
+"""How to install the packages of an optional part of cuteflash, as this cuteflash was installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXTRA_OF_OURS = re.compile(r"cuteflash\[(.+)\]")
 
 
 def how_to_install(extra: str) -> str:
-    """A command that installs what the extra `extra` needs, in words.
+    """A sentence with the command that installs the packages of the extra `extra`.
 
     In a checkout it installs the checkout with the extra. A wheel may be known to no package index that pip asks, so
     that the packages of the extra are named instead.

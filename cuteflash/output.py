@@ -1,4 +1,4 @@
-"""Output files: whether a path can be written is known before the work, and nothing half-written is left behind."""
+"""Output files: a path is checked before the work begins, and no partly written file is left behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_directory(path: pathlib.Path) -> None:
 
 
 def _check_writable(path: pathlib.Path, directory: pathlib.Path) -> None:
-    """By trying: permission bits do not tell of read-only file systems, quotas, or what root may do."""
+    """By trying: permission bits do not cover read-only file systems, quotas and root's rights."""
     while not directory.exists():
         directory = directory.parent  # where the missing ones will be made
     if not directory.is_dir():
@@ -64,7 +64,7 @@ def _check_writable(path: pathlib.Path, directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _said(path: pathlib.Path) -> Iterator[None]:
-    """Turns the system's refusal into a ValueError that names the output."""
+    """Turns an OSError into a ValueError that names the output."""
     try:
         yield
     except OSError as error:

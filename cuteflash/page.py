@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: the frame and base in `cuteflash/web/`, and their maker's styles, scripts and data."""
+"""Self-contained HTML pages: the base in `cuteflash/web/`, and each kind's own styles, scripts and data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-BASE = "cuteflash"  # whose `web` has what every page is made of
+BASE = "cuteflash"  # its folder `web` contains the base of every page
 TEMPLATE, STYLE, SCRIPT = "page.html", "base.css", "base.js"
 SLOT = re.compile(r"\{\{(\w+)\}\}")
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
@@ -18,13 +18,13 @@ DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', r
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """What the pages of one kind are made of beside the base.
+    """What the pages of one kind add to the base.
 
     Attributes:
-        package: in whose folder `web` the files lie.
-        styles, scripts: their names; in this order, as a file uses what those before it define.
-        content: what the page shows, in a word: "report".
-        bar: HTML of what stands in the top bar beside title and theme.
+        package: the package whose folder `web` contains the files.
+        styles, scripts: names of the files, in this order, since a file uses what those before it define.
+        content: a word for what the page shows: "report".
+        bar: HTML for the top bar, beside title and theme.
     """
 
     package: str
@@ -56,7 +56,7 @@ class Page:
 
 
 def data_of(page: str) -> Any:
-    """The data in a page's HTML, None where it has none. ValueError where that is no JSON."""
+    """The data in a page's HTML, None if it has none. ValueError if the data are not JSON."""
     found = DATA.search(page)
     return json.loads(found[1]) if found else None
 

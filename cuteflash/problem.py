@@ -1,10 +1,10 @@
-"""What is asked of a kernel: everything that changes the generated code, and nothing that does not.
+"""What a kernel computes: everything that changes the generated code, and nothing that does not.
 
 A problem never holds a length, a batch size, a stride, a scale or a window size: those are run-time
 arguments of the compiled kernel, so calls that differ only in them share one compilation.
 
-Problems are composed: `Operands` are the matrices of the two products, `Scores` what happens to a score between them,
-`Storage` how sequences lie in memory. An operation's problem adds what only that operation knows.
+Problems are composed: `Operands` describes the matrices of the two products, `Scores` what happens to the scores
+between them, `Storage` how sequences lie in memory. An operation's problem adds what only that operation needs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """What happens to the scores before their softmax.
+    """The steps between scores and softmax.
 
     Attributes:
         mask: ``"full"``, ``"causal"`` (bottom-right aligned) or ``"window"`` (both edges at run time).
@@ -105,8 +105,8 @@ class Storage:
     """How the sequences of a batch lie in memory.
 
     Attributes:
-        q: of Q and O. ``"dense"``: one length for all, a batch mode. ``"varlen"``: one after the other, each with its
-            own length.
+        q: of Q and O. ``"dense"``: one length for all, in a batch mode. ``"varlen"``: one after the other, each with
+            its own length.
         k: of K and V, likewise.
     """
 
@@ -120,10 +120,10 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FwdProblem:
-    """One forward attention kernel to generate.
+    """The problem that a forward kernel is generated for.
 
     Attributes:
-        operands, scores, storage: see there.
+        operands, scores, storage: see these classes.
         has_lse: the log-sum-exp of each row is written, fp32, natural log.
     """
 
@@ -152,7 +152,7 @@ class FwdProblem:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What it asks for beyond a mask, which not every row serves."""
+        """The features in use, beyond a mask, which not every row serves."""
         asked: dict[Feature, bool] = {
             "softcap": self.scores.softcap,
             "lse": self.has_lse,
@@ -162,15 +162,15 @@ class FwdProblem:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether a query may see no key of a block that its tile visits, or none at all."""
+        """Whether a block that a tile visits may have no visible key for some query of the tile."""
         return self.scores.mask != "full" or self.storage != Storage()
 
     def packed(self, heads: int) -> Self:
-        """The same with `heads` query heads of one KV head in the rows of a tile."""
+        """The same problem with `heads` query heads of one KV head in the rows of a tile."""
         return dataclasses.replace(self, operands=dataclasses.replace(self.operands, packed_heads=heads))
 
     def asking(self, *, softcap: bool, lse: bool) -> Self:
-        """The same with and without what rows are compiled with and without."""
+        """The same with these optional features on or off."""
         return dataclasses.replace(self, scores=dataclasses.replace(self.scores, softcap=softcap), has_lse=lse)
 
 
@@ -196,7 +196,7 @@ def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[
 
 
 def problem_id(problem: FwdProblem) -> str:
-    """Identity of a problem, readable: `"bf16 128x128 causal"`, then `softcap`, `lse`, `packed 4` where they apply."""
+    """Identity of a problem, readable: `"bf16 128x128 causal"`, then `softcap`, `lse`, `packed 4` if they apply."""
     operands = problem.operands
     extras: list[str] = [name for name in FEATURES if name in problem.features]
     if operands.packed_heads > 1:

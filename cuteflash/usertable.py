@@ -2,7 +2,7 @@
 
 One JSON file a table, ``<operation>-<target>-<family>.json``, in the config directory: $CUTEFLASH_CONFIG_DIR, or
 `cuteflash` under $XDG_CONFIG_HOME or ~/.config. A process reads each file once. One that fails its checks or is from
-another version of cuteflash is reported and left aside: the shipped table serves.
+another version of cuteflash is reported and ignored: the shipped table is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TableError(ValueError):
 
 
 class TableWarning(UserWarning):
-    """A user's table is left aside; the shipped one is used."""
+    """A user's table is ignored; the shipped one is used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class MeasuredRow:
 
     @property
     def note(self) -> str:
-        """What stands beside the row in a table."""
+        """The measurement in a few words, for a comment beside the row."""
         return f"{self.gpu}, {self.date}, {self.tflops:.0f} TFLOP/s"
 
 
 def config_dir() -> pathlib.Path | None:
-    """Where the user's tables lie; None where that is in a home that does not exist. Not created here."""
+    """The directory of the user's tables; None if it is in a home that does not exist. Not created here."""
     try:
         return _directory()
     except TableError:
@@ -75,12 +75,12 @@ def _directory() -> pathlib.Path:
 
 
 def _directory_of_tables() -> pathlib.Path | None:
-    """`config_dir` for those who look for tables: TableError where CUTEFLASH_CONFIG_DIR, which may mean some, fails."""
+    """`config_dir`, to read tables from: TableError if CUTEFLASH_CONFIG_DIR is set and fails."""
     return _directory() if os.environ.get(VARIABLE) else config_dir()
 
 
 def table_path(key: TableKey) -> pathlib.Path | None:
-    """The file of a table, there or not; None where there is no config directory."""
+    """The path of a table's file, which may not exist; None if there is no config directory."""
     root = config_dir()
     return None if root is None else root / _file_name(key)
 
@@ -91,7 +91,7 @@ def _file_name(key: TableKey) -> str:
 
 @functools.cache
 def load(key: TableKey) -> tuple[MeasuredRow, ...]:
-    """The user's rows, none where there is no table. TableWarning, once a process, where there is an unusable one."""
+    """The user's rows, none if there is no table. TableWarning, once a process, if the table cannot be used."""
     try:
         return read(key)
     except TableError as error:
@@ -100,7 +100,7 @@ def load(key: TableKey) -> tuple[MeasuredRow, ...]:
 
 
 def read(key: TableKey) -> tuple[MeasuredRow, ...]:
-    """The user's rows as the file has them now, none where there is no file.
+    """The user's rows as the file has them now, none if there is no file.
 
     Raises:
         TableError: the file cannot be read, is corrupt or outdated, or has a row that its target does not run; or
@@ -121,7 +121,7 @@ def read(key: TableKey) -> tuple[MeasuredRow, ...]:
 
 
 def check_writable() -> pathlib.Path:
-    """The config directory, made where it is missing. TableError where a file cannot be written there."""
+    """The config directory, made if it is missing. TableError if no file can be written into it."""
     root = _directory()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def check_writable() -> pathlib.Path:
 
 
 def write(key: TableKey, rows: Iterable[MeasuredRow]) -> pathlib.Path:
-    """Replaces the user's table, whole or not at all; returns its path. Processes that have read it do not see it.
+    """Replaces the user's table, whole or not at all; returns its path. Processes that read it before keep the old one.
 
     Raises:
         TableError: a row is not one of this table, or the directory cannot be written.
@@ -146,7 +146,7 @@ def write(key: TableKey, rows: Iterable[MeasuredRow]) -> pathlib.Path:
     }
     content = json.dumps(table, indent=1).encode()
     try:
-        _parse(content, key)  # what is written can be read
+        _parse(content, key)  # never write what cannot be read
         replace_file(path, content)
     except (OSError, ValueError) as error:
         raise TableError(f"the user's table {path} is not written: {error}") from error
@@ -155,7 +155,7 @@ def write(key: TableKey, rows: Iterable[MeasuredRow]) -> pathlib.Path:
 
 
 def remove() -> list[pathlib.Path]:
-    """Removes every table of the user, readable or not; returns their paths. TableError where one cannot be removed."""
+    """Removes every table of the user, readable or not; returns their paths. TableError if one cannot be removed."""
     root = _directory_of_tables()
     paths = (
         sorted(path for operation in OPERATIONS for path in root.glob(f"{operation}-*.json"))
@@ -173,7 +173,7 @@ def remove() -> list[pathlib.Path]:
 
 @functools.cache
 def version() -> str:
-    """This cuteflash's version, "unknown" where it runs from a source tree that is not installed."""
+    """This cuteflash's version, "unknown" in a source tree that is not installed."""
     try:
         return importlib.metadata.version("cuteflash")
     except importlib.metadata.PackageNotFoundError:
@@ -191,7 +191,7 @@ def _parse(content: bytes, key: TableKey) -> tuple[MeasuredRow, ...]:
     try:
         table = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON ({error})") from error
+        raise ValueError(f"it is not JSON ({error})") from error
     if not isinstance(table, dict):
         raise ValueError(f"it holds a {type(table).__name__}, not a table")
     expected = {"format": FORMAT, "cuteflash": version(), **key._asdict()}
@@ -202,7 +202,7 @@ def _parse(content: bytes, key: TableKey) -> tuple[MeasuredRow, ...]:
     for index, values in enumerate(_field(table, "rows", list), start=1):
         try:
             parsed.append(_measured_row(values, key))
-        except (TypeError, ValueError, ArithmeticError) as error:  # numbers that no check foresees divide by zero
+        except (TypeError, ValueError, ArithmeticError) as error:  # checks of absurd numbers may divide by zero
             raise ValueError(f"row {index}: {error}") from error
     return tuple(parsed)
 
@@ -225,7 +225,7 @@ def _measured_row(values: Any, key: TableKey) -> MeasuredRow:
 
 
 def _traits(values: dict[str, Any], key: TableKey) -> Traits:
-    """The traits, fields that are not there at their defaults."""
+    """The traits; missing fields get their defaults."""
     fields = {field.name: field.default for field in dataclasses.fields(TRAITS[key.operation, key.family])}
     unknown = sorted(values.keys() - fields.keys())
     if unknown:
@@ -239,7 +239,7 @@ def _traits(values: dict[str, Any], key: TableKey) -> Traits:
 
 
 def _field(values: Any, name: str, *kinds: type) -> Any:
-    """`values[name]`, checked to be exactly of one of these types: JSON's true is no number."""
+    """`values[name]`, checked to be exactly of one of these types: JSON's true is not a number."""
     value = values.get(name) if isinstance(values, dict) else None
     if type(value) not in kinds:
         raise ValueError(f"its {name} is {value!r}; allowed: {' or '.join(kind.__name__ for kind in kinds)}")

@@ -1,8 +1,8 @@
-"""CuTe's layout algebra in plain Python, evaluated with numpy: the package's one door to layouts.
+"""CuTe's layout algebra in plain Python, evaluated with numpy: the module that the rest of the package imports.
 
 `Layout`, `Swizzle` and `ComposedLayout` are values (layouts/layout.py), `coalesce`, `composition`, `complement` and the
 inverses treat them as functions (layouts/maps.py), and the divides and products build tilings from those
-(layouts/tiling.py). Errors are ValueErrors (`AlgebraError`) that say what was given; all words are in
+(layouts/tiling.py). Errors are ValueErrors (`AlgebraError`) that say what was given; all messages are in
 layouts/messages.py.
 """
 

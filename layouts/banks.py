@@ -1,9 +1,9 @@
 """Which shared-memory accesses of a warp collide in a bank.
 
 Shared memory has 32 banks of 4 bytes. A warp's access is served in phases of at most 128 bytes: 32 lanes at 4 bytes
-each, 16 at 8, 8 at 16. Every matrix of ldmatrix or stmatrix is a phase as well, 8 rows of 16 bytes. In a phase a bank
-hands out one 4-byte word; lanes that want the same word share it, further words take further passes. cp.async is
-another matter: a phase takes a pass for every 128-byte line it writes to, whatever the banks.
+each, 16 at 8, 8 at 16. Every matrix of ldmatrix or stmatrix is a phase as well, 8 rows of 16 bytes. In one pass a bank
+serves one 4-byte word; lanes that access the same word share it, further words take further passes. cp.async differs:
+a phase takes a pass for every 128-byte line that it writes to, regardless of banks.
 `python -m benchmarks.bank_conflicts --ncu` measures both on a GPU.
 """
 
@@ -28,7 +28,7 @@ def phase_lanes(lane_bytes: int) -> int:
 
 
 def words_by_bank(addresses: Addresses, lane_bytes: int) -> npt.NDArray[np.int64]:
-    """Distinct words that each phase of an access wants from each bank.
+    """Distinct words that each phase of an access reads from or writes to each bank.
 
     Args:
         addresses: byte address of every lane's access, a multiple of `lane_bytes`; up to 32 lanes, whole phases.
@@ -46,9 +46,9 @@ def words_by_bank(addresses: Addresses, lane_bytes: int) -> npt.NDArray[np.int64
 
 
 def ways(addresses: Addresses, lane_bytes: int, asynchronous: bool = False) -> npt.NDArray[np.int64]:
-    """Passes that each phase takes, 1 where nothing collides.
+    """Passes that each phase takes, 1 if it is free of conflicts.
 
-    The largest number of words wanted from one bank; of an asynchronous copy, the number of 128-byte lines.
+    The largest number of words in one bank; for an asynchronous copy, the number of 128-byte lines.
     """
     if asynchronous:
         lines = np.sort(np.asarray(addresses, np.int64).reshape(-1, phase_lanes(lane_bytes)) // PHASE_BYTES, axis=1)

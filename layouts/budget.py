@@ -1,4 +1,4 @@
-"""What a row costs of a multiprocessor: shared memory, registers, resident blocks; against the arch's limits."""
+"""A row's use of a multiprocessor against the arch's limits: shared memory, registers, resident blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cuteflash.traits.sm90 import WARPGROUP, FwdTraitsSm90
 from .scene import Fragment
 
 WARP = 32
-REGISTER_STEP = 8  # the hardware hands out registers to a warp in units of 8 a thread
+REGISTER_STEP = 8  # the hardware allocates registers to a warp in units of 8 a thread
 
 
 def budget(
     traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], report: BuildReport | None
 ) -> dict[str, Any]:
-    """The budgets of a row as JSON values; `report` is the compiler's where the row has been compiled."""
+    """The budgets of a row as JSON values; `report` is the compiler's, if the row has been compiled."""
     used = report.resources if report else None
     registers = _registers(traits, arch, fragments, used)
     return {

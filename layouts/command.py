@@ -30,7 +30,7 @@ TERMINAL_CROP = (32, 32)  # rows and columns of a tile that a terminal gets
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """How pictures show their panels; a panel that lacks the colouring or stage of a whole set takes its own.
+    """How pictures show their panels; in a set of panels, one that lacks the colouring or stage uses its default.
 
     Attributes:
         color: one of `layouts.picture.COLORS`; None leaves it to the panel.
@@ -54,7 +54,7 @@ class StudyPath:
 def read_scene(problem: FwdProblem, target: str, choice: Choice, compile_now: bool = False) -> Scene:
     """The scene of a problem on a target, as the dispatcher chose to run it.
 
-    Its registers as compiled are there where the disk cache has the kernel; with `compile_now` they always are.
+    It includes the compiler's register count if the disk cache has the kernel, and always with `compile_now`.
     """
     request = (choice.kernel_cls, choice.traits, problem, target)
     root = cache_dir()
@@ -64,13 +64,13 @@ def read_scene(problem: FwdProblem, target: str, choice: Choice, compile_now: bo
 
 
 def scene_json(scene: Scene) -> Json:
-    """The scene as JSON values alone, lists for tuples: what whoever reads the JSON gets."""
+    """The scene as JSON values, lists for tuples, as a reader of the JSON gets it."""
     values: Json = json.loads(json.dumps(scene.as_dict()))
     return values
 
 
 def page_text(scene: Json, gallery: Sequence[Json] | None = None) -> str:
-    """One self-contained page that opens on the kernel view; `gallery` is what a page of a site knows of all rows."""
+    """One self-contained page that opens on the kernel view; `gallery` has a site's data on all its rows."""
     path = study_path()
     scenes = path.scenes | {scene["id"]: scene}
     data = page_data("kernel", ROW_VIEWS, scene["id"], scenes, gallery=gallery, lessons=path.lessons)
@@ -79,7 +79,7 @@ def page_text(scene: Json, gallery: Sequence[Json] | None = None) -> str:
 
 @functools.cache
 def study_path() -> StudyPath:
-    """What every page with the study path embeds for it."""
+    """The data that every page with the study path embeds for it."""
     scenes = [scene_json(read_scene(*row)) for row in lesson_scenes()]
     return StudyPath(lesson_data(), {scene["id"]: scene for scene in scenes})
 
@@ -90,9 +90,9 @@ def scene_text(scene: Json) -> str:
 
 
 def panel_text(scene: Json, panel: str | None, view: View, width: int, cropped: bool) -> str:
-    """One panel as text, lines of `width` characters; cropped to what a terminal can show, which it then says.
+    """One panel as text, lines of `width` characters; if cropped to what a terminal can show, a remark says so.
 
-    ValueError: no panel is chosen, there is none of that name, or it lacks the colouring or stage.
+    ValueError: no panel is chosen, none has that name, or it lacks the colouring or stage.
     """
     if panel is None:
         raise ValueError(f"panel is not given; {scene['id']} has: {', '.join(panels(scene))}; all of them with -o DIR")
@@ -105,9 +105,9 @@ def write_panel(scene: Json, panel: str, form: str, view: View, output: pathlib.
 
 
 def write_panels(scene: Json, form: str, view: View, directory: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Every panel into `directory`, which is made where it is missing; yields their paths.
+    """Every panel into `directory`, which is made if it is missing; yields their paths.
 
-    ValueError where no panel has the colouring or the stage.
+    ValueError if no panel has the colouring or the stage.
     """
     names = panels(scene)
     _check_somewhere(scene, names, view)
@@ -123,7 +123,7 @@ def write_panels(scene: Json, form: str, view: View, directory: pathlib.Path) ->
 
 
 def require(form: str) -> None:
-    """Imports what a format needs, so that a missing package is known before the work."""
+    """Imports what a format needs, so that a missing package is reported before the work."""
     if form in SUFFIXES:
         _renderer(form)
 

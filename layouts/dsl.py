@@ -1,7 +1,7 @@
 """Reads layouts, atoms and tensors of CuTe DSL objects into plain values, without a kernel launch and without a GPU.
 
 The DSL makes its objects inside an MLIR context that exists only while it traces a function. `context` opens one
-outside of any: semi-private, and therefore in this module alone.
+outside of any function, by semi-private means, which therefore are used in this module alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def context(arch: str) -> Iterator[None]:
 def layout_of(value: Any) -> Layout | ComposedLayout:
     """A static DSL layout, plain or swizzled, as ours; a swizzle keeps its unit (elements on sm80, bytes on sm90).
 
-    Raises TypeError where a mode is dynamic.
+    Raises TypeError if a mode is dynamic.
     """
     if not hasattr(value, "inner"):
         return Layout(_integers(value.shape), _integers(value.stride))
@@ -43,7 +43,7 @@ def layout_of(value: Any) -> Layout | ComposedLayout:
 
 
 def plain(value: Any) -> Layout:
-    """A static DSL layout without a swizzle as ours; TypeError where it has one."""
+    """A static DSL layout without a swizzle as ours; TypeError if it has one."""
     layout = layout_of(value)
     if not isinstance(layout, Layout):
         raise TypeError(f"{value} is swizzled; a plain layout is needed")
@@ -51,14 +51,14 @@ def plain(value: Any) -> Layout:
 
 
 def coordinates(value: Any, strides: Sequence[int]) -> Layout:
-    """A DSL layout of coordinates as a layout of offsets, where a step in coordinate mode i is worth `strides[i]`."""
+    """A DSL layout of coordinates as a layout of offsets: a step in coordinate mode i becomes `strides[i]`."""
     return Layout(_integers(value.shape), _weighed(value.stride, strides))
 
 
 def extents(tiler: Any) -> tuple[int, ...]:
     """The extents of a tiler's modes: integers, or layouts whose stride must be 1.
 
-    Raises TypeError where a mode permutes: the explorer has no kernel that does, and would draw it wrong.
+    Raises TypeError if a mode permutes: no kernel uses such a mode, and the explorer would draw it wrong.
     """
     found = []
     for mode in tiler:
@@ -83,7 +83,7 @@ def _weighed(stride: Any, strides: Sequence[int]) -> IntTuple:
         return tuple(_weighed(part, strides) for part in stride)
     if isinstance(stride, int):
         if stride:
-            raise TypeError(f"stride {stride} is no coordinate")
+            raise TypeError(f"stride {stride} is not a coordinate")
         return 0
     (mode,) = stride.mode
     return math.prod((_integers(stride.value), strides[mode]))  # type: ignore[arg-type]  # an int by now

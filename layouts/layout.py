@@ -107,13 +107,13 @@ class Layout:
         return 1 + sum((extent - 1) * step for extent, step in self.flat_modes())
 
     def mode(self, index: int) -> Layout:
-        """Top-level mode `index` as a layout of its own; ValueError where there is none."""
+        """Top-level mode `index` as a layout of its own; ValueError if there is none."""
         if not 0 <= index < self.rank:
             raise AlgebraError("mode", layout=self, mode=index)
         return self.modes()[index]
 
     def modes(self) -> tuple[Layout, ...]:
-        """The top-level modes; the layout itself where the shape is an integer."""
+        """The top-level modes; the layout itself if the shape is an integer."""
         if not isinstance(self.shape, tuple) or not isinstance(self.stride, tuple):
             return (self,)
         return tuple(Layout(extent, step) for extent, step in zip(self.shape, self.stride))
@@ -125,7 +125,7 @@ class Layout:
     def __call__(self, coordinate: Coordinate) -> Any:
         """The offset at a coordinate: an integer, a tuple nested at most like the shape, or the same with int arrays.
 
-        Arrays broadcast: `layout((rows[:, None], columns))` is a table. Raises ValueError where the coordinate is
+        Arrays broadcast: `layout((rows[:, None], columns))` is a table. Raises ValueError if the coordinate is
         nested deeper than the shape, has another number of modes, or is negative.
         """
         return _offset(coordinate, self.shape, self.stride)
@@ -233,7 +233,7 @@ def _frozen(nested: Nested) -> IntTuple:
             raise AlgebraError("empty")
         return tuple(map(_frozen, nested))
     try:
-        return operator.index(nested)  # type: ignore[arg-type]  # what is no integer is what this finds out
+        return operator.index(nested)  # type: ignore[arg-type]  # raises for anything but an integer
     except TypeError:
         raise AlgebraError("integer", given=repr(nested)) from None
 

@@ -1,7 +1,7 @@
-"""Layouts as functions: simplify, compose, complement, invert. Definitions follow CuTe's, results are checked harder.
+"""Layouts as functions: simplify, compose, complement, invert. Definitions follow CuTe's, with stricter checks.
 
-CuTe computes composition mode by mode, which is only right where strides and extents divide and no carry runs from one
-mode into the next. Where a result would not be the composed function, these raise instead of returning another one.
+CuTe computes composition mode by mode, which is correct only if strides and extents divide and no carry runs from one
+mode into the next. If the result would not be the composed function, these functions raise an error instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def flatten(layout: AnyLayout) -> AnyLayout:
 def coalesce(layout: AnyLayout, profile: IntTuple | None = None) -> AnyLayout:
     """The same function of an integer with as few modes as possible; with a profile each of its modes by itself.
 
-    Modes beyond the profile stay as they are. Raises ValueError where the profile has more modes than the layout.
+    Modes beyond the profile stay as they are. Raises ValueError if the profile has more modes than the layout.
     """
     if isinstance(layout, ComposedLayout):
         return layout.map(lambda inner: coalesce(inner, profile))
@@ -55,14 +55,14 @@ def filter(layout: Layout) -> Layout:
 
 
 def select(layout: AnyLayout, modes: Sequence[int]) -> AnyLayout:
-    """The layout of the top-level modes with these indices, in this order; ValueError where there is no such mode."""
+    """The layout of the top-level modes with these indices, in this order; ValueError if a mode does not exist."""
     if isinstance(layout, ComposedLayout):
         return layout.map(lambda inner: select(inner, modes))
     return concatenate(*(layout.mode(index) for index in modes))
 
 
 def group(layout: AnyLayout, begin: int, end: int) -> AnyLayout:
-    """The same function with the top-level modes begin <= i < end nested into one; ValueError where there are none."""
+    """The same function with the top-level modes begin <= i < end nested into one; ValueError if they do not exist."""
     if isinstance(layout, ComposedLayout):
         return layout.map(lambda inner: group(inner, begin, end))
     if not 0 <= begin < end <= layout.rank:
@@ -75,7 +75,7 @@ def composition(left: AnyLayout, right: Tiler) -> AnyLayout:
     """The layout i -> left(right(i)) with the shape of `right`, whose modes may split.
 
     A tuple composes mode by mode and drops the modes of `left` beyond it. `right` may reach beyond the size of `left`,
-    whose last mode then goes on. Raises ValueError where the composed function is not a layout: a stride or extent
+    whose last mode then goes on. Raises ValueError if the composed function is not a layout: a stride or extent
     that does not divide, or modes of `right` whose sum carries from one mode of `left` into the next.
     """
     if isinstance(left, ComposedLayout):
@@ -102,7 +102,7 @@ def composition(left: AnyLayout, right: Tiler) -> AnyLayout:
 def complement(layout: Layout, cotarget: int | None = None) -> Layout:
     """The layout of the smallest offsets that, added to those of `layout`, fill up `cotarget` (default: its cosize).
 
-    Increasing, and disjoint from `layout` but for 0. Raises ValueError where the modes of `layout` overlap.
+    Increasing, and disjoint from `layout` except for 0. Raises ValueError if the modes of `layout` overlap.
     """
     cotarget = layout.cosize() if cotarget is None else cotarget
     if cotarget < 1:
@@ -130,9 +130,9 @@ def right_inverse(layout: Layout) -> Layout:
 
 
 def left_inverse(layout: Layout) -> Layout:
-    """A layout L with L(layout(i)) == i, but for modes of stride 0, whose coordinate is lost and comes back as 0.
+    """A layout L with L(layout(i)) == i, except that the coordinate of a mode of stride 0 is lost and becomes 0.
 
-    Raises ValueError where offsets collide or the strides do not divide each other.
+    Raises ValueError if offsets collide or the strides do not divide each other.
     """
     modes = _by_stride(layout)
     if not modes:
@@ -154,22 +154,22 @@ def as_layout(tiler: Layout | int) -> Layout:
 
 
 def check_tiler(layout: Layout, tiler: tuple[Tiler, ...]) -> None:
-    """Raises ValueError where a tiler has no modes, or more of them than the layout."""
+    """Raises ValueError if a tiler has no modes, or more of them than the layout."""
     if not 0 < len(tiler) <= layout.rank:
         raise AlgebraError("tiler_rank", 1, tiler=len(tiler), layout=layout)
 
 
 def _layout_of(modes: Sequence[Mode]) -> Layout:
-    """An integer layout of one mode, 1:0 of none, else a flat tuple."""
+    """The layout of these modes: an integer one for one mode, 1:0 for none, else a flat tuple."""
     if len(modes) == 1:
         return Layout(*modes[0])
     return Layout(*zip(*modes)) if modes else Layout(1, 0)
 
 
 def _coalesced(layout: Layout) -> list[Mode]:
-    """As few modes as possible that are the same function of an integer, also of one beyond the size.
+    """The fewest modes that are the same function of an integer, including integers beyond the size.
 
-    At least one mode. The last one may have extent 1: its stride is where the integers beyond go on.
+    At least one mode. The last one may have extent 1: its stride counts for the integers beyond the size.
     """
     *inner, last = layout.flat_modes()
     result: list[Mode] = []

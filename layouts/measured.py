@@ -1,4 +1,4 @@
-"""What the index says of the shipped rows: how fast a GPU ran them, what sets them apart, which are the same."""
+"""Facts on the shipped rows for the index: measured speed, unusual traits, equal rows of several targets."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def speed(table: TableKey, row: Row) -> dict[str, Any] | None:
 
 
 def apart(table: TableKey, traits: Traits) -> dict[str, Any]:
-    """The traits beside the tile in which a row is not like most rows of its table."""
+    """The traits, other than the tile, in which a row differs from most rows of its table."""
     usual = _usual(table)
     own = dataclasses.asdict(traits)
     return {name: value for name, value in own.items() if name not in SHOWN_ELSEWHERE and value != usual[name]}
 
 
 def kin(table: TableKey, row: Row) -> str:
-    """The same for the same row of all targets that share a table."""
+    """A key that is equal for the same row of all targets that share a table."""
     names = [module.__name__ for module in MODULES[table]]
     return f"{zlib.crc32(repr((names, row)).encode()):08x}"
 

@@ -1,7 +1,7 @@
 """Every error message of the algebra and of the layout parser, in one place.
 
-The page's JavaScript twins (`web/algebra.js`, `web/text.js`) say the same words at the same positions, so that an error
-reads the same in a terminal and in the playground. `{name}` marks what `str.format` fills in.
+The same modules in JavaScript (`web/algebra.js`, `web/text.js`) report the same messages at the same positions, so that
+an error reads the same in a terminal and in the playground. `{name}` is a field of `str.format`.
 Layouts and shapes are filled in as CuTe text without spaces, as `str(layout)` and `text_of(shape)` write them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-MAX_SIZE: Final = 2**24  # elements: what `indices()` evaluates at most
+MAX_SIZE: Final = 2**24  # elements: the most that `indices()` evaluates
 MAX_SHOWN: Final = 2**20  # elements of any layout that appears while a text is evaluated
 MAX_INTEGER: Final = 2**31  # integers in a text, and the reach (cosize) of any layout that appears
 MAX_TEXT: Final = 4096  # characters

@@ -69,14 +69,14 @@ def page_data(
     gallery: Sequence[Mapping[str, Any]] | None = None,
     lessons: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the page's script reads; by family what each trait decides is part of it.
+    """The data that the page's script reads; descriptions of each family's traits are included.
 
     Args:
-        view: the view that opens without a hash in the address.
+        view: the view that opens if the address has no hash.
         views: the views that have a tab.
         scene: id of the page's own row.
         scenes: scenes as JSON values, by id.
-        gallery: what is known of each row that has a page.
+        gallery: facts on each row that has a page.
         lessons: the numbers of the study path.
     """
     return {

@@ -1,4 +1,4 @@
-"""From a kernel's DSL objects to the parts of a scene: what both kernel families have in common."""
+"""From a kernel's DSL objects to the parts of a scene: the code that both kernel families share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE_HEADS = 16  # of the (batch, seqlen, heads, head_dim) tensor that a glob
 OPERAND_AXES = {"A": (0, 2), "B": (1, 2), "C": (0, 1)}  # of a product's (M, N, K)
 Operand = Literal["A", "B", "C"]
 ELEMENT_BYTES = DTYPE_BYTES["bf16"]  # of fp16, too
-Strides = tuple[int, int]  # elements of the whole tile that a step in a copy's or product's two coordinates is worth
+Strides = tuple[int, int]  # steps in a copy's or product's two coordinates, in elements of the whole tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Placed:
     values: Layout
 
     def touch(self, id: str, mode: Literal["read", "write"], counts: Sequence[int], first_thread: int) -> Touch:
-        """What the product's instructions touch of it; they count through (tiles of M, tiles of N, k-blocks)."""
+        """The elements that the product's instructions touch; instructions count (tiles of M, tiles of N, k-blocks)."""
         atom, *moving = self.values.modes()
         steps = [Layout(count, 0) for count in counts]
         for axis, moved in zip(OPERAND_AXES[self.operand], moving):
@@ -55,7 +55,7 @@ class Frame:
 
     Attributes:
         sizes: extent of each axis.
-        groups: warpgroups that tile_m is dealt out to, 64 rows each; 1 on sm80, where the tiled MMA spans all warps.
+        groups: warpgroups that share tile_m, 64 rows each; 1 on sm80, whose tiled MMA spans all warps.
         first_thread: of the first consumer.
         group_threads: threads of one group.
     """
@@ -71,12 +71,12 @@ class Frame:
         return self.sizes[row], self.sizes[col]
 
     def part(self, tensor: str) -> tuple[int, int]:
-        """(rows, cols) of what one group works on."""
+        """(rows, cols) of one group's part of a tensor's tile."""
         rows, cols = self.shape(tensor)
         return (rows // self.groups if AXES[tensor][0] == "m" else rows), cols
 
     def all_groups(self, threads: Layout, tensor: str) -> Layout:
-        """The thread mode of all groups from that of one; groups share K and V."""
+        """The thread mode of all groups, derived from that of one; groups share K and V."""
         if self.groups == 1:
             return threads
         step = self.part(tensor)[0] if AXES[tensor][0] == "m" else 0
@@ -119,7 +119,7 @@ class Frame:
         )
 
     def oriented(self, tensor: str, transposed: bool, everyone: bool = False) -> tuple[tuple[int, int], Strides]:
-        """A tile's extents in the coordinates of a copy or product, and what a step in them is worth."""
+        """A tile's extents in the coordinates of a copy or product, and the elements that a step in each advances."""
         rows, cols = self.shape(tensor) if everyone else self.part(tensor)
         step = self.shape(tensor)[0]
         return ((cols, rows), (step, 1)) if transposed else ((rows, cols), (1, step))
@@ -171,7 +171,7 @@ def ptx_type(dtype: str) -> str:
 
 
 def no_launch(packed_heads: int) -> Any:
-    """Stands for the run-time side of a problem, of which a kernel's fragments need the two scales."""
+    """A stand-in for the run-time part of a problem, from which a kernel's fragments take the two scales."""
     from cutlass import Float32
 
     return types.SimpleNamespace(scale_log2=Float32(1), inner_scale=Float32(1), packed_heads=packed_heads)

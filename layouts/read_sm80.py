@@ -51,7 +51,7 @@ class ReaderSm80:
             shared_tile("K", kernel.smem_layout_k(), plan["k"].start, False, ""),
             shared_tile("V", kernel.smem_layout_v(), plan["v"].start, False, ""),
             shared_tile(
-                "O", kernel.smem_layout_o(), plan["o"].start, False, "Lies over Q, V and K, which are done with."
+                "O", kernel.smem_layout_o(), plan["o"].start, False, "Overlaps Q, V and K, which are no longer needed."
             ),
         )
 
@@ -62,7 +62,7 @@ class ReaderSm80:
         live = f"{blocks} of its k-blocks {'are' if blocks > 1 else 'is'} live at a time."
         copies = "Every warp needs all of it: each element is in the registers of one thread of every warp."
         q_note = "Stays for the whole tile." if self.traits.q_in_regs else live
-        p_note = "The S accumulators, rounded: the same threads hold them where the next product wants its A operand."
+        p_note = "The S accumulators, rounded: already in the threads that need them for A of the next product."
         make = self.frame.fragment
         return (
             make("rQ", "Q", self.of["Q"], held.rQ, q_note),
@@ -82,7 +82,7 @@ class ReaderSm80:
         return self.frame.fragment("rP", "P", self.of["P"], acc_as_operand_a(rounded), note)
 
     def steps(self) -> tuple[Step, ...]:
-        """In the order of the data's way through a tile."""
+        """In the order in which data passes through a tile."""
         fetch_q = self._fetch("Q", self.kernel.copy_q(), once=self.traits.q_in_regs)
         scores = (self._load("Q"), self._load("K"), fetch_q, self._fetch("K", self.kernel.copy_k()))
         values = (self._load("V"), self._fetch("V", self.kernel.copy_v()))
@@ -90,7 +90,7 @@ class ReaderSm80:
         return (*scores, qk, *softmax, *values, pv, *self._epilogue())
 
     def _load(self, tensor: str) -> Step:
-        """Global to shared memory: one stage loads K and V in turns, more load whole blocks ahead."""
+        """Global to shared memory: with one stage K and V load in turn, with more whole blocks load ahead."""
         stages, past = self.traits.kv_stage, self.traits.async_copy
         note = ""
         if tensor != "Q" and stages > 1:

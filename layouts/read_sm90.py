@@ -54,7 +54,7 @@ class ReaderSm90:
         self.of = products(self.frame, kernel)
 
     def roles(self) -> tuple[Role, ...]:
-        """The producer warpgroup, where there is one, then the consumers."""
+        """The producer warpgroup, if there is one, then the consumers."""
         consumers = [
             Role(
                 f"consumer {i}",
@@ -72,7 +72,7 @@ class ReaderSm90:
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
         problem, kernel, plan = self.problem, self.kernel, self.traits.smem_plan
-        share = "O is staged where Q was; the next Q waits for its store." if self.traits.share_q_o else ""
+        share = "O is staged in Q's memory; the next Q waits for its store." if self.traits.share_q_o else ""
         ahead = "The next tile's Q loads into the other stage." if self.traits.q_stage > 1 else ""
         parts = self.traits.mma_warpgroups
         shared = [
@@ -92,14 +92,14 @@ class ReaderSm90:
         )
 
     def fragments(self) -> tuple[Fragment, ...]:
-        """What lies in registers; other operands are read from shared memory by the products themselves."""
+        """Operands and accumulators in registers; products read other operands from shared memory."""
         wg, make = self.warpgroup, self.frame.fragment
         found = [
             make("acc_S", "S", self.of["S"], wg.acc_S, "Four neighbouring lanes hold a row together."),
             make("acc_O", "O", self.of["O"], wg.acc_O, "Stays for the whole tile."),
         ]
         if self.traits.p_in_regs:
-            note = "The S accumulators, rounded: the same threads hold them where the next product wants its A operand."
+            note = "The S accumulators, rounded: already in the threads that need them for A of the next product."
             found.insert(1, make("rP", "P", self.of["P"], wg.tOrP, note))
         if self.traits.q_in_regs:
             found.insert(
@@ -199,7 +199,7 @@ class ReaderSm90:
         )
 
     def _products(self) -> tuple[Step, Step]:
-        """S = Q K^T and O += P V of one key block, with what the traits say of when they are issued."""
+        """S = Q K^T and O += P V of one key block, with the time of their issue according to the traits."""
         overlap, turn = self.traits.overlap, " in the warpgroup's turn" if self.traits.pingpong else ""
         before = (
             f"Issued{turn}, before the PV product of the block before" if overlap else f"Issued{turn}, then waited for"
@@ -216,7 +216,7 @@ class ReaderSm90:
         )
 
     def _softmax(self) -> tuple[Step, ...]:
-        """What turns the scores of a block into P, and O to the maxima that P was taken against."""
+        """The steps that turn the scores of a block into P and rescale O to the new maxima."""
         traits = self.traits
         softmax = SoftmaxSteps(self.frame, self.of, self.problem, CONSUMERS, traits.fixed_max)
         hand_over = softmax.convert() if traits.p_in_regs else self._stage("P", self.kernel.copy_p())
@@ -284,7 +284,7 @@ class ReaderSm90:
         )
 
     def _from_shared(self, placed: Placed, tensor: str, counts: tuple[int, int, int]) -> Touch:
-        """An operand that the product reads from shared memory: by warpgroups, not by threads."""
+        """An operand that the product reads from shared memory: the warpgroup reads it, not single threads."""
         whole = placed.touch(f"s{tensor}", "read", counts, self.frame.first_thread).tv
         return Touch(
             f"s{tensor}",

@@ -28,9 +28,9 @@ class ShippedRow:
     """A row of the shipped tables, and a problem that it runs.
 
     Attributes:
-        masks, dtypes, lengths: all that the row serves and no row above it takes; `problem` has the first mask and
+        masks, dtypes, lengths: those that the row serves and no row above it does; `problem` has the first mask and
             dtype.
-        choice: the shipped tables' for `problem` and the first of `lengths`.
+        choice: that of the shipped tables for `problem` and the first of `lengths`.
     """
 
     target: str
@@ -47,7 +47,7 @@ class ShippedRow:
 
 
 def shipped_rows() -> Iterator[ShippedRow]:
-    """Every row of every table, each with a problem that the shipped tables give to it; a user's own play no part."""
+    """Every row of every table, each with a problem that the shipped tables run with it; user tables are ignored."""
     for (_, target, family), rows in TABLES.items():
         for row in rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
@@ -62,14 +62,15 @@ def shipped_rows() -> Iterator[ShippedRow]:
 
 
 def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
-    """A row's own head_dim_v, then those it may lend its tile to where another row takes its own."""
+    """A row's own head_dim_v, then those it may lend its tile to, in case another row serves its own."""
     return (size for size in reversed(ROW_HEAD_DIMS) if size <= head_dim_v)
 
 
 def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tuple[FwdProblem, str, Choice]]:
-    """What the row runs at its head_dim and this head_dim_v, bf16 and long first: problem, length class, choice.
+    """The problems that the row runs at its head_dim and this head_dim_v, bf16 and long first, with length class and
+    choice.
 
-    Problems with a log-sum-exp or a softcap count only where the row runs no other.
+    Problems with a log-sum-exp or a softcap count only if the row runs no other.
     """
     dtypes = sorted(row.dtypes, key=lambda name: name != "bf16")
     for extra in ({}, {"lse": True}, {"softcap": True}):
@@ -89,7 +90,7 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
 
     Args:
         choice: the dispatcher's.
-        report: the compiler's numbers where the kernel has been compiled for the target.
+        report: the compiler's numbers, if the kernel has been compiled for the target.
     """
     from .read_sm80 import ReaderSm80
     from .read_sm90 import ReaderSm90
@@ -128,7 +129,7 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
 
 
 def scene_id(problem: FwdProblem, target: str, choice: Choice) -> str:
-    """What the scene of a row is called in links and file names."""
+    """The name of a row's scene in links and file names."""
     return "-".join((target, choice.family, _dims(problem), *_words(problem, choice)))
 
 
@@ -138,7 +139,7 @@ def _dims(problem: FwdProblem) -> str:
 
 
 def _words(problem: FwdProblem, choice: Choice) -> list[str]:
-    """Mask and dtype, and what is special; of a row that runs at any length, not a word about lengths."""
+    """Mask, dtype and special features; length classes only if the row does not run all of them."""
     special: list[str] = [name for name in FEATURES if name in problem.features]
     special += choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else []
     return [problem.scores.mask, problem.operands.qk_dtype, *special]
@@ -147,7 +148,7 @@ def _words(problem: FwdProblem, choice: Choice) -> list[str]:
 def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) -> np.ndarray[Any, Any]:
     """Ways of every phase of a shared-memory access: (instructions, warps, phases). Stage 0 stands for all.
 
-    Raises ValueError where the touch has no bank model.
+    Raises ValueError if the touch has no bank model.
     """
     if touch.lane_bytes is None:
         raise ValueError(f"{step.id} touches {touch.id} not by lanes of shared memory")

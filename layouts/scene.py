@@ -1,8 +1,8 @@
-"""What the explorer knows of one kernel row: its tiles, fragments, steps and budgets, as plain values.
+"""The scene of one kernel row: its tiles, fragments, steps and budgets, as plain values.
 
 Axes are m (query row), n (key row), d (column of Q and K) and e (column of V and O); a tensor is a pair of them. An
 element of a tile or fragment is the number `row + rows * col`. `layouts/read_sm80.py` and `layouts/read_sm90.py` fill a
-scene from the kernel's own classes, `as_dict` is what pages and pictures are made of.
+scene from the kernel's own classes; pages and pictures are made from `as_dict`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tile:
 
     Attributes:
         layout: (row, col) or (row, col, stage) to element offset, before the swizzle.
-        swizzle: on element offsets; None where there is none.
+        swizzle: on element offsets; None if there is none.
         base: byte address of the tile: in the block's shared memory, or 0.
         valid: rows and columns that exist in global memory; the others are filled with zeros.
     """
@@ -108,13 +108,13 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Touch:
-    """What one step reads or writes of a tile or fragment.
+    """The elements of a tile or fragment that one step reads or writes.
 
     Attributes:
         tv: (thread, value, instruction) to element; value runs over what one thread moves by one instruction.
-        first_thread: index i of the thread mode is thread `first_thread + i` of the block. Where whole warpgroups
-            issue, all their threads name the same elements.
-        lane_bytes: bytes that a lane accesses in shared memory; None where no bank is involved.
+        first_thread: index i of the thread mode is thread `first_thread + i` of the block. If whole warpgroups
+            issue, all their threads have the same elements.
+        lane_bytes: bytes that a lane accesses in shared memory; None if no bank is involved.
     """
 
     id: str
@@ -126,10 +126,10 @@ class Touch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Descriptor:
-    """A WGMMA operand in shared memory, as its 64-bit matrix descriptor says it.
+    """A WGMMA operand in shared memory, as its 64-bit matrix descriptor describes it.
 
     Attributes:
-        major: "K" where the product's k extent is contiguous, else "MN".
+        major: "K" if the product's k extent is contiguous, else "MN".
         swizzle_bytes: 128, 64, 32 or 0.
         leading_bytes, stride_bytes: the descriptor's two byte offsets; with a swizzled K-major operand the hardware
             ignores the leading one, and the compiler leaves it at 16.
@@ -149,12 +149,12 @@ class Descriptor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One kind of instruction on the data's way through a tile.
+    """One kind of instruction that moves or computes data of a tile.
 
     Attributes:
         role: who issues it; `repeat`: how often.
         instructions: how many each issuing thread, warp or warpgroup issues every time.
-        descriptor: of operands "a" and "b" where they lie in shared memory.
+        descriptor: of operands "a" and "b" that are in shared memory.
         box: (rows, columns) that one TMA instruction moves.
     """
 
@@ -187,7 +187,7 @@ class Role:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scene:
-    """Everything drawn of one row.
+    """All data of one row that is drawn.
 
     Attributes:
         id: unique among the rows, usable as a file name.
@@ -207,15 +207,15 @@ class Scene:
     budget: Mapping[str, Any]
 
     def tile(self, id: str) -> Tile:
-        """The tile of that id; KeyError where there is none."""
+        """The tile of that id; KeyError if there is none."""
         return _named(self.tiles, id)
 
     def fragment(self, id: str) -> Fragment:
-        """The fragment of that id; KeyError where there is none."""
+        """The fragment of that id; KeyError if there is none."""
         return _named(self.fragments, id)
 
     def step(self, id: str) -> Step:
-        """The step of that id; KeyError where there is none."""
+        """The step of that id; KeyError if there is none."""
         return _named(self.steps, id)
 
     def as_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .rows import ShippedRow, shipped_rows, worst_ways
 from .scene import Scene
 
 TITLE = "cuteflash layouts"
-# Pages beside those of the rows: name, which is also their view's, and title.
+# Pages beside those of the rows: name, which is also the name of their view, and title.
 COMMON_PAGES = {
     "index": TITLE,
     "compare": f"{TITLE}: two rows",
@@ -27,7 +27,7 @@ COMMON_PAGES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the gallery: its scene as JSON values and what the index says of it."""
+    """One row of the gallery: its scene as JSON values and its entry in the index."""
 
     scene: dict[str, Any]
     summary: dict[str, Any]
@@ -38,7 +38,7 @@ def chosen_rows(
 ) -> list[ShippedRow]:
     """The shipped rows of these targets, families and head dims of Q and K (None: all), in the tables' order.
 
-    ValueError where none is left.
+    ValueError if none is left.
     """
     rows = [
         row
@@ -53,20 +53,20 @@ def chosen_rows(
 
 
 def make_entry(row: ShippedRow) -> Entry:
-    """Reads one row; its registers are there where the disk cache has the kernel."""
+    """Reads one row; with the compiler's register count if the disk cache has the kernel."""
     scene = read_scene(row.problem, row.target, row.choice)
     return Entry(scene_json(scene), _summary(row, scene))
 
 
 def page_count(rows: int) -> int:
-    """Pages of a gallery of so many rows."""
+    """Number of pages of a gallery of `rows` rows."""
     return rows + len(COMMON_PAGES)
 
 
 def write_site(directory: pathlib.Path, entries: Iterable[Entry]) -> Iterator[pathlib.Path]:
-    """Writes every page of the gallery into `directory`, which is made where it is missing; yields each page's path.
+    """Writes every page of the gallery into `directory`, which is made if it is missing; yields each page's path.
 
-    ValueError where the system refuses to write.
+    ValueError if the system refuses to write.
     """
     entries = list(entries)
     gallery = [entry.summary for entry in entries]

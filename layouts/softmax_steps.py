@@ -15,19 +15,19 @@ from .scene import Kind, Step, Touch
 
 REPAIR_LOG2: Final = int(math.log2(LARGEST_SUM))
 EVERY = "every key block"
-CUT = "those that the mask or the end of the keys cuts"
+CUT = "those cut by the mask or by the end of the keys"
 EXPONENTIAL = "fma.rn.f32, ex2.approx.f32"
 Mode = Literal["read", "write"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SoftmaxSteps:
-    """What the steps work on.
+    """The row's properties that the steps depend on.
 
     Attributes:
         of: the operands of both products by tensor.
-        role: who does it.
-        fixed_max: the trait: key blocks that are seen whole leave the row maxima as they are.
+        role: the warps that execute the steps.
+        fixed_max: the trait: key blocks that are seen whole do not update the row maxima.
     """
 
     frame: Frame
@@ -38,11 +38,11 @@ class SoftmaxSteps:
 
     @property
     def moves(self) -> str:
-        """Which blocks move the row maxima."""
+        """Which blocks update the row maxima."""
         return f"the tile's first key block, and {CUT}" if self.fixed_max else EVERY
 
     def moving(self, fused: bool = True, early_rows: int | None = None) -> Step:
-        """The softmax of a block that moves the row maxima.
+        """The softmax of a block that updates the row maxima.
 
         Args:
             fused: the scale is folded into the exponent's multiply-add, row sums are reduced once a tile.
@@ -68,7 +68,7 @@ class SoftmaxSteps:
         )
 
     def convert(self) -> Step:
-        """P in registers of its own, as the product takes it."""
+        """P in registers of its own, as the product reads it."""
         return self._step(
             "convert_p",
             "P: rounded to the element type",
@@ -80,10 +80,10 @@ class SoftmaxSteps:
         )
 
     def rescale(self, when: str) -> Step:
-        """O, once the maxima have moved."""
+        """O after an update of the maxima."""
         return self._step(
             "rescale_o",
-            "O: rescaled to the moved maxima",
+            "O: rescaled to the new maxima",
             "rescale",
             "mul.f32",
             f"of the key blocks, {CUT}" if self.fixed_max else EVERY,
@@ -92,12 +92,12 @@ class SoftmaxSteps:
         )
 
     def fixed(self, early_rows: int) -> Step:
-        """The softmax of a block that leaves the row maxima as they are."""
+        """The softmax of a block that does not update the row maxima."""
         note = (
-            "A block that is seen whole takes its exponentials against the maxima that its rows have already. It looks "
-            "for no larger scores and rescales nothing. S stays in its registers, and the rounded exponentials "
-            f"go to P's own. Each thread adds up its part of a row; if a lane's sum passes 2^{REPAIR_LOG2} = "
-            f"{2**REPAIR_LOG2}, a vote sends its warp to the repair."
+            "A block that is seen whole uses the present maxima of its rows, without a search for larger scores and "
+            "without rescaling. S stays in its registers, and the rounded exponentials go to P's own. Each thread adds "
+            f"up its part of a row; if the sum of any lane exceeds 2^{REPAIR_LOG2} = {2**REPAIR_LOG2}, its warp "
+            "repairs the block."
         )
         if early_rows == 0:
             note += (
@@ -109,19 +109,19 @@ class SoftmaxSteps:
             note += f"{early} They are rounded after it, since it reads P until then."
         return self._step(
             "fixed_softmax",
-            "P from S, maxima fixed",
+            "P from S, fixed maxima",
             "fixed softmax",
             self._capped(f"{EXPONENTIAL}, {self._rounding()}, vote.sync.any"),
-            "every key block seen whole, but the first",
+            "every key block seen whole except the first",
             [self._p_blocks("acc_S", "read"), self._p_blocks("rP", "write")],
             note,
         )
 
     def repair(self) -> Step:
-        """What a warp does if a score of its rows lies far above their fixed maxima."""
+        """The repair by a warp if a score of its rows lies far above their fixed maxima."""
         return self._step(
             "repair",
-            "Repair: the block's softmax again, maxima moved",
+            "Repair: the block's softmax with new maxima",
             "repair",
             f"max.f32, shfl.sync.bfly.b32, {EXPONENTIAL}, {self._rounding()}, mul.f32",
             "seldom: after a vote",
@@ -132,7 +132,7 @@ class SoftmaxSteps:
                 self._rows("acc_O", "O", "write"),
             ],
             "The warp takes the block's maxima from S, which it still holds, exponentiates and rounds again, and "
-            "rescales O and the row sums. None of its products is in flight then.",
+            "rescales O and the row sums. All of its products have finished before.",
         )
 
     def _step(

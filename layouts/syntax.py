@@ -1,4 +1,4 @@
-"""Reads the text of a layout into a tree whose nodes remember where they stand. The meaning is in layouts/text.py.
+"""Parses the text of a layout into a tree whose nodes record their positions. layouts/text.py evaluates the tree.
 
     input      := tv | expression
     tv         := "TV" layout "on" shape
@@ -31,10 +31,10 @@ _CONTEXT: Final = 60  # characters of the line that an error shows on either sid
 
 
 class LayoutTextError(ValueError):
-    """Layout text that means nothing. `str` shows the line with carets below what is wrong.
+    """Layout text that cannot be evaluated. `str` shows the line with carets below the error.
 
-    Attributes: `text`, all of it; `position`, the 0-based character; `length`, how many characters are meant (0 at the
-    end of the text); `message`, without the drawing.
+    Attributes: `text`, all of it; `position`, the 0-based character; `length`, how many characters are at fault (0 at
+    the end of the text); `message`, without the drawing.
     """
 
     def __init__(self, text: str, position: int, length: int, words: str) -> None:
@@ -50,7 +50,7 @@ class LayoutTextError(ValueError):
 
 
 class LayoutSyntaxError(LayoutTextError):
-    """Text outside the grammar. `expected` says what could have stood at `position`."""
+    """Text outside the grammar. `expected` says what is allowed at `position`."""
 
     def __init__(self, text: str, position: int, length: int, words: str, expected: str) -> None:
         super().__init__(text, position, length, words)
@@ -58,7 +58,7 @@ class LayoutSyntaxError(LayoutTextError):
 
 
 class Kind(enum.Enum):
-    """What a function takes as an argument."""
+    """Kinds of arguments that a function takes."""
 
     LAYOUT = "layout, with or without a swizzle"
     PLAIN = "layout without a swizzle"
@@ -112,7 +112,7 @@ class Number:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nest:
-    """A parenthesised list: a shape, a stride, or a tiler where it holds a LayoutNode at any depth."""
+    """A parenthesised list: a shape, a stride, or a tiler if it contains a LayoutNode at any depth."""
 
     start: int
     end: int
@@ -142,7 +142,7 @@ class SwizzleNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComposedNode:
-    """`swizzle o offset o layout`; the offset is 0 where none is written."""
+    """`swizzle o offset o layout`; the offset is 0 if none is written."""
 
     start: int
     end: int
@@ -177,7 +177,7 @@ Node: TypeAlias = Expression | TVNode | SwizzleNode
 
 
 def parse(text: str) -> Expression | TVNode:
-    """The tree of a layout text. Raises LayoutSyntaxError at the first character that fits nothing."""
+    """The tree of a layout text. Raises LayoutSyntaxError at the first character outside the grammar."""
     return _Parser(text).input()
 
 
@@ -187,7 +187,7 @@ def has_layouts(item: Item) -> bool:
 
 
 def quoted(source: str) -> str:
-    """A piece of the text as messages show it, cut to 40 characters."""
+    """A piece of the text for messages, cut to 40 characters."""
     return f"'{source}'" if len(source) <= 40 else f"'{source[:37]}...'"
 
 
@@ -338,7 +338,7 @@ class _Parser:
         return Number(token.start, token.end, int(digits))
 
     def open(self) -> int:
-        """Takes a '(' and returns where it is."""
+        """Consumes a '(' and returns its position."""
         token = self.take("(", "'('")
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -347,7 +347,7 @@ class _Parser:
         return token.start
 
     def close(self, expected: str) -> int:
-        """Takes a ')' and returns where it ends."""
+        """Consumes a ')' and returns its end."""
         self.depth -= 1
         return self.take(")", expected).end
 

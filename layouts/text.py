@@ -16,8 +16,8 @@ Steps come in the order of evaluation and are named:
     regroup                       what is taken apart
 
 divide is complement(T, size L), concatenate, compose, for each mode of a tiler and then concatenate; product is
-complement(A, size A * cosize B), compose, concatenate; the other divides and products add a regroup where the modes
-move. The value is the last step's result.
+complement(A, size A * cosize B), compose, concatenate; the other divides and products add a regroup if modes move.
+The value is the last step's result.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Value: TypeAlias = Layout | ComposedLayout | ThreadValue
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One operation: what text[start:end] asked for, its operands and its result. Names: see the module."""
+    """One operation, written at text[start:end], its operands and its result. Names: see the module."""
 
     start: int
     end: int
@@ -78,7 +78,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What a text means: its value, and the steps that lead there (the last one's result is the value)."""
+    """The evaluation of a text: its value, and the steps that lead to it (the last one's result is the value)."""
 
     value: Value
     steps: tuple[Step, ...]
@@ -87,7 +87,7 @@ class Result:
 def evaluate(text: str) -> Result:
     """The value of a layout text and its steps.
 
-    Raises LayoutSyntaxError where the text is not of the language, and LayoutTextError where it means nothing (strides
+    Raises LayoutSyntaxError if the text is outside the grammar, and LayoutTextError if it cannot be evaluated (strides
     that are not nested like the shape, an operation that does not exist for its operands, a layout of more than
     MAX_SHOWN elements): its position is the argument at fault.
     """
@@ -215,7 +215,7 @@ class _Evaluator:
         return node.value if isinstance(node, Number) else self.layout(node)
 
     def step(self, node: Node, operation: str, operands: tuple[Operand, ...], result: Layout | ComposedLayout) -> None:
-        """Records a step; raises where its result is too large to show."""
+        """Records a step; raises if its result is too large to show."""
         inner, offset = (result.layout, result.offset) if isinstance(result, ComposedLayout) else (result, 0)
         if inner.size() > MAX_SHOWN:
             raise self.error(node, "size", layout=result, limit=MAX_SHOWN)
@@ -234,5 +234,5 @@ def _integers(node: Item) -> IntTuple:
     """The nested tuple of a shape or stride."""
     if isinstance(node, Number):
         return node.value
-    assert isinstance(node, Nest)  # whoever asks has seen that there is no layout inside
+    assert isinstance(node, Nest)  # the callers have checked that it contains no layout
     return tuple(map(_integers, node.items))

@@ -1,7 +1,7 @@
 """Cutting a layout into tiles (divide) and repeating a tile (product), from composition and complement alone.
 
-Every function takes `trace`, which sees each intermediate result as (operation, operands, result): the playground
-draws them. The default sees nothing.
+Every function takes `trace`, which is called with each intermediate result as (operation, operands, result): the
+playground draws them. The default does nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Trace: TypeAlias = Callable[[str, tuple[Operand, ...], Layout | ComposedLayout],
 
 
 def no_trace(operation: str, operands: tuple[Operand, ...], result: Layout | ComposedLayout) -> None:
-    """The trace that forgets."""
+    """The default trace, which does nothing."""
 
 
 def logical_divide(layout: AnyLayout, tiler: Tiler, trace: Trace = no_trace) -> AnyLayout:
     """(tile, rest): first the elements that `tiler` picks, then how the tile repeats over `layout`.
 
     With a tuple every mode of `layout` is divided by its own tiler; modes beyond stay. Tiles may overhang the end.
-    Raises ValueError where the tiler's modes overlap or do not divide the layout.
+    Raises ValueError if the tiler's modes overlap or do not divide the layout.
     """
     if isinstance(layout, ComposedLayout):
         return _inside(layout, lambda inner: logical_divide(inner, tiler, trace), trace)
@@ -64,7 +64,7 @@ def flat_divide(layout: AnyLayout, tiler: Tiler, trace: Trace = no_trace) -> Any
 def logical_product(block: Layout, tiler: Tiler, trace: Trace = no_trace) -> Layout:
     """(block, repeats): `block`, repeated over the free offsets in the order of `tiler`.
 
-    With a tuple every mode of `block` is repeated by its own tiler; modes beyond stay. Raises ValueError where the
+    With a tuple every mode of `block` is repeated by its own tiler; modes beyond stay. Raises ValueError if the
     modes of `block` overlap or `tiler` does not divide the free offsets.
     """
     if isinstance(tiler, tuple):
@@ -142,7 +142,7 @@ def _regroup(layout: Layout, tiler: Tiler, trace: Trace, arrange: Callable[[Layo
 
 
 def _tile_and_rest(layout: Layout, tiler: Tiler) -> tuple[Layout, Layout]:
-    """What is inside the tile and what counts tiles; a mode that the tiler does not reach belongs to the rest."""
+    """The modes inside the tile and the modes that count tiles; one that the tiler does not reach counts tiles."""
     if not isinstance(tiler, tuple):
         return layout.mode(0), layout.mode(1)
     modes = layout.modes()
@@ -156,5 +156,5 @@ def _padded_product(block: Layout, tiler: Layout, trace: Trace) -> Layout:
 
 
 def _padded(layout: Layout, rank: int) -> Layout:
-    """The layout as a tuple of `rank` modes, 1:0 where it has fewer."""
+    """The layout as a tuple of `rank` modes, filled up with 1:0."""
     return concatenate(*layout.modes(), *[Layout(1, 0)] * (rank - layout.rank))

@@ -18,6 +18,7 @@ from cuteflash.compile.imports import imported
 RANKS: dict[str, int] = {
     "files": 0,
     "install": 0,
+    "startup": 0,
     "output": 0,
     "page": 0,
     "version": 0,
@@ -50,7 +51,7 @@ RANKS: dict[str, int] = {
     "__main__": 13,
     "": 13,  # cuteflash/__init__.py, the public face
 }
-STDLIB_ONLY = ("arguments", "files", "install", "output", "page", "problem", "traits", "version")
+STDLIB_ONLY = ("arguments", "files", "install", "output", "page", "problem", "startup", "traits", "version")
 PLAIN_PACKAGES = ("benchmarks", "layouts", "tests")  # a wheel installs none by this name: see cuteflash.companions
 
 FILE_LINES = 400

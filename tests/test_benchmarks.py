@@ -381,7 +381,7 @@ def test_without_a_gpu_the_command_says_so() -> None:
         (["--head-dim", "12"], "head_dim is 12"),
         (["--seqlen", "1000"], "seqlen is 1000; it must divide the 16384 tokens"),
         (["--set", "all"], "set is 'all'; allowed: grid, real"),
-        (["--inputs", "sink:8", "--plot", "x.png"], "plot is given, which shows plain inputs; inputs is sink:8"),
+        (["--inputs", "sink:8", "--plot", "x.png"], "plot is given, but shows only plain inputs; inputs is sink:8"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], complaint: str) -> None:

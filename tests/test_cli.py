@@ -224,9 +224,9 @@ def test_info_says_why_a_users_table_is_not_used(own_tables: OwnTables) -> None:
     path = own_tables.write("sm_80", "sm80", [])
     path.write_text("{")
     own_tables.forget()
-    with pytest.warns(TableWarning, match="it is no JSON"):
+    with pytest.warns(TableWarning, match="it is not JSON"):
         result = call("info", "--arch", "sm_80")
-    assert "sm_80/sm80: the user's table" in result.stdout and "it is no JSON" in result.stdout
+    assert "sm_80/sm80: the user's table" in result.stdout and "it is not JSON" in result.stdout
     assert "shipped table fwd/sm_80/sm80" in result.stdout
 
 
@@ -354,17 +354,25 @@ def test_the_package_runs_as_a_module(
     assert capsys.readouterr().out == "the command\n"
 
 
-def test_ctrl_c_during_imports_is_quiet() -> None:
-    code = """
+AS_COMMAND = "import cuteflash_command; cuteflash_command.main()"
+AS_MODULE = "import runpy; sys.argv = ['-m']; runpy._run_module_as_main('cuteflash')"  # as python -m cuteflash does it
+
+
+@pytest.mark.parametrize(
+    ("start", "module"),
+    [(AS_COMMAND, "torch"), (AS_MODULE, "torch"), (AS_MODULE, "typer")],
+    ids=["command, torch", "module, torch", "module, typer"],
+)
+def test_ctrl_c_during_imports_is_quiet(start: str, module: str) -> None:
+    code = f"""
 import os, signal, sys
 class Interrupting:
     def find_spec(self, name, path, target=None):
-        if name == "torch":
+        if name == "{module}":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import cuteflash_command
-cuteflash_command.main()
+{start}
 """
     done = run_python(code)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

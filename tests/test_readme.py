@@ -42,7 +42,7 @@ def test_links_lead_to_files() -> None:
 
 def test_words_are_explained_before_they_are_used() -> None:
     glossary = README.index("- **family**")
-    for word in ("famil", "target", "traits", r"\brows?\b", r"\bcells?\b"):
+    for word in ("famil", "target", "problem", "traits", r"\brows?\b", r"\bcells?\b"):
         first = re.search(word, README)
         assert first is not None and first.start() >= glossary, word
 

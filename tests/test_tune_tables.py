@@ -241,7 +241,7 @@ def test_a_users_table_grows_with_each_sweep(own_tables: OwnTables) -> None:
 def test_a_users_table_that_cannot_be_used_is_replaced_and_that_is_said(own_tables: OwnTables) -> None:
     own_tables.put("sm_80", "sm80", "{")
     measured = MEASURED(Row(FwdTraitsSm80(64, 32, 64, 64)))
-    with pytest.warns(TableWarning, match="it is no JSON"):
+    with pytest.warns(TableWarning, match="it is not JSON"):
         write_user(SM80, [measured])
     assert usertable.read(SM80) == (measured,)
 

@@ -106,10 +106,10 @@ def test_a_table_that_cannot_be_believed_says_why(own_tables: OwnTables, changes
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "it is no JSON"),
-        ("[1, 2", "it is no JSON"),
-        (b"\xff\xfe\x00", "it is no JSON"),
-        ("[" * 100_000, "it is no JSON"),
+        ("", "it is not JSON"),
+        ("[1, 2", "it is not JSON"),
+        (b"\xff\xfe\x00", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
         ("[]", "it holds a list, not a table"),
         ("{}", "its format is None, not 2"),
     ],

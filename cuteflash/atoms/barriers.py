@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Uint32
 
 @cute.jit
 def wait_phase(barrier: cute.Pointer, phase: Int32):
-    """Wait until the mbarrier's phase of this parity is complete; only a wait that lasts goes to sleep."""
+    """Wait until the mbarrier's phase of this parity is complete; the thread sleeps only if a first try fails."""
     if not cute.arch.mbarrier_try_wait(barrier, phase):
         cute.arch.mbarrier_wait(barrier, phase)
 
@@ -47,7 +47,7 @@ class TmaRing:
 
     def stage(self, position: Int32) -> Int32:
         """The stage that tile `position` lives in."""
-        return Int32(Uint32(position) % self.stages)  # unsigned: a mask where the count is a power of two
+        return Int32(Uint32(position) % self.stages)  # unsigned: a bit mask if `stages` is a power of two
 
     def phase(self, position: Int32) -> Int32:
         """The parity of the phase that completes when tile `position` lands."""

@@ -18,7 +18,7 @@ def swizzled_tile(rows: int, cols: int, *stages: int, most_bits: int = 3) -> cut
     """A row-major (rows, cols) tile, or a (rows, cols, stages) one, whose 16-byte chunks are XORed with the row.
 
     The eight rows that one ldmatrix phase, or one quarter-warp of 128-bit accesses, touches lie in different banks:
-    S<3,3,3> over 64-wide, S<2,3,3> over 32-wide and S<1,3,3> over 16-wide column slabs (in elements of 2 bytes), where
+    S<3,3,3> over 64-wide, S<2,3,3> over 32-wide and S<1,3,3> over 16-wide column slabs (in elements of 2 bytes), if
     `most_bits` allows it.
     """
     width = swizzle_width(cols)
@@ -62,7 +62,7 @@ def load_copy(dtype: type[cutlass.Numeric], num_threads: int, cols: int, asynchr
 
 
 def load(copy: cute.TiledCopy, source: cute.Tensor, target: cute.Tensor, inside: cute.Tensor | None) -> None:
-    """Copy chunks of global memory to shared memory, zeros where a chunk is not `inside` (a predicate a chunk).
+    """Copy chunks of global memory to shared memory, zeros for a chunk that is not `inside` (a predicate a chunk).
 
     cp.async writes the zeros itself and runs on after this returns. Any other copy goes through registers.
     """

@@ -15,7 +15,7 @@ WARPGROUP_ROWS = 64
 def smem_tile_layout(dtype: type[cutlass.Numeric], rows: int, cols: int, stages: int = 1) -> cute.ComposedLayout:
     """A row-major (rows, cols, stages) tile with the widest swizzle that `cols` allows (128, 64 or 32 bytes).
 
-    The same layout is what TMA writes for a box of `cols` in swizzle-wide slabs and what WGMMA descriptors read.
+    TMA writes this layout for a box of `cols` in swizzle-wide slabs, and WGMMA descriptors read it.
     """
     kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, cols)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)

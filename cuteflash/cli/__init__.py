@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 
 from cuteflash.install import how_to_install
+from cuteflash.startup import quiet_interrupts
 
 
 def load() -> Callable[[], None]:
-    """The command, with everything imported that all its subcommands need."""
+    """The command, after the imports that all its subcommands need."""
     try:
         from cuteflash.cli.app import app
     except ModuleNotFoundError as error:
@@ -20,5 +21,7 @@ def load() -> Callable[[], None]:
 
 
 def main() -> None:
-    """Run the command of `sys.argv`."""
-    load()()
+    """Run the command of `sys.argv`. Ctrl-C during its imports ends it without a traceback."""
+    with quiet_interrupts():
+        command = load()
+    command()

@@ -1,4 +1,4 @@
-"""The commands and their options; what they do lies in the modules beside this one and in the demo."""
+"""The commands and their options; the modules beside this one do the work."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Lengths = Annotated[
 HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q and K, multiples of 8 up to 256.")]
 HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O, one for each --head-dim; default: the same.")]
 WHOLE_TABLE = (
-    "The whole tables: the head dims of every row with every mask, dtype and lengths, each for the row's own target "
-    "(some 300 kernels, ten minutes on two cores). The other options narrow it or, --lse and --softcap, widen it."
+    "The whole tables: the head dims of every row with every mask, dtype and length class, each for the row's own "
+    "target (some 300 kernels, ten minutes on two cores). --lse and --softcap add kernels; the other options select."
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
@@ -115,7 +115,7 @@ def compile_(
     jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = os.cpu_count() or 1,
     as_json: AsJson = False,
 ) -> None:
-    """Compile kernels into the disk cache, here for any target, and report what they cost.
+    """Compile kernels into the disk cache, for any target, and report their registers, spills and shared memory.
 
     Exits with 1 if a kernel does not compile, spills, or draws a warning from ptxas.
     """
@@ -152,7 +152,7 @@ app.add_typer(sweep, name="sweep")
 
 @app.command(context_settings=PASS_THROUGH)
 def demo(context: typer.Context) -> None:
-    """Real sentences through a real model whose attention is ours."""
+    """Run real sentences through a real model with our attention."""
     from cuteflash.cli import demo as module
 
     raise typer.Exit(module.main(context.args))

@@ -1,4 +1,4 @@
-"""The progress bar of commands that make many things."""
+"""The progress bar of commands that process many items."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar() -> Progress:
-    """A bar on stderr: what is being done, how many of how many are, for how long."""
+    """A bar on stderr: the current item, how many of how many are done, the time elapsed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True))

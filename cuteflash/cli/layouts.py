@@ -1,4 +1,4 @@
-"""`cuteflash layouts`: what a kernel does with its data, as one page, as pictures, or every row as a gallery."""
+"""`cuteflash layouts`: a kernel's tiles, fragments and instructions as a page or pictures, or a gallery of all rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KERNELS = ("fwd",)
 PICTURES = ("svg", "png", "ascii")
 FORMATS = ("html", "json", *PICTURES)
 COLORS = ("owner", "bank", "value", "address", "core", "plain")
-PACKAGES = {"numpy": "numpy", "PIL": "pillow"}  # module -> what brings it; both are part of the extra
+PACKAGES = {"numpy": "numpy", "PIL": "pillow"}  # module -> its package; both are part of the extra
 
 Item = TypeVar("Item")
 Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(KERNELS)}.")]
@@ -50,7 +50,7 @@ Panel = Annotated[
 ]
 Color = Annotated[str | None, typer.Option(help=f"Colour of a picture's cells, one of {', '.join(COLORS)}.")]
 Swizzle = Annotated[bool, typer.Option("--swizzle/--no-swizzle", help="Shared-memory addresses of a picture.")]
-Stage = Annotated[int | None, typer.Option(min=0, help="Which buffer of a tile with several a picture shows.")]
+Stage = Annotated[int | None, typer.Option(min=0, help="Which buffer to draw, of a tile with several.")]
 Output = Annotated[pathlib.Path | None, typer.Option("-o", "--output", help="File, or directory, to write.")]
 All = Annotated[bool, typer.Option("--all", help="A page for every shipped row, with an index, into -o DIR.")]
 Compile = Annotated[
@@ -224,7 +224,7 @@ def _needed(output: pathlib.Path | None, example: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _extra() -> Iterator[None]:
-    """Says what to install if a package of the extra is missing."""
+    """Exits with a line that says what to install if a package of the extra is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

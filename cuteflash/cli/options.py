@@ -1,4 +1,4 @@
-"""Comma-separated option values, checked: every complaint names the option, its value and what is allowed."""
+"""Comma-separated option values, checked: every error names the option, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def flags(option: str, text: str) -> list[bool]:
 
 
 def head_dims(head_dim: str | None, head_dim_v: str | None) -> list[tuple[int, int]]:
-    """(head_dim, head_dim_v) pairs; the values themselves are FwdProblem's to check."""
+    """(head_dim, head_dim_v) pairs; FwdProblem checks the values themselves."""
     columns = integers("head_dim", head_dim or "")
     columns_v = integers("head_dim_v", head_dim_v) or columns
     if len(columns_v) == 1:

@@ -1,4 +1,4 @@
-"""Rows of a query tile: tokens, or (packed head, token) where the query heads of one KV head share a tile."""
+"""Rows of a query tile: tokens, or (packed head, token) if the query heads of one KV head share a tile."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How long each sequence of a batch is, and where it begins in memory.
 
-The source runs on Python ints and lists (where the tests try it) and on traced `Int32` values and tensors alike.
+The source runs on Python ints and lists (in the tests) and on traced `Int32` values and tensors alike.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Sequence:
 class Lengths:
     """The lengths of all sequences of a batch.
 
-    A dense batch has one length for all sequences and a batch mode in its tensors: nothing but `seqlen_q` and
-    `seqlen_k` is given, and compiled code has no trace of the rest.
+    A dense batch has one length for all sequences and a batch mode in its tensors: only `seqlen_q` and `seqlen_k` are
+    given, and the other fields leave no code behind.
 
     Attributes:
         seqlen_q, seqlen_k: rows of every sequence of a dense batch; of a packed one, of the longest.
-        cu_q, cu_k: (batch + 1,), in which row each packed sequence begins, then where the last one ends; None if dense.
+        cu_q, cu_k: (batch + 1,), the first row of each packed sequence, then the end of the last one; None if dense.
         used_q, used_k: (batch,), how many of a sequence's rows count, the first ones; None is all.
     """
 

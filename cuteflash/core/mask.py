@@ -53,7 +53,7 @@ class IntervalMask:
         return n_lo, n_hi
 
     def full_n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
-        """The key blocks `[lo, hi)` that every query of `first..last` (inclusive) sees whole; `lo > hi` is none."""
+        """The key blocks `[lo, hi)` that every query of `first..last` (inclusive) sees whole; none if `lo > hi`."""
         _, hi = self.kv_bounds(first)
         n_hi = cutlass.max(hi, 0) // tile_n
         if not has_left_edge(self.kind):

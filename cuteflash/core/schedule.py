@@ -34,8 +34,8 @@ class Schedule(Protocol):
 class TileOrder:
     """The schedule of a dense batch: each head has the same number of query tiles.
 
-    Longest first (causal masks and windows), heads are taken in groups, and inside a group the last query tiles of
-    every head come first. The last tiles to start are then short ones.
+    With `longest_first` (causal masks and windows) heads are taken in groups, and inside a group the last query tiles
+    of every head come first. The last tiles to start are then short ones.
 
     Attributes:
         m_blocks: query tiles of one head.
@@ -59,11 +59,11 @@ class TileOrder:
 
     @staticmethod
     def even_group(group: Int32, m_blocks: Int32, blocks: Int32) -> Int32:
-        """About `group` heads, so many that their tiles fill whole waves of `blocks` persistent blocks.
+        """`group` heads, rounded to a number whose tiles fill whole waves of `blocks` persistent blocks.
 
         A group that ended inside a wave would give some blocks its short tiles and others the long ones of the next.
         """
-        unit = blocks // greatest_common_divisor(m_blocks, blocks)  # the least number of heads that does
+        unit = blocks // greatest_common_divisor(m_blocks, blocks)  # fewest heads that fill whole waves
         return cutlass.max(group // unit, 1) * unit
 
     def size(self) -> Int32:
@@ -74,7 +74,7 @@ class TileOrder:
     def index(self, wave: Int32):
         """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none.
 
-        Longest first, every other wave runs backwards: whoever had the longest tile of one wave has the
+        With `longest_first` every other wave runs backwards: the block with the longest tile of one wave gets the
         shortest of the next, which balances the blocks as well as handing out tiles on demand would.
         """
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]

@@ -1,4 +1,4 @@
-"""One thread's part of a tile of scores, and what happens to scores before their softmax."""
+"""One thread's part of a tile of scores, and the steps before their softmax: softcap and mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScoreTile:
         values: fp32 scores, a view of the accumulator.
         coords: the static coordinates of thread 0's elements in the accumulator's tile: (row, key), of Sᵀ (key, row).
         first_row, first_key: this thread's first element in the tile.
-        inner_scale: what a score is multiplied with before tanh, under a softcap.
+        inner_scale: factor of a score before tanh, if there is a softcap.
         packed_heads: query heads folded into the rows; 1 is none.
         is_transposed: whether the accumulator holds Sᵀ.
     """
@@ -81,7 +81,7 @@ class ScoreTile:
 
     @cute.jit
     def prepare(self, scores: cutlass.Constexpr[Scores], block_key: Int32, bounds: cute.Tensor | None):
-        """What a problem's scores go through, in place.
+        """Apply softcap and mask to the scores of a key block, in place.
 
         Args:
             scores: the problem's.
@@ -101,7 +101,7 @@ class ScoreTile:
 
     @cute.jit
     def hide(self, block_key: Int32, bounds: cute.Tensor, has_left_edge: cutlass.Constexpr[bool]):
-        """Set to -inf what a row does not see; without a left edge, `bounds[:, 0]` is at most 0."""
+        """Set scores of keys that a row does not see to -inf; without a left edge, `bounds[:, 0]` is at most 0."""
         first = block_key + self.first_key
         for r in cutlass.range_constexpr(cute.size(self.values.shape[0])):
             hi = bounds[r, 1] - first

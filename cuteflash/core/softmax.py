@@ -57,9 +57,9 @@ class OnlineSoftmax:
 
     Attributes:
         row_max, row_sum: fp32 register tensors, one element a row of this thread.
-        row_scale: likewise, what O has to be multiplied with after a step.
-        scale_log2: softmax_scale * log2(e), what a score is multiplied with before exp2.
-        may_be_empty: whether a row may hold nothing but -inf so far.
+        row_scale: likewise, the factor by which O has to be multiplied after a step.
+        scale_log2: softmax_scale * log2(e), the factor of a score before exp2.
+        may_be_empty: whether all scores of a row so far may be -inf.
     """
 
     row_max: cute.Tensor
@@ -70,25 +70,25 @@ class OnlineSoftmax:
 
     @classmethod
     def create(cls, num_rows: int, scale_log2: Float32, may_be_empty: bool) -> Self:
-        """A softmax that has seen nothing yet, for `num_rows` rows a thread."""
+        """A softmax before its first block, for `num_rows` rows a thread."""
         row_max, row_sum, row_scale = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(3))
         return cls(row_max, row_sum, row_scale, scale_log2, may_be_empty)
 
     def reset(self) -> None:
-        """Start over: nothing has been seen."""
+        """Start over, before the first block of a tile."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
 
     @cute.jit
     def step(self, scores: cute.Tensor):
-        """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` becomes what O shrinks by."""
+        """Turn `scores` (rows, columns) into exponentials, in place; `row_scale` becomes the factor for O."""
         self.take_peaks(scores, False)
         for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
             self.exponentiate(scores, r)
 
     @cute.jit
     def take_peaks(self, scores: cute.Tensor, is_first: cutlass.Constexpr[bool]):
-        """Move the row maxima to those of `scores` (rows, columns); `row_scale` becomes what sums and O shrink by.
+        """Move the row maxima to those of `scores` (rows, columns); `row_scale` becomes the factor for sums and O.
 
         On the first block nothing was accumulated: the maxima are set, the sums are 0 and `row_scale` is 1.
         """
@@ -110,7 +110,7 @@ class OnlineSoftmax:
         return cutlass.select_(peak == -Float32.inf, Float32(0.0), peak) if self.may_be_empty else peak
 
     def shift(self, row: int) -> Float32:
-        """What is subtracted from a row's scaled scores."""
+        """The number to subtract from a row's scaled scores."""
         return self.finite_max(row) * self.scale_log2
 
     def exponentials(self, scores: cute.Tensor, row: int) -> Iterator[Float32]:
@@ -145,9 +145,9 @@ class OnlineSoftmax:
 
 @dataclasses.dataclass(frozen=True)
 class PlainSoftmax(OnlineSoftmax):
-    """The same as a textbook has it: scores are scaled first, exponentials natural, row sums reduced every step.
+    """The textbook form: scores are scaled first, exponentials are natural, row sums are reduced every step.
 
-    It shows what `OnlineSoftmax` saves. `row_max` is of scaled scores.
+    It shows the gain of `OnlineSoftmax`. `row_max` is of scaled scores.
     """
 
     @cute.jit

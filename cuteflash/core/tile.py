@@ -18,7 +18,7 @@ class KeyBlocks:
     hi: Index
 
     def visits(self, first_keys_first: bool) -> tuple[Index, Index, Index]:
-        """(first, lo, hi): visit key block `first`, then `[lo, hi)` from its end; `lo > hi` if there are none.
+        """(first, lo, hi): visit key block `first`, then `[lo, hi)` backwards; none of these if `lo > hi`.
 
         The first is the last block, or with `first_keys_first` the one of key 0.
         """
@@ -59,11 +59,11 @@ class QueryTile:
         return self.head // self.heads_per_kv
 
     def visited_blocks(self) -> KeyBlocks:
-        """The key blocks that it visits."""
+        """The key blocks that the tile visits."""
         return KeyBlocks(*self.mask.n_blocks(self.first_token, self._last_token(), self.tile_n))
 
     def full_blocks(self) -> tuple[Index, Index]:
-        """The key blocks `[lo, hi)` that every query sees whole; `lo > hi` is none."""
+        """The key blocks `[lo, hi)` that every query sees whole; none if `lo > hi`."""
         return self.mask.full_n_blocks(self.first_token, self._last_token(), self.tile_n)
 
     def rows(self) -> Int32:

@@ -1,1 +1,1 @@
-"""Adapters to other libraries. Each is imported by name and asks for its library only then."""
+"""Adapters to other libraries. Each is imported by name and imports its library only then."""

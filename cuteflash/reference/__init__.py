@@ -17,7 +17,7 @@ from cuteflash.reference.safe_softmax import safe_softmax_attention
 
 
 class Attention(Protocol):
-    """What every step of the ladder is: (q, k, v, scale, window, softcap) to (O, LSE); see `naive.naive_attention`."""
+    """A step of the ladder, (q, k, v, scale, window, softcap) to (O, LSE); see `naive.naive_attention`."""
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def key_bounds(i: int, s_q: int, s_k: int, left: int, right: int) -> tuple[int, int]:
-    """The half-open interval [lo, hi) of keys visible to query `i`; empty (lo == hi) where there is none."""
+    """The half-open interval [lo, hi) of keys visible to query `i`; empty (lo == hi) if it sees none."""
     position = i + s_k - s_q
     lo = 0 if left < 0 else min(max(position - left, 0), s_k)
     hi = s_k if right < 0 else min(max(position + right + 1, 0), s_k)
@@ -29,14 +29,14 @@ def block_bounds(i0: int, i1: int, s_q: int, s_k: int, left: int, right: int) ->
 def visible(
     i0: int, i1: int, j0: int, j1: int, offset: int, left: int, right: int, device: torch.device
 ) -> Tensor | None:
-    """The mask of queries [i0, i1) x keys [j0, j1), or None where all of it is visible.
+    """The mask of queries [i0, i1) x keys [j0, j1), or None if all of it is visible.
 
     Args:
         offset: s_k - s_q, the key position of query 0.
-        device: where the mask is made.
+        device: the device of the mask.
 
     Returns:
-        bool (i1 - i0, j1 - j0), True where the key is visible.
+        bool (i1 - i0, j1 - j0), True if the key is visible.
     """
     inside_left = left < 0 or i1 - 1 + offset - left <= j0
     inside_right = right < 0 or j1 - 1 <= i0 + offset + right

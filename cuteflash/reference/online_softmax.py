@@ -1,6 +1,6 @@
 """Step 3, online softmax: maximum and sum of a row in one pass, block by block.
 
-When a block brings a larger maximum m', the sum so far is worth exp(m - m') of what it was:
+If a block has a larger maximum m', the sum so far is multiplied with exp(m - m'):
 
     m' = max(m, rowmax(S_j))        l' = exp(m - m') l + rowsum(exp(S_j - m'))
 

@@ -29,7 +29,7 @@ def safe_softmax_attention(
     queries, keys, values = grouped(q, k, v)
     mask = visible(0, s_q, 0, s_k, s_k - s_q, window_left, window_right, q.device)
     s = scores(queries, keys, softmax_scale, softcap, mask)
-    if s_k == 0:  # amax has no identity to return for an empty row
+    if s_k == 0:  # amax of an empty row would raise
         m = s.new_full(s.shape[:-1], float("-inf"))
     else:
         m = s.amax(dim=-1)

@@ -29,7 +29,7 @@ def ungrouped(o: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def scores(q: Tensor, k: Tensor, softmax_scale: float, softcap: float, mask: Tensor | None) -> Tensor:
-    """S = scale * Q K^T, capped, with -inf where the mask is False.
+    """S = scale * Q K^T, capped, with -inf in places where the mask is False.
 
     Args:
         q: (b, h_k, g, rows, d).
@@ -55,5 +55,5 @@ def weighted_values(p: Tensor, v: Tensor) -> Tensor:
 
 
 def finite_or_zero(m: Tensor) -> Tensor:
-    """The row maximum to subtract: 0 where no key was visible, since exp(-inf - -inf) would be NaN."""
+    """The row maximum to subtract: 0 if no key was visible, since exp(-inf - -inf) would be NaN."""
     return m.masked_fill(m == float("-inf"), 0.0)

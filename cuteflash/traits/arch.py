@@ -9,7 +9,7 @@ Family = Literal["sm80", "sm90"]
 FAMILIES: tuple[str, ...] = get_args(Family)
 
 KIB = 1024
-BLOCK_SMEM = 1 * KIB  # of each resident block, beside what it asks for, since compute capability 8.0
+BLOCK_SMEM = 1 * KIB  # that the system reserves for each resident block, since compute capability 8.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ ARCHS: dict[str, ArchSpec] = {
 
 
 def get_arch(name: str) -> ArchSpec:
-    """The ArchSpec called `name`; ValueError lists what exists."""
+    """The ArchSpec called `name`; the ValueError for an unknown name lists those that exist."""
     try:
         return ARCHS[name]
     except KeyError:
@@ -59,7 +59,7 @@ def get_arch(name: str) -> ArchSpec:
 
 
 def arch_of_capability(major: int, minor: int) -> ArchSpec:
-    """The ArchSpec of a device's compute capability; NotImplementedError where no kernel runs on it."""
+    """The ArchSpec of a device's compute capability; NotImplementedError if no kernel runs on it."""
     for spec in ARCHS.values():
         if spec.capability == (major, minor):
             return spec

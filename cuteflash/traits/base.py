@@ -1,4 +1,4 @@
-"""What every kernel's traits have in common: padded head dims, a shared-memory plan, a reason why not."""
+"""What every kernel's traits have in common: padded head dims, a shared-memory plan, a check against an arch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuteflash.traits.arch import ArchSpec, Family
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmemRegion:
-    """Where one tensor lies in a block's shared memory; regions that are never live together may overlap.
+    """The place of one tensor in a block's shared memory; regions that are never live together may overlap.
 
     Attributes:
         start: byte offset.
@@ -25,7 +25,7 @@ class SmemRegion:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte after the region."""
         return self.start + self.nbytes
 
 

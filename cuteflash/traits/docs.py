@@ -1,4 +1,4 @@
-"""What the docstring of a class says of its attributes: the sentences in which traits are explained."""
+"""The descriptions of attributes in the docstring of a class: the texts that explain traits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Length classes: how far a call's lengths alone, which no kernel is compiled for, decide which row is fastest.
+"""Length classes: the part of a call's lengths that decides which row is fastest. Kernels are not compiled for lengths.
 
-decode  a handful of queries against a long cache: one row block, the time is that of reading K and V
-short   a prologue, an epilogue and the block scheduler weigh against a main loop of few steps
-long    the main loop is all that counts
+decode  a handful of queries against a long cache: one query tile, and the time is that of reading K and V
+short   the main loop has few steps, so that prologue, epilogue and scheduling of blocks count
+long    only the main loop counts
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 LengthClass = Literal["decode", "short", "long"]
 LENGTH_CLASSES: tuple[LengthClass, ...] = get_args(LengthClass)
 
-DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: beyond it a query tile begins to be used
+DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: more queries begin to fill a query tile
 # Main loops below a dozen steps of 128 keys. 1536 lies between the powers of two that are common and that are timed, so
 # no such length sits on the edge: 1024 is short, 2048 is long.
 LONG_LENGTH = 1536

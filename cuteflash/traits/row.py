@@ -1,4 +1,4 @@
-"""One row of a table, and the words in which tables are written.
+"""One row of a table, and the helpers that tables are written with.
 
 A row serves the head dims, padded up to `ROW_HEAD_DIMS`, that its traits are made for, and the mask kinds, dtypes and
 length classes it names. A table holds the rows of one operation, compile target and kernel family.
@@ -47,7 +47,7 @@ class Row:
     """One row; its head dims are those of its traits.
 
     Attributes:
-        traits: how it runs.
+        traits: the tunable numbers that its kernels are compiled with.
         masks, dtypes, lengths: what it serves, kept in the order of `MASK_KINDS`, `DTYPES` and `LENGTH_CLASSES`.
         without: of `FEATURES`, those that it does not serve: each takes registers that not every tile has left.
 
@@ -72,7 +72,7 @@ class Row:
         object.__setattr__(self, "without", tuple(name for name in FEATURES if name in self.without))
 
     def serves(self, problem: FwdProblem, lengths: str) -> bool:
-        """Whether it is made for problems of this kind, head dims aside, at lengths of this class."""
+        """Whether the row serves this problem at lengths of this class; head dims are not compared."""
         return (
             problem.scores.mask in self.masks
             and problem.operands.qk_dtype in self.dtypes
@@ -91,7 +91,7 @@ class Row:
 
 
 def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
-    """An sm80 row; `more` is what `_fwd_row` takes by name: what the row serves, and fields of its traits."""
+    """An sm80 row; `more` are keyword arguments of `_fwd_row`: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
     return _fwd_row(FwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
 
@@ -105,7 +105,7 @@ def fwd_sm90(
     exp_rows_before_wait: int = 1,
     **more: Any,
 ) -> Row:
-    """An sm90 row; `more` is what `_fwd_row` takes by name: what the row serves, and fields of its traits."""
+    """An sm90 row; `more` are keyword arguments of `_fwd_row`: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
     return _fwd_row(FwdTraitsSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
 

@@ -37,19 +37,19 @@ class FwdTraitsSm80:
         double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
         async_copy: cp.async writes shared memory directly; otherwise every load passes through registers and is waited
             for.
-        swizzle_bits: at most so many address bits are XORed with the row: 3 over 64, 2 over 32 and 1 over 16 columns
+        swizzle_bits: how many address bits are XORed with the row, at most: 3 over 64, 2 over 32 and 1 over 16 columns
             keep every access free of bank conflicts; 0 stores rows as they are.
         eager_loads: K and V are loaded while products run; otherwise a step loads both and waits.
         fused_softmax: the scale is folded into the exponent's multiply-add and row sums are reduced once a tile.
         longest_first: the long tiles of a causal or windowed problem start first.
-        cutlass_symbol: leave "cutlass" in the kernel's symbol, which ptxas takes as leave to schedule more boldly: more
+        cutlass_symbol: leave "cutlass" in the kernel's symbol, for which ptxas schedules more aggressively: more
             latency hidden, more registers and sometimes spills.
         blocks_per_sm: resident blocks the compiler must leave registers for.
     """
 
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm80"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel has at all
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel implements
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
 
@@ -135,7 +135,7 @@ class FwdTraitsSm80:
 
     @property
     def accumulator_regs(self) -> int:
-        """Registers a thread needs for the S and O accumulators and, where it stays there, for Q; P replaces S."""
+        """Registers a thread needs for the S and O accumulators and, with `q_in_regs`, for Q; P replaces S."""
         accumulators = self.tile_m * (self.tile_n + self.head_dim_v) // self.num_threads
         q = self.tile_m * self.head_dim // self.num_threads // 2 if self.q_in_regs else 0
         return accumulators + q

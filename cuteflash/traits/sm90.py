@@ -37,12 +37,12 @@ class FwdTraitsSm90:
         overlap: inside a warpgroup, the next QK product is issued before this step's PV product.
         q_in_regs: Q is loaded from shared memory to registers once a tile, not read by every product.
         p_in_regs: P feeds the PV product from registers; otherwise through shared memory.
-        share_q_o: O is staged where Q was; saves shared memory, but the next tile's Q has to wait for the store.
+        share_q_o: O is staged in Q's memory; saves shared memory, but the next tile's Q has to wait for the store.
         rescale_in_product: O is rescaled between issuing the QK and the PV product, not after the softmax.
-        fixed_max: row maxima are those of the first scores and of blocks that a mask cuts; other exponentials are
-            taken without looking for larger scores, O is not rescaled. A block whose scores outgrow the maxima too far
-            is repaired: its softmax is done again with maxima that move.
-        repair_apart: the repair lies outside of the main loop, which is then shorter and takes some more registers.
+        fixed_max: row maxima are those of the first scores and of masked blocks; other blocks are not searched for
+            larger scores, and O is not rescaled. A block whose scores exceed the maxima by too much is repaired: its
+            softmax is redone with updated maxima.
+        repair_apart: the repair is outside of the main loop, which is then shorter but takes some more registers.
         exp_rows_before_wait: of a thread's two rows, how many have their exponentials taken before the wait for the PV
             product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
         persistent: as many blocks as multiprocessors, each looping over tiles.
@@ -51,7 +51,7 @@ class FwdTraitsSm90:
 
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm90"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel has at all
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel implements
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
 
@@ -94,7 +94,7 @@ class FwdTraitsSm90:
 
     @property
     def producer_regs(self) -> int:
-        """Registers a thread of the producer warpgroup, where there is one."""
+        """Registers a thread of the producer warpgroup, if there is one."""
         return REGISTER_SPLIT[self.mma_warpgroups][0]
 
     @property
@@ -106,7 +106,7 @@ class FwdTraitsSm90:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Barriers, Q, K, V, O (over Q where they share) and, where it goes through shared memory, P."""
+        """Barriers, Q, K, V, O (over Q with `share_q_o`) and, without `p_in_regs`, P."""
         wgs, kv = self.mma_warpgroups, self.kv_stage
         stages = self.q_stage + kv + kv  # each with a barrier for full and one for empty
         plan = {"barriers": SmemRegion(0, 2 * stages * MBARRIER_BYTES)}
@@ -145,7 +145,7 @@ class FwdTraitsSm90:
         if self.pingpong and self.mma_warpgroups == 1:
             return "pingpong needs a second consumer warpgroup"
         if (self.pingpong or self.overlap) and not self.warp_specialized:
-            return "pingpong and overlap need warp_specialized: nobody else loads far enough ahead"
+            return "pingpong and overlap need warp_specialized: only a producer loads far enough ahead"
         if self.fixed_max and (self.rescale_in_product or not self.overlap):
             return "fixed_max needs overlap, and leaves nothing to rescale in the product"
         if self.repair_apart and not self.fixed_max:
@@ -179,7 +179,7 @@ class FwdTraitsSm90:
     def accumulator_regs(self) -> int:
         """Registers a thread needs for the S and O accumulators and, if they stay there, for Q and P.
 
-        Under fixed maxima S stays beside its exponentials, which are rounded once the PV product has left P.
+        Under fixed maxima S stays beside its exponentials, which are rounded once the PV product has read P.
         """
         s = self.tile_n // 2
         o = self.head_dim_v // 2

@@ -1,19 +1,19 @@
 """The shipped rows: which traits run which problem on which target.
 
 If no row is made for a pair (head_dim, head_dim_v), the square rows of the larger one lend their tile. The first row
-whose traits pass `check` wins: a special row stands above the general one, a lender below. The rows lie in files of
-their own, by hand or written by `cuteflash.tune.tables`; what holds for a whole table is said here. Tuning edits the
-rows and nothing else; they are no part of a compiled kernel's cache key.
+whose traits pass `check` is used: a special row stands above the general one, a row that lends its tile below. Rows
+are in files of their own, written by hand or by `cuteflash.tune.tables`; notes on whole tables are here. Tuning edits
+the rows only, and rows are not part of a compiled kernel's cache key.
 
 sm_90a/sm90: three consumer warpgroups up to head dim 64, two beyond: the O accumulator grows with head_dim_v. Q stays
-in registers where they allow it. 192x128 is multi-head latent attention. On the widest heads Q and O share their
+in registers if they suffice. 192x128 is multi-head latent attention. On the widest heads Q and O share their
 memory, which takes equal head dims; the smaller tile below lends itself to the rest.
 
 sm_80/sm80: A100, 163 KiB a block. Four warps on 128 rows read shared memory least, but run out of registers from head
 dim 96 on; so do windows (two masked loops) on wide heads.
 
-sm_90a/sm80: 227 KiB a block, two blocks of the widest head fit into a multiprocessor. What it has no rows for runs as
-on A100.
+sm_90a/sm80: 227 KiB a block, two blocks of the widest head fit into a multiprocessor. Problems without a row of its
+own use the rows of A100.
 
 sm_86, sm_89, sm_120: RTX 30/40/50 and their workstation siblings, 99 KiB a block.
 """

@@ -1,5 +1,5 @@
 "use strict";
-/* What every page is built with: elements, numbers, drawing once a frame, the theme, the frame around its content. */
+/* Helpers of every page: elements, numbers, drawing once a frame, the theme, the page's frame. */
 const Base = {};
 
 (() => {
@@ -104,12 +104,12 @@ const Base = {};
   };
 })();
 
-/** `--top` is the height of the top bar, as what sticks and scrolls below it needs to know. */
+/** Sets `--top`, the height of the top bar, for everything that sticks or scrolls below it. */
 Base.measureTop = () => {
   document.documentElement.style.setProperty("--top", `${document.getElementById("top").offsetHeight}px`);
 };
 
-/** Sets the frame going: theme, skip button, `--top` from now on. Returns the page's data. */
+/** Starts the page's frame: theme, skip button, updates of `--top`. Returns the page's data. */
 Base.start = () => {
   const [top, main, skip, theme] = ["top", "main", "skip", "theme"].map((id) => document.getElementById(id));
   Base.theme.start();

@@ -1,7 +1,7 @@
-"""The numbers and source texts of the study path: what `layouts/web/lessons*.js` shows and never retypes.
+"""The numbers and source texts of the study path, which `layouts/web/lessons*.js` shows.
 
 The traces run the building blocks of `cuteflash.reference`; the schedules follow the kernels' own order of calls, and
-name the lines of those kernels, so that a page says where each step stands.
+name the lines of those kernels, so that a page shows each step in the source.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .turns import turn_data
 _LESSON_PROBLEM = FwdProblem.dense(dtype="bf16", head_dim=128, head_dim_v=128, mask="full")
 _LESSON_ROWS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm90"))
 _LESSON_LENGTHS: LengthClass = (
-    "short"  # whose rows keep Q in registers and share no memory, which is one thing less to explain
+    "short"  # its rows keep Q in registers and share no memory, which makes the lessons simpler
 )
 
 
 def lesson_scenes() -> list[tuple[FwdProblem, str, Choice]]:
-    """What a page must embed for its lessons to be live: (problem, target, choice) of one row of each family.
+    """The rows that a page embeds for its lessons: (problem, target, choice) of one row of each family.
 
-    Both are rows of the gallery, so that a page which holds all rows holds nothing twice.
+    Both are rows of the gallery, so that a page with all rows does not embed them twice.
     """
     problem = _LESSON_PROBLEM
     return [
@@ -40,7 +40,7 @@ def lesson_scenes() -> list[tuple[FwdProblem, str, Choice]]:
 
 
 def lesson_data() -> dict[str, Any]:
-    """Everything that the lessons show beside the scenes, as JSON values without NaN or infinity."""
+    """All data of the lessons beside the scenes, as JSON values without NaN or infinity."""
     scenes = lesson_scenes()
     problem, ampere, choice = scenes[0]
     return {

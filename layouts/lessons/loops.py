@@ -1,6 +1,6 @@
-"""Which tiles FlashAttention-1 and -2 visit, in which order, and what they move to and from slow memory.
+"""The tiles that FlashAttention-1 and -2 visit, in order, and their traffic to and from slow memory.
 
-`tests/layouts/test_lessons.py` holds the orders against what the reference itself visits.
+`tests/layouts/test_lessons.py` compares the orders with the visits of the reference itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Visits = list[tuple[int, int]]
 
 
 def fa1_visits(s_q: int, s_k: int, tile_m: int, tile_n: int, left: int, right: int) -> Visits:
-    """First query and key of each tile in FlashAttention-1's order. It leaves no tile out, whatever the mask."""
+    """First query and key of each tile in FlashAttention-1's order, all tiles under any mask."""
     del left, right
     return [(i0, j0) for j0 in range(0, s_k, tile_n) for i0 in range(0, s_q, tile_m)]
 
 
 def fa2_visits(s_q: int, s_k: int, tile_m: int, tile_n: int, left: int, right: int) -> Visits:
-    """First query and key of each tile in FlashAttention-2's order: for each block of queries, only what it sees."""
+    """First query and key of each tile in FlashAttention-2's order: each block of queries visits the keys it sees."""
     found = []
     for i0 in range(0, s_q, tile_m):
         lo, hi = block_bounds(i0, min(i0 + tile_m, s_q), s_q, s_k, left, right)

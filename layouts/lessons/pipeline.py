@@ -1,9 +1,9 @@
 """The loads of the sm80 kernel's main loop, action by action, for a small number of key blocks.
 
 The kernel's own `prologue`, `load_block` and `attend_block` run (`cuteflash/kernels/sm80/fwd_mma.py`), with stand-ins
-for what they call; every action is such a call and names its line. Whether a load is still in flight when its call
-returns is asked of `cuteflash.atoms.sm80.load`. What a page shows of a buffer is what the kernel may rely on: copies
-are in flight until a wait and a barrier have seen their group.
+for what they call; every action is such a call and names its line. `cuteflash.atoms.sm80.load` decides whether a load
+is still in flight when its call returns. A page shows the state of a buffer that the kernel may rely on: copies count
+as in flight until a wait for their group and a barrier.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from ..dsl import context
 from .replay import Anything, Replay
 
 BLOCKS = 5
-# Stages, and whether Q is kept in registers: as most rows of one stage, and as the lessons' row, which has two.
+# By number of stages, whether Q is kept in registers: as in most rows of one stage, and in the lessons' row of two.
 SHOWN = {1: False, 2: True, 3: True}
-# Title, and which of the switches is off. All shipped rows have both on.
+# Title, and which of the two switches is off. All shipped rows have both on.
 ORDERS = {"as shipped": None, "loads waited for": "eager_loads", "without cp.async": "async_copy"}
 SWITCHES = ("eager_loads", "async_copy")
 
-# "stored": by the threads that loaded it; others know only behind a barrier. "read": this warp is done with it, others
-# may not be; only a barrier makes it free.
+# "stored": by the threads that loaded it; visible to others only after a barrier. "read": by this warp; others may not
+# have read it, so that only a barrier makes it free.
 Status = Literal["free", "loading", "stored", "ready", "reading", "read"]
 Action = dict[str, Any]
 
 
 @dataclasses.dataclass(slots=True)
 class Buffer:
-    """A stage of K or V: which block it holds (None: nothing yet) and whether that may be read."""
+    """A stage of K or V: which block it holds (None: none yet) and whether it may be read."""
 
     block: int | None = None
     status: Status = "free"
 
 
 class Pipeline:
-    """Runs the kernel's functions on buffers and commit groups; `actions` keeps what each call did."""
+    """Runs the kernel's functions on buffers and commit groups; `actions` records each call."""
 
     def __init__(self, traits: FwdTraitsSm80, problem: FwdProblem, blocks: int) -> None:
         self.traits = traits
         self.blocks = blocks
         self.asynchronous = loads_asynchronously(traits, problem)
         self.buffers = {f"s{tensor}[{stage}]": Buffer() for tensor in "KV" for stage in range(traits.kv_stage)}
-        self.open = ["sQ"] if self.asynchronous else []  # tiles with copies that no group holds yet
-        self.groups: list[list[str]] = []  # committed groups that no wait has seen, oldest first
+        self.open = ["sQ"] if self.asynchronous else []  # tiles whose copies are not in a group yet
+        self.groups: list[list[str]] = []  # committed groups not waited for yet, oldest first
         self.actions: list[Action] = []
         self.kernel = Replay(
             (fwd_mma.prologue, fwd_mma.load_block, fwd_mma.attend_block),
@@ -107,7 +107,7 @@ class Pipeline:
         for name, buffer in self.buffers.items():
             if name in landed or buffer.status == "stored":
                 buffer.status = "ready"
-            elif buffer.status == "read":  # the barrier has seen every warp past its product
+            elif buffer.status == "read":  # past the barrier, every warp has finished its product
                 buffer.status = "free"
         what = "wait for every group" if pending == 0 else f"wait for all but the last {pending} of the groups"
         empty = "" if self.asynchronous else ", all of them empty"
@@ -135,7 +135,7 @@ class Pipeline:
 
 
 def loads_asynchronously(traits: FwdTraitsSm80, problem: FwdProblem) -> bool:
-    """Whether the kernel's loads go from global to shared memory by themselves, past the registers."""
+    """Whether the kernel's loads are asynchronous, from global to shared memory, past the registers."""
     copies = []
     cute = SimpleNamespace(
         copy=lambda copy, source, target, pred=None: copies.append((source, target)),
@@ -148,7 +148,7 @@ def loads_asynchronously(traits: FwdTraitsSm80, problem: FwdProblem) -> bool:
 
 
 def traits_of(row: FwdTraitsSm80, stages: int, off: str | None = None) -> FwdTraitsSm80:
-    """The traits of a row with so many stages and a switch off; how many blocks share a multiprocessor is left open."""
+    """The traits of a row with this number of stages and a switch off, not limited by the number of resident blocks."""
     switches = {name: name != off for name in SWITCHES}
     return dataclasses.replace(row, kv_stage=stages, q_in_regs=SHOWN[stages], blocks_per_sm=1, **switches)
 
@@ -179,7 +179,7 @@ def rows_with(traits: FwdTraitsSm80) -> Iterator[str]:
 
 
 def order_data(row: FwdTraitsSm80, problem: FwdProblem, target: str, title: str, off: str | None) -> dict[str, Any]:
-    """One order of loads: by number of stages its actions and the shipped rows, or why it does not go with them."""
+    """One order of loads: by number of stages its actions and the shipped rows, or why it rules that number out."""
     found: dict[str, Any] = {"title": title, "off": off, "stages": {}, "refused": {}}
     if off is not None:
         found["does"] = attribute_docs(FwdTraitsSm80)[off]
@@ -195,7 +195,7 @@ def order_data(row: FwdTraitsSm80, problem: FwdProblem, target: str, title: str,
 
 
 def pipeline_data(row: FwdTraitsSm80, problem: FwdProblem, target: str) -> dict[str, Any]:
-    """The orders of loads of a row's kernel, and the functions that their actions stand in."""
+    """The orders of loads of a row's kernel, and the source of the functions with their actions."""
     sources = Pipeline(row, problem, BLOCKS).kernel.sources
     return {
         "blocks": BLOCKS,

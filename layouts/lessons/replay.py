@@ -11,7 +11,7 @@ from .sources import Source, definition_of, source_of
 
 
 class Anything:
-    """Stands in for values that the order of calls does not depend on."""
+    """A stand-in for values that the order of calls does not depend on."""
 
     def __getattr__(self, name: str) -> Self:
         return self
@@ -23,7 +23,7 @@ class Anything:
 class Replay:
     """Functions as plain Python: without decorators, with `stand_ins` and each other as their only names.
 
-    A function that calls what has no stand-in raises NameError: the kernel has changed, and who replays it must follow.
+    A call without a stand-in raises NameError: the kernel has changed, and the stand-ins have to follow.
 
     Attributes:
         functions, sources: by name.
@@ -43,7 +43,7 @@ class Replay:
         self._names_of_code = {function.__code__: name for name, function in self.functions.items()}
 
     def place(self) -> tuple[str, int]:
-        """For a stand-in: which function called it, and in which of its source's lines."""
+        """For a stand-in: the function that called it, and the index of the calling line in its source."""
         frame = sys._getframe(1)
         while frame.f_code not in self._names_of_code:
             if frame.f_back is None:

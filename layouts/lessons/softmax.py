@@ -18,16 +18,16 @@ from ..softmax_steps import REPAIR_LOG2
 from .sources import source_of
 
 S_Q, S_K, D = 8, 12, 4
-TILE_N = 4  # keys of one block, where the reference takes 256: a reader looks at each of them
+TILE_N = 4  # keys of one block, few enough to show each of them (the reference takes 256)
 SCALE = D**-0.5
 DIGITS = 6
 SEED = 7
 
-FIXED_TABLE = TableKey("fwd", "sm_90a", "sm90")  # whose rows may fix their maxima
+FIXED_TABLE = TableKey("fwd", "sm_90a", "sm90")  # the table whose rows may have fixed maxima
 
 MASKS = {"full": (-1, -1), "causal": (-1, 0), "window": (2, 0)}  # (left, right) as the reference takes them
 
-# What each step of a block is called, and the line of `flash_attention_2` that does it.
+# The name of each step of a block, and its line in `flash_attention_2`.
 STEPS = {
     "scores": "s = scores(",
     "maximum": "m_new = torch.maximum(",
@@ -90,7 +90,7 @@ def expected(mask: str) -> tuple[Tensor, Tensor]:
 
 
 def fixed_rows() -> dict[str, Any]:
-    """How many shipped rows fix their maxima, and log2 of the sum from which they repair a block."""
+    """The number of shipped rows with fixed maxima, and log2 of the sum beyond which they repair a block."""
     rows = [row.traits for row in TABLES[FIXED_TABLE] if isinstance(row.traits, FwdTraitsSm90)]
     fixed = sum(traits.fixed_max for traits in rows)
     return {

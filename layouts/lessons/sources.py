@@ -1,4 +1,4 @@
-"""Source text of the real functions, and the lines in it that a step stands for."""
+"""Source text of the real functions, and the lines that a step refers to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Source:
     lines: tuple[str, ...]
 
     def line(self, text: str) -> int:
-        """Index in `lines` of the one line that contains `text`; ValueError where there is none or are several."""
+        """Index in `lines` of the one line that contains `text`; ValueError if there is not exactly one."""
         found = [index for index, line in enumerate(self.lines) if text in line]
         if len(found) != 1:
             raise ValueError(f"{self.name} in {self.file} has {len(found)} lines with {text!r}, expected one")
@@ -40,9 +40,9 @@ class Source:
 
 
 def definition_of(function: Callable[..., Any]) -> tuple[pathlib.Path, str, ast.FunctionDef]:
-    """The file of a function, its text, and the definition in it. OSError where the source is not installed.
+    """The file of a function, its text, and the definition in it. OSError if the source is not installed.
 
-    It is looked up by name: a function that was compiled as a part of a kernel has a rewritten body and other lines.
+    The definition is found by name: a function that was compiled as a part of a kernel has a rewritten body.
     """
     plain = inspect.unwrap(function)
     path = pathlib.Path(inspect.getsourcefile(plain) or "").resolve()
@@ -55,9 +55,9 @@ def definition_of(function: Callable[..., Any]) -> tuple[pathlib.Path, str, ast.
 
 
 def source_of(function: Callable[..., Any], start: str | None = None) -> Source:
-    """The source of a function, decorators included; from the line that contains `start` on where that is given.
+    """The source of a function, decorators included; from the line that contains `start` on, if that is given.
 
-    ValueError where `start` is not in exactly one line; OSError where the source is not installed.
+    ValueError if `start` is not in exactly one line; OSError if the source is not installed.
     """
     path, text, found = definition_of(function)
     first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])

@@ -1,6 +1,6 @@
 """A model of ping-pong: when the tensor cores and the exponentials of the consumer warpgroups are busy.
 
-It knows two units of a multiprocessor, the rates of docs/performance.md ("The floor") and the order in which
+It models two units of a multiprocessor, with the rates of docs/performance.md ("The floor") and the order in which
 `step_in_order` and `step_overlapped` issue their work; it leaves out latencies, maxima, conversions and rescaling.
 """
 
@@ -26,7 +26,7 @@ class Task:
 
     Attributes:
         key: (warpgroup, "QK" | "softmax" | "PV", block).
-        clocks: how long it takes with the unit to itself.
+        clocks: how long it takes if the unit does nothing else.
     """
 
     key: tuple[int, str, int]
@@ -101,7 +101,7 @@ def _in_turns(found: list[Task], warpgroups: int, overlap: bool) -> list[Task]:
 
 
 def simulate(work: list[Task]) -> list[Span]:
-    """When each task runs, in order of their ends. A unit serves all its running tasks at equal shares."""
+    """When each task runs, in order of their ends. A unit is shared equally by all tasks that run on it."""
     waiting = list(work)
     running: dict[tuple[int, str, int], tuple[Task, float, float]] = {}  # task, start, clocks left
     done: dict[tuple[int, str, int], Span] = {}

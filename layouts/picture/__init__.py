@@ -1,6 +1,6 @@
 """Static pictures of a scene's panels: SVG, PNG and text.
 
-`make_table` says what a panel's cells mean, `lay_out` places them, and `svg`, `png` and `ascii` write them down.
+`make_table` gives text and colour of a panel's cells, `lay_out` places them, and `svg`, `png` and `ascii` write files.
 """
 
 from .coloring import COLORS, colors

@@ -9,12 +9,12 @@ from .model import Table
 
 
 def render(table: Table, width: int = 80, crop: tuple[int, int] | None = None) -> str:
-    """The table as lines of at most `width` characters where a single column fits.
+    """The table as lines of at most `width` characters, or more if a single column is wider.
 
     Args:
-        table: what to print; its colours are left out, its legend with them.
+        table: the table to print, without its colours and legend.
         width: characters of a line.
-        crop: (rows, cols) to print at most; what is left out is said.
+        crop: (rows, cols) to print at most; a remark says what was left out.
     """
     rows, cols = (min(table.rows, crop[0]), min(table.cols, crop[1])) if crop else (table.rows, table.cols)
     lines = [line for text in (table.title, *table.remarks) for line in textwrap.wrap(text, width)]

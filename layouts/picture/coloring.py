@@ -19,7 +19,7 @@ Legend = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Coloring:
-    """Fill of every cell [row][col], what the fills mean, and the same in a sentence (empty for plain)."""
+    """Fill of every cell [row][col], the legend of the fills, and a sentence that explains them (empty for plain)."""
 
     fills: list[list[str]]
     legend: Legend
@@ -27,7 +27,7 @@ class Coloring:
 
 
 def colors(part: Part) -> list[str]:
-    """The colourings that say something about a part."""
+    """The colourings that apply to a part."""
     owners = part.owners()
     says_something = {
         "owner": owners is not None and owners.threads > 1,
@@ -41,7 +41,7 @@ def colors(part: Part) -> list[str]:
 
 
 def standard_color(part: Part) -> str:
-    """The colouring that says most at first sight."""
+    """The default colouring of a part."""
     return {"fragment": "owner", "tile": "bank" if part.shared else "address"}[part.kind]
 
 

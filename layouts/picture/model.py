@@ -1,4 +1,4 @@
-"""What a static picture says (`Table`) and where it lies on paper (`Picture`); knows no scenes and no file formats."""
+"""The content of a static picture (`Table`) and its shapes (`Picture`); independent of scenes and file formats."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 
 from .colors import INK, MUTED, ink
 
-TEXT_CELLS = 128 * 128  # cells that still carry their text: beyond, files grow and nobody reads it
-GROUP = 8  # a line after so many rows and columns: 8 rows of 16 bytes are a core matrix of 16-bit elements
+TEXT_CELLS = 128 * 128  # most cells that are drawn with their text: files with more grow large and cannot be read
+GROUP = 8  # rows and columns between two lines: 8 rows of 16 bytes are a core matrix of 16-bit elements
 MARGIN = 12.0
 LINE_HEIGHT = 16.0
 TEXT_SIZE = 11.0
@@ -29,13 +29,13 @@ class Table:
     """One panel's content, rows x cols cells.
 
     Attributes:
-        title: what it shows.
+        title: heading of the picture.
         remarks: lines below the title.
         row_axis, col_axis: what the coordinates count.
         labels: text of every cell, [row][col].
-        tips: the same in words, for tooltips.
+        tips: a description of every cell, for tooltips.
         fills: colour of every cell, "#rrggbb".
-        legend: (text, colour) of what the colours mean.
+        legend: (text, colour), the meaning of each colour.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rect:
-    """A filled rectangle; `tip` says in words what it is."""
+    """A filled rectangle; `tip` describes it in words."""
 
     x: float
     y: float
@@ -143,7 +143,7 @@ def lay_out(table: Table) -> Picture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Grid:
-    """Where the cells lie."""
+    """Positions of the cells."""
 
     left: float
     top: float

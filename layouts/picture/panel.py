@@ -11,7 +11,7 @@ Words = list[list[str]]
 
 
 def make_table(scene: Json, panel: str, color: str | None = None, stage: int = 0, swizzled: bool = True) -> Table:
-    """What a static picture of a panel says.
+    """The content of a static picture of a panel.
 
     Args:
         scene: one row's scene as JSON values.
@@ -19,10 +19,10 @@ def make_table(scene: Json, panel: str, color: str | None = None, stage: int = 0
         color: one of `colors(part_of(scene, panel))`; None takes the bank in shared memory, the address in global
             memory, the owner in registers.
         stage: which buffer of a tile with several.
-        swizzled: False shows where elements would lie without the swizzle.
+        swizzled: False shows the addresses that elements would have without the swizzle.
 
     Raises:
-        ValueError: no such panel, colouring or stage; says what exists.
+        ValueError: no such panel, colouring or stage; the message lists those that exist.
     """
     part = part_of(scene, panel)
     color = color or standard_color(part)
@@ -80,7 +80,7 @@ def _tile_cells(part: Part, stage: int, swizzled: bool) -> tuple[Words, Words]:
 def _fragment_remarks(part: Part) -> list[str]:
     spec, owners = part.spec, part.owners()
     copies = owners is not None and int(owners.count.max()) > 1
-    more = " of the first owner, + so many others hold the same" if copies else ""
+    more = " of the first owner, + number of other owners" if copies else ""
     return [
         f"{spec['tensor']} in registers: {spec['registers']} a thread, {spec['dtype']}.",
         f"In a cell: T thread V value index{more}.",

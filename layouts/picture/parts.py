@@ -21,7 +21,7 @@ NONE = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owners:
-    """Who holds or moves every cell of a part; grids of (rows, cols) with NONE where nobody does.
+    """The threads that hold or move the cells of a part; grids of (rows, cols), NONE in cells without an owner.
 
     Attributes:
         thread, value: the first owner.
@@ -53,7 +53,7 @@ class Part:
 
     @property
     def shared(self) -> bool:
-        """It lies in shared memory, so its elements have banks."""
+        """Whether it is in shared memory, so that its elements have banks."""
         return self.spec.get("space") == "shared"
 
     @property
@@ -78,7 +78,7 @@ class Part:
         return addresses.reshape(self.shape, order="F")
 
     def owners(self) -> Owners | None:
-        """Whose the cells are: a fragment's threads, else those of the first step that writes, or touches, the tile."""
+        """Owners of the cells: a fragment's threads, else those of the first step that writes, or touches, the tile."""
         if self.kind == "fragment":
             return _owners(self.spec, self.shape, "")
         touches = [(step, touch) for step in self.scene["steps"] for touch in step["touches"]]
@@ -89,7 +89,7 @@ class Part:
         return _owners(touch, self.shape, step["title"])
 
     def core_matrices(self) -> Numbers | None:
-        """Which core matrix of the first instruction reads a cell, (rows, cols); None where no descriptor says it."""
+        """Which core matrix of the first instruction reads a cell, (rows, cols); None if no descriptor says it."""
         for step in self.scene["steps"]:
             for descriptor in (step.get("descriptor") or {}).values():
                 if descriptor and descriptor["tile"] == self.spec["id"]:
@@ -106,7 +106,7 @@ def panels(scene: Json) -> list[str]:
 
 
 def part_of(scene: Json, panel: str) -> Part:
-    """The tile or fragment of that name; ValueError says which there are."""
+    """The tile or fragment of that name; the ValueError for another name lists those that exist."""
     for tile in scene["tiles"]:
         if tile["id"] == panel:
             return Part(scene, "tile", tile)
@@ -127,13 +127,13 @@ def _owners(spec: Json, shape: tuple[int, int], step: str) -> Owners:
     layout = Layout(**spec["tv"])
     threads, values = (mode.size() for mode in layout.modes()[:2])
     at = layout.indices()
-    positions = np.flatnonzero(at < cells)  # a layout may reach beyond the part's end; nothing is there
+    positions = np.flatnonzero(at < cells)  # a layout may reach beyond the part's end
     first = np.full(cells, NONE)
-    first[at[positions][::-1]] = positions[::-1]  # backwards: of several writes to one cell the last one stays
-    nobody = first == NONE
+    first[at[positions][::-1]] = positions[::-1]  # backwards: of several writes to one cell the first owner remains
+    unowned = first == NONE
     block_thread = spec["first_thread"] + spec.get("thread_step", 1) * (first % threads)
-    thread = np.where(nobody, NONE, block_thread)
-    value = np.where(nobody, NONE, first // threads % values)
+    thread = np.where(unowned, NONE, block_thread)
+    value = np.where(unowned, NONE, first // threads % values)
     count = np.bincount(at[positions], minlength=cells)
     thread, value, count = (grid.reshape(shape, order="F") for grid in (thread, value, count))
     return Owners(thread, value, count, threads, values, step)

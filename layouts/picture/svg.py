@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 from .colors import LINE, PAPER
 from .model import Line, Picture, Rect, Text
 
-TIP_CELLS = 4096  # cells that still get a tooltip each
+TIP_CELLS = 4096  # most cells that are drawn with tooltips
 FONT = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 

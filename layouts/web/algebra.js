@@ -1,5 +1,5 @@
 /*
- * CuTe layouts in the browser, the twin of layouts/algebra.py and what it gathers: same results, same errors.
+ * CuTe layouts in the browser, the counterpart of layouts/algebra.py and its modules: same results, same errors.
  * A layout is `{shape, stride}` with congruent nested arrays or numbers, the first mode runs fastest. A composed layout
  * is `{swizzle: [bits, base, shift], offset, layout}`. A tiler is a layout, an integer or an array of tilers.
  */
@@ -50,13 +50,13 @@
     return walk(shape);
   }
 
-  /** True where both trees nest the same way. */
+  /** True if both trees nest the same way. */
   function congruent(a, b) {
     if (!isTuple(a) || !isTuple(b)) return !isTuple(a) && !isTuple(b);
     return a.length === b.length && a.every((mode, i) => congruent(mode, b[i]));
   }
 
-  /** A layout; without `stride` the compact column-major one. Throws AlgebraError where that is none. */
+  /** A layout; without `stride` the compact column-major one. Throws AlgebraError if they are not a layout. */
   function layout(shape, stride = compactStride(shape)) {
     if (flatten(shape).some((extent) => !(extent >= 1))) throw new AlgebraError("shape", 0, { given: shape });
     if (flatten(stride).some((step) => !(step >= 0))) throw new AlgebraError("stride", 0, { given: stride });
@@ -75,7 +75,7 @@
   /** One more than the greatest index of a plain layout. */
   const cosize = (a) => 1 + sum(pairs(a).map(([extent, stride]) => (extent - 1) * stride));
 
-  /* Flat modes as [extent, stride] pairs: the inside of the algebra. */
+  /* Flat modes as [extent, stride] pairs, on which the algebra works. */
   const pairs = ({ shape, stride }) => {
     const strides = flatten(stride);
     return flatten(shape).map((extent, i) => [extent, strides[i]]);
@@ -160,7 +160,7 @@
     return value.layout ? `${text} o ${value.offset} o ${toText(value.layout)}` : text;
   }
 
-  /** `{swizzle}`; throws AlgebraError where the parameters are no permutation of 31-bit integers. */
+  /** `{swizzle}`; throws AlgebraError if the function is not a permutation of 31-bit integers. */
   function makeSwizzle(bits, base, shift) {
     const made = { swizzle: [bits, base, shift] };
     const fits = bits >= 0 && base >= 0 && Math.abs(shift) >= bits && base + bits + Math.abs(shift) <= 31;
@@ -175,7 +175,7 @@
     return { shape: list.map(([extent]) => extent), stride: list.map(([, stride]) => stride) };
   }
 
-  /* As few pairs as are the same function of an integer, also beyond the size: so the last may have extent 1. */
+  /* The fewest pairs that are the same function of an integer, also beyond the size: the last may have extent 1. */
   function merged(layout) {
     const list = pairs(layout);
     const out = [];
@@ -188,7 +188,7 @@
     return out;
   }
 
-  /* `operation` on the layout under a swizzle, which stays. */
+  /* `operation` on the layout under a swizzle, which is kept. */
   const under = (value, operation) =>
     isComposed(value) ? { ...value, layout: operation(value.layout) } : operation(value);
 

@@ -20,7 +20,7 @@
     window.addEventListener("popstate", follow);
     follow();
     show();
-    CF.measureTop(); // the bar is complete; what scrolls to a place in the first frame goes by it
+    CF.measureTop(); // the bar is complete; scrolling in the first frame depends on its height
   }
 
   /* An address without a view that this page has means the page's own. */

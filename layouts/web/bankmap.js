@@ -1,4 +1,4 @@
-/* Two pictures of one instruction's accesses: words wanted by phase and bank, and the banks that each lane hits. */
+/* Two pictures of one instruction's accesses: words by phase and bank, and the banks that each lane accesses. */
 (() => {
   "use strict";
 
@@ -26,9 +26,9 @@
     );
 
   /**
-   * The heat map of one instruction as a table: a row for each phase, a column for each bank, in the cells the words
-   * wanted. `table` is the access's `words`, `ways` its passes, `phase` the chosen row, `choose(phase)` is called with
-   * another.
+   * The heat map of one instruction as a table: a row for each phase, a column for each bank, in the cells the number
+   * of words. `table` is the access's `words`, `ways` its passes, `phase` the chosen row, `choose(phase)` is called
+   * with another.
    */
   function heatMap({ access, swizzle, table, ways, phase, choose }) {
     const wavefronts = ways.reduce((sum, n) => sum + n, 0);
@@ -61,7 +61,7 @@
         { class: "bank-scroll" },
         CF.h(
           "table",
-          { "aria-label": `Words wanted by phase and bank. ${title}` },
+          { "aria-label": `Words by phase and bank. ${title}` },
           CF.h(
             "thead",
             {},
@@ -75,7 +75,7 @@
 
   const plural = (word, count) => (count === 1 ? word : word.replace(/matrix$/, "matrice") + "s");
 
-  /* The banks that decide how long a phase takes are outlined, whatever their colour. */
+  /* The banks with the most words, which decide how long a phase takes, are outlined. */
   function heatCell(words, ways) {
     if (!words) return CF.h("td", { class: "none" }, "·");
     return CF.h("td", { class: ways > 1 && words === ways ? "worst" : null, style: style(words) }, String(words));
@@ -83,9 +83,9 @@
 
   /** Legend of an access's heat map. */
   function legend({ asynchronous }) {
-    const rule = asynchronous ? CF.banks.LINES : "The largest number of a row, outlined, is its ways.";
+    const rule = asynchronous ? CF.banks.LINES : "The largest number of a row, outlined, is the number of passes.";
     const keys = [1, 2, 4, 8].map((words) => CF.h("i", { style: style(words) }, String(words)));
-    return CF.h("p", { class: "bank-legend" }, "Words wanted from a bank:", keys, CF.h("span", {}, `· none. ${rule}`));
+    return CF.h("p", { class: "bank-legend" }, "Words in a bank:", keys, CF.h("span", {}, `· none. ${rule}`));
   }
 
   /** Bank of the first and the last word of an access. */
@@ -95,7 +95,7 @@
     return { first, last, text: first === last ? `bank ${first}` : `banks ${first}–${last}` };
   }
 
-  /* A lane's access as a bar over the 32 banks; hatched where a bank has more than one word to give. */
+  /* A lane's access as a bar over the 32 banks; hatched in banks with more than one word to serve. */
   function strip(address, name, laneBytes, banks) {
     const { first, last, text } = bankRange(address, laneBytes);
     const most = banks ? Math.max(...banks.slice(first, last + 1)) : 1;

@@ -1,4 +1,4 @@
-/* The bank model: which accesses of shared memory collide. No drawing here; layouts/banks.py is the same in Python. */
+/* The bank model: which accesses of shared memory conflict. No drawing here; layouts/banks.py is the same in Python. */
 (() => {
   "use strict";
 
@@ -14,7 +14,7 @@
   /** Lanes served together when each accesses `laneBytes` (4, 8 or 16). */
   const phaseLanes = (laneBytes) => Math.min(WARP, PHASE_BYTES / laneBytes);
 
-  /** Distinct words that each phase wants from each bank, from the lanes' byte addresses: `[Uint8Array(32), ...]`. */
+  /** Distinct words in each bank that each phase accesses, from the lanes' byte addresses: `[Uint8Array(32), ...]`. */
   function wordsByBank(addresses, laneBytes) {
     const lanes = phaseLanes(laneBytes);
     const table = [];
@@ -40,7 +40,7 @@
   }
 
   /**
-   * Passes that each phase takes, 1 where nothing collides: the largest number of words wanted from one bank; of an
+   * Passes that each phase takes, 1 if it is free of conflicts: the largest number of words in one bank; for an
    * asynchronous copy (cp.async), the number of 128-byte lines.
    */
   const ways = (addresses, laneBytes, asynchronous = false) =>
@@ -73,7 +73,7 @@
       return this.lanes / this.phaseLanes;
     }
 
-    /** The swizzle `[bits, base, shift]` of the tile, null where it has none. */
+    /** The swizzle `[bits, base, shift]` of the tile, null if it has none. */
     get swizzle() {
       return this.part.spec.swizzle;
     }
@@ -154,7 +154,7 @@
       this.names = { group: "warpgroup", phase: "core matrix", lane: "row" };
     }
 
-    /* The core matrices are given of the first instruction and warpgroup; others lie as far on as their cells do. */
+    /* The core matrices are those of the first instruction and warpgroup; others are moved as their cells are. */
     cell(group, instruction, lane) {
       const row = lane % CORE_ROWS;
       const core = Math.floor(lane / CORE_ROWS);
@@ -189,7 +189,7 @@
   /** `S<3,3,3>`, or "no swizzle". */
   const swizzleText = (swizzle) => (swizzle ? `S<${swizzle.join(",")}>` : "no swizzle");
 
-  const LINES = "cp.async takes a pass for every 128-byte line that a phase writes to, whatever the banks.";
+  const LINES = "cp.async takes a pass for every 128-byte line that a phase writes to, regardless of banks.";
 
   CF.banks = { LINES, BANKS, WORD, phaseLanes, wordsByBank, ways, accesses, alternatives, swizzleText };
 })();

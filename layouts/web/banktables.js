@@ -1,4 +1,4 @@
-/* The Banks view's tables: all accesses with their conflicts, and what other swizzles of a tile would make of them. */
+/* The Banks view's tables: all accesses with their conflicts, and the same under other swizzles of a tile. */
 (() => {
   "use strict";
 
@@ -85,7 +85,7 @@
    * number of bits shown, `choose(bits)` is called with another.
    */
   function tries({ part, accesses, alternatives, chosen, choose }) {
-    const question = `What if ${part.id} had another swizzle, its layout kept?`;
+    const question = `What if ${part.id} had another swizzle and the same layout?`;
     const own = part.spec.swizzle?.[0] ?? 0;
     const radio = (bits) => ({
       type: "radio",
@@ -133,10 +133,10 @@
     const worst = alternatives.map((swizzle) => Math.max(...accesses.map((access) => access.summary(swizzle).worst)));
     const least = worst.indexOf(Math.min(...worst));
     if (own === least && worst[own] === 1)
-      return `${own} bits are the fewest with which no access of ${part.id} collides.`;
+      return `${own} bits are the fewest without a conflict in any access of ${part.id}.`;
     if (worst[own] === worst[least])
-      return `${least} bits would do as well for ${part.id}: its worst access takes ${worst[least]} passes either way.`;
-    return `With ${least} bits the worst access would take ${worst[least]} passes in place of ${worst[own]}.`;
+      return `${least} bits would be as good for ${part.id}: its worst access takes ${worst[least]} passes either way.`;
+    return `With ${least} bits the worst access would take ${worst[least]} passes instead of ${worst[own]}.`;
   }
 
   CF.bankTables = { accessTable, tries, why, ratio };

@@ -60,7 +60,7 @@
       );
     }
 
-    /** Index of the chosen warp or warpgroup within the access, 0 where the selection is none of its. */
+    /** Index of the chosen warp or warpgroup within the access, 0 if the selection is not part of it. */
     get group() {
       const range = CF.scene.selected();
       const threads = this.access.names.group === "warp" ? 32 : 128;
@@ -98,7 +98,7 @@
       });
     }
 
-    /** Draws what the change of `changed` keys touches; everything without it. */
+    /** Draws what depends on the `changed` keys; everything if they are not given. */
     update(changed = new Set(["access"])) {
       const focus = keepFocus(this.detail, this.swizzle, this.table);
       if (changed.has("access") || changed.has("bits")) {
@@ -154,7 +154,7 @@
     #note() {
       const { access } = this;
       if (access.names.phase !== "phase")
-        return "How wgmma reads is not documented; each core matrix, 8 rows of 16 bytes, is taken as one phase.";
+        return "How wgmma reads is not documented; in the model each core matrix, 8 rows of 16 bytes, is one phase.";
       return access.lanes === access.phaseLanes
         ? `The 32 lanes access ${access.laneBytes} bytes each in one phase.`
         : `The 32 lanes access ${access.laneBytes} bytes each, ${access.phaseLanes} lanes a phase.`;
@@ -222,7 +222,7 @@
       const options = { scene: this.scene, part, cell, swizzle: this.shown, name, stage };
       const old = this.figure.querySelector(".scroll");
       const figure = CF.bits.figure(options);
-      const at = old ? old.scrollLeft : Infinity; // the low bits, which matter most, stand at the right
+      const at = old ? old.scrollLeft : Infinity; // the low bits, which matter most, are at the right
       this.figure.replaceChildren(figure);
       figure.querySelector(".scroll").scrollLeft = Math.min(at, figure.scrollWidth);
     }
@@ -233,7 +233,7 @@
       "p",
       { class: "lead" },
       "Shared memory has 32 banks of 4 bytes. A warp's access is served in phases of at most 128 bytes; a phase takes ",
-      "as many passes, wavefronts, as the bank most in demand has different words to give. One is conflict-free. ",
+      "as many passes, called wavefronts, as the largest number of different words in one bank. One is conflict-free. ",
       "cp.async differs: it takes a pass for every 128-byte line of a phase. ",
       "Choose an access for its banks, lanes and bits.",
     );
@@ -264,7 +264,7 @@
     );
   }
 
-  /* What is drawn anew keeps the reader's place: the returned function focuses the control that had the focus. */
+  /* Redrawing must not lose the focus: the returned function focuses the control that had it. */
   function keepFocus(...roots) {
     const key = document.activeElement?.dataset?.key ?? document.activeElement?.textContent;
     const inside = roots.find((root) => root.contains(document.activeElement));
@@ -281,7 +281,7 @@
     title: "Banks",
     mount(container, { scene }) {
       if (scene) view = new Banks(container, scene);
-      else container.append(h("p", { class: "hint" }, "This page holds no kernel under that name."));
+      else container.append(h("p", { class: "hint" }, "This page does not have a kernel of that name."));
     },
     unmount() {
       view?.destroy();

@@ -1,4 +1,4 @@
-/* What a swizzle does to the bits of an element's byte offset in its tile, as a picture with a text. */
+/* A swizzle's effect on the bits of an element's byte offset in its tile, as a picture with a text. */
 (() => {
   "use strict";
 
@@ -111,7 +111,7 @@
 
   /**
    * Picture and text of one element of a tile under a swizzle. `name` is the element's, as `n3, d17`.
-   * The swizzle acts on the offset within the tile; tiles start where that changes nothing for the banks.
+   * The swizzle acts on the offset within the tile; tiles start at multiples of its period, so banks agree.
    */
   function figure({ scene, part, cell, swizzle, name, stage = 0 }) {
     const { before, after } = offsets(part, cell, swizzle, scene.elementBytes, stage);

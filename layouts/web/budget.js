@@ -6,11 +6,11 @@
   const KIB = 1024;
   const WARP = 32;
   const WARPGROUP = 128;
-  const REGISTER_STEP = 8; // the hardware hands out registers in units of 8 a thread
-  const NARROW = 0.075; // share of a bar below which a part's label has no room
+  const REGISTER_STEP = 8; // the hardware allocates registers in units of 8 a thread
+  const NARROW = 0.075; // share of a bar below which a part's label does not fit
   const ROOM = 0.75; // place in a bar up to which a mark has room for its name
 
-  /* A tensor has one colour wherever it lies. */
+  /* A tensor has the same colour in shared memory and in registers. */
   const HUES = { Q: 0, K: 1, V: 2, O: 3, S: 5, P: 6 };
   const hue = (name) => HUES[name.replace(/^(acc_|[a-z])/, "")] ?? 7;
 
@@ -29,7 +29,7 @@
     return found;
   }
 
-  /** Registers a thread of a role: `{used, left, limit}`; `left` is negative where the parts do not fit at once. */
+  /** Registers a thread of a role: `{used, left, limit}`; `left` is negative if the parts do not fit at once. */
   function roleUse({ parts, limit }) {
     const used = parts.reduce((sum, part) => sum + part.registers, 0);
     return { used, left: limit - used, limit };
@@ -60,7 +60,7 @@
     return `cuteflash compile ${row}`;
   }
 
-  /* One part of a bar, from `start` of `scale` on; its label stands in it where there is room. */
+  /* One part of a bar, from `start` of `scale` on; its label is inside if there is room. */
   function segment({ label, start, size, scale, color = null, kind = "", slices = 1, title }) {
     const rgb = color === null ? null : CF.palette.category(color);
     const paint = rgb ? `background-color:${CF.palette.css(rgb)};color:${CF.palette.ink(rgb)};` : "";
@@ -71,7 +71,7 @@
     return h("i", { class: name, style: place + paint + cuts, title }, text);
   }
 
-  /* A line across a bar at `value`, with its name where the bar leaves room. */
+  /* A line across a bar at `value`, with its name beside it if there is room. */
   function mark(value, scale, name) {
     const text = value / scale < ROOM ? name : "";
     return h("i", { class: "gauge-mark", style: `left:${(value / scale) * 100}%`, title: name }, text);
@@ -160,7 +160,7 @@
     return bar({ rows: [parts], ticks: ticksTo(scale, 8 * KIB), tick, scale, label });
   }
 
-  /* One multiprocessor's shared memory: the resident blocks, each with what the system keeps of it. */
+  /* One multiprocessor's shared memory: the resident blocks, each with the bytes that the system reserves. */
   function perSmBar(smem, blocks) {
     const scale = smem.per_sm;
     const parts = Array.from({ length: blocks }, (_, block) => {
@@ -211,7 +211,7 @@
 
   const box = (title, ...children) => h("section", { class: "box", "aria-label": title }, h("h2", {}, title), children);
 
-  /* What a region or fragment of the budget is called, with its colour; it says what it holds. */
+  /* The name of a region or fragment of the budget, with its colour and an explanation of its content. */
   const keyOf = (scene, id) =>
     h("span", { class: "key" }, swatch(hue(id)), scene.part(id) ? CF.explain.part(scene.part(id)) : id);
 
@@ -258,7 +258,7 @@
     const { used, left, limit } = roleUse(role);
     const rest =
       left >= 0
-        ? `${left} are left for addresses, the softmax's row maxima and sums, and what the compiler needs on the way.`
+        ? `${left} are left for addresses, the softmax's row maxima and sums, and the compiler's temporaries.`
         : `${-left} more than there are: the compiler cannot hold all of them at once.`;
     const own = role.warpgroups ? null : compiled;
     const words = role.parts.length
@@ -359,7 +359,7 @@
     title: "Budget",
     mount(container, { scene }) {
       if (!scene) {
-        container.append(h("p", { class: "hint" }, "This page holds no kernel under that name."));
+        container.append(h("p", { class: "hint" }, "This page does not have a kernel of that name."));
         return;
       }
       const { kernel, budget } = scene.data;

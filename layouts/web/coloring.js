@@ -29,7 +29,7 @@
     return { step: found, desc: found.descriptor[side] };
   }
 
-  /** Modes that say something about the part: `[[mode, title], ...]`. */
+  /** Modes that apply to the part: `[[mode, title], ...]`. */
   function modes(scene, part) {
     const found = ["plain"];
     const moved = belonging(scene, part, null);
@@ -43,7 +43,7 @@
     return found.map((mode) => [mode, TITLES[mode]]);
   }
 
-  /** The mode that says most about a part at first sight. */
+  /** The default mode of a part. */
   function standard(scene, part) {
     const found = modes(scene, part).map(([mode]) => mode);
     if (part.space === "shared") return "bank";
@@ -89,7 +89,7 @@
     return [{ text: last ? `0–${last}` : "0", rgbs }];
   };
 
-  /* As in the static pictures, shifted by one every eight: neighbours differ where a multiple of eight makes a column. */
+  /* As in the static pictures, shifted by one every eight: numbers a multiple of eight apart differ in colour. */
   const coreColour = (number) => category(number + Math.floor(number / HUES));
 
   const makers = {
@@ -200,8 +200,8 @@
   /**
    * The colouring of a part: `{mode, title, numbers: Float64Array by cell (-1 none), rgb(number), text(number, cell)}`
    * and for the legend either `legend: [{text, rgbs}]` or `range: [low, high]`; `group(number)` and `groupText(group)`
-   * where neighbouring cells of one group deserve a label; `by` the step that the numbers are of, `follows`
-   * the keys of CF.state that they depend on. A mode that the part has not becomes its standard one.
+   * if neighbouring cells of one group get a label; `by` the step that the numbers are of, `follows` the keys of
+   * CF.state that they depend on. A mode that does not apply to the part is replaced by its default.
    */
   function of(scene, part, wanted, options) {
     const known = modes(scene, part).map(([mode]) => mode);

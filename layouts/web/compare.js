@@ -1,10 +1,10 @@
-/* What differs between two rows: traits, tiles, fragments, instructions, bank conflicts, budgets. No drawing here. */
+/* Differences of two rows: traits, tiles, fragments, instructions, bank conflicts, budgets. No drawing here. */
 (() => {
   "use strict";
 
   const { bytes, percent, roleUse, binding } = CF.budget;
 
-  /** Both lists as one, each name once: the first's in order, the second's own before what they precede there. */
+  /** Both lists merged, each name once: the first's in order, the second's others before the names that follow them. */
   function merged(first, second) {
     const found = [...first];
     let next = found.length;
@@ -18,7 +18,7 @@
   /**
    * Two scenes line by line: `[{name, a, b, differs}]`. `cellsOf(scene)` gives `[key, name, cell]` of each line, and
    * lines belong together that have the same key, or else the same name (`mma_qk` and `wgmma_qk` are both S = Q K^T).
-   * A cell is `{text, note?, code?, bad?}` or, where the scene has no such line, null.
+   * A cell is `{text, note?, code?, bad?}`, or null if the scene does not have the line.
    */
   function lines(a, b, cellsOf) {
     const left = cellsOf(a);
@@ -44,7 +44,7 @@
       plain("dtype", kernel.dtype),
       plain("head dim", own === other ? own : `${own}, of V ${other}`),
       plain("mask", kernel.mask),
-      plain("lengths", kernel.shapes.join(", ")),
+      plain("lengths", kernel.lengths.join(", ")),
       plain("threads", kernel.threads),
       plain("roles", kernel.roles.map(role).join(", ")),
     ];
@@ -114,7 +114,7 @@
 
   const listed = (names) => [names.slice(0, -1).join(", "), names.at(-1)].filter(Boolean).join(" and ");
 
-  /** What differs between two rows' traits, in words: those that both have by name, the others by number. */
+  /** Differences of two rows' traits, in words: those that both have by name, the others by number. */
   function summary(traits) {
     const both = traits.filter(({ a, b }) => a && b);
     const names = both.filter(({ differs }) => differs).map(({ name }) => name);
@@ -126,7 +126,7 @@
     return alone[0] + alone[1] ? `${shared} A has ${alone[0]} more, B ${alone[1]}.` : shared;
   }
 
-  /** The rows `[a, b]` that a comparison starts with: head dim 128, in both families of an arch where it has them. */
+  /** The rows `[a, b]` that a comparison starts with: head dim 128, in both families if an arch has them. */
   function standard(rows) {
     const first = rows.find((row) => row.head_dim === 128) ?? rows[0];
     const others = rows.filter((row) => row !== first);
@@ -135,7 +135,7 @@
     return [first, second];
   }
 
-  /** What the page knows of its rows, in the tables' order: the gallery's entries with a scene, else the scenes. */
+  /** The page's rows, in the tables' order: the gallery's entries with a scene, else the scenes. */
   function rowsOf({ gallery, scenes }) {
     if (gallery) return gallery.filter((row) => row.id in scenes);
     return Object.values(scenes).map(({ id, title, kernel }) => ({ ...kernel, id, title }));

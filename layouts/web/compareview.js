@@ -1,4 +1,4 @@
-/* The Compare view: two rows side by side, what differs marked, their panels linked element by element. */
+/* The Compare view: two rows side by side, differences marked, their panels linked element by element. */
 (() => {
   "use strict";
 
@@ -42,7 +42,7 @@
       this.#destroyPanels();
     }
 
-    /** The two scenes; where the state names none that the page has, those of the standard comparison. */
+    /** The two scenes; those of the standard comparison if the state does not name scenes of this page. */
     get scenes() {
       const start = CF.compare.standard(this.rows);
       return SIDES.map((side, i) => CF.scene.of(CF.state.get(side)) ?? CF.scene.of(start[i].id));
@@ -68,7 +68,7 @@
       };
       const button = h("button", { type: "button", onclick: swap, "aria-label": "Swap A and B", title: "Swap" }, "⇄");
       const bar = h("div", { class: "compare-picks" }, picks[0], button, picks[1]);
-      const { style } = this.element; // what sticks below the bar needs its height
+      const { style } = this.element; // elements that stick below the bar need its height
       this.resized = new ResizeObserver(() => style.setProperty("--picks", `${bar.offsetHeight}px`));
       this.resized.observe(bar);
       return [
@@ -100,7 +100,7 @@
 
     #drawHead(scenes) {
       const unknown = SIDES.filter((side) => CF.state.get(side) && !CF.scene.of(CF.state.get(side)));
-      const words = unknown.map((side) => `There is no row “${CF.state.get(side)}” here.`);
+      const words = unknown.map((side) => `This page does not have a row “${CF.state.get(side)}”.`);
       this.missing.textContent = words.join(" ");
       scenes.forEach(({ data: { id } }, i) => {
         this.selects[i].value = id;
@@ -130,7 +130,7 @@
       this.told = SIDES.map((side) => h("p", { "aria-live": "polite" }, badge(side), h("span")));
       this.pairs = h("div", { class: "compare-pairs" });
       return box(
-        "Where the elements lie",
+        "Positions of the elements",
         h("div", { class: "view-controls" }, this.tensors, this.swizzle),
         h("div", { class: "compare-told" }, this.how, this.told),
         this.pairs,
@@ -170,7 +170,7 @@
       this.swizzle.disabled = !this.panels.some(({ part }) => part.spec.swizzle);
     }
 
-    /* Where the element under the cursor lies in either row: in the cursor's panel, one of its tensor, or any. */
+    /* The place of the element under the cursor in either row: in the cursor's panel, one of its tensor, or any. */
     #tell() {
       const element = CF.state.get("hover") ?? CF.state.get("pin");
       const at = CF.state.get(CF.state.get("hover") ? "source" : "panel");
@@ -192,7 +192,7 @@
   }
 
   function sentence(scene, part, element, options) {
-    if (!part) return `${CF.state.printElement(element)} lies outside this row's tiles.`;
+    if (!part) return `${CF.state.printElement(element)} is outside this row's tiles.`;
     const [row, col] = part.place(element);
     return CF.inspector.sentence(part, CF.inspector.describe(scene, part, row, col, options));
   }
@@ -200,7 +200,7 @@
   const badge = (side) => h("b", { class: `side-badge ${side}` }, side.toUpperCase());
 
   const leftOut = () =>
-    h("p", { class: "hint" }, "A dash: the row has no such access, or TMA makes it, which the model leaves out.");
+    h("p", { class: "hint" }, "A dash: the row does not have this access, or it is TMA's, which the model leaves out.");
 
   const toggleButton = (text, onclick) =>
     h("button", { type: "button", class: "switch", role: "switch", onclick }, text);
@@ -208,7 +208,7 @@
   /* All rows by arch. */
   function rowSelect(rows, side) {
     const archs = [...new Set(rows.map(({ arch }) => arch))];
-    const words = (row) => [row.arch, row.family, dims(row), row.mask, row.dtype, row.shape].join(" · ");
+    const words = (row) => [row.arch, row.family, dims(row), row.mask, row.dtype, row.lengths].join(" · ");
     const option = (row) => h("option", { value: row.id }, words(row));
     const group = (arch) => h("optgroup", { label: arch }, rows.filter((row) => row.arch === arch).map(option));
     return h(
@@ -223,13 +223,13 @@
 
   const box = (title, ...children) => CF.budget.box(title, ...children);
 
-  /* A trait of either row says what it decides; other names are only names. */
+  /* A trait of either row has an explanation; other names do not. */
   const explained = (scenes) => (name) => {
     const families = scenes.map((scene) => scene.data.kernel.family);
     return CF.explain.trait(families.find((family) => CF.explain.traitWords(family, name)), name);
   };
 
-  /* Lines of CF.compare as a table; what differs has a sign, and a ground of its own. */
+  /* Lines of CF.compare as a table; lines that differ have a sign and another background. */
   function table(lines, label, named = (name) => name) {
     const same = lines.every(({ differs }) => !differs);
     const cell = (found, side) =>
@@ -259,7 +259,7 @@
         h("thead", {}, h("tr", {}, h("td"), SIDES.map(head))),
         h("tbody", {}, lines.map(row)),
       ),
-      same ? h("p", { class: "hint all-same" }, "Nothing here differs.") : null,
+      same ? h("p", { class: "hint all-same" }, "Nothing differs here.") : null,
     ];
   }
 
@@ -295,7 +295,7 @@
     title: "Compare",
     mount(container, { data }) {
       if (CF.compare.rowsOf(data).length) view = new Compare(container, data);
-      else container.append(h("p", { class: "hint" }, "This page holds no rows to compare."));
+      else container.append(h("p", { class: "hint" }, "This page does not have rows to compare."));
     },
     unmount() {
       view?.destroy();

@@ -1,4 +1,4 @@
-/* The page's name CF: the base, the state store with its hash, palettes. Knows no view. */
+/* The page's name CF: the base, the state store with its hash, palettes. Independent of the views. */
 const CF = { ...Base };
 
 /** Registered views by name: `{title, mount(container, ctx), unmount()}` with `ctx = {data, scene}`. */
@@ -16,7 +16,7 @@ CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
   const flag = { parse: (text) => text !== "0", print: (value) => (value ? "1" : "0") };
   const element = { parse: parseElement, print: printElement };
 
-  /** `n3,d17` as `{n: 3, d: 17}`; null where nothing of it can be read. */
+  /** `n3,d17` as `{n: 3, d: 17}`; null if it contains no axis. */
   function parseElement(text) {
     const found = {};
     for (const [, axis, index] of text.matchAll(/([mnde])(\d+)/g)) found[axis] = Number(index);
@@ -86,7 +86,7 @@ CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
     for (const [key, value] of Object.entries(changes)) keys[key].initial = values[key] = value;
   }
 
-  /** The values that the address may give a key; any other is as if it gave none. */
+  /** The values that the address may give a key; any other is ignored. */
   function limit(key, allowed) {
     keys[key].allowed = allowed;
   }
@@ -183,5 +183,5 @@ CF.hex = (value, digits = 4) => "0x" + value.toString(16).padStart(digits, "0");
   };
 })();
 
-/* A key like any other: whatever is drawn in colours follows it. */
+/* A state key, so that everything drawn in colours can follow it. */
 CF.theme.on(() => CF.state.set({ theme: CF.theme.present() }));

@@ -39,13 +39,13 @@
     });
   }
 
-  /** Hides what is not marked. */
+  /** Hides cells that are not marked. */
   function dimImage(part, flags) {
     const dim = pack(parse(theme("dim")), 205);
     return offscreen(part, (cell) => (flags[cell] ? 0 : dim));
   }
 
-  /** What of the grid is to be seen: cell size, the pixel of cell (0, 0), and the first and last row and column. */
+  /** The visible part of the grid: cell size, the pixel of cell (0, 0), and the first and last row and column. */
   function geometry(part, cell, view) {
     const first = (scroll) => Math.floor(scroll / cell);
     const last = (scroll, size, count) => Math.min(count - 1, Math.ceil((scroll + size) / cell));
@@ -95,7 +95,7 @@
     }
   }
 
-  /* A name on every group whose cells fill a rectangle that has room for it: colour is then not the only sign. */
+  /* A name on every group whose cells fill a large enough rectangle, so that colour is not the only sign. */
   function groupLabels(context, g, part, colouring) {
     context.font = `600 11px system-ui, sans-serif`;
     context.textAlign = "center";
@@ -133,7 +133,7 @@
     return [...boxes.values()].filter((b) => b.cells === (b.row1 - b.row0 + 1) * (b.col1 - b.col0 + 1));
   }
 
-  /** The groups of marked cells that `draw` may have to frame; none where they are too many to be told apart. */
+  /** The groups of marked cells that `draw` may have to frame; none if there are too many to distinguish. */
   function framed(part, flags) {
     return CF.marks.touched(flags).length > FEW ? [] : CF.marks.islands(flags, part.rows, part.cols);
   }
@@ -142,7 +142,7 @@
 
   const areSmall = (g, islands) => islands.length > 0 && islands.every((box) => Math.min(...sizeOf(g, box)) < SEEN);
 
-  /* A thread's few cells would drown in a large tile whose cells are a pixel or two: a wider frame shows where. */
+  /* In a large tile whose cells are a pixel or two a thread's few cells are hard to find: they get a wider frame. */
   function frames(context, g, islands) {
     context.lineWidth = 1.5;
     for (const box of islands) {
@@ -167,7 +167,7 @@
     }
   }
 
-  /* The row and the column of an element lightly, the cell where both meet in a frame; a ring if it is pinned. */
+  /* The row and the column of an element lightly shaded, its cell in a frame; a ring if it is pinned. */
   function cursor(context, g, part, [row, col], pinned) {
     const [width, height] = [part.cols * g.cell, part.rows * g.cell];
     const thick = Math.max(g.cell, 1.5);
@@ -251,7 +251,7 @@
    * Draws a panel. `frame` holds part, colouring and base; with flags also dim, paths (outlines) and islands (marked
    * cells that hang together); and place and pin (`[row | null, col | null]`) or null; `view` the scroll position and
    * size in CSS pixels, `ratio` device pixels per CSS pixel. Marked cells keep their colours: only their outline is
-   * drawn, and what is not marked fades.
+   * drawn, and other cells fade.
    */
   function draw(context, frame, cell, view, ratio) {
     const { part, colouring, flags, place, pin } = frame;

@@ -1,13 +1,13 @@
 /*
- * CF.explain: names that say what they mean when they are tapped, and what names mean: traits, axes, tiles, fragments.
- * One box beside the name holds the words; Escape, a tap elsewhere or scrolling closes it.
+ * CF.explain: names of traits, axes, tiles and fragments that show an explanation when they are tapped.
+ * One box beside the name has the text; Escape, a tap elsewhere or scrolling closes it.
  */
 (() => {
   "use strict";
 
   const GAP = 6; // pixels between the name and the box, and to the window's edge
   const PLACES = {
-    g: "a tile in global memory: what this thread block reads or writes of the tensor",
+    g: "a tile in global memory: the part of the tensor that this thread block reads or writes",
     s: "a tile in the thread block's shared memory",
     r: "a fragment: an operand in the registers of many threads",
     acc: "an accumulator: the result of a product, in fp32 in the registers of many threads",
@@ -25,7 +25,7 @@
   let box = null;
   let opener = null;
 
-  /* Made when it is first needed: a page without an explanation has none. */
+  /* Made when it is first needed. */
   function theBox() {
     if (box) return box;
     box = CF.h("div", { id: "explanation", class: "explanation", popover: "auto", role: "note", "aria-live": "polite" });
@@ -37,7 +37,7 @@
     return box;
   }
 
-  /* Below the name, above it where there is no room, and inside the window. */
+  /* Below the name, or above it if there is no room, and inside the window. */
   function place(name) {
     const [at, size] = [name.getBoundingClientRect(), box.getBoundingClientRect()];
     const below = at.bottom + GAP + size.height <= window.innerHeight;
@@ -56,7 +56,7 @@
   }
 
   /**
-   * A name that explains itself; without words just the text. `title` heads the explanation, `text` is what is shown.
+   * A name with an explanation, or just the name without `words`. `title` heads the explanation, `text` is the name.
    */
   function term(text, words, title = text) {
     if (!words) return CF.h("span", {}, text);
@@ -80,10 +80,10 @@
 
   const isOpen = () => Boolean(box?.matches(":popover-open"));
 
-  /** What a trait of a kernel family decides. */
+  /** The description of a trait of a kernel family. */
   const traitWords = (family, name) => page.traits?.[family]?.[name] ?? null;
 
-  /** `kv_stage`, with what it decides. */
+  /** `kv_stage`, with its description. */
   const trait = (family, name, text = name) => term(text, traitWords(family, name), name);
 
   function axisWords(scene, axis) {
@@ -92,10 +92,10 @@
     return `${label}: an axis of ${[...new Set(users)].join(", ")}, ${size} long in one tile of this row.`;
   }
 
-  /** `m`, with what it counts. */
+  /** `m`, with the rows or columns that it counts. */
   const axis = (scene, name) => (scene?.data.axes[name] ? term(name, axisWords(scene, name)) : name);
 
-  /** All four axes with what they count. */
+  /** All four axes with the rows or columns that they count. */
   const axes = (scene) =>
     CF.h(
       "span",
@@ -112,11 +112,11 @@
     return [...words, spec.note].filter(Boolean).join(" ");
   }
 
-  /** `acc_S`, with what it holds and where. */
+  /** `acc_S`, with its content and its place. */
   const part = (found, text = found.id) => term(text, partWords(found), found.id);
 
   CF.explain = {
-    /** Takes the page's data, which has the words on traits. */
+    /** Takes the page's data, which contains the descriptions of traits. */
     load: (data) => (page = data),
     term,
     trait,

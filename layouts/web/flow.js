@@ -11,8 +11,8 @@
     );
 
   /**
-   * Columns of parts and steps: a step stands right of all that it reads, a part right of the step that writes it;
-   * afterwards each moves as far right as its readers let it, so that a tensor arrives where it is needed.
+   * Columns of parts and steps: a step is right of everything it reads, a part right of the step that writes it;
+   * afterwards each moves as far right as its readers allow, so that a tensor is next to its readers.
    */
   function columns(scene) {
     const column = new Map(scene.parts.map((part) => [part.id, 0]));
@@ -73,8 +73,8 @@
   }
 
   /*
-   * The links of all steps. A step that reads no part but writes one takes up what an earlier step of the same tensor
-   * read without writing any: the values pass through registers that the scene does not draw.
+   * The links of all steps. A step that writes a part but reads none continues an earlier step of the same tensor that
+   * read one without writing any: the values pass through registers that the scene does not draw.
    */
   function linksIn(scene) {
     const links = linksInOrder(scene.steps);
@@ -91,7 +91,7 @@
     return links;
   }
 
-  /* The lane of a step is that of what it makes, else of what it reads. */
+  /* The lane of a step is that of the tensor it writes, else of the one it reads. */
   function stepLane(scene, { reads, writes }) {
     const part = scene.part(writes[0] ?? reads[0]);
     return part ? lane(part.tensor) : 0;
@@ -107,7 +107,7 @@
       this.grid = CF.h("div", { class: "flow-grid" }, this.edges);
       this.element = CF.h(
         "section",
-        { class: "flow", "aria-label": "The data's way through the kernel" },
+        { class: "flow", "aria-label": "Flow of data through the kernel" },
         this.grid,
         key(scene),
       );
@@ -229,7 +229,7 @@
         ["shared", "shared memory"],
         ["registers", "registers"],
       ].map(([space, text]) => CF.h("span", {}, CF.h("i", { class: `flow-part ${space}` }), text)),
-      CF.h("span", {}, "A tile or fragment opens its panel, a step shows what it touches."),
+      CF.h("span", {}, "Choose a tile or fragment to open its panel, or a step to see the cells that it touches."),
       CF.explain.axes(scene),
     );
 

@@ -1,4 +1,4 @@
-/* What the Index knows of the site's rows: filters, search, order, which are the same row. No drawing but links. */
+/* The Index's logic: filters, search, order, equal rows. No drawing except links. */
 (() => {
   "use strict";
 
@@ -9,7 +9,7 @@
   const extents = ({ tile }) => tile.split("x").map(Number);
   const dimsOf = ({ head_dim: own, head_dim_v: other }) => [...new Set([own, other])].map(String);
 
-  /* What a column sorts by. */
+  /* The sort key of a column. */
   const ORDERS = {
     arch: (row) => row.arch,
     head_dim: (row) => row.head_dim * 1000 + row.head_dim_v,
@@ -26,14 +26,14 @@
     { key: "dim", label: "Head dim", values: dimsOf },
     { key: "mask", label: "Mask", values: (row) => row.mask.split(", ") },
     { key: "dtype", label: "Dtype", values: (row) => row.dtype.split(", ") },
-    { key: "shape", label: "Lengths", values: (row) => row.shape.split(", ") },
+    { key: "lengths", label: "Lengths", values: (row) => row.lengths.split(", ") },
   ];
 
   for (const { key } of FILTERS) CF.state.define(key, { param: key });
   CF.state.define("sort", { param: "sort" });
   CF.state.define("search", { param: "q" });
 
-  /** What a filter can ask for: every value that some row has, numbers in order. */
+  /** The choices of a filter: every value that some row has, numbers in order. */
   function choices(rows, { values }) {
     const found = [...new Set(rows.flatMap(values))];
     return found.every((value) => /^\d+$/.test(value)) ? found.sort((a, b) => a - b) : found;
@@ -43,19 +43,19 @@
   const filtered = (rows, wanted) =>
     rows.filter((row) => FILTERS.every(({ key, values }) => !wanted[key] || values(row).includes(wanted[key])));
 
-  /** A trait in which a row is not like most of its table: `fixed_max`, `q_in_regs off`, `kv_stage 3`. */
+  /** A trait in which a row differs from most of its table: `fixed_max`, `q_in_regs off`, `kv_stage 3`. */
   const traitText = (name, value) => (value === true ? name : `${name} ${value === false ? "off" : value}`);
 
-  /* All that is said of a row, in small letters. */
+  /* The whole text of a row in lower case. */
   function saidOf(row) {
     const traits = Object.entries(row.apart).map(([name, value]) => traitText(name, value));
     const speed = row.speed ? `${row.speed.tflops} tflop/s ${row.speed.gpu} measured` : "not measured";
     const tile = `${row.tile} ${row.tile.replace("x", " × ")}`;
     const dims = dimsOf(row).map((size) => `d${size}`);
-    return [row.title, row.mask, row.dtype, row.shape, tile, ...dims, ...traits, speed].join(" ").toLowerCase();
+    return [row.title, row.mask, row.dtype, row.lengths, tile, ...dims, ...traits, speed].join(" ").toLowerCase();
   }
 
-  /** The rows of which every word of `text` is said, or the start of a word. */
+  /** The rows whose text contains every word of `text`, or a word that starts with it. */
   function searched(rows, text) {
     const words = (text ?? "").toLowerCase().split(/[\s,]+/).filter(Boolean);
     const has = (said, word) => said.split(/[^a-z0-9_/×.]+/).some((part) => part.startsWith(word));
@@ -74,25 +74,25 @@
   /** The sort after a click on a column's head: upwards, downwards, as the tables have it. */
   const nextSort = (sort, key) => (sort === key ? `-${key}` : sort === `-${key}` ? null : key);
 
-  /** The rows with those of other targets that are the same behind the first of them: `[[row, ...], ...]`. */
+  /** The rows grouped with the equal ones of other targets: `[[row, ...], ...]`. */
   function kin(rows) {
     const found = new Map();
     for (const row of rows) {
-      const key = [row.kin, row.head_dim_v, row.mask, row.dtype, row.shape].join();
+      const key = [row.kin, row.head_dim_v, row.mask, row.dtype, row.lengths].join();
       if (!found.has(key)) found.set(key, []);
       found.get(key).push(row);
     }
     return [...found.values()];
   }
 
-  /** The rows to compare after `id` was chosen or let go: `[a, b]`, null where none is; the older of two gives way. */
+  /** The rows to compare after `id` was ticked or unticked: `[a, b]`, null for none; a third replaces the older one. */
   function chosen([a, b], id) {
     const ids = [a, b].filter(Boolean);
     const next = ids.includes(id) ? ids.filter((other) => other !== id) : [...ids, id].slice(-COMPARED);
     return [next[0] ?? null, next[1] ?? null];
   }
 
-  /** The row that ran fastest, or the first where none was measured. */
+  /** The row that ran fastest, or the first if no row was measured. */
   const fastest = (rows) => sorted(rows, "-speed")[0];
 
   /** Links to the other common pages of the site, from the page `here`; the bar on top leads to the index. */

@@ -1,4 +1,4 @@
-/* The Index view: the three ways in, then every row of the site, searched, filtered and sorted; two can be compared. */
+/* The Index view: three entries, then every row of the site, searched, filtered and sorted; two can be compared. */
 (() => {
   "use strict";
 
@@ -12,8 +12,8 @@
     sm80: "cp.async, ldmatrix, mma.sync",
   };
   const HEADS = {
-    speed: "Forward speed over what the row serves, as measured on the GPU that the number's tip names. A row for short sequences or for decoding has less work in a launch than one for long ones.",
-    apart: "The traits in which a row is not like most rows of its table, a tap on one says what it decides; and bank conflicts, if it has any.",
+    speed: "Forward speed over the cells that the row serves; the number's tooltip names the GPU. A row for short sequences or for decoding has less work in a launch than one for long sequences.",
+    apart: "The traits in which a row differs from most rows of its table, and bank conflicts, if it has any. Tap a trait for its meaning.",
     smem_bytes: "Shared memory of one thread block.",
     tile: "Queries by keys of one tile. The boxes are the tiles of S and O, to one scale.",
   };
@@ -31,13 +31,13 @@
     { key: "arch", head: "arch", make: archCell },
   ];
 
-  /* A row's link covers all of the row. */
+  /* A row's link covers the whole row. */
   function headCell(row) {
     return h("th", { scope: "row" }, h("a", { class: "whole", href: row.file, "aria-label": row.title }, dims(row)));
   }
 
   function servesCell(row) {
-    return cell(h("span", {}, row.mask), h("small", {}, `${row.dtype} · ${row.shape}`));
+    return cell(h("span", {}, row.mask), h("small", {}, `${row.dtype} · ${row.lengths}`));
   }
 
   /* The tiles of S and O to one scale for all rows, and the size of the former. */
@@ -167,7 +167,7 @@
       this.#drawPicked();
     }
 
-    /* As the tables have them, rows stand below the name of their table. */
+    /* In the tables' order, rows are below the name of their table. */
     #lines(found, sort) {
       let table = null;
       return found.flatMap((group) => {
@@ -206,7 +206,7 @@
       const drop = h("button", { type: "button", onclick: () => CF.state.set({ a: null, b: null }) }, "Clear");
       this.picked.replaceChildren(
         h("span", {}, names.join("  and  ")),
-        ids.length === COMPARED ? link : h("span", { class: "hint" }, "Tick another to compare it with."),
+        ids.length === COMPARED ? link : h("span", { class: "hint" }, "Tick another row to compare with."),
         drop,
       );
     }
@@ -219,7 +219,7 @@
     return sort === key ? "ascending" : sort === `-${key}` ? "descending" : "none";
   }
 
-  const none = () => h("tr", {}, h("td", { colspan: COLUMNS.length + 1 }, "No row has all of this."));
+  const none = () => h("tr", {}, h("td", { colspan: COLUMNS.length + 1 }, "No row matches."));
 
   function heading([{ arch, family }, ...others]) {
     const archs = [arch, ...others.map((row) => row.arch)].join(", ");
@@ -227,7 +227,7 @@
     return h("tr", { class: "table-name" }, h("th", { colspan: COLUMNS.length + 1, scope: "rowgroup" }, words));
   }
 
-  /* The three ways in. */
+  /* The three entries. */
   function doors(rows) {
     const door = (title, href, words, ...more) =>
       h("section", { class: "door" }, h("h2", {}, h("a", { href }, title)), h("p", {}, words), more);
@@ -262,7 +262,7 @@
     title: "Rows",
     mount(container, { data }) {
       if (data.gallery) view = new Index(container, data.gallery);
-      else container.append(h("p", { class: "hint" }, "This page has no list of rows."));
+      else container.append(h("p", { class: "hint" }, "This page does not have a list of rows."));
     },
     unmount() {
       view?.destroy();

@@ -1,4 +1,4 @@
-/* The inspector: what every panel knows about the element under the cursor, and the line that is read aloud. */
+/* The inspector: the element under the cursor in every panel, and a line for screen readers. */
 (() => {
   "use strict";
 
@@ -28,8 +28,8 @@
   }
 
   /**
-   * What a part knows of its cell: `{coordinates, exists, owners, address, bank, stage, touches}`; address, bank and
-   * stage only for tiles, owners only for fragments.
+   * Facts on a cell of a part: `{coordinates, exists, owners, address, bank, stage, touches}`; address, bank and stage
+   * only for tiles, owners only for fragments.
    */
   function describe(scene, part, row, col, { stage, swizzled }) {
     const found = { coordinates: `${part.axes[0]} ${row}, ${part.axes[1]} ${col}`, exists: part.exists(row, col) };
@@ -40,7 +40,7 @@
     return { ...found, ...place, stage: part.stages > 1 ? stage % part.stages : null };
   }
 
-  /** The one line that a screen reader reads. */
+  /** The line that a screen reader reads. */
   function sentence(part, info) {
     const words = [`${part.id} ${info.coordinates}`];
     if (!info.exists) words.push("outside the tensor, zero");
@@ -89,7 +89,7 @@
       this.element.remove();
     }
 
-    /** Where the window ends for what stands above the inspector: at the bottom sheet of a narrow screen. */
+    /** The end of the window above the inspector, which is a bottom sheet on a narrow screen. */
     get top() {
       const isSheet = getComputedStyle(this.element).position === "fixed";
       return isSheet ? this.element.getBoundingClientRect().top : window.innerHeight;
@@ -144,7 +144,7 @@
         CF.h(
           "p",
           { class: "hint" },
-          "Point at a cell, tap it, or use the arrow keys: its element lights up everywhere it lives.",
+          "Point at a cell, tap it, or use the arrow keys: its element lights up in every panel that contains it.",
         ),
       );
     }

@@ -62,7 +62,7 @@
       return this.scene.step(CF.state.get("step"));
     }
 
-    /* While a step is chosen only what it touches is to be seen: what it reads, and beside it what it writes. */
+    /* While a step is chosen, only the panels that it reads and, beside them, those that it writes are shown. */
     #mark() {
       const touches = this.step?.touches ?? [];
       const ids = (mode) => touches.filter((touch) => touch.mode === mode).map(({ id }) => id);
@@ -78,7 +78,7 @@
       }
     }
 
-    /* The step's panels take what the window has left below the bars, and scroll into sight where that is too little. */
+    /* The step's panels fill the window below the bars; if that is too small, the page scrolls to them. */
     #fit() {
       if (!this.body.classList.contains("stepping")) {
         for (const panel of this.panels.values()) panel.limit(null);
@@ -89,7 +89,7 @@
       for (const panel of this.panels.values()) panel.limit(height);
     }
 
-    /* Pixels that each of the step's grids may take between what stands above the panels and the window's end. */
+    /* Pixels that each of the step's grids may take between the bars and the window's end. */
     #room() {
       const columns = getComputedStyle(this.panelsBox).gridTemplateColumns.split(" ").length;
       const shown = [...this.panels.values()].filter(({ element }) => !element.hidden).length;
@@ -105,7 +105,7 @@
       for (const part of parts) this.panels.set(part.id, new CF.Panel(row, { scene: this.scene, id: part.id }));
     }
 
-    /* In the order in which the data comes by. */
+    /* In the order in which the data passes them. */
     #inOrder() {
       const column = CF.flow.columns(this.scene);
       return (a, b) => column.get(a.id) - column.get(b.id);
@@ -136,7 +136,7 @@
     }
   }
 
-  /* The side column fills what is to be seen of the view below the bars, wherever the page is scrolled to. */
+  /* The side column fills the visible part of the view below the bars at every scroll position. */
   function fill(side) {
     const body = side.parentElement.getBoundingClientRect();
     const top = Math.max(body.top, parseFloat(getComputedStyle(side).top) || 0);
@@ -166,7 +166,7 @@
     title: "Kernel",
     mount(container, { scene }) {
       if (scene) view = new Kernel(container, scene);
-      else container.append(CF.h("p", { class: "hint" }, "This page holds no kernel under that name."));
+      else container.append(CF.h("p", { class: "hint" }, "This page does not have a kernel of that name."));
     },
     unmount() {
       view?.destroy();

@@ -16,7 +16,7 @@
     });
   }
 
-  /** For the eight lanes of a phase: their 4-byte words by bank, and the most that one bank has to give. */
+  /** For the eight lanes of a phase: their 4-byte words by bank, and the most words in one bank. */
   function phaseBanks(scene, part, places, swizzled) {
     const banks = Array.from({ length: CF.scene.BANKS }, () => new Map());
     places.forEach(([row, col], lane) => {
@@ -29,7 +29,7 @@
     return { banks, ways: Math.max(...banks.map((words) => words.size)) };
   }
 
-  /** Lanes of a phase down, banks across: who asks which bank. */
+  /** Lanes of a phase down, banks across: which lane accesses which bank. */
   class BankFigure {
     constructor(kit) {
       this.kit = kit;
@@ -37,7 +37,7 @@
       this.part = this.scene.tile("sK");
       this.touch = this.scene.step("ldmatrix_k").touches.find(({ id }) => id === "sK");
       this.phase = 0;
-      this.grid = new Grid("Banks that the lanes of a phase ask", {
+      this.grid = new Grid("Banks that the lanes of a phase access", {
         rows: LANES_OF_A_PHASE,
         cols: CF.scene.BANKS,
         text: () => "",
@@ -88,11 +88,11 @@
     }
   }
 
-  /* One row's arithmetic: chunk of 16 bytes, exclusive or with the row. */
+  /* One row's arithmetic: number of a 16-byte chunk XOR the row. */
   function chunks(scene) {
     const tile = scene.tile("sK");
     const place = (row, chunk) => (scene.address(tile, row, chunk * 8, 0, true) - tile.spec.base - row * 128) / 16;
-    const grid = new Grid("Where each 16-byte chunk of a row goes", {
+    const grid = new Grid("New places of a row's 16-byte chunks", {
       rows: 8,
       cols: 8,
       text: (row, chunk) => String(place(row, chunk)),
@@ -107,7 +107,7 @@
     id: "swizzle",
     title: "Swizzle and banks",
     question:
-      "Eight rows of a tile lie exactly below each other. Why is reading one column of chunks slow, and what mends it without padding?",
+      "Eight rows of a tile lie exactly below each other. Why is reading one column of chunks slow, and how can that be avoided without padding?",
     families: ["sm80"],
     state: { step: "ldmatrix_k", warp: 0, instruction: 0 },
     build(kit) {
@@ -122,14 +122,14 @@
         return `banks ${first} to ${first + WORDS - 1}`;
       };
       return [
-        prose(`Shared memory has 32 banks, each 4 bytes wide; bank = address / 4 mod 32. In one pass every bank gives
+        prose(`Shared memory has 32 banks, each 4 bytes wide; bank = address / 4 mod 32. In one pass every bank serves
           one word. A row of K's slab is ${slab} elements, ${slab * scene.elementBytes} bytes: exactly all banks once.
-          So the same column of every row lies in the same banks.
+          So a column of chunks has the same banks in every row.
 
           \`ldmatrix\` reads 8 × 8 matrices: eight lanes give the addresses of eight rows, 16 bytes each, and the unit
-          serves one matrix at a time. Without a swizzle these eight rows want the same four banks: ${ways} passes, a
-          conflict of ${ways} ways. Padding each row by 16 bytes would help, but costs memory, and TMA and WGMMA could
-          not read it.
+          serves one matrix at a time. Without a swizzle these eight rows are in the same four banks: ${ways} passes, a
+          conflict of ${ways} ways. Padding each row by 16 bytes would help, but takes memory, and neither TMA nor
+          WGMMA can read it.
 
           A swizzle permutes instead. \`S<${bits},${base},${shift}>\` takes ${bits} bits of the offset, ${shift}
           places above bit ${base}, and XORs them onto the ${bits} bits at ${base}: \`x ^ (((x >> ${base + shift}) &
@@ -138,8 +138,8 @@
           moves, so a chunk stays whole. XOR with a constant is one-to-one, so no memory is lost: each row is a
           permutation of itself.
 
-          Switch it off and on. The marked cells are what warp 0 reads in one instruction; a lane under the pointer
-          shows the row whose address it gives.`),
+          Switch it off and on. The marked cells are those that warp 0 reads in one instruction; point at a lane to see
+          the row whose address it gives.`),
         new BankFigure(kit).element,
         chunks(scene),
         kit.seeInKernel(
@@ -155,7 +155,7 @@
           ],
           [
             "Do the writes of cp.async conflict?",
-            "No. Eight neighbouring lanes write the eight chunks of one row: all 32 banks once, in whichever order the XOR puts them.",
+            "No. Eight neighbouring lanes write the eight chunks of one row: all 32 banks once, in any order of the chunks.",
           ],
           [
             "Why would a swizzle with base 2 be wrong here?",
@@ -204,7 +204,7 @@
       return CF.state.get("instruction") ?? 0;
     }
 
-    /* The cell of the tile at a matrix's row and column: where its addressing lane points, and columns on from there. */
+    /* The cell of the tile at a matrix's row and column: the row that its lane addresses, and columns from there on. */
     #cell(matrix, row, col) {
       const places = lanes(this.scene, this.from, this.at, 0);
       const [m, d] = places[matrix * LANES_OF_A_PHASE + row];
@@ -266,7 +266,7 @@
     id: "mma",
     title: "ldmatrix and the fragments of mma",
     question:
-      "mma wants Q spread over a warp in a peculiar way. Who shuffles it there, and why does P need no shuffle at all?",
+      "mma needs Q spread over a warp in a certain way. What brings it there, and why does P need no shuffle at all?",
     families: ["sm80"],
     state: { step: "ldmatrix_q", warp: 0, instruction: 0 },
     build(kit) {
@@ -283,14 +283,14 @@
         prose(`\`mma.m16n8k16\` multiplies A (16 × 16) with B (16 × 8) for a whole warp. Lane l holds of A the rows l
           / 4 and l / 4 + 8, and there pairs of columns at 2·(l mod 4) and 8 further: four registers of two elements.
 
-          \`ldmatrix.x4\` brings exactly that. It reads four 8 × 8 matrices. Lane l only gives an address: that of row
-          l mod 8 of matrix l / 8. The unit deals each row out to the four lanes of a quad, two elements each. So the
-          lane that gives an address and the lanes that receive the row are different threads; no shuffle instruction
-          is needed. Four matrices, two down and two across, are A's four registers.`),
+          \`ldmatrix.x4\` loads exactly this. It reads four 8 × 8 matrices. Lane l only gives an address: that of row
+          l mod 8 of matrix l / 8. The unit distributes each row over the four lanes of a quad, two elements each. So
+          the lane that gives an address and the lanes that receive the row are different threads, and no shuffle
+          instruction is needed. Four matrices, two down and two across, are A's four registers.`),
         new MatrixFigure(kit).element,
         prose(`For the second product, O += P V, the scores become operand A. The accumulator C of the first product
           gives lane l pairs of columns at 2·(l mod 4) in rows l / 4 and l / 4 + 8, one n8 tile after the other. Two
-          such tiles side by side are 16 columns: the very places that A wants. The layouts say it: \`acc_S\` has
+          such tiles side by side are 16 columns: the same places as in A. The layouts show it: \`acc_S\` has
           \`${tv("acc_S")}\`, \`rP\` has \`${tv("rP")}\`. So a thread rounds its own scores and multiplies; nothing
           moves.`),
         figure(
@@ -304,8 +304,8 @@
           ),
           CF.h("p", { class: "lesson-message" }, moved(scene)),
         ),
-        prose(`V is different: its k extent runs over rows of the tile, not over columns. \`ldmatrix.trans\` deals out
-          columns instead of rows, so V stays in memory as it came.`),
+        prose(`V is different: its k extent runs over rows of the tile, not over columns. \`ldmatrix.trans\` distributes
+          columns instead of rows, so V keeps its layout in memory.`),
         kit.seeInKernel(
           "sm80",
           { panel: "rQ", step: "ldmatrix_q", instruction: 0, warp: 0 },
@@ -323,7 +323,7 @@
           ],
           [
             "Why does P lose precision but no time to shared memory?",
-            "It is rounded from fp32 to bf16 in the registers where it lies, two values an instruction. Shared memory is never touched.",
+            "It is rounded from fp32 to bf16 in its registers, two values an instruction, and never goes through shared memory.",
           ],
         ),
       ];

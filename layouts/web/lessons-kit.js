@@ -1,8 +1,8 @@
 /*
- * The lessons' registry, and what they are made of: prose, figures, panels, steppers, small grids, source lines,
+ * The lessons' registry and building blocks: prose, figures, panels, steppers, small grids, source lines,
  * questions, links to a kernel. A lesson is `{id, title, question, families, state, build(kit)}`: `families` are the
- * kernel families whose rows it shows, `state` what CF.state holds where the address leaves it open, and `build` gives
- * the nodes of its body. The files lessons-*.js add them in order; lessons.js shows them.
+ * kernel families whose rows it shows, `state` the values of CF.state that the address does not give, and `build`
+ * returns the nodes of its body. The files lessons-*.js add them in order; lessons.js shows them.
  */
 (() => {
   "use strict";
@@ -144,8 +144,8 @@
 
   /**
    * A small table of cells, one tab stop, arrow keys inside. `text(row, col)`; `rgb(row, col)` or null; `pick(row, col)`
-   * is told of the cell that is clicked or has the focus, with `follow` also of that under the pointer. `.paint()` draws
-   * anew, `.mark(test, name)` sets class `name` on the cells that fulfil the test.
+   * is called with the cell that is clicked or has the focus, with `follow` also with that under the pointer.
+   * `.paint()` redraws, `.mark(test, name)` sets class `name` on the cells that fulfil the test.
    */
   class Grid {
     constructor(
@@ -270,7 +270,7 @@
       ),
     );
 
-  /** One lesson's means: it knows the page's data, and ends what it started. */
+  /** The helpers of one lesson: they have the page's data, and `end` releases what they started. */
   class Kit {
     #later = [];
     #ends = [];
@@ -285,7 +285,7 @@
       return CF.scene.of(this.data?.scenes[family]);
     }
 
-    /** A host element in which a CF.Panel appears; `ready(panel)` is told of it. */
+    /** A host element in which a CF.Panel appears; `ready(panel)` is called with it. */
     panel(family, id, options = {}, ready = null) {
       const host = CF.h("div", { class: "panel-row" });
       this.#later.push(() => {
@@ -296,7 +296,7 @@
       return host;
     }
 
-    /** Calls `draw` once the lesson stands, and whenever one of the keys of CF.state changes. */
+    /** Calls `draw` when the lesson is mounted, and whenever one of the keys of CF.state changes. */
     follow(keys, draw) {
       this.#later.push(() => {
         this.onEnd(CF.state.on(keys, draw));
@@ -304,7 +304,7 @@
       });
     }
 
-    /** Calls `act` once the lesson stands. */
+    /** Calls `act` when the lesson is mounted. */
     then(act) {
       this.#later.push(act);
     }
@@ -321,7 +321,7 @@
       for (const act of this.#ends) act();
     }
 
-    /** "See it in the kernel": a link to the Kernel view of a row, here or on the row's own page, and where the code is. */
+    /** "See it in the kernel": a link to the Kernel view of a row, here or on the row's own page, and the source. */
     seeInKernel(family, where, text, code) {
       const href = this.#address(family, where);
       const words = href ? CF.h("a", { href }, text) : text;
@@ -335,7 +335,7 @@
       );
     }
 
-    /** A link that opens a layout text in the playground, here or on its own page; the bare text where there is none. */
+    /** A link that opens a layout text in the playground, here or on its own page; plain text without one. */
     playground(text) {
       const hash = CF.state.link({ ...CF.lessons.NOTHING, view: "playground", scene: this.page.scene, layout: text });
       const here = this.page.views.includes("playground");

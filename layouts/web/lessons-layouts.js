@@ -5,7 +5,7 @@
   const { Grid, inline, prose, figure, slider, checks } = CF.lessons;
   const MOST_CELLS = 256; // of a layout that a reader types
 
-  /** The sum that a layout is at a coordinate, as text: `5·64 + 2·1 = 322`. Coordinates count within each top mode. */
+  /** A layout's sum at a coordinate, as text: `5·64 + 2·1 = 322`. Coordinates count within each top mode. */
   function workings(layout, coordinates) {
     const terms = [];
     let total = 0;
@@ -133,16 +133,16 @@
         (line.textContent = `sK(${row}, ${col}, stage 0) → ${workings(tile.spec.layout, [row, col, 0])} elements, before the swizzle`);
       told(5, 70);
       return [
-        prose(`A layout is a function from coordinates to integers, written \`shape:stride\`. The shape says how far
-          each coordinate runs, the stride what one step of it adds: under \`(4,8):(8,1)\` element (row, column) has
-          index row·8 + column·1. That is all; row-major, column-major, padded and broadcast are only strides.
+        prose(`A layout is a function from coordinates to integers, written \`shape:stride\`. The shape gives the extent
+          of each coordinate, the stride is added for each step of it: under \`(4,8):(8,1)\` element (row, column) has
+          index row·8 + column·1. Row-major, column-major, padded and broadcast layouts differ only in their strides.
 
           Shape and stride may nest, in the same way. A nested mode counts with several digits, the leftmost fastest:
           in \`(2,4):(1,8)\` as one mode of extent 8, coordinate 5 is the digits (1, 2) and stands for 1·1 + 2·8 = 17.
-          So a tile still has plain rows and columns for whoever reads it, while blocks of blocks lie underneath.`),
+          So a tile still has plain rows and columns, although its memory is arranged in blocks of blocks.`),
         new LayoutFigure().element,
-        prose(`The kernels build nothing else. Here is the shared-memory tile of K of \`FlashFwdSm80\`: ${tile.rows}
-          keys by ${tile.cols} columns, in ${tile.stages} stages. Its layout is \`${text}\`. Columns count with two
+        prose(`All tiles of the kernels are such layouts. This is the shared-memory tile of K of \`FlashFwdSm80\`:
+          ${tile.rows} keys by ${tile.cols} columns, in ${tile.stages} stages. Its layout is \`${text}\`. Columns count with two
           digits: ${slab} of them lie side by side, so that a row is ${slab * scene.elementBytes} bytes, as long as
           all ${CF.scene.BANKS} banks together. The next ${slab} columns start ${stride[1][1]} elements later, in a
           second slab. The third mode is the stage, ${CF.algebra.flatten(stride[2]).at(-1)} elements further.`),
@@ -169,7 +169,7 @@
           ],
           [
             "What does a stride of 0 mean?",
-            "All coordinates of that mode name the same element: a broadcast. Bias vectors and shared operands look like that.",
+            "All coordinates of that mode name the same element: a broadcast, as for bias vectors and shared operands.",
           ],
           [
             "Under sK's layout, what is the offset of key 9, column 64, stage 1, before the swizzle?",
@@ -183,7 +183,7 @@
   CF.lessons.add({
     id: "tv",
     title: "TV layouts: who owns what",
-    question: "A tile of scores is spread over the registers of all threads. Which of them are yours?",
+    question: "A tile of scores is spread over the registers of all threads. Which scores does a thread hold?",
     families: ["sm80"],
     state: { thread: 5 },
     build(kit) {
@@ -213,15 +213,15 @@
       }
       kit.follow(["thread"], show);
       return [
-        prose(`A register has no address that another thread could read; a tile in registers is spread over threads.
-          CuTe writes the spread as one more layout, with two modes: (thread, value) to the place in the tile. The
-          value counts a thread's own registers. The place is a number too: row + rows · column.
+        prose(`A thread cannot read the registers of another by address; a tile in registers is spread over threads.
+          CuTe describes this with one more layout, with two modes: (thread, value) to the place in the tile. The
+          value counts a thread's own registers. The place is a number, too: row + rows · column.
 
           The scores of \`FlashFwdSm80\` have \`${CF.algebra.toText(tv)}\` over ${part.rows} × ${part.cols}. Read the
           thread's digits: ${quad} neighbouring lanes step by ${byLane}, that is ${byLane / part.rows} columns;
           ${groups} groups of them step by ${byGroup}, a row; ${warps} warps step by ${byWarp} rows. Read the value's:
-          ${next} is the next column, ${below} is ${below} rows below, ${on} is ${on / part.rows} columns on. This is
-          not a choice of the kernel. It is what \`mma.m16n8k16\` leaves in the registers, repeated over the tile.`),
+          ${next} is the next column, ${below} is ${below} rows below, ${on} is ${on / part.rows} columns on. The
+          kernel does not choose this: \`mma.m16n8k16\` leaves its result so, and the tile repeats it.`),
         figure(
           "acc_S: pick a thread, then one of its values",
           [threads, values],

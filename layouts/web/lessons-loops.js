@@ -5,7 +5,7 @@
   const { Grid, Stepper, prose, figure, choice, source, checks } = CF.lessons;
   const NAMES = { fa1: "FlashAttention-1", fa2: "FlashAttention-2" };
 
-  /* Thousands and millions with two digits: these are for comparing. */
+  /* Thousands and millions with two digits, enough to compare. */
   function large(number) {
     if (number >= 1e6) return `${(number / 1e6).toFixed(number >= 1e8 ? 0 : 1)} M`;
     return `${(number / 1e3).toFixed(0)} k`;
@@ -82,14 +82,14 @@
       }
     }
 
-    /* Whether a visit is the first and the last of its turn of the outer loop. */
+    /* Whether a visit is the first, and whether the last, of an iteration of the outer loop. */
     #ends(name, order, at) {
       const outer = name === "fa1" ? 1 : 0;
       const other = (neighbour) => order[neighbour]?.[outer] !== order[at][outer];
       return [other(at - 1), other(at + 1)];
     }
 
-    /* The lines of the reference that a visit runs through: the loops it enters, what it reads, what it writes. */
+    /* The lines of the reference that a visit executes: loops that begin, reads, writes. */
     #lines(name, order, at) {
       const { outer, inner, read, write } = this.data.lines[name];
       const [first, last] = this.#ends(name, order, at);
@@ -195,31 +195,31 @@
   CF.lessons.add({
     id: "loops",
     title: "Loops of FA1 and FA2",
-    question: "The same tiles, the same sums. What is won by exchanging two loops?",
+    question: "The same tiles, the same sums. What does exchanging two loops gain?",
     families: ["sm90"],
     build(kit) {
       const { tile } = kit.data.loops;
       return [
         prose(`Both algorithms walk over tiles (i, j), a block of queries and a block of keys, and never store the
-          scores. They differ in what stays in fast memory.
+          scores. They differ in the data that stays in fast memory.
 
-          FlashAttention-1 holds a block of keys and lets all queries come by: the outer loop is j. Then each block of
-          queries is visited once for every j, and its unfinished O, m and l must come from slow memory and go back,
-          every time. Its O is also divided in every step.
+          FlashAttention-1 keeps a block of keys and visits all queries: the outer loop is j. Each block of queries is
+          visited once for every j, and each time its unfinished O, m and l are read from slow memory and written
+          back. Its O is also divided in every step.
 
-          FlashAttention-2 holds a block of queries: the outer loop is i. O, m and l stay in registers until the row
-          is done; they are divided and written once. The blocks of queries do not need each other, so each becomes a
-          thread block of a GPU. And a block of queries knows which keys it sees: \`block_bounds\` gives the first and
-          last, and tiles that the causal mask hides are not visited at all. The reference's first version has no such
-          bound.`),
+          FlashAttention-2 keeps a block of queries: the outer loop is i. O, m and l stay in registers until the row
+          is finished; O is divided and written once. The blocks of queries are independent, so each becomes a thread
+          block of a GPU. The keys that a block of queries sees are known, too: \`block_bounds\` gives the first and the
+          last, and tiles that the causal mask hides are not visited at all. The reference's FlashAttention-1 does not
+          have this bound.`),
         new OrderFigure(kit).element,
-        prose(`The counts below follow these loops with tiles of ${tile} × ${tile}. Slow memory is whatever lies
-          behind the multiprocessor: a GPU's L2 cache serves part of it, since thread blocks that run together ask for
-          the same K and V.`),
+        prose(`The counts below are those of these loops with tiles of ${tile} × ${tile}. Slow memory is everything
+          outside the multiprocessor. A GPU's L2 cache serves part of the traffic, since thread blocks that run at the
+          same time read the same K and V.`),
         new TrafficFigure(kit).element,
-        prose(`The kernels here are FlashAttention-2 with two changes of order. They visit key blocks last to first,
-          so that the ragged end is masked in the first step only. And under a causal mask, thread blocks with the
-          longest rows start first, since otherwise the last ones to start would be the longest.`),
+        prose(`The kernels here are FlashAttention-2 with two changes of order. They visit key blocks last to first
+          (with \`fixed_max\` after the block of key 0), so that only the first steps mask the ragged end. And under a
+          causal mask, the query tiles that see most keys start first, since otherwise the longest would start last.`),
         kit.seeInKernel(
           "sm90",
           { panel: "acc_O" },
@@ -237,7 +237,7 @@
           ],
           [
             "How does the written traffic grow with twice the sequence?",
-            "FlashAttention-2: twice. FlashAttention-1: four times, since O makes the trip once for every block of keys.",
+            "FlashAttention-2: twice. FlashAttention-1: four times, since O is written once for every block of keys.",
           ],
         ),
       ];

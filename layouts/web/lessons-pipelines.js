@@ -7,10 +7,10 @@
   const WORDS = {
     free: "free",
     loading: "in flight",
-    stored: "stored by this thread, other threads may still be at it",
+    stored: "stored by this thread, other threads may not have finished",
     ready: "ready",
     reading: "being read",
-    read: "read here, other warps may still be at it",
+    read: "read by this warp, other warps may still read it",
   };
   const KINDS = { load: "L", commit: "C", wait: "W", ldmatrix: "M", product: "P", softmax: "S" };
 
@@ -71,7 +71,7 @@
       return this.order.stages[this.stages].actions;
     }
 
-    /* Another order of loads, with as many stages as before or, where it refuses them, the fewest. */
+    /* Another order of loads, with as many stages as before or, if it does not allow that, the fewest. */
     #reorder(title) {
       this.order = this.data.orders.find((order) => order.title === title);
       this.depth.refuse(this.order.refused);
@@ -101,7 +101,7 @@
       this.stepper.go(0);
     }
 
-    /* Which rows run so; of what no shipped row does, what it would mean. */
+    /* The shipped rows of this kind; if there are none, the cost of this choice. */
     #remark(stages) {
       const { rows } = this.order.stages[stages];
       const { off, does, refused } = this.order;
@@ -111,7 +111,7 @@
       return `No shipped row has ${off} off. ${off}: ${does}${why ? ` ${why}.` : ""}`;
     }
 
-    /* What the lesson's row would pay in shared memory for so many stages. */
+    /* The shared memory that the lesson's row would need for this number of stages. */
     #price(stages) {
       const { regions, total, per_sm: perSm, reserved } = this.scene.data.budget.smem;
       const staged = regions.filter(({ id }) => id === "sK" || id === "sV");
@@ -148,33 +148,33 @@
     id: "cp-async",
     title: "cp.async pipelines",
     question:
-      "Global memory is hundreds of clocks away. How does a kernel multiply one key block while the next is on its way?",
+      "A load from global memory takes hundreds of clocks. How does a kernel multiply one key block while the next is loading?",
     families: ["sm80"],
     build(kit) {
       const stages = kit.scene("sm80").data.kernel.traits.kv_stage;
       return [
         prose(`\`cp.async\` copies 16 bytes from global to shared memory without passing through registers, and
-          without making the thread wait. A thread closes what it has issued since last time into a group
-          (\`cp_async_commit_group\`), and later waits until all but its last n groups have landed
-          (\`cp_async_wait_group(n)\`). Groups are counted, not named. A wait is about a thread's own copies only, so
-          a block-wide barrier follows it; the kernel calls the pair \`wait_loads\`.
+          without making the thread wait. A thread puts the copies that it has issued since its last group into a new
+          one (\`cp_async_commit_group\`), and later waits until all but its last n groups have landed
+          (\`cp_async_wait_group(n)\`). Groups are counted, not named. A wait covers a thread's own copies only, so a
+          block-wide barrier follows it; the kernel calls the pair \`wait_loads\`.
 
           This row has \`kv_stage\` ${stages}, that is ${stages} buffers for K and ${stages} for V. At the top of a step
-          \`wait_loads(${stages - 2})\` does two jobs. It makes this step's block readable, and its barrier proves that
-          every warp is done with the buffer of the step before. So the next load may overwrite that buffer at once,
-          and flies while both products and the softmax run.
+          \`wait_loads(${stages - 2})\` does two jobs. It makes this step's block readable, and after its barrier every
+          warp has read the buffer of the step before. So the next load may overwrite that buffer at once, and is in
+          flight while both products and the softmax run.
 
-          With one stage there is nothing to swap. K and V then cover for each other: V loads during Q Kᵀ, the next K
-          during the softmax and P V; the price is a second barrier in each step.
+          With one stage there is no second buffer. V then loads during Q Kᵀ, and the next K during the softmax and
+          P V; this takes a second barrier in each step.
 
-          Past the last block \`load_block\` still closes a group, an empty one: otherwise the count of the wait would
+          After the last block \`load_block\` still commits a group, an empty one: otherwise the count of the wait would
           be off by one. Blocks run from the last to the first, so that only the first step has to mask the ragged
           end.
 
-          Two traits take this apart. With \`eager_loads\` off a step loads its own K and V and waits for both at once.
-          With \`async_copy\` off the calls keep their order, but a load returns only when the thread's data has gone
-          through its registers into shared memory; the groups are empty, and of \`wait_loads\` the barrier alone is left
-          to do something. Both times nothing is in flight while a product runs. What that costs is measured in
+          Two traits switch parts of this off. Without \`eager_loads\` a step loads its own K and V and waits for both.
+          Without \`async_copy\` the calls keep their order, but a load returns only when the thread's data has gone
+          through its registers into shared memory; the groups are empty, and only the barrier of \`wait_loads\` has an
+          effect. In both cases nothing is in flight while a product runs. The cost is measured in
           \`docs/ladder.md\`.`),
         new PipelineFigure(kit).element,
         kit.seeInKernel(
@@ -194,7 +194,7 @@
           ],
           [
             "Why is Q in the same group as the first K?",
-            "Both are needed for the first product and for nothing before it, so one wait serves both. `load_q` issues the copies; `prologue` commits.",
+            "Both are needed for the first product and not before, so one wait serves both. `load_q` issues the copies; `prologue` commits.",
           ],
         ),
       ];
@@ -241,7 +241,7 @@
         ],
         CF.h(
           "div",
-          { class: "ring-actors", role: "group", "aria-label": "Who acts next" },
+          { class: "ring-actors", role: "group", "aria-label": "Choose who acts next" },
           this.buttons.map(({ button }) => button),
         ),
         this.stageBoxes,
@@ -314,7 +314,7 @@
   const consumerThreads = (scene) =>
     scene.data.kernel.roles.filter(({ name }) => name !== "producer").reduce((sum, { threads }) => sum + threads, 0);
 
-  /** The boxes of a tile, one at a time: where it is taken from, and the bytes that it fills. */
+  /** The boxes of a tile, one at a time: the part of the tensor that it reads, and the bytes that it fills. */
   function boxes(kit, scene, step) {
     const tile = scene.tile("sK");
     const line = CF.h("p", { class: "lesson-message", role: "status" });
@@ -336,7 +336,7 @@
     id: "tma",
     title: "TMA and the mbarrier ring",
     question:
-      "One thread can load a whole swizzled tile. How do the others learn that it has arrived, and how does it learn that they are done?",
+      "One thread can load a whole swizzled tile. How do the others know that it has landed, and how does it know that they have read it?",
     families: ["sm90"],
     state: { step: "load_k", instruction: 0 },
     build(kit) {
@@ -348,24 +348,24 @@
       const consumers = consumerThreads(scene);
       return [
         prose(`The Tensor Memory Accelerator copies boxes. The host describes a tensor once (\`make_tma\`): extents,
-          strides, box, swizzle. In the kernel one thread then names a box by its coordinates, and the unit computes
-          every address, applies the swizzle and fills what lies outside the tensor with zeros. No thread spends
-          registers on addresses.
+          strides, box, swizzle. In the kernel one thread then gives the coordinates of a box, and the unit computes
+          every address, applies the swizzle and fills elements outside the tensor with zeros. No thread needs
+          registers for addresses.
 
           A box row may not be longer than the swizzle: ${cols * scene.elementBytes} bytes, ${cols} elements. So a K
           tile of ${scene.data.axes.n.size} keys × ${scene.data.axes.d.size} columns is ${count} boxes of ${rows} ×
-          ${cols}, ${CF.number(bytes)} bytes each. The unit's swizzle is the permutation of lesson 3. Where the last
-          block of a sequence is ragged, the box still has its full size: the rows beyond the end arrive as zeros, and
-          count as bytes.`),
+          ${cols}, ${CF.number(bytes)} bytes each. The unit's swizzle is the permutation of lesson 3. If the last
+          block of a sequence is ragged, the box still has its full size: the rows beyond the end become zeros, and
+          their bytes count.`),
         boxes(kit, scene, step),
         prose(`Completion is a barrier in shared memory, an mbarrier. Each stage has two. \`full\` completes a phase
-          when its one arrival and the announced ${CF.number(bytes * count)} bytes are there; TMA itself counts the
-          bytes. \`empty\` completes a phase when all consumer warps have arrived. Phases alternate in parity, and a
-          wait names the parity whose completion it wants. So tile p lives in stage p mod stages and completes phase p
-          / stages of both barriers. Nobody resets anything.
+          after its one arrival and the announced ${CF.number(bytes * count)} bytes; TMA itself counts the bytes.
+          \`empty\` completes a phase when all consumer warps have arrived. Phases alternate in parity, and a wait names
+          the parity of the phase that it waits for. So tile p lives in stage p mod stages and completes phase p /
+          stages of both barriers. No barrier has to be reset.
 
-          The producer waits on \`empty\` with the opposite parity: on a fresh barrier that passes at once, so the
-          first round finds every stage free without a special case.`),
+          The producer waits on \`empty\` with the opposite parity: on a fresh barrier this wait passes at once, so
+          every stage is free in the first round without a special case.`),
         new RingFigure(kit).element,
         kit.seeInKernel(
           "sm90",
@@ -380,7 +380,7 @@
           ],
           [
             "What would happen if one consumer warp forgot to release?",
-            "`empty` would never complete its phase, and the producer would wait for ever at that stage's next turn.",
+            "`empty` would never complete its phase, and the producer would wait forever for that stage.",
           ],
           [
             "Why is the release per warp and not per thread?",

@@ -22,7 +22,7 @@
       ),
     );
 
-  /** What one step did to one row, in words with its numbers. */
+  /** A step's effect on one row, in words with its numbers. */
   const told = {
     scores: ({ block, row }) =>
       `s = scale · q·k for keys ${block.keys[0]} to ${block.keys[1] - 1}: ${vector(block.scores[row])}`,
@@ -61,7 +61,7 @@
       this.keys = CF.h("div", { class: "lesson-scroll" });
       this.table = CF.h("div", { class: "lesson-scroll" });
       this.element = figure(
-        "One row through all its blocks",
+        "One row through all its blocks; every block updates its maximum, as in rows without fixed_max",
         [
           choice(
             "mask",
@@ -141,7 +141,7 @@
       this.table.replaceChildren(this.#state(number, STEPS.indexOf(step)));
     }
 
-    /* What the block at hand brings: its keys, their scores, weights and values. The weights come with their step. */
+    /* The present block's keys, their scores, weights and values. The weights appear with their step. */
     #block(number, step) {
       const { row, data } = this;
       const { keys, scores, exponentials } = this.trace.blocks[number];
@@ -165,7 +165,7 @@
       );
     }
 
-    /* Exponentials of all keys so far, as the present maximum sees them: what rescaling does to the earlier ones. */
+    /* Exponentials of all keys so far relative to the present maximum: rescaling has shrunk the earlier ones. */
     #drawBars(number, step) {
       const { trace, row } = this;
       const done = (name) => STEPS.indexOf(step) < 0 || STEPS.indexOf(step) >= STEPS.indexOf(name);
@@ -209,43 +209,42 @@
     id: "softmax",
     title: "Online softmax, step by step",
     question:
-      "A row's softmax needs its maximum and its sum. How can you multiply with V before you have seen all keys?",
+      "A row's softmax needs its maximum and its sum. How can it be multiplied with V before all keys are known?",
     families: ["sm80"],
     build(kit) {
       const { softmax } = kit.data;
       return [
         prose(`Softmax does not change when a constant is subtracted from all scores. So keep, for each row, the
-          largest score so far, m; the sum l of exp(s − m); and O, the same weights times V. When a block brings a
-          larger maximum m', everything kept is worth exp(m − m') of what it was: one multiplication each for l and
-          for the row of O. At the end O / l is the exact result, as if the whole row had been there from the start.
+          largest score so far, m; the sum l of exp(s − m); and O, the same weights times V. If a block has a larger
+          maximum m', l and the row of O are multiplied with exp(m − m'). At the end O / l is the exact result, as if
+          the whole row had been known from the start.
 
           Below are ${softmax.q.length} queries, ${softmax.k.length} keys and head dim ${softmax.q[0].length}, in
           blocks of ${softmax.tile_n} keys. The numbers are computed by the functions of \`cuteflash.reference\` in
           the loop shown beside them, and the results are those of \`flash_attention_2\`. Pick a row and step. Watch the
-          bars, the weights as the present maximum sees them: when m grows, the old ones shrink.`),
+          bars, the weights relative to the present maximum: when m grows, the old ones shrink.`),
         new SoftmaxFigure(kit).element,
-        prose(`Masks add one trap. A hidden key has score −∞ and weight 0. A row that has seen no key at all has m =
-          −∞, and −∞ − (−∞) is NaN; \`finite_or_zero\` subtracts 0 instead, and all weights become 0. Choose the
-          window mask and the last row to see it. Under the causal mask, row 0 finds no key in the last block: m
-          stays, and nothing changes.
+        prose(`Masks add one difficulty. A hidden key has score −∞ and weight 0. A row that has seen no key has
+          m = −∞, and −∞ − (−∞) is NaN; \`finite_or_zero\` subtracts 0 instead, and all weights become 0. Choose the
+          window mask and the last row to see it. Under the causal mask, row 0 sees no key of the last block: m stays,
+          and nothing changes.
 
           The kernels do the same arithmetic in base 2: \`softmax_scale · log2(e)\` is folded into one multiply-add
-          before each \`ex2\`. They visit the last block first; rows with \`fixed_max\` that of
-          key 0, where attention sinks stand, unless a window hides it. The maximum is agreed on by a quad with two shuffles;
-          the sum stays with each thread until the end.
+          before each \`ex2\`. They visit the last block first; rows with \`fixed_max\` start with the block of key 0,
+          which contains attention sinks, unless a window hides it. The four lanes of a quad find the maximum with two
+          shuffles; the sum stays with each thread until the end.
 
-          Must m be the largest score? No: l and O shrink alike, so any m gives the same O / l, as long as nothing
-          leaves the range of its numbers. Rows with \`fixed_max\`, ${softmax.fixed.rows} of ${softmax.fixed.of} in
-          the table of ${softmax.fixed.table}, make use of that. A tile's first scores move the maxima, and so do blocks
-          that a mask cuts. A block that is seen whole takes its exponentials against the maxima that are there: no
-          search for a larger score, no shuffles, no rescaling of O. The exponentials are rounded into P's registers,
-          and S stays in its own.
+          Must m be the largest score? No: l and O scale alike, so any m gives the same O / l, as long as no number
+          overflows or underflows. Rows with \`fixed_max\`, ${softmax.fixed.rows} of ${softmax.fixed.of} in
+          the table of ${softmax.fixed.table}, use this. They take the maxima of a tile's first scores, and masked
+          blocks still update them. A block that is seen whole uses the present maxima: no search for a larger score,
+          no shuffles, no rescaling of O. The exponentials are rounded into P's registers, and S stays in its own.
 
-          Scores far above m would overflow fp16; and the P of a dominant key, which is exactly 1 against its own score,
+          Scores far above m would overflow fp16; and the P of a dominant key, which is exactly 1 if m is its score,
           would be rounded. So each thread adds up its part of the block, and compares the sum with 2^${softmax.fixed.repair_log2} =
           ${2 ** softmax.fixed.repair_log2}. The lanes of a warp vote; if one sum is larger, the warp repairs the block:
-          it takes the block's maxima from S, exponentiates and rounds again, and rescales O and l to the maxima that
-          have moved. Plain inputs seldom need it, and any input may.`),
+          it takes the block's maxima from S, exponentiates and rounds again, and rescales O and l to the new maxima.
+          Plain inputs seldom need a repair, and results are exact for any input.`),
         kit.seeInKernel(
           "sm80",
           { panel: "acc_S", step: "softmax", thread: 5 },
@@ -256,10 +255,10 @@
           ["m goes from 2 to 5. By which factor do l and O shrink?", "By exp(2 − 5), about 0.05."],
           [
             "Why does the last row's rescale of 0 in the window case do no harm?",
-            "There m was −∞: exp(−∞ − shift) = 0, and what it multiplies, l and O, is 0 too.",
+            "There m was −∞: exp(−∞ − shift) = 0, and l and O, which it multiplies, are 0, too.",
           ],
           [
-            "Under fixed maxima a block brings a score 3 above m, in units of log 2. What happens?",
+            "Under fixed maxima a block has a score 3 above m, in units of log 2. What happens?",
             `Its exponential is 2^3 = 8, and m stays. A repair comes only if a thread's sum of its part of the block passes ${2 ** softmax.fixed.repair_log2}.`,
           ],
         ),

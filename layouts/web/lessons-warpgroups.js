@@ -9,7 +9,7 @@
   const SCALE = 1000; // the drawing's width in its own units
   const WGMMA_K = 16; // extent of the sum in one instruction, for 16-bit elements
 
-  /** `TmaRing` with its mbarriers: who may go on, who waits for which parity. Positions count tiles for ever. */
+  /** `TmaRing` with its mbarriers: which actor may proceed, which waits for which parity. Positions count all tiles. */
   class Ring {
     constructor(stages) {
       Object.assign(this, { stages, produced: 0, landed: 0, waited: 0, released: 0 });
@@ -25,12 +25,12 @@
       return Math.floor(position / this.stages) % 2;
     }
 
-    /** Whether a wait for the phase of this parity goes through: the barrier is then in a phase of the other parity. */
+    /** Whether a wait for the phase of this parity passes: the barrier is then in a phase of the other parity. */
     static passes(completed, parity) {
       return completed % 2 !== parity;
     }
 
-    /** `{method, position, parity, why}` of an actor's next act; `why` is null where it may act now. */
+    /** `{method, position, parity, why}` of an actor's next act; `why` is null if it may act now. */
     next(actor) {
       const say = (method, position, parity, why) => ({ method, position, parity, why });
       if (actor === "acquire") {
@@ -68,7 +68,7 @@
       }
     }
 
-    /** What a stage holds: `[tile or null, status]`. */
+    /** The content of a stage: `[tile or null, status]`. */
     holds(stage) {
       for (let position = this.released; position < this.produced; position++) {
         if (this.stage(position) !== stage) continue;
@@ -142,7 +142,7 @@
       );
     }
 
-    /* What the numbers of this operand say; K-major operands with a swizzle leave the leading field unused. */
+    /* The meaning of this operand's numbers; K-major operands with a swizzle do not use the leading field. */
     #told(desc, at) {
       const tile = this.scene.tile(desc.tile);
       const step =
@@ -151,13 +151,13 @@
           : `keys ${at * WGMMA_K} to ${(at + 1) * WGMMA_K - 1}`;
       const leading =
         desc.major === "K"
-          ? "The leading field means nothing with this swizzle."
+          ? "The leading field is not used with this swizzle."
           : `The next ${desc.swizzle_bytes / this.scene.elementBytes} columns lie ${CF.number(desc.leading_bytes)} bytes on.`;
       return `Instruction ${at} multiplies ${step} of ${tile.id}. The next eight keys lie ${CF.number(desc.stride_bytes)} bytes on. ${leading}`;
     }
   }
 
-  /** Registers by role: what the block is launched with, and what `setmaxnreg` makes of it. */
+  /** Registers by role: at launch, and after `setmaxnreg`. */
   function registers(scene) {
     const { launch, file, roles } = scene.data.budget.registers;
     const { threads } = scene.data.kernel;
@@ -202,7 +202,7 @@
       CF.h(
         "p",
         { class: "lesson-message" },
-        `${used} = ${CF.number(total)} = ${threads} · ${launch}, of ${CF.number(file)} registers. The producer needs few; what it gives up lets each consumer thread hold its accumulators.`,
+        `${used} = ${CF.number(total)} = ${threads} · ${launch}, of ${CF.number(file)} registers. The producer needs few; those that it gives up let each consumer thread hold its accumulators.`,
       ),
     );
   }
@@ -219,7 +219,7 @@
         this.#show();
       };
       this.element = figure(
-        "Who uses the tensor cores when: a model of four key blocks",
+        "Use of the tensor cores over time: a model of four key blocks",
         [
           choice(
             "head dim",
@@ -260,7 +260,7 @@
         CF.h(
           "p",
           { class: "hint" },
-          "A colour is a key block, and exp its exponentials. The model knows the rates of the two units and the order of issue; no latencies, maxima, conversions or rescaling. Without turns it assumes that the warpgroups run in step, the worst case.",
+          "Each colour is a key block; exp are its exponentials. The model has the rates of the two units and the order of issue, but no latencies, maxima, conversions or rescaling. Without turns it assumes that the warpgroups run in step, the worst case.",
         ),
       );
       kit.follow(["theme"], () => this.#show());
@@ -272,7 +272,7 @@
       const turns = groups === 1 ? 0 : this.turns;
       const schedule = row.schedules[`${groups} ${this.overlap} ${turns}`];
       this.host.replaceChildren(this.#drawing(schedule, groups));
-      const alone = groups === 1 && this.turns ? " One warpgroup has nobody to take turns with." : "";
+      const alone = groups === 1 && this.turns ? " A single warpgroup has no other to take turns with." : "";
       this.line.textContent = `${row.tile_n} keys a block: a product takes ${row.product} clocks, its exponentials ${row.softmax}. ${groups} warpgroup${groups > 1 ? "s" : ""}: ${CF.number(schedule.clocks)} clocks, tensor cores busy ${Math.round(schedule.tensor * 100)} %.${alone}`;
     }
 
@@ -334,7 +334,7 @@
     id: "wgmma",
     title: "WGMMA and warp specialisation",
     question:
-      "Hopper multiplies with 128 threads at once and reads operands through a descriptor. What is left for the threads to do, and who does it?",
+      "Hopper multiplies with 128 threads at once and reads operands through a descriptor. Which work remains for the threads, and how is it divided?",
     families: ["sm90"],
     state: { step: "wgmma_qk", instruction: 0 },
     build(kit) {
@@ -352,22 +352,22 @@
       return [
         prose(`\`wgmma\` is issued by a warpgroup, four warps together: here ${shape}. It runs asynchronously, like a
           copy: fence, issue, commit a group, wait later. A comes from registers or shared memory, B always from
-          shared memory, where the unit reads it itself. It needs no per-thread addresses, only a 64-bit descriptor.
+          shared memory, which the unit reads itself. It needs no per-thread addresses, only a 64-bit descriptor.
 
           The descriptor describes core matrices, 8 rows × 16 bytes. For K, whose k extent runs along the row, the
-          stride field says how far the next eight keys are (${k.stride_bytes} bytes); an instruction takes ${WGMMA_K}
+          stride field is the distance to the next eight keys (${k.stride_bytes} bytes); an instruction takes ${WGMMA_K}
           columns, so the start moves by ${moves} bytes, and after ${slab} instructions into the next slab. V has its
           k extent down the rows: the start moves by ${WGMMA_K} keys, ${v.starts[1] - v.starts[0]} bytes, and the
-          leading field is the distance to the next ${columns} columns. The swizzle field repeats what TMA wrote.`),
+          leading field is the distance to the next ${columns} columns. The swizzle field names TMA's swizzle.`),
         new DescriptorFigure(kit).element,
-        prose(`Roles split the block (${roles}). Loads then no longer stand between a consumer's products, and
-          \`setmaxnreg\` moves registers to where they are needed.`),
+        prose(`Warpgroups have roles (${roles}). Consumers then do not issue loads between their products, and
+          \`setmaxnreg\` moves registers to the consumers, which need them.`),
         registers(scene),
-        prose(`Two units bound the loop: tensor cores and the exponentials. While a warpgroup is at its softmax the
-          tensor cores must have someone else's work. With \`pingpong\`, named barriers let a warpgroup issue its
-          products only in its turn. With \`overlap\`, the scores of the next block are issued before P V of this one,
-          so that a softmax finds products running even in its own warpgroup. What turns and overlap bring on a GPU
-          was measured, row by row, and stands in \`docs/performance.md\`.`),
+        prose(`Two units bound the loop: the tensor cores and the special-function unit, which computes exponentials.
+          While a warpgroup computes its softmax, the tensor cores need work from another. With \`pingpong\`, named
+          barriers let a warpgroup issue its products only in its turn. With \`overlap\`, the scores of the next block
+          are issued before P V of this one, so that a softmax overlaps products of its own warpgroup, too. The gains
+          of turns and overlap on a GPU, row by row, are in \`docs/performance.md\`.`),
         new TurnFigure(kit).element,
         kit.seeInKernel(
           "sm90",
@@ -381,12 +381,12 @@
             `${slab} instructions use up the ${columns} columns of the first slab; the second begins after ${scene.tile("sK").rows} rows of ${k.swizzle_bytes} bytes.`,
           ],
           [
-            `At head dim 64 a product takes ${narrow.product} clocks, the exponentials of its scores ${narrow.softmax}. What can scheduling still do?`,
-            `A block's two products together take ${2 * narrow.product} clocks, so at best both units stay busy. With ${narrow.warpgroups} consumers the model keeps the tensor cores at ${best} %; what the profiler counts is in \`docs/performance.md\`.`,
+            `At head dim 64 a product takes ${narrow.product} clocks, the exponentials of its scores ${narrow.softmax}. What can scheduling still gain?`,
+            `A block's two products together take ${2 * narrow.product} clocks, so at best both units stay busy. With ${narrow.warpgroups} consumers the model keeps the tensor cores ${best} % busy; the profiler's counts are in \`docs/performance.md\`.`,
           ],
           [
             `Why must the launch ask for ${launch} registers when consumers need ${split.at(-1).limit}?`,
-            `All threads start equal. \`setmaxnreg\` only moves registers inside the block's allocation, ${threads} · ${launch}; the producers must first give up theirs.`,
+            `All threads start with the same number. \`setmaxnreg\` only moves registers inside the block's allocation, ${threads} · ${launch}; the producers must first give up theirs.`,
           ],
         ),
       ];

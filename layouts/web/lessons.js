@@ -12,7 +12,7 @@
       lessons.findIndex((lesson) => lesson.id === id),
     );
 
-  /** The address of a lesson: its own state and nothing that another view left behind. */
+  /** The address of a lesson: its own state, without that of other views. */
   const address = (lesson) =>
     CF.state.link({ ...CF.lessons.NOTHING, ...lesson.state, view: "learn", lesson: lesson.id });
 
@@ -46,7 +46,7 @@
       return CF.h("li", {}, CF.h("a", { href: address(lesson), dataset: { lesson: lesson.id } }, lesson.title));
     }
 
-    /* What the address leaves open is set as the lesson wants it. */
+    /* State that the address does not give is set to the lesson's own. */
     #open(byReader) {
       const at = indexOf(CF.state.get("lesson"));
       const lesson = lessons[at];

@@ -1,4 +1,4 @@
-/* What a panel emphasises: the cells that the selected step touches and the selected threads hold. No drawing here. */
+/* The cells that a panel emphasises: touched by the selected step, held by the selected threads. No drawing here. */
 (() => {
   "use strict";
 
@@ -7,7 +7,7 @@
   const HELD = 4;
 
   /**
-   * Flags of every cell of a part (READ | WRITE | HELD), or null where nothing is selected. A step marks what its
+   * Flags of every cell of a part (READ | WRITE | HELD), or null if nothing is selected. A step marks what its
    * instruction (null: all of them) touches, for the threads in `range` or all. Threads without a step mark what they
    * hold of a fragment and what they touch of a tile in any step.
    */

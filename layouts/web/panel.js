@@ -17,10 +17,10 @@
   class Panel {
     /**
      * Draws part `id` of `scene` (a CF.scene Scene) into `container` and follows CF.state from then on.
-     * `color` fixes a colour mode at the start (null: the state's, else the one that says most); `colouring` is a
-     * colouring of one's own (see CF.coloring.of) and `part` a part of one's own in place of `id`; `onHover(row, col)`
-     * is told of the cursor (null, null: left); `compact` leaves title and controls out; `height` the most that the
-     * grid may take (pixels); `live: false` keeps it from following hover, selection and step.
+     * `color` sets a colour mode at the start (null: the state's, else the part's default); `colouring` is a custom
+     * colouring (see CF.coloring.of) and `part` a custom part instead of `id`; `onHover(row, col)` is called with the
+     * cursor's cell (null, null: left); `compact` omits title and controls; `height` limits the grid's height
+     * (pixels); with `live: false` it does not follow hover, selection and step.
      */
     constructor(container, options) {
       const {
@@ -114,13 +114,13 @@
       this.#measure();
     }
 
-    /** Draws anew, colours and marks included. */
+    /** Redraws, colours and marks included. */
     update() {
       this.stale = { colours: true, marks: true };
       this.redraw();
     }
 
-    /** Ends the panel: its listeners and its element go. */
+    /** Removes the panel, its listeners and its element. */
     destroy() {
       this.stop();
       this.resized.disconnect();
@@ -134,13 +134,13 @@
       this.update();
     }
 
-    /** Another colouring of one's own in place of the present one. */
+    /** Replaces the custom colouring. */
     setColouring(colouring) {
       this.ownColouring = colouring;
       this.update();
     }
 
-    /** The most that the grid may take from now on, in pixels; null: as at first. */
+    /** Limits the grid's height, in pixels; null: as at first. */
     limit(height) {
       this.tallest = height ?? this.usual;
       this.#measure();
@@ -152,7 +152,7 @@
       return CF.state.get("stage") % this.part.stages;
     }
 
-    /** The cell size in pixels at which the whole grid is to be seen. */
+    /** The cell size in pixels at which the whole grid is visible. */
     fit() {
       const width = this.view.clientWidth - LEFT - 2;
       return Math.max(1, Math.min(width / this.part.cols, (this.tallest - TOP) / this.part.rows, LARGEST_FIT));
@@ -212,7 +212,7 @@
       else CF.state.set({ hover: null });
     }
 
-    /** Pins the element under the cursor; pins nothing where it already was the pinned one. */
+    /** Pins the element under the cursor, or unpins it if it is the pinned one. */
     pin() {
       if (!this.live) return;
       const [pinned, element] = [CF.state.get("pin"), CF.state.get("hover")];

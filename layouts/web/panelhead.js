@@ -1,4 +1,4 @@
-/* What stands around a panel's grid: its name, its controls, its legend and what is marked in it, in words. */
+/* The parts around a panel's grid: name, controls, legend, counts of marked cells. */
 (() => {
   "use strict";
 
@@ -77,7 +77,7 @@
     return [name, ...entries.map(({ text, rgbs }) => CF.h("span", {}, strip(rgbs), text))];
   }
 
-  /** Badges for the counts `{held, read, write}` of marked cells; none where nothing is marked. */
+  /** Badges for the counts `{held, read, write}` of marked cells; none if nothing is marked. */
   function badges(total) {
     const words = { held: "holds", read: "reads", write: "writes" };
     const marked = Object.keys(words).filter((key) => total[key]);

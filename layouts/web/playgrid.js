@@ -51,7 +51,7 @@
       this.redraw();
     }
 
-    /** Shows another model; made by `make()` when the grid comes into sight, for evaluating it may take a while. */
+    /** Shows another model; made by `make()` when the grid comes into sight, since evaluating it may take a while. */
     show(make) {
       Object.assign(this, { make, model: null, at: null, lit: [] });
       this.redraw();
@@ -125,7 +125,7 @@
       return x >= 0 && y >= 0 && row < this.model.rows && col < this.model.cols ? [row, col] : null;
     }
 
-    /* Cells as large as their text needs, smaller where the whole would not fit the width; zoom comes on top. */
+    /* Cells as large as their text needs, smaller if the grid would not fit the width; then zoomed. */
     #measure() {
       const { model, view } = this;
       const ratio = window.devicePixelRatio || 1;
@@ -269,7 +269,7 @@
       context.fillStyle = theme(here ? "cursor" : "muted");
       context.fillText(text, x, y);
     };
-    /* Every so many indices, and the cursor's own with room around it. */
+    /* Indices at regular distances, and the cursor's own with room around it. */
     const shown = (index, every, size, room, here = -Infinity) =>
       index === here || (index % every === 0 && Math.abs(index - here) * size > room);
     context.textAlign = "center";
@@ -290,7 +290,7 @@
   CF.PlayGrid = PlayGrid;
 })();
 
-/* CF.swizzleBits: which bits of an index a swizzle XORs onto which, with an element's own bits where there is one. */
+/* CF.swizzleBits: which bits of an index a swizzle XORs onto which; with an element, its own bits, too. */
 (() => {
   "use strict";
 

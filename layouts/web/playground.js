@@ -1,4 +1,4 @@
-/* The Playground view: a layout text, what it means, and every step on the way, drawn. */
+/* The Playground view: a layout text, its value, and every step of its evaluation, drawn. */
 (() => {
   "use strict";
 
@@ -9,7 +9,7 @@
   const HISTOGRAM = 2 ** 24; // and the reach up to which
   const ELEMENTS = [1, 2, 4]; // bytes of an element
   const USUAL_BYTES = 2;
-  /* Texts; one that is for other elements than the usual with their bytes. */
+  /* Example texts; with the element's bytes if they are not the default. */
   const EXAMPLES = [
     ["Layouts", ["(4,8)", "(8,64):(64,1)", "((2,4),8):((1,16),2)", "(4,8):(0,1)", "(8,8,2):(8,1,64)"]],
     [
@@ -52,7 +52,7 @@
   });
   CF.state.define("cells", { param: "cells" });
 
-  /** What there is to say about a value as a whole, in a few words each. */
+  /** Properties of a whole value, in a few words each. */
   function facts(value) {
     if (value.tv) {
       const [threads, values] = A.modes(value.tv).map(A.size);
@@ -101,11 +101,11 @@
     concatenate: "side by side as modes",
     regroup: "modes put in order",
     compose: "the second feeds the first",
-    complement: "what fills the gaps",
+    complement: "the layout that fills the gaps",
     coalesce: "as few modes as possible",
   };
 
-  let good = DEFAULT; // the last text that could be drawn: an error leaves its picture where it is
+  let good = DEFAULT; // the last valid text: after an error its picture remains
 
   const term = ([name, words]) => CF.h("div", {}, CF.h("dt", {}, name), CF.h("dd", {}, words));
 
@@ -206,11 +206,11 @@
       this.shown = key;
     }
 
-    /* The error in words and a caret below the character; the last good drawing stays, which is said, too. */
+    /* The error and a caret below the character; the last good drawing remains, and a remark says so. */
     #complain(error) {
       this.input.setAttribute("aria-invalid", String(Boolean(error)));
       const place = error && (error.length ? `Character ${error.position + 1}: ` : "At the end: ");
-      const rest = CF.h("span", { class: "hint" }, " The picture below is still of a text that can be read.");
+      const rest = CF.h("span", { class: "hint" }, " The picture below is that of the last valid text.");
       this.error.replaceChildren(...(error ? [CF.h("b", {}, place), error.message, ".", rest] : []));
       const span = this.caret.firstChild;
       const shown = error ? Math.max(1, Math.min(error.length, error.text.length - error.position)) : 0;
@@ -219,7 +219,7 @@
       this.#followCaret();
     }
 
-    /* Scrolls a field in which nobody types so that the character at fault is in sight. */
+    /* Scrolls a field without the focus so that the character at fault is visible. */
     #revealCaret(span) {
       this.input.scrollLeft = Math.max(0, span.offsetWidth - this.input.clientWidth * 0.8);
     }
@@ -286,7 +286,7 @@
       this.remark.textContent = remark;
     }
 
-    /* What stands under the cursor, in words and in the bit picture. */
+    /* The cell under the cursor, in words and in the bit picture. */
     #point(row, col, keyboard = false) {
       const here = row !== null && this.model;
       const found = here ? this.model.facts(row, col) : [];
@@ -304,8 +304,8 @@
     }
 
     /*
-     * Lights the way of a cell of step `at` through the steps that it comes from; null: of none. What a composition does
-     * with the element, in words.
+     * Highlights the cells of earlier steps that a cell of step `at` comes from; null: none. Describes a composition's
+     * mapping of the element in words.
      */
     #light(at, model = null, row = null, col = null) {
       const position = row === null ? -1 : (model.at?.(row, col) ?? -1);
@@ -328,7 +328,7 @@
       if (steps.length < 2) return;
       const more = steps.length - MAX_STEPS;
       this.stepSection.append(
-        CF.h("h2", {}, "Steps on the way"),
+        CF.h("h2", {}, "Steps of the evaluation"),
         CF.h("ol", {}, steps.slice(0, MAX_STEPS).map((step, at) => this.#card(step, at, step === steps.at(-1)))),
       );
       if (more > 0) this.stepSection.append(CF.h("p", { class: "hint" }, `${more} more steps are not drawn.`));

@@ -1,4 +1,4 @@
-/* What the playground draws of a value: where its cells stand, their text, colour, words, and which belong together. */
+/* The playground's model of a value: positions of cells, their text, colour, facts and groups. */
 (() => {
   "use strict";
 
@@ -9,13 +9,13 @@
   const FOLD = 32; // cells of a line then
   const { ramp, category, mix } = CF.palette;
 
-  /* Extent after which the first mode of a nested one is through: where a heavier line helps the eye. */
+  /* Extent of the first mode of a nested one: a heavier line follows it. */
   const period = (shape) => {
     const extents = A.flatten(shape).filter((extent) => extent > 1);
     return extents.length > 1 ? extents[0] : 0;
   };
 
-  /* Where the coordinates of a layout stand: one mode as a strip, two as a table, more as (first, all the others). */
+  /* Positions of a layout's coordinates: one mode as a strip, two as a table, more as (first, all the others). */
   function arrange(layout) {
     const [first, ...others] = A.modes(layout);
     const size = A.size(layout);
@@ -37,14 +37,14 @@
     return { rows, cols: size / rows, position, place, rowName, names, rowPeriod: period(first.shape), colPeriod };
   }
 
-  /* Cuts an arrangement to what is drawn, and says so. */
+  /* Cuts an arrangement to the drawn part, with a remark. */
   function cut(all) {
     const rows = Math.min(all.rows, MAX_SIDE);
     const cols = Math.min(all.cols, MAX_SIDE);
     const parts = [];
     if (rows < all.rows) parts.push(`${rows} of ${CF.number(all.rows)} rows`);
     if (cols < all.cols) parts.push(`${cols} of ${CF.number(all.cols)} columns`);
-    const remark = parts.length ? `Too large to draw whole: here are the first ${parts.join(" and ")}.` : "";
+    const remark = parts.length ? `Too large to draw whole: these are the first ${parts.join(" and ")}.` : "";
     return { ...all, rows, cols, remark };
   }
 
@@ -166,10 +166,10 @@
     return facts;
   }
 
-  /** The model of a value of `CF.text.evaluate`; `bytes` an element has, `cells` what colours say (see `choices`). */
+  /** The model of a value of `CF.text.evaluate`; `bytes` of an element, `cells` the colouring (see `choices`). */
   const model = (value, options) => (value.tv ? tvModel(value, options) : layoutModel(value, options));
 
-  /** What colours can say of a value: [key, words] pairs, the usual one first. */
+  /** The colourings of a value: [key, words] pairs, the default first. */
   const choices = (value) =>
     value.tv
       ? [

@@ -1,4 +1,4 @@
-/* The way of an element through the operands of what made it: which cells of earlier steps it comes from. No drawing. */
+/* The origin of an element: the cells of earlier steps' operands that it comes from. No drawing. */
 (() => {
   "use strict";
 
@@ -24,7 +24,7 @@
     return Array.isArray(tiler) ? tiler.reduce((size, part) => size * sizeOf(part), 1) : A.size(tiler);
   };
 
-  /* Where `tiler` at `position` points in `layout`, and the cells of its own layouts that say so. */
+  /* The position in `layout` that `tiler` gives at `position`, and the cells of its own layouts that determine it. */
   function through(layout, tiler, position) {
     if (typeof tiler === "number") return { to: position, cells: [] };
     if (!Array.isArray(tiler)) return { to: A.index(tiler, position), cells: [[tiler, position]] };
@@ -34,7 +34,7 @@
     return { to, cells: parts.flatMap(({ cells }) => cells) };
   }
 
-  /* `[operand, position]` of what the element at `position` of a step's result is made from. */
+  /* `[operand, position]` of the elements that the one at `position` of a step's result is made from. */
   const SOURCES = {
     compose: ({ operands: [layout, tiler] }, position) => {
       const { to, cells } = through(layout, tiler, position);

@@ -21,7 +21,7 @@
   }
 
   /**
-   * The threads of a mode, sorted into classes that do the same: modes of stride 0 tell no threads apart (all threads of
+   * The threads of a mode, sorted into classes that do the same: modes of stride 0 separate no threads (all threads of
    * a warpgroup share a wgmma operand). `of[thread]` is a thread's class, `members[class]` the threads, `layout` the
    * mode without its copies.
    */
@@ -174,7 +174,7 @@
       return row + this.rows * col;
     }
 
-    /** True where the element exists; the rest of a global tile is read as zeros and never written. */
+    /** True if the element exists; the rest of a global tile is read as zeros and never written. */
     exists(row, col) {
       const [rows, cols] = this.spec.valid ?? [this.rows, this.cols];
       return row < rows && col < cols;
@@ -185,7 +185,7 @@
       return { [this.axes[0]]: row, [this.axes[1]]: col };
     }
 
-    /** `[row | null, col | null]` of an element `{m, n, d, e}`, null where it lacks the axis or lies outside. */
+    /** `[row | null, col | null]` of an element `{m, n, d, e}`, null if it lacks the axis or lies outside. */
     place(element) {
       const index = (axis, extent) => (element && element[axis] < extent ? element[axis] : null);
       return [index(this.axes[0], this.rows), index(this.axes[1], this.cols)];
@@ -311,7 +311,7 @@
 
     /**
      * The touch that says who moves a part, `{step, touch, values}`: of step `stepId` if it touches the part, else its
-     * first writer, else any; of several instructions if `split`. Null where there is none.
+     * first writer, else any; of several instructions if `split`. Null if no step touches it.
      */
     mover(part, stepId = null, split = false) {
       const all = this.steps.flatMap((step) => step.touches.map((touch) => ({ step, touch })));
@@ -337,7 +337,7 @@
       data = page;
       cache.clear();
     },
-    /** The scene `id`, or null where the page has none of that name. */
+    /** The scene `id`, or null if the page does not have it. */
     of: (id) => {
       if (!data.scenes?.[id]) return null;
       if (!cache.has(id)) cache.set(id, new Scene(data.scenes[id]));
@@ -345,7 +345,7 @@
     },
     /** A part of one's own for CF.Panel: a grid `{id, axes: [row axis, column axis], shape: [rows, cols]}`. */
     grid: (spec) => new Part(spec, "grid"),
-    /** The threads `{first, last, text}` that a thread, warp or warpgroup names; null where none is chosen. */
+    /** The threads `{first, last, text}` that a thread, warp or warpgroup names; null if none is chosen. */
     rangeOf: ({ thread = null, warp = null, warpgroup = null }) => {
       if (thread !== null) return { first: thread, last: thread, text: `thread ${thread}` };
       if (warp !== null) return { first: warp * WARP, last: warp * WARP + WARP - 1, text: `warp ${warp}` };

@@ -1,4 +1,4 @@
-/* The stepper: the ordered steps of a tile, instruction by instruction, with what the selected one says about itself. */
+/* The stepper: the ordered steps of a tile, instruction by instruction, with a description of the selected one. */
 (() => {
   "use strict";
 
@@ -123,7 +123,7 @@
       return this.scene.step(CF.state.get("step"));
     }
 
-    /** How many instructions the present step's layouts tell apart. */
+    /** How many instructions the present step's layouts distinguish. */
     count(step = this.step) {
       return step ? Math.max(1, ...step.touches.map((touch) => this.scene.touchValues(touch).instructions)) : 0;
     }

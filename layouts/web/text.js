@@ -1,5 +1,5 @@
 /*
- * The playground's language, the twin of layouts/syntax.py and layouts/text.py: same trees, same steps, same errors.
+ * The playground's language, the counterpart of layouts/syntax.py and layouts/text.py: same trees, steps and errors.
  * `divide(S<3,3,3> o (8,64):(64,1), (8,8))`, `TV ((4,8),(2,2)):((32,1),(16,8)) on (16,8)`.
  */
 (() => {
@@ -30,7 +30,7 @@
   };
   const words = (key, values = {}) => A.fill(MESSAGES[key], values);
 
-  /** Layout text that means nothing: `length` characters from `position` are meant (0 at the end of the text). */
+  /** Layout text without a value: `length` characters from `position` are at fault (0 at the end of the text). */
   class LayoutTextError extends Error {
     constructor(text, position, length, message) {
       super(message);
@@ -38,7 +38,7 @@
     }
   }
 
-  /** Text outside the grammar; `expected` says what could have stood at `position`. */
+  /** Text outside the grammar; `expected` says what is allowed at `position`. */
   class LayoutSyntaxError extends LayoutTextError {
     constructor(text, position, length, message, expected) {
       super(text, position, length, message);
@@ -86,10 +86,10 @@
     return found;
   }
 
-  /* A piece of the text as messages show it, cut to 40 characters. */
+  /* A piece of the text for messages, cut to 40 characters. */
   const quoted = (source) => (source.length <= 40 ? `'${source}'` : `'${source.slice(0, 37)}...'`);
 
-  /* True where an item is a layout or a nest that holds one, which can only be a tiler. */
+  /* True if an item is a layout or a nest that holds one, which can only be a tiler. */
   const hasLayouts = (item) => item.type === "layout" || (item.type === "nest" && item.items.some(hasLayouts));
 
   /* Recursive descent, one method a rule, one token of lookahead (two after the `o` of a swizzle). */
@@ -217,7 +217,7 @@
       return { type: "number", start: token.start, end: token.end, value };
     }
 
-    /* Takes a '(' and returns where it is. */
+    /* Consumes a '(' and returns its position. */
     open() {
       const token = this.take("(", "'('");
       this.depth++;
@@ -228,7 +228,7 @@
       return token.start;
     }
 
-    /* Takes a ')' and returns where it ends. */
+    /* Consumes a ')' and returns its end. */
     close(expected) {
       this.depth--;
       return this.take(")", expected).end;
@@ -337,7 +337,7 @@
       return node.type === "number" ? node.value : this.layout(node);
     }
 
-    /* Records a step; throws where its result is too large to show. */
+    /* Records a step; throws if its result is too large to show. */
     step(node, operation, operands, result) {
       const inner = A.plain(result);
       if (A.size(inner) > MAX_SHOWN) throw this.error(node, "size", { layout: result, limit: MAX_SHOWN });
@@ -363,12 +363,12 @@
     }
   }
 
-  /** The tree of a layout text; throws LayoutSyntaxError at the first character that fits nothing. */
+  /** The tree of a layout text; throws LayoutSyntaxError at the first character outside the grammar. */
   const parse = (text) => new Parser(text).input();
 
   /**
    * `{value, steps}` of a layout text: a value is a layout, a composed layout or `{tv, shape}`; a step is `{start, end,
-   * operation, operands, result}`. Throws LayoutSyntaxError, or LayoutTextError at the argument that means nothing.
+   * operation, operands, result}`. Throws LayoutSyntaxError, or LayoutTextError at the argument at fault.
    */
   function evaluate(text) {
     const node = parse(text);

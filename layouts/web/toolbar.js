@@ -20,7 +20,7 @@
       );
       container.append(this.element);
       this.stop = CF.state.on(["color", "swizzle", ...KINDS], () => this.update());
-      const { style } = document.documentElement; // what sticks below the toolbar needs its height
+      const { style } = document.documentElement; // elements that stick below the toolbar need its height
       this.resized = new ResizeObserver(() => style.setProperty("--toolbar", `${this.element.offsetHeight}px`));
       this.resized.observe(this.element);
       this.update();
@@ -33,7 +33,7 @@
     }
 
     #colour() {
-      const pairs = [["", "what says most"], ...COLOURS.map((mode) => [mode, CF.coloring.TITLES[mode]])];
+      const pairs = [["", "default of each panel"], ...COLOURS.map((mode) => [mode, CF.coloring.TITLES[mode]])];
       this.colour = CF.select("Colour of all panels", pairs, CF.state.get("color") ?? "", (mode) =>
         CF.state.set({ color: mode || null }),
       );

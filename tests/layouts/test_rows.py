@@ -277,7 +277,7 @@ def test_only_rows_with_fixed_maxima_are_drawn_with_them(name: str) -> None:
     if not fixed:
         assert steps["softmax"].repeat == "every key block"
         return
-    cut = "those that the mask or the end of the keys cuts"
+    cut = "those cut by the mask or by the end of the keys"
     assert steps["softmax"].repeat == f"the tile's first key block, and {cut}"
     assert steps["rescale_o"].repeat == f"of the key blocks, {cut}"
     assert touched(steps["fixed_softmax"]) == {("acc_S", "read"), ("rP", "write")}  # S stays, O is not touched

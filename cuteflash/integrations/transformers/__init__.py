@@ -42,10 +42,10 @@ def register() -> None:
 
 
 def _tell_apart_from_flash_attn() -> None:
-    """Keep transformers from taking us for one of the flash-attn packages, whose name every name with "flash" is to it.
+    """Keep transformers from treating us as one of the flash-attn packages, as it treats every name with "flash".
 
     For those it loads functions of the package and packs sequences into one row, which we refuse; for any other name a
-    model gives the interface one sequence at a time. The question is a function that its modules import by name.
+    model gives the interface one sequence at a time. Its modules import the function that decides this by name.
     """
     from transformers.utils import generic
 

@@ -1,6 +1,6 @@
-"""The entry of transformers' attention interface: it does what the mask asks, and refuses what it cannot do.
+"""The entry of transformers' attention interface: it applies the mask, and refuses arguments that it does not support.
 
-What a query sees is decided by the mask alone, as in eager attention: layers and masks of a model do not always agree
+The mask alone decides what a query sees, as in eager attention: layers and masks of a model do not always agree
 on windows and causality. Without a mask nothing is hidden, unless the layer says that it is causal.
 """
 
@@ -46,10 +46,10 @@ def attention(
     """An entry of transformers' `AttentionInterface`.
 
     Args:
-        module: the attention layer; its `is_causal` counts where there is no mask and the call does not say.
+        module: the attention layer; its `is_causal` counts if there is neither a mask nor an `is_causal` in the call.
         query: (batch, heads, query length, head_dim), fp16 or bf16 on a GPU.
         key, value: (batch, kv heads, key length, head_dim or head_dim_v).
-        attention_mask: what `make_mask` made, or None.
+        attention_mask: the result of `make_mask`, or None.
         dropout: 0.
         scaling: None is 1 / sqrt(head_dim).
         **kwargs: `softcap` counts, and without a mask `is_causal` and `sliding_window`.
@@ -105,7 +105,7 @@ def _weights_are_collected() -> bool:
 
 
 def _check_no_mask(module: torch.nn.Module, queries: int, keys: int, kwargs: dict[str, Any]) -> None:
-    """Our masks are never None. Without one, eager attention hides nothing, and so does ours or refuses."""
+    """Our masks are never None. Without one, eager attention hides nothing; ours does the same or refuses."""
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
     window = kwargs.get("sliding_window")
@@ -124,7 +124,7 @@ def _ours_for(mask: Mask | Tensor, q: Tensor, k: Tensor) -> Mask:
             f"given to the model, and masks that transformers' masking_utils make; {INSTEAD}"
         )
     expected = (q.shape[0], 1, q.shape[1], k.shape[1])
-    # Full attention is the same for every query, and made for one of them by some models.
+    # Full attention is the same for every query, and some models make its mask for one query only.
     if mask.shape != expected and not (mask.interval == FULL and mask.shape == (q.shape[0], 1, 1, k.shape[1])):
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; the attention is {expected}; {INSTEAD}")
     if mask.interval.left == -1:

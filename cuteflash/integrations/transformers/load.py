@@ -1,7 +1,7 @@
 """Refuses at load, by name, the models whose attention does not go through transformers' attention interface.
 
-transformers accepts any registered name for any model. A model with attention code of its own would go on computing
-that, under our name; some of them lose their masks then.
+transformers accepts any registered name for any model. A model with attention code of its own would still run that
+code, under our name; some of them then lose their masks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _INSTEAD = (
 
 
 def refuse_class(cls: type) -> None:
-    """Whether a model class can run on us, as far as it can be told before it is built.
+    """Refuse a model class that cannot run on us, as far as that is known before it is built.
 
     Raises:
-        NotImplementedError: it cannot.
+        NotImplementedError: the class cannot run on us.
     """
     kernels = getattr(cls, "_compatible_flash_implementations", None)
     if kernels is not None and NAME not in kernels:
@@ -47,7 +47,7 @@ def refuse_own_attention(model: torch.nn.Module) -> None:
     """Refuse a built model that has a layer with attention code of its own beside layers that go through the interface.
 
     Raises:
-        NotImplementedError: it has.
+        NotImplementedError: the model has such a layer.
     """
     for name, module in _own_modules(model, ""):
         layer: Any = type(module)
@@ -59,7 +59,7 @@ def refuse_own_attention(model: torch.nn.Module) -> None:
 
 
 def guard() -> None:
-    """Make transformers ask us wherever a model's attention implementation is set. Doing it again changes nothing."""
+    """Make transformers call our checks wherever a model's attention implementation is set. Idempotent."""
     from transformers import PreTrainedModel
 
     if getattr(PreTrainedModel.post_init, "knows_cuteflash", False):
@@ -95,7 +95,7 @@ def _asks_for_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asks_and_restores(original: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers sets what it can and warns of the rest; if it is asked for us, we refuse and nothing changes."""
+    """transformers sets what it can and warns of the rest; a model that cannot run on us raises and is unchanged."""
 
     def set_attn_implementation(self: Any, implementation: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import PreTrainedModel
@@ -130,7 +130,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _own_modules(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules below one, without the models inside it: those answer for themselves."""
+    """Modules below one, without the models inside it, which are checked on their own."""
     from transformers import PreTrainedModel
 
     for name, child in module.named_children():
@@ -141,10 +141,10 @@ def _own_modules(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torc
 
 @functools.cache
 def _computes_attention(cls: Any) -> bool:
-    """Whether a layer computes attention between tokens in code of its own; told by its name and its source.
+    """Whether a layer computes attention between tokens in code of its own; judged by its name and its source.
 
-    Pooling over a learned query, the maps that detection models return and blocks of convolutional autoencoders are no
-    such layers, and torch's own module is what it says.
+    Pooling over a learned query, the maps that detection models return and blocks of convolutional autoencoders are
+    not such layers; torch's own attention module is.
     """
     if not re.search("Attention", cls.__name__) or re.search("Pool|AttentionMap|Residual", cls.__name__):
         return False

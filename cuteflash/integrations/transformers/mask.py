@@ -1,8 +1,8 @@
-"""What our entry of transformers' mask interface hands to the model: the rule of the mask, not its values.
+"""What our entry of transformers' mask interface returns to the model: the rule of the mask, not its values.
 
-A model that goes through the attention interface passes it on to `attention`, which follows it. Everything else that
-transformers code does with a mask (adding it to scores, filling, comparing) fails with an error that says so: code of
-the model's own would otherwise drop the causal mask or take booleans for a bias.
+A model that goes through the attention interface passes it on to `attention`, which applies it. Every other use of a
+mask in transformers code (adding it to scores, filling, comparing) raises an error that says so: the model's own code
+would otherwise drop the causal mask or take booleans for a bias.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cuteflash.integrations.transformers.rules import FULL, Interval, MaskFuncti
 
 
 class MaskMisuseError(NotImplementedError, AttributeError):
-    """The model's own code works on the mask. An AttributeError, too, so that `hasattr` answers."""
+    """The model's own code works on the mask. Also an AttributeError, so that `hasattr` returns False."""
 
 
 class Mask:
@@ -30,7 +30,7 @@ class Mask:
         offset: index of the key that stands at the position of query 0.
         used: how many keys there are for the last query and its window; the others are unused cache slots.
         padding: bool (batch, used), True for tokens, or None if every key up to `used` holds one.
-        device: where the model wants its mask.
+        device: the device that the model wants its mask on.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Mask:
         self.device = device
         self.dtype = torch.bool
         self.ndim = 4
-        # The layers of a model share one look at the padding.
+        # The layers of a model share one inspection of the padding.
         self.groups = groups(padding) if found is None and padding is not None else found
 
     def dim(self) -> int:
@@ -133,9 +133,9 @@ def make_mask(
     Args:
         batch_size, q_length, kv_length: sizes of the attention to come; `kv_length` counts unused cache slots, too.
         q_offset, kv_offset: position of the first query and of the first key in the sequence.
-        mask_function: who sees whom; None is causal.
-        attention_mask: bool (batch, sequence), True for tokens; None is no padding. A mask made here, which `generate`
-            hands back for a static cache, is returned as it is.
+        mask_function: which query sees which key; None is causal.
+        attention_mask: bool (batch, sequence), True for tokens; None means no padding. A mask made here, which
+            `generate` passes again for a static cache, is returned as it is.
         **kwargs: `device` counts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Padded batches on an operator that knows no padding: rows with the same mask are attended together.
+"""Padded batches on an operator without padding: rows with the same mask are computed together.
 
 A padding mask says which key positions of a row hold tokens. Rows with the same mask become one smaller, unpadded
 problem: their keys are sliced (a contiguous span) or gathered (a span with holes), so the result is exact. One operator
@@ -18,8 +18,8 @@ class Group(NamedTuple):
     """Rows of the batch that share one padding mask.
 
     Attributes:
-        rows: which rows; `slice(None)` where it is all of them.
-        keys: which key positions hold tokens, ascending; a slice where they are contiguous.
+        rows: which rows; `slice(None)` for all of them.
+        keys: which key positions hold tokens, ascending; a slice if they are contiguous.
         first: the first of these positions.
     """
 
@@ -64,9 +64,9 @@ def attend_groups(
     Args:
         attend: unpadded attention, (q, k, v) to O, bottom-right aligned.
         q, k, v: (b, s_q, h_q, d), (b, s_k, h_k, d), (b, s_k, h_k, d_v).
-        found: what `groups` says of the mask.
-        query_offset: key position of query 0, where the attention depends on positions (causal, window): a query that
-            stands on padding is left out. None where it does not: every query sees every token.
+        found: the mask's `groups`.
+        query_offset: key position of query 0, if the attention depends on positions (causal, window): a query at a
+            padding position is left out. None if it does not: every query sees every token.
 
     Returns:
         O (b, s_q, h_q, d_v); 0 for queries left out and rows without a token.
@@ -85,7 +85,7 @@ def attend_groups(
 
 
 def _queries_on_tokens(group: Group, offset: int) -> slice | Tensor | None:
-    """Queries that stand on a token; the last of them stands on the group's last key. None where there is none."""
+    """Queries at positions of tokens; the last is at the group's last key. None if there are no such queries."""
     if isinstance(group.keys, slice):
         start, stop = max(group.first - offset, 0), group.keys.stop - offset
         return slice(start, stop) if stop > start else None

@@ -1,8 +1,8 @@
-"""What a mask function of transformers asks for, as an interval of keys around the query.
+"""The meaning of a mask function of transformers, as an interval of keys around the query.
 
 transformers describes a mask by a function of the positions of query and key, put together from a few known ones:
 causal, full, sliding windows, chunks, packed sequences, and unions and intersections of them. They are closures made
-anew for each mask, and known here by their code.
+anew for each mask, and recognised here by their code objects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MaskFunction = Callable[..., Any]
 
 
 class Interval(NamedTuple):
-    """A query at position p sees the keys at p - left ... p + right; None is no bound on that side.
+    """A query at position p sees the keys at p - left ... p + right; None means unbounded on that side.
 
     A window of 0 keys, which some models ask for and do not use, has left = -1: the query does not see itself.
     """
@@ -34,7 +34,7 @@ def interval_of(mask_function: MaskFunction | None, positions: int) -> Interval:
 
     Args:
         mask_function: as transformers gives it to an entry of its mask interface; None is causal.
-        positions: how many positions queries and keys span; a chunk at least as long has no border among them.
+        positions: how many positions queries and keys span; a chunk at least as long contains them all.
 
     Raises:
         ValueError: the keys of a query are not one interval, or the function is not known here.
@@ -73,12 +73,12 @@ def _interval(function: MaskFunction, positions: int) -> Interval | None:
         return _interval(cells["mask_function"], positions)
     blockwise = getattr(masks, "blockwise_overlay", None)
     if blockwise and code is blockwise(torch.empty(0)).__code__ and not bool((cells["block_sequence_ids"] >= 0).any()):
-        return None  # blocks of images that attend to themselves, and there is none
+        return None  # blocks of images that attend to themselves, in an input without images
     raise _unsupported(function)
 
 
 def _is_single(code: Any, cells: dict[str, Any]) -> bool:
-    """Whether this tells packed sequences apart and there is only one: under `torch.compile` it is always asked."""
+    """Whether this separates packed sequences and there is only one: `torch.compile` always includes the function."""
     from transformers import masking_utils as masks
 
     packed = masks.packed_sequence_mask_function(torch.empty(0)).__code__
@@ -88,7 +88,7 @@ def _is_single(code: Any, cells: dict[str, Any]) -> bool:
 def _is_remap(code: Any) -> bool:
     from transformers import masking_utils as masks
 
-    remap = getattr(masks, "remap_positions_for_packed_sequence", None)  # transformers before 5.18 has none
+    remap = getattr(masks, "remap_positions_for_packed_sequence", None)  # transformers before 5.18 does not have it
     return remap is not None and code is remap(masks.causal_mask_function, torch.empty(0)).__code__
 
 

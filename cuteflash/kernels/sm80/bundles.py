@@ -1,4 +1,4 @@
-"""What the roles of the sm80 forward kernel hand around, by subject."""
+"""What the functions of the sm80 forward kernel pass to each other, by subject."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Shared-memory tensors; O lies over the others, which are done with when it is written."""
+    """Shared-memory tensors; O overlaps the others, which are no longer needed when it is written."""
 
     sQ: cute.Tensor  # (tile_m, head_dim)
     sK: cute.Tensor  # (tile_n, head_dim, kv_stage)

@@ -18,7 +18,7 @@ def write_output(kernel: cutlass.Constexpr, f: Fragments, gO: cute.Tensor, sO: c
     rounded = cute.make_rmem_tensor_like(f.acc_O, kernel.dtype)
     rounded.store(f.acc_O.load().to(kernel.dtype))
     stage = kernel.copy_o().get_slice(f.thread)
-    cute.arch.sync_threads()  # O lies where other warps may still read Q, K and V
+    cute.arch.sync_threads()  # O overlaps Q, K and V, which other warps may still read
     cute.copy(stage, stage.retile(rounded), stage.partition_D(sO))
     cute.arch.sync_threads()
 

@@ -46,7 +46,7 @@ class FlashFwdSm80:
         self.dtype = CUTE_DTYPES[problem.operands.qk_dtype]
         # A tile holds whole tokens: with packed heads that do not divide tile_m, the last rows stay unused.
         self.tile_tokens = traits.tile_m // problem.operands.packed_heads
-        # Where few keys lie left of a window, its first tiles are short as a causal mask's are.
+        # If few keys lie left of a window, its first tiles are short, as under a causal mask.
         self.longest_first = traits.longest_first and problem.scores.mask != "full"
 
     def fake_args(self) -> tuple:

@@ -62,8 +62,8 @@ def wait_loads(pending: int) -> None:
 def attend(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: QueryTile):
     """Accumulate O over the key blocks of a tile, last block first; Q's copies are issued, not committed.
 
-    Blocks come in three runs: those the mask's right edge cuts, those seen whole, those its left edge cuts. A tile that
-    sees no key visits one block, wholly masked.
+    Three loops visit the blocks cut by the mask's right edge, those seen whole, and those cut by its left edge. A tile
+    that sees no key visits one block, wholly masked.
     """
     scores, blocks = kernel.problem.scores, tile.visited_blocks()
     full_lo, full_hi = tile.full_blocks()
@@ -94,7 +94,7 @@ def attend(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: Quer
 
 @cute.jit
 def prologue(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: QueryTile, n_lo: Int32, n_last: Int32):
-    """Issue the first loads: Q and K in one group, with V and further blocks where there are stages; fetch Q."""
+    """Issue the first loads: Q and K in one group, V and further blocks if there are stages for them; fetch Q."""
     traits = kernel.traits
     rows = tile.mask.seqlen_k - n_last * traits.tile_n
     if const_expr(traits.eager_loads):
@@ -111,7 +111,7 @@ def prologue(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: Qu
 
 @cute.jit
 def load_block(loads: KvSources, n_block: Int32, n_lo: Int32, stage: Int32 | int):
-    """Issue K and V of a block ahead as one group, which is empty where the tile has no such block."""
+    """Issue K and V of a later block as one group, which is empty if the tile has no such block."""
     if n_block >= n_lo:
         load_kv(loads.k, n_block, stage, None)
         load_kv(loads.v, n_block, stage, None)
@@ -134,7 +134,7 @@ def attend_block(
     stage = (n_last - n_block) % stages
     rows = tile.mask.seqlen_k - n_block * kernel.traits.tile_n if masked else None
     if const_expr(stages == 1):
-        wait_loads(0)  # K is here, and nobody reads the last V any more
+        wait_loads(0)  # K is loaded, and every warp has read the last V
         if const_expr(not eager):
             load_kv(loads.k, n_block, 0, rows)
         load_kv(loads.v, n_block, 0, rows)
@@ -142,11 +142,11 @@ def attend_block(
         if const_expr(not eager):
             wait_loads(0)
     else:
-        wait_loads(stages - 2)  # and nobody reads the last block any more
+        wait_loads(stages - 2)  # K and V are loaded, and every warp has read the last block
         load_block(loads, n_block - (stages - 1), n_lo, (stage + stages - 1) % stages)
     product_qk(kernel, f, stage)
     if const_expr(eager and stages == 1):
-        wait_loads(0)  # V is here, and nobody reads K any more
+        wait_loads(0)  # V is loaded, and every warp has read K
         if n_block > n_lo:
             load_kv(loads.k, n_block - 1, 0, None)
         cute.arch.cp_async_commit_group()

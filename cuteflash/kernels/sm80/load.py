@@ -1,7 +1,7 @@
 """Loads of Q, K and V into swizzled shared memory, by cp.async or, without `async_copy`, through registers.
 
-What lies beyond the head dim, the queries or the keys becomes zeros, by cp.async itself or, through registers, by
-`atoms.load`: a product of a masked weight (0) with whatever shared memory held before would be NaN if that was NaN.
+Elements beyond the head dim, the queries or the keys become zeros, by cp.async itself or, through registers, by
+`atoms.load`: if shared memory held NaN before, its product with a masked weight (0) would be NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the roles of the sm90 forward kernel hand around, by subject."""
+"""What the roles of the sm90 forward kernel pass to each other, by subject."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rings:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What all warps of a block work with."""
+    """The values that all warps of a block use."""
 
     tma: Tma
     tiles: Tiles

@@ -15,7 +15,7 @@ from cuteflash.traits.sm90 import WARPGROUP
 
 @cute.jit
 def write_output(kernel: cutlass.Constexpr, wg: Warpgroup, tma: Tma, tiles: Tiles, tile: QueryTile):
-    """Stage this warpgroup's O in shared memory and store it with TMA, which clips what lies outside."""
+    """Stage this warpgroup's O in shared memory and store it with TMA, which clips rows and columns outside."""
     barrier = NamedBarrier.EPILOGUE + wg.index
     warp = cute.arch.make_warp_uniform(wg.thread // 32)
     if warp == 0:

@@ -1,9 +1,9 @@
-"""Steps whose softmax leaves the row maxima as they are, and the repair of a block whose scores outgrow them.
+"""Steps whose softmax does not update the row maxima, and the repair of a block whose scores exceed them by too much.
 
-Rows with `fixed_max` take the maxima of a tile's first scores and of the blocks that a mask cuts. In all other blocks
-nobody looks for larger scores: exponentials are taken against the present maxima and rounded into P's registers, while
-S stays in its own. Each thread's sum of its exponentials then tells whether a score outgrew its row's maximum by too
-much. If so, the warp does the block's softmax again from S, with maxima that move, and rescales what it has summed up.
+Rows with `fixed_max` take the maxima of a tile's first scores; masked blocks still update them. All other blocks use
+the present maxima without comparing: exponentials are rounded into P's registers, while S stays in its own. Each
+thread's sum of its exponentials then tells whether a score exceeded its row's maximum by too much. If so, the warp
+redoes the block's softmax from S with updated maxima, and rescales O and the row sums.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from cuteflash.kernels.sm90.products import product_both
 from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
 from cuteflash.traits.sm90 import WGMMA_M
 
-# Of a thread's exponentials of one row and block. Rounding is relative, so that P may grow without harm, but the key
-# that dominates a row should keep its P of 1, which is exact: up to 2^9 a row's rms error is that of moving maxima.
+# Limit of the sum of a thread's exponentials of one row and block. Rounding is relative, so larger P cost no accuracy,
+# but the key that dominates a row should keep its P of 1, which is exact: up to 2^9 a row's rms error is that of
+# moving maxima.
 LARGEST_SUM = 2.0**9
 
 
@@ -33,7 +34,7 @@ LARGEST_SUM = 2.0**9
 def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, position: Int32):
     """`count` steps over blocks that every row sees whole; returns the next K/V position.
 
-    With `repair_apart` the repair lies outside of the inner loop, which thereby stays as short as if there were none.
+    With `repair_apart` the repair lies outside of the inner loop, which is then as short as one without repairs.
     """
     if const_expr(kernel.traits.repair_apart):
         while count > 0:
@@ -58,7 +59,7 @@ def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: I
 
 
 def fixed_step(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> tuple[cute.Tensor, Boolean]:
-    """One step; returns its row sums, and whether the warp has to repair the block, which makes them void."""
+    """One step; returns its row sums, and whether the warp has to repair the block, in which case they are invalid."""
     product_both(kernel, wg, rings, position)
     wg.scores.prepare(kernel.problem.scores, Int32(0), None)
     sums = fixed_softmax(kernel, wg, rings, position)
@@ -73,7 +74,7 @@ def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.
     sums = cute.make_rmem_tensor_like(wg.softmax.row_sum)
     ahead = [exponentials(wg, row, sums) for row in range(kernel.traits.exp_rows_before_wait)]
     if ahead:
-        rings.v.wait(position)  # has long landed: a branch, past which ptxas does not move the exponentials
+        rings.v.wait(position)  # V landed before: a branch, past which ptxas does not move the exponentials
     warpgroup.wait_group(0)
     rings.v.release(position)
     pairs = cute.recast_tensor(wg.tOrP, Uint32)
@@ -92,7 +93,7 @@ def exponentials(wg: Warpgroup, row: int, sums: cute.Tensor) -> list[Float32]:
 
 
 def is_outgrown(wg: Warpgroup, sums: cute.Tensor) -> Boolean:
-    """Whether a row of this warp has scores too far above its maximum. NaN is not: it stays in its row."""
+    """Whether a row of this warp has scores too far above its maximum. NaN does not count: it stays in its row."""
     packed = wg.scores.packed_heads
     found = Boolean(False)
     for row in range(ROWS):
@@ -105,7 +106,7 @@ def is_outgrown(wg: Warpgroup, sums: cute.Tensor) -> Boolean:
 
 @cute.jit
 def repair(wg: Warpgroup):
-    """Do the block's softmax again from its scores, with maxima that move. No product may be in flight."""
+    """Redo the block's softmax from its scores with updated maxima. No product may be in flight."""
     wg.softmax.take_peaks(wg.scores.values, False)
     scale_rows(wg.out, wg.softmax.row_scale)
     for row in cutlass.range_constexpr(ROWS):

@@ -8,10 +8,10 @@
 
 The S product of the next key block is issued before the P V product of this one (`overlap`), and named barriers make
 the warpgroups take turns at the tensor cores (`pingpong`). Blocks are persistent: the producer runs ahead into the next
-tile while the consumers finish this one. With `fixed_max` key blocks that no mask cuts leave the row maxima as they
-are; a block whose scores outgrow them too far is repaired (`fixed_max.py`). Without `warp_specialized` the first
-consumer warp issues the loads instead, which shows what the producer is worth. Not here: dropout, ALiBi, variable
-lengths, paged K/V, gradients.
+tile while the consumers finish this one. With `fixed_max` unmasked key blocks do not update the row maxima; a block
+whose scores exceed them by too much is repaired (`fixed_max.py`). Without `warp_specialized` the first consumer warp
+issues the loads instead, to measure the gain of the producer. Not here: dropout, ALiBi, variable lengths, paged
+K/V, gradients.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FlashFwdSm90:
 
     @property
     def first_keys_first(self) -> bool:
-        """Whether a tile begins with the block of key 0, which every row sees that sees any key."""
+        """Whether a tile begins with the block of key 0, which every row that sees any key sees."""
         return self.traits.fixed_max and not self.problem.scores.has_left_edge
 
     @property
@@ -107,7 +107,7 @@ class FlashFwdSm90:
         return atoms.smem_tile_layout(self.dtype, WGMMA_M, self.traits.head_dim_v, self.traits.mma_warpgroups)
 
     def smem_layout_p(self) -> cute.ComposedLayout:
-        """(64, tile_n, warpgroups), used where P goes through shared memory."""
+        """(64, tile_n, warpgroups), used if P goes through shared memory."""
         return atoms.smem_tile_layout(self.dtype, WGMMA_M, self.traits.tile_n, self.traits.mma_warpgroups)
 
     def query_box(self, cols: int) -> cute.Tiler:
@@ -121,11 +121,11 @@ class FlashFwdSm90:
         return layout if heads == 1 else atoms.packed_rows(layout, heads, self.tokens_per_warpgroup)
 
     def copy_q(self) -> cute.TiledCopy:
-        """sQ to the A fragments of the QK product, used where Q stays in registers."""
+        """sQ to the A fragments of the QK product, used if Q stays in registers."""
         return atoms.load_copy_a(self.dtype, self.tiled_mma_qk())
 
     def copy_p(self) -> cute.TiledCopy:
-        """The S accumulators to sP, used where P goes through shared memory."""
+        """The S accumulators to sP, used if P goes through shared memory."""
         return atoms.store_copy(self.dtype, self.tiled_mma_qk())
 
     def copy_o(self) -> cute.TiledCopy:

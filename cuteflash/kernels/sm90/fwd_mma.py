@@ -91,10 +91,10 @@ def attend(
 ):
     """Accumulate O over the key blocks of one tile, in the order of `KeyBlocks.visits`; returns the next K/V position.
 
-    After the first block they come in three runs: those the mask's right edge cuts, those seen whole, those its left
-    edge cuts. With `fixed_max` those seen whole leave the row maxima as they are, unless their scores outgrow them.
-    Before, every row must have seen a key, if it sees any: in the block of key 0, which then comes first and has what
-    attention sinks there are, or under a left edge in the first block that is seen whole, which the first run takes.
+    After the first block, three loops visit the blocks cut by the mask's right edge, those seen whole, and those cut by
+    its left edge. With `fixed_max` the second loop does not update the row maxima unless scores exceed them by too
+    much. Before it, every row that sees any key must have seen one. Without a left edge the block of key 0 comes first
+    and provides it, attention sinks included; with one, the first loop takes the first whole block as well.
     """
     traits, scores = kernel.traits, kernel.problem.scores
     n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
@@ -146,7 +146,7 @@ def prepare_scores(
     masked: cutlass.Constexpr[bool],
     is_first: cutlass.Constexpr[bool],
 ):
-    """Softcap and mask the scores of one key block, then move the row maxima."""
+    """Softcap and mask the scores of one key block, then update the row maxima."""
     bounds = wg.bounds if const_expr(masked) else None
     wg.scores.prepare(kernel.problem.scores, n_block * kernel.traits.tile_n, bounds)
     wg.softmax.take_peaks(wg.scores.values, is_first)
@@ -159,7 +159,7 @@ def exponentiate(wg: Warpgroup, rows: range) -> None:
 
 
 def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
-    """Round the exponentials to the element type and put them where the PV product reads them."""
+    """Round the exponentials to the element type, into the registers or the tile that the PV product reads."""
     if kernel.traits.p_in_regs:
         round_fragment(acc_as_operand_a(wg.acc_S), wg.tOrP)
         return
@@ -181,7 +181,7 @@ def first_scores(kernel: cutlass.Constexpr, wg: Warpgroup, tiles: Tiles, rings: 
 
 @cute.jit
 def last_product(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, position: Int32):
-    """The tile's last PV product, which no QK product runs beside."""
+    """The tile's last PV product, without a QK product beside it."""
     if const_expr(kernel.traits.rescale_in_product):
         scale_rows(wg.out, wg.softmax.row_scale)
     finish_pv(wg, rings, position)
@@ -203,7 +203,7 @@ def step_overlapped(
     rows_before = kernel.traits.exp_rows_before_wait
     exponentiate(wg, range(rows_before))
     if const_expr(rows_before > 0):
-        rings.v.wait(position)  # has long landed: a branch, past which ptxas does not move the exponentials
+        rings.v.wait(position)  # V landed before: a branch, past which ptxas does not move the exponentials
     warpgroup.wait_group(0)
     rings.v.release(position)
     exponentiate(wg, range(rows_before, ROWS))
@@ -242,7 +242,7 @@ def step_alone(
     position: Int32,
     masked: cutlass.Constexpr[bool],
 ):
-    """`step_in_order` without a producer: first the loads into the stage that the last step has left."""
+    """`step_in_order` without a producer: first the loads into the stage that the last step has released."""
     ahead = kernel.traits.kv_stage - 1
     load_ahead(loads, n_block - ahead, position + ahead)
     step_in_order(kernel, wg, tiles, rings, n_block, position, masked)

@@ -96,7 +96,7 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
 
 @cute.jit
 def load_ahead(loads: TileLoads, n_block: Int32, position: Int32):
-    """Load K and V of a key block, if the tile has it, by the block's first warp; the others go on."""
+    """Load K and V of a key block, if the tile has it, by the block's first warp; the other warps do nothing."""
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         if n_block >= loads.blocks.lo:
             loads.k(position, n_block)
