@@ -21,8 +21,8 @@ from cuteflash.tune.apply import sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import make_space
-from cuteflash.tune.heats import Field, arrange, past_of
 from cuteflash.tune.plan import VALUE_DEPENDENT, Limits
+from cuteflash.tune.race_plan import Field, arrange, past_of
 from cuteflash.tune.rank import shortlist
 from cuteflash.tune.space import enumerate_fwd, prune
 from cuteflash.tune.store import Store, Timing, candidate_id
@@ -321,7 +321,7 @@ def timing(name: str, race: str, samples: int, key: str = "k", ms: float = 1.0) 
 
 
 @pytest.mark.parametrize(
-    ("timings", "heat"),
+    ("timings", "planned"),
     [
         ([], ("sm80 1", {"a": 0, "b": 0, "c": 0})),
         # Interrupted in the first round: everybody else joins.
@@ -337,9 +337,9 @@ def timing(name: str, race: str, samples: int, key: str = "k", ms: float = 1.0) 
         ([timing(name, "sm80 1", 5) for name in "abc"], None),
     ],
 )
-def test_the_next_race(timings: list[Timing], heat: tuple[str, dict[str, int]] | None) -> None:
+def test_the_next_race(timings: list[Timing], planned: tuple[str, dict[str, int]] | None) -> None:
     found = arrange(FIELD, "abc", past_of(FIELD, timings), RULES)
-    assert (found and (found.name, {name: len(values) for name, values in found.samples.items()})) == heat
+    assert (found and (found.name, {name: len(values) for name, values in found.samples.items()})) == planned
 
 
 def test_limits_are_generous_enough_for_a_first_compilation() -> None:

@@ -26,9 +26,9 @@ from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.length_class import DECODE_QUERIES
 from cuteflash.traits.row import Traits
 from cuteflash.tune.cells import TOKENS, Cell, parse_cell
+from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
-from cuteflash.tune.launch import backend
 from cuteflash.tune.peers import PEERS, missing_peer
 from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display

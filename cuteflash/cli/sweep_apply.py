@@ -19,9 +19,9 @@ from cuteflash.traits.row import TableKey
 from cuteflash.tune import tables
 from cuteflash.tune.apply import measured_row, proposed, swept_head_dims
 from cuteflash.tune.building import Kernel, complaints
+from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.explain import title
-from cuteflash.tune.extras import Settled, settle
-from cuteflash.tune.launch import backend
+from cuteflash.tune.feature_checks import Settled, settle
 from cuteflash.tune.progress import Display
 from cuteflash.tune.results import measured_gpu
 from cuteflash.tune.select import Pick

@@ -11,7 +11,7 @@ from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import length_class_of
 from cuteflash.traits.row import Traits
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.extras import Settled
+from cuteflash.tune.feature_checks import Settled
 from cuteflash.tune.plan import padded
 from cuteflash.tune.results import Run, Slot, candidates_of, load_runs, slot_of
 from cuteflash.tune.select import Pick, select

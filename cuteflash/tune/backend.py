@@ -1,4 +1,4 @@
-"""What the funnel asks of a compiler and of a GPU. `launch` answers with the real ones, tests with their own."""
+"""What the funnel asks of a compiler and of a GPU. `cuda_backend` answers with the real ones, tests with their own."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.backend import GATE, PEER, Backend, Machine
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.heats import Field, Heat, Past, arrange, past_of
 from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
 from cuteflash.tune.progress import Watch
+from cuteflash.tune.race_plan import Field, Past, Race, arrange, past_of
 from cuteflash.tune.store import Stage, Store, Timing, Verdict, now
 from cuteflash.tune.timing import Roles, interval, median, race
 from cuteflash.tune.worker import RequestFailed, StartFailed, Worker
@@ -163,10 +163,10 @@ class Racing:
         while True:
             past = self._past(field)
             wanted = [name for name in subjects if not self._has_failed(subjects[name])]
-            heat = arrange(field, wanted, past, self.plan.rules)
-            if heat is None:
+            planned = arrange(field, wanted, past, self.plan.rules)
+            if planned is None:
                 break
-            self._run(field, heat, subjects)
+            self._run(field, planned, subjects)
         for candidate in group.candidates:
             self.watch.step("time", self._outcome(candidate, hopeless, past))
 
@@ -202,9 +202,9 @@ class Racing:
         verdict = self._verdict(subject, "time") if isinstance(subject, Candidate) else None
         return verdict is not None and not verdict.ok
 
-    def _run(self, field: Field, heat: Heat, subjects: dict[str, Candidate | str]) -> None:
+    def _run(self, field: Field, planned: Race, subjects: dict[str, Candidate | str]) -> None:
         """Runs a race to its end, recording every sample."""
-        fresh = sum(not values for values in heat.samples.values())
+        fresh = sum(not values for values in planned.samples.values())
         started = time.monotonic()
 
         def sample(name: str) -> float | None:
@@ -216,25 +216,25 @@ class Racing:
                 if isinstance(subject, Candidate):
                     reason = f"{field.cell.label}: {failure}"
                     self.store.record_verdict(Verdict(*self._names(subject, "time"), ok=False, reason=reason))
-                self.store.record_timing(self._timing(field, heat.name, name, error=str(failure)))
+                self.store.record_timing(self._timing(field, planned.name, name, error=str(failure)))
                 return None
-            record([(name, [*heat.samples[name], ms])], flush=False)
+            record([(name, [*planned.samples[name], ms])], flush=False)
             return ms
 
         def record(entries: Iterable[tuple[str, list[float]]], flush: bool) -> None:
             self.store.record_timings(
-                [self._timing(field, heat.name, name, **_numbers(values, field.cell)) for name, values in entries],
+                [self._timing(field, planned.name, name, **_numbers(values, field.cell)) for name, values in entries],
                 flush,
             )
 
-        self.watch.doing("time", f"{field.cell.label}, race {heat.name} of {len(heat.samples)}")
-        race(heat.samples, sample, self.plan.rules, field.roles)
+        self.watch.doing("time", f"{field.cell.label}, race {planned.name} of {len(planned.samples)}")
+        race(planned.samples, sample, self.plan.rules, field.roles)
         failed = self._past(field).failed
-        record([entry for entry in heat.samples.items() if entry[0] not in failed], flush=True)
+        record([entry for entry in planned.samples.items() if entry[0] not in failed], flush=True)
         if fresh:
             self._race_seconds += NEWEST * ((time.monotonic() - started) / fresh - self._race_seconds)
 
-    def _timing(self, field: Field, heat: str, name: str, **numbers: Any) -> Timing:
+    def _timing(self, field: Field, planned: str, name: str, **numbers: Any) -> Timing:
         machine, source = self.machine, self.backend.source
         return Timing(
             name,
@@ -243,7 +243,7 @@ class Racing:
             machine.gpu,
             machine.driver,
             field.keys[name],
-            heat,
+            planned,
             versions=machine.versions,
             source=source,
             **numbers,

@@ -26,7 +26,7 @@ STEP_CLOCKS = 150  # barriers and address arithmetic of a step
 EXPOSED = {2: 0.1, 3: 0.05}  # of the units that are not the slowest, by warpgroups that take turns
 Q_GAP = 1.03  # until the next tile's Q is there, if its memory is only free once this tile's products have ended
 SCRATCH_SM90, SCRATCH_SM80 = 28, 56  # registers beside S, P, O and Q; mma.sync also has K and V fragments in flight
-CROWDING = 0.01  # for each register that is not there
+SPILL_PENALTY = 0.01  # for each register that is not there
 VARIETY = 0.03  # what each candidate already taken with the same tile adds to the next one's estimate
 
 SWITCHES_SM90: dict[tuple[str, object], float] = {
@@ -98,7 +98,7 @@ def _sm90(traits: FwdTraitsSm90) -> float:
         clocks *= 1.03 if traits.rescale_in_product != (traits.head_dim_v >= WIDE) else 1.0
     unpinned = traits.fixed_max and traits.head_dim_v < UNPINNED_BELOW
     clocks *= 1.05 if traits.exp_rows_before_wait != (0 if unpinned else 1) else 1.0
-    return clocks * _crowding(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs) * 1000 / (m * n)
+    return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs) * 1000 / (m * n)
 
 
 def _sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
@@ -113,7 +113,7 @@ def _sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
     clocks = max(units) + hidden * (sum(units) - max(units)) + STEP_CLOCKS / traits.blocks_per_sm
     clocks *= _switches(traits, SWITCHES_SM80)
     clocks *= 1 + 0.5 * max(0, min(3, traits.head_dim.bit_length() - 5) - traits.swizzle_bits)
-    clocks *= _crowding(traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch))
+    clocks *= _spill_factor(traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch))
     return clocks * 1000 / (m * n)
 
 
@@ -125,5 +125,5 @@ def _switches(traits: Traits, costs: dict[tuple[str, object], float]) -> float:
     return factor
 
 
-def _crowding(wanted: int, available: int) -> float:
-    return 1 + CROWDING * max(0, wanted - available)
+def _spill_factor(wanted: int, available: int) -> float:
+    return 1 + SPILL_PENALTY * max(0, wanted - available)

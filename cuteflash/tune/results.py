@@ -119,7 +119,7 @@ def load_runs(
             groups.setdefault((timing.cell, timing.driver, family), []).append(timing)
     newest: dict[tuple[str, str], Run] = {}
     for (cell, _, _), group in groups.items():
-        group = level(group)
+        group = remove_drift(group)
         slot, scales = slot_of(cells[cell]), race_scales(group)
         for timing in group:
             if timing.candidate in wanted:
@@ -150,7 +150,7 @@ def _above(run: Run) -> float:
     return math.log(run.high / run.ms)
 
 
-def level(timings: Sequence[Timing]) -> list[Timing]:
+def remove_drift(timings: Sequence[Timing]) -> list[Timing]:
     """The timings of one cell without what a round of a race was slower or faster for all who ran in it.
 
     A GPU near its power limit changes its clock from round to round by more than candidates differ. The rounds of a
@@ -162,7 +162,7 @@ def level(timings: Sequence[Timing]) -> list[Timing]:
         races.setdefault(timing.race, []).append(timing)
     factors = {name: round_factors([timing.samples for timing in race]) for name, race in races.items()}
     company = {name: runners([timing.samples for timing in race]) for name, race in races.items()}
-    return [_levelled(timing, factors[timing.race], company[timing.race]) for timing in timings]
+    return [_without_drift(timing, factors[timing.race], company[timing.race]) for timing in timings]
 
 
 def round_factors(samples: Sequence[Sequence[float]]) -> list[float]:
@@ -193,7 +193,7 @@ def runners(samples: Sequence[Sequence[float]]) -> list[int]:
     return [sum(len(own) > i for own in samples) for i in range(max(map(len, samples), default=0))]
 
 
-def _levelled(timing: Timing, factors: Sequence[float], company: Sequence[int]) -> Timing:
+def _without_drift(timing: Timing, factors: Sequence[float], company: Sequence[int]) -> Timing:
     """A timing whose samples are divided by their rounds' factors.
 
     Of n runners' noise a factor has taken one part in n along, which the interval gives back: two who share a round

@@ -16,8 +16,8 @@ from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.building import Kernel, complaints
-from cuteflash.tune.extras import Settled, settle
-from cuteflash.tune.launch import backend
+from cuteflash.tune.cuda_backend import backend
+from cuteflash.tune.feature_checks import Settled, settle
 from cuteflash.tune.progress import Display
 from cuteflash.tune.select import Pick
 from tests.sweep_fakes import TRAITS, World

@@ -66,7 +66,7 @@ class Past:
         return found - set(field.roles.stays)
 
 
-class Heat(NamedTuple):
+class Race(NamedTuple):
     """One race to run or to go on with: its name in the store, and everybody's samples so far."""
 
     name: str
@@ -100,7 +100,7 @@ def past_of(field: Field, timings: Iterable[Timing]) -> Past:
     return Past(dict(sorted(races.items())), frozenset(failed), newest)
 
 
-def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> Heat | None:
+def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> Race | None:
     """The next race of a field, None where everybody wanted has been measured.
 
     The last race goes on if it was interrupted; as long as it is in its first round, others may still join. After it
@@ -114,13 +114,13 @@ def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> 
         if samples and max(map(len, samples.values())) == 1 < rules.rounds:
             samples |= {name: [] for name in new}
         if not _is_over(samples, rules, field.roles):
-            return Heat(race_name(field.family, number), samples)
+            return Race(race_name(field.family, number), samples)
     if not new:
         return None
     fastest = past.fastest(field.roles.guests)
     yardsticks = [name for name in (*field.roles.stays, fastest) if name in wanted]
     everybody = dict.fromkeys([*yardsticks, *new]) if past.races else dict.fromkeys(wanted)
-    return Heat(race_name(field.family, past.newest + 1), {name: [] for name in everybody})
+    return Race(race_name(field.family, past.newest + 1), {name: [] for name in everybody})
 
 
 def _is_over(samples: Samples, rules: Rules, roles: Roles) -> bool:
