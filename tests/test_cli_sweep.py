@@ -332,7 +332,7 @@ def read_only(swept: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     folder = swept / "elsewhere"
     folder.mkdir()
     with Store("sweep.sqlite") as store:
-        last = store.add_candidate("sm80", dataclasses.replace(TRAITS[0], tile_n=144))
+        last = store.add_candidates([dataclasses.replace(TRAITS[0], tile_n=144)])[0]
         for suffix in ("", "-wal"):
             shutil.copy(f"sweep.sqlite{suffix}", folder)
     for path in (*folder.iterdir(), folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> TorchBench:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
-    monkeypatch.setattr(cuda_backend, "direct_runner", functools.partial(attention, spoil))
+    replace(monkeypatch, runner=functools.partial(attention, spoil))
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Puts other functions in the place of the forward's."""
+    monkeypatch.setitem(cuda_backend.TRIALS, "fwd", dataclasses.replace(cuda_backend.TRIALS["fwd"], **functions))
 
 
 @pytest.mark.parametrize("mask", MASK_KINDS)
@@ -76,7 +82,7 @@ def test_a_kernel_that_writes_nothing_is_caught_although_another_was_right_there
     bench: TorchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.sample(RIGHT, CELL)
-    monkeypatch.setattr(cuda_backend, "direct_runner", lambda traits, inputs, target, out: lambda calls: out)
+    replace(monkeypatch, runner=lambda traits, inputs, target, out: lambda calls: out)
     with pytest.raises(WrongResult, match="NaN"):
         bench.sample(OTHER, CELL)
 
@@ -106,7 +112,7 @@ def weights_beyond_one(traits: object, inputs: Inputs, target: str, out: torch.T
 def test_a_kernel_that_is_imprecise_with_sinks_alone_is_caught(
     bench: TorchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_backend, "direct_runner", weights_beyond_one)
+    replace(monkeypatch, runner=weights_beyond_one)
     with pytest.raises(WrongResult, match=r"sink:30: rms error .* times torch's own"):
         bench.check(RIGHT, FwdProblem.dense("bf16", 32, 32))
     plain = Cell(32, "full", 64, tokens=256, hidden=64)

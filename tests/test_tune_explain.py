@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from cuteflash.traits.arch import get_arch
+from cuteflash.traits.row import TableKey
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import SHOWN, Asked, explain, footprint, title
 from cuteflash.tune.rank import beyond
 from cuteflash.tune.store import Store, Timing, Verdict
@@ -26,18 +28,18 @@ WRONG = FwdTraitsSm90(128, 64, 128, 128)
 HANGS = FwdTraitsSm90(128, 48, 128, 128)
 WAITING = FwdTraitsSm90(64, 48, 128, 128, pingpong=False)
 PROBLEM = "bf16 128x128 full"
-ASKED = Asked(TARGET, "sm90", (128, 128))
+ASKED = Asked(TableKey("fwd", TARGET, "sm90"), (128, 128))
 
 
 def time(store: Store, traits: FwdTraitsSm90, cell: str, ms: float, noise: float = 0.01, **more: Any) -> None:
-    name = store.add_candidate("sm90", traits)
+    name = store.add_candidates([traits])[0]
     numbers = {"samples": (ms,) * 3, "ms": ms, "low": ms * (1 - noise), "high": ms * (1 + noise), "tflops": 600 / ms}
     store.record_timing(Timing(name, cell, TARGET, GPU, "d", "k", **numbers | more))
 
 
 def judge(store: Store, traits: FwdTraitsSm90, stage: Any, reason: str | None, **details: Any) -> None:
     problem = "" if stage == "prune" else PROBLEM
-    name = store.add_candidate("sm90", traits)
+    name = store.add_candidates([traits])[0]
     store.record_verdict(Verdict(name, TARGET, problem, stage, "k", reason is None, reason, details))
 
 
@@ -45,9 +47,8 @@ def judge(store: Store, traits: FwdTraitsSm90, stage: Any, reason: str | None, *
 def store(tmp_path: pathlib.Path) -> Iterator[Store]:
     """A small sweep with one candidate for each way to end."""
     with Store(tmp_path / "sweep.db") as opened:
-        for seqlen in (512, 16384):
-            fields = {"mask": "full", "dtype": "bf16", "seqlen_q": seqlen, "seqlen": seqlen}
-            opened.add_cell(f"D128 full {seqlen}", fields)
+        for cell in (Cell(128, "full", 512), Cell(128, "full", 16384)):
+            opened.add_cell(cell.label, dataclasses.asdict(cell))
         for traits in (FAST, SLOW, CLOSE, BIG, SPILLS, WRONG, HANGS, WAITING):
             judge(opened, traits, "prune", traits.check(get_arch(TARGET)))
         judge(opened, SPILLS, "compile", "spills 96 bytes a thread", registers=168)
@@ -58,7 +59,7 @@ def store(tmp_path: pathlib.Path) -> Iterator[Store]:
         time(opened, CLOSE, "D128 full 16384", 1.005)
         time(opened, SLOW, "D128 full 512", 1.1)
         time(opened, SLOW, "D128 full 16384", 1.25)
-        name = opened.add_candidate("sm90", HANGS)
+        name = opened.add_candidates([HANGS])[0]
         opened.record_timing(Timing(name, "D128 full 512", TARGET, GPU, "d", "k", error="no answer within 90 s"))
         yield opened
 
@@ -148,7 +149,7 @@ def test_who_is_beyond_the_limit_could_run_and_is_counted_apart(store: Store) ->
 
 
 def test_only_the_newest_verdict_counts(store: Store) -> None:
-    name = store.add_candidate("sm90", SPILLS)
+    name = store.add_candidates([SPILLS])[0]
     store.record_verdict(Verdict(name, TARGET, PROBLEM, "compile", "a newer source", True, at="9999"))
     assert "spills" not in told(store, tile_n=144)
 
@@ -162,7 +163,7 @@ def test_a_sweep_without_timings_is_explained_too(tmp_path: pathlib.Path) -> Non
 
 def test_many_matches_are_cut_short_and_counted(store: Store) -> None:
     for tile_n in range(16, 16 * (SHOWN + 2), 16):
-        store.add_candidate("sm90", FwdTraitsSm90(64, tile_n, 128, 128))
+        store.add_candidates([FwdTraitsSm90(64, tile_n, 128, 128)])
     explanation = explain(store, dataclasses.replace(ASKED, fields={"tile_m": 64}))
     assert len(explanation.reports) == SHOWN and explanation.left_out > 0
     assert f"{explanation.left_out} more candidates match" in explanation.text
@@ -171,11 +172,11 @@ def test_many_matches_are_cut_short_and_counted(store: Store) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"fields": {"tile_q": 1}}, "tile_q is no trait of the sm90 family; allowed: tile_m, tile_n"),
+        ({"fields": {"tile_q": 1}}, "tile_q is not a trait of the sm90 family; allowed: tile_m, tile_n"),
         ({"fields": {"tile_n": 7}}, "no candidate has tile_n=7; considered, .*tile_n: 48, 64, 80"),
         ({"head_dims": (64, 64)}, "no sm90 candidates for head dims 64x64; sweep them first"),
-        ({"family": "sm70"}, "family is 'sm70'; allowed: sm80, sm90"),
-        ({"target": "sm_70"}, "arch is 'sm_70'; allowed: sm_80"),
+        ({"table": TableKey("fwd", TARGET, "sm70")}, "family is 'sm70'; allowed: sm80, sm90"),
+        ({"table": TableKey("fwd", "sm_70", "sm90")}, "arch is 'sm_70'; allowed: sm_80"),
         ({"gpu": "another"}, "gpu is 'another'"),
     ],
 )

@@ -40,7 +40,7 @@ from cuteflash.tune.report.slots import (
     slot_facts,
 )
 from cuteflash.tune.report.verdict import headline, measured
-from cuteflash.tune.results import Run, Slot, candidates_of, load_runs
+from cuteflash.tune.results import Run, Slot, all_candidates, candidates_of, load_runs
 from cuteflash.tune.select import cover, decide
 from cuteflash.tune.store import Store, Timing, Verdict
 from layouts.page import PAGE, page_data
@@ -48,6 +48,7 @@ from tests.html_parts import Parts
 from tests.layouts.web import BASE_JS, run_js
 from tests.sweep_fakes import World, sweep
 from tests.sweep_synthetic import GPU, MATMUL, Filler, Sweep
+from tests.user_tables import SM90
 
 WEB = pathlib.Path(report.__file__).parent / "web"
 LIMIT = 3_000_000  # bytes of a page
@@ -97,7 +98,7 @@ def test_the_head_names_machine_versions_sources_and_times(store: Store, data: d
 def test_every_candidate_is_there_with_its_traits(store: Store, data: dict[str, Any]) -> None:
     for pair in ((64, 64), (128, 128)):
         space = space_of(data, f"sm90 {pair[0]}x{pair[1]}")
-        expected = candidates_of(store, "sm90", pair)
+        expected = candidates_of(store, "fwd", "sm90", pair)
         assert space["ids"] == sorted(expected)
         for trait in space["traits"]:
             column = [ord(letter) - ord("0") for letter in trait["column"]] or [0] * len(space["ids"])
@@ -187,7 +188,7 @@ def test_the_times_are_those_of_the_races(store: Store, data: dict[str, Any]) ->
 def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[str, Any]) -> None:
     space = space_of(data, "sm90 128x128")
     runs = load_runs(store, "sm_90a", GPU, space["ids"])
-    defaults = shipped_defaults(store, "sm_90a", "sm90", (128, 128))
+    defaults = shipped_defaults(store, SM90, (128, 128))
     decisions = {decision.slot: decision for decision in decide(runs, defaults)}
     rows = cover(list(decisions.values()))
     slots = {Slot(one["mask"], one["dtype"], one["lengths"]): one for one in space["slots"]}
@@ -213,7 +214,7 @@ def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[st
 def test_the_table_rows_are_those_that_apply_would_write(store: Store, data: dict[str, Any]) -> None:
     for pair in ((64, 64), (128, 128)):
         space = space_of(data, f"sm90 {pair[0]}x{pair[1]}")
-        picks = proposed(store, "sm_90a", "sm90", pair, GPU)
+        picks = proposed(store, SM90, pair, GPU)
         assert {space["ids"][slot["row"]] for slot in space["slots"]} == {pick.candidate for pick in picks}
 
 
@@ -350,7 +351,7 @@ def test_the_headline_is_the_verdict_on_all_spaces_of_a_family(data: dict[str, A
 
 def test_titles_are_those_of_the_explanations(store: Store, data: dict[str, Any]) -> None:
     space = data["spaces"][-1]
-    traits = candidates_of(store, space["family"], (space["head_dim"], space["head_dim_v"]))
+    traits = candidates_of(store, "fwd", space["family"], (space["head_dim"], space["head_dim_v"]))
     assert script("s.ids.map((_, who) => R.model.title(s, who))", data) == [
         title(traits[name]) for name in space["ids"]
     ]
@@ -377,7 +378,7 @@ def test_a_trait_is_worth_what_pairs_that_differ_in_it_alone_say(store: Store, d
     cells = "R.model.cellsOf(s, { mask: 'full', dtype: 'bf16', lengths: 'long' })"
     reference = next(one["winner"] for one in space["slots"] if (one["mask"], one["lengths"]) == ("full", "long"))
     found = script(f"R.model.effects(s, R.model.shares(s, {cells}), {reference})", data)
-    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "sm90", (128, 128)).items()}
+    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "fwd", "sm90", (128, 128)).items()}
     times: dict[str, dict[str, float]] = collections.defaultdict(dict)
     for one in load_runs(store, "sm_90a", GPU, space["ids"]):
         if one.slot == where:
@@ -411,7 +412,7 @@ def test_a_trait_is_worth_what_pairs_that_differ_in_it_alone_say(store: Store, d
 
 def test_what_changes_between_two_candidates_are_the_traits_that_differ(store: Store, data: dict[str, Any]) -> None:
     space = data["spaces"][-1]
-    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "sm90", (128, 128)).items()}
+    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "fwd", "sm90", (128, 128)).items()}
     for before, after in itertools.pairwise(random.Random(1).sample(space["ids"], 4)):
         places = [space["ids"].index(before), space["ids"].index(after)]
         assert script(f"R.model.differences(s, {places[0]}, {places[1]})", data) == [
@@ -512,7 +513,7 @@ def test_the_funnel_counts_every_candidate_where_it_came_furthest(data: dict[str
 )
 def test_the_table_is_searched_by_traits(store: Store, data: dict[str, Any], words: str, passes: Any) -> None:
     space = data["spaces"][-1]
-    traits = candidates_of(store, "sm90", (128, 128))
+    traits = candidates_of(store, "fwd", "sm90", (128, 128))
     found = script(f"s.ids.map((_, who) => R.model.matches(s, who, '', {json.dumps(words.split())}))", data)
     assert found == [passes(traits[name]) for name in space["ids"]]
 
@@ -553,7 +554,7 @@ def test_who_cannot_run_or_was_rejected_everywhere_has_no_analytic_score(data: d
 def test_a_dry_run_is_told_by_the_analytic_score(tmp_path: pathlib.Path) -> None:
     with filled(tmp_path / "db", Sweep(until="prune", limit=5)) as store:
         data = data_of(make_report(store))
-        traits = candidates_of(store, "sm90", (128, 128))
+        traits = candidates_of(store, "fwd", "sm90", (128, 128))
     space, arch = data["spaces"][0], get_arch("sm_90a")
     assert (data["gpu"], space["slots"], space["cells"], space["problems"]) == (None, [], [], [])
     clocks = {name: estimate(one, arch) for name, one in traits.items() if one.check(arch) is None}
@@ -660,9 +661,10 @@ def gallery(folder: pathlib.Path, store: Store, names: list[str], mask: str = "f
     """A folder with an index and a page for each of these candidates, as `cuteflash layouts --all` writes them."""
     folder.mkdir()
     (folder / "index.html").write_text(PAGE.render("index", page_data("index", ["index"], gallery=[])))
+    candidates = all_candidates(store)
     for name in names:
-        family, traits = store.candidates()[name]
-        kernel = {"arch": "sm_90a", "family": family, "traits": traits, "mask": mask, "dtype": "bf16"}
+        traits = dataclasses.asdict(candidates[name])
+        kernel = {"arch": "sm_90a", "family": candidates[name].family, "traits": traits, "mask": mask, "dtype": "bf16"}
         scene = {"title": f"row {name}", "kernel": kernel}
         text = PAGE.render("row", page_data("kernel", ["kernel"], "row", {"row": scene}))
         (folder / f"a row {name}.html").write_text(text)

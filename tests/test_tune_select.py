@@ -12,10 +12,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cuteflash.dispatch import choose
+from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.tune.apply import proposed
+from cuteflash.tune.cells import Cell
 from cuteflash.tune.results import (
     Run,
     Slot,
@@ -23,10 +25,10 @@ from cuteflash.tune.results import (
     load_runs,
     measured_gpu,
     race_scales,
-    slot_of,
 )
-from cuteflash.tune.select import TOLERANCE, boxes, choose_rows, cover, decide, geometric_mean, select
+from cuteflash.tune.select import TOLERANCE, boxes, cover, decide, geometric_mean, select
 from cuteflash.tune.store import Store, Timing
+from tests.user_tables import SM80
 
 FULL = Slot("full", "bf16", "long")
 CAUSAL = Slot("causal", "bf16", "long")
@@ -205,15 +207,13 @@ def record(store: Store, candidate: str, ms: float, **fields: Any) -> None:
 @pytest.fixture
 def store(tmp_path: pathlib.Path) -> Any:
     with Store(tmp_path / "sweep.db") as opened:
-        fields = {"mask": "causal", "dtype": "fp16", "seqlen_q": 512, "seqlen": 512}
-        opened.add_cell("cell", fields)
+        opened.add_cell("cell", dataclasses.asdict(Cell(64, "causal", 512, "fp16")))
         yield opened
 
 
 def test_slots_follow_from_cells() -> None:
-    fields = {"mask": "full", "dtype": "bf16", "seqlen_q": 1, "seqlen": 16384}
-    assert slot_of(fields) == Slot("full", "bf16", "decode")
-    assert slot_of(fields | {"seqlen_q": 16384}) == FULL
+    assert Slot.of(Cell(64, "full", 16384, seqlen_q=1)) == Slot("full", "bf16", "decode")
+    assert Slot.of(Cell(64, "full", 16384)) == FULL
 
 
 def test_races_are_read_by_one_clock(store: Store) -> None:
@@ -242,8 +242,6 @@ def test_failures_other_sources_gpus_and_names_do_not_count(store: Store) -> Non
     store.record_timing(Timing("c", "cell", "sm_80", "A", "d", "k", error="hangs", source="s"))
     (only,) = load_runs(store, "sm_80", "A", ["a", "b", "c"])
     assert (only.candidate, only.ms) == ("b", 1.0)
-    (old,) = load_runs(store, "sm_80", "A", ["a", "b", "c"], source="old")
-    assert old.candidate == "a"
 
 
 def test_the_gpu_must_be_one_that_was_used(store: Store) -> None:
@@ -260,22 +258,23 @@ def test_the_gpu_must_be_one_that_was_used(store: Store) -> None:
 
 
 def test_candidates_come_back_as_traits_unless_another_version_made_them(store: Store) -> None:
-    name = store.add_candidate("sm80", TRAITS["a"])
+    name = store.add_candidates([TRAITS["a"]])[0]
     store._write(
-        "INSERT INTO candidates VALUES (?, ?, ?)", [("old", "sm80", '{"head_dim": 64, "head_dim_v": 64, "x": 1}')]
+        "INSERT INTO candidates VALUES (?, ?, ?, ?)",
+        [("old", "fwd", "sm80", '{"head_dim": 64, "head_dim_v": 64, "x": 1}')],
     )
-    assert candidates_of(store, "sm80", (64, 64)) == {name: TRAITS["a"]}
-    assert candidates_of(store, "sm80", (64, 32)) == candidates_of(store, "sm90", (64, 64)) == {}
+    assert candidates_of(store, "fwd", "sm80", (64, 64)) == {name: TRAITS["a"]}
+    assert candidates_of(store, "fwd", "sm80", (64, 32)) == candidates_of(store, "fwd", "sm90", (64, 64)) == {}
 
 
-def test_rows_are_chosen_against_what_dispatch_has(store: Store) -> None:
+def test_rows_are_chosen_against_the_shipped_ones(store: Store) -> None:
     problem = FwdProblem.dense("fp16", 64, 64, "causal")
-    default = choose(problem, "sm_80", "sm80", "short").traits
+    default = choose_shipped(problem, "sm_80", "sm80", "short").traits
     better = dataclasses.replace(default, tile_n=default.tile_n + 16)
     for traits, ms in ((default, 1.0), (better, 0.9)):
-        record(store, store.add_candidate("sm80", traits), ms, samples=(ms,) * 3)
-    (pick,) = choose_rows(store, "sm_80", "sm80", (64, 64), "A")
+        record(store, store.add_candidates([traits])[0], ms, samples=(ms,) * 3)
+    (pick,) = proposed(store, SM80, (64, 64), "A")
     assert (pick.row.traits, pick.row.masks, pick.row.dtypes) == (better, ("causal",), ("fp16",))
     assert pick.row.lengths == ("short",)
     assert pick.gain == pytest.approx(1 / 0.9 - 1) and not pick.kept
-    assert choose_rows(store, "sm_80", "sm80", (96, 96), "A") == []
+    assert proposed(store, SM80, (96, 96), "A") == []

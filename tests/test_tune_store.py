@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 
 from cuteflash.problem import FwdProblem, problem_id
 from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.store import SCHEMA_VERSION, STAGES, Store, StoreError, Timing, Verdict, candidate_id
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TRAITS = FwdTraitsSm80(128, 64, 128, 128)
+CANDIDATE = {"operation": "fwd", "family": "sm80", "traits": dataclasses.asdict(TRAITS)}
 NUMBERS: dict[str, Any] = {"samples": (1.0, 1.5, 2.0), "ms": 1.5, "low": 1.25, "high": 1.75, "tflops": 300.0}
 
 
@@ -47,14 +49,14 @@ def test_what_is_recorded_is_read_again(path: pathlib.Path) -> None:
     rejected = verdict(stage="gate", ok=False, reason="error 0.1, allowed 0.01", details={"error": 0.1})
     failed = timing(cell="other", error="the kernel did not finish within 20 s")
     with Store(path) as store:
-        name = store.add_candidate("sm80", TRAITS)
+        name = store.add_candidates([TRAITS])[0]
         store.add_cell("cell", {"mask": "full"})
         store.record_verdict(verdict())
         store.record_verdict(rejected)
         store.record_timing(timing())
         store.record_timing(failed)
     with Store(path, create=False) as store:
-        assert store.candidates() == {name: ("sm80", dataclasses.asdict(TRAITS))}
+        assert store.candidates() == [CANDIDATE | {"id": name}]
         assert store.cells() == {"cell": {"mask": "full"}}
         assert store.verdict("c", "sm_80", "p", "gate", "k") == rejected
         assert store.verdicts(ok=True) == [verdict(at=store.verdicts(ok=True)[0].at)]
@@ -82,11 +84,11 @@ def test_numbers_and_texts_come_back_exactly(
         json.dumps(store.export(), allow_nan=False)
 
 
-def test_identity_is_family_and_every_trait() -> None:
+def test_identity_is_operation_family_and_every_trait() -> None:
     changed = [dataclasses.replace(TRAITS, **change) for change in ({"tile_n": 32}, {"q_in_regs": True})]
-    names = {candidate_id("sm80", TRAITS), candidate_id("sm90", TRAITS), *(candidate_id("sm80", t) for t in changed)}
+    names = {candidate_id(TRAITS), candidate_id(FwdTraitsSm90(128, 64, 128, 128)), *(candidate_id(t) for t in changed)}
     assert len(names) == 4
-    assert candidate_id("sm80", dataclasses.replace(TRAITS)) in names
+    assert candidate_id(dataclasses.replace(TRAITS)) in names
 
 
 def test_problems_read_as_what_they_are() -> None:
@@ -141,13 +143,13 @@ def test_a_record_that_contradicts_itself_is_refused(make: Any, complaint: str) 
 
 def test_export_holds_everything_and_is_strict_json(path: pathlib.Path) -> None:
     with Store(path) as store:
-        name = store.add_candidate("sm80", TRAITS)
+        name = store.add_candidates([TRAITS])[0]
         store.add_cell("cell", {"mask": "full"})
         store.record_verdict(verdict())
         store.record_timing(timing(samples=(1.0,), low=0.0, high=math.inf))
         exported = json.loads(json.dumps(store.export(), allow_nan=False))
     assert exported["schema"] == SCHEMA_VERSION
-    assert exported["candidates"] == [{"id": name, "family": "sm80", "traits": dataclasses.asdict(TRAITS)}]
+    assert exported["candidates"] == [CANDIDATE | {"id": name}]
     assert exported["cells"] == [{"id": "cell", "fields": {"mask": "full"}}]
     assert Verdict(**exported["verdicts"][0]).key == "k"
     assert exported["timings"][0]["samples"] == [1.0] and exported["timings"][0]["high"] is None
@@ -182,7 +184,7 @@ def test_other_files_are_left_alone(tmp_path: pathlib.Path) -> None:
     text.write_text("nothing that SQLite knows " * 100)
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE mine (x)")
-    for path, complaint in ((text, "not a database"), (other, "no sweep database")):
+    for path, complaint in ((text, "not a database"), (other, "not a sweep database")):
         before = path.read_bytes()
         with pytest.raises(StoreError, match=complaint) as caught:
             Store(path)

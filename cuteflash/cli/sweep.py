@@ -21,7 +21,7 @@ from cuteflash.cli import sweep_apply
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.compile import cache_dir
-from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.length_class import DECODE_QUERIES
 from cuteflash.traits.row import Traits
@@ -29,6 +29,7 @@ from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
+from cuteflash.tune.operations import DEFAULT
 from cuteflash.tune.peers import PEERS, missing_peer
 from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display
@@ -37,7 +38,6 @@ from cuteflash.tune.timing import Rules
 from cuteflash.tune.variants import parse_variants
 from cuteflash.tune.worker import StartFailed
 
-KERNELS = ("fwd",)
 LENGTHS = "1x8192,512,1024,4096,16384"  # one of a decode step, two short and two long ones
 DECODE_TOKENS = 1 << 17  # of all sequences of a decode cell: enough of them that every multiprocessor has work
 LIMIT = 64
@@ -91,7 +91,7 @@ Reset = Annotated[bool, typer.Option("--reset", help="Remove your own tables; di
 def sweep(
     context: typer.Context,
     *,
-    kernel: Annotated[str, typer.Option(help=f"One of {', '.join(KERNELS)}.")] = "fwd",
+    kernel: results.Kernel = DEFAULT,
     arch: Arch = None,
     family: Families = None,
     head_dim: HeadDim = None,
@@ -127,12 +127,16 @@ def sweep(
     with Usage():
         if reset:
             raise typer.Exit(_reset())
-        names("kernel", kernel, KERNELS)
+        (operation,) = results.one(names("kernel", kernel, OPERATIONS), "kernel", kernel)
         until = _until(dry_run, no_compile, compile_only)
         targets = names("arch", arch, ARCHS) or information.local_target()
         if until == "time":
             _check_gpu(targets)
-        chosen = _cells(cells, _pairs(head_dim, head_dim_v, cells), _masks(mask, causal), dtype, seqlen, inputs)
+        pairs, masks = _pairs(head_dim, head_dim_v, cells), _masks(mask, causal)
+        chosen = tuple(
+            dataclasses.replace(cell, operation=operation)
+            for cell in _cells(cells, pairs, masks, dtype, seqlen, inputs)
+        )
         _ = [cell.problem for cell in chosen]  # says what head dims there are
         common: dict[str, Any] = {
             "limit": limit or None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,11 @@ from cuteflash import usertable
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.compile import cache_dir
+from cuteflash.problem import OPERATIONS
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
 from cuteflash.traits.row import TableKey
 from cuteflash.tune import tables
-from cuteflash.tune.apply import measured_row, proposed, swept_head_dims
+from cuteflash.tune.apply import proposed, swept_head_dims
 from cuteflash.tune.building import Kernel, complaints
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.explain import title
@@ -26,6 +28,7 @@ from cuteflash.tune.progress import Display
 from cuteflash.tune.results import measured_gpu
 from cuteflash.tune.select import Pick
 from cuteflash.tune.worker import StartFailed
+from cuteflash.usertable import MeasuredRow
 
 
 def apply(
@@ -48,33 +51,35 @@ def apply(
     with results.opened(database) as store, Usage():
         target = results.swept_target(store, arch)
         chosen = measured_gpu(store, target, gpu)
-        pairs = [results.padded(pair) for pair in head_dims(head_dim, None)] if head_dim else swept_head_dims(store)
+        asked = [results.padded(pair) for pair in head_dims(head_dim, None)] if head_dim else None
         families: Sequence[Family] = names("family", family, FAMILIES) or get_arch(target).families
-        picked = {
-            name: [pick for pair in pairs for pick in proposed(store, target, name, pair, chosen)] for name in families
-        }
+        swept = {operation: swept_head_dims(store, operation) for operation in OPERATIONS}
+        picked = {}
+        for table in (TableKey(operation, target, name) for operation in OPERATIONS for name in families):
+            pairs = swept[table.operation] if asked is None else asked
+            picked[table] = [pick for pair in pairs for pick in proposed(store, table, pair, chosen)]
         if not any(picked.values()):
-            swept = ", ".join(f"{d}x{d_v}" for d, d_v in swept_head_dims(store))
+            there = ", ".join(f"{d}x{d_v}" for d, d_v in sorted(set(itertools.chain(*swept.values()))))
             raise ValueError(
-                f"nothing was timed for {target}, family {', '.join(families)}, head_dim {head_dim or swept}; "
-                f"{database} has head dims {swept}"
+                f"nothing was timed for {target}, family {', '.join(families)}, head_dim {head_dim or there}; "
+                f"{database} has head dims {there}"
             )
         better = [picks for picks in picked.values() if shipped is not None or not all(pick.kept for pick in picks)]
         if better and not dry_run:
             _check_writable(shipped)
         settled = _settled([pick for picks in better for pick in picks], target, jobs)
-        for name, picks in picked.items():
-            rows = [one for one in settled if one.row.traits.family == name]
+        for table, picks in picked.items():
+            rows = [one for one in settled if (one.row.traits.operation, one.row.traits.family) == table[::2]]
             for line in [_words(one.pick, one) for one in rows] or [_words(pick) for pick in picks]:
-                typer.echo(f"{target}/{name}: {line}")
+                typer.echo(f"{table}: {line}")
             if picks and not rows:
-                typer.echo(f"{target}/{name}: nothing beats the shipped rows beyond noise; nothing is written")
+                typer.echo(f"{table}: nothing beats the shipped rows beyond noise; nothing is written")
             elif rows and not dry_run:
-                measured = [measured_row(one, chosen) for one in rows]
+                measured = [MeasuredRow(one.row, chosen, one.pick.at[:10], one.pick.tflops) for one in rows]
                 if shipped is None:
-                    path = tables.write_user(TableKey("fwd", target, name), measured)
+                    path = tables.write_user(table, measured)
                 else:
-                    path = tables.write_shipped(TableKey("fwd", target, name), measured, shipped)
+                    path = tables.write_shipped(table, measured, shipped)
                 typer.echo(f"written: {path}")
 
 

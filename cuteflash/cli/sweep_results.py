@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -18,17 +19,18 @@ from rich.table import Table
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.output import check_file, write_file
-from cuteflash.problem import FwdProblem, problem_id
+from cuteflash.problem import OPERATIONS, Operands, problem_id
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
-from cuteflash.tune.apply import sound_runs
+from cuteflash.traits.row import TableKey
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.explain import Asked, newest_verdicts, ranked, title
 from cuteflash.tune.explain import explain as explanation_of
 from cuteflash.tune.funnel import Funnel, Until
+from cuteflash.tune.operations import DEFAULT
 from cuteflash.tune.plan import Plan, default_traits
 from cuteflash.tune.progress import Display, summary
 from cuteflash.tune.report import Scope, make_report
-from cuteflash.tune.results import Run, load_runs, make_traits
+from cuteflash.tune.results import Run, all_candidates, load_runs
 from cuteflash.tune.store import Store, StoreError, candidate_id
 
 PLAIN_WIDTH = 160  # columns of a table if stdout is not a terminal
@@ -43,6 +45,7 @@ FamilyName = Annotated[
 Families = Annotated[str | None, typer.Option("--family", help="Comma-separated families; default: those swept.")]
 HeadDims = Annotated[str | None, typer.Option("--head-dim", help="Comma-separated; default: those swept.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
+Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")]
 Gpu = Annotated[str | None, typer.Option(help="Whose timings, where there are several GPUs'.")]
 
 
@@ -72,14 +75,16 @@ def explain(
     head_dim_v: Annotated[str | None, typer.Option(help="Columns of V and O; default: the same.")] = None,
     where: Annotated[str | None, typer.Option(help="Traits to look for, e.g. tile_m=128,q_in_regs=true.")] = None,
     gpu: Gpu = None,
+    kernel: Kernel = DEFAULT,
     database: Database = DATABASE,
 ) -> None:
     """Say why a configuration was rejected, or by how much and where it lost, and by what margin the winner won."""
     with opened(database) as store, Usage():
-        (pair,) = _one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
+        (pair,) = one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
+        (operation,) = one(names("kernel", kernel, OPERATIONS), "kernel", kernel)
         target = swept_target(store, arch)
         chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
-        asked = Asked(target, chosen, padded(pair), _fields(where), gpu)
+        asked = Asked(TableKey(operation, target, chosen), padded(pair), _fields(where), gpu)
         typer.echo(explanation_of(store, asked).text, nl=False)
 
 
@@ -122,7 +127,7 @@ def report(
         if head_dim_v is not None and head_dim is None:
             raise ValueError("head_dim_v is given without head_dim; allowed: both, or --head-dim alone")
         _check_output(output, database)
-        (target,) = _one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else (None,)
+        (target,) = one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else (None,)
         pairs = tuple(map(padded, head_dims(head_dim, head_dim_v))) if head_dim is not None else None
         scope = Scope(target, tuple(names("family", family, FAMILIES)) or None, pairs, gpu)
         size = write_file(output, make_report(store, scope, layouts, output.parent))
@@ -160,9 +165,9 @@ def as_json(outcome: Outcome, store: Store) -> dict[str, Any]:
         "target": outcome.plan.target,
         "spaces": [
             {
-                "family": space.family,
-                "head_dim": space.head_dim,
-                "head_dim_v": space.head_dim_v,
+                "family": space.table.family,
+                "head_dim": space.head_dims[0],
+                "head_dim_v": space.head_dims[1],
                 "considered": len(space.chosen) + len(space.refused),
                 "kept": len(space.chosen),
             }
@@ -186,7 +191,8 @@ def _spaces(outcome: Outcome) -> Table:
     for space in outcome.funnel.spaces:
         considered = len(space.chosen) + len(space.refused)
         numbers = (considered, len(space.refused), len(space.chosen))
-        table.add_row(space.family, f"{space.head_dim}x{space.head_dim_v}", *map(str, numbers))
+        family, columns = space.title.rsplit(" ", 1)
+        table.add_row(family, columns, *map(str, numbers))
     return table
 
 
@@ -195,10 +201,9 @@ def _rejected(outcome: Outcome, store: Store) -> Iterator[tuple[str, str, str, s
     problems = {problem_id(cell.problem) for cell in outcome.plan.cells}
     chosen: dict[str, str] = {}
     for space in outcome.funnel.spaces:
-        where = f"{space.family} {space.head_dim}x{space.head_dim_v}"
         for traits, reason in space.refused:
-            yield "prune", where, title(traits), reason
-        chosen |= {candidate_id(space.family, traits): f"{space.family} {title(traits)}" for traits in space.chosen}
+            yield "prune", space.title, title(traits), reason
+        chosen |= {candidate_id(traits): f"{traits.family} {title(traits)}" for traits in space.chosen}
     for name, verdicts in newest_verdicts(store, outcome.plan.target, chosen).items():
         for verdict in verdicts:
             if not verdict.ok and verdict.problem in problems:
@@ -223,35 +228,21 @@ def _times(plan: Plan, store: Store, gpu: str) -> Table:
     for name in ("TFLOP/s", "default", "gain", *plan.peers, "of matmul"):
         table.add_column(name, justify="right")
     rate = next((run["matmul_tflops"] for run in reversed(store.runs()) if run["gpu"] == gpu), None)
-    traits = {
-        name: made for name, (family, fields) in store.candidates().items() if (made := make_traits(family, fields))
-    }
-    cells = ranked(sound_runs(store, plan.target, gpu, traits))
-    beside = {
-        (run.cell, run.candidate): run for run in load_runs(store, plan.target, gpu, [PEER + n for n in plan.peers])
-    }
-    arch = get_arch(plan.target)
-    for cell in plan.cells:
-        for family in plan.families:
-            runs = [run for run in cells.get(cell.id, ()) if traits[run.candidate].family == family]
-            if runs:
-                defaults = {candidate_id(family, one) for one in default_traits(cell, family, arch)}
-                default = next((run for run in runs if run.candidate in defaults), None)
-                peers = [_rate(beside.get((cell.id, PEER + name))) for name in plan.peers]
-                best = runs[0]
-                gain = f"{default.ms / best.ms - 1:+.1%}" if default is not None else "-"
-                share = f"{best.tflops / rate:.2f}" if rate else "-"
-                words = (
-                    cell.label,
-                    family,
-                    title(traits[best.candidate]),
-                    _rate(best),
-                    _rate(default),
-                    gain,
-                    *peers,
-                    share,
-                )
-                table.add_row(*words)
+    traits = all_candidates(store)
+    cells = ranked(load_runs(store, plan.target, gpu, traits))
+    peers = load_runs(store, plan.target, gpu, [PEER + name for name in plan.peers])
+    beside = {(run.cell, run.candidate): _rate(run) for run in peers}
+    for cell, family in itertools.product(plan.cells, plan.families):
+        runs = [run for run in cells.get(cell.id, ()) if traits[run.candidate].family == family]
+        if runs:
+            defaults = set(default_traits(cell, plan.target, family))
+            default = next((run for run in runs if traits[run.candidate] in defaults), None)
+            best = runs[0]
+            gain = f"{default.ms / best.ms - 1:+.1%}" if default is not None else "-"
+            share = f"{best.tflops / rate:.2f}" if rate else "-"
+            others = [beside.get((cell.id, PEER + name), "-") for name in plan.peers]
+            fastest = title(traits[best.candidate])
+            table.add_row(cell.label, family, fastest, _rate(best), _rate(default), gain, *others, share)
     return table
 
 
@@ -291,7 +282,8 @@ def swept_target(store: Store, arch: str | None) -> str:
     return str(found[0])
 
 
-def _one(items: list[Any], option: str, text: str) -> list[Any]:
+def one(items: list[Any], option: str, text: str) -> list[Any]:
+    """`items`, of which there must be one. ValueError names the option."""
     if len(items) != 1:
         raise ValueError(f"{option} is {text!r}; allowed: one")
     return items
@@ -299,7 +291,7 @@ def _one(items: list[Any], option: str, text: str) -> list[Any]:
 
 def padded(pair: tuple[int, int]) -> tuple[int, int]:
     """A pair of head dims as tables have them. ValueError says what head dims there are."""
-    FwdProblem.dense("bf16", *pair)
+    Operands("bf16", "bf16", "bf16", *pair)
     return padded_head_dim(pair[0]), padded_head_dim(pair[1])
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cuteflash.compile import BuildReport
-from cuteflash.problem import FwdProblem
 from cuteflash.traits.base import FwdTraits
 from cuteflash.tune.cells import Cell
+from cuteflash.tune.operations import Problem
 from cuteflash.tune.worker import Tool
 
 PEER = "peer:"  # before the name of a peer, where a candidate's id would stand
@@ -35,7 +35,7 @@ class Machine:
 class Builder(Tool, Protocol):
     """A compiler in a process of its own, which never touches a GPU."""
 
-    def build(self, traits: FwdTraits, problem: FwdProblem) -> BuildReport:
+    def build(self, traits: FwdTraits, problem: Problem) -> BuildReport:
         """Compiles into the disk cache; raises where it does not compile or cannot be kept."""
         ...
 
@@ -51,7 +51,7 @@ class Bench(Tool, Protocol):
         """Rate of the 8192³ bf16 matrix product: what this GPU reaches now."""
         ...
 
-    def check(self, traits: FwdTraits, problem: FwdProblem) -> dict[str, Any]:
+    def check(self, traits: FwdTraits, problem: Problem) -> dict[str, Any]:
         """Runs the kernel on small ragged problems, plain and with sinks, rising and peaked scores.
 
         Its errors as JSON values. Raises if an output is wrong.
@@ -77,7 +77,7 @@ class Backend:
 
     target: str
     source: str
-    key: Callable[[Any, FwdProblem], str]
-    report: Callable[[Any, FwdProblem], BuildReport | None]
+    key: Callable[[Any, Problem], str]
+    report: Callable[[Any, Problem], BuildReport | None]
     builder: Callable[[], Builder]
     bench: Callable[[], Bench]

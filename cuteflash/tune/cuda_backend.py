@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from cuteflash.compile import BuildReport, build, cache_dir, compiled, lookup
 from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key, source_fingerprint
 from cuteflash.dispatch import kernel_class
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import Operation
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.tune import accuracy, machine
 from cuteflash.tune.backend import Backend, Machine
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
 from cuteflash.tune.inputs import PLAIN
+from cuteflash.tune.operations import Problem
 from cuteflash.tune.peers import peer_runner
 from cuteflash.tune.timing import HangError, Runner, Sampler, clock_for, first_call
 
@@ -40,10 +41,10 @@ def backend(target: str) -> Backend:
             "CacheWarning has said why it is not used"
         )
 
-    def key(traits: FwdTraits, problem: FwdProblem) -> str:
+    def key(traits: FwdTraits, problem: Problem) -> str:
         return key_digest(cache_key(kernel_class(traits), traits, problem, target))
 
-    def report(traits: FwdTraits, problem: FwdProblem) -> BuildReport | None:
+    def report(traits: FwdTraits, problem: Problem) -> BuildReport | None:
         return lookup(kernel_class(traits), traits, problem, target)
 
     return Backend(
@@ -62,7 +63,7 @@ class CacheBuilder:
     def __init__(self, target: str):
         self.target = target
 
-    def build(self, traits: FwdTraits, problem: FwdProblem) -> BuildReport:
+    def build(self, traits: FwdTraits, problem: Problem) -> BuildReport:
         """What the compiler said, now or when the kernel came into the cache."""
         return build(kernel_class(traits), traits, problem, self.target)
 
@@ -71,7 +72,7 @@ class CacheBuilder:
         return True
 
 
-def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
+def gate_cells(problem: Problem) -> tuple[Cell, ...]:
     """Small cells whose lengths are multiples of nothing: one beyond the window, one of a few queries, and one for each
     of `GATE_INPUTS`."""
 
@@ -86,6 +87,7 @@ def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
             tokens=batch * keys,
             hidden=2 * problem.operands.head_dim,
             inputs=inputs,
+            operation=problem.operation,
         )
 
     return cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
@@ -129,7 +131,7 @@ class TorchBench:
         self.target = target
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._hung = False
-        self._gate: tuple[FwdProblem, list[Scene]] | None = None
+        self._gate: tuple[Problem, list[Scene]] | None = None
         self._cell: Scene | None = None
 
     def machine(self) -> Machine:
@@ -151,7 +153,7 @@ class TorchBench:
             return False
         return True
 
-    def check(self, traits: FwdTraits, problem: FwdProblem) -> dict[str, Any]:
+    def check(self, traits: FwdTraits, problem: Problem) -> dict[str, Any]:
         """Of each gate cell the largest error, what is allowed, the rms error, what is allowed.
 
         WrongResult names what is wrong.
@@ -185,17 +187,19 @@ class TorchBench:
         return scene.sampler(scene.runners[subject])
 
     def _scene(self, cell: Cell, heads: int | None = accuracy.HEADS_CHECKED) -> Scene:
-        inputs = make_inputs(cell, self.device)
-        reference = accuracy.make_reference(inputs, cell.batch * cell.heads if heads is None else heads)
+        trial = TRIALS[cell.operation]
+        inputs = trial.inputs(cell, self.device)
+        reference = trial.reference(inputs, cell.batch * cell.heads if heads is None else heads)
         return Scene(inputs, reference, inputs.empty_out(), Sampler(clock_for(self.device), SAMPLE_MS))
 
     def _runner(self, subject: FwdTraits | str, scene: Scene) -> Runner:
+        trial = TRIALS[scene.inputs.cell.operation]
         if isinstance(subject, str):
-            return peer_runner(subject, scene.inputs)
+            return trial.peer(subject, scene.inputs)
         kernel, problem = kernel_class(subject), scene.inputs.cell.problem
         if lookup(kernel, subject, problem, self.target) is None:
             raise LookupError(f"the compiled kernel is not in the disk cache {cache_dir()}")
-        return direct_runner(subject, scene.inputs, self.target, scene.out)
+        return trial.runner(subject, scene.inputs, self.target, scene.out)
 
     def _run_once(self, run: Runner, scene: Scene) -> torch.Tensor:
         scene.out.fill_(float("nan"))
@@ -234,3 +238,23 @@ def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Ten
         return written
 
     return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """How an operation's kernels are run on a cell and judged.
+
+    Attributes:
+        inputs: (cell, device) → the tensors to read.
+        reference: (inputs, how many heads) → what outputs are judged by.
+        runner: (traits, inputs, target, out) → what repeats a kernel, which writes to `out`.
+        peer: (name, inputs) → what repeats another implementation.
+    """
+
+    inputs: Callable[[Cell, torch.device], Inputs]
+    reference: Callable[[Inputs, int], accuracy.Reference]
+    runner: Callable[[FwdTraits, Inputs, str, torch.Tensor], Runner]
+    peer: Callable[[str, Inputs], Runner]
+
+
+TRIALS: dict[Operation, Trial] = {"fwd": Trial(make_inputs, accuracy.make_reference, direct_runner, peer_runner)}

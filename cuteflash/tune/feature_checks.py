@@ -7,13 +7,14 @@ it; such problems are left to the next row of the table.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
-from cuteflash.problem import Dtype, FwdProblem, MaskKind, problem_id
+from cuteflash.problem import problem_id
 from cuteflash.traits.row import Row
 from cuteflash.tune.building import Kernel
+from cuteflash.tune.operations import SPECS
 from cuteflash.tune.results import Slot
 from cuteflash.tune.select import Pick, boxes
 
@@ -83,12 +84,12 @@ def _lacking(kernel: Kernel, found: Complaints) -> dict[str, str]:
 
 def _kernels(row: Row) -> dict[tuple[str, str], Kernel]:
     """(mask, dtype) of a row → its kernel with softcap and lse, at the row's own head dims."""
-    head_dims = row.traits.head_dim, row.traits.head_dim_v
-    found: dict[tuple[str, str], Kernel] = {}
-    for mask, dtype in itertools.product(row.masks, row.dtypes):
-        plain = FwdProblem.dense(cast(Dtype, dtype), *head_dims, cast(MaskKind, mask))
-        found[mask, dtype] = row.traits, plain.asking(softcap=True, lse=True)
-    return found
+    traits = row.traits
+    make = functools.partial(SPECS[traits.operation].problem, softcap=True, lse=True)
+    return {
+        (mask, dtype): (traits, make(dtype, traits.head_dim, traits.head_dim_v, mask))
+        for mask, dtype in itertools.product(row.masks, row.dtypes)
+    }
 
 
 def _apart(kernel: Kernel) -> tuple[Kernel, Kernel]:

@@ -18,12 +18,10 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from cuteflash.problem import FwdProblem, problem_id
-from cuteflash.traits.arch import get_arch
-from cuteflash.traits.base import FwdTraits
-from cuteflash.traits.length_class import LengthClass, length_class_of
+from cuteflash.problem import problem_id
 from cuteflash.tune.backend import GATE, PEER, Backend, Machine
 from cuteflash.tune.cells import Cell
+from cuteflash.tune.operations import Problem
 from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
 from cuteflash.tune.progress import Watch
 from cuteflash.tune.race_plan import Field, Past, Race, arrange, past_of
@@ -82,7 +80,7 @@ class Racing:
         self.watch.begin("gate", sum(len(group.candidates) for group in groups))
         self.watch.begin("time", sum(len(group.candidates) * len(group.cells) for group in groups))
         deadline = time.monotonic() + self.plan.budget if self.plan.budget is not None else math.inf
-        problems: dict[FwdProblem, list[Group]] = {}
+        problems: dict[Problem, list[Group]] = {}
         for group in groups:
             problems.setdefault(group.problem, []).append(group)
         for done, own in enumerate(problems.values()):
@@ -179,7 +177,7 @@ class Racing:
         return "to the end" if rounds >= self.plan.rules.rounds else "left early"
 
     def _field(self, group: Group, cell: Cell) -> Field:
-        defaults = set(default_traits(cell, group.family, get_arch(self.plan.target)))
+        defaults = set(default_traits(cell, self.plan.target, group.family))
         keys = {candidate.id: candidate.key for candidate in group.candidates}
         guests = [PEER + name for name in self.plan.peers]
         stays = [candidate.id for candidate in group.candidates if candidate.traits in defaults]
@@ -193,7 +191,7 @@ class Racing:
         """Candidates that lie far behind in another cell of this one's length class."""
         found: set[str] = set()
         for other in group.cells:
-            if other != cell and _shape(other) == _shape(cell):
+            if other != cell and other.lengths == cell.lengths:
                 field = self._field(group, other)
                 found |= self._past(field).far_behind(field, HOPELESS)
         return found - set(self._field(group, cell).roles.stays)
@@ -209,7 +207,7 @@ class Racing:
 
         def sample(name: str) -> float | None:
             subject = subjects[name]
-            runs: FwdTraits | str = subject.traits if isinstance(subject, Candidate) else subject
+            runs = subject.traits if isinstance(subject, Candidate) else subject
             try:
                 ms = float(self.worker.call("sample", runs, field.cell, seconds=self.plan.limits.sample))
             except RequestFailed as failure:
@@ -254,7 +252,3 @@ def _numbers(samples: Sequence[float], cell: Cell) -> dict[str, Any]:
     ms, (low, high) = median(samples), interval(samples)
     rate = cell.flops / (ms * 1e9)
     return {"samples": tuple(samples), "ms": ms, "low": low, "high": high, "tflops": rate}
-
-
-def _shape(cell: Cell) -> LengthClass:
-    return length_class_of(cell.seqlen_q, cell.seqlen)

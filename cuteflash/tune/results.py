@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Self
 
+from cuteflash.problem import Operation, problem_id
 from cuteflash.traits.arch import Family
-from cuteflash.traits.length_class import length_class_of
 from cuteflash.traits.row import TRAITS, Traits
+from cuteflash.tune.cells import Cell
 from cuteflash.tune.store import Store, Timing
 from cuteflash.tune.timing import interval
 
@@ -24,8 +25,10 @@ class Slot(NamedTuple):
     dtype: str
     lengths: str
 
-    def __str__(self) -> str:
-        return " ".join(self)
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The slot that a cell stands for."""
+        return cls(cell.mask, cell.dtype, cell.lengths)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,27 +53,29 @@ class Run:
     at: str = ""
 
 
-def slot_of(fields: Mapping[str, Any]) -> Slot:
-    """The slot of a cell's fields."""
-    return Slot(fields["mask"], fields["dtype"], length_class_of(fields["seqlen_q"], fields["seqlen"]))
+def cells_of(store: Store) -> dict[str, Cell]:
+    """The store's cells by id."""
+    return {name: Cell(**fields) for name, fields in store.cells().items()}
 
 
-def make_traits(family: Family, fields: Mapping[str, Any]) -> Traits | None:
-    """The traits with these fields; None where they come from a version whose traits had others."""
-    kind = TRAITS["fwd", family]
-    known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**fields) if set(fields) <= known else None
-
-
-def candidates_of(store: Store, family: Family, head_dims: tuple[int, int]) -> dict[str, Traits]:
-    """The store's candidates of a family that are made for padded (head_dim, head_dim_v)."""
+def all_candidates(store: Store) -> dict[str, Traits]:
+    """The store's candidates by id, without those of a version whose traits had fields that these do not have."""
     found = {}
-    for name, (made_for, fields) in store.candidates().items():
-        if made_for == family and (fields["head_dim"], fields["head_dim_v"]) == head_dims:
-            traits = make_traits(family, fields)
-            if traits is not None:
-                found[name] = traits
+    for one in store.candidates():
+        kind = TRAITS[one["operation"], one["family"]]
+        if one["traits"].keys() <= {field.name for field in dataclasses.fields(kind)}:
+            found[one["id"]] = kind(**one["traits"])
     return found
+
+
+def candidates_of(store: Store, operation: Operation, family: Family, head_dims: tuple[int, int]) -> dict[str, Traits]:
+    """Those of an operation's kernel family that are made for padded (head_dim, head_dim_v)."""
+    wanted = operation, family, head_dims
+    return {
+        name: traits
+        for name, traits in all_candidates(store).items()
+        if (traits.operation, traits.family, (traits.head_dim, traits.head_dim_v)) == wanted
+    }
 
 
 def measured_gpu(store: Store, target: str, gpu: str | None = None) -> str:
@@ -90,39 +95,37 @@ def measured_gpu(store: Store, target: str, gpu: str | None = None) -> str:
 
 
 def load_runs(
-    store: Store,
-    target: str,
-    gpu: str,
-    names: Iterable[str],
-    source: str | None = None,
-    *,
-    raced_with: Family | None = None,
+    store: Store, target: str, gpu: str, names: Collection[str], raced_with: Family | None = None
 ) -> list[Run]:
-    """The newest successful timing of each candidate and cell, by one clock a cell.
+    """The newest timing of each candidate and cell, by one clock a cell; of the newest timing's sources.
+
+    Those of a candidate that failed later on the same problem do not count: while it was timed, or in the gate, which
+    may ask more than it did when the candidate was timed.
 
     Args:
         store: the database.
         target: compile target.
         gpu: whose timings.
         names: candidate ids.
-        source: fingerprint of the kernels' sources, whose timings alone count; None takes the newest timing's.
         raced_with: the family whose races alone count; peers take part in those of each family.
     """
     timings = [timing for timing in store.timings(target=target, gpu=gpu) if timing.error is None]
-    if source is None and timings:
-        source = timings[-1].source
-    wanted, cells = set(names), store.cells()
+    gate = {(one.candidate, one.problem): one.ok for one in store.verdicts(target=target, stage="gate")}  # the newest
+    failed = {names for names, passed in gate.items() if not passed}
+    failed |= {(one.candidate, one.problem) for one in store.verdicts(target=target, stage="time", ok=0)}
+    cells = cells_of(store)
+    problems = {name: problem_id(cell.problem) for name, cell in cells.items()}
     groups: dict[tuple[str, str, str], list[Timing]] = {}  # a family's races, "sm90 1" and so on, share yardsticks
     for timing in timings:
         family = timing.race.rpartition(" ")[0]
-        if timing.source == source and raced_with in (None, family):
+        if timing.source == timings[-1].source and raced_with in (None, family):
             groups.setdefault((timing.cell, timing.driver, family), []).append(timing)
     newest: dict[tuple[str, str], Run] = {}
     for (cell, _, _), group in groups.items():
         group = remove_drift(group)
-        slot, scales = slot_of(cells[cell]), race_scales(group)
+        slot, scales = Slot.of(cells[cell]), race_scales(group)
         for timing in group:
-            if timing.candidate in wanted:
+            if timing.candidate in names and (timing.candidate, problems[cell]) not in failed:
                 newest[timing.candidate, cell] = _run(timing, slot, scales[timing.race])
     return list(newest.values())
 

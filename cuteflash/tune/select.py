@@ -11,21 +11,16 @@ Of all ways to run every slot the one with the fewest candidates is taken, ties 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import cast
 
-from cuteflash.dispatch import choose
-from cuteflash.problem import DTYPES, MASK_KINDS, Dtype, FwdProblem, MaskKind
-from cuteflash.traits.arch import Family
-from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Row, Traits
-from cuteflash.tune.results import Run, Slot, candidates_of, lead, load_runs
-from cuteflash.tune.store import Store, candidate_id
+from cuteflash.tune.results import Run, Slot, lead
 
 TOLERANCE = 0.02  # a row may be this much slower than a cell's best
 MIN_GAIN = 0.01  # a default is worth replacing only for more than this
@@ -87,7 +82,7 @@ class Pick:
     Attributes:
         candidate: id.
         row: its traits, with the masks, dtypes and length classes that it serves where no row above it does. It was
-            timed without softcap and lse; `extras.settle` says whether it serves them.
+            timed without softcap and lse; `feature_checks.settle` says whether it serves them.
         tflops: geometric mean of TFLOP/s over the cells it is chosen for.
         gain: over the defaults of those, by geometric mean; None where one of them has no timed default.
         kept: it is the default of all of them.
@@ -133,27 +128,6 @@ def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[st
             picks.append(_pick(candidate, Row(traits[candidate], *box), own, runs, decisions))
         above.update(slots)
     return picks
-
-
-def choose_rows(store: Store, target: str, family: Family, head_dims: tuple[int, int], gpu: str) -> list[Pick]:
-    """The rows that a store's timings on a GPU come to for padded head dims, against what dispatch has for them now.
-
-    Timings of other sources than the newest one's do not count; head dims without any have no rows.
-    """
-    traits = candidates_of(store, family, head_dims)
-    runs = load_runs(store, target, gpu, traits)
-    return select(runs, defaults_of({run.slot for run in runs}, target, family, head_dims), traits)
-
-
-def defaults_of(slots: Iterable[Slot], target: str, family: Family, head_dims: tuple[int, int]) -> dict[Slot, str]:
-    """Slot → id of the candidate that dispatch runs it with; slots that no row runs are left out."""
-    defaults = {}
-    for slot in slots:
-        problem = FwdProblem.dense(cast(Dtype, slot.dtype), *head_dims, mask=cast(MaskKind, slot.mask))
-        with contextlib.suppress(NotImplementedError):
-            choice = choose(problem, target, family, cast(LengthClass, slot.lengths))
-            defaults[slot] = candidate_id(family, choice.traits)
-    return defaults
 
 
 def cover(decisions: Sequence[Decision]) -> dict[Slot, str]:

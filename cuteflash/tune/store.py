@@ -24,17 +24,18 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from cuteflash.files import copy_together
-from cuteflash.traits.arch import Family
+from cuteflash.traits.row import Traits
 
 Stage = Literal["prune", "compile", "gate", "time"]
 STAGES: tuple[str, ...] = get_args(Stage)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x63666C73  # "cfls" in the file's header: a sweep's database and no other
 BUSY_SECONDS = 30.0  # how long a writer waits for another one
 
 SCHEMA = (
-    "CREATE TABLE candidates (id TEXT PRIMARY KEY, family TEXT NOT NULL, traits TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE candidates (
+        id TEXT PRIMARY KEY, operation TEXT NOT NULL, family TEXT NOT NULL, traits TEXT NOT NULL) WITHOUT ROWID""",
     "CREATE TABLE cells (id TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE verdicts (
         candidate TEXT NOT NULL, target TEXT NOT NULL, problem TEXT NOT NULL, stage TEXT NOT NULL, key TEXT NOT NULL,
@@ -53,9 +54,9 @@ class StoreError(RuntimeError):
     """The database cannot be used; the message names the file, what is wrong and what to do."""
 
 
-def candidate_id(family: Family, traits: Any) -> str:
-    """Identity of a candidate: 16 hex digits over its family and all fields of its traits (a dataclass)."""
-    text = json.dumps([family, dataclasses.asdict(traits)], sort_keys=True)
+def candidate_id(traits: Traits) -> str:
+    """Identity of a candidate: 16 hex digits over its operation, its family and all fields of its traits."""
+    text = json.dumps([traits.operation, traits.family, dataclasses.asdict(traits)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -194,14 +195,12 @@ class Store:
 
     # Writing: each call is one transaction, on disk when it returns.
 
-    def add_candidate(self, family: Family, traits: Any) -> str:
-        """Keeps a candidate's traits under its id, which is returned."""
-        return self.add_candidates(family, [traits])[0]
-
-    def add_candidates(self, family: Family, candidates: Iterable[Any]) -> list[str]:
-        """`add_candidate` of many, in one transaction."""
-        rows = [(candidate_id(family, one), family, json.dumps(dataclasses.asdict(one))) for one in candidates]
-        self._write("INSERT OR IGNORE INTO candidates VALUES (?, ?, ?)", rows)
+    def add_candidates(self, candidates: Iterable[Traits]) -> list[str]:
+        """Keeps the candidates' traits under their ids, which are returned."""
+        rows = [
+            (candidate_id(one), one.operation, one.family, json.dumps(dataclasses.asdict(one))) for one in candidates
+        ]
+        self._write("INSERT OR IGNORE INTO candidates VALUES (?, ?, ?, ?)", rows)
         return [row[0] for row in rows]
 
     def add_cell(self, cell_id: str, fields: Mapping[str, Any]) -> None:
@@ -249,10 +248,9 @@ class Store:
         rows = self._read("SELECT value FROM marks WHERE name LIKE 'run %' ORDER BY at")
         return [json.loads(value) for (value,) in rows]
 
-    def candidates(self) -> dict[str, tuple[Family, dict[str, Any]]]:
-        """All candidates: id → (family, fields of the traits)."""
-        rows = self._read("SELECT id, family, traits FROM candidates ORDER BY id")
-        return {name: (family, json.loads(traits)) for name, family, traits in rows}
+    def candidates(self) -> list[dict[str, Any]]:
+        """All candidates: `id`, `operation`, `family` and the fields of their `traits`."""
+        return [row | {"traits": json.loads(row["traits"])} for row in self._select("candidates", {}, "id")]
 
     def cells(self) -> dict[str, dict[str, Any]]:
         """All cells: id → fields."""
@@ -267,7 +265,7 @@ class Store:
         """Verdicts whose columns have the values given by name, oldest first."""
         return [
             Verdict(**row | {"ok": bool(row["ok"]), "details": json.loads(row["details"])})
-            for row in self._select("verdicts", wanted)
+            for row in self._select("verdicts", wanted, "at, candidate, target, problem")
         ]
 
     def have_timing(self, candidate: str, cell: str, gpu: str, driver: str, key: str) -> bool:
@@ -277,8 +275,10 @@ class Store:
 
     def timings(self, **wanted: Any) -> list[Timing]:
         """Timings whose columns have the values given by name, oldest first."""
-        parsed = ("samples", "versions")
-        rows = (row | {name: json.loads(row[name]) for name in parsed} for row in self._select("timings", wanted))
+        parsed, order = ("samples", "versions"), "at, candidate, target, cell"
+        rows = (
+            row | {name: json.loads(row[name]) for name in parsed} for row in self._select("timings", wanted, order)
+        )
         return [Timing(**row | {"samples": tuple(row["samples"])}) for row in rows]
 
     def counts(self) -> dict[str, int]:
@@ -295,7 +295,7 @@ class Store:
                 timing["high"] = None
         return {
             "schema": SCHEMA_VERSION,
-            "candidates": [{"id": name, "family": f, "traits": t} for name, (f, t) in self.candidates().items()],
+            "candidates": self.candidates(),
             "cells": [{"id": name, "fields": fields} for name, fields in self.cells().items()],
             "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts()],
             "timings": timings,
@@ -319,7 +319,7 @@ class Store:
                     self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                     self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 elif owner != APPLICATION_ID:
-                    raise StoreError(f"{self.path}: a SQLite file, but no sweep database; --db names another file")
+                    raise StoreError(f"{self.path}: a SQLite file, but not a sweep database; --db names another file")
                 elif version != SCHEMA_VERSION:
                     raise StoreError(
                         f"{self.path}: schema version {version}, this cuteflash reads version {SCHEMA_VERSION}; export "
@@ -347,13 +347,12 @@ class Store:
                 "goes on from there once the file can be written"
             ) from error
 
-    def _select(self, table: str, wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _select(self, table: str, wanted: Mapping[str, Any], order: str) -> Iterator[dict[str, Any]]:
         names = [row[1] for row in self._read(f"PRAGMA table_info({table})")]
         for name in wanted:
             if name not in names:
-                raise ValueError(f"{name} is no column of {table}; allowed: {', '.join(names)}")
+                raise ValueError(f"{name} is not a column of {table}; allowed: {', '.join(names)}")
         where = " AND ".join(f"{name} = ?" for name in wanted) or "1"
-        order = "at, " + ", ".join(name for name in ("candidate", "target", "problem", "cell") if name in names)
         rows = self._read(f"SELECT * FROM {table} WHERE {where} ORDER BY {order}", tuple(wanted.values()))
         return (dict(zip(names, row, strict=True)) for row in rows)
 

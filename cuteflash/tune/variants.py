@@ -37,10 +37,11 @@ class Variant:
     def traits(self, cell: Cell) -> Traits:
         """The traits for `cell`; ValueError names a field that the family does not have, or lacks."""
         padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
+        kind = TRAITS[cell.operation, self.family]
         try:
-            return TRAITS["fwd", self.family](**padded | dict(self.fields))
+            return kind(**padded | dict(self.fields))
         except TypeError as error:
-            allowed = ", ".join(field.name for field in dataclasses.fields(TRAITS["fwd", self.family]))
+            allowed = ", ".join(field.name for field in dataclasses.fields(kind))
             raise ValueError(f"traits are {dict(self.fields)}: {error}; fields of {self.family}: {allowed}") from error
 
     @property

@@ -16,7 +16,7 @@ from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
 from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
 from cuteflash.traits.tables import TABLES
-from cuteflash.tune.space import enumerate_fwd, prune
+from cuteflash.tune.operations import enumerate_traits
 
 HEAD_DIMS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 PAIRS: list[tuple[str, Family]] = [("sm_80", "sm80"), ("sm_90a", "sm80"), ("sm_90a", "sm90")]
@@ -28,7 +28,7 @@ MOST = 2800  # what a laptop can still compile over night
 def test_at_least_200_are_considered_and_each_rejection_has_a_reason(
     target: str, family: Family, head_dims: tuple[int, int]
 ) -> None:
-    judged = prune(enumerate_fwd(family, *head_dims), get_arch(target))
+    judged = [(one, one.check(get_arch(target))) for one in enumerate_traits("fwd", family, *head_dims)]
     assert 200 <= len(judged) <= MOST
     runnable = [traits for traits, reason in judged if reason is None]
     reasons = [reason for _, reason in judged if reason is not None]
@@ -43,14 +43,14 @@ def test_at_least_200_are_considered_and_each_rejection_has_a_reason(
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_candidate_comes_once(family: Family, head_dims: tuple[int, int]) -> None:
-    candidates = list(enumerate_fwd(family, *head_dims))
+    candidates = list(enumerate_traits("fwd", family, *head_dims))
     assert len(set(candidates)) == len(candidates)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tunable_trait_takes_several_values(family: Family) -> None:
     values: dict[str, set[object]] = collections.defaultdict(set)
-    for traits in enumerate_fwd(family, 128, 128):
+    for traits in enumerate_traits("fwd", family, 128, 128):
         for name, value in dataclasses.asdict(traits).items():
             values[name].add(value)
     # The switches of the ablation ladder that only take something away are timed there.
@@ -62,11 +62,11 @@ def test_every_tunable_trait_takes_several_values(family: Family) -> None:
 
 
 def test_every_shipped_row_is_a_candidate_or_compiles_to_one() -> None:
-    spaces: dict[tuple[Family, int, int], set[object]] = {}
+    spaces: dict[Any, set[object]] = {}
     for (_, target, _), rows in TABLES.items():
         for row in rows:
-            place = row.traits.family, row.traits.head_dim, row.traits.head_dim_v
-            space = spaces.get(place) or spaces.setdefault(place, set(enumerate_fwd(*place)))
+            place = "fwd", row.traits.family, row.traits.head_dim, row.traits.head_dim_v
+            space = spaces.get(place) or spaces.setdefault(place, set(enumerate_traits(*place)))
             same = {row.traits}
             if isinstance(row.traits, FwdTraitsSm80):  # fewer resident blocks, where they leave as many registers
                 fewer = (dataclasses.replace(row.traits, blocks_per_sm=n) for n in range(1, row.traits.blocks_per_sm))
@@ -78,7 +78,7 @@ def test_every_shipped_row_is_a_candidate_or_compiles_to_one() -> None:
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
 def test_resident_blocks_are_considered_where_they_change_the_register_limit(head_dims: tuple[int, int]) -> None:
     a100, seen = get_arch("sm_80"), set()
-    for traits in enumerate_fwd("sm80", *head_dims):
+    for traits in enumerate_traits("fwd", "sm80", *head_dims):
         code = dataclasses.replace(traits, blocks_per_sm=1), traits.register_limit(a100)
         assert code not in seen
         seen.add(code)
@@ -89,7 +89,7 @@ def test_what_runs_nowhere_stands_for_its_variants(family: Family) -> None:
     """A tile that no architecture holds is considered in one form for each place of its operands, not in all."""
     hopeless = collections.Counter(
         (traits.tile_m, traits.tile_n, traits.kv_stage, getattr(traits, "num_warps", 0))
-        for traits in enumerate_fwd(family, 256, 256)
+        for traits in enumerate_traits("fwd", family, 256, 256)
         if all(traits.check(arch) for arch in ARCHS.values())
     )
     assert max(hopeless.values()) <= 7  # Q in registers, shared with O, twice or plain; P in registers or not
@@ -132,4 +132,4 @@ def test_what_is_pruned_for_registers_would_spill(traits: FwdTraitsSm80, monkeyp
 
 def test_unknown_families_are_named() -> None:
     with pytest.raises(ValueError, match=r"family is 'sm70'; allowed: sm80, sm90"):
-        next(enumerate_fwd("sm70", 64, 64))  # type: ignore[arg-type]
+        next(enumerate_traits("fwd", "sm70", 64, 64))  # type: ignore[arg-type]
