@@ -64,7 +64,7 @@ class Filler:
         if self.sweep.until == "time":
             at = self._now()
             run = {"gpu": GPU, "driver": DRIVER, "target": self.sweep.target, "versions": VERSIONS}
-            self.store.mark(f"run {at}", {**run, "matmul_tflops": MATMUL, "at": at})
+            self.store.add_run(at, {**run, "matmul_tflops": MATMUL})
         for family, head_dim in itertools.product(self.sweep.families, self.sweep.head_dims):
             chosen = self._prune(family, head_dim)
             if self.sweep.until == "prune":
@@ -102,11 +102,12 @@ class Filler:
         self, names: Iterable[str], problem: str, stage: Any, reasons: Iterable[str | None], **details: Any
     ) -> None:
         at = self._now()
-        self.store.record_verdicts(
-            Verdict(
-                name, self.sweep.target, problem, stage, "k" if problem else "", reason is None, reason, details, at
+        key = "k" if problem else ""
+        self.store.record(
+            *(
+                Verdict(name, self.sweep.target, problem, stage, key, reason is None, reason, details, at)
+                for name, reason in zip(names, reasons, strict=True)
             )
-            for name, reason in zip(names, reasons, strict=True)
         )
 
     def _problem(self, family: Family, chosen: dict[str, Traits], cells: Sequence[Cell]) -> None:
@@ -150,9 +151,8 @@ class Filler:
             self._rounds(samples, means | peers)
             behind[lengths] |= losers({name: samples[name] for name in means}, 0.10)
             at = self._now()
-            self.store.record_timings(
-                [self._timing(name, cell, f"{family} 1", values, at) for name, values in samples.items()], flush=False
-            )
+            race = f"{family} 1"
+            self.store.record(*[self._timing(name, cell, race, values, at) for name, values in samples.items()])
 
     def _rounds(self, samples: dict[str, list[float]], means: dict[str, float]) -> None:
         out: set[str] = set()

@@ -14,7 +14,7 @@ from cuteflash.problem import MASK_KINDS, FwdProblem, MaskKind
 from cuteflash.reference.fa2 import flash_attention_2
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune import cuda_backend
-from cuteflash.tune.cells import Cell, Inputs
+from cuteflash.tune.cells import Cell, Inputs, make_inputs
 from cuteflash.tune.cuda_backend import TorchBench, WrongResult, gate_cells
 from cuteflash.tune.timing import HangError, Runner
 
@@ -123,9 +123,7 @@ def test_a_kernel_that_is_imprecise_with_sinks_alone_is_caught(
 
 def test_samples_share_a_cells_inputs_and_judge_once(bench: TorchBench, monkeypatch: pytest.MonkeyPatch) -> None:
     made, judged = [], []
-    monkeypatch.setattr(
-        cuda_backend, "make_inputs", lambda *a, make=cuda_backend.make_inputs: made.append(a) or make(*a)
-    )
+    replace(monkeypatch, inputs=lambda *a: made.append(a) or make_inputs(*a))
     complaint = cuda_backend.accuracy.complaint
     monkeypatch.setattr(cuda_backend.accuracy, "complaint", lambda *a: judged.append(a) or complaint(*a))
     assert all(bench.sample(traits, CELL) > 0 for traits in (RIGHT, OTHER, RIGHT, OTHER))

@@ -96,7 +96,7 @@ def test_who_passed_a_gate_that_asked_less_is_checked_again_and_not_timed_again(
     sweep(world)
     with Store(world.folder / "sweep.sqlite") as store:
         older = [dataclasses.replace(verdict, details={"errors": {}}) for verdict in store.verdicts(stage="gate")]
-        store.record_verdicts(older)
+        store.record(*older)
     before = collections.Counter(entry[:2] for entry in work(world))
     _, display = sweep(
         dataclasses.replace(world, wrong=(16,))

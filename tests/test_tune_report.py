@@ -21,7 +21,6 @@ from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.row import TRAITS
 from cuteflash.traits.tables import TABLES
 from cuteflash.tune import report
-from cuteflash.tune.apply import proposed, shipped_defaults
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import newest_verdicts, title, where_lost
 from cuteflash.tune.rank import estimate
@@ -41,7 +40,7 @@ from cuteflash.tune.report.slots import (
 )
 from cuteflash.tune.report.verdict import headline, measured
 from cuteflash.tune.results import Run, Slot, all_candidates, candidates_of, load_runs
-from cuteflash.tune.select import cover, decide
+from cuteflash.tune.select import cover, decide, proposed, shipped_defaults
 from cuteflash.tune.store import Store, Timing, Verdict
 from layouts.page import PAGE, page_data
 from tests.html_parts import Parts
@@ -222,9 +221,7 @@ def test_who_failed_while_it_was_timed_has_no_speed(tmp_path: pathlib.Path) -> N
     with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=4)) as store:
         (space,) = collect(store, Scope())["spaces"]
         winner = space["ids"][space["slots"][0]["winner"]]
-        store.record_verdict(
-            Verdict(winner, "sm_90a", "bf16 128x128 full", "time", "k", False, "D128 full 4096: crashed")
-        )
+        store.record(Verdict(winner, "sm_90a", "bf16 128x128 full", "time", "k", False, "D128 full 4096: crashed"))
         (after,) = collect(store, Scope())["spaces"]
     place = space["ids"].index(winner)
     assert [problem["states"][place] for problem in after["problems"]] == ["t"]
@@ -257,7 +254,7 @@ def test_peers_are_compared_within_the_familys_own_races(tmp_path: pathlib.Path)
         for timing in store.timings(race="sm80 1"):  # the clock was half as fast in the later races
             numbers = {name: 2 * getattr(timing, name) for name in ("ms", "low", "high")}
             samples = tuple(2 * sample for sample in timing.samples)
-            store.record_timing(dataclasses.replace(timing, **numbers, samples=samples))
+            store.record(dataclasses.replace(timing, **numbers, samples=samples))
         data = collect(store, Scope())
     assert "peer:fa4" in names
     for space in data["spaces"]:
@@ -290,8 +287,8 @@ def test_the_roof_is_the_matrix_product_of_the_same_run(tmp_path: pathlib.Path) 
     with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=4)) as store:
         machine = store.runs()[0]
         for at, rate in (("2020-01-01T00:00:00.000+00:00", 1.0), ("2030-01-01T00:00:00.000+00:00", 2.0)):
-            store.mark(f"run {at}", {**machine, "at": at, "matmul_tflops": rate})
-        store.mark("run elsewhere", {**machine, "gpu": "another", "matmul_tflops": 3.0})
+            store.add_run(at, {**machine, "matmul_tflops": rate})
+        store.add_run(f"{machine['at']}1", {**machine, "gpu": "another", "matmul_tflops": 3.0})
         (space,) = collect(store, Scope())["spaces"]
     assert [cell["matmul"] for cell in space["cells"]] == [MATMUL]
 
@@ -484,7 +481,7 @@ def test_who_was_rejected_for_one_problem_and_never_built_for_another_is_rejecte
         names = [one.candidate for one in store.verdicts(stage="prune", ok=1)]
         for name, mask, ok in ((names[0], "full", False), (names[1], "full", True), (names[1], "causal", False)):
             reason = None if ok else "spills 8 bytes a thread"
-            store.record_verdict(Verdict(name, "sm_90a", f"bf16 128x128 {mask}", "compile", "k", ok, reason))
+            store.record(Verdict(name, "sm_90a", f"bf16 128x128 {mask}", "compile", "k", ok, reason))
         data = collect(store, Scope())
     counts = script("R.model.funnel(s, null)", data)
     assert (counts["c"], counts["w"], counts["u"]) == (1, 1, len(names) - 2)
@@ -620,10 +617,10 @@ def test_of_several_targets_one_must_be_named(tmp_path: pathlib.Path) -> None:
 def test_a_failed_timing_and_one_of_an_infinite_interval_are_no_obstacle(tmp_path: pathlib.Path) -> None:
     with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=3)) as store:
         names = {"candidate": "0" * 16, "cell": store.timings()[0].cell, "target": "sm_90a", "gpu": GPU, "driver": "d"}
-        store.record_timing(Timing(**names, key="k", race="sm90 2", error="no answer within 90 s"))
+        store.record(Timing(**names, key="k", race="sm90 2", error="no answer within 90 s"))
         one = store.timings()[0]
-        store.record_timing(dataclasses.replace(one, samples=(1.0,), low=0.0, high=math.inf))
-        store.record_verdict(Verdict(one.candidate, "sm_90a", "bf16 128x128 full softcap", "gate", "k", False, "wrong"))
+        store.record(dataclasses.replace(one, samples=(1.0,), low=0.0, high=math.inf))
+        store.record(Verdict(one.candidate, "sm_90a", "bf16 128x128 full softcap", "gate", "k", False, "wrong"))
         (space,) = data_of(make_report(store))["spaces"]
     assert None in space["cells"][0]["times"]["above"]
 

@@ -51,10 +51,10 @@ def test_what_is_recorded_is_read_again(path: pathlib.Path) -> None:
     with Store(path) as store:
         name = store.add_candidates([TRAITS])[0]
         store.add_cell("cell", {"mask": "full"})
-        store.record_verdict(verdict())
-        store.record_verdict(rejected)
-        store.record_timing(timing())
-        store.record_timing(failed)
+        store.record(verdict())
+        store.record(rejected)
+        store.record(timing())
+        store.record(failed)
     with Store(path, create=False) as store:
         assert store.candidates() == [CANDIDATE | {"id": name}]
         assert store.cells() == {"cell": {"mask": "full"}}
@@ -79,7 +79,7 @@ def test_numbers_and_texts_come_back_exactly(
 ) -> None:
     one = timing(samples=tuple(samples), high=high, gpu=text, versions=versions)
     with Store(tmp_path_factory.mktemp("store") / "a.db") as store:
-        store.record_timing(one)
+        store.record(one)
         assert store.timings() == [one]
         json.dumps(store.export(), allow_nan=False)
 
@@ -100,12 +100,12 @@ def test_problems_read_as_what_they_are() -> None:
 def test_only_the_same_thing_again_is_replaced(path: pathlib.Path) -> None:
     with Store(path) as store:
         for one in (verdict(), verdict(ok=False, reason="spills"), verdict(key="k2"), verdict(problem="p2")):
-            store.record_verdict(one)
+            store.record(one)
         assert len(store.verdicts()) == 3
         assert store.verdict("c", "sm_80", "p", "compile", "k").reason == "spills"
-        store.record_timing(timing())
-        store.record_timing(timing(ms=1.6))
-        store.record_timing(timing(race="second"))
+        store.record(timing())
+        store.record(timing(ms=1.6))
+        store.record(timing(race="second"))
         assert sorted(one.ms for one in store.timings()) == [1.5, 1.6]
 
 
@@ -114,14 +114,14 @@ def test_what_was_not_timed_under_just_this_is_still_to_do(path: pathlib.Path, c
     done = {"candidate": "c", "cell": "cell", "gpu": "g", "driver": "d", "key": "k"}
     with Store(path) as store:
         assert not store.have_timing(**done)
-        store.record_timing(timing())
+        store.record(timing())
         assert store.have_timing(**done)
         assert not store.have_timing(**done | {changed: "another"})
 
 
 def test_a_failure_counts_as_timed(path: pathlib.Path) -> None:
     with Store(path) as store:
-        store.record_timing(timing(error="hangs"))
+        store.record(timing(error="hangs"))
         assert store.have_timing("c", "cell", "g", "d", "k")
 
 
@@ -145,8 +145,8 @@ def test_export_holds_everything_and_is_strict_json(path: pathlib.Path) -> None:
     with Store(path) as store:
         name = store.add_candidates([TRAITS])[0]
         store.add_cell("cell", {"mask": "full"})
-        store.record_verdict(verdict())
-        store.record_timing(timing(samples=(1.0,), low=0.0, high=math.inf))
+        store.record(verdict())
+        store.record(timing(samples=(1.0,), low=0.0, high=math.inf))
         exported = json.loads(json.dumps(store.export(), allow_nan=False))
     assert exported["schema"] == SCHEMA_VERSION
     assert exported["candidates"] == [CANDIDATE | {"id": name}]
@@ -155,13 +155,12 @@ def test_export_holds_everything_and_is_strict_json(path: pathlib.Path) -> None:
     assert exported["timings"][0]["samples"] == [1.0] and exported["timings"][0]["high"] is None
 
 
-def test_marks_keep_the_last_value(path: pathlib.Path) -> None:
+def test_runs_come_back_oldest_first_with_their_moment(path: pathlib.Path) -> None:
     with Store(path) as store:
         assert store.runs() == []
-        store.mark("run of a", {"gpu": "a"})
-        store.mark("run of b", {"gpu": "b"})
-        store.mark("run of a", {"gpu": "c"})
-        assert store.runs() == [{"gpu": "b"}, {"gpu": "c"}]
+        store.add_run("2026-02-01", {"gpu": "b"})
+        store.add_run("2026-01-31", {"gpu": "a"})
+        assert store.runs() == [{"gpu": "a", "at": "2026-01-31"}, {"gpu": "b", "at": "2026-02-01"}]
 
 
 # What goes wrong.
@@ -203,21 +202,21 @@ def test_a_place_that_cannot_hold_it_is_named(tmp_path: pathlib.Path) -> None:
 
 def test_a_full_disk_keeps_what_was_recorded_and_says_so(path: pathlib.Path) -> None:
     with Store(path) as store:
-        store.record_timing(timing())
+        store.record(timing())
         pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
         store._connection.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then fails as it does on a full disk
         with pytest.raises(StoreError) as caught:
             for index in range(1000):
-                store.record_verdict(verdict(key=str(index), ok=False, reason="because " * 20))
+                store.record(verdict(key=str(index), ok=False, reason="because " * 20))
         assert "full" in str(caught.value) and str(path) in str(caught.value)
         assert f"{index} verdicts and 1 timings are kept" in str(caught.value)
         store._connection.execute("PRAGMA max_page_count = 100000")
-        store.record_verdict(verdict(key="after"))
+        store.record(verdict(key="after"))
         assert store.counts()["verdicts"] == index + 1
 
 
 def test_unknown_columns_are_named(path: pathlib.Path) -> None:
-    with Store(path) as store, pytest.raises(ValueError, match="colour is no column of timings; allowed: candidate"):
+    with Store(path) as store, pytest.raises(ValueError, match="colour is not a column of timings; allowed: candidate"):
         store.timings(colour="red")
 
 
@@ -232,7 +231,7 @@ with Store(path) as store:
     for index in range(first, last):
         name = f"candidate {index}"
         if not store.have_timing(name, "cell", "g", "d", "k"):
-            store.record_timing(Timing(name, "cell", "sm_90a", "g", "d", "k", **numbers))
+            store.record(Timing(name, "cell", "sm_90a", "g", "d", "k", **numbers))
             print(index, flush=True)
 """
 
@@ -269,7 +268,7 @@ def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.
 
 def test_a_writer_killed_inside_a_transaction_leaves_the_state_before_it(path: pathlib.Path) -> None:
     with Store(path) as store:
-        store.record_timing(timing(candidate="candidate 0", samples=(1.0,) * 7))
+        store.record(timing(candidate="candidate 0", samples=(1.0,) * 7))
     code = """
 import os, signal, sys
 from cuteflash.tune.store import Store

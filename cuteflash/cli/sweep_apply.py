@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -19,15 +18,13 @@ from cuteflash.problem import OPERATIONS
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
 from cuteflash.traits.row import TableKey
 from cuteflash.tune import tables
-from cuteflash.tune.apply import proposed, swept_head_dims
 from cuteflash.tune.building import Kernel, complaints
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.explain import title
-from cuteflash.tune.feature_checks import Settled, settle
+from cuteflash.tune.feature_checks import settle
 from cuteflash.tune.progress import Display
 from cuteflash.tune.results import measured_gpu
-from cuteflash.tune.select import Pick
-from cuteflash.tune.worker import StartFailed
+from cuteflash.tune.select import Pick, proposed, swept_head_dims
 from cuteflash.usertable import MeasuredRow
 
 
@@ -49,7 +46,7 @@ def apply(
     Their kernels are compiled with softcap and log-sum-exp as well: a row serves what ptxas has no complaint about.
     """
     with results.opened(database) as store, Usage():
-        target = results.swept_target(store, arch)
+        target = results.swept(store, arch)
         chosen = measured_gpu(store, target, gpu)
         asked = [results.padded(pair) for pair in head_dims(head_dim, None)] if head_dim else None
         families: Sequence[Family] = names("family", family, FAMILIES) or get_arch(target).families
@@ -70,12 +67,12 @@ def apply(
         settled = _settled([pick for picks in better for pick in picks], target, jobs)
         for table, picks in picked.items():
             rows = [one for one in settled if (one.row.traits.operation, one.row.traits.family) == table[::2]]
-            for line in [_words(one.pick, one) for one in rows] or [_words(pick) for pick in picks]:
-                typer.echo(f"{table}: {line}")
+            for pick in rows or picks:
+                typer.echo(f"{table}: {_words(pick)}")
             if picks and not rows:
                 typer.echo(f"{table}: nothing beats the shipped rows beyond noise; nothing is written")
             elif rows and not dry_run:
-                measured = [MeasuredRow(one.row, chosen, one.pick.at[:10], one.pick.tflops) for one in rows]
+                measured = [MeasuredRow(one.row, chosen, one.at[:10], one.tflops) for one in rows]
                 if shipped is None:
                     path = tables.write_user(table, measured)
                 else:
@@ -83,8 +80,8 @@ def apply(
                 typer.echo(f"written: {path}")
 
 
-def _settled(picks: Sequence[Pick], target: str, jobs: int) -> list[Settled]:
-    """The picks with the extras that they serve, for which this compiles their kernels."""
+def _settled(picks: Sequence[Pick], target: str, jobs: int) -> list[Pick]:
+    """The picks with the features that they serve, for which this compiles their kernels."""
     if not picks:
         return []
     compiler = backend(target)
@@ -92,23 +89,9 @@ def _settled(picks: Sequence[Pick], target: str, jobs: int) -> list[Settled]:
     def judge(kernels: Sequence[Kernel], what: str) -> Mapping[Kernel, str | None]:
         return complaints(kernels, f"compile {what}", jobs, display, compiler)
 
-    with _nothing_written(), Display() as display:
+    kept = f"nothing is written; the kernels compiled so far are kept in {cache_dir()}"
+    with results.stopping(lambda: kept), Display() as display:
         return settle(picks, judge)
-
-
-@contextlib.contextmanager
-def _nothing_written() -> Iterator[None]:
-    """Turns what may stop the compiling into a message and an exit status."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        results.complain(
-            f"stopped, nothing is written; the kernels compiled so far are kept in {cache_dir()}, and the same command "
-            "goes on from there",
-            results.INTERRUPTED,
-        )
-    except StartFailed as error:
-        results.complain(f"{error}; nothing is written", 1)
 
 
 def _check_writable(shipped: pathlib.Path | None) -> None:
@@ -119,14 +102,13 @@ def _check_writable(shipped: pathlib.Path | None) -> None:
         raise ValueError(f"shipped is {shipped}, which is not a directory; one is needed for the shipped tables' files")
 
 
-def _words(pick: Pick, settled: Settled | None = None) -> str:
-    """A row with what was measured, and why it lacks extras; none are mentioned if they are not known."""
-    row, lacking = (settled.row, settled.lacking) if settled is not None else (pick.row, {})
+def _words(pick: Pick) -> str:
+    """A row with what was measured, and why it lacks features, if that is known."""
     if pick.kept:
         change = "as shipped"
     elif pick.gain is None:
         change = "no shipped row was timed there"
     else:
         change = f"{pick.gain:+.1%} over the shipped rows"
-    reasons = [f"no {name}, because of {reason}" for name, reason in lacking.items()]
-    return "; ".join([f"{row.title}: {title(row.traits)}, {pick.tflops:.0f} TFLOP/s, {change}", *reasons])
+    reasons = [f"no {name}, because of {reason}" for name, reason in pick.lacking.items()]
+    return "; ".join([f"{pick.row.title}: {title(pick.row.traits)}, {pick.tflops:.0f} TFLOP/s, {change}", *reasons])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -23,15 +22,16 @@ from cuteflash.problem import OPERATIONS, Operands, problem_id
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
 from cuteflash.traits.row import TableKey
 from cuteflash.tune.backend import PEER
-from cuteflash.tune.explain import Asked, newest_verdicts, ranked, title
 from cuteflash.tune.explain import explain as explanation_of
-from cuteflash.tune.funnel import Funnel, Until
+from cuteflash.tune.explain import newest_verdicts, ranked, title
+from cuteflash.tune.funnel import Funnel
 from cuteflash.tune.operations import DEFAULT
 from cuteflash.tune.plan import Plan, default_traits
-from cuteflash.tune.progress import Display, summary
+from cuteflash.tune.progress import summary
 from cuteflash.tune.report import Scope, make_report
-from cuteflash.tune.results import Run, all_candidates, load_runs
+from cuteflash.tune.results import Run, all_candidates, load_runs, swept_target
 from cuteflash.tune.store import Store, StoreError, candidate_id
+from cuteflash.tune.worker import StartFailed
 
 PLAIN_WIDTH = 160  # columns of a table if stdout is not a terminal
 DATABASE = pathlib.Path("sweep.sqlite")
@@ -46,25 +46,7 @@ Families = Annotated[str | None, typer.Option("--family", help="Comma-separated 
 HeadDims = Annotated[str | None, typer.Option("--head-dim", help="Comma-separated; default: those swept.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
 Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")]
-Gpu = Annotated[str | None, typer.Option(help="Whose timings, where there are several GPUs'.")]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shown:
-    """How results are shown."""
-
-    rejected: bool
-    as_json: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """One target's sweep, when it is over."""
-
-    plan: Plan
-    funnel: Funnel
-    display: Display
-    until: Until
+Gpu = Annotated[str | None, typer.Option(help="Whose timings, if there are several GPUs'.")]
 
 
 def explain(
@@ -82,10 +64,10 @@ def explain(
     with opened(database) as store, Usage():
         (pair,) = one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
         (operation,) = one(names("kernel", kernel, OPERATIONS), "kernel", kernel)
-        target = swept_target(store, arch)
+        target = swept(store, arch)
         chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
-        asked = Asked(TableKey(operation, target, chosen), padded(pair), _fields(where), gpu)
-        typer.echo(explanation_of(store, asked).text, nl=False)
+        table = TableKey(operation, target, chosen)
+        typer.echo(explanation_of(store, table, padded(pair), _fields(where), gpu), nl=False)
 
 
 def export(
@@ -127,42 +109,38 @@ def report(
         if head_dim_v is not None and head_dim is None:
             raise ValueError("head_dim_v is given without head_dim; allowed: both, or --head-dim alone")
         _check_output(output, database)
-        (target,) = one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else (None,)
+        target = swept(store, arch)
         pairs = tuple(map(padded, head_dims(head_dim, head_dim_v))) if head_dim is not None else None
         scope = Scope(target, tuple(names("family", family, FAMILIES)) or None, pairs, gpu)
         size = write_file(output, make_report(store, scope, layouts, output.parent))
         typer.echo(f"{output}: {size / 1e6:.2f} MB")
 
 
-def show(outcome: Outcome, store: Store, shown: Shown) -> None:
-    """The funnel's counts, why candidates left and, where there are times, who won."""
+def show(funnel: Funnel, store: Store, show_rejected: bool) -> None:
+    """The funnel's counts, why candidates left and, if there are times, who won."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    plan = outcome.plan
-    console.print(_spaces(outcome))
-    for stage, counts in outcome.display.counts.items():
+    console.print(_spaces(funnel))
+    for stage, counts in funnel.watch.counts.items():
         console.print(f"{stage}: {summary(counts)}", highlight=False, markup=False)
-    left = list(_rejected(outcome, store))
-    lines = (
-        [f"{stage}  {where}  {what}: {reason}" for stage, where, what, reason in left]
-        if shown.rejected
-        else _kinds(left)
-    )
-    for line in lines:
+    left = list(_rejected(funnel, store))
+    for line in (
+        [f"{stage}  {space}  {what}: {why}" for stage, space, what, why in left] if show_rejected else _kinds(left)
+    ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if outcome.until == "time":
-        console.print(_times(plan, store, outcome.funnel.gpu))
+    if funnel.gpu:
+        console.print(_times(funnel.plan, store, funnel.gpu))
         console.print(
             "sweep explain says why a configuration lost, sweep apply writes the table that dispatch uses",
             highlight=False,
         )
 
 
-def as_json(outcome: Outcome, store: Store) -> dict[str, Any]:
+def as_json(funnel: Funnel, store: Store) -> dict[str, Any]:
     """The funnel as JSON values; the database has the rest."""
     return {
-        "target": outcome.plan.target,
+        "target": funnel.plan.target,
         "spaces": [
             {
                 "family": space.table.family,
@@ -171,24 +149,24 @@ def as_json(outcome: Outcome, store: Store) -> dict[str, Any]:
                 "considered": len(space.chosen) + len(space.refused),
                 "kept": len(space.chosen),
             }
-            for space in outcome.funnel.spaces
+            for space in funnel.spaces
         ],
-        "stages": {stage: dict(counts) for stage, counts in outcome.display.counts.items()},
+        "stages": {stage: dict(counts) for stage, counts in funnel.watch.counts.items()},
         "rejected": [
-            {"stage": stage, "problem": where, "candidate": what, "reason": reason}
-            for stage, where, what, reason in _rejected(outcome, store)
+            {"stage": stage, "problem": space, "candidate": what, "reason": reason}
+            for stage, space, what, reason in _rejected(funnel, store)
         ],
-        "said": outcome.display.said,
+        "said": funnel.watch.said,
     }
 
 
-def _spaces(outcome: Outcome) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, title=outcome.plan.target, title_justify="left")
+def _spaces(funnel: Funnel) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, title=funnel.plan.target, title_justify="left")
     for name in ("family", "head dims"):
         table.add_column(name)
     for name in ("considered", "rejected", "left"):
         table.add_column(name, justify="right")
-    for space in outcome.funnel.spaces:
+    for space in funnel.spaces:
         considered = len(space.chosen) + len(space.refused)
         numbers = (considered, len(space.refused), len(space.chosen))
         family, columns = space.title.rsplit(" ", 1)
@@ -196,15 +174,15 @@ def _spaces(outcome: Outcome) -> Table:
     return table
 
 
-def _rejected(outcome: Outcome, store: Store) -> Iterator[tuple[str, str, str, str]]:
+def _rejected(funnel: Funnel, store: Store) -> Iterator[tuple[str, str, str, str]]:
     """(stage, problem, candidate, reason) of everybody who left."""
-    problems = {problem_id(cell.problem) for cell in outcome.plan.cells}
+    problems = {problem_id(cell.problem) for cell in funnel.plan.cells}
     chosen: dict[str, str] = {}
-    for space in outcome.funnel.spaces:
+    for space in funnel.spaces:
         for traits, reason in space.refused:
             yield "prune", space.title, title(traits), reason
         chosen |= {candidate_id(traits): f"{traits.family} {title(traits)}" for traits in space.chosen}
-    for name, verdicts in newest_verdicts(store, outcome.plan.target, chosen).items():
+    for name, verdicts in newest_verdicts(store, funnel.plan.target, chosen).items():
         for verdict in verdicts:
             if not verdict.ok and verdict.problem in problems:
                 yield verdict.stage, verdict.problem, chosen[name], str(verdict.reason)
@@ -251,6 +229,19 @@ def _rate(run: Run | None) -> str:
 
 
 @contextlib.contextmanager
+def stopping(kept: Callable[[], str]) -> Iterator[None]:
+    """Turns what may stop a command into a message that says what is kept, and an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        complain(f"stopped; {kept()}, and the same command goes on from there", INTERRUPTED)
+    except StoreError as error:
+        complain(str(error), 1)
+    except (StartFailed, OSError) as error:
+        complain(f"{error}; {kept()}, and the same command goes on from there", 1)
+
+
+@contextlib.contextmanager
 def opened(database: pathlib.Path) -> Iterator[Store]:
     """A database that has to be there; what is wrong with it is a message and exit status 1."""
     try:
@@ -273,13 +264,10 @@ def _check_output(output: pathlib.Path, database: pathlib.Path) -> None:
         raise ValueError(f"output {output} is the database itself; another file is needed")
 
 
-def swept_target(store: Store, arch: str | None) -> str:
+def swept(store: Store, arch: str | None) -> str:
     """The arch that was asked for, or the only one in the database."""
-    swept = sorted({verdict.target for verdict in store.verdicts()})
-    found = names("arch", arch, ARCHS) or swept
-    if len(found) != 1:
-        raise ValueError(f"arch is {arch!r}; allowed: one of those swept, {', '.join(swept) or 'none'}")
-    return str(found[0])
+    asked = one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else [None]
+    return swept_target(store, asked[0])
 
 
 def one(items: list[Any], option: str, text: str) -> list[Any]:
@@ -296,7 +284,7 @@ def padded(pair: tuple[int, int]) -> tuple[int, int]:
 
 
 def _fields(where: str | None) -> dict[str, Any]:
-    """`"tile_m=128,q_in_regs=true"` as fields; the names are `Asked`'s to check."""
+    """`"tile_m=128,q_in_regs=true"` as fields; `explain` checks the names."""
     found: dict[str, Any] = {}
     for item in where.split(",") if where else ():
         name, _, value = item.partition("=")

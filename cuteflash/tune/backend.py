@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cuteflash.compile import BuildReport
-from cuteflash.traits.base import FwdTraits
-from cuteflash.tune.cells import Cell
 from cuteflash.tune.operations import Problem
 from cuteflash.tune.worker import Tool
 
-PEER = "peer:"  # before the name of a peer, where a candidate's id would stand
-GATE = 2  # number of what `Bench.check` asks; raised when it asks more, so that who passed before is checked again
+PEER = "peer:"  # before the name of a peer, in place of a candidate's id
+GATE = 3  # number of what `TorchBench.check` asks; raised when that changes, so that who passed before is checked again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,37 +30,6 @@ class Machine:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-class Builder(Tool, Protocol):
-    """A compiler in a process of its own, which never touches a GPU."""
-
-    def build(self, traits: FwdTraits, problem: Problem) -> BuildReport:
-        """Compiles into the disk cache; raises where it does not compile or cannot be kept."""
-        ...
-
-
-class Bench(Tool, Protocol):
-    """A GPU in a process of its own. Nothing is compiled there: what is not in the disk cache is an error."""
-
-    def machine(self) -> Machine:
-        """Which GPU this is; does no work on it."""
-        ...
-
-    def matmul_tflops(self) -> float:
-        """Rate of the 8192³ bf16 matrix product: what this GPU reaches now."""
-        ...
-
-    def check(self, traits: FwdTraits, problem: Problem) -> dict[str, Any]:
-        """Runs the kernel on small ragged problems, plain and with sinks, rising and peaked scores.
-
-        Its errors as JSON values. Raises if an output is wrong.
-        """
-        ...
-
-    def sample(self, subject: FwdTraits | str, cell: Cell) -> float:
-        """Milliseconds per call of one short batch of a candidate or peer. A cell's first one is checked, too."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
     """One compile target's compiler, disk cache and GPU.
@@ -71,13 +38,14 @@ class Backend:
         target: compile target.
         source: fingerprint of the kernels' sources.
         key: (traits, problem) → digest of the compile cache's key.
-        report: (traits, problem) → what the disk cache knows about the kernel, None where it is not there.
-        builder, bench: picklable; called in a child process.
+        report: (traits, problem) → what the disk cache knows about the kernel, None if it is not there.
+        builder: makes a `CacheBuilder`, or what stands in for one; picklable, called in a child process.
+        bench: makes a `TorchBench`, likewise.
     """
 
     target: str
     source: str
     key: Callable[[Any, Problem], str]
     report: Callable[[Any, Problem], BuildReport | None]
-    builder: Callable[[], Builder]
-    bench: Callable[[], Bench]
+    builder: Callable[[], Tool]
+    bench: Callable[[], Tool]

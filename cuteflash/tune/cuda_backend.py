@@ -25,7 +25,9 @@ from cuteflash.tune.peers import peer_runner
 from cuteflash.tune.timing import HangError, Runner, Sampler, clock_for, first_call
 
 SAMPLE_MS = 5.0  # device time of one sample: hundreds of candidates share minutes
-GATE_INPUTS = ("sink:8", "sink:30", "ramp:60", "peaked")  # on which kernels may be wrong that are right on plain ones
+# On which kernels may be wrong that are right on plain ones. Fixed maxima know a sink that a tile begins with; they are
+# repaired at one in the middle, and all along scores that rise to the last key.
+GATE_INPUTS = ("sink:30", "sink:8:middle", "sink:30:middle", "ramp:-60", "peaked")
 REPEATS = 3  # runs of the gate, which have to agree bitwise: what is read too early differs sooner or later
 
 
@@ -34,37 +36,34 @@ class WrongResult(RuntimeError):
 
 
 def backend(target: str) -> Backend:
-    """The compiler, disk cache and GPU for a compile target. ValueError where there is no disk cache."""
+    """The compiler, disk cache and GPU for a compile target. ValueError without a disk cache."""
     if cache_dir() is None:
         raise ValueError(
             "there is no disk cache, where a sweep keeps its compiled kernels: CUTEFLASH_CACHE turns it off, or a "
             "CacheWarning has said why it is not used"
         )
 
-    def key(traits: FwdTraits, problem: Problem) -> str:
-        return key_digest(cache_key(kernel_class(traits), traits, problem, target))
-
-    def report(traits: FwdTraits, problem: Problem) -> BuildReport | None:
-        return lookup(kernel_class(traits), traits, problem, target)
-
     return Backend(
         target,
         source_fingerprint(),
-        key,
-        report,
-        functools.partial(CacheBuilder, target),
-        functools.partial(TorchBench, target),
+        key=lambda traits, problem: key_digest(cache_key(kernel_class(traits), traits, problem, target)),
+        report=lambda traits, problem: lookup(kernel_class(traits), traits, problem, target),
+        builder=functools.partial(CacheBuilder, target),
+        bench=functools.partial(TorchBench, target),
     )
 
 
 class CacheBuilder:
-    """Compiles into the disk cache."""
+    """A compiler in a process of its own, which never touches a GPU."""
 
     def __init__(self, target: str):
         self.target = target
 
     def build(self, traits: FwdTraits, problem: Problem) -> BuildReport:
-        """What the compiler said, now or when the kernel came into the cache."""
+        """Compiles into the disk cache; what the compiler said, now or when the kernel came there.
+
+        Raises if it does not compile or cannot be kept.
+        """
         return build(kernel_class(traits), traits, problem, self.target)
 
     def usable(self) -> bool:
@@ -100,7 +99,7 @@ class Scene:
     Attributes:
         reference: in fp32, of some heads.
         out: (batch, seqlen_q, heads, head_dim_v), written by each run of ours.
-        right: the first output that was found right; compared with every later one where not all heads have a
+        right: the first output that was found right; compared with every later one if not all heads have a
             reference.
         runners: by traits, or a peer's name; each has run and was right.
         sampler: times them.
@@ -116,6 +115,8 @@ class Scene:
 
 class TorchBench:
     """One device. One cell's inputs and one problem's gate are held at a time.
+
+    Nothing is compiled here: what is not in the disk cache is an error.
 
     Args:
         target: compile target of the kernels.
@@ -139,7 +140,7 @@ class TorchBench:
         return machine.this_machine(self.device)
 
     def matmul_tflops(self) -> float:
-        """Rate of the 8192³ bf16 matrix product."""
+        """Rate of the 8192³ bf16 matrix product: what this GPU reaches now."""
         return machine.make_matmul(self.device).tflops(self.device)
 
     def usable(self) -> bool:
@@ -221,7 +222,7 @@ def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Ten
     """A forward kernel over a cell's inputs, without the dispatcher and the operator around it.
 
     Compiles what the disk cache does not have. `out`: where it writes; by default a tensor of its own, full of NaN.
-    ValueError where the traits cannot run on `target`.
+    ValueError if the traits cannot run on `target`.
     """
     reason = traits.check(get_arch(target))
     if reason:

@@ -51,100 +51,59 @@ class Footprint:
     warps: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Explanation:
-    """The answer for all candidates that a filter leaves.
+def explain(
+    store: Store,
+    table: TableKey,
+    head_dims: tuple[int, int],
+    fields: Mapping[str, Any] | None = None,
+    gpu: str | None = None,
+) -> str:
+    """What the store knows: how many candidates went how far, who won each cell, then each candidate that matches.
 
-    Attributes:
-        heading: what was asked, and how many candidates went how far.
-        winners: one line a cell: the fastest, and its margin before the second.
-        reports: the lines on each candidate that matches, at most `SHOWN`, the furthest and fastest first.
-        left_out: how many more match.
-    """
-
-    heading: tuple[str, ...]
-    winners: tuple[str, ...]
-    reports: tuple[list[str], ...]
-    left_out: int
-
-    @property
-    def text(self) -> str:
-        """For reading."""
-        lines = [*self.heading]
-        if self.winners:
-            lines += ["", "winners", *(f"  {line}" for line in self.winners)]
-        for report in self.reports:
-            lines += ["", *report]
-        if self.left_out:
-            lines += ["", f"{self.left_out} more candidates match; more fields in the filter tell them apart"]
-        return "\n".join(lines) + "\n"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be explained.
-
-    Attributes:
+    Args:
+        store: the database.
         table: operation, compile target and kernel family.
         head_dims: padded (head_dim, head_dim_v).
         fields: trait → value that a candidate must have.
         gpu: whose timings; None takes the only GPU there is.
-    """
-
-    table: TableKey
-    head_dims: tuple[int, int]
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    gpu: str | None = None
-
-    def __post_init__(self) -> None:
-        operation, target, family = self.table
-        get_arch(target)
-        if family not in FAMILIES:
-            raise ValueError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
-        known = [field.name for field in dataclasses.fields(TRAITS[operation, family])]
-        for name in self.fields:
-            if name not in known:
-                raise ValueError(f"{name} is not a trait of the {family} family; allowed: {', '.join(known)}")
-
-
-def explain(store: Store, asked: Asked) -> Explanation:
-    """What the store knows about the candidates that match.
 
     Raises:
-        ValueError: nothing swept for these head dims, no candidate with these values, or timings of several GPUs.
+        ValueError: no such target, family or trait, nothing swept for these head dims, no candidate with these values,
+            or timings of several GPUs.
     """
-    operation, target, family = asked.table
-    everybody = candidates_of(store, operation, family, asked.head_dims)
-    columns = f"{asked.head_dims[0]}x{asked.head_dims[1]}"
+    operation, target, family = table
+    arch, fields, columns = get_arch(target), fields or {}, f"{head_dims[0]}x{head_dims[1]}"
+    _check_asked(table, fields)
+    everybody = candidates_of(store, operation, family, head_dims)
     if not everybody:
         raise ValueError(f"{store.path} has no {family} candidates for head dims {columns}; sweep them first")
-    matching = _matching(everybody, asked)
+    matching = _matching(everybody, fields)
     verdicts = newest_verdicts(store, target, everybody)
     took = {
-        name: footprint(traits, get_arch(target), compiled_registers(verdicts.get(name, ())))
-        for name, traits in everybody.items()
+        name: footprint(traits, arch, compiled_registers(verdicts.get(name, ()))) for name, traits in everybody.items()
     }
     runs: list[Run] = []
     errors: dict[str, list[str]] = {}
     if store.timings(target=target):
-        gpu = measured_gpu(store, target, asked.gpu)
+        gpu = measured_gpu(store, target, gpu)
         runs = load_runs(store, target, gpu, everybody)
         for timing in store.timings(target=target, gpu=gpu):
             if timing.error is not None:
                 errors.setdefault(timing.candidate, []).append(f"  failed: {timing.cell}: {timing.error}")
     cells = ranked(runs)
+    lines = [f"{target}, family {family}, head dims {columns}: {len(everybody)} candidates considered"]
+    lines += funnel_lines(everybody, verdicts, {run.candidate for run in runs})
+    if cells:
+        lines += ["", "winners", *(f"  {_winner_line(group, everybody)}" for group in cells.values())]
     reports = []
     for name in matching:
         rejections = [verdict for verdict in verdicts.get(name, ()) if not verdict.ok]
-        order, lines = _report(name, everybody, took, cells.values(), rejections, errors.get(name, ()))
-        reports.append((*order, title(everybody[name]), lines))
-    heading = (
-        f"{target}, family {family}, head dims {columns}: {len(everybody)} candidates considered",
-        *funnel_lines(everybody, verdicts, {run.candidate for run in runs}),
-    )
-    winners = tuple(_winner_line(group, everybody) for group in cells.values())
-    shown = tuple(own for *_, own in sorted(reports)[:SHOWN])
-    return Explanation(heading, winners, shown, max(0, len(reports) - SHOWN))
+        reports.append(_report(name, everybody, took, cells.values(), rejections, errors.get(name, ())))
+    for _, report in sorted(reports)[:SHOWN]:
+        lines += ["", *report]
+    if len(reports) > SHOWN:
+        lines += ["", f"{len(reports) - SHOWN} more candidates match; more fields in the filter tell them apart"]
+    return "\n".join(lines) + "\n"
 
 
 def _report(
@@ -324,17 +283,26 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if math.isfinite(share) else "unknown"
 
 
-def _matching(candidates: Mapping[str, Traits], asked: Asked) -> list[str]:
+def _check_asked(table: TableKey, fields: Mapping[str, Any]) -> None:
+    if table.family not in FAMILIES:
+        raise ValueError(f"family is {table.family!r}; allowed: {', '.join(FAMILIES)}")
+    known = [field.name for field in dataclasses.fields(TRAITS[table.operation, table.family])]
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{name} is not a trait of the {table.family} family; allowed: {', '.join(known)}")
+
+
+def _matching(candidates: Mapping[str, Traits], fields: Mapping[str, Any]) -> list[str]:
     found = [
         name
         for name, traits in candidates.items()
-        if all(getattr(traits, field) == value for field, value in asked.fields.items())
+        if all(getattr(traits, field) == value for field, value in fields.items())
     ]
     if not found:
-        wanted = ", ".join(f"{name}={value}" for name, value in asked.fields.items())
+        wanted = ", ".join(f"{name}={value}" for name, value in fields.items())
         considered = "; ".join(
             f"{name}: {', '.join(map(str, sorted({getattr(traits, name) for traits in candidates.values()})))}"
-            for name in asked.fields
+            for name in fields
         )
         raise ValueError(f"no candidate has {wanted}; considered, in other combinations too: {considered}")
     return found

@@ -13,7 +13,6 @@ has to beat. Compiling is in `building`, the GPU's stages in `racing`.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -26,7 +25,7 @@ from cuteflash.tune.building import compile_all
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.operations import Problem, enumerate_traits
 from cuteflash.tune.plan import Candidate, Group, Plan, Space, default_traits, padded
-from cuteflash.tune.progress import Watch
+from cuteflash.tune.progress import Display
 from cuteflash.tune.racing import Racing
 from cuteflash.tune.rank import beyond, shortlist
 from cuteflash.tune.store import Store, Verdict, candidate_id
@@ -39,7 +38,7 @@ class Funnel:
 
     Args:
         plan: what to do.
-        store: what is known, and where findings go.
+        store: what is known, and what findings go into.
         watch: told of every step.
         backend: compiler, disk cache and GPU.
 
@@ -49,7 +48,7 @@ class Funnel:
         gpu: what it was timed on.
     """
 
-    def __init__(self, plan: Plan, store: Store, watch: Watch, backend: Backend):
+    def __init__(self, plan: Plan, store: Store, watch: Display, backend: Backend):
         self.plan, self.store, self.watch, self.backend = plan, store, watch, backend
         self.spaces: list[Space] = []
         self.groups: list[Group] = []
@@ -63,8 +62,7 @@ class Funnel:
             StartFailed: a worker process cannot be set up, for want of the right GPU for one.
             OSError: compiled kernels cannot be kept.
         """
-        with contextlib.ExitStack() as stack:
-            racing = stack.enter_context(Racing(self.plan, self.store, self.watch, self.backend))
+        with Racing(self.plan, self.store, self.watch, self.backend) as racing:
             if until == "time":
                 self.gpu = racing.machine.gpu  # before anything is compiled for a GPU that is not there
             self._prune()
@@ -88,15 +86,13 @@ class Funnel:
 
     def _keep(self, space: Space) -> None:
         """Records every candidate with its verdict; one that an earlier, wider sweep let through keeps that."""
-        passed = {verdict.candidate for verdict in self.store.verdicts(target=self.plan.target, stage="prune", ok=1)}
+        target = self.plan.target
+        passed = {verdict.candidate for verdict in self.store.verdicts(target=target, stage="prune", ok=1)}
         refused = self.store.add_candidates(traits for traits, _ in space.refused)
         reasons = dict(zip(refused, (reason for _, reason in space.refused), strict=True))
         found: dict[str, str | None] = {name: reason for name, reason in reasons.items() if name not in passed}
         found |= dict.fromkeys(self.store.add_candidates(space.chosen))
-        self.store.record_verdicts(
-            Verdict(name, self.plan.target, "", "prune", "", ok=reason is None, reason=reason)
-            for name, reason in found.items()
-        )
+        self.store.record(*(Verdict(n, target, "", "prune", "", why is None, why) for n, why in found.items()))
 
     def _groups(self, space: Space) -> Iterator[Group]:
         """A space's candidates on each of its problems."""

@@ -19,7 +19,7 @@ DRIVER_FILE = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def this_machine(device: torch.device) -> Machine:
-    """The GPU `device`. NotImplementedError where no kernel runs on it."""
+    """The GPU `device`. NotImplementedError if no kernel runs on it."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     return Machine(torch.cuda.get_device_name(index), driver_version(), current_target(index), versions())
 

@@ -36,7 +36,7 @@ class Past:
     Attributes:
         races: by number, oldest first, everybody's samples that still count.
         failed: names that failed in one of them.
-        newest: number of the last race, also of one in which nothing counts any more; 0 where there was none.
+        newest: number of the last race, also of one in which nothing counts any more; 0 if there was none.
     """
 
     races: Mapping[int, Samples]
@@ -49,7 +49,7 @@ class Past:
         return {name for samples in self.races.values() for name in samples}
 
     def fastest(self, guests: Collection[str]) -> str | None:
-        """The name of the smallest median, None where nobody is known."""
+        """The name of the smallest median, None if nobody is known."""
         medians = [
             (sorted(values)[len(values) // 2], name)
             for samples in self.races.values()
@@ -67,19 +67,10 @@ class Past:
 
 
 class Race(NamedTuple):
-    """One race to run or to go on with: its name in the store, and everybody's samples so far."""
+    """One race to run or to go on with: its name in the store, e.g. "sm90 1", and everybody's samples so far."""
 
     name: str
     samples: Samples
-
-
-class _Unfinished(Exception):
-    """A race would have to measure."""
-
-
-def race_name(family: Family, number: int) -> str:
-    """How the store calls a family's race on a cell, e.g. `"sm90 1"`."""
-    return f"{family} {number}"
 
 
 def past_of(field: Field, timings: Iterable[Timing]) -> Past:
@@ -101,7 +92,7 @@ def past_of(field: Field, timings: Iterable[Timing]) -> Past:
 
 
 def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> Race | None:
-    """The next race of a field, None where everybody wanted has been measured.
+    """The next race of a field, None if everybody wanted has been measured.
 
     The last race goes on if it was interrupted; as long as it is in its first round, others may still join. After it
     those who took part in none run one of their own, with the cell's defaults and the fastest so far as yardsticks.
@@ -114,21 +105,16 @@ def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> 
         if samples and max(map(len, samples.values())) == 1 < rules.rounds:
             samples |= {name: [] for name in new}
         if not _is_over(samples, rules, field.roles):
-            return Race(race_name(field.family, number), samples)
+            return Race(f"{field.family} {number}", samples)
     if not new:
         return None
     fastest = past.fastest(field.roles.guests)
     yardsticks = [name for name in (*field.roles.stays, fastest) if name in wanted]
     everybody = dict.fromkeys([*yardsticks, *new]) if past.races else dict.fromkeys(wanted)
-    return Race(race_name(field.family, past.newest + 1), {name: [] for name in everybody})
+    return Race(f"{field.family} {past.newest + 1}", {name: [] for name in everybody})
 
 
 def _is_over(samples: Samples, rules: Rules, roles: Roles) -> bool:
-    def sample(name: str) -> float:
-        raise _Unfinished
-
-    try:
-        race({name: list(values) for name, values in samples.items()}, sample, rules, roles)
-    except _Unfinished:
-        return False
-    return True
+    asked: list[str] = []
+    race({name: list(values) for name, values in samples.items()}, asked.append, rules, roles)
+    return not asked

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from cuteflash.problem import Operation, problem_id
-from cuteflash.traits.arch import Family
+from cuteflash.traits.arch import ARCHS, Family
 from cuteflash.traits.row import TRAITS, Traits
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.store import Store, Timing
@@ -76,6 +76,19 @@ def candidates_of(store: Store, operation: Operation, family: Family, head_dims:
         for name, traits in all_candidates(store).items()
         if (traits.operation, traits.family, (traits.head_dim, traits.head_dim_v)) == wanted
     }
+
+
+def swept_target(store: Store, target: str | None = None) -> str:
+    """`target`, or the only one that was swept. ValueError: the store has no candidates for it, or for several."""
+    found = {verdict.target for verdict in store.verdicts()} | {timing.target for timing in store.timings()}
+    swept = [name for name in ARCHS if name in found]
+    if not swept:
+        raise ValueError(f"{store.path} holds no candidates yet; `cuteflash sweep` makes them")
+    if target is None and len(swept) > 1:
+        raise ValueError(f"arch is not given and {store.path} has candidates for several; allowed: {', '.join(swept)}")
+    if target is not None and target not in swept:
+        raise ValueError(f"arch is {target!r}; {store.path} has candidates for: {', '.join(swept)}")
+    return target or swept[0]
 
 
 def measured_gpu(store: Store, target: str, gpu: str | None = None) -> str:
@@ -232,7 +245,5 @@ def race_scales(timings: Iterable[Timing]) -> dict[str, float]:
 
 
 def _run(timing: Timing, slot: Slot, scale: float) -> Run:
-    ms, low, high, tflops = timing.ms, timing.low, timing.high, timing.tflops
-    if ms is None or low is None or high is None or tflops is None:
-        raise ValueError(f"the timing of {timing.candidate} on {timing.cell} has no numbers")
+    ms, low, high, tflops = (value or 0.0 for value in (timing.ms, timing.low, timing.high, timing.tflops))
     return Run(timing.candidate, timing.cell, slot, ms * scale, low * scale, high * scale, tflops / scale, timing.at)

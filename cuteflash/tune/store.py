@@ -1,7 +1,7 @@
 """What a sweep has found out, in one SQLite file: verdicts on candidates, and their timings.
 
-Every record is its own transaction in a write-ahead log that is flushed to disk, so a process that is killed at any
-point loses the record it was about to write and nothing else. Several processes may write: the funnel and its worker.
+Every record is its own transaction in a write-ahead log, so a process that is killed at any point loses the record that
+it was about to write and nothing else; a power cut may take the last ones, too. Several processes may write.
 
 What makes a record current is its key, the digest of the compile cache's key: with another source, compiler or problem
 the same candidate has another key, and only such candidates are compiled, checked and timed again.
@@ -20,7 +20,6 @@ import pathlib
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 from cuteflash.files import copy_together
@@ -46,7 +45,7 @@ SCHEMA = (
         key TEXT NOT NULL, race TEXT NOT NULL, versions TEXT NOT NULL, source TEXT NOT NULL, samples TEXT NOT NULL,
         ms REAL, low REAL, high REAL, tflops REAL, error TEXT, at TEXT NOT NULL,
         PRIMARY KEY (candidate, cell, gpu, driver, key, race)) WITHOUT ROWID""",
-    "CREATE TABLE marks (name TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE runs (at TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
 )
 
 
@@ -76,7 +75,7 @@ class Verdict:
         stage: "prune", "compile", "gate" or "time".
         key: digest of the compile cache's key; empty for "prune", which costs nothing and is always run.
         ok: whether the candidate goes on to the next stage.
-        reason: why not, one sentence; None where it does.
+        reason: why not, one sentence; None if it goes on.
         details: numbers behind it, JSON values. Of "compile" the fields of `Resources` and `seconds`.
         at: when, `now()`.
     """
@@ -150,7 +149,7 @@ class Store:
 
     Args:
         path: the file.
-        create: False if it is only read: then it has to be there, and may lie where nothing can be written.
+        create: False if it is only read: then it has to be there, and may lie in a folder that cannot be written.
 
     Raises:
         StoreError: here and from every method: no such file, not a sweep's database, another schema version, a full
@@ -184,16 +183,14 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Closes the file; records are safe without it."""
         self._cleanup.close()
 
-    # Writing: each call is one transaction, on disk when it returns.
+    # Writing: each call is one transaction.
 
     def add_candidates(self, candidates: Iterable[Traits]) -> list[str]:
         """Keeps the candidates' traits under their ids, which are returned."""
@@ -207,46 +204,24 @@ class Store:
         """Keeps what a cell is: the fields of `Cell` by name."""
         self._write("INSERT OR REPLACE INTO cells VALUES (?, ?)", [(cell_id, json.dumps(dict(fields)))])
 
-    def record_verdict(self, verdict: Verdict) -> None:
-        """Keeps a verdict, in place of an older one for the same candidate, target, problem, stage and key."""
-        self.record_verdicts([verdict])
+    def record(self, *records: Verdict | Timing) -> None:
+        """Keeps verdicts, or timings, in place of older ones that differ in nothing but what they found and when."""
+        rows = [dataclasses.asdict(record) for record in records]
+        if rows:
+            table, names = "verdicts" if isinstance(records[0], Verdict) else "timings", list(rows[0])
+            marks = ", ".join("?" * len(names))
+            values = [[_stored(row[name]) for name in names] for row in rows]
+            self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", values)
 
-    def record_verdicts(self, verdicts: Iterable[Verdict]) -> None:
-        """`record_verdict` of many, in one transaction: for verdicts that cost nothing to find again."""
-        self._insert("verdicts", verdicts)
-
-    def record_timing(self, timing: Timing) -> None:
-        """Keeps a timing, in place of an older one of the same candidate, cell, GPU, driver, key and race."""
-        self.record_timings([timing])
-
-    def record_timings(self, timings: Iterable[Timing], flush: bool = True) -> None:
-        """`record_timing` of many, in one transaction.
-
-        Without `flush` it returns when the system has the records, which outlive the process but not a power cut: a
-        sample takes milliseconds, as does the disk. The next flushed record takes them along.
-        """
-        if flush:
-            self._insert("timings", timings)
-            return
-        with self._explained("cannot be written"):
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-        try:
-            self._insert("timings", timings)
-        finally:
-            with self._explained("cannot be written"):
-                self._connection.execute("PRAGMA synchronous = FULL")
-
-    def mark(self, name: str, value: Any) -> None:
-        """Keeps one JSON value by name, with the time: what a worker is about to do, so that its end can be blamed."""
-        moment = datetime.datetime.now(datetime.UTC).timestamp()
-        self._write("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", [(name, json.dumps(value), moment)])
+    def add_run(self, at: str, run: Mapping[str, Any]) -> None:
+        """Keeps what a run of the GPU's stages, begun at a moment, is measured on, as JSON values."""
+        self._write("INSERT OR REPLACE INTO runs VALUES (?, ?)", [(at, json.dumps({**run, "at": at}))])
 
     # Reading.
 
     def runs(self) -> list[dict[str, Any]]:
         """What each run of the GPU's stages was measured on, oldest first: machine, versions, `matmul_tflops`, `at`."""
-        rows = self._read("SELECT value FROM marks WHERE name LIKE 'run %' ORDER BY at")
-        return [json.loads(value) for (value,) in rows]
+        return [json.loads(value) for (value,) in self._read("SELECT value FROM runs ORDER BY at")]
 
     def candidates(self) -> list[dict[str, Any]]:
         """All candidates: `id`, `operation`, `family` and the fields of their `traits`."""
@@ -257,7 +232,7 @@ class Store:
         return {name: json.loads(fields) for name, fields in self._read("SELECT * FROM cells ORDER BY id")}
 
     def verdict(self, candidate: str, target: str, problem: str, stage: Stage, key: str) -> Verdict | None:
-        """The verdict recorded under exactly these, None where the stage has still to run."""
+        """The verdict recorded under exactly these, None if the stage has still to run."""
         wanted = {"candidate": candidate, "target": target, "problem": problem, "stage": stage, "key": key}
         return next(iter(self.verdicts(**wanted)), None)
 
@@ -306,7 +281,8 @@ class Store:
 
     def _open(self) -> None:
         with self._explained("cannot be opened"):
-            self._connection.execute("PRAGMA synchronous = FULL")  # a record survives the machine, not only the process
+            # Records survive the process, not the machine: a sample takes milliseconds, as does a flush to the disk.
+            self._connection.execute("PRAGMA synchronous = NORMAL")
             with self._transaction():
                 version, owner = (
                     self._connection.execute(f"PRAGMA {name}").fetchone()[0]
@@ -325,17 +301,9 @@ class Store:
                         f"{self.path}: schema version {version}, this cuteflash reads version {SCHEMA_VERSION}; export "
                         "it with the cuteflash that wrote it (`sweep export --json`), or start anew with another --db"
                     )
-            # Where the file system cannot share memory SQLite keeps its rollback journal, which is as safe and slower.
+            # If the file system cannot share memory, SQLite keeps its rollback journal, which is as safe and slower.
             if self._connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
                 self._connection.execute("PRAGMA journal_mode = WAL")
-
-    def _insert(self, table: str, records: Iterable[Verdict] | Iterable[Timing]) -> None:
-        rows = [dataclasses.asdict(record) for record in records]
-        if rows:
-            names = list(rows[0])
-            marks = ", ".join("?" * len(names))
-            values = [[_stored(row[name]) for name in names] for row in rows]
-            self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", values)
 
     def _write(self, statement: str, rows: Iterable[Iterable[Any]]) -> None:
         try:
@@ -367,7 +335,7 @@ class Store:
             yield
             self._connection.execute("COMMIT")
         except BaseException:
-            if self._connection.in_transaction:  # SQLite has rolled back by itself where the disk was full
+            if self._connection.in_transaction:  # SQLite has rolled back by itself if the disk was full
                 self._connection.execute("ROLLBACK")
             raise
 

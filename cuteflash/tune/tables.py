@@ -28,18 +28,7 @@ from cuteflash.usertable import MeasuredRow, TableError
 
 POSITIONAL = ("head_dim", "tile_m", "tile_n", "num_warps")  # arguments that every call that makes a row gives
 # What `cuteflash.traits.row` calls a row's masks, dtypes, lengths and features.
-WORDS = {
-    "full": "FULL",
-    "causal": "CAUSAL",
-    "window": "WINDOW",
-    "fp16": "FP16",
-    "bf16": "BF16",
-    "decode": "DECODE",
-    "short": "SHORT",
-    "long": "LONG",
-    "softcap": "SOFTCAP",
-    "lse": "LSE",
-}
+WORDS = {name: name.upper() for name in (*MASK_KINDS, *DTYPES, *LENGTH_CLASSES, *FEATURES)}
 LINE = 120  # columns of a source line
 
 
@@ -65,7 +54,7 @@ def write_shipped(
     """Puts measured rows above those of the file of a shipped table's own rows and returns its path.
 
     Args:
-        directory: where the file lies; if it is missing there, it is made of the shipped rows. None is this package's.
+        directory: the file's; if it is missing there, it is made of the shipped rows. None is this package's.
 
     Raises:
         TableError: the target does not run a row, a problem would have no row, or the file cannot be read as rows or

@@ -14,7 +14,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -36,23 +35,11 @@ class HangError(RuntimeError):
     """The device did not finish a first call in time; the process cannot use it any more."""
 
 
-class Clock(Protocol):
-    """Times batches of calls."""
-
-    def batch_ms(self, runner: Runner, calls: int, host_ms: float) -> float:
-        """Milliseconds of `calls` calls together, where the host needs `host_ms` to enqueue them."""
-        ...
-
-    def host_ms(self, runner: Runner, calls: int) -> float:
-        """Milliseconds the host is busy with one call; the device's work is not waited for."""
-        ...
-
-
 class CudaClock:
     """Device time between two events."""
 
     def batch_ms(self, runner: Runner, calls: int, host_ms: float) -> float:
-        """The device spins for `host_ms` before it starts."""
+        """Milliseconds of `calls` calls together; the device spins for `host_ms`, in which the host enqueues them."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(int(host_ms * SPIN_MARGIN * SPIN_CYCLES_PER_MS))
@@ -63,6 +50,7 @@ class CudaClock:
         return float(start.elapsed_time(end))
 
     def host_ms(self, runner: Runner, calls: int) -> float:
+        """Milliseconds the host is busy with one call; the device's work is not waited for."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         runner(calls)
@@ -83,13 +71,16 @@ class HostClock:
         return 0.0
 
 
+Clock = CudaClock | HostClock
+
+
 def clock_for(device: torch.device) -> Clock:
     """The clock that measures work on `device`."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
 def first_call(runner: Runner, device: torch.device, seconds: float = HANG_SECONDS) -> torch.Tensor:
-    """The output of one call (compiling included); HangError where the device is not done `seconds` after launch."""
+    """The output of one call (compiling included); HangError if the device is not done `seconds` after launch."""
     out = runner(1)
     if device.type == "cuda":
         done = torch.cuda.Event()
@@ -146,7 +137,7 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roles:
-    """Who in a race is no ordinary candidate.
+    """Who in a race is not an ordinary candidate.
 
     Attributes:
         stays: names that take part in every round and judge the others.
@@ -191,7 +182,7 @@ def race(
 def visits(names: Sequence[str], index: int) -> list[str]:
     """The names in the order of round `index`: a Williams design.
 
-    Rounds begin with each name in turn. Over len(names) rounds, twice as many where that is odd, each name comes right
+    Rounds begin with each name in turn. Over len(names) rounds, twice as many if that is odd, each name comes right
     after every other equally often.
     """
     size = len(names)

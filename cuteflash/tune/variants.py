@@ -46,13 +46,11 @@ class Variant:
 
     @property
     def label(self) -> str:
-        fields = {key: value for key, value in self.fields.items() if key not in ("head_dim", "head_dim_v")}
+        """Its fields but for the head dims, short."""
         short = {"tile_m": "m", "tile_n": "n"}
-        return " ".join(f"{short.get(key, key)}={_terse(value)}" for key, value in fields.items()) or "defaults"
-
-
-def _terse(value: object) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
+        fields = {name: value for name, value in self.fields.items() if name not in ("head_dim", "head_dim_v")}
+        values = {name: int(value) if isinstance(value, bool) else value for name, value in fields.items()}
+        return " ".join(f"{short.get(name, name)}={value}" for name, value in values.items()) or "defaults"
 
 
 def parse_variants(text: str, family: str | None = None) -> list[Variant]:
@@ -62,12 +60,11 @@ def parse_variants(text: str, family: str | None = None) -> list[Variant]:
     """
     try:
         rows = json.loads(pathlib.Path(text[1:]).read_text() if text.startswith("@") else text)
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"this is a {type(rows).__name__}")
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"traits are {text!r}; allowed: a JSON list of objects, or @FILE with one ({error})"
-        ) from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"traits are {text!r}; allowed: a JSON list of objects, or @FILE with one")
+        form = "a JSON list of objects, or @FILE with one"
+        raise ValueError(f"traits are {text!r}; allowed: {form} ({error})") from error
     variants = []
     for row in rows:
         fields = dict(row)

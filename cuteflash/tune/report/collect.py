@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS
-from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
+from cuteflash.traits.arch import FAMILIES, Family, get_arch
 from cuteflash.traits.row import TRAITS, TableKey, Traits
-from cuteflash.tune.apply import shipped_defaults
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.explain import STAGE_WORDS, compiled_registers, footprint, newest_verdicts, where_lost
+from cuteflash.tune.explain import STAGE_WORDS, compiled_registers, footprint, newest_verdicts, ranked, where_lost
 from cuteflash.tune.funnel import defaults
 from cuteflash.tune.inputs import PLAIN
 from cuteflash.tune.peers import PEERS
@@ -22,7 +21,8 @@ from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_co
 from cuteflash.tune.report.links import LayoutPage
 from cuteflash.tune.report.slots import slot_facts
 from cuteflash.tune.report.verdict import PEER_WORDS, estimated, headline, measured
-from cuteflash.tune.results import Run, all_candidates, cells_of, load_runs, measured_gpu
+from cuteflash.tune.results import Run, all_candidates, cells_of, load_runs, measured_gpu, swept_target
+from cuteflash.tune.select import shipped_defaults
 from cuteflash.tune.store import STAGES, Store, Timing, Verdict, candidate_id
 
 SCHEMA = 2
@@ -34,7 +34,6 @@ COSTS = ("threads", "smem_bytes", "registers", "fragment_regs", "blocks")  # of 
 Json = dict[str, Any]
 Problem = tuple[str, str]  # mask and dtype
 Verdicts = Mapping[str, Sequence[Verdict]]
-ByCandidate = Mapping[str, Run]  # of one cell
 ByPeer = Mapping[str, Run]
 
 
@@ -83,7 +82,7 @@ class Found:
     gpu: str | None
     verdicts: Verdicts
     timings: Sequence[Timing]
-    runs: Mapping[str, ByCandidate]
+    runs: Sequence[Run]
     peers: Mapping[tuple[str, str], ByPeer]  # of a family's races and a cell
     rates: Sequence[tuple[str, float]]  # when, and TFLOP/s of the matrix product
 
@@ -94,7 +93,7 @@ def collect(store: Store, scope: Scope, pages: Sequence[LayoutPage] = ()) -> Jso
     Raises:
         ValueError: nothing was swept for the scope, or timings of several GPUs.
     """
-    target = _target(store, scope)
+    target = swept_target(store, scope.target)
     spaces = _spaces(store, scope, target)
     found = _find(store, scope, target, spaces)
     reasons = Reasons()
@@ -113,25 +112,11 @@ def collect(store: Store, scope: Scope, pages: Sequence[LayoutPage] = ()) -> Jso
         "source": newest.source if newest else None,
         "first": min(moments, default=None),
         "last": max(moments, default=None),
-        "runs": [
-            {"at": run["at"], "tflops": short(run["matmul_tflops"])} for run in store.runs() if _of(run, found.gpu)
-        ],
+        "runs": [{"at": at, "tflops": short(tflops)} for at, tflops in found.rates],
         "stages": STAGE_WORDS,
         "templates": reasons.templates,
         "spaces": encoded,
     }
-
-
-def _target(store: Store, scope: Scope) -> str:
-    targets = {verdict.target for verdict in store.verdicts()} | {timing.target for timing in store.timings()}
-    swept = [name for name in ARCHS if name in targets]
-    if not swept:
-        raise ValueError(f"{store.path} holds no candidates yet; `cuteflash sweep` makes them")
-    if scope.target is None and len(swept) > 1:
-        raise ValueError(f"arch is not given and {store.path} has candidates for several; allowed: {', '.join(swept)}")
-    if scope.target is not None and scope.target not in swept:
-        raise ValueError(f"arch is {scope.target!r}; {store.path} has candidates for: {', '.join(swept)}")
-    return scope.target or swept[0]
 
 
 def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
@@ -143,22 +128,18 @@ def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
         if name in judged:
             table = TableKey(traits.operation, target, traits.family)
             groups.setdefault((table, (traits.head_dim, traits.head_dim_v)), {})[name] = traits
-    families = get_arch(target).families
-    order = sorted(groups, key=lambda group: (OPERATIONS.index(group[0][0]), families.index(group[0][2]), group[1]))
+    best_first = get_arch(target).families
+    order = sorted(groups, key=lambda group: (OPERATIONS.index(group[0][0]), best_first.index(group[0][2]), group[1]))
     spaces = [Space(*group, groups[group]) for group in order]
     there = "; ".join(space.title for space in spaces)
     for pair in scope.head_dims or ():
         if not any(pair == space.head_dims for space in spaces):
             raise ValueError(f"head_dim is {pair[0]}x{pair[1]}, padded; {store.path} has candidates of: {there}")
-    wanted = [
-        space
-        for space in spaces
-        if space.table.family in (scope.families or FAMILIES)
-        and space.head_dims in (scope.head_dims or {space.head_dims})
-    ]
+    families = scope.families or FAMILIES
+    wanted = [space for space in spaces if space.table.family in families]
+    wanted = [space for space in wanted if space.head_dims in (scope.head_dims or {space.head_dims})]
     if not wanted:
-        asked = ", ".join(scope.families or FAMILIES)
-        raise ValueError(f"family is {asked}; {store.path} has candidates of: {there}")
+        raise ValueError(f"family is {', '.join(families)}; {store.path} has candidates of: {there}")
     return wanted
 
 
@@ -167,24 +148,18 @@ def _find(store: Store, scope: Scope, target: str, spaces: Iterable[Space]) -> F
     verdicts = newest_verdicts(store, target, candidates)
     timings = store.timings(target=target)
     if not timings:
-        return Found(target, None, verdicts, (), {}, {}, ())
+        return Found(target, None, verdicts, (), (), {}, ())
     gpu = measured_gpu(store, target, scope.gpu)
     timings = [timing for timing in timings if timing.gpu == gpu]
-    runs: dict[str, dict[str, Run]] = {}
-    for run in load_runs(store, target, gpu, candidates):
-        runs.setdefault(run.cell, {})[run.candidate] = run
+    runs = load_runs(store, target, gpu, candidates)
     source = next((one.source for one in reversed(timings) if one.error is None), None)
     timings = [timing for timing in timings if timing.source == source] or timings
-    rates = [(run["at"], float(run["matmul_tflops"])) for run in store.runs() if _of(run, gpu)]
+    rates = [(run["at"], float(run["matmul_tflops"])) for run in store.runs() if run["gpu"] == gpu]
     peers: dict[tuple[str, str], dict[str, Run]] = {}
     for family in dict.fromkeys(space.table.family for space in spaces):
         for run in load_runs(store, target, gpu, [PEER + name for name in PEERS], raced_with=family):
             peers.setdefault((family, run.cell), {})[run.candidate.removeprefix(PEER)] = run
     return Found(target, gpu, verdicts, timings, runs, peers, rates)
-
-
-def _of(run: Mapping[str, Any], gpu: str | None) -> bool:
-    return bool(run["gpu"] == gpu)
 
 
 def _rate(rates: Iterable[tuple[str, float]], runs: Iterable[Run]) -> float | None:
@@ -196,9 +171,8 @@ def _rate(rates: Iterable[tuple[str, float]], runs: Iterable[Run]) -> float | No
 def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Sequence[LayoutPage]) -> Json:
     """One space as JSON values; candidates are called by their place in `ids`."""
     number, cells = {name: place for place, name in enumerate(space.candidates)}, cells_of(store)
-    own = {cell: {n: run for n, run in runs.items() if n in number} for cell, runs in found.runs.items()}
-    own = {cell: runs for cell, runs in own.items() if runs}
-    runs = [run for some in own.values() for run in some.values()]
+    runs = [run for run in found.runs if run.candidate in number]
+    own = ranked(runs)
     peers = {cell: found.peers.get((space.table.family, cell), {}) for cell in own}
     shipped = shipped_defaults(store, space.table, space.head_dims)
     slots = slot_facts(runs, peers, shipped, number)
@@ -251,10 +225,9 @@ def _states(
     """
     letters, why = [], {}
     for place, name in enumerate(space.candidates):
-        own = [
-            one for one in verdicts.get(name, ()) if problem is not None and one.problem and _problem(one) == problem
-        ]
-        rejected = [one for one in (*own, *_general(verdicts, name)) if not one.ok]
+        every = verdicts.get(name, ())
+        own = [one for one in every if problem is not None and one.problem and _problem(one) == problem]
+        rejected = [one for one in (*own, *(one for one in every if not one.problem)) if not one.ok]
         first = min(rejected, key=lambda one: STAGES.index(one.stage), default=None)
         if name in timed:
             letters.append(TIMED)
@@ -265,11 +238,6 @@ def _states(
         if first is not None and bool(first.problem) == (problem is not None):
             why[place] = reasons.encode(first.reason or "")
     return "".join(letters), why
-
-
-def _general(verdicts: Verdicts, name: str) -> list[Verdict]:
-    """The verdicts on a candidate that hold for every problem."""
-    return [one for one in verdicts.get(name, ()) if not one.problem]
 
 
 def _problem(verdict: Verdict) -> Problem:
@@ -309,10 +277,9 @@ def _left(verdicts: Iterable[Verdict]) -> bool:
     return not passed or any(passed.values())
 
 
-def _cell(name: str, cell: Cell, runs: ByCandidate, found: Found, number: Mapping[str, int]) -> Json:
+def _cell(name: str, cell: Cell, ordered: Sequence[Run], found: Found, number: Mapping[str, int]) -> Json:
     """A cell and its times, fastest first; `work` is TFLOP/s times milliseconds, `gigabytes` are read and written."""
     label = str(cell.seqlen) if cell.seqlen_q == cell.seqlen else f"{cell.seqlen_q}x{cell.seqlen}"
-    ordered = sorted(runs.values(), key=lambda run: run.ms)
     return {
         "id": name,
         "label": label if cell.inputs == PLAIN else f"{label} {cell.inputs}",
@@ -336,9 +303,9 @@ def _pages(space: Space, number: Mapping[str, int], pages: Iterable[LayoutPage])
     if not own:
         return []  # making the keys below takes a fifth of a report's time
     places = {frozenset(dataclasses.asdict(traits).items()): number[name] for name, traits in space.candidates.items()}
-    found = []
-    for page in own:
-        place = places.get(frozenset(page.traits.items()))
-        if place is not None:
-            found.append({"who": place, "mask": page.mask, "dtype": page.dtype, "title": page.title, "href": page.href})
-    return found
+    who = [(places.get(frozenset(page.traits.items())), page) for page in own]
+    return [
+        {"who": place, "mask": page.mask, "dtype": page.dtype, "title": page.title, "href": page.href}
+        for place, page in who
+        if place is not None
+    ]
