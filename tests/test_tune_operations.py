@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
 import re
 from typing import Any
 
 import pytest
 
+from cuteflash import cli, tune
 from cuteflash.compile import build
 from cuteflash.dispatch import kernel_class
 from cuteflash.problem import FwdProblem
@@ -16,7 +18,8 @@ from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
 from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
 from cuteflash.traits.tables import TABLES
-from cuteflash.tune.operations import enumerate_traits
+from cuteflash.tune.cells import Cell, parse_cell
+from cuteflash.tune.operations import SPECS, enumerate_traits
 
 HEAD_DIMS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 PAIRS: list[tuple[str, Family]] = [("sm_80", "sm80"), ("sm_90a", "sm80"), ("sm_90a", "sm90")]
@@ -128,6 +131,25 @@ def test_what_is_pruned_for_registers_would_spill(traits: FwdTraitsSm80, monkeyp
     assert traits.accumulator_regs - 16 <= traits.register_limit(get_arch("sm_90a")) - ADDRESS_REGS
     report = build(kernel_class(traits), traits, FwdProblem.dense("bf16", 128, 128), "sm_90a")
     assert report.resources.spill_store_bytes > 0
+
+
+def test_an_operation_is_named_where_it_is_registered_and_nowhere_else() -> None:
+    sources = [*pathlib.Path(tune.__file__).parent.rglob("*.py"), *pathlib.Path(cli.__file__).parent.glob("sweep*.py")]
+    named = {path.name: path.read_text().count('"fwd"') for path in sources if '"fwd"' in path.read_text()}
+    assert named == {"operations.py": 2, "cuda_backend.py": 1}  # its Spec and its Trial, and the default of commands
+
+
+def test_cells_of_another_operation_follow_its_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = dataclasses.replace(
+        SPECS["fwd"], flops=lambda scores, d, d_v: scores * (6 * d + 4 * d_v), elements=lambda q, k, d, d_v: q * d
+    )
+    monkeypatch.setitem(SPECS, "bwd", spec)
+    forward, other = (Cell(64, "full", 512, operation=name, head_dim_v=32) for name in ("fwd", "bwd"))
+    assert other.flops == other.batch * other.heads * 512**2 * (6 * 64 + 4 * 32)
+    assert other.nbytes == 2 * other.batch * other.heads * 512 * 64
+    assert other.problem == forward.problem
+    assert (other.label, other.id) == (f"bwd {forward.label}", f"bwd {forward.id}")
+    assert parse_cell("64x32:512:full", operation="bwd") == other
 
 
 def test_unknown_families_are_named() -> None:

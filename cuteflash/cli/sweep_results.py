@@ -175,7 +175,7 @@ def _spaces(funnel: Funnel) -> Table:
 
 
 def _rejected(funnel: Funnel, store: Store) -> Iterator[tuple[str, str, str, str]]:
-    """(stage, problem, candidate, reason) of everybody who left."""
+    """(stage, problem, candidate, reason) of all candidates that left."""
     problems = {problem_id(cell.problem) for cell in funnel.plan.cells}
     chosen: dict[str, str] = {}
     for space in funnel.spaces:

@@ -11,7 +11,7 @@ from cuteflash.tune.operations import Problem
 from cuteflash.tune.worker import Tool
 
 PEER = "peer:"  # before the name of a peer, in place of a candidate's id
-GATE = 3  # number of what `TorchBench.check` asks; raised when that changes, so that who passed before is checked again
+GATE = 3  # number of what `TorchBench.check` asks; raised when that changes, so that all are checked again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

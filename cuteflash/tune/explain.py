@@ -74,31 +74,31 @@ def explain(
     operation, target, family = table
     arch, fields, columns = get_arch(target), fields or {}, f"{head_dims[0]}x{head_dims[1]}"
     _check_asked(table, fields)
-    everybody = candidates_of(store, operation, family, head_dims)
-    if not everybody:
+    candidates = candidates_of(store, operation, family, head_dims)
+    if not candidates:
         raise ValueError(f"{store.path} has no {family} candidates for head dims {columns}; sweep them first")
-    matching = _matching(everybody, fields)
-    verdicts = newest_verdicts(store, target, everybody)
+    matching = _matching(candidates, fields)
+    verdicts = newest_verdicts(store, target, candidates)
     took = {
-        name: footprint(traits, arch, compiled_registers(verdicts.get(name, ()))) for name, traits in everybody.items()
+        name: footprint(traits, arch, compiled_registers(verdicts.get(name, ()))) for name, traits in candidates.items()
     }
     runs: list[Run] = []
     errors: dict[str, list[str]] = {}
     if store.timings(target=target):
         gpu = measured_gpu(store, target, gpu)
-        runs = load_runs(store, target, gpu, everybody)
+        runs = load_runs(store, target, gpu, candidates)
         for timing in store.timings(target=target, gpu=gpu):
             if timing.error is not None:
                 errors.setdefault(timing.candidate, []).append(f"  failed: {timing.cell}: {timing.error}")
     cells = ranked(runs)
-    lines = [f"{target}, family {family}, head dims {columns}: {len(everybody)} candidates considered"]
-    lines += funnel_lines(everybody, verdicts, {run.candidate for run in runs})
+    lines = [f"{target}, family {family}, head dims {columns}: {len(candidates)} candidates considered"]
+    lines += funnel_lines(candidates, verdicts, {run.candidate for run in runs})
     if cells:
-        lines += ["", "winners", *(f"  {_winner_line(group, everybody)}" for group in cells.values())]
+        lines += ["", "winners", *(f"  {_winner_line(group, candidates)}" for group in cells.values())]
     reports = []
     for name in matching:
         rejections = [verdict for verdict in verdicts.get(name, ()) if not verdict.ok]
-        reports.append(_report(name, everybody, took, cells.values(), rejections, errors.get(name, ())))
+        reports.append(_report(name, candidates, took, cells.values(), rejections, errors.get(name, ())))
     for _, report in sorted(reports)[:SHOWN]:
         lines += ["", *report]
     if len(reports) > SHOWN:

@@ -71,7 +71,8 @@ def _lacking(kernel: Kernel, found: Complaints) -> dict[str, str]:
 def _kernels(row: Row) -> dict[tuple[str, str], Kernel]:
     """(mask, dtype) of a row → its kernel with softcap and lse, at the row's own head dims."""
     traits = row.traits
-    make = functools.partial(SPECS[traits.operation].problem, softcap=True, lse=True)
+    spec = SPECS[traits.operation]
+    make = functools.partial(spec.problem, **dict.fromkeys(spec.features, True))
     return {
         (mask, dtype): (traits, make(dtype, traits.head_dim, traits.head_dim_v, mask))
         for mask, dtype in itertools.product(row.masks, row.dtypes)

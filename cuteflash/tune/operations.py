@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from cuteflash.problem import FwdProblem, Operation
+from cuteflash.problem import Feature, FwdProblem, Operation
 from cuteflash.traits.arch import FAMILIES, Family
 from cuteflash.traits.candidates import fwd_candidates_sm80, fwd_candidates_sm90
 from cuteflash.traits.row import Row, Traits, fwd_sm80, fwd_sm90
@@ -19,7 +19,8 @@ class Spec:
     """One operation.
 
     Attributes:
-        problem: (dtype, head_dim, head_dim_v, mask), and each of the traits' features by name → the problem.
+        problem: (dtype, head_dim, head_dim_v, mask), and any of `features` by name → the problem.
+        features: what a row of its tables may be compiled with or without.
         flops: (scores, head_dim, head_dim_v) → floating-point operations of the products over so many scores.
         elements: (queries, keys, head_dim, head_dim_v) → of all tensors of a head, what has to be read or written once.
         candidates: by kernel family, padded (head_dim, head_dim_v) → the traits to consider; some come twice.
@@ -27,6 +28,7 @@ class Spec:
     """
 
     problem: Callable[..., Problem]
+    features: tuple[Feature, ...]
     flops: Callable[[int, int, int], int]
     elements: Callable[[int, int, int, int], int]
     candidates: Mapping[Family, Callable[[int, int], Iterator[Traits]]]
@@ -36,6 +38,7 @@ class Spec:
 SPECS: dict[Operation, Spec] = {
     "fwd": Spec(
         problem=FwdProblem.dense,
+        features=("softcap", "lse"),
         flops=lambda scores, head_dim, head_dim_v: 2 * scores * (head_dim + head_dim_v),
         elements=lambda queries, keys, head_dim, head_dim_v: (queries + keys) * (head_dim + head_dim_v),
         candidates={"sm80": fwd_candidates_sm80, "sm90": fwd_candidates_sm90},

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-PLAIN_SECONDS = 10.0  # between the lines of a stage if nobody can see a display move
+PLAIN_SECONDS = 10.0  # between the lines of a stage if there is no terminal
 
 
 class Display:

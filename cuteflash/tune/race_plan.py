@@ -1,4 +1,4 @@
-"""Who races whom on a cell, by what was measured there before: interrupted races go on, then come new ones."""
+"""Which candidates race on a cell, by what was measured there before: interrupted races go on, then come new ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Samples = dict[str, list[float]]  # milliseconds per call, one a round, by candi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """Who may race on a cell.
+    """What may race on a cell.
 
     Attributes:
         keys: by candidate id or peer's name the key with which its timings count.
@@ -34,7 +34,7 @@ class Past:
     """What is known of a field on one GPU.
 
     Attributes:
-        races: by number, oldest first, everybody's samples that still count.
+        races: by number, oldest first, all samples that still count.
         failed: names that failed in one of them.
         newest: number of the last race, also of one in which nothing counts any more; 0 if there was none.
     """
@@ -45,11 +45,11 @@ class Past:
 
     @property
     def raced(self) -> set[str]:
-        """Everybody who has samples."""
+        """All names that have samples."""
         return {name for samples in self.races.values() for name in samples}
 
     def fastest(self, guests: Collection[str]) -> str | None:
-        """The name of the smallest median, None if nobody is known."""
+        """The name of the smallest median, None if there is none."""
         medians = [
             (sorted(values)[len(values) // 2], name)
             for samples in self.races.values()
@@ -67,7 +67,7 @@ class Past:
 
 
 class Race(NamedTuple):
-    """One race to run or to go on with: its name in the store, e.g. "sm90 1", and everybody's samples so far."""
+    """One race to run or to go on with: its name in the store, e.g. "sm90 1", and all samples so far."""
 
     name: str
     samples: Samples
@@ -92,10 +92,10 @@ def past_of(field: Field, timings: Iterable[Timing]) -> Past:
 
 
 def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> Race | None:
-    """The next race of a field, None if everybody wanted has been measured.
+    """The next race of a field, None if all that is wanted has been measured.
 
     The last race goes on if it was interrupted; as long as it is in its first round, others may still join. After it
-    those who took part in none run one of their own, with the cell's defaults and the fastest so far as yardsticks.
+    those that took part in none run one of their own, with the cell's defaults and the fastest so far as yardsticks.
     """
     wanted = [name for name in wanted if name not in past.failed]
     new = [name for name in wanted if name not in past.raced]
@@ -110,8 +110,8 @@ def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> 
         return None
     fastest = past.fastest(field.roles.guests)
     yardsticks = [name for name in (*field.roles.stays, fastest) if name in wanted]
-    everybody = dict.fromkeys([*yardsticks, *new]) if past.races else dict.fromkeys(wanted)
-    return Race(f"{field.family} {past.newest + 1}", {name: [] for name in everybody})
+    names = dict.fromkeys([*yardsticks, *new]) if past.races else dict.fromkeys(wanted)
+    return Race(f"{field.family} {past.newest + 1}", {name: [] for name in names})
 
 
 def _is_over(samples: Samples, rules: Rules, roles: Roles) -> bool:

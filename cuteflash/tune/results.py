@@ -167,7 +167,7 @@ def _above(run: Run) -> float:
 
 
 def remove_drift(timings: Sequence[Timing]) -> list[Timing]:
-    """The timings of one cell without what a round of a race was slower or faster for all who ran in it.
+    """The timings of one cell without the drift that all candidates of a round have in common.
 
     A GPU near its power limit changes its clock from round to round by more than candidates differ. The rounds of a
     race are interleaved, so that its samples are a candidate's time times the round's factor times noise; medians
@@ -182,7 +182,7 @@ def remove_drift(timings: Sequence[Timing]) -> list[Timing]:
 
 
 def round_factors(samples: Sequence[Sequence[float]]) -> list[float]:
-    """What each round of a race multiplied times with; 1 in the middle. Those who left early lack the last rounds.
+    """What each round of a race multiplied times with; 1 in the middle. Those that left early lack the last rounds.
 
     A round that only one ran in says nothing of its factor, which is taken for 1.
     """
@@ -191,7 +191,7 @@ def round_factors(samples: Sequence[Sequence[float]]) -> list[float]:
     logs = [[math.log(value) for value in own[:shared]] for own in samples if own]
     stayed = [own for own in logs if len(own) == shared]
     effects = [0.0] * shared
-    # Who left early says nothing of the later rounds against the first: the others' factors put all on one level.
+    # Candidates that left early say nothing about the later rounds: the factors of the others put all on one level.
     for field in (stayed, logs):
         for _ in range(POLISHES if shared else 0):
             levels = [statistics.median([x - e for x, e in zip(own, effects, strict=False)]) for own in field]
@@ -212,7 +212,7 @@ def runners(samples: Sequence[Sequence[float]]) -> list[int]:
 def _without_drift(timing: Timing, factors: Sequence[float], company: Sequence[int]) -> Timing:
     """A timing whose samples are divided by their rounds' factors.
 
-    Of n runners' noise a factor has taken one part in n along, which the interval gives back: two who share a round
+    Of n runners' noise a factor has taken one part in n along, which the interval gives back: two that share a round
     agree on its factor whatever their noise.
     """
     if timing.ms is None or timing.tflops is None or all(factor == 1 for factor in factors[: len(timing.samples)]):
@@ -230,7 +230,7 @@ def race_scales(timings: Iterable[Timing]) -> dict[str, float]:
     """What the times of each race of one cell are multiplied with, so that all read as if taken in the newest.
 
     A GPU's clock moves by percents between races. Whatever took part in several of them, a default row or a peer, says
-    by how much; the geometric mean of all such. A race that shares nobody with the newest is taken as it is.
+    by how much; the geometric mean of all such. A race that shares no candidate with the newest is taken as it is.
     """
     races: dict[str, dict[str, float]] = {}
     for timing in timings:

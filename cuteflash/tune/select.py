@@ -2,9 +2,9 @@
 
 A slot (mask, dtype, lengths) is what dispatch can tell apart, so one candidate runs all cells of a slot. In a slot:
 
-    a default that nobody beats beyond noise stays
+    a default that no candidate beats beyond noise stays
     otherwise any candidate that beats it, or the default itself, may run the slot if it is within 2 % of the best
-    time of every cell; if nobody is, the one whose largest distance is smallest
+    time of every cell; if none is, the one whose largest distance is smallest
 
 Of all ways to run every slot the one with the fewest candidates is taken, ties by the geometric mean of the times.
 """
@@ -64,8 +64,8 @@ class Decision:
 
     Attributes:
         default: id of the row it has now, if that was timed.
-        standings: everybody, fastest first.
-        allowed: ids of those that may run the slot; empty if nobody was timed on all of its cells.
+        standings: all candidates timed on all cells, fastest first.
+        allowed: ids of those that may run the slot; empty if none was timed on all of its cells.
     """
 
     slot: Slot

@@ -21,7 +21,7 @@ from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, problem_id
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import ROW_HEAD_DIMS, TRAITS, Row, TableKey
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey
 from cuteflash.traits.tables import MODULES, TABLES
 from cuteflash.tune.operations import SPECS
 from cuteflash.usertable import MeasuredRow, TableError
@@ -131,8 +131,7 @@ def _reached(rows: Iterable[Row], tables: Mapping[TableKey, Sequence[Row]]) -> l
 
 def _choices(table: TableKey, rows: Sequence[Row]) -> Iterator[Row]:
     """The rows that run each problem and length class of a table, first those with all features."""
-    arch, make = get_arch(table.target), SPECS[table.operation].problem
-    features = [name for name in FEATURES if name in TRAITS[table.operation, table.family].features]
+    arch, make, features = get_arch(table.target), SPECS[table.operation].problem, SPECS[table.operation].features
     problems = itertools.product(
         itertools.product((True, False), repeat=len(features)), ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES
     )

@@ -4,7 +4,7 @@ A batch is enough calls to fill `BATCH_MS` of device time, between two events. B
 spinning while the host enqueues the batch, so that an implementation whose host code is slower than its kernel is
 not charged for the host (the benchmarks measure that apart). Rounds visit the implementations in an order in which
 each comes after every other equally often: what drifts (clocks, temperature) drifts for all, and a power-hungry kernel
-lowers the clock of all who follow it. In a race the clear losers leave early.
+lowers the clock of all that follow. In a race the clear losers leave early.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Rules:
 
     Attributes:
         rounds: samples of a runner that stays to the end.
-        first: rounds before anybody leaves.
+        first: rounds before any name leaves.
         margin: a runner leaves once its interval lies above the best one's by more than this share of it.
     """
 
@@ -137,25 +137,25 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roles:
-    """Who in a race is not an ordinary candidate.
+    """What in a race is not an ordinary candidate.
 
     Attributes:
         stays: names that take part in every round and judge the others.
-        guests: names that take part in every round, and by which nobody is judged.
+        guests: names that take part in every round, and by which no other is judged.
     """
 
     stays: Collection[str] = ()
     guests: Collection[str] = ()
 
 
-NOBODY = Roles()
+NO_ROLES = Roles()
 
 
 def race(
     samples: dict[str, list[float]],
     sample: Callable[[str], float | None],
     rules: Rules,
-    roles: Roles = NOBODY,
+    roles: Roles = NO_ROLES,
 ) -> None:
     """Interleaved rounds that clear losers leave early, and that go on where an interrupted race stopped.
 

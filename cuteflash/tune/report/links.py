@@ -1,4 +1,4 @@
-"""Which candidate has a layout page: the pages of a gallery say themselves whose they are."""
+"""Which candidate has a layout page: each page of a gallery names its row."""
 
 from __future__ import annotations
 
