@@ -16,36 +16,23 @@ GATE = 3  # number of what `TorchBench.check` asks; raised when that changes, so
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What times were measured on.
+    """What times were measured on."""
 
-    Attributes:
-        gpu, driver: as the driver names them.
-        target: compile target of the GPU.
-        versions: distribution → version.
-    """
-
-    gpu: str
-    driver: str
-    target: str
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gpu: str  # as the driver names it
+    driver: str  # its version
+    target: str  # compile target of the GPU
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # distribution → version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
-    """One compile target's compiler, disk cache and GPU.
+    """One compile target's compiler, disk cache and GPU."""
 
-    Attributes:
-        target: compile target.
-        source: fingerprint of the kernels' sources.
-        key: (traits, problem) → digest of the compile cache's key.
-        report: (traits, problem) → what the disk cache knows about the kernel, None if it is not there.
-        builder: makes a `CacheBuilder`, or what stands in for one; picklable, called in a child process.
-        bench: makes a `TorchBench`, likewise.
-    """
-
-    target: str
-    source: str
-    key: Callable[[Any, Problem], str]
+    target: str  # compile target
+    source: str  # fingerprint of the kernels' sources
+    key: Callable[[Any, Problem], str]  # (traits, problem) → digest of the compile cache's key
+    # (traits, problem) → what the disk cache knows about the kernel, None if it is not there
     report: Callable[[Any, Problem], BuildReport | None]
+    # makes a `CacheBuilder`, or what stands in for one; picklable, called in a child process
     builder: Callable[[], Tool]
-    bench: Callable[[], Tool]
+    bench: Callable[[], Tool]  # makes a `TorchBench`, likewise

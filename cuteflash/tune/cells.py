@@ -24,32 +24,19 @@ TORCH_DTYPES = dict(zip(DTYPES, (torch.float16, torch.bfloat16), strict=True))
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """One attention problem: `tokens` keys in sequences of `seqlen`, as many heads as fit into `hidden`.
+    """One attention problem: `tokens` keys in sequences of `seqlen`, as many heads as fit into `hidden`."""
 
-    Attributes:
-        head_dim: columns of Q and K.
-        mask: a window cell has the window `WINDOW`.
-        seqlen: keys of one sequence.
-        dtype: element type of all tensors.
-        head_dim_v: columns of V and O; 0, the default, becomes `head_dim`.
-        seqlen_q: queries of one sequence, the last ones of it; 0, the default, becomes `seqlen`.
-        tokens: keys of all sequences.
-        hidden: columns of Q's heads together, at most.
-        inputs: kind of the values, see `inputs`.
-        operation: what is computed.
-    """
-
-    head_dim: int
-    mask: MaskKind
-    seqlen: int
-    dtype: Dtype = "bf16"
+    head_dim: int  # columns of Q and K
+    mask: MaskKind  # a window cell has the window `WINDOW`
+    seqlen: int  # keys of one sequence
+    dtype: Dtype = "bf16"  # element type of all tensors
     _: dataclasses.KW_ONLY
-    head_dim_v: int = 0
-    seqlen_q: int = 0
-    tokens: int = TOKENS
-    hidden: int = HIDDEN
-    inputs: str = PLAIN
-    operation: Operation = DEFAULT
+    head_dim_v: int = 0  # columns of V and O; 0, the default, becomes `head_dim`
+    seqlen_q: int = 0  # queries of one sequence, the last ones of it; 0, the default, becomes `seqlen`
+    tokens: int = TOKENS  # keys of all sequences
+    hidden: int = HIDDEN  # columns of Q's heads together, at most
+    inputs: str = PLAIN  # kind of the values, see `inputs`
+    operation: Operation = DEFAULT  # what is computed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", str(parse_kind(self.inputs)))

@@ -94,22 +94,15 @@ def gate_cells(problem: Problem) -> tuple[Cell, ...]:
 
 @dataclasses.dataclass(slots=True)
 class Scene:
-    """A cell with everything that its runs share.
-
-    Attributes:
-        reference: in fp32, of some heads.
-        out: (batch, seqlen_q, heads, head_dim_v), written by each run of ours.
-        right: the first output that was found right; compared with every later one if not all heads have a
-            reference.
-        runners: by traits, or a peer's name; each has run and was right.
-        sampler: times them.
-    """
+    """A cell with everything that its runs share."""
 
     inputs: Inputs
-    reference: accuracy.Reference
-    out: torch.Tensor
-    sampler: Sampler
+    reference: accuracy.Reference  # in fp32, of some heads
+    out: torch.Tensor  # (batch, seqlen_q, heads, head_dim_v), written by each run of ours
+    sampler: Sampler  # times them
+    # the first output that was found right; compared with every later one if not all heads have a reference
     right: torch.Tensor | None = None
+    # by traits, or a peer's name; each has run and was right
     runners: dict[FwdTraits | str, Runner] = dataclasses.field(default_factory=dict)
 
 
@@ -243,19 +236,13 @@ def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Ten
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """How an operation's kernels are run on a cell and judged.
+    """How an operation's kernels are run on a cell and judged."""
 
-    Attributes:
-        inputs: (cell, device) → the tensors to read.
-        reference: (inputs, how many heads) → what outputs are judged by.
-        runner: (traits, inputs, target, out) → what repeats a kernel, which writes to `out`.
-        peer: (name, inputs) → what repeats another implementation.
-    """
-
-    inputs: Callable[[Cell, torch.device], Inputs]
-    reference: Callable[[Inputs, int], accuracy.Reference]
+    inputs: Callable[[Cell, torch.device], Inputs]  # (cell, device) → the tensors to read
+    reference: Callable[[Inputs, int], accuracy.Reference]  # (inputs, how many heads) → what outputs are judged by
+    # (traits, inputs, target, out) → what repeats a kernel, which writes to `out`
     runner: Callable[[FwdTraits, Inputs, str, torch.Tensor], Runner]
-    peer: Callable[[str, Inputs], Runner]
+    peer: Callable[[str, Inputs], Runner]  # (name, inputs) → what repeats another implementation
 
 
 TRIALS: dict[Operation, Trial] = {"fwd": Trial(make_inputs, accuracy.make_reference, direct_runner, peer_runner)}

@@ -29,26 +29,16 @@ SHOWN = 12  # candidates described one by one; more are counted
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a candidate takes of a multiprocessor.
+    """What a candidate takes of a multiprocessor."""
 
-    Attributes:
-        threads: of one block.
-        smem_bytes, smem_limit: of one block, and what one block may ask for.
-        registers: a thread may use; of a kernel that splits them by role, those of its consumers.
-        fragment_regs: of those, what the accumulators and operand fragments need at least.
-        stages: K and V tiles in flight.
-        blocks: that fit on one multiprocessor together.
-        warps: resident on it then.
-    """
-
-    threads: int
-    smem_bytes: int
-    smem_limit: int
-    registers: int
-    fragment_regs: int
-    stages: int
-    blocks: int
-    warps: int
+    threads: int  # of one block
+    smem_bytes: int  # of one block
+    smem_limit: int  # what one block may ask for
+    registers: int  # a thread may use; of a kernel that splits them by role, those of its consumers
+    fragment_regs: int  # of those, what the accumulators and operand fragments need at least
+    stages: int  # K and V tiles in flight
+    blocks: int  # that fit on one multiprocessor together
+    warps: int  # resident on it then
 
 
 def explain(

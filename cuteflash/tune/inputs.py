@@ -34,17 +34,11 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of inputs.
+    """A kind of inputs."""
 
-    Attributes:
-        name: what comes before the colon.
-        nats: of a sink and a ramp.
-        option: "middle" of a sink, "half" of peaked heads.
-    """
-
-    name: str
-    nats: float = 0.0
-    option: str = ""
+    name: str  # what comes before the colon
+    nats: float = 0.0  # of a sink and a ramp
+    option: str = ""  # "middle" of a sink, "half" of peaked heads
 
     def __str__(self) -> str:
         """As `parse_kind` takes it; equal kinds have equal texts."""

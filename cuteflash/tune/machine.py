@@ -49,15 +49,10 @@ def driver_version() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matmul:
-    """A bf16 matrix product of random square matrices: what the tensor cores reach without a softmax.
+    """A bf16 matrix product of random square matrices: what the tensor cores reach without a softmax."""
 
-    Attributes:
-        run: repeats the product.
-        flops: of one product.
-    """
-
-    run: Runner
-    flops: int
+    run: Runner  # repeats the product
+    flops: int  # of one product
 
     def tflops(self, device: torch.device, rounds: int = 5) -> float:
         """Its rate alone on `device`, TFLOP/s."""

@@ -16,22 +16,17 @@ DEFAULT: Operation = "fwd"  # of cells and commands that do not name one
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spec:
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        problem: (dtype, head_dim, head_dim_v, mask), and any of `features` by name → the problem.
-        features: what a row of its tables may be compiled with or without.
-        flops: (scores, head_dim, head_dim_v) → floating-point operations of the products over so many scores.
-        elements: (queries, keys, head_dim, head_dim_v) → of all tensors of a head, what has to be read or written once.
-        candidates: by kernel family, padded (head_dim, head_dim_v) → the traits to consider; some come twice.
-        rows: by kernel family, the function of `cuteflash.traits.row` that the files of shipped rows call.
-    """
-
-    problem: Callable[..., Problem]
-    features: tuple[Feature, ...]
+    problem: Callable[..., Problem]  # (dtype, head_dim, head_dim_v, mask), and any of `features` by name → the problem
+    features: tuple[Feature, ...]  # what a row of its tables may be compiled with or without
+    # (scores, head_dim, head_dim_v) → floating-point operations of the products over so many scores
     flops: Callable[[int, int, int], int]
+    # (queries, keys, head_dim, head_dim_v) → of all tensors of a head, what has to be read or written once
     elements: Callable[[int, int, int, int], int]
+    # by kernel family, padded (head_dim, head_dim_v) → the traits to consider; some come twice
     candidates: Mapping[Family, Callable[[int, int], Iterator[Traits]]]
+    # by kernel family, the function of `cuteflash.traits.row` that the files of shipped rows call
     rows: Mapping[Family, Callable[..., Row]]
 
 

@@ -34,52 +34,32 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What one sweep is asked for.
+    """What one sweep is asked for."""
 
-    Attributes:
-        target: compile target.
-        families: kernel families.
-        cells: the problems to time.
-        traits: candidates in place of the enumerated ones; of each family and head dims those made for them.
-        limit: candidates per family and head dims that are compiled, beside those that always are; None is all.
-        budget: seconds that the GPU's stages may take; None is as long as they need.
-        jobs: compiling processes.
-        from_cache: compile nothing; what the disk cache lacks is reported.
-        peers: implementations to time beside the candidates, see `peers`.
-        rules: how a race is run.
-        limits: when a request hangs.
-    """
-
-    target: str
-    families: tuple[Family, ...]
-    cells: tuple[Cell, ...]
+    target: str  # compile target
+    families: tuple[Family, ...]  # kernel families
+    cells: tuple[Cell, ...]  # the problems to time
+    # candidates in place of the enumerated ones; of each family and head dims those made for them
     traits: tuple[Traits, ...] | None = None
+    # candidates per family and head dims that are compiled, beside those that always are; None is all
     limit: int | None = None
-    budget: float | None = None
-    jobs: int = 1
-    from_cache: bool = False
-    peers: tuple[str, ...] = ()
-    rules: Rules = dataclasses.field(default_factory=Rules)
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    budget: float | None = None  # seconds that the GPU's stages may take; None is as long as they need
+    jobs: int = 1  # compiling processes
+    from_cache: bool = False  # compile nothing; what the disk cache lacks is reported
+    peers: tuple[str, ...] = ()  # implementations to time beside the candidates, see `peers`
+    rules: Rules = dataclasses.field(default_factory=Rules)  # how a race is run
+    limits: Limits = dataclasses.field(default_factory=Limits)  # when a request hangs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Space:
-    """The candidates for one table and pair of padded head dims, and what became of them before compiling.
+    """The candidates for one table and pair of padded head dims, and what became of them before compiling."""
 
-    Attributes:
-        table: operation, target and kernel family.
-        head_dims: padded (head_dim, head_dim_v).
-        refused: (traits, reason) of those that left.
-        chosen: the others, those that always take part first, then the most promising.
-        always: those.
-    """
-
-    table: TableKey
-    head_dims: tuple[int, int]
-    refused: tuple[tuple[Traits, str], ...]
-    chosen: tuple[Traits, ...]
-    always: frozenset[Traits]
+    table: TableKey  # operation, target and kernel family
+    head_dims: tuple[int, int]  # padded (head_dim, head_dim_v)
+    refused: tuple[tuple[Traits, str], ...]  # (traits, reason) of those that left
+    chosen: tuple[Traits, ...]  # the others, those that always take part first, then the most promising
+    always: frozenset[Traits]  # those that always take part
 
     @property
     def title(self) -> str:
@@ -95,19 +75,13 @@ def space_title(operation: Operation, family: Family, head_dims: tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """Traits on one problem.
-
-    Attributes:
-        id: `store.candidate_id`.
-        key: digest of the compile cache's key; what was found with another one does not count any more.
-        always: takes part whatever the limit, and also if ptxas complains.
-    """
+    """Traits on one problem."""
 
     traits: Traits
     problem: Problem
-    id: str
-    key: str
-    always: bool
+    id: str  # `store.candidate_id`
+    key: str  # digest of the compile cache's key; what was found with another one does not count any more
+    always: bool  # takes part whatever the limit, and also if ptxas complains
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

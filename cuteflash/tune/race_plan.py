@@ -16,32 +16,21 @@ Samples = dict[str, list[float]]  # milliseconds per call, one a round, by candi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """What may race on a cell.
-
-    Attributes:
-        keys: by candidate id or peer's name the key with which its timings count.
-        roles: the cell's defaults stay, peers are guests.
-    """
+    """What may race on a cell."""
 
     family: Family
     cell: Cell
-    keys: Mapping[str, str]
-    roles: Roles
+    keys: Mapping[str, str]  # by candidate id or peer's name the key with which its timings count
+    roles: Roles  # the cell's defaults stay, peers are guests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Past:
-    """What is known of a field on one GPU.
+    """What is known of a field on one GPU."""
 
-    Attributes:
-        races: by number, oldest first, all samples that still count.
-        failed: names that failed in one of them.
-        newest: number of the last race, also of one in which nothing counts any more; 0 if there was none.
-    """
-
-    races: Mapping[int, Samples]
-    failed: frozenset[str]
-    newest: int
+    races: Mapping[int, Samples]  # by number, oldest first, all samples that still count
+    failed: frozenset[str]  # names that failed in one of them
+    newest: int  # number of the last race, also of one in which nothing counts any more; 0 if there was none
 
     @property
     def raced(self) -> set[str]:

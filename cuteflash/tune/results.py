@@ -33,24 +33,16 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One candidate's time on one cell.
+    """One candidate's time on one cell."""
 
-    Attributes:
-        candidate, cell: ids.
-        slot: what the cell stands for.
-        ms, low, high: median and its 95 % confidence interval, in the clock of the cell's newest race.
-        tflops: TFLOP/s at the median.
-        at: when it was measured.
-    """
-
-    candidate: str
-    cell: str
-    slot: Slot
-    ms: float
-    low: float
-    high: float
-    tflops: float
-    at: str = ""
+    candidate: str  # id
+    cell: str  # id
+    slot: Slot  # what the cell stands for
+    ms: float  # median, in the clock of the cell's newest race
+    low: float  # where the median's 95 % confidence interval begins
+    high: float  # and where it ends
+    tflops: float  # TFLOP/s at the median
+    at: str = ""  # when it was measured
 
 
 def cells_of(store: Store) -> dict[str, Cell]:

@@ -35,21 +35,13 @@ Box = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # masks, dtypes,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """A candidate in a slot that it was timed on completely.
+    """A candidate in a slot that it was timed on completely."""
 
-    Attributes:
-        candidate: id.
-        worst: its largest distance from a cell's best time, 0.05 is 5 % slower.
-        cost: mean over the cells of log(time / best time).
-        gain: over the slot's default, by geometric mean, 0.05 is 5 % faster; None without a default.
-        surely: the least it may be, by the 95 % intervals of both (`results.lead`).
-    """
-
-    candidate: str
-    worst: float
-    cost: float
-    gain: float | None = None
-    surely: float | None = None
+    candidate: str  # id
+    worst: float  # its largest distance from a cell's best time, 0.05 is 5 % slower
+    cost: float  # mean over the cells of log(time / best time)
+    gain: float | None = None  # over the slot's default, by geometric mean, 0.05 is 5 % faster; None without a default
+    surely: float | None = None  # the least it may be, by the 95 % intervals of both (`results.lead`)
 
     @property
     def beats_default(self) -> bool:
@@ -60,18 +52,12 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """What one slot comes to.
-
-    Attributes:
-        default: id of the row it has now, if that was timed.
-        standings: all candidates timed on all cells, fastest first.
-        allowed: ids of those that may run the slot; empty if none was timed on all of its cells.
-    """
+    """What one slot comes to."""
 
     slot: Slot
-    default: str | None
-    standings: tuple[Standing, ...]
-    allowed: tuple[str, ...]
+    default: str | None  # id of the row it has now, if that was timed
+    standings: tuple[Standing, ...]  # all candidates timed on all cells, fastest first
+    allowed: tuple[str, ...]  # ids of those that may run the slot; empty if none was timed on all of its cells
 
     def standing(self, candidate: str) -> Standing | None:
         """The standing of a candidate, None if it was not timed on all cells."""
@@ -80,25 +66,17 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pick:
-    """A row of the new table.
+    """A row of the new table."""
 
-    Attributes:
-        candidate: id.
-        row: its traits, with the masks, dtypes and length classes that it serves if no row above it does. It was
-            timed without softcap and lse; `feature_checks.settle` says whether it serves them.
-        tflops: geometric mean of TFLOP/s over the cells it is chosen for.
-        gain: over the defaults of those, by geometric mean; None if one of them has no timed default.
-        kept: it is the default of all of them.
-        at: when the newest of its timings was taken.
-        lacking: "softcap" and "lse", if it is known not to serve them, with a problem and why.
-    """
-
-    candidate: str
+    candidate: str  # id
+    # its traits, with the masks, dtypes and length classes that it serves if no row above it does. It was timed without
+    # softcap and lse; `feature_checks.settle` says whether it serves them.
     row: Row
-    tflops: float
-    gain: float | None
-    kept: bool
-    at: str
+    tflops: float  # geometric mean of TFLOP/s over the cells it is chosen for
+    gain: float | None  # over the defaults of those, by geometric mean; None if one of them has no timed default
+    kept: bool  # it is the default of all of them
+    at: str  # when the newest of its timings was taken
+    # "softcap" and "lse", if it is known not to serve them, with a problem and why
     lacking: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

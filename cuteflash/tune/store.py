@@ -66,29 +66,18 @@ def now() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one stage of the funnel decided about one candidate.
+    """What one stage of the funnel decided about one candidate."""
 
-    Attributes:
-        candidate: `candidate_id`.
-        target: compile target, e.g. "sm_90a".
-        problem: `problem_id`; empty for "prune", which does not depend on the problem.
-        stage: "prune", "compile", "gate" or "time".
-        key: digest of the compile cache's key; empty for "prune", which costs nothing and is always run.
-        ok: whether the candidate goes on to the next stage.
-        reason: why not, one sentence; None if it goes on.
-        details: numbers behind it, JSON values. Of "compile" the fields of `Resources` and `seconds`.
-        at: when, `now()`.
-    """
-
-    candidate: str
-    target: str
-    problem: str
-    stage: Stage
-    key: str
-    ok: bool
-    reason: str | None = None
+    candidate: str  # `candidate_id`
+    target: str  # compile target, e.g. "sm_90a"
+    problem: str  # `problem_id`; empty for "prune", which does not depend on the problem
+    stage: Stage  # "prune", "compile", "gate" or "time"
+    key: str  # digest of the compile cache's key; empty for "prune", which costs nothing and is always run
+    ok: bool  # whether the candidate goes on to the next stage
+    reason: str | None = None  # why not, one sentence; None if it goes on
+    # numbers behind it, JSON values. Of "compile" the fields of `Resources` and `seconds`.
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    at: str = dataclasses.field(default_factory=now)
+    at: str = dataclasses.field(default_factory=now)  # when, `now()`
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -101,40 +90,25 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """How long one candidate took on one cell, or why that is not known.
+    """How long one candidate took on one cell, or why that is not known."""
 
-    Attributes:
-        candidate: `candidate_id`, or a name such as "peer:cudnn" for what is timed beside the candidates.
-        cell: `Cell.id`; `Store.add_cell` keeps its fields.
-        target: compile target.
-        gpu, driver: as the driver names them.
-        key: digest of the compile cache's key.
-        race: name of the interleaved rounds it took part in; only times of one race share the GPU's clock and heat.
-        samples: milliseconds per call, one a round.
-        ms: their median; low, high: its 95 % confidence interval (`high` may be infinite).
-        tflops: TFLOP/s at the median.
-        versions: distribution → version.
-        source: fingerprint of the kernels' sources.
-        error: why there are no samples: a crash, a hang, a wrong result. Then the numbers are None.
-        at: when, `now()`.
-    """
-
-    candidate: str
-    cell: str
-    target: str
-    gpu: str
-    driver: str
-    key: str
+    candidate: str  # `candidate_id`, or a name such as "peer:cudnn" for what is timed beside the candidates
+    cell: str  # `Cell.id`; `Store.add_cell` keeps its fields
+    target: str  # compile target
+    gpu: str  # as the driver names it
+    driver: str  # its version
+    key: str  # digest of the compile cache's key
+    # name of the interleaved rounds it took part in; only times of one race share the GPU's clock and heat
     race: str = ""
-    samples: tuple[float, ...] = ()
-    ms: float | None = None
-    low: float | None = None
-    high: float | None = None
-    tflops: float | None = None
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    source: str = ""
-    error: str | None = None
-    at: str = dataclasses.field(default_factory=now)
+    samples: tuple[float, ...] = ()  # milliseconds per call, one a round
+    ms: float | None = None  # their median
+    low: float | None = None  # where the median's 95 % confidence interval begins
+    high: float | None = None  # and where it ends; may be infinite
+    tflops: float | None = None  # TFLOP/s at the median
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # distribution → version
+    source: str = ""  # fingerprint of the kernels' sources
+    error: str | None = None  # why there are no samples: a crash, a hang, a wrong result. Then the numbers are None.
+    at: str = dataclasses.field(default_factory=now)  # when, `now()`
 
     def __post_init__(self) -> None:
         numbers = (self.ms, self.low, self.high, self.tflops)

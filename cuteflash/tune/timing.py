@@ -122,30 +122,19 @@ def interleaved(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rules:
-    """How a race is run.
+    """How a race is run."""
 
-    Attributes:
-        rounds: samples of a runner that stays to the end.
-        first: rounds before any name leaves.
-        margin: a runner leaves once its interval lies above the best one's by more than this share of it.
-    """
-
-    rounds: int = ROUNDS
-    first: int = 3
-    margin: float = 0.03
+    rounds: int = ROUNDS  # samples of a runner that stays to the end
+    first: int = 3  # rounds before any name leaves
+    margin: float = 0.03  # a runner leaves once its interval lies above the best one's by more than this share of it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roles:
-    """What in a race is not an ordinary candidate.
+    """What in a race is not an ordinary candidate."""
 
-    Attributes:
-        stays: names that take part in every round and judge the others.
-        guests: names that take part in every round, and by which no other is judged.
-    """
-
-    stays: Collection[str] = ()
-    guests: Collection[str] = ()
+    stays: Collection[str] = ()  # names that take part in every round and judge the others
+    guests: Collection[str] = ()  # names that take part in every round, and by which no other is judged
 
 
 NO_ROLES = Roles()

@@ -17,17 +17,12 @@ from cuteflash.tune.cells import Cell
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """Traits to try in place of the shipped row; fields left out keep the traits' defaults.
+    """Traits to try in place of the shipped row; fields left out keep the traits' defaults."""
 
-    Attributes:
-        family: kernel family the traits belong to.
-        fields: trait fields; `head_dim` and `head_dim_v` default to the cell's, padded as tables pad them.
-        mask: the mask the variant is meant for; None is any.
-    """
-
-    family: Family
+    family: Family  # kernel family the traits belong to
+    # trait fields; `head_dim` and `head_dim_v` default to the cell's, padded as tables pad them
     fields: Mapping[str, Any]
-    mask: str | None = None
+    mask: str | None = None  # the mask the variant is meant for; None is any
 
     def applies(self, cell: Cell) -> bool:
         """Whether the variant is meant for `cell`."""

@@ -39,19 +39,12 @@ ByPeer = Mapping[str, Run]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """What a report is about.
+    """What a report is about."""
 
-    Attributes:
-        target: compile target; None is the only one that was swept.
-        families: kernel families; None is all.
-        head_dims: padded (head_dim, head_dim_v); None is all.
-        gpu: whose timings; None is the only GPU there is. Of these the newest timing's sources count.
-    """
-
-    target: str | None = None
-    families: Collection[Family] | None = None
-    head_dims: Collection[tuple[int, int]] | None = None
-    gpu: str | None = None
+    target: str | None = None  # compile target; None is the only one that was swept
+    families: Collection[Family] | None = None  # kernel families; None is all
+    head_dims: Collection[tuple[int, int]] | None = None  # padded (head_dim, head_dim_v); None is all
+    gpu: str | None = None  # whose timings; None is the only GPU there is. Of these the newest timing's sources count.
 
     def __post_init__(self) -> None:
         if self.target is not None:
