@@ -99,6 +99,13 @@ def test_rows_are_no_part_of_a_kernels_key() -> None:
     assert "traits" not in FINGERPRINTED
 
 
+def test_what_was_measured_is_no_part_of_what_a_row_is() -> None:
+    row = TABLES[SM90][0]
+    other = row.measured("another card", "2026-02-01", 1)
+    assert other == row and hash(other) == hash(row)
+    assert (other.measurement, other.traits) == (("another card", "2026-02-01", 1), row.traits)
+
+
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_generated_source_gives_the_rows_back_and_is_formatted(family: Family, tmp_path: pathlib.Path) -> None:
     choose = random.Random(0)

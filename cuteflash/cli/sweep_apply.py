@@ -66,7 +66,8 @@ def apply(
             _check_writable(shipped)
         settled = _settled([pick for picks in better for pick in picks], target, jobs)
         for table, picks in picked.items():
-            rows = [one for one in settled if (one.row.traits.operation, one.row.traits.family) == table[::2]]
+            made_for = table.operation, table.family
+            rows = [one for one in settled if (one.row.traits.operation, one.row.traits.family) == made_for]
             for pick in rows or picks:
                 typer.echo(f"{table}: {_words(pick)}")
             if picks and not rows:

@@ -116,7 +116,7 @@ def load_runs(
     """
     timings = [timing for timing in store.timings(target=target, gpu=gpu) if timing.error is None]
     gate = {(one.candidate, one.problem): one.ok for one in store.verdicts(target=target, stage="gate")}  # the newest
-    failed = {names for names, passed in gate.items() if not passed}
+    failed = {pair for pair, passed in gate.items() if not passed}
     failed |= {(one.candidate, one.problem) for one in store.verdicts(target=target, stage="time", ok=0)}
     cells = cells_of(store)
     problems = {name: problem_id(cell.problem) for name, cell in cells.items()}

@@ -122,7 +122,9 @@ def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
             table = TableKey(traits.operation, target, traits.family)
             groups.setdefault((table, (traits.head_dim, traits.head_dim_v)), {})[name] = traits
     best_first = get_arch(target).families
-    order = sorted(groups, key=lambda group: (OPERATIONS.index(group[0][0]), best_first.index(group[0][2]), group[1]))
+    order = sorted(
+        groups, key=lambda one: (OPERATIONS.index(one[0].operation), best_first.index(one[0].family), one[1])
+    )
     spaces = [Space(*group, groups[group]) for group in order]
     there = "; ".join(space.title for space in spaces)
     for pair in scope.head_dims or ():
@@ -292,7 +294,7 @@ def _cell_order(cell: Cell) -> tuple[Any, ...]:
 
 
 def _pages(space: Space, number: Mapping[str, int], pages: Iterable[LayoutPage]) -> list[Json]:
-    own = [page for page in pages if (page.target, page.family) == space.table[1:]]
+    own = [page for page in pages if (page.target, page.family) == (space.table.target, space.table.family)]
     if not own:
         return []  # making the keys below takes a fifth of a report's time
     places = {frozenset(dataclasses.asdict(traits).items()): number[name] for name, traits in space.candidates.items()}
