@@ -143,6 +143,7 @@ def as_json(funnel: Funnel, store: Store) -> dict[str, Any]:
         "target": funnel.plan.target,
         "spaces": [
             {
+                "operation": space.table.operation,
                 "family": space.table.family,
                 "head_dim": space.head_dims[0],
                 "head_dim_v": space.head_dims[1],
