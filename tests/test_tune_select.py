@@ -17,6 +17,7 @@ from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.cells import Cell
+from cuteflash.tune.operations import SPECS
 from cuteflash.tune.results import (
     Run,
     Slot,
@@ -237,6 +238,14 @@ def test_failures_other_sources_gpus_and_names_do_not_count(store: Store) -> Non
     store.record(Timing("c", "cell", "sm_80", "A", "d", "k", error="hangs", source="s"))
     (only,) = load_runs(store, "sm_80", "A", ["a", "b", "c"])
     assert (only.candidate, only.ms) == ("b", 1.0)
+
+
+def test_newer_sources_of_another_operation_change_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SPECS, "bwd", SPECS["fwd"])
+    store.add_cell("other", dataclasses.asdict(Cell(64, "causal", 512, "fp16", operation="bwd")))
+    record(store, "a", 1.0, at="1")
+    record(store, "b", 1.0, cell="other", source="newer", at="2")
+    assert {one.candidate for one in load_runs(store, "sm_80", "A", ["a", "b"])} == {"a", "b"}
 
 
 def test_the_gpu_must_be_one_that_was_used(store: Store) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cuteflash.compile import BuildReport
+from cuteflash.problem import Operation
 from cuteflash.tune.operations import Problem
 from cuteflash.tune.worker import Tool
 
@@ -29,7 +30,7 @@ class Backend:
     """One compile target's compiler, disk cache and GPU."""
 
     target: str  # compile target
-    source: str  # fingerprint of the kernels' sources
+    source: Callable[[Operation], str]  # fingerprint of the sources of an operation's kernels
     key: Callable[[Any, Problem], str]  # (traits, problem) → digest of the compile cache's key
     # (traits, problem) → what the disk cache knows about the kernel, None if it is not there
     report: Callable[[Any, Problem], BuildReport | None]

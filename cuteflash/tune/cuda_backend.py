@@ -45,7 +45,7 @@ def backend(target: str) -> Backend:
 
     return Backend(
         target,
-        source_fingerprint(),
+        source=lambda operation: source_fingerprint(),  # of all kernels
         key=lambda traits, problem: key_digest(cache_key(kernel_class(traits), traits, problem, target)),
         report=lambda traits, problem: lookup(kernel_class(traits), traits, problem, target),
         builder=functools.partial(CacheBuilder, target),

@@ -219,6 +219,6 @@ class Racing:
         if "samples" in found:
             ms, (low, high) = median(found["samples"]), interval(found["samples"])
             found |= {"ms": ms, "low": low, "high": high, "tflops": field.cell.flops / (ms * 1e9)}
-        key, source = field.keys[name], self.backend.source
+        key, source = field.keys[name], self.backend.source(field.cell.operation)
         identity = (name, field.cell.id, self.plan.target, gpu, driver, key, planned)
         return Timing(*identity, versions=versions, source=source, **found)

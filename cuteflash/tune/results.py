@@ -102,7 +102,7 @@ def measured_gpu(store: Store, target: str, gpu: str | None = None) -> str:
 def load_runs(
     store: Store, target: str, gpu: str, names: Collection[str], raced_with: Family | None = None
 ) -> list[Run]:
-    """The newest timing of each candidate and cell, by one clock a cell; of the newest timing's sources.
+    """The newest timing of each candidate and cell, by one clock a cell; of each operation's newest sources.
 
     Those of a candidate that failed later on the same problem do not count: while it was timed, or in the gate, which
     may ask more than it did when the candidate was timed.
@@ -120,10 +120,11 @@ def load_runs(
     failed |= {(one.candidate, one.problem) for one in store.verdicts(target=target, stage="time", ok=0)}
     cells = cells_of(store)
     problems = {name: problem_id(cell.problem) for name, cell in cells.items()}
+    sources = {cells[timing.cell].operation: timing.source for timing in timings}  # the newest of each
     groups: dict[tuple[str, str, str], list[Timing]] = {}  # a family's races, "sm90 1" and so on, share yardsticks
     for timing in timings:
         family = timing.race.rpartition(" ")[0]
-        if timing.source == timings[-1].source and raced_with in (None, family):
+        if timing.source == sources[cells[timing.cell].operation] and raced_with in (None, family):
             groups.setdefault((timing.cell, timing.driver, family), []).append(timing)
     newest: dict[tuple[str, str], Run] = {}
     for (cell, _, _), group in groups.items():
