@@ -14,7 +14,7 @@ import torch
 import cuteflash
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.tune.cells import Cell, Inputs
-from cuteflash.tune.launch import direct_runner
+from cuteflash.tune.cuda_backend import direct_runner
 from cuteflash.tune.peers import PEERS, missing_peer, peer_runner, repeated
 from cuteflash.tune.timing import Runner
 from cuteflash.tune.variants import Variant

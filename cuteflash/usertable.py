@@ -183,6 +183,7 @@ def version() -> str:
 def _values(measured: MeasuredRow) -> dict[str, Any]:
     values = dataclasses.asdict(measured)
     row: dict[str, Any] = values.pop("row")
+    del row["measurement"]  # of shipped rows; here gpu, date and tflops say it
     return row | values
 
 
@@ -216,7 +217,9 @@ def _measured_row(values: Any, key: TableKey) -> MeasuredRow:
     reason = traits.check(get_arch(key.target))
     if reason is not None:
         raise ValueError(f"{key.target} does not run it: {reason}")
-    served = {name: tuple(_field(values, name, list)) for name in ("masks", "dtypes", "lengths", "without")}
+    served: dict[str, Any] = {
+        name: tuple(_field(values, name, list)) for name in ("masks", "dtypes", "lengths", "without")
+    }
     tflops = _field(values, "tflops", float, int)
     if not 0 < tflops < math.inf:
         raise ValueError(f"its tflops is {tflops}; allowed: a positive number")

@@ -5,30 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import pathlib
-import re
 import zlib
 from typing import Any, Final
 
 from cuteflash.traits.row import Row, TableKey, Traits
 from cuteflash.traits.tables import MODULES, TABLES
-from cuteflash.tune.tables import read_shipped
 
-NOTE: Final = re.compile(r"(.+), (\d{4}-\d{2}-\d{2}), (\d+) TFLOP/s")  # as `usertable.MeasuredRow.note` has it
 SHOWN_ELSEWHERE: Final = ("tile_m", "tile_n", "head_dim", "head_dim_v")
 
 
-@functools.cache
-def _notes(table: TableKey) -> dict[Row, str]:
-    """The comment beside each row of a table, as the files of its modules have it."""
-    paths = [pathlib.Path(str(module.__file__)) for module in MODULES[table]]
-    return {noted.row: noted.note for path in reversed(paths) for noted in reversed(read_shipped(path))}
-
-
-def speed(table: TableKey, row: Row) -> dict[str, Any] | None:
+def speed(row: Row) -> dict[str, Any] | None:
     """{"gpu", "date", "tflops"} of a shipped row; None if it was not measured."""
-    found = NOTE.fullmatch(_notes(table)[row])
-    return {"gpu": found[1], "date": found[2], "tflops": int(found[3])} if found else None
+    return row.measurement._asdict() if row.measurement is not None else None
 
 
 def apart(table: TableKey, traits: Traits) -> dict[str, Any]:

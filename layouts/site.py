@@ -104,6 +104,6 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "smem_bytes": scene.budget["smem"]["total"],
         "worst_ways": worst_ways(scene),
         "apart": apart(row.table, row.choice.traits),
-        "speed": speed(row.table, row.choice.row),
+        "speed": speed(row.choice.row),
         "kin": kin(row.table, row.choice.row),
     }

@@ -106,7 +106,7 @@ class World:
     @property
     def backend(self) -> Backend:
         builder, bench = functools.partial(FakeBuilder, self), functools.partial(FakeBench, self)
-        return Backend(TARGET, "source", self.key, self.report, builder, bench)
+        return Backend(TARGET, lambda operation: "source", self.key, self.report, builder, bench)
 
 
 class FakeBuilder:

@@ -16,8 +16,8 @@ from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES, length_class_of
 from cuteflash.traits.row import Traits
 from cuteflash.tune.cells import Cell
+from cuteflash.tune.operations import enumerate_traits
 from cuteflash.tune.rank import beyond, estimate, shortlist
-from cuteflash.tune.space import enumerate_fwd, prune
 from cuteflash.tune.store import Store, Timing, Verdict, candidate_id
 from cuteflash.tune.timing import Rules, interval, losers, median
 
@@ -64,7 +64,7 @@ class Filler:
         if self.sweep.until == "time":
             at = self._now()
             run = {"gpu": GPU, "driver": DRIVER, "target": self.sweep.target, "versions": VERSIONS}
-            self.store.mark(f"run {at}", {**run, "matmul_tflops": MATMUL, "at": at})
+            self.store.add_run(at, {**run, "matmul_tflops": MATMUL})
         for family, head_dim in itertools.product(self.sweep.families, self.sweep.head_dims):
             chosen = self._prune(family, head_dim)
             if self.sweep.until == "prune":
@@ -85,14 +85,15 @@ class Filler:
         problems = [Cell(head_dim, mask, 4096, dtype).problem for mask in MASK_KINDS for dtype in DTYPES]
         rows = itertools.product(problems, LENGTH_CLASSES)
         always = dict.fromkeys(choose_shipped(one, self.sweep.target, family, lengths).traits for one, lengths in rows)
-        self.always = {candidate_id(family, traits) for traits in always}
-        judged = prune(dict.fromkeys([*enumerate_fwd(family, head_dim, head_dim), *always]), self.arch)
+        self.always = {candidate_id(traits) for traits in always}
+        found = dict.fromkeys([*enumerate_traits("fwd", family, head_dim, head_dim), *always])
+        judged = [(one, one.check(self.arch)) for one in found]
         order = shortlist([one for one, reason in judged if reason is None], self.arch, list(always))
         refused = [(one, reason) for one, reason in judged if reason is not None]
         for place, one in enumerate(order[self.sweep.limit :], self.sweep.limit + 1):
             refused.append((one, beyond(place, len(order))))
         chosen = order[: self.sweep.limit]
-        names = self.store.add_candidates(family, [*chosen, *(one for one, _ in refused)])
+        names = self.store.add_candidates([*chosen, *(one for one, _ in refused)])
         reasons = [None] * len(chosen) + [reason for _, reason in refused]
         self._judge(names, "", "prune", reasons)
         return dict(zip(names, chosen, strict=False))
@@ -101,11 +102,12 @@ class Filler:
         self, names: Iterable[str], problem: str, stage: Any, reasons: Iterable[str | None], **details: Any
     ) -> None:
         at = self._now()
-        self.store.record_verdicts(
-            Verdict(
-                name, self.sweep.target, problem, stage, "k" if problem else "", reason is None, reason, details, at
+        key = "k" if problem else ""
+        self.store.record(
+            *(
+                Verdict(name, self.sweep.target, problem, stage, key, reason is None, reason, details, at)
+                for name, reason in zip(names, reasons, strict=True)
             )
-            for name, reason in zip(names, reasons, strict=True)
         )
 
     def _problem(self, family: Family, chosen: dict[str, Traits], cells: Sequence[Cell]) -> None:
@@ -149,9 +151,8 @@ class Filler:
             self._rounds(samples, means | peers)
             behind[lengths] |= losers({name: samples[name] for name in means}, 0.10)
             at = self._now()
-            self.store.record_timings(
-                [self._timing(name, cell, f"{family} 1", values, at) for name, values in samples.items()], flush=False
-            )
+            race = f"{family} 1"
+            self.store.record(*[self._timing(name, cell, race, values, at) for name, values in samples.items()])
 
     def _rounds(self, samples: dict[str, list[float]], means: dict[str, float]) -> None:
         out: set[str] = set()

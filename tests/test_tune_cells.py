@@ -12,7 +12,7 @@ import torch
 from cuteflash.problem import MASK_KINDS, FwdProblem, MaskKind
 from cuteflash.tune import accuracy, cells
 from cuteflash.tune.cells import Cell, Inputs, make_inputs, parse_cell
-from cuteflash.tune.launch import gate_cells
+from cuteflash.tune.cuda_backend import gate_cells
 
 CPU = torch.device("cpu")
 

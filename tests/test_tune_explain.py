@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from cuteflash.traits.arch import get_arch
+from cuteflash.traits.row import TableKey
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.tune.explain import SHOWN, Asked, explain, footprint, title
+from cuteflash.tune.cells import Cell
+from cuteflash.tune.explain import SHOWN, explain, footprint, title
 from cuteflash.tune.rank import beyond
 from cuteflash.tune.store import Store, Timing, Verdict
 
@@ -26,28 +28,27 @@ WRONG = FwdTraitsSm90(128, 64, 128, 128)
 HANGS = FwdTraitsSm90(128, 48, 128, 128)
 WAITING = FwdTraitsSm90(64, 48, 128, 128, pingpong=False)
 PROBLEM = "bf16 128x128 full"
-ASKED = Asked(TARGET, "sm90", (128, 128))
+ASKED: dict[str, Any] = {"table": TableKey("fwd", TARGET, "sm90"), "head_dims": (128, 128)}
 
 
 def time(store: Store, traits: FwdTraitsSm90, cell: str, ms: float, noise: float = 0.01, **more: Any) -> None:
-    name = store.add_candidate("sm90", traits)
+    name = store.add_candidates([traits])[0]
     numbers = {"samples": (ms,) * 3, "ms": ms, "low": ms * (1 - noise), "high": ms * (1 + noise), "tflops": 600 / ms}
-    store.record_timing(Timing(name, cell, TARGET, GPU, "d", "k", **numbers | more))
+    store.record(Timing(name, cell, TARGET, GPU, "d", "k", **numbers | more))
 
 
 def judge(store: Store, traits: FwdTraitsSm90, stage: Any, reason: str | None, **details: Any) -> None:
     problem = "" if stage == "prune" else PROBLEM
-    name = store.add_candidate("sm90", traits)
-    store.record_verdict(Verdict(name, TARGET, problem, stage, "k", reason is None, reason, details))
+    name = store.add_candidates([traits])[0]
+    store.record(Verdict(name, TARGET, problem, stage, "k", reason is None, reason, details))
 
 
 @pytest.fixture
 def store(tmp_path: pathlib.Path) -> Iterator[Store]:
     """A small sweep with one candidate for each way to end."""
     with Store(tmp_path / "sweep.db") as opened:
-        for seqlen in (512, 16384):
-            fields = {"mask": "full", "dtype": "bf16", "seqlen_q": seqlen, "seqlen": seqlen}
-            opened.add_cell(f"D128 full {seqlen}", fields)
+        for cell in (Cell(128, "full", 512), Cell(128, "full", 16384)):
+            opened.add_cell(cell.label, dataclasses.asdict(cell))
         for traits in (FAST, SLOW, CLOSE, BIG, SPILLS, WRONG, HANGS, WAITING):
             judge(opened, traits, "prune", traits.check(get_arch(TARGET)))
         judge(opened, SPILLS, "compile", "spills 96 bytes a thread", registers=168)
@@ -58,30 +59,34 @@ def store(tmp_path: pathlib.Path) -> Iterator[Store]:
         time(opened, CLOSE, "D128 full 16384", 1.005)
         time(opened, SLOW, "D128 full 512", 1.1)
         time(opened, SLOW, "D128 full 16384", 1.25)
-        name = opened.add_candidate("sm90", HANGS)
-        opened.record_timing(Timing(name, "D128 full 512", TARGET, GPU, "d", "k", error="no answer within 90 s"))
+        name = opened.add_candidates([HANGS])[0]
+        opened.record(Timing(name, "D128 full 512", TARGET, GPU, "d", "k", error="no answer within 90 s"))
         yield opened
 
 
 def told(store: Store, **fields: Any) -> str:
     """The explanation of the candidates with these traits, without the heading and the winners."""
-    return explain(store, dataclasses.replace(ASKED, fields=fields)).text.split("\n\n", 2)[2]
+    return explain(store, **ASKED, fields=fields).split("\n\n", 2)[2]
+
+
+def heading(store: Store) -> list[str]:
+    return explain(store, **ASKED).split("\n\n")[0].splitlines()
 
 
 def test_the_heading_counts_how_far_everybody_came(store: Store) -> None:
-    assert explain(store, ASKED).heading == (
+    assert heading(store) == [
         "sm_90a, family sm90, head dims 128x128: 8 candidates considered",
         "  1 cannot run",
         "  1 rejected by the compiler's report",
         "  1 rejected by the correctness gate",
         "  3 timed",
-    )
+    ]
 
 
 def test_winners_have_their_time_rate_interval_and_margin(store: Store) -> None:
-    long, short = explain(store, ASKED).winners
+    long, short = explain(store, **ASKED).split("\n\n")[1].splitlines()[1:]
     assert long == (
-        "D128 full 16384: 128x128 q_in_regs exp_rows_before_wait=1, 1.0000 ms (0.9900 to 1.0100), 600.0 TFLOP/s; "
+        "  D128 full 16384: 128x128 q_in_regs exp_rows_before_wait=1, 1.0000 ms (0.9900 to 1.0100), 600.0 TFLOP/s; "
         "0.5 % before 128x112 q_in_regs (-0.9 % to 1.9 %, within noise)"
     )
     assert "10.0 % before 128x80 kv_stage=3 (8.5 % to 11.6 %, beyond noise)" in short
@@ -137,51 +142,51 @@ def test_a_rejection_says_who_and_why(store: Store, traits: FwdTraitsSm90, words
 def test_who_is_beyond_the_limit_could_run_and_is_counted_apart(store: Store) -> None:
     judge(store, FwdTraitsSm90(64, 16, 128, 128), "prune", beyond(70, 90))
     judge(store, FwdTraitsSm90(64, 32, 128, 128), "prune", beyond(71, 90))
-    assert explain(store, ASKED).heading[1:4] == (
+    assert heading(store)[1:4] == [
         "  1 cannot run",
         "  2 left out before compiling",
         "  1 rejected by the compiler's report",
-    )
+    ]
     words = told(store, tile_n=32)
     assert "left out before compiling: number 71 of 90 by the analytic score, beyond the limit" in words
     assert "cannot run" not in words
 
 
 def test_only_the_newest_verdict_counts(store: Store) -> None:
-    name = store.add_candidate("sm90", SPILLS)
-    store.record_verdict(Verdict(name, TARGET, PROBLEM, "compile", "a newer source", True, at="9999"))
+    name = store.add_candidates([SPILLS])[0]
+    store.record(Verdict(name, TARGET, PROBLEM, "compile", "a newer source", True, at="9999"))
     assert "spills" not in told(store, tile_n=144)
 
 
 def test_a_sweep_without_timings_is_explained_too(tmp_path: pathlib.Path) -> None:
     with Store(tmp_path / "dry.db") as store:
         judge(store, BIG, "prune", BIG.check(get_arch(TARGET)))
-        text = explain(store, ASKED).text
+        text = explain(store, **ASKED)
     assert "0 timed" in text and "registers a thread" in text and "winners" not in text
 
 
 def test_many_matches_are_cut_short_and_counted(store: Store) -> None:
     for tile_n in range(16, 16 * (SHOWN + 2), 16):
-        store.add_candidate("sm90", FwdTraitsSm90(64, tile_n, 128, 128))
-    explanation = explain(store, dataclasses.replace(ASKED, fields={"tile_m": 64}))
-    assert len(explanation.reports) == SHOWN and explanation.left_out > 0
-    assert f"{explanation.left_out} more candidates match" in explanation.text
+        store.add_candidates([FwdTraitsSm90(64, tile_n, 128, 128)])
+    text = explain(store, **ASKED, fields={"tile_m": 64})
+    assert text.count("  takes  ") == SHOWN
+    assert "\n\n2 more candidates match" in text
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"fields": {"tile_q": 1}}, "tile_q is no trait of the sm90 family; allowed: tile_m, tile_n"),
+        ({"fields": {"tile_q": 1}}, "tile_q is not a trait of the sm90 family; allowed: tile_m, tile_n"),
         ({"fields": {"tile_n": 7}}, "no candidate has tile_n=7; considered, .*tile_n: 48, 64, 80"),
         ({"head_dims": (64, 64)}, "no sm90 candidates for head dims 64x64; sweep them first"),
-        ({"family": "sm70"}, "family is 'sm70'; allowed: sm80, sm90"),
-        ({"target": "sm_70"}, "arch is 'sm_70'; allowed: sm_80"),
+        ({"table": TableKey("fwd", TARGET, "sm70")}, "family is 'sm70'; allowed: sm80, sm90"),
+        ({"table": TableKey("fwd", "sm_70", "sm90")}, "arch is 'sm_70'; allowed: sm_80"),
         ({"gpu": "another"}, "gpu is 'another'"),
     ],
 )
 def test_what_cannot_be_explained_is_named(store: Store, change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        explain(store, dataclasses.replace(ASKED, **change))
+        explain(store, **ASKED | change)
 
 
 def test_titles_name_what_is_not_the_default() -> None:

@@ -15,16 +15,17 @@ import pytest
 
 from cuteflash.traits import row
 from cuteflash.traits.arch import get_arch
+from cuteflash.traits.row import TableKey
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.tables import TABLES
-from cuteflash.tune.apply import sound_runs
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import make_space
-from cuteflash.tune.heats import Field, arrange, past_of
+from cuteflash.tune.operations import enumerate_traits
 from cuteflash.tune.plan import VALUE_DEPENDENT, Limits
+from cuteflash.tune.race_plan import Field, arrange, past_of
 from cuteflash.tune.rank import shortlist
-from cuteflash.tune.space import enumerate_fwd, prune
+from cuteflash.tune.results import load_runs
 from cuteflash.tune.store import Store, Timing, candidate_id
 from cuteflash.tune.timing import Roles, Rules
 from cuteflash.tune.worker import StartFailed
@@ -33,7 +34,7 @@ from tests.sweep_fakes import CELLS, TARGET, TRAITS, World, make_plan, sweep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEFAULT = next(row.traits for row in TABLES["fwd", TARGET, "sm80"] if row.traits.head_dim == 128)
-IDS = {traits.tile_n: candidate_id("sm80", traits) for traits in TRAITS}
+IDS = {traits.tile_n: candidate_id(traits) for traits in TRAITS}
 FINALISTS = (96,)  # of TRAITS, those within the margin of the best
 
 
@@ -66,7 +67,7 @@ def test_everybody_is_built_checked_and_timed_until_clearly_beaten(world: World)
     samples = timed(world)
     for cell in CELLS:
         assert {n: samples[IDS[n], cell.id] for n in IDS} == {n: 5 if n in FINALISTS else 3 for n in IDS}
-        assert samples[candidate_id("sm80", DEFAULT), cell.id] == 5  # stays, although beaten
+        assert samples[candidate_id(DEFAULT), cell.id] == 5  # stays, although beaten
     assert sum(samples.values()) == len(world.journaled("sample"))
     assert display.counts["compile"] == {"kept": 7}
     assert display.counts["gate"] == {"kept": 7}
@@ -95,7 +96,7 @@ def test_who_passed_a_gate_that_asked_less_is_checked_again_and_not_timed_again(
     sweep(world)
     with Store(world.folder / "sweep.sqlite") as store:
         older = [dataclasses.replace(verdict, details={"errors": {}}) for verdict in store.verdicts(stage="gate")]
-        store.record_verdicts(older)
+        store.record(*older)
     before = collections.Counter(entry[:2] for entry in work(world))
     _, display = sweep(
         dataclasses.replace(world, wrong=(16,))
@@ -105,7 +106,7 @@ def test_who_passed_a_gate_that_asked_less_is_checked_again_and_not_timed_again(
     )
     assert display.counts["gate"] == {"kept": 6, "rejected": 1}
     with Store(world.folder / "sweep.sqlite") as store:
-        sound = {run.candidate for run in sound_runs(store, TARGET, "a GPU", dict.fromkeys(IDS.values(), DEFAULT))}
+        sound = {run.candidate for run in load_runs(store, TARGET, "a GPU", IDS.values())}
         assert {candidate for candidate, _ in timed(world)} > sound == set(IDS.values()) - {IDS[16]}
 
 
@@ -164,7 +165,7 @@ def test_a_bad_candidate_is_blamed_and_skipped_and_the_others_go_on(
 def test_a_row_of_the_table_is_timed_also_where_it_spills(world: World) -> None:
     sweep(dataclasses.replace(world, spilling=(DEFAULT.tile_n,)))
     samples = timed(world)
-    assert all((candidate_id("sm80", DEFAULT), cell.id) in samples for cell in CELLS)
+    assert all((candidate_id(DEFAULT), cell.id) in samples for cell in CELLS)
     assert not any(name == IDS[DEFAULT.tile_n] for name, _ in samples)
 
 
@@ -244,7 +245,7 @@ def test_a_wider_limit_races_only_the_new_ones_and_the_yardsticks(world: World) 
     second = {name for race, name in races if race == "sm80 2"}
     assert {name for race, name in races if race == "sm80 1"} == first
     assert second >= set(IDS.values()) - first
-    assert candidate_id("sm80", DEFAULT) in second
+    assert candidate_id(DEFAULT) in second
     assert len(second & first) <= 2
 
 
@@ -252,7 +253,7 @@ def test_without_time_only_the_rows_of_the_tables_are_measured_and_more_time_goe
     _, display = sweep(world, make_plan(budget=0.0))
     assert display.counts["gate"] == {"kept": 1, "left for later": 6}
     sweep(world)
-    assert {name for name, _ in timed(world)} == {*IDS.values(), candidate_id("sm80", DEFAULT)}
+    assert {name for name, _ in timed(world)} == {*IDS.values(), candidate_id(DEFAULT)}
 
 
 def test_peers_are_timed_beside_and_judge_nobody(world: World) -> None:
@@ -269,7 +270,7 @@ def test_far_behind_in_one_cell_is_not_timed_in_the_others_of_its_shape_class(wo
     samples = timed(world)
     assert (IDS[16], CELLS[1].id) in samples
     assert (IDS[16], cells[2].id) not in samples
-    assert (candidate_id("sm80", DEFAULT), cells[2].id) in samples
+    assert (candidate_id(DEFAULT), cells[2].id) in samples
     assert display.counts["time"]["far behind elsewhere"] >= 1
 
 
@@ -278,12 +279,13 @@ def test_far_behind_in_one_cell_is_not_timed_in_the_others_of_its_shape_class(wo
 def test_every_candidate_is_kept_or_has_a_reason(target: str, family: Any, head_dim: int) -> None:
     cell = Cell(head_dim, "full", 512)
     plan = make_plan(target=target, families=(family,), cells=(cell,), traits=None, limit=40)
-    space = make_space(plan, family, (head_dim, head_dim), get_arch(target))
+    space = make_space(plan, TableKey("fwd", target, family), (head_dim, head_dim))
     considered = len(space.chosen) + len(space.refused)
     assert considered >= 200
     assert len(space.chosen) <= 40 + len(space.always)
     assert all(reason for _, reason in space.refused)
-    assert {*space.chosen, *(traits for traits, _ in space.refused)} >= set(enumerate_fwd(family, head_dim, head_dim))
+    every = set(enumerate_traits("fwd", family, head_dim, head_dim))
+    assert {*space.chosen, *(traits for traits, _ in space.refused)} >= every
     shipped = {
         row.traits for row in TABLES["fwd", target, family] if row.traits.head_dim == row.traits.head_dim_v == head_dim
     }
@@ -293,7 +295,7 @@ def test_every_candidate_is_kept_or_has_a_reason(target: str, family: Any, head_
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_the_score_finds_the_hopper_rows_that_were_measured(head_dim: int) -> None:
     arch = get_arch("sm_90a")
-    fitting = [t for t, reason in prune(enumerate_fwd("sm90", head_dim, head_dim), arch) if reason is None]
+    fitting = [one for one in enumerate_traits("fwd", "sm90", head_dim, head_dim) if one.check(arch) is None]
     order = shortlist(fitting, arch)
     rows = [
         row.traits
@@ -307,7 +309,7 @@ def test_the_score_finds_the_hopper_rows_that_were_measured(head_dim: int) -> No
 
 def test_a_shortlist_mixes_tiles() -> None:
     arch = get_arch("sm_90a")
-    fitting = [t for t, reason in prune(enumerate_fwd("sm90", 128, 128), arch) if reason is None]
+    fitting = [one for one in enumerate_traits("fwd", "sm90", 128, 128) if one.check(arch) is None]
     tiles = {(traits.tile_m, traits.tile_n) for traits in shortlist(fitting, arch)[:40]}
     assert len(tiles) >= 8
 
@@ -321,7 +323,7 @@ def timing(name: str, race: str, samples: int, key: str = "k", ms: float = 1.0) 
 
 
 @pytest.mark.parametrize(
-    ("timings", "heat"),
+    ("timings", "planned"),
     [
         ([], ("sm80 1", {"a": 0, "b": 0, "c": 0})),
         # Interrupted in the first round: everybody else joins.
@@ -337,9 +339,9 @@ def timing(name: str, race: str, samples: int, key: str = "k", ms: float = 1.0) 
         ([timing(name, "sm80 1", 5) for name in "abc"], None),
     ],
 )
-def test_the_next_race(timings: list[Timing], heat: tuple[str, dict[str, int]] | None) -> None:
+def test_the_next_race(timings: list[Timing], planned: tuple[str, dict[str, int]] | None) -> None:
     found = arrange(FIELD, "abc", past_of(FIELD, timings), RULES)
-    assert (found and (found.name, {name: len(values) for name, values in found.samples.items()})) == heat
+    assert (found and (found.name, {name: len(values) for name, values in found.samples.items()})) == planned
 
 
 def test_limits_are_generous_enough_for_a_first_compilation() -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cuteflash.cli import sweep
+from cuteflash.problem import MASK_KINDS, FwdProblem, MaskKind
+from cuteflash.traits.candidates import SM90_TILE_N
+from cuteflash.tune.cuda_backend import gate_cells
 from cuteflash.tune.inputs import OUTLIERS, Kind, of_kind, parse_kind
+from cuteflash.tune.plan import SINK
 
 SEQLEN = 400
 
@@ -29,9 +34,10 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> torc
     [
         ("plain", Kind("plain"), "plain"),
         ("sink:12", Kind("sink", 12.0), "sink:12"),
+        ("sink:30:middle", Kind("sink", 30.0, "middle"), "sink:30:middle"),
         (" sink:7.50", Kind("sink", 7.5), "sink:7.5"),
         ("ramp:-60", Kind("ramp", -60.0), "ramp:-60"),
-        ("peaked:half", Kind("peaked", half=True), "peaked:half"),
+        ("peaked:half", Kind("peaked", option="half"), "peaked:half"),
         ("outliers", Kind("outliers"), "outliers"),
     ],
 )
@@ -43,7 +49,26 @@ def test_kinds_parse_from_text_and_have_one_text(text: str, kind: Kind, canonica
 
 @pytest.mark.parametrize(
     "text",
-    ["", "sink", "sink:", "sink:x", "sink:0", "sink:-3", "sink:nan", "sink:inf", "ramp:2000", "peaked:2", "plain:1"],
+    [
+        "",
+        "sink",
+        "sink:",
+        "sink:x",
+        "sink:0",
+        "sink:-3",
+        "sink:nan",
+        "sink:inf",
+        "ramp:2000",
+        "peaked:2",
+        "plain:1",
+        "sink:3:half",
+        "sink:middle",
+        "ramp:3:middle",
+        "sink:3:middle:",
+        "peaked:middle",
+        "plain:",
+        "outliers:half",
+    ],
 )
 def test_what_is_no_kind_is_refused_with_what_there_is(text: str) -> None:
     with pytest.raises(ValueError, match=r"inputs is .*allowed: plain, sink:NATS"):
@@ -67,6 +92,34 @@ def test_a_sink_scores_so_many_nats_above_the_others_for_every_query(nats: float
     assert abs(sink.mean().item() - nats) < 0.5
     assert abs(others.mean().item()) < 0.1
     assert 0.9 < others.std().item() < 1.1
+
+
+def test_a_sink_in_the_middle_is_at_the_middle_key_wherever_other_sinks_are() -> None:
+    q, k, _ = of_kind("sink:30:middle", *plain(), place=3)
+    at_the_middle, _, _ = of_kind("sink:30", *plain(), place=SEQLEN // 2)
+    assert torch.equal(q, at_the_middle)
+    means = scores(q, k).mean(dim=(0, 1, 2))
+    assert means.argmax() == SEQLEN // 2 and abs(means[SEQLEN // 2].item() - 30) < 0.5
+    assert abs(means[3].item()) < 1
+
+
+@pytest.mark.parametrize("mask", MASK_KINDS)
+def test_the_gates_sinks_in_the_middle_lie_in_blocks_that_every_query_sees_whole(mask: MaskKind) -> None:
+    """Not in a tile's first block or one that a mask cuts: their maxima move anyway, and nothing is repaired."""
+    cells = [cell for cell in gate_cells(FwdProblem.dense("bf16", 64, 64, mask)) if cell.inputs.endswith("middle")]
+    assert len(cells) == 2
+    for cell in cells:
+        sink, block, first_own = cell.seqlen // 2, max(SM90_TILE_N), cell.seqlen - cell.seqlen_q
+        left, right = cell.window
+        assert max(0, cell.seqlen - 1 - left) + block <= sink
+        assert sink <= min(cell.seqlen, first_own + right) - block
+
+
+@pytest.mark.parametrize("text", sweep.LENGTHS.split(","))
+def test_sinks_of_races_lie_beyond_the_block_that_a_tile_begins_with(text: str) -> None:
+    assert SINK == "sink:12:middle"
+    keys = int(text.rpartition("x")[2])
+    assert keys // 2 >= max(SM90_TILE_N)
 
 
 def test_a_sink_knows_the_scale() -> None:

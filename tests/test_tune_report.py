@@ -21,7 +21,6 @@ from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.row import TRAITS
 from cuteflash.traits.tables import TABLES
 from cuteflash.tune import report
-from cuteflash.tune.apply import proposed, shipped_defaults
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import newest_verdicts, title, where_lost
 from cuteflash.tune.rank import estimate
@@ -40,14 +39,15 @@ from cuteflash.tune.report.slots import (
     slot_facts,
 )
 from cuteflash.tune.report.verdict import headline, measured
-from cuteflash.tune.results import Run, Slot, candidates_of, load_runs
-from cuteflash.tune.select import cover, decide
+from cuteflash.tune.results import Run, Slot, all_candidates, candidates_of, load_runs
+from cuteflash.tune.select import cover, decide, proposed, shipped_defaults
 from cuteflash.tune.store import Store, Timing, Verdict
 from layouts.page import PAGE, page_data
 from tests.html_parts import Parts
 from tests.layouts.web import BASE_JS, run_js
 from tests.sweep_fakes import World, sweep
 from tests.sweep_synthetic import GPU, MATMUL, Filler, Sweep
+from tests.user_tables import SM90
 
 WEB = pathlib.Path(report.__file__).parent / "web"
 LIMIT = 3_000_000  # bytes of a page
@@ -97,7 +97,7 @@ def test_the_head_names_machine_versions_sources_and_times(store: Store, data: d
 def test_every_candidate_is_there_with_its_traits(store: Store, data: dict[str, Any]) -> None:
     for pair in ((64, 64), (128, 128)):
         space = space_of(data, f"sm90 {pair[0]}x{pair[1]}")
-        expected = candidates_of(store, "sm90", pair)
+        expected = candidates_of(store, "fwd", "sm90", pair)
         assert space["ids"] == sorted(expected)
         for trait in space["traits"]:
             column = [ord(letter) - ord("0") for letter in trait["column"]] or [0] * len(space["ids"])
@@ -187,7 +187,7 @@ def test_the_times_are_those_of_the_races(store: Store, data: dict[str, Any]) ->
 def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[str, Any]) -> None:
     space = space_of(data, "sm90 128x128")
     runs = load_runs(store, "sm_90a", GPU, space["ids"])
-    defaults = shipped_defaults(store, "sm_90a", "sm90", (128, 128))
+    defaults = shipped_defaults(store, SM90, (128, 128))
     decisions = {decision.slot: decision for decision in decide(runs, defaults)}
     rows = cover(list(decisions.values()))
     slots = {Slot(one["mask"], one["dtype"], one["lengths"]): one for one in space["slots"]}
@@ -213,7 +213,7 @@ def test_the_winners_are_those_of_the_choice_of_rows(store: Store, data: dict[st
 def test_the_table_rows_are_those_that_apply_would_write(store: Store, data: dict[str, Any]) -> None:
     for pair in ((64, 64), (128, 128)):
         space = space_of(data, f"sm90 {pair[0]}x{pair[1]}")
-        picks = proposed(store, "sm_90a", "sm90", pair, GPU)
+        picks = proposed(store, SM90, pair, GPU)
         assert {space["ids"][slot["row"]] for slot in space["slots"]} == {pick.candidate for pick in picks}
 
 
@@ -221,9 +221,7 @@ def test_who_failed_while_it_was_timed_has_no_speed(tmp_path: pathlib.Path) -> N
     with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=4)) as store:
         (space,) = collect(store, Scope())["spaces"]
         winner = space["ids"][space["slots"][0]["winner"]]
-        store.record_verdict(
-            Verdict(winner, "sm_90a", "bf16 128x128 full", "time", "k", False, "D128 full 4096: crashed")
-        )
+        store.record(Verdict(winner, "sm_90a", "bf16 128x128 full", "time", "k", False, "D128 full 4096: crashed"))
         (after,) = collect(store, Scope())["spaces"]
     place = space["ids"].index(winner)
     assert [problem["states"][place] for problem in after["problems"]] == ["t"]
@@ -256,7 +254,7 @@ def test_peers_are_compared_within_the_familys_own_races(tmp_path: pathlib.Path)
         for timing in store.timings(race="sm80 1"):  # the clock was half as fast in the later races
             numbers = {name: 2 * getattr(timing, name) for name in ("ms", "low", "high")}
             samples = tuple(2 * sample for sample in timing.samples)
-            store.record_timing(dataclasses.replace(timing, **numbers, samples=samples))
+            store.record(dataclasses.replace(timing, **numbers, samples=samples))
         data = collect(store, Scope())
     assert "peer:fa4" in names
     for space in data["spaces"]:
@@ -289,8 +287,8 @@ def test_the_roof_is_the_matrix_product_of_the_same_run(tmp_path: pathlib.Path) 
     with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=4)) as store:
         machine = store.runs()[0]
         for at, rate in (("2020-01-01T00:00:00.000+00:00", 1.0), ("2030-01-01T00:00:00.000+00:00", 2.0)):
-            store.mark(f"run {at}", {**machine, "at": at, "matmul_tflops": rate})
-        store.mark("run elsewhere", {**machine, "gpu": "another", "matmul_tflops": 3.0})
+            store.add_run(at, {**machine, "matmul_tflops": rate})
+        store.add_run(f"{machine['at']}1", {**machine, "gpu": "another", "matmul_tflops": 3.0})
         (space,) = collect(store, Scope())["spaces"]
     assert [cell["matmul"] for cell in space["cells"]] == [MATMUL]
 
@@ -350,7 +348,7 @@ def test_the_headline_is_the_verdict_on_all_spaces_of_a_family(data: dict[str, A
 
 def test_titles_are_those_of_the_explanations(store: Store, data: dict[str, Any]) -> None:
     space = data["spaces"][-1]
-    traits = candidates_of(store, space["family"], (space["head_dim"], space["head_dim_v"]))
+    traits = candidates_of(store, "fwd", space["family"], (space["head_dim"], space["head_dim_v"]))
     assert script("s.ids.map((_, who) => R.model.title(s, who))", data) == [
         title(traits[name]) for name in space["ids"]
     ]
@@ -377,7 +375,7 @@ def test_a_trait_is_worth_what_pairs_that_differ_in_it_alone_say(store: Store, d
     cells = "R.model.cellsOf(s, { mask: 'full', dtype: 'bf16', lengths: 'long' })"
     reference = next(one["winner"] for one in space["slots"] if (one["mask"], one["lengths"]) == ("full", "long"))
     found = script(f"R.model.effects(s, R.model.shares(s, {cells}), {reference})", data)
-    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "sm90", (128, 128)).items()}
+    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "fwd", "sm90", (128, 128)).items()}
     times: dict[str, dict[str, float]] = collections.defaultdict(dict)
     for one in load_runs(store, "sm_90a", GPU, space["ids"]):
         if one.slot == where:
@@ -411,7 +409,7 @@ def test_a_trait_is_worth_what_pairs_that_differ_in_it_alone_say(store: Store, d
 
 def test_what_changes_between_two_candidates_are_the_traits_that_differ(store: Store, data: dict[str, Any]) -> None:
     space = data["spaces"][-1]
-    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "sm90", (128, 128)).items()}
+    fields = {name: dataclasses.asdict(one) for name, one in candidates_of(store, "fwd", "sm90", (128, 128)).items()}
     for before, after in itertools.pairwise(random.Random(1).sample(space["ids"], 4)):
         places = [space["ids"].index(before), space["ids"].index(after)]
         assert script(f"R.model.differences(s, {places[0]}, {places[1]})", data) == [
@@ -483,7 +481,7 @@ def test_who_was_rejected_for_one_problem_and_never_built_for_another_is_rejecte
         names = [one.candidate for one in store.verdicts(stage="prune", ok=1)]
         for name, mask, ok in ((names[0], "full", False), (names[1], "full", True), (names[1], "causal", False)):
             reason = None if ok else "spills 8 bytes a thread"
-            store.record_verdict(Verdict(name, "sm_90a", f"bf16 128x128 {mask}", "compile", "k", ok, reason))
+            store.record(Verdict(name, "sm_90a", f"bf16 128x128 {mask}", "compile", "k", ok, reason))
         data = collect(store, Scope())
     counts = script("R.model.funnel(s, null)", data)
     assert (counts["c"], counts["w"], counts["u"]) == (1, 1, len(names) - 2)
@@ -512,7 +510,7 @@ def test_the_funnel_counts_every_candidate_where_it_came_furthest(data: dict[str
 )
 def test_the_table_is_searched_by_traits(store: Store, data: dict[str, Any], words: str, passes: Any) -> None:
     space = data["spaces"][-1]
-    traits = candidates_of(store, "sm90", (128, 128))
+    traits = candidates_of(store, "fwd", "sm90", (128, 128))
     found = script(f"s.ids.map((_, who) => R.model.matches(s, who, '', {json.dumps(words.split())}))", data)
     assert found == [passes(traits[name]) for name in space["ids"]]
 
@@ -553,7 +551,7 @@ def test_who_cannot_run_or_was_rejected_everywhere_has_no_analytic_score(data: d
 def test_a_dry_run_is_told_by_the_analytic_score(tmp_path: pathlib.Path) -> None:
     with filled(tmp_path / "db", Sweep(until="prune", limit=5)) as store:
         data = data_of(make_report(store))
-        traits = candidates_of(store, "sm90", (128, 128))
+        traits = candidates_of(store, "fwd", "sm90", (128, 128))
     space, arch = data["spaces"][0], get_arch("sm_90a")
     assert (data["gpu"], space["slots"], space["cells"], space["problems"]) == (None, [], [], [])
     clocks = {name: estimate(one, arch) for name, one in traits.items() if one.check(arch) is None}
@@ -619,10 +617,10 @@ def test_of_several_targets_one_must_be_named(tmp_path: pathlib.Path) -> None:
 def test_a_failed_timing_and_one_of_an_infinite_interval_are_no_obstacle(tmp_path: pathlib.Path) -> None:
     with filled(tmp_path / "db", Sweep(lengths=((4096, 4096),), masks=("full",), limit=3)) as store:
         names = {"candidate": "0" * 16, "cell": store.timings()[0].cell, "target": "sm_90a", "gpu": GPU, "driver": "d"}
-        store.record_timing(Timing(**names, key="k", race="sm90 2", error="no answer within 90 s"))
+        store.record(Timing(**names, key="k", race="sm90 2", error="no answer within 90 s"))
         one = store.timings()[0]
-        store.record_timing(dataclasses.replace(one, samples=(1.0,), low=0.0, high=math.inf))
-        store.record_verdict(Verdict(one.candidate, "sm_90a", "bf16 128x128 full softcap", "gate", "k", False, "wrong"))
+        store.record(dataclasses.replace(one, samples=(1.0,), low=0.0, high=math.inf))
+        store.record(Verdict(one.candidate, "sm_90a", "bf16 128x128 full softcap", "gate", "k", False, "wrong"))
         (space,) = data_of(make_report(store))["spaces"]
     assert None in space["cells"][0]["times"]["above"]
 
@@ -660,9 +658,10 @@ def gallery(folder: pathlib.Path, store: Store, names: list[str], mask: str = "f
     """A folder with an index and a page for each of these candidates, as `cuteflash layouts --all` writes them."""
     folder.mkdir()
     (folder / "index.html").write_text(PAGE.render("index", page_data("index", ["index"], gallery=[])))
+    candidates = all_candidates(store)
     for name in names:
-        family, traits = store.candidates()[name]
-        kernel = {"arch": "sm_90a", "family": family, "traits": traits, "mask": mask, "dtype": "bf16"}
+        traits = dataclasses.asdict(candidates[name])
+        kernel = {"arch": "sm_90a", "family": candidates[name].family, "traits": traits, "mask": mask, "dtype": "bf16"}
         scene = {"title": f"row {name}", "kernel": kernel}
         text = PAGE.render("row", page_data("kernel", ["kernel"], "row", {"row": scene}))
         (folder / f"a row {name}.html").write_text(text)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuteflash.tune.results import Run, Slot, lead, level, round_factors, runners
+from cuteflash.tune.results import Run, Slot, lead, remove_drift, round_factors, runners
 from cuteflash.tune.store import Timing
 from cuteflash.tune.timing import interval
 
@@ -53,7 +53,7 @@ def test_without_noise_the_factors_and_every_ratio_are_found(
     ]
     middle = math.exp(statistics.median(map(math.log, clock)))
     assert round_factors([one.samples for one in race]) == pytest.approx([factor / middle for factor in clock])
-    for one, (ms, _), length in zip(level(race), field, lengths, strict=True):
+    for one, (ms, _), length in zip(remove_drift(race), field, lengths, strict=True):
         assert one.samples == pytest.approx([ms * middle] * length)
         assert one.ms is not None and one.tflops == pytest.approx(600 / one.ms)
 
@@ -64,9 +64,9 @@ def test_with_noise_intervals_are_tighter_and_still_hold_the_true_ratio(lengths:
     seeds = range(200)
     for seed in seeds:
         race = make_race(seed, lengths)
-        levelled = level(race)
+        steady = remove_drift(race)
         last = len(lengths) - 1
-        raw, (middle, least, most) = (lead(run(some[0]), run(some[last])) for some in (race, levelled))
+        raw, (middle, least, most) = (lead(run(some[0]), run(some[last])) for some in (race, steady))
         holding += least <= last / 50 <= most
         tighter += most - least < raw[2] - raw[1]
         closer += abs(raw[0] - last / 50) - abs(middle - last / 50)
@@ -81,7 +81,7 @@ def test_noise_without_drift_is_not_taken_for_the_clocks(lengths: list[int]) -> 
     widths = []
     for seed in range(200):
         race = make_race(seed, lengths, drift=0.0)
-        (_, low, high), (_, least, most) = (lead(run(some[0]), run(some[1])) for some in (race, level(race)))
+        (_, low, high), (_, least, most) = (lead(run(some[0]), run(some[1])) for some in (race, remove_drift(race)))
         widths.append((most - least) / (high - low))
     assert 0.9 < statistics.mean(widths) < 1.15
 
@@ -89,13 +89,13 @@ def test_noise_without_drift_is_not_taken_for_the_clocks(lengths: list[int]) -> 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6), st.integers(1, 9))
 def test_a_race_of_equal_factors_is_unchanged(times: list[float], rounds: int) -> None:
     race = [timing(str(place), [ms] * rounds) for place, ms in enumerate(times)]
-    assert level(race) == race
+    assert remove_drift(race) == race
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9))
 def test_who_runs_alone_keeps_his_samples(samples: list[float]) -> None:
     race = [timing("alone", samples)]
-    assert level(race) == race
+    assert remove_drift(race) == race
     with_leaver = round_factors([samples, samples[:1]])
     assert with_leaver[1:] == [1.0] * (len(samples) - 1)
 
@@ -103,7 +103,7 @@ def test_who_runs_alone_keeps_his_samples(samples: list[float]) -> None:
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
 def test_a_single_sample_is_unchanged_and_its_interval_unknown(times: list[float]) -> None:
     race = [timing(str(place), [ms]) for place, ms in enumerate(times)]
-    found = level(race)
+    found = remove_drift(race)
     assert [one.ms for one in found] == pytest.approx(times)
     assert all((one.low, one.high) == (0.0, math.inf) for one in found)
 
@@ -113,14 +113,14 @@ def test_who_left_in_the_fast_rounds_is_not_the_faster_for_it() -> None:
     stay = [timing(name, [ms * factor for factor in clock]) for name, ms in (("a", 1.0), ("b", 1.01), ("c", 1.02))]
     left = timing("left", [1.05] * 3)
     raw = lead(run(stay[0]), run(left))[0]
-    found = level([*stay, left])
+    found = remove_drift([*stay, left])
     assert raw < 0 < lead(run(found[0]), run(found[3]))[0] == pytest.approx(0.05)
 
 
 def test_each_race_has_its_own_factors_and_its_own_clock() -> None:
     first = [timing(name, [ms, 2 * ms, ms]) for name, ms in (("a", 1.0), ("b", 2.0))]
     second = [timing(name, [3 * ms, ms, ms], "sm90 2") for name, ms in (("a", 1.5), ("b", 3.0))]
-    found = level([first[0], second[0], first[1], second[1]])
+    found = remove_drift([first[0], second[0], first[1], second[1]])
     assert [one.ms for one in found] == pytest.approx([1.0, 1.5, 2.0, 3.0])
     assert [one.samples for one in found] == [pytest.approx([ms] * 3) for ms in (1.0, 1.5, 2.0, 3.0)]
 
@@ -128,8 +128,8 @@ def test_each_race_has_its_own_factors_and_its_own_clock() -> None:
 def test_failures_pass_through() -> None:
     failed = Timing("f", "cell", "sm_90a", "g", "d", "k", "sm90 1", error="hangs")
     race = [timing("a", [1.0, 1.2]), failed, timing("b", [1.0, 1.2])]
-    assert level(race)[1] is failed
-    assert level([failed]) == [failed] and level([]) == []
+    assert remove_drift(race)[1] is failed
+    assert remove_drift([failed]) == [failed] and remove_drift([]) == []
 
 
 def test_runners_are_counted_round_by_round() -> None:

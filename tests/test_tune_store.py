@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 
 from cuteflash.problem import FwdProblem, problem_id
 from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.store import SCHEMA_VERSION, STAGES, Store, StoreError, Timing, Verdict, candidate_id
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TRAITS = FwdTraitsSm80(128, 64, 128, 128)
+CANDIDATE = {"operation": "fwd", "family": "sm80", "traits": dataclasses.asdict(TRAITS)}
 NUMBERS: dict[str, Any] = {"samples": (1.0, 1.5, 2.0), "ms": 1.5, "low": 1.25, "high": 1.75, "tflops": 300.0}
 
 
@@ -47,14 +49,14 @@ def test_what_is_recorded_is_read_again(path: pathlib.Path) -> None:
     rejected = verdict(stage="gate", ok=False, reason="error 0.1, allowed 0.01", details={"error": 0.1})
     failed = timing(cell="other", error="the kernel did not finish within 20 s")
     with Store(path) as store:
-        name = store.add_candidate("sm80", TRAITS)
+        name = store.add_candidates([TRAITS])[0]
         store.add_cell("cell", {"mask": "full"})
-        store.record_verdict(verdict())
-        store.record_verdict(rejected)
-        store.record_timing(timing())
-        store.record_timing(failed)
+        store.record(verdict())
+        store.record(rejected)
+        store.record(timing())
+        store.record(failed)
     with Store(path, create=False) as store:
-        assert store.candidates() == {name: ("sm80", dataclasses.asdict(TRAITS))}
+        assert store.candidates() == [CANDIDATE | {"id": name}]
         assert store.cells() == {"cell": {"mask": "full"}}
         assert store.verdict("c", "sm_80", "p", "gate", "k") == rejected
         assert store.verdicts(ok=True) == [verdict(at=store.verdicts(ok=True)[0].at)]
@@ -77,16 +79,16 @@ def test_numbers_and_texts_come_back_exactly(
 ) -> None:
     one = timing(samples=tuple(samples), high=high, gpu=text, versions=versions)
     with Store(tmp_path_factory.mktemp("store") / "a.db") as store:
-        store.record_timing(one)
+        store.record(one)
         assert store.timings() == [one]
         json.dumps(store.export(), allow_nan=False)
 
 
-def test_identity_is_family_and_every_trait() -> None:
+def test_identity_is_operation_family_and_every_trait() -> None:
     changed = [dataclasses.replace(TRAITS, **change) for change in ({"tile_n": 32}, {"q_in_regs": True})]
-    names = {candidate_id("sm80", TRAITS), candidate_id("sm90", TRAITS), *(candidate_id("sm80", t) for t in changed)}
+    names = {candidate_id(TRAITS), candidate_id(FwdTraitsSm90(128, 64, 128, 128)), *(candidate_id(t) for t in changed)}
     assert len(names) == 4
-    assert candidate_id("sm80", dataclasses.replace(TRAITS)) in names
+    assert candidate_id(dataclasses.replace(TRAITS)) in names
 
 
 def test_problems_read_as_what_they_are() -> None:
@@ -98,12 +100,12 @@ def test_problems_read_as_what_they_are() -> None:
 def test_only_the_same_thing_again_is_replaced(path: pathlib.Path) -> None:
     with Store(path) as store:
         for one in (verdict(), verdict(ok=False, reason="spills"), verdict(key="k2"), verdict(problem="p2")):
-            store.record_verdict(one)
+            store.record(one)
         assert len(store.verdicts()) == 3
         assert store.verdict("c", "sm_80", "p", "compile", "k").reason == "spills"
-        store.record_timing(timing())
-        store.record_timing(timing(ms=1.6))
-        store.record_timing(timing(race="second"))
+        store.record(timing())
+        store.record(timing(ms=1.6))
+        store.record(timing(race="second"))
         assert sorted(one.ms for one in store.timings()) == [1.5, 1.6]
 
 
@@ -112,14 +114,14 @@ def test_what_was_not_timed_under_just_this_is_still_to_do(path: pathlib.Path, c
     done = {"candidate": "c", "cell": "cell", "gpu": "g", "driver": "d", "key": "k"}
     with Store(path) as store:
         assert not store.have_timing(**done)
-        store.record_timing(timing())
+        store.record(timing())
         assert store.have_timing(**done)
         assert not store.have_timing(**done | {changed: "another"})
 
 
 def test_a_failure_counts_as_timed(path: pathlib.Path) -> None:
     with Store(path) as store:
-        store.record_timing(timing(error="hangs"))
+        store.record(timing(error="hangs"))
         assert store.have_timing("c", "cell", "g", "d", "k")
 
 
@@ -141,25 +143,24 @@ def test_a_record_that_contradicts_itself_is_refused(make: Any, complaint: str) 
 
 def test_export_holds_everything_and_is_strict_json(path: pathlib.Path) -> None:
     with Store(path) as store:
-        name = store.add_candidate("sm80", TRAITS)
+        name = store.add_candidates([TRAITS])[0]
         store.add_cell("cell", {"mask": "full"})
-        store.record_verdict(verdict())
-        store.record_timing(timing(samples=(1.0,), low=0.0, high=math.inf))
+        store.record(verdict())
+        store.record(timing(samples=(1.0,), low=0.0, high=math.inf))
         exported = json.loads(json.dumps(store.export(), allow_nan=False))
     assert exported["schema"] == SCHEMA_VERSION
-    assert exported["candidates"] == [{"id": name, "family": "sm80", "traits": dataclasses.asdict(TRAITS)}]
+    assert exported["candidates"] == [CANDIDATE | {"id": name}]
     assert exported["cells"] == [{"id": "cell", "fields": {"mask": "full"}}]
     assert Verdict(**exported["verdicts"][0]).key == "k"
     assert exported["timings"][0]["samples"] == [1.0] and exported["timings"][0]["high"] is None
 
 
-def test_marks_keep_the_last_value(path: pathlib.Path) -> None:
+def test_runs_come_back_oldest_first_with_their_moment(path: pathlib.Path) -> None:
     with Store(path) as store:
         assert store.runs() == []
-        store.mark("run of a", {"gpu": "a"})
-        store.mark("run of b", {"gpu": "b"})
-        store.mark("run of a", {"gpu": "c"})
-        assert store.runs() == [{"gpu": "b"}, {"gpu": "c"}]
+        store.add_run("2026-02-01", {"gpu": "b"})
+        store.add_run("2026-01-31", {"gpu": "a"})
+        assert store.runs() == [{"gpu": "a", "at": "2026-01-31"}, {"gpu": "b", "at": "2026-02-01"}]
 
 
 # What goes wrong.
@@ -182,7 +183,7 @@ def test_other_files_are_left_alone(tmp_path: pathlib.Path) -> None:
     text.write_text("nothing that SQLite knows " * 100)
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE mine (x)")
-    for path, complaint in ((text, "not a database"), (other, "no sweep database")):
+    for path, complaint in ((text, "not a database"), (other, "not a sweep database")):
         before = path.read_bytes()
         with pytest.raises(StoreError, match=complaint) as caught:
             Store(path)
@@ -201,21 +202,21 @@ def test_a_place_that_cannot_hold_it_is_named(tmp_path: pathlib.Path) -> None:
 
 def test_a_full_disk_keeps_what_was_recorded_and_says_so(path: pathlib.Path) -> None:
     with Store(path) as store:
-        store.record_timing(timing())
+        store.record(timing())
         pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
         store._connection.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then fails as it does on a full disk
         with pytest.raises(StoreError) as caught:
             for index in range(1000):
-                store.record_verdict(verdict(key=str(index), ok=False, reason="because " * 20))
+                store.record(verdict(key=str(index), ok=False, reason="because " * 20))
         assert "full" in str(caught.value) and str(path) in str(caught.value)
         assert f"{index} verdicts and 1 timings are kept" in str(caught.value)
         store._connection.execute("PRAGMA max_page_count = 100000")
-        store.record_verdict(verdict(key="after"))
+        store.record(verdict(key="after"))
         assert store.counts()["verdicts"] == index + 1
 
 
 def test_unknown_columns_are_named(path: pathlib.Path) -> None:
-    with Store(path) as store, pytest.raises(ValueError, match="colour is no column of timings; allowed: candidate"):
+    with Store(path) as store, pytest.raises(ValueError, match="colour is not a column of timings; allowed: candidate"):
         store.timings(colour="red")
 
 
@@ -230,7 +231,7 @@ with Store(path) as store:
     for index in range(first, last):
         name = f"candidate {index}"
         if not store.have_timing(name, "cell", "g", "d", "k"):
-            store.record_timing(Timing(name, "cell", "sm_90a", "g", "d", "k", **numbers))
+            store.record(Timing(name, "cell", "sm_90a", "g", "d", "k", **numbers))
             print(index, flush=True)
 """
 
@@ -267,7 +268,7 @@ def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.
 
 def test_a_writer_killed_inside_a_transaction_leaves_the_state_before_it(path: pathlib.Path) -> None:
     with Store(path) as store:
-        store.record_timing(timing(candidate="candidate 0", samples=(1.0,) * 7))
+        store.record(timing(candidate="candidate 0", samples=(1.0,) * 7))
     code = """
 import os, signal, sys
 from cuteflash.tune.store import Store

@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -21,23 +21,22 @@ from cuteflash.cli import sweep_apply
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.compile import cache_dir
-from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS, Operation
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.length_class import DECODE_QUERIES
 from cuteflash.traits.row import Traits
 from cuteflash.tune.cells import TOKENS, Cell, parse_cell
+from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
-from cuteflash.tune.launch import backend
+from cuteflash.tune.operations import DEFAULT
 from cuteflash.tune.peers import PEERS, missing_peer
 from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display
 from cuteflash.tune.store import Store, StoreError
 from cuteflash.tune.timing import Rules
 from cuteflash.tune.variants import parse_variants
-from cuteflash.tune.worker import StartFailed
 
-KERNELS = ("fwd",)
 LENGTHS = "1x8192,512,1024,4096,16384"  # one of a decode step, two short and two long ones
 DECODE_TOKENS = 1 << 17  # of all sequences of a decode cell: enough of them that every multiprocessor has work
 LIMIT = 64
@@ -91,7 +90,7 @@ Reset = Annotated[bool, typer.Option("--reset", help="Remove your own tables; di
 def sweep(
     context: typer.Context,
     *,
-    kernel: Annotated[str, typer.Option(help=f"One of {', '.join(KERNELS)}.")] = "fwd",
+    kernel: results.Kernel = DEFAULT,
     arch: Arch = None,
     family: Families = None,
     head_dim: HeadDim = None,
@@ -127,12 +126,13 @@ def sweep(
     with Usage():
         if reset:
             raise typer.Exit(_reset())
-        names("kernel", kernel, KERNELS)
+        (operation,) = results.one(names("kernel", kernel, OPERATIONS), "kernel", kernel)
         until = _until(dry_run, no_compile, compile_only)
         targets = names("arch", arch, ARCHS) or information.local_target()
         if until == "time":
             _check_gpu(targets)
-        chosen = _cells(cells, _pairs(head_dim, head_dim_v, cells), _masks(mask, causal), dtype, seqlen, inputs)
+        pairs, masks = _pairs(head_dim, head_dim_v, cells), _masks(mask, causal)
+        chosen = _cells(cells, pairs, masks, dtype, seqlen, inputs, operation)
         _ = [cell.problem for cell in chosen]  # says what head dims there are
         common: dict[str, Any] = {
             "limit": limit or None,
@@ -149,7 +149,7 @@ def sweep(
             plans.append(Plan(target, families, own, _traits(traits, chosen, families), **common))
     if not resume:
         _set_aside(database)
-    _run(plans, until, database, results.Shown(show_rejected, as_json))
+    _run(plans, until, database, show_rejected, as_json)
 
 
 app.command()(results.explain)
@@ -158,19 +158,20 @@ app.command()(results.export)
 app.command()(sweep_apply.apply)
 
 
-def _run(plans: Sequence[Plan], until: Until, database: pathlib.Path, shown: results.Shown) -> None:
+def _run(plans: Sequence[Plan], until: Until, database: pathlib.Path, show_rejected: bool, as_json: bool) -> None:
     """Runs the plans one after the other, and shows what came of each."""
-    outcomes = []
-    with kept(database), Store(database) as store:
+    shown = []
+    with results.stopping(lambda: _kept(database)), Store(database) as store:
         for plan in plans:
             with Display() as display:
                 funnel = Funnel(plan, store, display, backend(plan.target))
                 funnel.run(until)
-            outcomes.append(results.Outcome(plan, funnel, display, until))
-            if not shown.as_json:
-                results.show(outcomes[-1], store, shown)
-        if shown.as_json:
-            typer.echo(json.dumps([results.as_json(outcome, store) for outcome in outcomes], indent=1))
+            if as_json:
+                shown.append(results.as_json(funnel, store))
+            else:
+                results.show(funnel, store, show_rejected)
+        if as_json:
+            typer.echo(json.dumps(shown, indent=1))
         elif until == "compile":
             typer.echo(
                 f"\nTo time these kernels elsewhere: take {cache_dir()} along as CUTEFLASH_CACHE_DIR, and {database}; "
@@ -178,23 +179,12 @@ def _run(plans: Sequence[Plan], until: Until, database: pathlib.Path, shown: res
             )
 
 
-@contextlib.contextmanager
-def kept(database: pathlib.Path) -> Iterator[None]:
-    """Turns what may stop a sweep into a message that says what it has kept, and an exit status."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        counts = {}
-        with contextlib.suppress(StoreError), Store(database, create=False) as store:
-            counts = store.counts()
-        known = f"{counts.get('verdicts', 0)} verdicts and {counts.get('timings', 0)} timings are kept in {database}"
-        results.complain(f"stopped; {known}, and the same command goes on from there", results.INTERRUPTED)
-    except (StoreError, StartFailed) as error:
-        results.complain(str(error), 1)
-    except OSError as error:
-        results.complain(
-            f"{error}; what was found so far is kept in {database}, and the same command goes on from there", 1
-        )
+def _kept(database: pathlib.Path) -> str:
+    """What a sweep that is stopped leaves, in words."""
+    counts = {}
+    with contextlib.suppress(StoreError), Store(database, create=False) as store:
+        counts = store.counts()
+    return f"{counts.get('verdicts', 0)} verdicts and {counts.get('timings', 0)} timings are kept in {database}"
 
 
 def _reset() -> int:
@@ -235,13 +225,14 @@ def _cells(
     dtype: str,
     seqlen: str,
     inputs: str | None,
+    operation: Operation,
 ) -> tuple[Cell, ...]:
-    """The problems to time; a single query is none of a causal mask, whose kernel it does not take."""
+    """The problems to time, without a single query under a causal mask, which takes the kernel of mask full."""
     dtypes, kinds = names("dtype", dtype, DTYPES), (inputs or PLAIN).split(",")
     if cells is not None:
         if inputs is not None:
             raise ValueError("cells and inputs are both given; allowed: inputs of a cell behind its mask")
-        return tuple(parse_cell(text, kind) for text in cells.split(",") for kind in dtypes)
+        return tuple(parse_cell(text, kind, operation) for text in cells.split(",") for kind in dtypes)
     found = []
     for (d, d_v), masking, kind, text in itertools.product(pairs, masks, dtypes, seqlen.split(",")):
         first, _, second = text.strip().partition("x")
@@ -251,7 +242,7 @@ def _cells(
         if not (masking == "causal" and queries == 1):
             tokens = DECODE_TOKENS if 0 < queries <= DECODE_QUERIES else TOKENS
             whole = max(1, tokens // max(keys, 1)) * keys
-            cell = Cell(d, masking, keys, kind, head_dim_v=d_v, seqlen_q=queries, tokens=whole)
+            cell = Cell(d, masking, keys, kind, head_dim_v=d_v, seqlen_q=queries, tokens=whole, operation=operation)
             found += [dataclasses.replace(cell, inputs=values) for values in kinds]
     return tuple(dict.fromkeys(found))
 

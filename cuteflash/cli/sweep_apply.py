@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -14,18 +14,18 @@ from cuteflash import usertable
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.compile import cache_dir
+from cuteflash.problem import OPERATIONS
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
 from cuteflash.traits.row import TableKey
 from cuteflash.tune import tables
-from cuteflash.tune.apply import measured_row, proposed, swept_head_dims
 from cuteflash.tune.building import Kernel, complaints
+from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.explain import title
-from cuteflash.tune.extras import Settled, settle
-from cuteflash.tune.launch import backend
+from cuteflash.tune.feature_checks import settle
 from cuteflash.tune.progress import Display
 from cuteflash.tune.results import measured_gpu
-from cuteflash.tune.select import Pick
-from cuteflash.tune.worker import StartFailed
+from cuteflash.tune.select import Pick, proposed, swept_head_dims
+from cuteflash.usertable import MeasuredRow
 
 
 def apply(
@@ -46,40 +46,43 @@ def apply(
     Their kernels are compiled with softcap and log-sum-exp as well: a row serves what ptxas has no complaint about.
     """
     with results.opened(database) as store, Usage():
-        target = results.swept_target(store, arch)
+        target = results.swept(store, arch)
         chosen = measured_gpu(store, target, gpu)
-        pairs = [results.padded(pair) for pair in head_dims(head_dim, None)] if head_dim else swept_head_dims(store)
+        asked = [results.padded(pair) for pair in head_dims(head_dim, None)] if head_dim else None
         families: Sequence[Family] = names("family", family, FAMILIES) or get_arch(target).families
-        picked = {
-            name: [pick for pair in pairs for pick in proposed(store, target, name, pair, chosen)] for name in families
-        }
+        swept = {operation: swept_head_dims(store, operation) for operation in OPERATIONS}
+        picked = {}
+        for table in (TableKey(operation, target, name) for operation in OPERATIONS for name in families):
+            pairs = swept[table.operation] if asked is None else asked
+            picked[table] = [pick for pair in pairs for pick in proposed(store, table, pair, chosen)]
         if not any(picked.values()):
-            swept = ", ".join(f"{d}x{d_v}" for d, d_v in swept_head_dims(store))
+            there = ", ".join(f"{d}x{d_v}" for d, d_v in sorted(set(itertools.chain(*swept.values()))))
             raise ValueError(
-                f"nothing was timed for {target}, family {', '.join(families)}, head_dim {head_dim or swept}; "
-                f"{database} has head dims {swept}"
+                f"nothing was timed for {target}, family {', '.join(families)}, head_dim {head_dim or there}; "
+                f"{database} has head dims {there}"
             )
         better = [picks for picks in picked.values() if shipped is not None or not all(pick.kept for pick in picks)]
         if better and not dry_run:
             _check_writable(shipped)
         settled = _settled([pick for picks in better for pick in picks], target, jobs)
-        for name, picks in picked.items():
-            rows = [one for one in settled if one.row.traits.family == name]
-            for line in [_words(one.pick, one) for one in rows] or [_words(pick) for pick in picks]:
-                typer.echo(f"{target}/{name}: {line}")
+        for table, picks in picked.items():
+            made_for = table.operation, table.family
+            rows = [one for one in settled if (one.row.traits.operation, one.row.traits.family) == made_for]
+            for pick in rows or picks:
+                typer.echo(f"{table}: {_words(pick)}")
             if picks and not rows:
-                typer.echo(f"{target}/{name}: nothing beats the shipped rows beyond noise; nothing is written")
+                typer.echo(f"{table}: nothing beats the shipped rows beyond noise; nothing is written")
             elif rows and not dry_run:
-                measured = [measured_row(one, chosen) for one in rows]
+                measured = [MeasuredRow(one.row, chosen, one.at[:10], one.tflops) for one in rows]
                 if shipped is None:
-                    path = tables.write_user(TableKey("fwd", target, name), measured)
+                    path = tables.write_user(table, measured)
                 else:
-                    path = tables.write_shipped(TableKey("fwd", target, name), measured, shipped)
+                    path = tables.write_shipped(table, measured, shipped)
                 typer.echo(f"written: {path}")
 
 
-def _settled(picks: Sequence[Pick], target: str, jobs: int) -> list[Settled]:
-    """The picks with the extras that they serve, for which this compiles their kernels."""
+def _settled(picks: Sequence[Pick], target: str, jobs: int) -> list[Pick]:
+    """The picks with the features that they serve, for which this compiles their kernels."""
     if not picks:
         return []
     compiler = backend(target)
@@ -87,23 +90,9 @@ def _settled(picks: Sequence[Pick], target: str, jobs: int) -> list[Settled]:
     def judge(kernels: Sequence[Kernel], what: str) -> Mapping[Kernel, str | None]:
         return complaints(kernels, f"compile {what}", jobs, display, compiler)
 
-    with _nothing_written(), Display() as display:
+    kept = f"nothing is written; the kernels compiled so far are kept in {cache_dir()}"
+    with results.stopping(lambda: kept), Display() as display:
         return settle(picks, judge)
-
-
-@contextlib.contextmanager
-def _nothing_written() -> Iterator[None]:
-    """Turns what may stop the compiling into a message and an exit status."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        results.complain(
-            f"stopped, nothing is written; the kernels compiled so far are kept in {cache_dir()}, and the same command "
-            "goes on from there",
-            results.INTERRUPTED,
-        )
-    except StartFailed as error:
-        results.complain(f"{error}; nothing is written", 1)
 
 
 def _check_writable(shipped: pathlib.Path | None) -> None:
@@ -114,14 +103,13 @@ def _check_writable(shipped: pathlib.Path | None) -> None:
         raise ValueError(f"shipped is {shipped}, which is not a directory; one is needed for the shipped tables' files")
 
 
-def _words(pick: Pick, settled: Settled | None = None) -> str:
-    """A row with what was measured, and why it lacks extras; none are mentioned if they are not known."""
-    row, lacking = (settled.row, settled.lacking) if settled is not None else (pick.row, {})
+def _words(pick: Pick) -> str:
+    """A row with what was measured, and why it lacks features, if that is known."""
     if pick.kept:
         change = "as shipped"
     elif pick.gain is None:
         change = "no shipped row was timed there"
     else:
         change = f"{pick.gain:+.1%} over the shipped rows"
-    reasons = [f"no {name}, because of {reason}" for name, reason in lacking.items()]
-    return "; ".join([f"{row.title}: {title(row.traits)}, {pick.tflops:.0f} TFLOP/s, {change}", *reasons])
+    reasons = [f"no {name}, because of {reason}" for name, reason in pick.lacking.items()]
+    return "; ".join([f"{pick.row.title}: {title(pick.row.traits)}, {pick.tflops:.0f} TFLOP/s, {change}", *reasons])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -18,18 +18,20 @@ from rich.table import Table
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.output import check_file, write_file
-from cuteflash.problem import FwdProblem, problem_id
+from cuteflash.problem import OPERATIONS, Operands, problem_id
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
-from cuteflash.tune.apply import sound_runs
+from cuteflash.traits.row import TableKey
 from cuteflash.tune.backend import PEER
-from cuteflash.tune.explain import Asked, newest_verdicts, ranked, title
 from cuteflash.tune.explain import explain as explanation_of
-from cuteflash.tune.funnel import Funnel, Until
+from cuteflash.tune.explain import newest_verdicts, ranked, title
+from cuteflash.tune.funnel import Funnel
+from cuteflash.tune.operations import DEFAULT
 from cuteflash.tune.plan import Plan, default_traits
-from cuteflash.tune.progress import Display, summary
+from cuteflash.tune.progress import summary
 from cuteflash.tune.report import Scope, make_report
-from cuteflash.tune.results import Run, load_runs, make_traits
+from cuteflash.tune.results import Run, all_candidates, load_runs, swept_target
 from cuteflash.tune.store import Store, StoreError, candidate_id
+from cuteflash.tune.worker import StartFailed
 
 PLAIN_WIDTH = 160  # columns of a table if stdout is not a terminal
 DATABASE = pathlib.Path("sweep.sqlite")
@@ -43,25 +45,8 @@ FamilyName = Annotated[
 Families = Annotated[str | None, typer.Option("--family", help="Comma-separated families; default: those swept.")]
 HeadDims = Annotated[str | None, typer.Option("--head-dim", help="Comma-separated; default: those swept.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
-Gpu = Annotated[str | None, typer.Option(help="Whose timings, where there are several GPUs'.")]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shown:
-    """How results are shown."""
-
-    rejected: bool
-    as_json: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """One target's sweep, when it is over."""
-
-    plan: Plan
-    funnel: Funnel
-    display: Display
-    until: Until
+Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")]
+Gpu = Annotated[str | None, typer.Option(help="Whose timings, if there are several GPUs'.")]
 
 
 def explain(
@@ -72,15 +57,17 @@ def explain(
     head_dim_v: Annotated[str | None, typer.Option(help="Columns of V and O; default: the same.")] = None,
     where: Annotated[str | None, typer.Option(help="Traits to look for, e.g. tile_m=128,q_in_regs=true.")] = None,
     gpu: Gpu = None,
+    kernel: Kernel = DEFAULT,
     database: Database = DATABASE,
 ) -> None:
     """Say why a configuration was rejected, or by how much and where it lost, and by what margin the winner won."""
     with opened(database) as store, Usage():
-        (pair,) = _one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
-        target = swept_target(store, arch)
+        (pair,) = one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
+        (operation,) = one(names("kernel", kernel, OPERATIONS), "kernel", kernel)
+        target = swept(store, arch)
         chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
-        asked = Asked(target, chosen, padded(pair), _fields(where), gpu)
-        typer.echo(explanation_of(store, asked).text, nl=False)
+        table = TableKey(operation, target, chosen)
+        typer.echo(explanation_of(store, table, padded(pair), _fields(where), gpu), nl=False)
 
 
 def export(
@@ -122,84 +109,81 @@ def report(
         if head_dim_v is not None and head_dim is None:
             raise ValueError("head_dim_v is given without head_dim; allowed: both, or --head-dim alone")
         _check_output(output, database)
-        (target,) = _one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else (None,)
+        target = swept(store, arch)
         pairs = tuple(map(padded, head_dims(head_dim, head_dim_v))) if head_dim is not None else None
         scope = Scope(target, tuple(names("family", family, FAMILIES)) or None, pairs, gpu)
         size = write_file(output, make_report(store, scope, layouts, output.parent))
         typer.echo(f"{output}: {size / 1e6:.2f} MB")
 
 
-def show(outcome: Outcome, store: Store, shown: Shown) -> None:
-    """The funnel's counts, why candidates left and, where there are times, who won."""
+def show(funnel: Funnel, store: Store, show_rejected: bool) -> None:
+    """The funnel's counts, why candidates left and, if there are times, who won."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    plan = outcome.plan
-    console.print(_spaces(outcome))
-    for stage, counts in outcome.display.counts.items():
+    console.print(_spaces(funnel))
+    for stage, counts in funnel.watch.counts.items():
         console.print(f"{stage}: {summary(counts)}", highlight=False, markup=False)
-    left = list(_rejected(outcome, store))
-    lines = (
-        [f"{stage}  {where}  {what}: {reason}" for stage, where, what, reason in left]
-        if shown.rejected
-        else _kinds(left)
-    )
-    for line in lines:
+    left = list(_rejected(funnel, store))
+    for line in (
+        [f"{stage}  {space}  {what}: {why}" for stage, space, what, why in left] if show_rejected else _kinds(left)
+    ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if outcome.until == "time":
-        console.print(_times(plan, store, outcome.funnel.gpu))
+    if funnel.gpu:
+        console.print(_times(funnel.plan, store, funnel.gpu))
         console.print(
             "sweep explain says why a configuration lost, sweep apply writes the table that dispatch uses",
             highlight=False,
         )
 
 
-def as_json(outcome: Outcome, store: Store) -> dict[str, Any]:
+def as_json(funnel: Funnel, store: Store) -> dict[str, Any]:
     """The funnel as JSON values; the database has the rest."""
     return {
-        "target": outcome.plan.target,
+        "target": funnel.plan.target,
         "spaces": [
             {
-                "family": space.family,
-                "head_dim": space.head_dim,
-                "head_dim_v": space.head_dim_v,
+                "operation": space.table.operation,
+                "family": space.table.family,
+                "head_dim": space.head_dims[0],
+                "head_dim_v": space.head_dims[1],
                 "considered": len(space.chosen) + len(space.refused),
                 "kept": len(space.chosen),
             }
-            for space in outcome.funnel.spaces
+            for space in funnel.spaces
         ],
-        "stages": {stage: dict(counts) for stage, counts in outcome.display.counts.items()},
+        "stages": {stage: dict(counts) for stage, counts in funnel.watch.counts.items()},
         "rejected": [
-            {"stage": stage, "problem": where, "candidate": what, "reason": reason}
-            for stage, where, what, reason in _rejected(outcome, store)
+            {"stage": stage, "problem": space, "candidate": what, "reason": reason}
+            for stage, space, what, reason in _rejected(funnel, store)
         ],
-        "said": outcome.display.said,
+        "said": funnel.watch.said,
     }
 
 
-def _spaces(outcome: Outcome) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, title=outcome.plan.target, title_justify="left")
+def _spaces(funnel: Funnel) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, title=funnel.plan.target, title_justify="left")
     for name in ("family", "head dims"):
         table.add_column(name)
     for name in ("considered", "rejected", "left"):
         table.add_column(name, justify="right")
-    for space in outcome.funnel.spaces:
+    for space in funnel.spaces:
         considered = len(space.chosen) + len(space.refused)
         numbers = (considered, len(space.refused), len(space.chosen))
-        table.add_row(space.family, f"{space.head_dim}x{space.head_dim_v}", *map(str, numbers))
+        family, columns = space.title.rsplit(" ", 1)
+        table.add_row(family, columns, *map(str, numbers))
     return table
 
 
-def _rejected(outcome: Outcome, store: Store) -> Iterator[tuple[str, str, str, str]]:
-    """(stage, problem, candidate, reason) of everybody who left."""
-    problems = {problem_id(cell.problem) for cell in outcome.plan.cells}
+def _rejected(funnel: Funnel, store: Store) -> Iterator[tuple[str, str, str, str]]:
+    """(stage, problem, candidate, reason) of all candidates that left."""
+    problems = {problem_id(cell.problem) for cell in funnel.plan.cells}
     chosen: dict[str, str] = {}
-    for space in outcome.funnel.spaces:
-        where = f"{space.family} {space.head_dim}x{space.head_dim_v}"
+    for space in funnel.spaces:
         for traits, reason in space.refused:
-            yield "prune", where, title(traits), reason
-        chosen |= {candidate_id(space.family, traits): f"{space.family} {title(traits)}" for traits in space.chosen}
-    for name, verdicts in newest_verdicts(store, outcome.plan.target, chosen).items():
+            yield "prune", space.title, title(traits), reason
+        chosen |= {candidate_id(traits): f"{traits.family} {title(traits)}" for traits in space.chosen}
+    for name, verdicts in newest_verdicts(store, funnel.plan.target, chosen).items():
         for verdict in verdicts:
             if not verdict.ok and verdict.problem in problems:
                 yield verdict.stage, verdict.problem, chosen[name], str(verdict.reason)
@@ -223,40 +207,39 @@ def _times(plan: Plan, store: Store, gpu: str) -> Table:
     for name in ("TFLOP/s", "default", "gain", *plan.peers, "of matmul"):
         table.add_column(name, justify="right")
     rate = next((run["matmul_tflops"] for run in reversed(store.runs()) if run["gpu"] == gpu), None)
-    traits = {
-        name: made for name, (family, fields) in store.candidates().items() if (made := make_traits(family, fields))
-    }
-    cells = ranked(sound_runs(store, plan.target, gpu, traits))
-    beside = {
-        (run.cell, run.candidate): run for run in load_runs(store, plan.target, gpu, [PEER + n for n in plan.peers])
-    }
-    arch = get_arch(plan.target)
-    for cell in plan.cells:
-        for family in plan.families:
-            runs = [run for run in cells.get(cell.id, ()) if traits[run.candidate].family == family]
-            if runs:
-                defaults = {candidate_id(family, one) for one in default_traits(cell, family, arch)}
-                default = next((run for run in runs if run.candidate in defaults), None)
-                peers = [_rate(beside.get((cell.id, PEER + name))) for name in plan.peers]
-                best = runs[0]
-                gain = f"{default.ms / best.ms - 1:+.1%}" if default is not None else "-"
-                share = f"{best.tflops / rate:.2f}" if rate else "-"
-                words = (
-                    cell.label,
-                    family,
-                    title(traits[best.candidate]),
-                    _rate(best),
-                    _rate(default),
-                    gain,
-                    *peers,
-                    share,
-                )
-                table.add_row(*words)
+    traits = all_candidates(store)
+    cells = ranked(load_runs(store, plan.target, gpu, traits))
+    peers = load_runs(store, plan.target, gpu, [PEER + name for name in plan.peers])
+    beside = {(run.cell, run.candidate): _rate(run) for run in peers}
+    for cell, family in itertools.product(plan.cells, plan.families):
+        runs = [run for run in cells.get(cell.id, ()) if traits[run.candidate].family == family]
+        if runs:
+            defaults = set(default_traits(cell, plan.target, family))
+            default = next((run for run in runs if traits[run.candidate] in defaults), None)
+            best = runs[0]
+            gain = f"{default.ms / best.ms - 1:+.1%}" if default is not None else "-"
+            share = f"{best.tflops / rate:.2f}" if rate else "-"
+            others = [beside.get((cell.id, PEER + name), "-") for name in plan.peers]
+            fastest = title(traits[best.candidate])
+            table.add_row(cell.label, family, fastest, _rate(best), _rate(default), gain, *others, share)
     return table
 
 
 def _rate(run: Run | None) -> str:
     return f"{run.tflops:.0f}" if run is not None else "-"
+
+
+@contextlib.contextmanager
+def stopping(kept: Callable[[], str]) -> Iterator[None]:
+    """Turns what may stop a command into a message that says what is kept, and an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        complain(f"stopped; {kept()}, and the same command goes on from there", INTERRUPTED)
+    except StoreError as error:
+        complain(str(error), 1)
+    except (StartFailed, OSError) as error:
+        complain(f"{error}; {kept()}, and the same command goes on from there", 1)
 
 
 @contextlib.contextmanager
@@ -282,16 +265,14 @@ def _check_output(output: pathlib.Path, database: pathlib.Path) -> None:
         raise ValueError(f"output {output} is the database itself; another file is needed")
 
 
-def swept_target(store: Store, arch: str | None) -> str:
+def swept(store: Store, arch: str | None) -> str:
     """The arch that was asked for, or the only one in the database."""
-    swept = sorted({verdict.target for verdict in store.verdicts()})
-    found = names("arch", arch, ARCHS) or swept
-    if len(found) != 1:
-        raise ValueError(f"arch is {arch!r}; allowed: one of those swept, {', '.join(swept) or 'none'}")
-    return str(found[0])
+    asked = one(names("arch", arch, ARCHS), "arch", arch) if arch is not None else [None]
+    return swept_target(store, asked[0])
 
 
-def _one(items: list[Any], option: str, text: str) -> list[Any]:
+def one(items: list[Any], option: str, text: str) -> list[Any]:
+    """`items`, of which there must be one. ValueError names the option."""
     if len(items) != 1:
         raise ValueError(f"{option} is {text!r}; allowed: one")
     return items
@@ -299,12 +280,12 @@ def _one(items: list[Any], option: str, text: str) -> list[Any]:
 
 def padded(pair: tuple[int, int]) -> tuple[int, int]:
     """A pair of head dims as tables have them. ValueError says what head dims there are."""
-    FwdProblem.dense("bf16", *pair)
+    Operands("bf16", "bf16", "bf16", *pair)
     return padded_head_dim(pair[0]), padded_head_dim(pair[1])
 
 
 def _fields(where: str | None) -> dict[str, Any]:
-    """`"tile_m=128,q_in_regs=true"` as fields; the names are `Asked`'s to check."""
+    """`"tile_m=128,q_in_regs=true"` as fields; `explain` checks the names."""
     found: dict[str, Any] = {}
     for item in where.split(",") if where else ():
         name, _, value = item.partition("=")

@@ -1,11 +1,11 @@
 """Which traits a sweep considers: one generator a kernel family, over everything that may differ.
 
 A candidate that no architecture runs stands for all its variants: what does not fit with one block a multiprocessor
-and plain switches does not fit otherwise. So generators stay short where the products would be hopeless, and every
+and plain switches does not fit otherwise. So generators stay short if the products would be hopeless, and every
 refusal still has a candidate whose `check` says why. Switches that were measured to interact are multiplied out; the
 others are turned one at a time, on a tile's plain form.
 
-This file is no part of a compiled kernel's cache key: a wider space leaves what was measured as it is.
+Not part of the compile key: widening the space invalidates no measurements.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm9
                 head_dim,
                 head_dim_v,
                 kv_stage=stages,
-                pingpong=tile_m > WGMMA_M,  # one consumer warpgroup has nobody to take turns with
+                pingpong=tile_m > WGMMA_M,  # one consumer warpgroup has no other to take turns with
                 exp_rows_before_wait=1,
                 **places,
             )

@@ -42,6 +42,20 @@ class TableKey(NamedTuple):
         return "/".join(self)
 
 
+class Measurement(NamedTuple):
+    """What a sweep found for a row.
+
+    Attributes:
+        gpu: the GPU's name.
+        date: day, "2026-01-31".
+        tflops: speed over what the row serves, TFLOP/s.
+    """
+
+    gpu: str
+    date: str
+    tflops: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One row; its head dims are those of its traits.
@@ -50,6 +64,7 @@ class Row:
         traits: the tunable numbers that its kernels are compiled with.
         masks, dtypes, lengths: what it serves, kept in the order of `MASK_KINDS`, `DTYPES` and `LENGTH_CLASSES`.
         without: of `FEATURES`, those that it does not serve: each takes registers that not every tile has left.
+        measurement: how fast a GPU ran it, if a sweep chose it; rows that differ in nothing else are equal.
 
     Raises:
         ValueError: masks, dtypes or lengths is empty, or a field contains an unknown name.
@@ -60,6 +75,7 @@ class Row:
     dtypes: tuple[str, ...] = DTYPES
     lengths: tuple[str, ...] = LENGTH_CLASSES
     without: tuple[str, ...] = ()
+    measurement: Measurement | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name, allowed in (("masks", MASK_KINDS), ("dtypes", DTYPES), ("lengths", LENGTH_CLASSES)):
@@ -80,6 +96,10 @@ class Row:
             and problem.features.isdisjoint(self.without)
             and problem.features <= self.traits.features
         )
+
+    def measured(self, gpu: str, date: str, tflops: int) -> Row:
+        """The same row with what was measured of it, see `Measurement`."""
+        return dataclasses.replace(self, measurement=Measurement(gpu, date, tflops))
 
     @property
     def title(self) -> str:

@@ -1,6 +1,6 @@
-"""Forward rows of sm_80/sm80.
+"""Rows of fwd/sm_80/sm80.
 
-`cuteflash sweep apply --shipped` rewrites this file; what was measured with a row stands beside it.
+`cuteflash sweep apply --shipped` rewrites this file; `measured` says what a sweep found for a row.
 """
 
 from __future__ import annotations

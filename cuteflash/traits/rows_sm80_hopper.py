@@ -1,6 +1,6 @@
-"""Forward rows of sm_90a/sm80.
+"""Rows of fwd/sm_90a/sm80.
 
-`cuteflash sweep apply --shipped` rewrites this file; what was measured with a row stands beside it.
+`cuteflash sweep apply --shipped` rewrites this file; `measured` says what a sweep found for a row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from cuteflash.traits.row import BF16, CAUSAL, FP16, FULL, LONG, LSE, SHORT, SOF
 ROWS: tuple[Row, ...] = (
     fwd_sm80(
         32, 128, 64, 4, FULL, lengths=SHORT + LONG, without=SOFTCAP, kv_stage=3, q_in_regs=True, blocks_per_sm=3
-    ),  # NVIDIA H200, 2026-11-21, 261 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 261),
     fwd_sm80(
         32,
         128,
@@ -23,38 +23,40 @@ ROWS: tuple[Row, ...] = (
         kv_stage=3,
         q_in_regs=True,
         blocks_per_sm=3,
-    ),  # NVIDIA H200, 2026-11-21, 249 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 249),
     fwd_sm80(
         32, 64, 64, 4, CAUSAL + WINDOW, lengths=SHORT + LONG, kv_stage=2, q_in_regs=True, blocks_per_sm=4
-    ),  # NVIDIA H200, 2026-11-21, 207 TFLOP/s
-    fwd_sm80(
-        64, 256, 64, 8, FULL, dtypes=FP16, lengths=LONG, kv_stage=2, q_in_regs=True
-    ),  # NVIDIA H200, 2026-11-21, 341 TFLOP/s
-    fwd_sm80(
-        64, 128, 64, 4, FULL + CAUSAL, dtypes=BF16, lengths=LONG, q_in_regs=True, blocks_per_sm=2
-    ),  # NVIDIA H200, 2026-11-21, 326 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 207),
+    fwd_sm80(64, 256, 64, 8, FULL, dtypes=FP16, lengths=LONG, kv_stage=2, q_in_regs=True).measured(
+        "NVIDIA H200", "2026-11-21", 341
+    ),
+    fwd_sm80(64, 128, 64, 4, FULL + CAUSAL, dtypes=BF16, lengths=LONG, q_in_regs=True, blocks_per_sm=2).measured(
+        "NVIDIA H200", "2026-11-21", 326
+    ),
     fwd_sm80(
         64, 128, 64, 4, CAUSAL, dtypes=FP16, lengths=LONG, without=SOFTCAP, q_in_regs=True, blocks_per_sm=2
-    ),  # NVIDIA H200, 2026-11-21, 326 TFLOP/s
-    fwd_sm80(64, 128, 64, 4, lengths=SHORT + LONG, kv_stage=2, blocks_per_sm=2),  # NVIDIA H200, 2026-11-21, 262 TFLOP/s
-    fwd_sm80(
-        96, 64, 128, 4, CAUSAL, dtypes=FP16, lengths=SHORT, without=SOFTCAP + LSE, blocks_per_sm=3
-    ),  # NVIDIA H200, 2026-11-21, 226 TFLOP/s
-    fwd_sm80(
-        96, 64, 128, 4, CAUSAL, dtypes=BF16, lengths=SHORT, without=SOFTCAP, blocks_per_sm=3
-    ),  # NVIDIA H200, 2026-11-21, 226 TFLOP/s
-    fwd_sm80(
-        96, 256, 64, 8, FULL, dtypes=FP16, lengths=SHORT + LONG, without=SOFTCAP + LSE, kv_stage=2
-    ),  # NVIDIA H200, 2026-11-21, 317 TFLOP/s
-    fwd_sm80(
-        96, 256, 64, 8, CAUSAL, dtypes=FP16, lengths=SHORT + LONG, kv_stage=2
-    ),  # NVIDIA H200, 2026-11-21, 317 TFLOP/s
-    fwd_sm80(
-        96, 128, 96, 4, FULL, dtypes=BF16, lengths=SHORT + LONG, without=SOFTCAP, kv_stage=2
-    ),  # NVIDIA H200, 2026-11-21, 343 TFLOP/s
-    fwd_sm80(
-        96, 128, 96, 4, CAUSAL, dtypes=BF16, lengths=SHORT + LONG, without=SOFTCAP + LSE, kv_stage=2
-    ),  # NVIDIA H200, 2026-11-21, 343 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 326),
+    fwd_sm80(64, 128, 64, 4, lengths=SHORT + LONG, kv_stage=2, blocks_per_sm=2).measured(
+        "NVIDIA H200", "2026-11-21", 262
+    ),
+    fwd_sm80(96, 64, 128, 4, CAUSAL, dtypes=FP16, lengths=SHORT, without=SOFTCAP + LSE, blocks_per_sm=3).measured(
+        "NVIDIA H200", "2026-11-21", 226
+    ),
+    fwd_sm80(96, 64, 128, 4, CAUSAL, dtypes=BF16, lengths=SHORT, without=SOFTCAP, blocks_per_sm=3).measured(
+        "NVIDIA H200", "2026-11-21", 226
+    ),
+    fwd_sm80(96, 256, 64, 8, FULL, dtypes=FP16, lengths=SHORT + LONG, without=SOFTCAP + LSE, kv_stage=2).measured(
+        "NVIDIA H200", "2026-11-21", 317
+    ),
+    fwd_sm80(96, 256, 64, 8, CAUSAL, dtypes=FP16, lengths=SHORT + LONG, kv_stage=2).measured(
+        "NVIDIA H200", "2026-11-21", 317
+    ),
+    fwd_sm80(96, 128, 96, 4, FULL, dtypes=BF16, lengths=SHORT + LONG, without=SOFTCAP, kv_stage=2).measured(
+        "NVIDIA H200", "2026-11-21", 343
+    ),
+    fwd_sm80(96, 128, 96, 4, CAUSAL, dtypes=BF16, lengths=SHORT + LONG, without=SOFTCAP + LSE, kv_stage=2).measured(
+        "NVIDIA H200", "2026-11-21", 343
+    ),
     fwd_sm80(
         96,
         64,
@@ -67,7 +69,7 @@ ROWS: tuple[Row, ...] = (
         kv_stage=2,
         q_in_regs=True,
         blocks_per_sm=3,
-    ),  # NVIDIA H200, 2026-11-21, 261 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 261),
     fwd_sm80(
         96,
         64,
@@ -80,11 +82,13 @@ ROWS: tuple[Row, ...] = (
         kv_stage=2,
         q_in_regs=True,
         blocks_per_sm=3,
-    ),  # NVIDIA H200, 2026-11-21, 261 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 261),
     fwd_sm80(
         128, 128, 48, 4, FULL, dtypes=FP16, lengths=SHORT, without=SOFTCAP + LSE, kv_stage=2, blocks_per_sm=2
-    ),  # NVIDIA H200, 2026-11-21, 334 TFLOP/s
-    fwd_sm80(128, 128, 48, 4, FULL, dtypes=BF16, kv_stage=2, blocks_per_sm=2),  # NVIDIA H200, 2026-11-21, 334 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 334),
+    fwd_sm80(128, 128, 48, 4, FULL, dtypes=BF16, kv_stage=2, blocks_per_sm=2).measured(
+        "NVIDIA H200", "2026-11-21", 334
+    ),
     fwd_sm80(
         192,
         128,
@@ -97,37 +101,37 @@ ROWS: tuple[Row, ...] = (
         kv_stage=2,
         q_in_regs=True,
         cutlass_symbol=True,
-    ),  # NVIDIA H200, 2026-11-21, 351 TFLOP/s
-    fwd_sm80(192, 128, 128, 8, CAUSAL, lengths=SHORT, without=SOFTCAP),  # NVIDIA H200, 2026-11-21, 243 TFLOP/s
-    fwd_sm80(
-        192, 128, 96, 8, FULL, dtypes=FP16, lengths=LONG, without=SOFTCAP, kv_stage=2, q_in_regs=True
-    ),  # NVIDIA H200, 2026-11-21, 359 TFLOP/s
-    fwd_sm80(
-        192, 128, 96, 8, CAUSAL, dtypes=FP16, lengths=LONG, kv_stage=2, q_in_regs=True
-    ),  # NVIDIA H200, 2026-11-21, 359 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 351),
+    fwd_sm80(192, 128, 128, 8, CAUSAL, lengths=SHORT, without=SOFTCAP).measured("NVIDIA H200", "2026-11-21", 243),
+    fwd_sm80(192, 128, 96, 8, FULL, dtypes=FP16, lengths=LONG, without=SOFTCAP, kv_stage=2, q_in_regs=True).measured(
+        "NVIDIA H200", "2026-11-21", 359
+    ),
+    fwd_sm80(192, 128, 96, 8, CAUSAL, dtypes=FP16, lengths=LONG, kv_stage=2, q_in_regs=True).measured(
+        "NVIDIA H200", "2026-11-21", 359
+    ),
     fwd_sm80(
         192, 128, 64, 8, FULL + WINDOW, lengths=SHORT + LONG, kv_stage=2, q_in_regs=True, cutlass_symbol=True
-    ),  # NVIDIA H200, 2026-11-21, 295 TFLOP/s
-    fwd_sm80(
-        256, 128, 64, 8, FULL, dtypes=BF16, lengths=LONG, kv_stage=2, cutlass_symbol=True
-    ),  # NVIDIA H200, 2026-11-21, 352 TFLOP/s
-    fwd_sm80(
-        256, 128, 96, 8, FULL, dtypes=FP16, lengths=LONG, cutlass_symbol=True
-    ),  # NVIDIA H200, 2026-11-21, 356 TFLOP/s
-    fwd_sm80(
-        256, 128, 96, 8, CAUSAL, dtypes=BF16, lengths=LONG, without=SOFTCAP + LSE, cutlass_symbol=True
-    ),  # NVIDIA H200, 2026-11-21, 314 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 295),
+    fwd_sm80(256, 128, 64, 8, FULL, dtypes=BF16, lengths=LONG, kv_stage=2, cutlass_symbol=True).measured(
+        "NVIDIA H200", "2026-11-21", 352
+    ),
+    fwd_sm80(256, 128, 96, 8, FULL, dtypes=FP16, lengths=LONG, cutlass_symbol=True).measured(
+        "NVIDIA H200", "2026-11-21", 356
+    ),
+    fwd_sm80(256, 128, 96, 8, CAUSAL, dtypes=BF16, lengths=LONG, without=SOFTCAP + LSE, cutlass_symbol=True).measured(
+        "NVIDIA H200", "2026-11-21", 314
+    ),
     fwd_sm80(
         256, 64, 64, 4, CAUSAL, dtypes=FP16, lengths=SHORT + LONG, without=SOFTCAP, cutlass_symbol=True, blocks_per_sm=2
-    ),  # NVIDIA H200, 2026-11-21, 275 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 275),
     fwd_sm80(
         256, 64, 64, 4, CAUSAL, dtypes=BF16, lengths=SHORT + LONG, without=LSE, cutlass_symbol=True, blocks_per_sm=2
-    ),  # NVIDIA H200, 2026-11-21, 275 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 275),
     fwd_sm80(
         256, 64, 64, 4, WINDOW, lengths=SHORT + LONG, without=SOFTCAP + LSE, cutlass_symbol=True, blocks_per_sm=2
-    ),  # NVIDIA H200, 2026-11-21, 275 TFLOP/s
-    fwd_sm80(
-        256, 64, 64, 4, FULL + CAUSAL, without=SOFTCAP + LSE, cutlass_symbol=True, blocks_per_sm=2
-    ),  # NVIDIA H200, 2026-11-21, 275 TFLOP/s
-    fwd_sm80(256, 64, 64, 4, FULL, cutlass_symbol=True, blocks_per_sm=2),  # NVIDIA H200, 2026-11-21, 275 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 275),
+    fwd_sm80(256, 64, 64, 4, FULL + CAUSAL, without=SOFTCAP + LSE, cutlass_symbol=True, blocks_per_sm=2).measured(
+        "NVIDIA H200", "2026-11-21", 275
+    ),
+    fwd_sm80(256, 64, 64, 4, FULL, cutlass_symbol=True, blocks_per_sm=2).measured("NVIDIA H200", "2026-11-21", 275),
 )

@@ -1,6 +1,6 @@
-"""Forward rows of sm_90a/sm90.
+"""Rows of fwd/sm_90a/sm90.
 
-`cuteflash sweep apply --shipped` rewrites this file; what was measured with a row stands beside it.
+`cuteflash sweep apply --shipped` rewrites this file; `measured` says what a sweep found for a row.
 """
 
 from __future__ import annotations
@@ -10,49 +10,49 @@ from cuteflash.traits.row import BF16, CAUSAL, DECODE, FULL, LONG, SHORT, SOFTCA
 ROWS: tuple[Row, ...] = (
     fwd_sm90(
         32, 192, 128, FULL + CAUSAL, lengths=LONG, q_in_regs=True, fixed_max=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-22, 363 TFLOP/s
-    fwd_sm90(
-        32, 192, 128, FULL, lengths=SHORT, q_in_regs=True, fixed_max=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-22, 308 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 363),
+    fwd_sm90(32, 192, 128, FULL, lengths=SHORT, q_in_regs=True, fixed_max=True, exp_rows_before_wait=0).measured(
+        "NVIDIA H200", "2026-11-22", 308
+    ),
     fwd_sm90(
         32, 128, 128, CAUSAL + WINDOW, lengths=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
-    ),  # NVIDIA H200, 2026-11-22, 214 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 214),
     fwd_sm90(32, 192, 128, FULL, q_in_regs=True),
     fwd_sm90(32, 192, 112, q_in_regs=True),
     fwd_sm90(
         64, 192, 128, FULL + CAUSAL, lengths=LONG, q_stage=2, fixed_max=True, repair_apart=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-22, 557 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 557),
     fwd_sm90(
         64, 192, 128, FULL, lengths=SHORT, q_stage=2, fixed_max=True, repair_apart=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-22, 472 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 472),
     fwd_sm90(
         64, 128, 128, CAUSAL + WINDOW, lengths=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
-    ),  # NVIDIA H200, 2026-11-22, 334 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 334),
     fwd_sm90(
         64, 128, 256, FULL, dtypes=BF16, lengths=DECODE, without=SOFTCAP, q_in_regs=True, p_in_regs=False
-    ),  # NVIDIA H200, 2026-11-21, 16 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-21", 16),
     fwd_sm90(64, 192, 128, FULL, rescale_in_product=True),
     fwd_sm90(64, 192, 96, kv_stage=4, q_in_regs=True),
     fwd_sm90(
         96, 192, 112, FULL + CAUSAL, lengths=LONG, q_stage=2, fixed_max=True, repair_apart=True, exp_rows_before_wait=0
-    ),  # NVIDIA H200, 2026-11-22, 686 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 686),
     fwd_sm90(
         96, 128, 128, FULL + CAUSAL, lengths=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
-    ),  # NVIDIA H200, 2026-11-22, 496 TFLOP/s
-    fwd_sm90(
-        96, 128, 128, WINDOW, lengths=SHORT + LONG, kv_stage=3, q_in_regs=True
-    ),  # NVIDIA H200, 2026-11-22, 464 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 496),
+    fwd_sm90(96, 128, 128, WINDOW, lengths=SHORT + LONG, kv_stage=3, q_in_regs=True).measured(
+        "NVIDIA H200", "2026-11-22", 464
+    ),
     fwd_sm90(96, 128, 128, q_in_regs=True),
-    fwd_sm90(
-        128, 128, 128, lengths=SHORT + LONG, q_stage=2, fixed_max=True, repair_apart=True
-    ),  # NVIDIA H200, 2026-11-22, 660 TFLOP/s
-    fwd_sm90(128, 128, 128, q_in_regs=True),  # NVIDIA H200, 2026-11-21, 492 TFLOP/s
-    fwd_sm90(
-        160, 128, 80, FULL + CAUSAL, lengths=LONG, q_in_regs=True, fixed_max=True, repair_apart=True
-    ),  # NVIDIA H200, 2026-11-22, 689 TFLOP/s
+    fwd_sm90(128, 128, 128, lengths=SHORT + LONG, q_stage=2, fixed_max=True, repair_apart=True).measured(
+        "NVIDIA H200", "2026-11-22", 660
+    ),
+    fwd_sm90(128, 128, 128, q_in_regs=True).measured("NVIDIA H200", "2026-11-21", 492),
+    fwd_sm90(160, 128, 80, FULL + CAUSAL, lengths=LONG, q_in_regs=True, fixed_max=True, repair_apart=True).measured(
+        "NVIDIA H200", "2026-11-22", 689
+    ),
     fwd_sm90(
         160, 128, 64, lengths=SHORT + LONG, kv_stage=3, q_in_regs=True, fixed_max=True, repair_apart=True
-    ),  # NVIDIA H200, 2026-11-22, 564 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 564),
     fwd_sm90(160, 128, 96, FULL, q_in_regs=True),
     fwd_sm90(160, 128, 96),
     fwd_sm90(
@@ -66,21 +66,21 @@ ROWS: tuple[Row, ...] = (
         q_in_regs=True,
         fixed_max=True,
         repair_apart=True,
-    ),  # NVIDIA H200, 2026-11-22, 496 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 496),
     fwd_sm90(
         192, 128, 96, lengths=SHORT + LONG, head_dim_v=128, q_in_regs=True, fixed_max=True, repair_apart=True
-    ),  # NVIDIA H200, 2026-11-22, 632 TFLOP/s
+    ).measured("NVIDIA H200", "2026-11-22", 632),
     fwd_sm90(192, 128, 112, head_dim_v=128, q_in_regs=True),
-    fwd_sm90(
-        192, 128, 64, lengths=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
-    ),  # NVIDIA H200, 2026-11-22, 625 TFLOP/s
-    fwd_sm90(192, 128, 80, q_in_regs=True, rescale_in_product=True),  # NVIDIA H200, 2026-11-21, 562 TFLOP/s
-    fwd_sm90(224, 128, 64, lengths=SHORT + LONG, fixed_max=True),  # NVIDIA H200, 2026-11-22, 591 TFLOP/s
+    fwd_sm90(192, 128, 64, lengths=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True).measured(
+        "NVIDIA H200", "2026-11-22", 625
+    ),
+    fwd_sm90(192, 128, 80, q_in_regs=True, rescale_in_product=True).measured("NVIDIA H200", "2026-11-21", 562),
+    fwd_sm90(224, 128, 64, lengths=SHORT + LONG, fixed_max=True).measured("NVIDIA H200", "2026-11-22", 591),
     fwd_sm90(224, 128, 96, share_q_o=True, rescale_in_product=True),
     fwd_sm90(224, 128, 64, rescale_in_product=True),
-    fwd_sm90(
-        256, 128, 64, lengths=SHORT + LONG, share_q_o=True, fixed_max=True
-    ),  # NVIDIA H200, 2026-11-22, 654 TFLOP/s
-    fwd_sm90(256, 128, 80, share_q_o=True, rescale_in_product=True),  # NVIDIA H200, 2026-11-21, 655 TFLOP/s
+    fwd_sm90(256, 128, 64, lengths=SHORT + LONG, share_q_o=True, fixed_max=True).measured(
+        "NVIDIA H200", "2026-11-22", 654
+    ),
+    fwd_sm90(256, 128, 80, share_q_o=True, rescale_in_product=True).measured("NVIDIA H200", "2026-11-21", 655),
     fwd_sm90(256, 128, 48, rescale_in_product=True),
 )

@@ -34,21 +34,13 @@ class Errors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """What outputs are judged by.
+    """What outputs are judged by."""
 
-    Attributes:
-        index: (batch, head) of each checked head.
-        out: fp32 outputs of the checked heads, (heads checked, seqlen, head_dim_v).
-        low_precision: torch's errors in the low precision, not below those of `torchs_errors`.
-        tolerance: what is allowed.
-        agreement: (heads, head_dim_v), by how much two right outputs may differ, beside `AGREEMENT` of them.
-    """
-
-    index: tuple[tuple[int, int], ...]
-    out: torch.Tensor
-    low_precision: Errors
-    tolerance: Errors
-    agreement: torch.Tensor
+    index: tuple[tuple[int, int], ...]  # (batch, head) of each checked head
+    out: torch.Tensor  # fp32 outputs of the checked heads, (heads checked, seqlen, head_dim_v)
+    low_precision: Errors  # torch's errors in the low precision, not below those of `torchs_errors`
+    tolerance: Errors  # what is allowed
+    agreement: torch.Tensor  # (heads, head_dim_v), by how much two right outputs may differ, beside `AGREEMENT` of them
 
     def rms_ratio(self, errors: Errors) -> float:
         """The rms error in torch's."""

@@ -10,23 +10,25 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import queue
 from collections.abc import Generator, Iterable, Sequence
 
 from cuteflash.compile import BuildReport, cache_dir
-from cuteflash.problem import FwdProblem, problem_id
+from cuteflash.problem import problem_id
 from cuteflash.traits.row import Traits
 from cuteflash.tune.backend import Backend
+from cuteflash.tune.operations import Problem
 from cuteflash.tune.plan import Candidate, Group, Limits, Plan
-from cuteflash.tune.progress import Watch
+from cuteflash.tune.progress import Display
 from cuteflash.tune.store import Stage, Store, Verdict
 from cuteflash.tune.worker import RequestFailed, Worker
 
-Kernel = tuple[Traits, FwdProblem]
+Kernel = tuple[Traits, Problem]
 
 
-def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Watch, backend: Backend) -> list[Group]:
-    """The groups with those of their candidates whose compiled kernel is in the disk cache and is no bad one.
+def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Display, backend: Backend) -> list[Group]:
+    """The groups with those of their candidates whose compiled kernel is in the disk cache, without a complaint.
 
     What was compiled or judged before is not compiled again. With `plan.from_cache` nothing is: what the cache lacks
     is counted and left out.
@@ -35,13 +37,18 @@ def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Watch,
     ranked = [entry for group in groups for entry in enumerate(group.candidates)]
     everything = [candidate for _, candidate in sorted(ranked, key=lambda entry: entry[0])]
     watch.begin("compile", len(everything))
-    verdicts: dict[tuple[str, str], Verdict] = {}
+    kept: set[tuple[str, str]] = set()
     todo, missing = [], []
+
+    def judged(candidate: Candidate, verdict: Verdict) -> None:
+        goes_on = _goes_on(verdict, candidate)
+        kept.update([(candidate.id, candidate.key)] if goes_on else [])
+        watch.step("compile", "kept" if goes_on else "rejected")
+
     for candidate in everything:
         verdict = _known(plan, candidate, store, backend)
         if verdict is not None:
-            verdicts[candidate.id, candidate.key] = verdict
-            _count(verdict, candidate, watch)
+            judged(candidate, verdict)
         elif plan.from_cache:
             missing.append(candidate)
             watch.step("compile", "missing")
@@ -50,11 +57,9 @@ def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Watch,
     kernels = [(candidate.traits, candidate.problem) for candidate in todo]
     with contextlib.closing(_build(kernels, plan.jobs, plan.limits.compile, backend)) as built:  # ends the processes
         for place, found in built:
-            candidate = todo[place]
-            verdict = _judge(plan, candidate, found)
-            store.record_verdict(verdict)
-            verdicts[candidate.id, candidate.key] = verdict
-            _count(verdict, candidate, watch)
+            verdict = _judge(plan, todo[place], found)
+            store.record(verdict)
+            judged(todo[place], verdict)
     watch.end("compile")
     if missing:
         first = missing[0]
@@ -62,18 +67,16 @@ def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Watch,
             f"{len(missing)} kernels are not in the cache {cache_dir()} and are left out, the first for "
             f"{problem_id(first.problem)}: {first.traits}; a sweep with --compile-only makes them, of the same sources"
         )
-
-    def stays(candidate: Candidate) -> bool:
-        verdict = verdicts.get((candidate.id, candidate.key))
-        return verdict is not None and _goes_on(verdict, candidate)
-
-    return [dataclasses.replace(group, candidates=tuple(filter(stays, group.candidates))) for group in groups]
+    return [
+        dataclasses.replace(group, candidates=tuple(one for one in group.candidates if (one.id, one.key) in kept))
+        for group in groups
+    ]
 
 
 def complaints(
-    wanted: Iterable[Kernel], stage: str, jobs: int, watch: Watch, backend: Backend
+    wanted: Iterable[Kernel], stage: str, jobs: int, watch: Display, backend: Backend
 ) -> dict[Kernel, str | None]:
-    """What speaks against each kernel, None where nothing does: ptxas' complaints, or why it does not compile.
+    """What speaks against each kernel, None if nothing does: ptxas' complaints, or why it does not compile.
 
     Compiles what the disk cache lacks. One that does not compile is in no cache, and is tried again the next time.
 
@@ -86,35 +89,25 @@ def complaints(
         OSError: a kernel cannot be kept.
     """
     reports = {kernel: backend.report(*kernel) for kernel in wanted}
-    watch.begin(stage, len(reports))
-    found: dict[Kernel, str | None] = {}
-
-    def judge(kernel: Kernel, report: BuildReport | RequestFailed) -> None:
-        found[kernel] = _complaint(report)
-        watch.step(stage, "clean" if found[kernel] is None else "with complaints")
-
-    for kernel, report in reports.items():
-        if report is not None:
-            judge(kernel, report)
     todo = [kernel for kernel, report in reports.items() if report is None]
+    known = ((kernel, report) for kernel, report in reports.items() if report is not None)
+    found: dict[Kernel, str | None] = {}
+    watch.begin(stage, len(reports))
     with contextlib.closing(_build(todo, jobs, Limits().compile, backend)) as built:
-        for place, answer in built:
-            judge(todo[place], answer)
+        for kernel, answer in itertools.chain(known, ((todo[place], answer) for place, answer in built)):
+            found[kernel] = _complaint(answer)
+            watch.step(stage, "clean" if found[kernel] is None else "with complaints")
     watch.end(stage)
     return found
 
 
 def _goes_on(verdict: Verdict, candidate: Candidate) -> bool:
-    """A row that dispatch has now is measured also where ptxas complains; what does not compile cannot be."""
+    """A row that dispatch has now is measured also if ptxas complains; what does not compile cannot be."""
     return verdict.ok or (candidate.always and "registers" in verdict.details)
 
 
-def _count(verdict: Verdict, candidate: Candidate, watch: Watch) -> None:
-    watch.step("compile", "kept" if _goes_on(verdict, candidate) else "rejected")
-
-
 def _known(plan: Plan, candidate: Candidate, store: Store, backend: Backend) -> Verdict | None:
-    """The verdict of an earlier run, or from the disk cache; None where the kernel has to be compiled.
+    """The verdict of an earlier run, or from the disk cache; None if the kernel has to be compiled.
 
     A kernel that passed has to be in the cache as well, because it is about to be loaded.
     """
@@ -126,7 +119,7 @@ def _known(plan: Plan, candidate: Candidate, store: Store, backend: Backend) -> 
         return None
     if verdict is None:
         verdict = _judge(plan, candidate, report)
-        store.record_verdict(verdict)
+        store.record(verdict)
     return verdict
 
 

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 import torch
 
-from cuteflash.problem import DTYPES, MASK_KINDS, UNBOUNDED, Dtype, FwdProblem, MaskKind
+from cuteflash.problem import DTYPES, MASK_KINDS, UNBOUNDED, Dtype, MaskKind, Operation
+from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.inputs import PLAIN, of_kind, parse_kind
+from cuteflash.tune.operations import DEFAULT, SPECS, Problem
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -22,30 +24,19 @@ TORCH_DTYPES = dict(zip(DTYPES, (torch.float16, torch.bfloat16), strict=True))
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """One attention problem: `tokens` keys in sequences of `seqlen`, as many heads as fit into `hidden`.
+    """One attention problem: `tokens` keys in sequences of `seqlen`, as many heads as fit into `hidden`."""
 
-    Attributes:
-        head_dim: columns of Q and K.
-        mask: a window cell has the window `WINDOW`.
-        seqlen: keys of one sequence.
-        dtype: element type of all tensors.
-        head_dim_v: columns of V and O; 0, the default, becomes `head_dim`.
-        seqlen_q: queries of one sequence, the last ones of it; 0, the default, becomes `seqlen`.
-        tokens: keys of all sequences.
-        hidden: columns of Q's heads together, at most.
-        inputs: kind of the values, see `inputs`.
-    """
-
-    head_dim: int
-    mask: MaskKind
-    seqlen: int
-    dtype: Dtype = "bf16"
+    head_dim: int  # columns of Q and K
+    mask: MaskKind  # a window cell has the window `WINDOW`
+    seqlen: int  # keys of one sequence
+    dtype: Dtype = "bf16"  # element type of all tensors
     _: dataclasses.KW_ONLY
-    head_dim_v: int = 0
-    seqlen_q: int = 0
-    tokens: int = TOKENS
-    hidden: int = HIDDEN
-    inputs: str = PLAIN
+    head_dim_v: int = 0  # columns of V and O; 0, the default, becomes `head_dim`
+    seqlen_q: int = 0  # queries of one sequence, the last ones of it; 0, the default, becomes `seqlen`
+    tokens: int = TOKENS  # keys of all sequences
+    hidden: int = HIDDEN  # columns of Q's heads together, at most
+    inputs: str = PLAIN  # kind of the values, see `inputs`
+    operation: Operation = DEFAULT  # what is computed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", str(parse_kind(self.inputs)))
@@ -69,9 +60,14 @@ class Cell:
         return self.hidden // self.head_dim
 
     @property
-    def problem(self) -> FwdProblem:
+    def problem(self) -> Problem:
         """The compile-time side of the cell."""
-        return FwdProblem.dense(dtype=self.dtype, head_dim=self.head_dim, head_dim_v=self.head_dim_v, mask=self.mask)
+        return SPECS[self.operation].problem(self.dtype, self.head_dim, self.head_dim_v, self.mask)
+
+    @property
+    def lengths(self) -> LengthClass:
+        """The class of its lengths."""
+        return length_class_of(self.seqlen_q, self.seqlen)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -92,21 +88,24 @@ class Cell:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the two products over the pairs that count."""
-        return 2 * self.batch * self.heads * self.pairs * (self.head_dim + self.head_dim_v)
+        """Floating-point operations of the products over the pairs that count."""
+        return SPECS[self.operation].flops(self.batch * self.heads * self.pairs, self.head_dim, self.head_dim_v)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of Q, K, V and O together: what has to be read or written once."""
-        rows = self.seqlen_q + self.seqlen
-        return TORCH_DTYPES[self.dtype].itemsize * self.batch * self.heads * rows * (self.head_dim + self.head_dim_v)
+        """Bytes of all tensors together: what has to be read or written once."""
+        elements = SPECS[self.operation].elements(self.seqlen_q, self.seqlen, self.head_dim, self.head_dim_v)
+        return TORCH_DTYPES[self.dtype].itemsize * self.batch * self.heads * elements
 
     @property
     def label(self) -> str:
         columns = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         length = str(self.seqlen) if self.seqlen == self.seqlen_q else f"{self.seqlen_q}x{self.seqlen}"
         kind = "" if self.inputs == PLAIN else f" {self.inputs}"
-        return f"D{columns} {self.mask} {length}{'' if self.dtype == 'bf16' else f' {self.dtype}'}{kind}"
+        dtype = "" if self.dtype == "bf16" else f" {self.dtype}"
+        return (
+            f"{'' if self.operation == DEFAULT else f'{self.operation} '}D{columns} {self.mask} {length}{dtype}{kind}"
+        )
 
     @property
     def id(self) -> str:
@@ -128,7 +127,7 @@ def grid(
     return [Cell(d, mask, s, dtype, inputs=kind) for dtype, d, mask, s, kind in product]
 
 
-def parse_cell(text: str, dtype: Dtype = "bf16") -> Cell:
+def parse_cell(text: str, dtype: Dtype = "bf16", operation: Operation = DEFAULT) -> Cell:
     """`"128:16384:causal"` or, of 192 columns of Q and 128 of V, `"192x128:1x8192:full"`, one query a sequence.
 
     A kind of inputs may follow: `"128:16384:causal:sink:12"`. ValueError says what the form is.
@@ -141,7 +140,8 @@ def parse_cell(text: str, dtype: Dtype = "bf16") -> Cell:
         first, _, second = lengths.partition("x")
         kind: MaskKind = mask  # type: ignore[assignment]
         own = {"head_dim_v": int(head_dim_v or 0), "seqlen_q": int(first) if second else 0}
-        return Cell(int(head_dim), kind, int(second or first), dtype, **own, inputs=inputs[0] if inputs else PLAIN)
+        values = inputs[0] if inputs else PLAIN
+        return Cell(int(head_dim), kind, int(second or first), dtype, **own, inputs=values, operation=operation)
     except ValueError as error:
         form = f"HEAD_DIM[xHEAD_DIM_V]:[SEQLEN_Qx]SEQLEN:{'|'.join(MASK_KINDS)}[:INPUTS]"
         raise ValueError(f"cell is {text!r}; the form is {form} ({error})") from error

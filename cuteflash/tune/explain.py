@@ -8,15 +8,15 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, Family, get_arch
-from cuteflash.traits.row import TRAITS, Traits
+from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, get_arch
+from cuteflash.traits.row import TRAITS, TableKey, Traits
 from cuteflash.traits.sm80 import WARP
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.rank import BEYOND
 from cuteflash.tune.results import Run, candidates_of, lead, load_runs, measured_gpu
 from cuteflash.tune.store import STAGES, Store, Verdict
 
-LIMIT = "limit"  # where a candidate stays that the prune lets through and a limit does not
+LIMIT = "limit"  # the stage of a candidate that the prune lets through and a limit does not
 STAGE_WORDS = {
     "prune": "cannot run",
     LIMIT: "left out before compiling",
@@ -29,162 +29,96 @@ SHOWN = 12  # candidates described one by one; more are counted
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a candidate takes of a multiprocessor.
+    """What a candidate takes of a multiprocessor."""
 
-    Attributes:
-        threads: of one block.
-        smem_bytes, smem_limit: of one block, and what one block may ask for.
-        registers: a thread may use; of a kernel that splits them by role, those of its consumers.
-        fragment_regs: of those, what the accumulators and operand fragments need at least.
-        stages: K and V tiles in flight.
-        blocks: that fit on one multiprocessor together.
-        warps: resident on it then.
-    """
-
-    threads: int
-    smem_bytes: int
-    smem_limit: int
-    registers: int
-    fragment_regs: int
-    stages: int
-    blocks: int
-    warps: int
+    threads: int  # of one block
+    smem_bytes: int  # of one block
+    smem_limit: int  # what one block may ask for
+    registers: int  # a thread may use; of a kernel that splits them by role, those of its consumers
+    fragment_regs: int  # of those, what the accumulators and operand fragments need at least
+    stages: int  # K and V tiles in flight
+    blocks: int  # that fit on one multiprocessor together
+    warps: int  # resident on it then
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Comparison:
-    """A candidate's time on one cell beside the winner's.
+def explain(
+    store: Store,
+    table: TableKey,
+    head_dims: tuple[int, int],
+    fields: Mapping[str, Any] | None = None,
+    gpu: str | None = None,
+) -> str:
+    """What the store knows: how many candidates went how far, who won each cell, then each candidate that matches.
 
-    Attributes:
-        run: its own.
-        winner, winner_title: the fastest one's run, and what it is; its own where it won.
-        rank, of: its place among all that were timed on the cell.
-    """
-
-    run: Run
-    winner: Run
-    winner_title: str
-    rank: int
-    of: int
-
-    @property
-    def margin(self) -> tuple[float, float, float]:
-        """How much slower than the winner, 0.05 is 5 %: (at the medians, at least, at most)."""
-        return margin(self.run, self.winner)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Report:
-    """One candidate: what it takes, who rejected it and why, and its times."""
-
-    candidate: str
-    title: str
-    footprint: Footprint
-    rejections: tuple[Verdict, ...]
-    errors: tuple[str, ...]
-    comparisons: tuple[Comparison, ...]
-    differences: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Explanation:
-    """The answer for all candidates that a filter leaves.
-
-    Attributes:
-        heading: what was asked, and how many candidates went how far.
-        winners: one line a cell: the fastest, and its margin before the second.
-        reports: of the candidates that match, at most `SHOWN`, the furthest and fastest first.
-        left_out: how many more match.
-    """
-
-    heading: tuple[str, ...]
-    winners: tuple[str, ...]
-    reports: tuple[Report, ...]
-    left_out: int
-
-    @property
-    def text(self) -> str:
-        """For reading."""
-        lines = [*self.heading]
-        if self.winners:
-            lines += ["", "winners", *(f"  {line}" for line in self.winners)]
-        for report in self.reports:
-            lines += ["", *report_lines(report)]
-        if self.left_out:
-            lines += ["", f"{self.left_out} more candidates match; more fields in the filter tell them apart"]
-        return "\n".join(lines) + "\n"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be explained.
-
-    Attributes:
-        target, family: compile target and kernel family.
+    Args:
+        store: the database.
+        table: operation, compile target and kernel family.
         head_dims: padded (head_dim, head_dim_v).
         fields: trait → value that a candidate must have.
         gpu: whose timings; None takes the only GPU there is.
-        source: fingerprint of the sources whose timings count; None takes the newest timing's.
-    """
-
-    target: str
-    family: Family
-    head_dims: tuple[int, int]
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    gpu: str | None = None
-    source: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"family is {self.family!r}; allowed: {', '.join(FAMILIES)}")
-        known = [field.name for field in dataclasses.fields(TRAITS["fwd", self.family])]
-        for name in self.fields:
-            if name not in known:
-                raise ValueError(f"{name} is no trait of the {self.family} family; allowed: {', '.join(known)}")
-
-
-def explain(store: Store, asked: Asked) -> Explanation:
-    """What the store knows about the candidates that match.
 
     Raises:
-        ValueError: no such trait, nothing swept for these head dims, no candidate with these values, or timings of
-            several GPUs.
+        ValueError: no such target, family or trait, nothing swept for these head dims, no candidate with these values,
+            or timings of several GPUs.
     """
-    arch = get_arch(asked.target)
-    everybody = candidates_of(store, asked.family, asked.head_dims)
-    columns = f"{asked.head_dims[0]}x{asked.head_dims[1]}"
-    if not everybody:
-        raise ValueError(f"{store.path} has no {asked.family} candidates for head dims {columns}; sweep them first")
-    matching = _matching(everybody, asked)
-    verdicts = newest_verdicts(store, asked.target, everybody)
-    took = {name: footprint(traits, arch, _registers(verdicts.get(name, ()))) for name, traits in everybody.items()}
+    operation, target, family = table
+    arch, fields, columns = get_arch(target), fields or {}, f"{head_dims[0]}x{head_dims[1]}"
+    _check_asked(table, fields)
+    candidates = candidates_of(store, operation, family, head_dims)
+    if not candidates:
+        raise ValueError(f"{store.path} has no {family} candidates for head dims {columns}; sweep them first")
+    matching = _matching(candidates, fields)
+    verdicts = newest_verdicts(store, target, candidates)
+    took = {
+        name: footprint(traits, arch, compiled_registers(verdicts.get(name, ()))) for name, traits in candidates.items()
+    }
     runs: list[Run] = []
     errors: dict[str, list[str]] = {}
-    if store.timings(target=asked.target):
-        gpu = measured_gpu(store, asked.target, asked.gpu)
-        runs = load_runs(store, asked.target, gpu, everybody, asked.source)
-        for timing in store.timings(target=asked.target, gpu=gpu):
+    if store.timings(target=target):
+        gpu = measured_gpu(store, target, gpu)
+        runs = load_runs(store, target, gpu, candidates)
+        for timing in store.timings(target=target, gpu=gpu):
             if timing.error is not None:
-                errors.setdefault(timing.candidate, []).append(f"{timing.cell}: {timing.error}")
+                errors.setdefault(timing.candidate, []).append(f"  failed: {timing.cell}: {timing.error}")
     cells = ranked(runs)
+    lines = [f"{target}, family {family}, head dims {columns}: {len(candidates)} candidates considered"]
+    lines += funnel_lines(candidates, verdicts, {run.candidate for run in runs})
+    if cells:
+        lines += ["", "winners", *(f"  {_winner_line(group, candidates)}" for group in cells.values())]
     reports = []
     for name in matching:
-        comparisons = compare(name, cells, everybody)
-        worst = max(comparisons, key=lambda one: one.margin[0], default=None)
-        apart: tuple[str, ...] = ()
-        if worst is not None and worst.rank > 1:
-            best = worst.winner.candidate
-            apart = differences(everybody[name], took[name], everybody[best], took[best])
-        rejections = tuple(verdict for verdict in verdicts.get(name, ()) if not verdict.ok)
-        failures = tuple(errors.get(name, ()))
-        reports.append(Report(name, title(everybody[name]), took[name], rejections, failures, comparisons, apart))
-    reports.sort(key=_most_telling)
-    heading = (
-        f"{asked.target}, family {asked.family}, head dims {columns}: {len(everybody)} candidates considered",
-        *funnel_lines(everybody, verdicts, {run.candidate for run in runs}),
-    )
-    winners = tuple(winner_line(group, everybody) for group in cells.values())
-    return Explanation(heading, winners, tuple(reports[:SHOWN]), max(0, len(reports) - SHOWN))
+        rejections = [verdict for verdict in verdicts.get(name, ()) if not verdict.ok]
+        reports.append(_report(name, candidates, took, cells.values(), rejections, errors.get(name, ())))
+    for _, report in sorted(reports)[:SHOWN]:
+        lines += ["", *report]
+    if len(reports) > SHOWN:
+        lines += ["", f"{len(reports) - SHOWN} more candidates match; more fields in the filter tell them apart"]
+    return "\n".join(lines) + "\n"
+
+
+def _report(
+    name: str,
+    candidates: Mapping[str, Traits],
+    took: Mapping[str, Footprint],
+    cells: Iterable[Sequence[Run]],
+    rejections: Sequence[Verdict],
+    errors: Iterable[str],
+) -> tuple[tuple[int, float], list[str]]:
+    """(order among all reports: timed ones first, fastest first, then those that came far; lines on a candidate)."""
+    places = [(group, place) for group in cells for place, run in enumerate(group) if run.candidate == name]
+    behind = [margin(group[place], group[0])[0] for group, place in places]
+    lines = [*map(_rejection_line, rejections), *errors]
+    lines += [_place_line(group, place, candidates) for group, place in places]
+    if any(place for _, place in places):
+        best = places[behind.index(max(behind))][0][0].candidate
+        apart = differences(candidates[name], took[name], candidates[best], took[best])
+        lines.append(f"  differs from the winner of its worst cell: {'; '.join(apart)}")
+    lines = lines or ["  not rejected and not timed yet"]
+    if behind:
+        order = 0, sum(behind) / len(behind)
+    else:
+        order = 1 + bool(rejections), -float(max((STAGES.index(one.stage) for one in rejections), default=0))
+    return order, [f"{title(candidates[name])}  [{name}]", _footprint_line(took[name]), *lines]
 
 
 def newest_verdicts(store: Store, target: str, names: Collection[str]) -> dict[str, list[Verdict]]:
@@ -198,16 +132,6 @@ def newest_verdicts(store: Store, target: str, names: Collection[str]) -> dict[s
     for verdict in newest.values():
         found.setdefault(verdict.candidate, []).append(verdict)
     return found
-
-
-def compare(name: str, cells: Mapping[str, Sequence[Run]], candidates: Mapping[str, Traits]) -> tuple[Comparison, ...]:
-    """A candidate's place on every cell that it was timed on."""
-    return tuple(
-        Comparison(run, group[0], title(candidates[group[0].candidate]), place, len(group))
-        for group in cells.values()
-        for place, run in enumerate(group, 1)
-        if run.candidate == name
-    )
 
 
 def ranked(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -234,7 +158,7 @@ def title(traits: Traits) -> str:
 
 
 def footprint(traits: Traits, arch: ArchSpec, compiled_regs: int | None = None) -> Footprint:
-    """What a candidate takes of a multiprocessor; `compiled_regs` registers a thread, where it was compiled."""
+    """What a candidate takes of a multiprocessor; `compiled_regs` registers a thread, if it was compiled."""
     if isinstance(traits, FwdTraitsSm90):
         registers, share = traits.mma_regs, arch.regs_per_sm // traits.num_threads
     else:
@@ -294,52 +218,51 @@ def where_lost(verdict: Verdict) -> str:
     return LIMIT if beyond else verdict.stage
 
 
-def winner_line(group: Sequence[Run], candidates: Mapping[str, Traits]) -> str:
+def compiled_registers(verdicts: Iterable[Verdict]) -> int | None:
+    """Registers a thread of the compiled kernels, the most over the problems; None if none was compiled."""
+    return max((verdict.details["registers"] for verdict in verdicts if "registers" in verdict.details), default=None)
+
+
+def _winner_line(group: Sequence[Run], candidates: Mapping[str, Traits]) -> str:
     """The fastest on a cell with its interval, and its margin before the second."""
     best = group[0]
-    line = f"{best.cell}: {title(candidates[best.candidate])}, {time_words(best)}"
+    line = f"{best.cell}: {title(candidates[best.candidate])}, {_time_words(best)}"
     if len(group) < 2:
         return f"{line}, the only one timed"
-    middle, least, most = margin(group[1], best)
-    sure = "beyond noise" if least > 0 else "within noise"
-    second = title(candidates[group[1].candidate])
-    return f"{line}; {percent(middle)} before {second} ({percent(least)} to {percent(most)}, {sure})"
+    before = f"before {title(candidates[group[1].candidate])}"
+    return f"{line}; {_margin_words(group[1], best, before)}"
 
 
-def report_lines(report: Report) -> list[str]:
-    """A report, for reading."""
-    took = report.footprint
-    lines = [
-        f"{report.title}  [{report.candidate}]",
-        f"  takes  {took.smem_bytes} of {took.smem_limit} bytes of shared memory in {took.stages} "
-        f"{_plural('stage', took.stages)}; "
-        f"{took.registers} registers a thread, {took.fragment_regs} of them for fragments; "
-        f"{took.blocks} {_plural('block', took.blocks)} of {took.threads} threads on an SM",
-    ]
-    for verdict in report.rejections:
-        where = f" ({verdict.problem})" if verdict.problem else ""
-        lines.append(f"  {STAGE_WORDS[where_lost(verdict)]}{where}: {verdict.reason}")
-    lines += [f"  failed: {error}" for error in report.errors]
-    lines += [f"  {comparison_line(comparison)}" for comparison in report.comparisons]
-    if report.differences:
-        lines.append(f"  differs from the winner of its worst cell: {'; '.join(report.differences)}")
-    if len(lines) == 2:
-        lines.append("  not rejected and not timed yet")
-    return lines
-
-
-def comparison_line(comparison: Comparison) -> str:
+def _place_line(group: Sequence[Run], place: int, candidates: Mapping[str, Traits]) -> str:
     """A candidate's time on one cell, and by how much it lost."""
-    run, (middle, least, most) = comparison.run, comparison.margin
-    line = f"{run.cell}: {time_words(run)}, {comparison.rank} of {comparison.of}"
-    if comparison.rank == 1:
-        return f"{line}: the winner"
+    run, winner = group[place], group[0]
+    line = f"  {run.cell}: {_time_words(run)}, {place + 1} of {len(group)}: "
+    if not place:
+        return f"{line}the winner"
+    slower = f"slower than {title(candidates[winner.candidate])} at {winner.tflops:.1f} TFLOP/s"
+    return line + _margin_words(run, winner, slower)
+
+
+def _margin_words(run: Run, winner: Run, what: str) -> str:
+    middle, least, most = margin(run, winner)
     sure = "beyond noise" if least > 0 else "within noise"
-    behind = f"{percent(middle)} slower than {comparison.winner_title} at {comparison.winner.tflops:.1f} TFLOP/s"
-    return f"{line}: {behind} ({percent(least)} to {percent(most)}, {sure})"
+    return f"{percent(middle)} {what} ({percent(least)} to {percent(most)}, {sure})"
 
 
-def time_words(run: Run) -> str:
+def _rejection_line(verdict: Verdict) -> str:
+    problem = f" ({verdict.problem})" if verdict.problem else ""
+    return f"  {STAGE_WORDS[where_lost(verdict)]}{problem}: {verdict.reason}"
+
+
+def _footprint_line(took: Footprint) -> str:
+    return (
+        f"  takes  {took.smem_bytes} of {took.smem_limit} bytes of shared memory in {_plural(took.stages, 'stage')}; "
+        f"{took.registers} registers a thread, {took.fragment_regs} of them for fragments; "
+        f"{_plural(took.blocks, 'block')} of {took.threads} threads on an SM"
+    )
+
+
+def _time_words(run: Run) -> str:
     """Median, interval and rate."""
     high = f"{run.high:.4f}" if math.isfinite(run.high) else "unknown"
     return f"{run.ms:.4f} ms ({run.low:.4f} to {high}), {run.tflops:.1f} TFLOP/s"
@@ -350,35 +273,30 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if math.isfinite(share) else "unknown"
 
 
-def _matching(candidates: Mapping[str, Traits], asked: Asked) -> list[str]:
+def _check_asked(table: TableKey, fields: Mapping[str, Any]) -> None:
+    if table.family not in FAMILIES:
+        raise ValueError(f"family is {table.family!r}; allowed: {', '.join(FAMILIES)}")
+    known = [field.name for field in dataclasses.fields(TRAITS[table.operation, table.family])]
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{name} is not a trait of the {table.family} family; allowed: {', '.join(known)}")
+
+
+def _matching(candidates: Mapping[str, Traits], fields: Mapping[str, Any]) -> list[str]:
     found = [
         name
         for name, traits in candidates.items()
-        if all(getattr(traits, field) == value for field, value in asked.fields.items())
+        if all(getattr(traits, field) == value for field, value in fields.items())
     ]
     if not found:
-        wanted = ", ".join(f"{name}={value}" for name, value in asked.fields.items())
+        wanted = ", ".join(f"{name}={value}" for name, value in fields.items())
         considered = "; ".join(
             f"{name}: {', '.join(map(str, sorted({getattr(traits, name) for traits in candidates.values()})))}"
-            for name in asked.fields
+            for name in fields
         )
         raise ValueError(f"no candidate has {wanted}; considered, in other combinations too: {considered}")
     return found
 
 
-def _registers(verdicts: Iterable[Verdict]) -> int | None:
-    """Registers a thread of the compiled kernels, the most over the problems."""
-    return max((verdict.details["registers"] for verdict in verdicts if "registers" in verdict.details), default=None)
-
-
-def _most_telling(report: Report) -> tuple[int, float, str]:
-    """Timed ones first, fastest first, then those that came far."""
-    if report.comparisons:
-        return 0, sum(one.margin[0] for one in report.comparisons) / len(report.comparisons), report.title
-    if not report.rejections:
-        return 1, 0.0, report.title
-    return 2, -max(STAGES.index(verdict.stage) for verdict in report.rejections), report.title
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -2,6 +2,7 @@
 
     plain        Q, K and V normal: scores are normal, too, with a spread of about one nat
     sink:N       one key, the first one by default, scores N nats above the others for every query: attention sinks
+    sink:N:middle  the same of the key in the middle, which no tile begins with: fixed maxima have to be repaired there
     ramp:N       scores rise evenly over the keys, by N nats from the last to the first (N < 0: to the last), so that
                  maxima never come to rest
     peaked       scores spread three times as wide; peaked:half: those of every other head
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 PLAIN = "plain"
-FORMS = (PLAIN, "sink:NATS", "ramp:NATS", "peaked", "peaked:half", "outliers")
+FORMS = (PLAIN, "sink:NATS", "sink:NATS:middle", "ramp:NATS", "peaked", "peaked:half", "outliers")
+OPTIONS = {"sink": "middle", "peaked": "half"}  # what may stand behind the last colon
 MAX_NATS = 1000.0
 PEAK = 3.0  # what the queries of peaked heads are multiplied with
 OUTLIERS = (10.0, 20.0)  # sizes of outlier channels; the others' is 1
@@ -32,37 +34,32 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of inputs.
+    """A kind of inputs."""
 
-    Attributes:
-        name: what comes before the colon.
-        nats: of a sink and a ramp.
-        half: whether only every other head is peaked.
-    """
-
-    name: str
-    nats: float = 0.0
-    half: bool = False
+    name: str  # what comes before the colon
+    nats: float = 0.0  # of a sink and a ramp
+    option: str = ""  # "middle" of a sink, "half" of peaked heads
 
     def __str__(self) -> str:
         """As `parse_kind` takes it; equal kinds have equal texts."""
-        return f"{self.name}:{self.nats:g}" if self.nats else f"{self.name}:half" if self.half else self.name
+        return ":".join(
+            [self.name, *([f"{self.nats:g}"] if self.nats else []), *([self.option] if self.option else [])]
+        )
 
 
 def parse_kind(text: str) -> Kind:
-    """The kind called e.g. `"plain"`, `"sink:12"` or `"peaked:half"`. ValueError says what there is."""
-    name, colon, amount = text.strip().partition(":")
-    if name in ("sink", "ramp") and colon:
+    """The kind called e.g. `"plain"`, `"sink:12"` or `"peaked:half"`. ValueError says what is allowed."""
+    name, *more = text.strip().split(":")
+    allowed: list[list[str | None]] = [[], [OPTIONS.get(name)]]
+    if name in ("sink", "ramp") and more:
         try:
-            nats = float(amount)
+            nats = float(more.pop(0))
         except ValueError:
             nats = math.nan
-        if 0 < abs(nats) <= MAX_NATS and (nats > 0 or name == "ramp"):
-            return Kind(name, nats)
-    elif name == "peaked" and (not colon or amount == "half"):
-        return Kind(name, half=bool(colon))
-    elif name in (PLAIN, "outliers") and not colon:
-        return Kind(name)
+        if 0 < abs(nats) <= MAX_NATS and (nats > 0 or name == "ramp") and more in allowed:
+            return Kind(name, nats, *more)
+    elif name in ("peaked", PLAIN, "outliers") and more in allowed:
+        return Kind(name, option="".join(more))
     raise ValueError(f"inputs is {text!r}; allowed: {', '.join(FORMS)}, up to {MAX_NATS:g} nats")
 
 
@@ -73,7 +70,7 @@ def of_kind(kind: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
         kind: as `parse_kind` takes it.
         q, k, v: (batch, seqlen_q, heads, head_dim), (batch, seqlen_k, kv_heads, head_dim), (.., head_dim_v), normal.
         scale: what products of q and k are multiplied with; None is head_dim^-0.5.
-        place: index of a sink's key.
+        place: index of the key of a sink that is not of the kind in the middle.
     """
     parsed = parse_kind(kind)
     if parsed.name == PLAIN:
@@ -81,11 +78,12 @@ def of_kind(kind: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
     exact = q.float(), k.float(), v.float()
     generator = torch.Generator().manual_seed(SEED)
     if parsed.name == "peaked":
-        made = _peaked(*exact, every=2 if parsed.half else 1)
+        made = _peaked(*exact, every=2 if parsed.option else 1)
     elif parsed.name == "outliers":
         made = _outliers(*exact, generator)
     else:
-        nats = _favours(parsed, k.shape[1], place).to(q.device)
+        keys = k.shape[1]
+        nats = _favours(parsed, keys, keys // 2 if parsed.option else place).to(q.device)
         made = _favoured(*exact, nats, q.shape[3] ** -0.5 if scale is None else scale, generator)
     return made[0].to(q.dtype), made[1].to(k.dtype), made[2].to(v.dtype)
 
@@ -137,11 +135,11 @@ def _outliers(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> Qk
         order = torch.rand(kv_heads, columns, generator=generator).argsort(-1)
         return order[:, : max(1, columns // CHANNELS_AN_OUTLIER)]
 
-    def sizes(columns: int, where: Tensor, elsewhere: float) -> Tensor:
-        """(kv_heads, columns) of random sizes and signs at `where`."""
-        size = torch.empty(where.shape).uniform_(*OUTLIERS, generator=generator)
-        size *= torch.randint(0, 2, where.shape, generator=generator) * 2 - 1
-        return torch.full((kv_heads, columns), elsewhere).scatter_(1, where, size).to(q.device)
+    def sizes(columns: int, places: Tensor, elseplaces: float) -> Tensor:
+        """(kv_heads, columns) of random sizes and signs at `places`."""
+        size = torch.empty(places.shape).uniform_(*OUTLIERS, generator=generator)
+        size *= torch.randint(0, 2, places.shape, generator=generator) * 2 - 1
+        return torch.full((kv_heads, columns), elseplaces).scatter_(1, places, size).to(q.device)
 
     shared = channels(q.shape[3])
     q = q + sizes(q.shape[3], shared, 0.0).repeat_interleave(group, dim=0)

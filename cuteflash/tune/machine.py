@@ -19,7 +19,7 @@ DRIVER_FILE = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def this_machine(device: torch.device) -> Machine:
-    """The GPU `device`. NotImplementedError where no kernel runs on it."""
+    """The GPU `device`. NotImplementedError if no kernel runs on it."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     return Machine(torch.cuda.get_device_name(index), driver_version(), current_target(index), versions())
 
@@ -49,15 +49,10 @@ def driver_version() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matmul:
-    """A bf16 matrix product of random square matrices: what the tensor cores reach without a softmax.
+    """A bf16 matrix product of random square matrices: what the tensor cores reach without a softmax."""
 
-    Attributes:
-        run: repeats the product.
-        flops: of one product.
-    """
-
-    run: Runner
-    flops: int
+    run: Runner  # repeats the product
+    flops: int  # of one product
 
     def tflops(self, device: torch.device, rounds: int = 5) -> float:
         """Its rate alone on `device`, TFLOP/s."""

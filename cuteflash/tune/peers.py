@@ -22,14 +22,14 @@ BACKENDS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTI
 
 
 def missing_peer(name: str) -> str | None:
-    """None where the package of a peer is installed, else the reason in words. ValueError: no such peer."""
+    """None if the package of a peer is installed, else the reason in words. ValueError: no such peer."""
     if name not in PEERS:
         raise ValueError(f"peers is {name!r}; allowed: {', '.join(PEERS)}")
     return "flash-attn-4 is not installed" if name == "fa4" and importlib.util.find_spec("flash_attn") is None else None
 
 
 def peer_runner(name: str, inputs: Inputs) -> Runner:
-    """The peer called `name`. NotImplementedError where its interface has no such mask."""
+    """The peer called `name`. NotImplementedError if its interface has no such mask."""
     return _fa4(inputs) if name == "fa4" else _sdpa(inputs, BACKENDS[name])
 
 

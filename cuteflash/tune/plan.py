@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
-from cuteflash.problem import FwdProblem
-from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.length_class import LengthClass, length_class_of
-from cuteflash.traits.row import TRAITS, Traits
+from cuteflash.problem import Operation
+from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass
+from cuteflash.traits.row import TRAITS, TableKey, Traits
 from cuteflash.tune.cells import Cell
+from cuteflash.tune.operations import DEFAULT, Problem
 from cuteflash.tune.timing import Rules
 
 # Traits by which a kernel's speed depends on the values that it is given.
-VALUE_DEPENDENT = ("fixed_max",)
-SINK = "sink:12"  # beyond what any such row takes without more work
+VALUE_DEPENDENT = {"fixed_max"}
+# A key that outgrows the maxima of fixed-maximum rows in a block that their tiles do not begin with: repairing it costs
+# them time. Tiles begin with the block of the first key, so that a sink there would cost nothing.
+SINK = "sink:12:middle"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,68 +34,54 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What one sweep is asked for.
+    """What one sweep is asked for."""
 
-    Attributes:
-        target: compile target.
-        families: kernel families.
-        cells: the problems to time.
-        traits: candidates in place of the enumerated ones; of each family and head dims those made for them.
-        limit: candidates per family and head dims that are compiled, beside those that always are; None is all.
-        budget: seconds that the GPU's stages may take; None is as long as they need.
-        jobs: compiling processes.
-        from_cache: compile nothing; what the disk cache lacks is reported.
-        peers: implementations to time beside the candidates, see `peers`.
-        rules: how a race is run.
-        limits: when a request hangs.
-    """
-
-    target: str
-    families: tuple[Family, ...]
-    cells: tuple[Cell, ...]
+    target: str  # compile target
+    families: tuple[Family, ...]  # kernel families
+    cells: tuple[Cell, ...]  # the problems to time
+    # candidates in place of the enumerated ones; of each family and head dims those made for them
     traits: tuple[Traits, ...] | None = None
+    # candidates per family and head dims that are compiled, beside those that always are; None is all
     limit: int | None = None
-    budget: float | None = None
-    jobs: int = 1
-    from_cache: bool = False
-    peers: tuple[str, ...] = ()
-    rules: Rules = dataclasses.field(default_factory=Rules)
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    budget: float | None = None  # seconds that the GPU's stages may take; None is as long as they need
+    jobs: int = 1  # compiling processes
+    from_cache: bool = False  # compile nothing; what the disk cache lacks is reported
+    peers: tuple[str, ...] = ()  # implementations to time beside the candidates, see `peers`
+    rules: Rules = dataclasses.field(default_factory=Rules)  # how a race is run
+    limits: Limits = dataclasses.field(default_factory=Limits)  # when a request hangs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Space:
-    """The candidates of one family for one pair of padded head dims, and what became of them before compiling.
+    """The candidates for one table and pair of padded head dims, and what became of them before compiling."""
 
-    Attributes:
-        refused: (traits, reason) of those that left.
-        chosen: the others, those that always take part first, then the most promising.
-        always: those.
-    """
+    table: TableKey  # operation, target and kernel family
+    head_dims: tuple[int, int]  # padded (head_dim, head_dim_v)
+    refused: tuple[tuple[Traits, str], ...]  # (traits, reason) of those that left
+    chosen: tuple[Traits, ...]  # the others, those that always take part first, then the most promising
+    always: frozenset[Traits]  # those that always take part
 
-    family: Family
-    head_dim: int
-    head_dim_v: int
-    refused: tuple[tuple[Traits, str], ...]
-    chosen: tuple[Traits, ...]
-    always: frozenset[Traits]
+    @property
+    def title(self) -> str:
+        """Its family and head dims, behind the operation if that is not the default."""
+        return space_title(self.table.operation, self.table.family, self.head_dims)
+
+
+def space_title(operation: Operation, family: Family, head_dims: tuple[int, int]) -> str:
+    """`"sm90 128x128"`, or `"bwd sm90 128x128"` if the operation is not the default."""
+    words = f"{family} {head_dims[0]}x{head_dims[1]}"
+    return words if operation == DEFAULT else f"{operation} {words}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """Traits on one problem.
-
-    Attributes:
-        id: `store.candidate_id`.
-        key: digest of the compile cache's key; what was found with another one does not count any more.
-        always: takes part whatever the limit, and also where ptxas complains.
-    """
+    """Traits on one problem."""
 
     traits: Traits
-    problem: FwdProblem
-    id: str
-    key: str
-    always: bool
+    problem: Problem
+    id: str  # `store.candidate_id`
+    key: str  # digest of the compile cache's key; what was found with another one does not count any more
+    always: bool  # takes part whatever the limit, and also if ptxas complains
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ class Group:
     """The candidates of one family on one problem, most promising first, and the cells that stand for the problem."""
 
     family: Family
-    problem: FwdProblem
+    problem: Problem
     cells: tuple[Cell, ...]
     candidates: tuple[Candidate, ...]
 
@@ -110,23 +100,24 @@ def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
     A slot, which is all that tables tell apart, is a problem and a length class: a row that is picked for it has to be
     fast on both.
     """
-    traits = {field.name for family in families for field in dataclasses.fields(TRAITS["fwd", family])}
-    if traits.isdisjoint(VALUE_DEPENDENT):
+    operations = {cell.operation for cell in cells}
+    kinds = [TRAITS[pair] for pair in itertools.product(operations, families) if pair in TRAITS]
+    if VALUE_DEPENDENT.isdisjoint(field.name for kind in kinds for field in dataclasses.fields(kind)):
         return list(cells)
-    longest: dict[tuple[FwdProblem, LengthClass], Cell] = {}
+    longest: dict[tuple[Problem, LengthClass], Cell] = {}
     for cell in cells:
-        slot = cell.problem, length_class_of(cell.seqlen_q, cell.seqlen)
+        slot = cell.problem, cell.lengths
         if slot not in longest or cell.seqlen > longest[slot].seqlen:
             longest[slot] = cell
     sinks = {cell: dataclasses.replace(cell, inputs=SINK) for cell in longest.values()}
     return [one for cell in cells for one in (cell, sinks.get(cell)) if one is not None]
 
 
-def default_traits(cell: Cell, family: Family, arch: ArchSpec) -> Iterator[Traits]:
+def default_traits(cell: Cell, target: str, family: Family) -> Iterator[Traits]:
     """What dispatch runs a cell with, and what it would without a table of the user's."""
     for chosen in (choose, choose_shipped):
         with contextlib.suppress(NotImplementedError):  # a problem without a row is one more reason to sweep it
-            yield chosen(cell.problem, arch.name, family, length_class_of(cell.seqlen_q, cell.seqlen)).traits
+            yield chosen(cell.problem, target, family, cell.lengths).traits
 
 
 def padded(cell: Cell) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,35 +19,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-PLAIN_SECONDS = 10.0  # between the lines of a stage where nobody can see a display move
-
-
-class Watch(Protocol):
-    """Told what happens. Stages may overlap."""
-
-    def begin(self, stage: str, total: int | None) -> None:
-        """A stage starts, with so many steps if that is known."""
-        ...
-
-    def step(self, stage: str, outcome: str, count: int = 1) -> None:
-        """So many steps of a stage ended with this outcome."""
-        ...
-
-    def doing(self, stage: str, what: str) -> None:
-        """What a stage is at."""
-        ...
-
-    def end(self, stage: str) -> None:
-        """A stage is over."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Something a person should know."""
-        ...
+PLAIN_SECONDS = 10.0  # between the lines of a stage if there is no terminal
 
 
 class Display:
-    """A watch for people, on standard error; a context manager.
+    """Told what happens, and shows it on standard error; a context manager. Stages may overlap.
 
     Attributes:
         counts: of each stage so far its outcomes, in the order in which they first came.
@@ -77,18 +53,21 @@ class Display:
             self._live.stop()
 
     def begin(self, stage: str, total: int | None) -> None:
+        """A stage starts, with so many steps if that is known."""
         self.counts.setdefault(stage, collections.Counter())
         self._totals[stage] = total
         self._tasks[stage] = self._bars.add_task(stage, total=total, doing="")
         self._spoken = time.monotonic()
 
     def step(self, stage: str, outcome: str, count: int = 1) -> None:
+        """So many steps of a stage ended with this outcome."""
         self.counts[stage][outcome] += count
         self._bars.advance(self._tasks[stage], count)
         if not self._console.is_terminal and time.monotonic() - self._spoken > PLAIN_SECONDS:
             self._line(stage)
 
     def doing(self, stage: str, what: str) -> None:
+        """What a stage is at."""
         self._bars.update(self._tasks[stage], doing=what)
 
     def end(self, stage: str) -> None:
@@ -97,6 +76,7 @@ class Display:
             self._line(stage)
 
     def say(self, text: str) -> None:
+        """Something a person should know."""
         self.said.append(text)
         self._print(text)
 

@@ -1,7 +1,7 @@
 """The GPU's stages: each candidate is checked once a problem, then raced against the others cell by cell.
 
 A race is the rounds of one cell in which one family's candidates take part interleaved (`timing.race`). Every sample is
-recorded: where a sweep was killed, the race goes on under its name with those it had. Candidates that come later, of a
+recorded: if a sweep was killed, its race goes on under its name with those it had. Candidates that come later, of a
 wider limit or with changed sources, run a race of their own, in which the cell's default and the fastest so far run
 again: what took part in both tells their clocks apart.
 
@@ -11,22 +11,20 @@ Under a budget every problem gets the same share of the time that is left, and i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Any
 
-from cuteflash.problem import FwdProblem, problem_id
-from cuteflash.traits.arch import get_arch
-from cuteflash.traits.base import FwdTraits
-from cuteflash.traits.length_class import LengthClass, length_class_of
+from cuteflash.problem import problem_id
 from cuteflash.tune.backend import GATE, PEER, Backend, Machine
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.heats import Field, Heat, Past, arrange, past_of
+from cuteflash.tune.operations import Problem
 from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
-from cuteflash.tune.progress import Watch
+from cuteflash.tune.progress import Display
+from cuteflash.tune.race_plan import Field, Past, Race, arrange, past_of
 from cuteflash.tune.store import Stage, Store, Timing, Verdict, now
 from cuteflash.tune.timing import Roles, interval, median, race
 from cuteflash.tune.worker import RequestFailed, StartFailed, Worker
@@ -40,36 +38,27 @@ NEWEST = 0.1  # weight of the newest measurement of these
 class Racing:
     """The GPU's part of a sweep; a context manager that ends the worker process."""
 
-    def __init__(self, plan: Plan, store: Store, watch: Watch, backend: Backend):
+    def __init__(self, plan: Plan, store: Store, watch: Display, backend: Backend):
         self.plan, self.store, self.watch, self.backend = plan, store, watch, backend
         self.worker = Worker(backend.bench)
-        self._machine: Machine | None = None
         self._gate_seconds, self._race_seconds = GATE_GUESS, RACE_GUESS
 
     def __enter__(self) -> Racing:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.worker.stop()
 
-    @property
+    @functools.cached_property
     def machine(self) -> Machine:
-        """The GPU; the first access asks a worker process for it.
-
-        Raises:
-            StartFailed: there is none, or it is not the plan's target.
-        """
-        if self._machine is None:
-            machine: Machine = self.worker.call("machine", seconds=MATMUL_SECONDS)
-            if machine.target != self.plan.target:
-                raise StartFailed(
-                    f"arch is {self.plan.target}; the GPU here is a {machine.gpu}, which is {machine.target}; "
-                    "--dry-run and --compile-only work for any arch"
-                )
-            self._machine = machine
-        return self._machine
+        """The GPU, which a worker process names. StartFailed: there is none, or it is not the plan's target."""
+        machine: Machine = self.worker.call("machine", seconds=MATMUL_SECONDS)
+        if machine.target != self.plan.target:
+            raise StartFailed(
+                f"arch is {self.plan.target}; the GPU here is a {machine.gpu}, which is {machine.target}; "
+                "--dry-run and --compile-only work for any arch"
+            )
+        return machine
 
     def measure(self, groups: Sequence[Group]) -> None:
         """Checks and times what the store does not know yet.
@@ -82,7 +71,7 @@ class Racing:
         self.watch.begin("gate", sum(len(group.candidates) for group in groups))
         self.watch.begin("time", sum(len(group.candidates) * len(group.cells) for group in groups))
         deadline = time.monotonic() + self.plan.budget if self.plan.budget is not None else math.inf
-        problems: dict[FwdProblem, list[Group]] = {}
+        problems: dict[Problem, list[Group]] = {}
         for group in groups:
             problems.setdefault(group.problem, []).append(group)
         for done, own in enumerate(problems.values()):
@@ -98,8 +87,7 @@ class Racing:
         """Keeps which machine this is and how fast it is now."""
         machine = self.machine
         rate = self.worker.call("matmul_tflops", seconds=MATMUL_SECONDS)
-        at = now()
-        self.store.mark(f"run {at}", {**dataclasses.asdict(machine), "matmul_tflops": rate, "at": at})
+        self.store.add_run(now(), {**dataclasses.asdict(machine), "matmul_tflops": rate})
         self.watch.say(f"{machine.gpu}, driver {machine.driver}: 8192³ bf16 matrix product {rate:.0f} TFLOP/s")
 
     def _gate(self, group: Group, share: float) -> Group:
@@ -126,19 +114,17 @@ class Racing:
         """Whether a candidate is right, and has not failed while it was timed."""
         verdict = self._gated(candidate)
         if verdict is None:
-            self.watch.doing(
-                "gate", f"{problem_id(candidate.problem)}, {candidate.traits.tile_m}x{candidate.traits.tile_n}"
-            )
+            tile = f"{candidate.traits.tile_m}x{candidate.traits.tile_n}"
+            self.watch.doing("gate", f"{problem_id(candidate.problem)}, {tile}")
             started = time.monotonic()
             try:
                 details = self.worker.call("check", candidate.traits, candidate.problem, seconds=self.plan.limits.gate)
                 verdict = Verdict(*self._names(candidate, "gate"), ok=True, details={**details, "gate": GATE})
             except RequestFailed as failure:
                 verdict = Verdict(*self._names(candidate, "gate"), ok=False, reason=str(failure))
-            self.store.record_verdict(verdict)
+            self.store.record(verdict)
             self._gate_seconds += NEWEST * (time.monotonic() - started - self._gate_seconds)
-        later = self._verdict(candidate, "time")
-        ok = verdict.ok and (later is None or later.ok)
+        ok = verdict.ok and self._stands(candidate)
         self.watch.step("gate", "kept" if ok else "rejected")
         return ok
 
@@ -146,6 +132,11 @@ class Racing:
         """The gate's verdict; None if it has still to be asked, or asked less when the candidate passed."""
         verdict = self._verdict(candidate, "gate")
         return None if verdict is not None and verdict.ok and verdict.details.get("gate") != GATE else verdict
+
+    def _stands(self, candidate: Candidate) -> bool:
+        """Whether a candidate has not failed while it was timed."""
+        later = self._verdict(candidate, "time")
+        return later is None or later.ok
 
     def _verdict(self, candidate: Candidate, stage: Stage) -> Verdict | None:
         return self.store.verdict(*self._names(candidate, stage))
@@ -162,11 +153,11 @@ class Racing:
         subjects |= {one.id: one for one in group.candidates if one.id not in hopeless}
         while True:
             past = self._past(field)
-            wanted = [name for name in subjects if not self._has_failed(subjects[name])]
-            heat = arrange(field, wanted, past, self.plan.rules)
-            if heat is None:
+            wanted = [name for name, one in subjects.items() if isinstance(one, str) or self._stands(one)]
+            planned = arrange(field, wanted, past, self.plan.rules)
+            if planned is None:
                 break
-            self._run(field, heat, subjects)
+            self._run(field, planned, subjects)
         for candidate in group.candidates:
             self.watch.step("time", self._outcome(candidate, hopeless, past))
 
@@ -179,7 +170,7 @@ class Racing:
         return "to the end" if rounds >= self.plan.rules.rounds else "left early"
 
     def _field(self, group: Group, cell: Cell) -> Field:
-        defaults = set(default_traits(cell, group.family, get_arch(self.plan.target)))
+        defaults = set(default_traits(cell, self.plan.target, group.family))
         keys = {candidate.id: candidate.key for candidate in group.candidates}
         guests = [PEER + name for name in self.plan.peers]
         stays = [candidate.id for candidate in group.candidates if candidate.traits in defaults]
@@ -193,68 +184,41 @@ class Racing:
         """Candidates that lie far behind in another cell of this one's length class."""
         found: set[str] = set()
         for other in group.cells:
-            if other != cell and _shape(other) == _shape(cell):
+            if other != cell and other.lengths == cell.lengths:
                 field = self._field(group, other)
                 found |= self._past(field).far_behind(field, HOPELESS)
         return found - set(self._field(group, cell).roles.stays)
 
-    def _has_failed(self, subject: Candidate | str) -> bool:
-        verdict = self._verdict(subject, "time") if isinstance(subject, Candidate) else None
-        return verdict is not None and not verdict.ok
-
-    def _run(self, field: Field, heat: Heat, subjects: dict[str, Candidate | str]) -> None:
+    def _run(self, field: Field, planned: Race, subjects: dict[str, Candidate | str]) -> None:
         """Runs a race to its end, recording every sample."""
-        fresh = sum(not values for values in heat.samples.values())
+        fresh = sum(not values for values in planned.samples.values())
         started = time.monotonic()
 
         def sample(name: str) -> float | None:
             subject = subjects[name]
-            runs: FwdTraits | str = subject.traits if isinstance(subject, Candidate) else subject
+            runs = subject.traits if isinstance(subject, Candidate) else subject
             try:
                 ms = float(self.worker.call("sample", runs, field.cell, seconds=self.plan.limits.sample))
             except RequestFailed as failure:
                 if isinstance(subject, Candidate):
                     reason = f"{field.cell.label}: {failure}"
-                    self.store.record_verdict(Verdict(*self._names(subject, "time"), ok=False, reason=reason))
-                self.store.record_timing(self._timing(field, heat.name, name, error=str(failure)))
+                    self.store.record(Verdict(*self._names(subject, "time"), ok=False, reason=reason))
+                self.store.record(self._timing(field, planned.name, name, error=str(failure)))
                 return None
-            record([(name, [*heat.samples[name], ms])], flush=False)
+            self.store.record(self._timing(field, planned.name, name, samples=(*planned.samples[name], ms)))
             return ms
 
-        def record(entries: Iterable[tuple[str, list[float]]], flush: bool) -> None:
-            self.store.record_timings(
-                [self._timing(field, heat.name, name, **_numbers(values, field.cell)) for name, values in entries],
-                flush,
-            )
-
-        self.watch.doing("time", f"{field.cell.label}, race {heat.name} of {len(heat.samples)}")
-        race(heat.samples, sample, self.plan.rules, field.roles)
-        failed = self._past(field).failed
-        record([entry for entry in heat.samples.items() if entry[0] not in failed], flush=True)
+        self.watch.doing("time", f"{field.cell.label}, race {planned.name} of {len(planned.samples)}")
+        race(planned.samples, sample, self.plan.rules, field.roles)
         if fresh:
             self._race_seconds += NEWEST * ((time.monotonic() - started) / fresh - self._race_seconds)
 
-    def _timing(self, field: Field, heat: str, name: str, **numbers: Any) -> Timing:
-        machine, source = self.machine, self.backend.source
-        return Timing(
-            name,
-            field.cell.id,
-            self.plan.target,
-            machine.gpu,
-            machine.driver,
-            field.keys[name],
-            heat,
-            versions=machine.versions,
-            source=source,
-            **numbers,
-        )
-
-
-def _numbers(samples: Sequence[float], cell: Cell) -> dict[str, Any]:
-    ms, (low, high) = median(samples), interval(samples)
-    rate = cell.flops / (ms * 1e9)
-    return {"samples": tuple(samples), "ms": ms, "low": low, "high": high, "tflops": rate}
-
-
-def _shape(cell: Cell) -> LengthClass:
-    return length_class_of(cell.seqlen_q, cell.seqlen)
+    def _timing(self, field: Field, planned: str, name: str, **found: Any) -> Timing:
+        """What the store keeps of a name's part in a race: its samples, or an error."""
+        gpu, driver, versions = self.machine.gpu, self.machine.driver, self.machine.versions
+        if "samples" in found:
+            ms, (low, high) = median(found["samples"]), interval(found["samples"])
+            found |= {"ms": ms, "low": low, "high": high, "tflops": field.cell.flops / (ms * 1e9)}
+        key, source = field.keys[name], self.backend.source(field.cell.operation)
+        identity = (name, field.cell.id, self.plan.target, gpu, driver, key, planned)
+        return Timing(*identity, versions=versions, source=source, **found)

@@ -1,4 +1,4 @@
-"""Which candidates to measure first where time is short: a rough estimate of each one's speed, from its traits alone.
+"""Which candidates to measure first if time is short: a rough estimate of each one's speed, from its traits alone.
 
 The estimate counts the clocks of a main loop's step by unit (tensor cores, shared memory, exponentials, L2), lets the
 slowest hide most of the others, and multiplies by what the switches were measured to cost (docs/performance.md). It
@@ -7,7 +7,7 @@ orders tiles rightly enough to keep the winner among the first dozens, and is ne
 
 from __future__ import annotations
 
-import heapq
+import collections
 import math
 from collections.abc import Iterable, Sequence
 
@@ -26,8 +26,8 @@ STEP_CLOCKS = 150  # barriers and address arithmetic of a step
 EXPOSED = {2: 0.1, 3: 0.05}  # of the units that are not the slowest, by warpgroups that take turns
 Q_GAP = 1.03  # until the next tile's Q is there, if its memory is only free once this tile's products have ended
 SCRATCH_SM90, SCRATCH_SM80 = 28, 56  # registers beside S, P, O and Q; mma.sync also has K and V fragments in flight
-CROWDING = 0.01  # for each register that is not there
-VARIETY = 0.03  # what each candidate already taken with the same tile adds to the next one's estimate
+SPILL_PENALTY = 0.01  # for each register that is not there
+VARIETY = 0.03  # what each candidate with the same tile adds to the next one's estimate
 
 SWITCHES_SM90: dict[tuple[str, object], float] = {
     ("warp_specialized", False): 1.2,
@@ -58,23 +58,15 @@ def estimate(traits: Traits, arch: ArchSpec) -> float:
 def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Traits] = ()) -> list[Traits]:
     """`always` as it is, then the other candidates, most promising first.
 
-    Candidates of one tile are much alike, so each one taken makes the next of its tile a little less promising.
+    Candidates of one tile are much alike, so each one makes the next of its tile a little less promising.
     """
-    others = [traits for traits in dict.fromkeys(candidates) if traits not in always]
-    heap = [(clocks, 0, clocks, index) for index, clocks in enumerate(estimate(traits, arch) for traits in others)]
-    heapq.heapify(heap)
-    taken: dict[tuple[int, int, int], int] = {}
-    order = list(always)
-    while heap:
-        _, seen, clocks, index = heapq.heappop(heap)
-        traits = others[index]
+    clocks = {traits: estimate(traits, arch) for traits in candidates if traits not in always}
+    before: collections.Counter[tuple[int, int, int]] = collections.Counter()
+    for traits in sorted(clocks, key=lambda one: clocks[one]):
         tile = traits.tile_m, traits.tile_n, traits.num_threads
-        if seen == taken.get(tile, 0):
-            order.append(traits)
-            taken[tile] = seen + 1
-        else:
-            heapq.heappush(heap, (clocks * (1 + VARIETY * taken[tile]), taken[tile], clocks, index))
-    return order
+        clocks[traits] *= 1 + VARIETY * before[tile]
+        before[tile] += 1
+    return [*always, *sorted(clocks, key=lambda one: clocks[one])]
 
 
 def beyond(place: int, total: int) -> str:
@@ -98,7 +90,7 @@ def _sm90(traits: FwdTraitsSm90) -> float:
         clocks *= 1.03 if traits.rescale_in_product != (traits.head_dim_v >= WIDE) else 1.0
     unpinned = traits.fixed_max and traits.head_dim_v < UNPINNED_BELOW
     clocks *= 1.05 if traits.exp_rows_before_wait != (0 if unpinned else 1) else 1.0
-    return clocks * _crowding(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs) * 1000 / (m * n)
+    return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs) * 1000 / (m * n)
 
 
 def _sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
@@ -113,17 +105,13 @@ def _sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
     clocks = max(units) + hidden * (sum(units) - max(units)) + STEP_CLOCKS / traits.blocks_per_sm
     clocks *= _switches(traits, SWITCHES_SM80)
     clocks *= 1 + 0.5 * max(0, min(3, traits.head_dim.bit_length() - 5) - traits.swizzle_bits)
-    clocks *= _crowding(traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch))
+    clocks *= _spill_factor(traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch))
     return clocks * 1000 / (m * n)
 
 
 def _switches(traits: Traits, costs: dict[tuple[str, object], float]) -> float:
-    factor = 1.0
-    for (name, value), cost in costs.items():
-        if getattr(traits, name) == value:
-            factor *= cost
-    return factor
+    return math.prod(cost for (name, value), cost in costs.items() if getattr(traits, name) == value)
 
 
-def _crowding(wanted: int, available: int) -> float:
-    return 1 + CROWDING * max(0, wanted - available)
+def _spill_factor(wanted: int, available: int) -> float:
+    return 1 + SPILL_PENALTY * max(0, wanted - available)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Self
 
-from cuteflash.traits.arch import Family
-from cuteflash.traits.length_class import length_class_of
+from cuteflash.problem import Operation, problem_id
+from cuteflash.traits.arch import ARCHS, Family
 from cuteflash.traits.row import TRAITS, Traits
+from cuteflash.tune.cells import Cell
 from cuteflash.tune.store import Store, Timing
 from cuteflash.tune.timing import interval
 
@@ -24,53 +25,62 @@ class Slot(NamedTuple):
     dtype: str
     lengths: str
 
-    def __str__(self) -> str:
-        return " ".join(self)
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The slot that a cell stands for."""
+        return cls(cell.mask, cell.dtype, cell.lengths)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One candidate's time on one cell.
+    """One candidate's time on one cell."""
 
-    Attributes:
-        candidate, cell: ids.
-        slot: what the cell stands for.
-        ms, low, high: median and its 95 % confidence interval, in the clock of the cell's newest race.
-        tflops: TFLOP/s at the median.
-        at: when it was measured.
-    """
-
-    candidate: str
-    cell: str
-    slot: Slot
-    ms: float
-    low: float
-    high: float
-    tflops: float
-    at: str = ""
+    candidate: str  # id
+    cell: str  # id
+    slot: Slot  # what the cell stands for
+    ms: float  # median, in the clock of the cell's newest race
+    low: float  # where the median's 95 % confidence interval begins
+    high: float  # and where it ends
+    tflops: float  # TFLOP/s at the median
+    at: str = ""  # when it was measured
 
 
-def slot_of(fields: Mapping[str, Any]) -> Slot:
-    """The slot of a cell's fields."""
-    return Slot(fields["mask"], fields["dtype"], length_class_of(fields["seqlen_q"], fields["seqlen"]))
+def cells_of(store: Store) -> dict[str, Cell]:
+    """The store's cells by id."""
+    return {name: Cell(**fields) for name, fields in store.cells().items()}
 
 
-def make_traits(family: Family, fields: Mapping[str, Any]) -> Traits | None:
-    """The traits with these fields; None where they come from a version whose traits had others."""
-    kind = TRAITS["fwd", family]
-    known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**fields) if set(fields) <= known else None
-
-
-def candidates_of(store: Store, family: Family, head_dims: tuple[int, int]) -> dict[str, Traits]:
-    """The store's candidates of a family that are made for padded (head_dim, head_dim_v)."""
+def all_candidates(store: Store) -> dict[str, Traits]:
+    """The store's candidates by id, without those of a version whose traits had fields that these do not have."""
     found = {}
-    for name, (made_for, fields) in store.candidates().items():
-        if made_for == family and (fields["head_dim"], fields["head_dim_v"]) == head_dims:
-            traits = make_traits(family, fields)
-            if traits is not None:
-                found[name] = traits
+    for one in store.candidates():
+        kind = TRAITS[one["operation"], one["family"]]
+        if one["traits"].keys() <= {field.name for field in dataclasses.fields(kind)}:
+            found[one["id"]] = kind(**one["traits"])
     return found
+
+
+def candidates_of(store: Store, operation: Operation, family: Family, head_dims: tuple[int, int]) -> dict[str, Traits]:
+    """Those of an operation's kernel family that are made for padded (head_dim, head_dim_v)."""
+    wanted = operation, family, head_dims
+    return {
+        name: traits
+        for name, traits in all_candidates(store).items()
+        if (traits.operation, traits.family, (traits.head_dim, traits.head_dim_v)) == wanted
+    }
+
+
+def swept_target(store: Store, target: str | None = None) -> str:
+    """`target`, or the only one that was swept. ValueError: the store has no candidates for it, or for several."""
+    found = {verdict.target for verdict in store.verdicts()} | {timing.target for timing in store.timings()}
+    swept = [name for name in ARCHS if name in found]
+    if not swept:
+        raise ValueError(f"{store.path} holds no candidates yet; `cuteflash sweep` makes them")
+    if target is None and len(swept) > 1:
+        raise ValueError(f"arch is not given and {store.path} has candidates for several; allowed: {', '.join(swept)}")
+    if target is not None and target not in swept:
+        raise ValueError(f"arch is {target!r}; {store.path} has candidates for: {', '.join(swept)}")
+    return target or swept[0]
 
 
 def measured_gpu(store: Store, target: str, gpu: str | None = None) -> str:
@@ -90,39 +100,38 @@ def measured_gpu(store: Store, target: str, gpu: str | None = None) -> str:
 
 
 def load_runs(
-    store: Store,
-    target: str,
-    gpu: str,
-    names: Iterable[str],
-    source: str | None = None,
-    *,
-    raced_with: Family | None = None,
+    store: Store, target: str, gpu: str, names: Collection[str], raced_with: Family | None = None
 ) -> list[Run]:
-    """The newest successful timing of each candidate and cell, by one clock a cell.
+    """The newest timing of each candidate and cell, by one clock a cell; of each operation's newest sources.
+
+    Those of a candidate that failed later on the same problem do not count: while it was timed, or in the gate, which
+    may ask more than it did when the candidate was timed.
 
     Args:
         store: the database.
         target: compile target.
         gpu: whose timings.
         names: candidate ids.
-        source: fingerprint of the kernels' sources, whose timings alone count; None takes the newest timing's.
         raced_with: the family whose races alone count; peers take part in those of each family.
     """
     timings = [timing for timing in store.timings(target=target, gpu=gpu) if timing.error is None]
-    if source is None and timings:
-        source = timings[-1].source
-    wanted, cells = set(names), store.cells()
+    gate = {(one.candidate, one.problem): one.ok for one in store.verdicts(target=target, stage="gate")}  # the newest
+    failed = {pair for pair, passed in gate.items() if not passed}
+    failed |= {(one.candidate, one.problem) for one in store.verdicts(target=target, stage="time", ok=0)}
+    cells = cells_of(store)
+    problems = {name: problem_id(cell.problem) for name, cell in cells.items()}
+    sources = {cells[timing.cell].operation: timing.source for timing in timings}  # the newest of each
     groups: dict[tuple[str, str, str], list[Timing]] = {}  # a family's races, "sm90 1" and so on, share yardsticks
     for timing in timings:
         family = timing.race.rpartition(" ")[0]
-        if timing.source == source and raced_with in (None, family):
+        if timing.source == sources[cells[timing.cell].operation] and raced_with in (None, family):
             groups.setdefault((timing.cell, timing.driver, family), []).append(timing)
     newest: dict[tuple[str, str], Run] = {}
     for (cell, _, _), group in groups.items():
-        group = level(group)
-        slot, scales = slot_of(cells[cell]), race_scales(group)
+        group = remove_drift(group)
+        slot, scales = Slot.of(cells[cell]), race_scales(group)
         for timing in group:
-            if timing.candidate in wanted:
+            if timing.candidate in names and (timing.candidate, problems[cell]) not in failed:
                 newest[timing.candidate, cell] = _run(timing, slot, scales[timing.race])
     return list(newest.values())
 
@@ -150,8 +159,8 @@ def _above(run: Run) -> float:
     return math.log(run.high / run.ms)
 
 
-def level(timings: Sequence[Timing]) -> list[Timing]:
-    """The timings of one cell without what a round of a race was slower or faster for all who ran in it.
+def remove_drift(timings: Sequence[Timing]) -> list[Timing]:
+    """The timings of one cell without the drift that all candidates of a round have in common.
 
     A GPU near its power limit changes its clock from round to round by more than candidates differ. The rounds of a
     race are interleaved, so that its samples are a candidate's time times the round's factor times noise; medians
@@ -162,11 +171,11 @@ def level(timings: Sequence[Timing]) -> list[Timing]:
         races.setdefault(timing.race, []).append(timing)
     factors = {name: round_factors([timing.samples for timing in race]) for name, race in races.items()}
     company = {name: runners([timing.samples for timing in race]) for name, race in races.items()}
-    return [_levelled(timing, factors[timing.race], company[timing.race]) for timing in timings]
+    return [_without_drift(timing, factors[timing.race], company[timing.race]) for timing in timings]
 
 
 def round_factors(samples: Sequence[Sequence[float]]) -> list[float]:
-    """What each round of a race multiplied times with; 1 in the middle. Those who left early lack the last rounds.
+    """What each round of a race multiplied times with; 1 in the middle. Those that left early lack the last rounds.
 
     A round that only one ran in says nothing of its factor, which is taken for 1.
     """
@@ -175,7 +184,7 @@ def round_factors(samples: Sequence[Sequence[float]]) -> list[float]:
     logs = [[math.log(value) for value in own[:shared]] for own in samples if own]
     stayed = [own for own in logs if len(own) == shared]
     effects = [0.0] * shared
-    # Who left early says nothing of the later rounds against the first: the others' factors put all on one level.
+    # Candidates that left early say nothing about the later rounds: the factors of the others put all on one level.
     for field in (stayed, logs):
         for _ in range(POLISHES if shared else 0):
             levels = [statistics.median([x - e for x, e in zip(own, effects, strict=False)]) for own in field]
@@ -193,10 +202,10 @@ def runners(samples: Sequence[Sequence[float]]) -> list[int]:
     return [sum(len(own) > i for own in samples) for i in range(max(map(len, samples), default=0))]
 
 
-def _levelled(timing: Timing, factors: Sequence[float], company: Sequence[int]) -> Timing:
+def _without_drift(timing: Timing, factors: Sequence[float], company: Sequence[int]) -> Timing:
     """A timing whose samples are divided by their rounds' factors.
 
-    Of n runners' noise a factor has taken one part in n along, which the interval gives back: two who share a round
+    Of n runners' noise a factor has taken one part in n along, which the interval gives back: two that share a round
     agree on its factor whatever their noise.
     """
     if timing.ms is None or timing.tflops is None or all(factor == 1 for factor in factors[: len(timing.samples)]):
@@ -214,7 +223,7 @@ def race_scales(timings: Iterable[Timing]) -> dict[str, float]:
     """What the times of each race of one cell are multiplied with, so that all read as if taken in the newest.
 
     A GPU's clock moves by percents between races. Whatever took part in several of them, a default row or a peer, says
-    by how much; the geometric mean of all such. A race that shares nobody with the newest is taken as it is.
+    by how much; the geometric mean of all such. A race that shares no candidate with the newest is taken as it is.
     """
     races: dict[str, dict[str, float]] = {}
     for timing in timings:
@@ -229,7 +238,5 @@ def race_scales(timings: Iterable[Timing]) -> dict[str, float]:
 
 
 def _run(timing: Timing, slot: Slot, scale: float) -> Run:
-    ms, low, high, tflops = timing.ms, timing.low, timing.high, timing.tflops
-    if ms is None or low is None or high is None or tflops is None:
-        raise ValueError(f"the timing of {timing.candidate} on {timing.cell} has no numbers")
+    ms, low, high, tflops = (value or 0.0 for value in (timing.ms, timing.low, timing.high, timing.tflops))
     return Run(timing.candidate, timing.cell, slot, ms * scale, low * scale, high * scale, tflops / scale, timing.at)

@@ -2,9 +2,9 @@
 
 A slot (mask, dtype, lengths) is what dispatch can tell apart, so one candidate runs all cells of a slot. In a slot:
 
-    a default that nobody beats beyond noise stays
+    a default that no candidate beats beyond noise stays
     otherwise any candidate that beats it, or the default itself, may run the slot if it is within 2 % of the best
-    time of every cell; where nobody is, the one whose largest distance is smallest
+    time of every cell; if none is, the one whose largest distance is smallest
 
 Of all ways to run every slot the one with the fewest candidates is taken, ties by the geometric mean of the times.
 """
@@ -16,15 +16,15 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import cast
 
-from cuteflash.dispatch import choose
-from cuteflash.problem import DTYPES, MASK_KINDS, Dtype, FwdProblem, MaskKind
-from cuteflash.traits.arch import Family
-from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
-from cuteflash.traits.row import Row, Traits
-from cuteflash.tune.results import Run, Slot, candidates_of, lead, load_runs
+from cuteflash.dispatch import choose_shipped
+from cuteflash.problem import DTYPES, MASK_KINDS, Operation
+from cuteflash.traits.length_class import LENGTH_CLASSES
+from cuteflash.traits.row import Row, TableKey, Traits
+from cuteflash.tune.plan import padded
+from cuteflash.tune.results import Run, Slot, candidates_of, cells_of, lead, load_runs
 from cuteflash.tune.store import Store, candidate_id
 
 TOLERANCE = 0.02  # a row may be this much slower than a cell's best
@@ -35,21 +35,13 @@ Box = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # masks, dtypes,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """A candidate in a slot that it was timed on completely.
+    """A candidate in a slot that it was timed on completely."""
 
-    Attributes:
-        candidate: id.
-        worst: its largest distance from a cell's best time, 0.05 is 5 % slower.
-        cost: mean over the cells of log(time / best time).
-        gain: over the slot's default, by geometric mean, 0.05 is 5 % faster; None where there is no default.
-        surely: the least it may be, by the 95 % intervals of both (`results.lead`).
-    """
-
-    candidate: str
-    worst: float
-    cost: float
-    gain: float | None = None
-    surely: float | None = None
+    candidate: str  # id
+    worst: float  # its largest distance from a cell's best time, 0.05 is 5 % slower
+    cost: float  # mean over the cells of log(time / best time)
+    gain: float | None = None  # over the slot's default, by geometric mean, 0.05 is 5 % faster; None without a default
+    surely: float | None = None  # the least it may be, by the 95 % intervals of both (`results.lead`)
 
     @property
     def beats_default(self) -> bool:
@@ -60,46 +52,32 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """What one slot comes to.
-
-    Attributes:
-        default: id of the row it has now, where that was timed.
-        standings: everybody, fastest first.
-        allowed: ids of those that may run the slot; empty where nobody was timed on all of its cells.
-        relaxed: the distance from the best that had to be allowed, where nobody was within `TOLERANCE`; else None.
-    """
+    """What one slot comes to."""
 
     slot: Slot
-    default: str | None
-    standings: tuple[Standing, ...]
-    allowed: tuple[str, ...]
-    relaxed: float | None = None
+    default: str | None  # id of the row it has now, if that was timed
+    standings: tuple[Standing, ...]  # all candidates timed on all cells, fastest first
+    allowed: tuple[str, ...]  # ids of those that may run the slot; empty if none was timed on all of its cells
 
     def standing(self, candidate: str) -> Standing | None:
-        """The standing of a candidate, None where it was not timed on all cells."""
+        """The standing of a candidate, None if it was not timed on all cells."""
         return next((one for one in self.standings if one.candidate == candidate), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pick:
-    """A row of the new table.
+    """A row of the new table."""
 
-    Attributes:
-        candidate: id.
-        row: its traits, with the masks, dtypes and length classes that it serves where no row above it does. It was
-            timed without softcap and lse; `extras.settle` says whether it serves them.
-        tflops: geometric mean of TFLOP/s over the cells it is chosen for.
-        gain: over the defaults of those, by geometric mean; None where one of them has no timed default.
-        kept: it is the default of all of them.
-        at: when the newest of its timings was taken.
-    """
-
-    candidate: str
+    candidate: str  # id
+    # its traits, with the masks, dtypes and length classes that it serves if no row above it does. It was timed without
+    # softcap and lse; `feature_checks.settle` says whether it serves them.
     row: Row
-    tflops: float
-    gain: float | None
-    kept: bool
-    at: str
+    tflops: float  # geometric mean of TFLOP/s over the cells it is chosen for
+    gain: float | None  # over the defaults of those, by geometric mean; None if one of them has no timed default
+    kept: bool  # it is the default of all of them
+    at: str  # when the newest of its timings was taken
+    # "softcap" and "lse", if it is known not to serve them, with a problem and why
+    lacking: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def decide(runs: Iterable[Run], defaults: Mapping[Slot, str]) -> list[Decision]:
@@ -135,25 +113,32 @@ def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[st
     return picks
 
 
-def choose_rows(store: Store, target: str, family: Family, head_dims: tuple[int, int], gpu: str) -> list[Pick]:
-    """The rows that a store's timings on a GPU come to for padded head dims, against what dispatch has for them now.
+def swept_head_dims(store: Store, operation: Operation) -> list[tuple[int, int]]:
+    """The padded (head_dim, head_dim_v) of all cells of an operation, in order."""
+    return sorted({padded(cell) for cell in cells_of(store).values() if cell.operation == operation})
 
-    Timings of other sources than the newest one's do not count; head dims without any have no rows.
+
+def proposed(store: Store, table: TableKey, head_dims: tuple[int, int], gpu: str) -> list[Pick]:
+    """The rows that these timings speak for, in place of the shipped table's; none if nothing was timed.
+
+    Args:
+        head_dims: padded (head_dim, head_dim_v).
+        gpu: whose timings.
     """
-    traits = candidates_of(store, family, head_dims)
-    runs = load_runs(store, target, gpu, traits)
-    return select(runs, defaults_of({run.slot for run in runs}, target, family, head_dims), traits)
+    traits = candidates_of(store, table.operation, table.family, head_dims)
+    runs = load_runs(store, table.target, gpu, traits)
+    return select(runs, shipped_defaults(store, table, head_dims), traits) if runs else []
 
 
-def defaults_of(slots: Iterable[Slot], target: str, family: Family, head_dims: tuple[int, int]) -> dict[Slot, str]:
-    """Slot → id of the candidate that dispatch runs it with; slots that no row runs are left out."""
-    defaults = {}
-    for slot in slots:
-        problem = FwdProblem.dense(cast(Dtype, slot.dtype), *head_dims, mask=cast(MaskKind, slot.mask))
-        with contextlib.suppress(NotImplementedError):
-            choice = choose(problem, target, family, cast(LengthClass, slot.lengths))
-            defaults[slot] = candidate_id(family, choice.traits)
-    return defaults
+def shipped_defaults(store: Store, table: TableKey, head_dims: tuple[int, int]) -> dict[Slot, str]:
+    """Slot → candidate id of the shipped row that runs the slot's cells."""
+    found = {}
+    for cell in cells_of(store).values():
+        if cell.operation == table.operation and padded(cell) == head_dims:
+            with contextlib.suppress(NotImplementedError):  # the table has no row for it: anything is a gain
+                choice = choose_shipped(cell.problem, table.target, table.family, cell.lengths)
+                found[Slot.of(cell)] = candidate_id(choice.traits)
+    return found
 
 
 def cover(decisions: Sequence[Decision]) -> dict[Slot, str]:
@@ -224,7 +209,10 @@ def _decide(slot: Slot, timed: Mapping[str, Mapping[str, Run]], default: str | N
     best = {cell: min(runs[cell].ms for runs in timed.values() if cell in runs) for cell in cells}
     complete = {name: runs for name, runs in timed.items() if runs.keys() == cells}
     against = complete.get(default) if default is not None else None
-    standings = sorted((_standing(name, runs, best, against) for name, runs in complete.items()), key=_fastest_first)
+    standings = sorted(
+        (_standing(name, runs, best, against) for name, runs in complete.items()),
+        key=lambda one: (one.cost, one.candidate),
+    )
     if against is None or default is None:
         pool, default = standings, None
     elif any(one.beats_default for one in standings if one.candidate != default):
@@ -235,7 +223,7 @@ def _decide(slot: Slot, timed: Mapping[str, Mapping[str, Run]], default: str | N
     if within or not pool:
         return Decision(slot, default, tuple(standings), tuple(within))
     closest = min(pool, key=lambda one: (one.worst, one.cost, one.candidate))
-    return Decision(slot, default, tuple(standings), (closest.candidate,), closest.worst)
+    return Decision(slot, default, tuple(standings), (closest.candidate,))
 
 
 def _standing(
@@ -245,7 +233,7 @@ def _standing(
     gain = surely = None
     if default is not None:
         gain, surely, _ = lead(runs, default)
-    return Standing(name, max(ratios) - 1, math.log(geometric_mean(ratios)), gain, surely)
+    return Standing(name, max(ratios) - 1, math.log(statistics.geometric_mean(ratios)), gain, surely)
 
 
 def _pick(
@@ -258,23 +246,11 @@ def _pick(
     return Pick(
         candidate,
         row,
-        tflops=geometric_mean(run.tflops for run in mine),
-        gain=geometric_mean(before[run.cell] / run.ms for run in mine) - 1 if timed else None,
+        tflops=statistics.geometric_mean(run.tflops for run in mine),
+        gain=statistics.geometric_mean(before[run.cell] / run.ms for run in mine) - 1 if timed else None,
         kept=all(defaults[slot] == candidate for slot in slots),
         at=max(run.at for run in mine),
     )
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """Of values from 0 to infinity; 0 where one of them is."""
-    values = list(values)
-    if min(values) <= 0:
-        return 0.0
-    return math.exp(sum(math.log(value) for value in values) / len(values))
-
-
-def _fastest_first(standing: Standing) -> tuple[float, str]:
-    return standing.cost, standing.candidate
 
 
 def _order(slot: Slot) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """What a sweep has found out, in one SQLite file: verdicts on candidates, and their timings.
 
-Every record is its own transaction in a write-ahead log that is flushed to disk, so a process that is killed at any
-point loses the record it was about to write and nothing else. Several processes may write: the funnel and its worker.
+Every record is its own transaction in a write-ahead log, so a process that is killed at any point loses the record that
+it was about to write and nothing else; a power cut may take the last ones, too. Several processes may write.
 
 What makes a record current is its key, the digest of the compile cache's key: with another source, compiler or problem
 the same candidate has another key, and only such candidates are compiled, checked and timed again.
@@ -20,21 +20,21 @@ import pathlib
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 from cuteflash.files import copy_together
-from cuteflash.traits.arch import Family
+from cuteflash.traits.row import Traits
 
 Stage = Literal["prune", "compile", "gate", "time"]
 STAGES: tuple[str, ...] = get_args(Stage)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x63666C73  # "cfls" in the file's header: a sweep's database and no other
 BUSY_SECONDS = 30.0  # how long a writer waits for another one
 
 SCHEMA = (
-    "CREATE TABLE candidates (id TEXT PRIMARY KEY, family TEXT NOT NULL, traits TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE candidates (
+        id TEXT PRIMARY KEY, operation TEXT NOT NULL, family TEXT NOT NULL, traits TEXT NOT NULL) WITHOUT ROWID""",
     "CREATE TABLE cells (id TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE verdicts (
         candidate TEXT NOT NULL, target TEXT NOT NULL, problem TEXT NOT NULL, stage TEXT NOT NULL, key TEXT NOT NULL,
@@ -45,7 +45,7 @@ SCHEMA = (
         key TEXT NOT NULL, race TEXT NOT NULL, versions TEXT NOT NULL, source TEXT NOT NULL, samples TEXT NOT NULL,
         ms REAL, low REAL, high REAL, tflops REAL, error TEXT, at TEXT NOT NULL,
         PRIMARY KEY (candidate, cell, gpu, driver, key, race)) WITHOUT ROWID""",
-    "CREATE TABLE marks (name TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE runs (at TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
 )
 
 
@@ -53,9 +53,9 @@ class StoreError(RuntimeError):
     """The database cannot be used; the message names the file, what is wrong and what to do."""
 
 
-def candidate_id(family: Family, traits: Any) -> str:
-    """Identity of a candidate: 16 hex digits over its family and all fields of its traits (a dataclass)."""
-    text = json.dumps([family, dataclasses.asdict(traits)], sort_keys=True)
+def candidate_id(traits: Traits) -> str:
+    """Identity of a candidate: 16 hex digits over its operation, its family and all fields of its traits."""
+    text = json.dumps([traits.operation, traits.family, dataclasses.asdict(traits)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -66,29 +66,18 @@ def now() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one stage of the funnel decided about one candidate.
+    """What one stage of the funnel decided about one candidate."""
 
-    Attributes:
-        candidate: `candidate_id`.
-        target: compile target, e.g. "sm_90a".
-        problem: `problem_id`; empty for "prune", which does not depend on the problem.
-        stage: "prune", "compile", "gate" or "time".
-        key: digest of the compile cache's key; empty for "prune", which costs nothing and is always run.
-        ok: whether the candidate goes on to the next stage.
-        reason: why not, one sentence; None where it does.
-        details: numbers behind it, JSON values. Of "compile" the fields of `Resources` and `seconds`.
-        at: when, `now()`.
-    """
-
-    candidate: str
-    target: str
-    problem: str
-    stage: Stage
-    key: str
-    ok: bool
-    reason: str | None = None
+    candidate: str  # `candidate_id`
+    target: str  # compile target, e.g. "sm_90a"
+    problem: str  # `problem_id`; empty for "prune", which does not depend on the problem
+    stage: Stage  # "prune", "compile", "gate" or "time"
+    key: str  # digest of the compile cache's key; empty for "prune", which costs nothing and is always run
+    ok: bool  # whether the candidate goes on to the next stage
+    reason: str | None = None  # why not, one sentence; None if it goes on
+    # numbers behind it, JSON values. Of "compile" the fields of `Resources` and `seconds`.
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    at: str = dataclasses.field(default_factory=now)
+    at: str = dataclasses.field(default_factory=now)  # when, `now()`
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -101,40 +90,25 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """How long one candidate took on one cell, or why that is not known.
+    """How long one candidate took on one cell, or why that is not known."""
 
-    Attributes:
-        candidate: `candidate_id`, or a name such as "peer:cudnn" for what is timed beside the candidates.
-        cell: `Cell.id`; `Store.add_cell` keeps its fields.
-        target: compile target.
-        gpu, driver: as the driver names them.
-        key: digest of the compile cache's key.
-        race: name of the interleaved rounds it took part in; only times of one race share the GPU's clock and heat.
-        samples: milliseconds per call, one a round.
-        ms: their median; low, high: its 95 % confidence interval (`high` may be infinite).
-        tflops: TFLOP/s at the median.
-        versions: distribution → version.
-        source: fingerprint of the kernels' sources.
-        error: why there are no samples: a crash, a hang, a wrong result. Then the numbers are None.
-        at: when, `now()`.
-    """
-
-    candidate: str
-    cell: str
-    target: str
-    gpu: str
-    driver: str
-    key: str
+    candidate: str  # `candidate_id`, or a name such as "peer:cudnn" for what is timed beside the candidates
+    cell: str  # `Cell.id`; `Store.add_cell` keeps its fields
+    target: str  # compile target
+    gpu: str  # as the driver names it
+    driver: str  # its version
+    key: str  # digest of the compile cache's key
+    # name of the interleaved rounds it took part in; only times of one race share the GPU's clock and heat
     race: str = ""
-    samples: tuple[float, ...] = ()
-    ms: float | None = None
-    low: float | None = None
-    high: float | None = None
-    tflops: float | None = None
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    source: str = ""
-    error: str | None = None
-    at: str = dataclasses.field(default_factory=now)
+    samples: tuple[float, ...] = ()  # milliseconds per call, one a round
+    ms: float | None = None  # their median
+    low: float | None = None  # where the median's 95 % confidence interval begins
+    high: float | None = None  # and where it ends; may be infinite
+    tflops: float | None = None  # TFLOP/s at the median
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # distribution → version
+    source: str = ""  # fingerprint of the kernels' sources
+    error: str | None = None  # why there are no samples: a crash, a hang, a wrong result. Then the numbers are None.
+    at: str = dataclasses.field(default_factory=now)  # when, `now()`
 
     def __post_init__(self) -> None:
         numbers = (self.ms, self.low, self.high, self.tflops)
@@ -149,7 +123,7 @@ class Store:
 
     Args:
         path: the file.
-        create: False if it is only read: then it has to be there, and may lie where nothing can be written.
+        create: False if it is only read: then it has to be there, and may lie in a folder that cannot be written.
 
     Raises:
         StoreError: here and from every method: no such file, not a sweep's database, another schema version, a full
@@ -183,83 +157,56 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Closes the file; records are safe without it."""
         self._cleanup.close()
 
-    # Writing: each call is one transaction, on disk when it returns.
+    # Writing: each call is one transaction.
 
-    def add_candidate(self, family: Family, traits: Any) -> str:
-        """Keeps a candidate's traits under its id, which is returned."""
-        return self.add_candidates(family, [traits])[0]
-
-    def add_candidates(self, family: Family, candidates: Iterable[Any]) -> list[str]:
-        """`add_candidate` of many, in one transaction."""
-        rows = [(candidate_id(family, one), family, json.dumps(dataclasses.asdict(one))) for one in candidates]
-        self._write("INSERT OR IGNORE INTO candidates VALUES (?, ?, ?)", rows)
+    def add_candidates(self, candidates: Iterable[Traits]) -> list[str]:
+        """Keeps the candidates' traits under their ids, which are returned."""
+        rows = [
+            (candidate_id(one), one.operation, one.family, json.dumps(dataclasses.asdict(one))) for one in candidates
+        ]
+        self._write("INSERT OR IGNORE INTO candidates VALUES (?, ?, ?, ?)", rows)
         return [row[0] for row in rows]
 
     def add_cell(self, cell_id: str, fields: Mapping[str, Any]) -> None:
         """Keeps what a cell is: the fields of `Cell` by name."""
         self._write("INSERT OR REPLACE INTO cells VALUES (?, ?)", [(cell_id, json.dumps(dict(fields)))])
 
-    def record_verdict(self, verdict: Verdict) -> None:
-        """Keeps a verdict, in place of an older one for the same candidate, target, problem, stage and key."""
-        self.record_verdicts([verdict])
+    def record(self, *records: Verdict | Timing) -> None:
+        """Keeps verdicts, or timings, in place of older ones that differ in nothing but what they found and when."""
+        rows = [dataclasses.asdict(record) for record in records]
+        if rows:
+            table, names = "verdicts" if isinstance(records[0], Verdict) else "timings", list(rows[0])
+            marks = ", ".join("?" * len(names))
+            values = [[_stored(row[name]) for name in names] for row in rows]
+            self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", values)
 
-    def record_verdicts(self, verdicts: Iterable[Verdict]) -> None:
-        """`record_verdict` of many, in one transaction: for verdicts that cost nothing to find again."""
-        self._insert("verdicts", verdicts)
-
-    def record_timing(self, timing: Timing) -> None:
-        """Keeps a timing, in place of an older one of the same candidate, cell, GPU, driver, key and race."""
-        self.record_timings([timing])
-
-    def record_timings(self, timings: Iterable[Timing], flush: bool = True) -> None:
-        """`record_timing` of many, in one transaction.
-
-        Without `flush` it returns when the system has the records, which outlive the process but not a power cut: a
-        sample takes milliseconds, as does the disk. The next flushed record takes them along.
-        """
-        if flush:
-            self._insert("timings", timings)
-            return
-        with self._explained("cannot be written"):
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-        try:
-            self._insert("timings", timings)
-        finally:
-            with self._explained("cannot be written"):
-                self._connection.execute("PRAGMA synchronous = FULL")
-
-    def mark(self, name: str, value: Any) -> None:
-        """Keeps one JSON value by name, with the time: what a worker is about to do, so that its end can be blamed."""
-        moment = datetime.datetime.now(datetime.UTC).timestamp()
-        self._write("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", [(name, json.dumps(value), moment)])
+    def add_run(self, at: str, run: Mapping[str, Any]) -> None:
+        """Keeps what a run of the GPU's stages, begun at a moment, is measured on, as JSON values."""
+        self._write("INSERT OR REPLACE INTO runs VALUES (?, ?)", [(at, json.dumps({**run, "at": at}))])
 
     # Reading.
 
     def runs(self) -> list[dict[str, Any]]:
         """What each run of the GPU's stages was measured on, oldest first: machine, versions, `matmul_tflops`, `at`."""
-        rows = self._read("SELECT value FROM marks WHERE name LIKE 'run %' ORDER BY at")
-        return [json.loads(value) for (value,) in rows]
+        return [json.loads(value) for (value,) in self._read("SELECT value FROM runs ORDER BY at")]
 
-    def candidates(self) -> dict[str, tuple[Family, dict[str, Any]]]:
-        """All candidates: id → (family, fields of the traits)."""
-        rows = self._read("SELECT id, family, traits FROM candidates ORDER BY id")
-        return {name: (family, json.loads(traits)) for name, family, traits in rows}
+    def candidates(self) -> list[dict[str, Any]]:
+        """All candidates: `id`, `operation`, `family` and the fields of their `traits`."""
+        return [row | {"traits": json.loads(row["traits"])} for row in self._select("candidates", {}, "id")]
 
     def cells(self) -> dict[str, dict[str, Any]]:
         """All cells: id → fields."""
         return {name: json.loads(fields) for name, fields in self._read("SELECT * FROM cells ORDER BY id")}
 
     def verdict(self, candidate: str, target: str, problem: str, stage: Stage, key: str) -> Verdict | None:
-        """The verdict recorded under exactly these, None where the stage has still to run."""
+        """The verdict recorded under exactly these, None if the stage has still to run."""
         wanted = {"candidate": candidate, "target": target, "problem": problem, "stage": stage, "key": key}
         return next(iter(self.verdicts(**wanted)), None)
 
@@ -267,7 +214,7 @@ class Store:
         """Verdicts whose columns have the values given by name, oldest first."""
         return [
             Verdict(**row | {"ok": bool(row["ok"]), "details": json.loads(row["details"])})
-            for row in self._select("verdicts", wanted)
+            for row in self._select("verdicts", wanted, "at, candidate, target, problem")
         ]
 
     def have_timing(self, candidate: str, cell: str, gpu: str, driver: str, key: str) -> bool:
@@ -277,8 +224,10 @@ class Store:
 
     def timings(self, **wanted: Any) -> list[Timing]:
         """Timings whose columns have the values given by name, oldest first."""
-        parsed = ("samples", "versions")
-        rows = (row | {name: json.loads(row[name]) for name in parsed} for row in self._select("timings", wanted))
+        parsed, order = ("samples", "versions"), "at, candidate, target, cell"
+        rows = (
+            row | {name: json.loads(row[name]) for name in parsed} for row in self._select("timings", wanted, order)
+        )
         return [Timing(**row | {"samples": tuple(row["samples"])}) for row in rows]
 
     def counts(self) -> dict[str, int]:
@@ -295,7 +244,7 @@ class Store:
                 timing["high"] = None
         return {
             "schema": SCHEMA_VERSION,
-            "candidates": [{"id": name, "family": f, "traits": t} for name, (f, t) in self.candidates().items()],
+            "candidates": self.candidates(),
             "cells": [{"id": name, "fields": fields} for name, fields in self.cells().items()],
             "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts()],
             "timings": timings,
@@ -306,7 +255,8 @@ class Store:
 
     def _open(self) -> None:
         with self._explained("cannot be opened"):
-            self._connection.execute("PRAGMA synchronous = FULL")  # a record survives the machine, not only the process
+            # Records survive the process, not the machine: a sample takes milliseconds, as does a flush to the disk.
+            self._connection.execute("PRAGMA synchronous = NORMAL")
             with self._transaction():
                 version, owner = (
                     self._connection.execute(f"PRAGMA {name}").fetchone()[0]
@@ -319,23 +269,15 @@ class Store:
                     self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                     self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 elif owner != APPLICATION_ID:
-                    raise StoreError(f"{self.path}: a SQLite file, but no sweep database; --db names another file")
+                    raise StoreError(f"{self.path}: a SQLite file, but not a sweep database; --db names another file")
                 elif version != SCHEMA_VERSION:
                     raise StoreError(
                         f"{self.path}: schema version {version}, this cuteflash reads version {SCHEMA_VERSION}; export "
                         "it with the cuteflash that wrote it (`sweep export --json`), or start anew with another --db"
                     )
-            # Where the file system cannot share memory SQLite keeps its rollback journal, which is as safe and slower.
+            # If the file system cannot share memory, SQLite keeps its rollback journal, which is as safe and slower.
             if self._connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
                 self._connection.execute("PRAGMA journal_mode = WAL")
-
-    def _insert(self, table: str, records: Iterable[Verdict] | Iterable[Timing]) -> None:
-        rows = [dataclasses.asdict(record) for record in records]
-        if rows:
-            names = list(rows[0])
-            marks = ", ".join("?" * len(names))
-            values = [[_stored(row[name]) for name in names] for row in rows]
-            self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", values)
 
     def _write(self, statement: str, rows: Iterable[Iterable[Any]]) -> None:
         try:
@@ -347,13 +289,12 @@ class Store:
                 "goes on from there once the file can be written"
             ) from error
 
-    def _select(self, table: str, wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _select(self, table: str, wanted: Mapping[str, Any], order: str) -> Iterator[dict[str, Any]]:
         names = [row[1] for row in self._read(f"PRAGMA table_info({table})")]
         for name in wanted:
             if name not in names:
-                raise ValueError(f"{name} is no column of {table}; allowed: {', '.join(names)}")
+                raise ValueError(f"{name} is not a column of {table}; allowed: {', '.join(names)}")
         where = " AND ".join(f"{name} = ?" for name in wanted) or "1"
-        order = "at, " + ", ".join(name for name in ("candidate", "target", "problem", "cell") if name in names)
         rows = self._read(f"SELECT * FROM {table} WHERE {where} ORDER BY {order}", tuple(wanted.values()))
         return (dict(zip(names, row, strict=True)) for row in rows)
 
@@ -368,7 +309,7 @@ class Store:
             yield
             self._connection.execute("COMMIT")
         except BaseException:
-            if self._connection.in_transaction:  # SQLite has rolled back by itself where the disk was full
+            if self._connection.in_transaction:  # SQLite has rolled back by itself if the disk was full
                 self._connection.execute("ROLLBACK")
             raise
 

@@ -4,7 +4,7 @@ A batch is enough calls to fill `BATCH_MS` of device time, between two events. B
 spinning while the host enqueues the batch, so that an implementation whose host code is slower than its kernel is
 not charged for the host (the benchmarks measure that apart). Rounds visit the implementations in an order in which
 each comes after every other equally often: what drifts (clocks, temperature) drifts for all, and a power-hungry kernel
-lowers the clock of all who follow it. In a race the clear losers leave early.
+lowers the clock of all that follow. In a race the clear losers leave early.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -36,23 +35,11 @@ class HangError(RuntimeError):
     """The device did not finish a first call in time; the process cannot use it any more."""
 
 
-class Clock(Protocol):
-    """Times batches of calls."""
-
-    def batch_ms(self, runner: Runner, calls: int, host_ms: float) -> float:
-        """Milliseconds of `calls` calls together, where the host needs `host_ms` to enqueue them."""
-        ...
-
-    def host_ms(self, runner: Runner, calls: int) -> float:
-        """Milliseconds the host is busy with one call; the device's work is not waited for."""
-        ...
-
-
 class CudaClock:
     """Device time between two events."""
 
     def batch_ms(self, runner: Runner, calls: int, host_ms: float) -> float:
-        """The device spins for `host_ms` before it starts."""
+        """Milliseconds of `calls` calls together; the device spins for `host_ms`, in which the host enqueues them."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(int(host_ms * SPIN_MARGIN * SPIN_CYCLES_PER_MS))
@@ -63,6 +50,7 @@ class CudaClock:
         return float(start.elapsed_time(end))
 
     def host_ms(self, runner: Runner, calls: int) -> float:
+        """Milliseconds the host is busy with one call; the device's work is not waited for."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         runner(calls)
@@ -83,13 +71,16 @@ class HostClock:
         return 0.0
 
 
+Clock = CudaClock | HostClock
+
+
 def clock_for(device: torch.device) -> Clock:
     """The clock that measures work on `device`."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
 def first_call(runner: Runner, device: torch.device, seconds: float = HANG_SECONDS) -> torch.Tensor:
-    """The output of one call (compiling included); HangError where the device is not done `seconds` after launch."""
+    """The output of one call (compiling included); HangError if the device is not done `seconds` after launch."""
     out = runner(1)
     if device.type == "cuda":
         done = torch.cuda.Event()
@@ -131,40 +122,29 @@ def interleaved(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rules:
-    """How a race is run.
+    """How a race is run."""
 
-    Attributes:
-        rounds: samples of a runner that stays to the end.
-        first: rounds before anybody leaves.
-        margin: a runner leaves once its interval lies above the best one's by more than this share of it.
-    """
-
-    rounds: int = ROUNDS
-    first: int = 3
-    margin: float = 0.03
+    rounds: int = ROUNDS  # samples of a runner that stays to the end
+    first: int = 3  # rounds before any name leaves
+    margin: float = 0.03  # a runner leaves once its interval lies above the best one's by more than this share of it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roles:
-    """Who in a race is no ordinary candidate.
+    """What in a race is not an ordinary candidate."""
 
-    Attributes:
-        stays: names that take part in every round and judge the others.
-        guests: names that take part in every round, and by which nobody is judged.
-    """
-
-    stays: Collection[str] = ()
-    guests: Collection[str] = ()
+    stays: Collection[str] = ()  # names that take part in every round and judge the others
+    guests: Collection[str] = ()  # names that take part in every round, and by which no other is judged
 
 
-NOBODY = Roles()
+NO_ROLES = Roles()
 
 
 def race(
     samples: dict[str, list[float]],
     sample: Callable[[str], float | None],
     rules: Rules,
-    roles: Roles = NOBODY,
+    roles: Roles = NO_ROLES,
 ) -> None:
     """Interleaved rounds that clear losers leave early, and that go on where an interrupted race stopped.
 
@@ -191,7 +171,7 @@ def race(
 def visits(names: Sequence[str], index: int) -> list[str]:
     """The names in the order of round `index`: a Williams design.
 
-    Rounds begin with each name in turn. Over len(names) rounds, twice as many where that is odd, each name comes right
+    Rounds begin with each name in turn. Over len(names) rounds, twice as many if that is odd, each name comes right
     after every other equally often.
     """
     size = len(names)

@@ -17,17 +17,12 @@ from cuteflash.tune.cells import Cell
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """Traits to try in place of the shipped row; fields left out keep the traits' defaults.
+    """Traits to try in place of the shipped row; fields left out keep the traits' defaults."""
 
-    Attributes:
-        family: kernel family the traits belong to.
-        fields: trait fields; `head_dim` and `head_dim_v` default to the cell's, padded as tables pad them.
-        mask: the mask the variant is meant for; None is any.
-    """
-
-    family: Family
+    family: Family  # kernel family the traits belong to
+    # trait fields; `head_dim` and `head_dim_v` default to the cell's, padded as tables pad them
     fields: Mapping[str, Any]
-    mask: str | None = None
+    mask: str | None = None  # the mask the variant is meant for; None is any
 
     def applies(self, cell: Cell) -> bool:
         """Whether the variant is meant for `cell`."""
@@ -37,21 +32,20 @@ class Variant:
     def traits(self, cell: Cell) -> Traits:
         """The traits for `cell`; ValueError names a field that the family does not have, or lacks."""
         padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
+        kind = TRAITS[cell.operation, self.family]
         try:
-            return TRAITS["fwd", self.family](**padded | dict(self.fields))
+            return kind(**padded | dict(self.fields))
         except TypeError as error:
-            allowed = ", ".join(field.name for field in dataclasses.fields(TRAITS["fwd", self.family]))
+            allowed = ", ".join(field.name for field in dataclasses.fields(kind))
             raise ValueError(f"traits are {dict(self.fields)}: {error}; fields of {self.family}: {allowed}") from error
 
     @property
     def label(self) -> str:
-        fields = {key: value for key, value in self.fields.items() if key not in ("head_dim", "head_dim_v")}
+        """Its fields but for the head dims, short."""
         short = {"tile_m": "m", "tile_n": "n"}
-        return " ".join(f"{short.get(key, key)}={_terse(value)}" for key, value in fields.items()) or "defaults"
-
-
-def _terse(value: object) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
+        fields = {name: value for name, value in self.fields.items() if name not in ("head_dim", "head_dim_v")}
+        values = {name: int(value) if isinstance(value, bool) else value for name, value in fields.items()}
+        return " ".join(f"{short.get(name, name)}={value}" for name, value in values.items()) or "defaults"
 
 
 def parse_variants(text: str, family: str | None = None) -> list[Variant]:
@@ -61,12 +55,11 @@ def parse_variants(text: str, family: str | None = None) -> list[Variant]:
     """
     try:
         rows = json.loads(pathlib.Path(text[1:]).read_text() if text.startswith("@") else text)
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"this is a {type(rows).__name__}")
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"traits are {text!r}; allowed: a JSON list of objects, or @FILE with one ({error})"
-        ) from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"traits are {text!r}; allowed: a JSON list of objects, or @FILE with one")
+        form = "a JSON list of objects, or @FILE with one"
+        raise ValueError(f"traits are {text!r}; allowed: {form} ({error})") from error
     variants = []
     for row in rows:
         fields = dict(row)

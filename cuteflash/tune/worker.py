@@ -22,7 +22,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Protocol
 
 START_SECONDS = 240.0  # importing torch and the compiler and creating a CUDA context, on a busy machine
@@ -69,9 +68,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def call(self, method: str, *arguments: Any, seconds: float) -> Any:

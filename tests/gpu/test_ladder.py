@@ -10,7 +10,7 @@ from cuteflash.problem import MaskKind
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, make_inputs
-from cuteflash.tune.launch import direct_runner
+from cuteflash.tune.cuda_backend import direct_runner
 from cuteflash.tune.timing import first_call
 
 pytestmark = pytest.mark.gpu

@@ -19,12 +19,10 @@ from cuteflash.tune.store import Store
 
 __all__ = ["Scope", "make_report"]
 
-EVERYTHING = Scope()
-
 
 def make_report(
     store: Store,
-    scope: Scope = EVERYTHING,
+    scope: Scope | None = None,
     layouts_dir: pathlib.Path | None = None,
     lies_in: pathlib.Path = pathlib.Path(),
 ) -> str:
@@ -32,14 +30,14 @@ def make_report(
 
     Args:
         store: the sweep's database.
-        scope: what it is about.
+        scope: what it is about; None is everything.
         layouts_dir: a gallery that `cuteflash layouts --all` wrote; its pages are linked to from their rows.
         lies_in: the directory where the report will lie, from which the links start.
 
     Raises:
-        ValueError: nothing was swept for this scope, or `layouts_dir` is no such gallery.
+        ValueError: nothing was swept for this scope, or `layouts_dir` is not such a gallery.
         StoreError: the database cannot be read.
     """
     pages = layout_pages(layouts_dir, lies_in) if layouts_dir is not None else []
-    data = collect(store, scope, pages)
+    data = collect(store, scope or Scope(), pages)
     return PAGE.render(data["title"], data)

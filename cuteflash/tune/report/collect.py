@@ -6,22 +6,23 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from cuteflash.problem import DTYPES, MASK_KINDS
-from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
-from cuteflash.traits.row import TRAITS, Traits
-from cuteflash.tune.apply import shipped_defaults, sound_runs
+from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS
+from cuteflash.traits.arch import FAMILIES, Family, get_arch
+from cuteflash.traits.row import TRAITS, TableKey, Traits
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.explain import STAGE_WORDS, footprint, newest_verdicts, where_lost
+from cuteflash.tune.explain import STAGE_WORDS, compiled_registers, footprint, newest_verdicts, ranked, where_lost
 from cuteflash.tune.funnel import defaults
 from cuteflash.tune.inputs import PLAIN
 from cuteflash.tune.peers import PEERS
+from cuteflash.tune.plan import space_title
 from cuteflash.tune.rank import estimate
 from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_columns
 from cuteflash.tune.report.links import LayoutPage
 from cuteflash.tune.report.slots import slot_facts
 from cuteflash.tune.report.verdict import PEER_WORDS, estimated, headline, measured
-from cuteflash.tune.results import Run, load_runs, make_traits, measured_gpu
+from cuteflash.tune.results import Run, all_candidates, cells_of, load_runs, measured_gpu, swept_target
+from cuteflash.tune.select import shipped_defaults
 from cuteflash.tune.store import STAGES, Store, Timing, Verdict, candidate_id
 
 SCHEMA = 2
@@ -33,25 +34,17 @@ COSTS = ("threads", "smem_bytes", "registers", "fragment_regs", "blocks")  # of 
 Json = dict[str, Any]
 Problem = tuple[str, str]  # mask and dtype
 Verdicts = Mapping[str, Sequence[Verdict]]
-ByCandidate = Mapping[str, Run]  # of one cell
 ByPeer = Mapping[str, Run]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """What a report is about.
+    """What a report is about."""
 
-    Attributes:
-        target: compile target; None is the only one that was swept.
-        families: kernel families; None is all.
-        head_dims: padded (head_dim, head_dim_v); None is all.
-        gpu: whose timings; None is the only GPU there is. Of these the newest timing's sources count.
-    """
-
-    target: str | None = None
-    families: Collection[Family] | None = None
-    head_dims: Collection[tuple[int, int]] | None = None
-    gpu: str | None = None
+    target: str | None = None  # compile target; None is the only one that was swept
+    families: Collection[Family] | None = None  # kernel families; None is all
+    head_dims: Collection[tuple[int, int]] | None = None  # padded (head_dim, head_dim_v); None is all
+    gpu: str | None = None  # whose timings; None is the only GPU there is. Of these the newest timing's sources count.
 
     def __post_init__(self) -> None:
         if self.target is not None:
@@ -63,15 +56,15 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Space:
-    """The candidates of one family for one pair of padded head dims, by id in the page's order."""
+    """The candidates for one table and pair of padded head dims, by id in the page's order."""
 
-    family: Family
+    table: TableKey
     head_dims: tuple[int, int]
     candidates: dict[str, Traits]
 
     @property
     def title(self) -> str:
-        return f"{self.family} {self.head_dims[0]}x{self.head_dims[1]}"
+        return space_title(self.table.operation, self.table.family, self.head_dims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +75,7 @@ class Found:
     gpu: str | None
     verdicts: Verdicts
     timings: Sequence[Timing]
-    runs: Mapping[str, ByCandidate]
+    runs: Sequence[Run]
     peers: Mapping[tuple[str, str], ByPeer]  # of a family's races and a cell
     rates: Sequence[tuple[str, float]]  # when, and TFLOP/s of the matrix product
 
@@ -93,7 +86,7 @@ def collect(store: Store, scope: Scope, pages: Sequence[LayoutPage] = ()) -> Jso
     Raises:
         ValueError: nothing was swept for the scope, or timings of several GPUs.
     """
-    target = _target(store, scope)
+    target = swept_target(store, scope.target)
     spaces = _spaces(store, scope, target)
     found = _find(store, scope, target, spaces)
     reasons = Reasons()
@@ -112,50 +105,37 @@ def collect(store: Store, scope: Scope, pages: Sequence[LayoutPage] = ()) -> Jso
         "source": newest.source if newest else None,
         "first": min(moments, default=None),
         "last": max(moments, default=None),
-        "runs": [
-            {"at": run["at"], "tflops": short(run["matmul_tflops"])} for run in store.runs() if _of(run, found.gpu)
-        ],
+        "runs": [{"at": at, "tflops": short(tflops)} for at, tflops in found.rates],
         "stages": STAGE_WORDS,
         "templates": reasons.templates,
         "spaces": encoded,
     }
 
 
-def _target(store: Store, scope: Scope) -> str:
-    targets = {verdict.target for verdict in store.verdicts()} | {timing.target for timing in store.timings()}
-    swept = [name for name in ARCHS if name in targets]
-    if not swept:
-        raise ValueError(f"{store.path} holds no candidates yet; `cuteflash sweep` makes them")
-    if scope.target is None and len(swept) > 1:
-        raise ValueError(f"arch is not given and {store.path} has candidates for several; allowed: {', '.join(swept)}")
-    if scope.target is not None and scope.target not in swept:
-        raise ValueError(f"arch is {scope.target!r}; {store.path} has candidates for: {', '.join(swept)}")
-    return scope.target or swept[0]
-
-
 def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
     """The scope's candidates that were judged for the target."""
     judged = {verdict.candidate for verdict in store.verdicts(target=target)}
     judged |= {timing.candidate for timing in store.timings(target=target)}
-    groups: dict[tuple[Family, tuple[int, int]], dict[str, Traits]] = {}
-    for name, (family, fields) in store.candidates().items():
-        traits = make_traits(family, fields) if name in judged else None
-        if traits is not None:
-            groups.setdefault((family, (traits.head_dim, traits.head_dim_v)), {})[name] = traits
-    order = sorted(groups, key=lambda group: (get_arch(target).families.index(group[0]), group[1]))
-    there = "; ".join(f"{family} {columns}x{columns_v}" for family, (columns, columns_v) in order)
+    groups: dict[tuple[TableKey, tuple[int, int]], dict[str, Traits]] = {}
+    for name, traits in all_candidates(store).items():  # by id
+        if name in judged:
+            table = TableKey(traits.operation, target, traits.family)
+            groups.setdefault((table, (traits.head_dim, traits.head_dim_v)), {})[name] = traits
+    best_first = get_arch(target).families
+    order = sorted(
+        groups, key=lambda one: (OPERATIONS.index(one[0].operation), best_first.index(one[0].family), one[1])
+    )
+    spaces = [Space(*group, groups[group]) for group in order]
+    there = "; ".join(space.title for space in spaces)
     for pair in scope.head_dims or ():
-        if not any(pair == group[1] for group in order):
+        if not any(pair == space.head_dims for space in spaces):
             raise ValueError(f"head_dim is {pair[0]}x{pair[1]}, padded; {store.path} has candidates of: {there}")
-    wanted = [
-        (family, pair)
-        for family, pair in order
-        if family in (scope.families or FAMILIES) and pair in (scope.head_dims or {pair})
-    ]
+    families = scope.families or FAMILIES
+    wanted = [space for space in spaces if space.table.family in families]
+    wanted = [space for space in wanted if space.head_dims in (scope.head_dims or {space.head_dims})]
     if not wanted:
-        asked = ", ".join(scope.families or FAMILIES)
-        raise ValueError(f"family is {asked}; {store.path} has candidates of: {there}")
-    return [Space(family, pair, dict(sorted(groups[family, pair].items()))) for family, pair in wanted]
+        raise ValueError(f"family is {', '.join(families)}; {store.path} has candidates of: {there}")
+    return wanted
 
 
 def _find(store: Store, scope: Scope, target: str, spaces: Iterable[Space]) -> Found:
@@ -163,24 +143,18 @@ def _find(store: Store, scope: Scope, target: str, spaces: Iterable[Space]) -> F
     verdicts = newest_verdicts(store, target, candidates)
     timings = store.timings(target=target)
     if not timings:
-        return Found(target, None, verdicts, (), {}, {}, ())
+        return Found(target, None, verdicts, (), (), {}, ())
     gpu = measured_gpu(store, target, scope.gpu)
     timings = [timing for timing in timings if timing.gpu == gpu]
-    runs: dict[str, dict[str, Run]] = {}
-    for run in sound_runs(store, target, gpu, candidates):
-        runs.setdefault(run.cell, {})[run.candidate] = run
+    runs = load_runs(store, target, gpu, candidates)
     source = next((one.source for one in reversed(timings) if one.error is None), None)
     timings = [timing for timing in timings if timing.source == source] or timings
-    rates = [(run["at"], float(run["matmul_tflops"])) for run in store.runs() if _of(run, gpu)]
+    rates = [(run["at"], float(run["matmul_tflops"])) for run in store.runs() if run["gpu"] == gpu]
     peers: dict[tuple[str, str], dict[str, Run]] = {}
-    for family in dict.fromkeys(space.family for space in spaces):
+    for family in dict.fromkeys(space.table.family for space in spaces):
         for run in load_runs(store, target, gpu, [PEER + name for name in PEERS], raced_with=family):
             peers.setdefault((family, run.cell), {})[run.candidate.removeprefix(PEER)] = run
     return Found(target, gpu, verdicts, timings, runs, peers, rates)
-
-
-def _of(run: Mapping[str, Any], gpu: str | None) -> bool:
-    return bool(run["gpu"] == gpu)
 
 
 def _rate(rates: Iterable[tuple[str, float]], runs: Iterable[Run]) -> float | None:
@@ -191,37 +165,35 @@ def _rate(rates: Iterable[tuple[str, float]], runs: Iterable[Run]) -> float | No
 
 def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Sequence[LayoutPage]) -> Json:
     """One space as JSON values; candidates are called by their place in `ids`."""
-    number, fields = {name: place for place, name in enumerate(space.candidates)}, store.cells()
-    own = {cell: {n: run for n, run in runs.items() if n in number} for cell, runs in found.runs.items()}
-    own = {cell: runs for cell, runs in own.items() if runs}
-    runs = [run for some in own.values() for run in some.values()]
-    peers = {cell: found.peers.get((space.family, cell), {}) for cell in own}
-    shipped = shipped_defaults(store, found.target, space.family, space.head_dims)
+    number, cells = {name: place for place, name in enumerate(space.candidates)}, cells_of(store)
+    runs = [run for run in found.runs if run.candidate in number]
+    own = ranked(runs)
+    peers = {cell: found.peers.get((space.table.family, cell), {}) for cell in own}
+    shipped = shipped_defaults(store, space.table, space.head_dims)
     slots = slot_facts(runs, peers, shipped, number)
-    made_for = defaults((), space.family, space.head_dims, get_arch(found.target))
-    rows = {candidate_id(space.family, traits) for traits in made_for}
+    rows = {candidate_id(traits) for traits in defaults((), space.table, space.head_dims)}
     costs = _costs(space, found)
     base, base_reasons = _states(space, found.verdicts, None, set(), reasons)
     return {
         "title": space.title,
         "verdict": measured(slots) if slots else estimated(space.candidates, costs["clocks"], rows),
-        "family": space.family,
+        "family": space.table.family,
         "head_dim": space.head_dims[0],
         "head_dim_v": space.head_dims[1],
         "ids": list(number),
-        "traits": trait_columns(TRAITS["fwd", space.family], list(space.candidates.values())),
+        "traits": trait_columns(TRAITS[space.table.operation, space.table.family], list(space.candidates.values())),
         "costs": costs,
         "shipped": [number[name] for name in number if name in rows],
         "base": base,
         "reasons": base_reasons,
         "problems": _problems(space, found.verdicts, runs, reasons),
         "cells": [
-            _cell(cell, fields[cell], own[cell], found, number)
-            | {"peers": {name: short(run.ms) for name, run in peers[cell].items()}}
-            for cell in sorted(own, key=lambda name: _cell_order(fields[name]))
+            _cell(name, cells[name], own[name], found, number)
+            | {"peers": {peer: short(run.ms) for peer, run in peers[name].items()}}
+            for name in sorted(own, key=lambda name: _cell_order(cells[name]))
         ],
         "slots": sorted(slots, key=lambda slot: _problem_order((slot["mask"], slot["dtype"]))),
-        "pages": _pages(space, found.target, number, pages),
+        "pages": _pages(space, number, pages),
     }
 
 
@@ -248,10 +220,9 @@ def _states(
     """
     letters, why = [], {}
     for place, name in enumerate(space.candidates):
-        own = [
-            one for one in verdicts.get(name, ()) if problem is not None and one.problem and _problem(one) == problem
-        ]
-        rejected = [one for one in (*own, *_general(verdicts, name)) if not one.ok]
+        every = verdicts.get(name, ())
+        own = [one for one in every if problem is not None and one.problem and _problem(one) == problem]
+        rejected = [one for one in (*own, *(one for one in every if not one.problem)) if not one.ok]
         first = min(rejected, key=lambda one: STAGES.index(one.stage), default=None)
         if name in timed:
             letters.append(TIMED)
@@ -262,11 +233,6 @@ def _states(
         if first is not None and bool(first.problem) == (problem is not None):
             why[place] = reasons.encode(first.reason or "")
     return "".join(letters), why
-
-
-def _general(verdicts: Verdicts, name: str) -> list[Verdict]:
-    """The verdicts on a candidate that hold for every problem."""
-    return [one for one in verdicts.get(name, ()) if not one.problem]
 
 
 def _problem(verdict: Verdict) -> Problem:
@@ -287,10 +253,9 @@ def _costs(space: Space, found: Found) -> Json:
     arch = get_arch(found.target)
     columns: Json = {name: [] for name in (*COSTS, "clocks")}
     for name, traits in space.candidates.items():
-        compiled = (one.details.get("registers") for one in found.verdicts.get(name, ()))
         took = None
         if traits.check(arch) is None:
-            took = footprint(traits, arch, max((regs for regs in compiled if regs is not None), default=None))
+            took = footprint(traits, arch, compiled_registers(found.verdicts.get(name, ())))
         for cost in COSTS:
             columns[cost].append(None if took is None else getattr(took, cost))
         left = took is not None and _left(found.verdicts.get(name, ()))
@@ -307,39 +272,35 @@ def _left(verdicts: Iterable[Verdict]) -> bool:
     return not passed or any(passed.values())
 
 
-def _cell(cell: str, fields: Json, runs: ByCandidate, found: Found, number: Mapping[str, int]) -> Json:
+def _cell(name: str, cell: Cell, ordered: Sequence[Run], found: Found, number: Mapping[str, int]) -> Json:
     """A cell and its times, fastest first; `work` is TFLOP/s times milliseconds, `gigabytes` are read and written."""
-    some = next(iter(runs.values()))
-    queries, keys, inputs = fields["seqlen_q"], fields["seqlen"], fields.get("inputs", PLAIN)
-    label = str(keys) if queries == keys else f"{queries}x{keys}"
-    ordered = sorted(runs.values(), key=lambda run: run.ms)
+    label = str(cell.seqlen) if cell.seqlen_q == cell.seqlen else f"{cell.seqlen_q}x{cell.seqlen}"
     return {
-        "id": cell,
-        "label": label if inputs == PLAIN else f"{label} {inputs}",
-        "mask": some.slot.mask,
-        "dtype": some.slot.dtype,
-        "lengths": some.slot.lengths,
+        "id": name,
+        "label": label if cell.inputs == PLAIN else f"{label} {cell.inputs}",
+        "mask": cell.mask,
+        "dtype": cell.dtype,
+        "lengths": cell.lengths,
         "matmul": short(_rate(found.rates, ordered)),
-        "work": short(some.tflops * some.ms),
-        "gigabytes": short(Cell(**fields).nbytes / 1e9),
+        "work": short(ordered[0].tflops * ordered[0].ms),
+        "gigabytes": short(cell.nbytes / 1e9),
         "who": [number[run.candidate] for run in ordered],
         "times": time_columns(ordered),
     }
 
 
-def _cell_order(fields: Json) -> tuple[Any, ...]:
-    queries, keys = fields["seqlen_q"], fields["seqlen"]
-    return (*_problem_order((fields["mask"], fields["dtype"])), queries == keys, keys, queries)
+def _cell_order(cell: Cell) -> tuple[Any, ...]:
+    return (*_problem_order((cell.mask, cell.dtype)), cell.seqlen_q == cell.seqlen, cell.seqlen, cell.seqlen_q)
 
 
-def _pages(space: Space, target: str, number: Mapping[str, int], pages: Iterable[LayoutPage]) -> list[Json]:
-    own = [page for page in pages if (page.target, page.family) == (target, space.family)]
+def _pages(space: Space, number: Mapping[str, int], pages: Iterable[LayoutPage]) -> list[Json]:
+    own = [page for page in pages if (page.target, page.family) == (space.table.target, space.table.family)]
     if not own:
         return []  # making the keys below takes a fifth of a report's time
     places = {frozenset(dataclasses.asdict(traits).items()): number[name] for name, traits in space.candidates.items()}
-    found = []
-    for page in own:
-        place = places.get(frozenset(page.traits.items()))
-        if place is not None:
-            found.append({"who": place, "mask": page.mask, "dtype": page.dtype, "title": page.title, "href": page.href})
-    return found
+    who = [(places.get(frozenset(page.traits.items())), page) for page in own]
+    return [
+        {"who": place, "mask": page.mask, "dtype": page.dtype, "title": page.title, "href": page.href}
+        for place, page in who
+        if place is not None
+    ]

@@ -41,9 +41,9 @@ class Reasons:
 
 
 def trait_columns(kind: type[Traits], candidates: Sequence[Traits]) -> list[dict[str, Any]]:
-    """For each field of a family's traits: name, doc, default (where it has one), sorted values, and `column`.
+    """For each field of a family's traits: name, doc, default (if it has one), sorted values, and `column`.
 
-    That has a character for each candidate: the index of its value, from "0" on. It is empty where all have one value.
+    That has a character for each candidate: the index of its value, from "0" on. It is empty if all have one value.
     """
     words = attribute_docs(kind)
     columns = []

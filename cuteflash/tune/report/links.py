@@ -1,29 +1,19 @@
-"""Which candidate has a layout page: the pages of a gallery say themselves whose they are."""
+"""Which candidate has a layout page: each page of a gallery names its row."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import urllib.parse
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuteflash.page import data_of
 
 INDEX = "index.html"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayoutPage:
-    """The page of one row.
-
-    Attributes:
-        target, family: what the row is compiled for.
-        traits: its fields.
-        mask, dtype: of the problem that the page shows.
-        title: what the page calls itself.
-        href: where it is, from the report.
-    """
+class LayoutPage(NamedTuple):
+    """The page of one row: what that is compiled for, its traits, the problem shown, the page's title and address."""
 
     target: str
     family: str
@@ -38,7 +28,7 @@ def layout_pages(directory: pathlib.Path, lies_in: pathlib.Path) -> list[LayoutP
     """The row pages of a gallery; `lies_in` is the directory that links start from.
 
     Raises:
-        ValueError: it is no gallery, or one of its pages cannot be read.
+        ValueError: it is not a gallery, or one of its pages cannot be read.
     """
     if not (directory / INDEX).is_file():
         raise ValueError(f"layouts is {str(directory)!r}, which has no {INDEX}; `cuteflash layouts --all -o` makes it")
@@ -52,7 +42,7 @@ def layout_pages(directory: pathlib.Path, lies_in: pathlib.Path) -> list[LayoutP
 
 
 def _page(path: pathlib.Path, href: str) -> LayoutPage | None:
-    """What a page shows; None where that is not one row."""
+    """What a page shows; None if that is not one row."""
     try:
         data = data_of(path.read_text(encoding="utf-8"))
         if data is None or not data.get("scene"):

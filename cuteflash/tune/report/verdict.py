@@ -59,11 +59,11 @@ def _peers(slots: Sequence[Facts]) -> list[str]:
     """Which peers are surely faster than the winner, and in how many problems of which length class."""
     timed = [slot for slot in slots if slot["winner"] is not None]
     present = [name for name in PEERS if any(name in slot["peers"] for slot in timed)]
-    behind: dict[tuple[int, ...], list[str]] = {}  # where → peers that are ahead there
+    behind: dict[tuple[int, ...], list[str]] = {}  # places → peers that are ahead there
     for name in present:
-        where = [place for place, slot in enumerate(timed) if slot["peers"].get(name, {}).get("behind")]
-        if where:
-            behind.setdefault(tuple(where), []).append(PEER_WORDS[name])
+        slower = [place for place, slot in enumerate(timed) if slot["peers"].get(name, {}).get("behind")]
+        if slower:
+            behind.setdefault(tuple(slower), []).append(PEER_WORDS[name])
     if present and not behind:
         return [f"nowhere behind {_and([PEER_WORDS[name] for name in present], 'or')}"]
     words = []

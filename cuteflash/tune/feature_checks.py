@@ -1,19 +1,20 @@
 """Whether a picked row also serves softcap and log-sum-exp: its kernels are compiled with them, and ptxas decides.
 
-A sweep times the plain kernel. Either extra takes registers, and a tile that only just has enough without spills with
+A sweep times the plain kernel. Either feature takes registers, and a tile that only just has enough without spills with
 it; such problems are left to the next row of the table.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
-from cuteflash.problem import Dtype, FwdProblem, MaskKind, problem_id
+from cuteflash.problem import problem_id
 from cuteflash.traits.row import Row
 from cuteflash.tune.building import Kernel
+from cuteflash.tune.operations import SPECS
 from cuteflash.tune.results import Slot
 from cuteflash.tune.select import Pick, boxes
 
@@ -22,26 +23,12 @@ Complaints = Mapping[Kernel, str | None]
 Judge = Callable[[Sequence[Kernel], str], Complaints]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Settled:
-    """A pick, or a part of one, whose extras are known.
+def settle(picks: Sequence[Pick], judge: Judge) -> list[Pick]:
+    """The picks with what their rows serve beside the plain problems, which a sweep has proven, and what they lack.
 
-    Attributes:
-        row: the pick's, or some masks and dtypes of it, with the softcap and the lse that it serves.
-        lacking: "softcap" and "lse", if it does not serve them, with a problem and the complaint about its kernel.
-    """
-
-    pick: Pick
-    row: Row
-    lacking: Mapping[str, str]
-
-
-def settle(picks: Sequence[Pick], judge: Judge) -> list[Settled]:
-    """Finds what each pick serves beside the plain problems, which a sweep has proven; in the order of the picks.
-
-    A mask and dtype whose kernel with both extras is clean has both: no other needs more registers. Of the rest the
-    kernels with one extra each decide; where those are clean, and only both together are too much, the lse is served,
-    which training asks for. A row is split where its masks and dtypes differ in that.
+    A mask and dtype whose kernel with both features is clean has both: no other needs more registers. Of the rest the
+    kernels with one feature each decide; if those are clean, and only both together are too much, the lse is served,
+    which training asks for. A row is split if its masks and dtypes differ in that.
     """
     together = list(dict.fromkeys(kernel for pick in picks for kernel in _kernels(pick.row).values()))
     found = dict(judge(together, "with softcap and lse"))
@@ -51,7 +38,7 @@ def settle(picks: Sequence[Pick], judge: Judge) -> list[Settled]:
     return [part for pick in picks for part in _parts(pick, found)]
 
 
-def _parts(pick: Pick, found: Complaints) -> list[Settled]:
+def _parts(pick: Pick, found: Complaints) -> list[Pick]:
     """A pick by what it lacks."""
     row = pick.row
     lacking = {pair: _lacking(kernel, found) for pair, kernel in _kernels(row).items()}
@@ -62,12 +49,12 @@ def _parts(pick: Pick, found: Complaints) -> list[Settled]:
     for lacks, part in slots.items():
         for (masks, dtypes, _), _ in boxes(part, ()):
             served = dataclasses.replace(row, masks=masks, dtypes=dtypes, without=lacks)
-            settled.append(Settled(pick, served, lacking[masks[0], dtypes[0]]))
+            settled.append(dataclasses.replace(pick, row=served, lacking=lacking[masks[0], dtypes[0]]))
     return settled
 
 
 def _lacking(kernel: Kernel, found: Complaints) -> dict[str, str]:
-    """Of the extras of a kernel that has both, those that the row does not serve, with the reasons."""
+    """Of the features of a kernel that has both, those that the row does not serve, with the reasons."""
 
     def complaint(one: Kernel) -> str | None:
         return None if found[one] is None else f"{problem_id(one[1])}: {found[one]}"
@@ -83,16 +70,17 @@ def _lacking(kernel: Kernel, found: Complaints) -> dict[str, str]:
 
 def _kernels(row: Row) -> dict[tuple[str, str], Kernel]:
     """(mask, dtype) of a row → its kernel with softcap and lse, at the row's own head dims."""
-    head_dims = row.traits.head_dim, row.traits.head_dim_v
-    found: dict[tuple[str, str], Kernel] = {}
-    for mask, dtype in itertools.product(row.masks, row.dtypes):
-        plain = FwdProblem.dense(cast(Dtype, dtype), *head_dims, cast(MaskKind, mask))
-        found[mask, dtype] = row.traits, plain.asking(softcap=True, lse=True)
-    return found
+    traits = row.traits
+    spec = SPECS[traits.operation]
+    make = functools.partial(spec.problem, **dict.fromkeys(spec.features, True))
+    return {
+        (mask, dtype): (traits, make(dtype, traits.head_dim, traits.head_dim_v, mask))
+        for mask, dtype in itertools.product(row.masks, row.dtypes)
+    }
 
 
 def _apart(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Of a kernel with both extras the one with softcap, and the one with lse."""
+    """Of a kernel with both features the one with softcap, and the one with lse."""
     traits, problem = kernel
     softcap, lse = problem.asking(softcap=True, lse=False), problem.asking(softcap=False, lse=True)
     return (traits, softcap), (traits, lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,18 +15,21 @@ from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key, source_fingerprint
 from cuteflash.dispatch import kernel_class, kernel_modules
 from cuteflash.planning import fwd_scalars
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import Operation
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.tune import accuracy, machine
 from cuteflash.tune.backend import Backend, Machine
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
 from cuteflash.tune.inputs import PLAIN
+from cuteflash.tune.operations import Problem
 from cuteflash.tune.peers import peer_runner
 from cuteflash.tune.timing import HangError, Runner, Sampler, clock_for, first_call
 
 SAMPLE_MS = 5.0  # device time of one sample: hundreds of candidates share minutes
-GATE_INPUTS = ("sink:8", "sink:30", "ramp:60", "peaked")  # on which kernels may be wrong that are right on plain ones
+# On which kernels may be wrong that are right on plain ones. Fixed maxima know a sink that a tile begins with; they are
+# repaired at one in the middle, and all along scores that rise to the last key.
+GATE_INPUTS = ("sink:30", "sink:8:middle", "sink:30:middle", "ramp:-60", "peaked")
 REPEATS = 3  # runs of the gate, which have to agree bitwise: what is read too early differs sooner or later
 
 
@@ -34,37 +38,34 @@ class WrongResult(RuntimeError):
 
 
 def backend(target: str) -> Backend:
-    """The compiler, disk cache and GPU for a compile target. ValueError where there is no disk cache."""
+    """The compiler, disk cache and GPU for a compile target. ValueError without a disk cache."""
     if cache_dir() is None:
         raise ValueError(
             "there is no disk cache, where a sweep keeps its compiled kernels: CUTEFLASH_CACHE turns it off, or a "
             "CacheWarning has said why it is not used"
         )
 
-    def key(traits: FwdTraits, problem: FwdProblem) -> str:
-        return key_digest(cache_key(kernel_class(traits), traits, problem, target))
-
-    def report(traits: FwdTraits, problem: FwdProblem) -> BuildReport | None:
-        return lookup(kernel_class(traits), traits, problem, target)
-
     return Backend(
         target,
-        source_fingerprint(kernel_modules("fwd")),
-        key,
-        report,
-        functools.partial(CacheBuilder, target),
-        functools.partial(TorchBench, target),
+        source=lambda operation: source_fingerprint(kernel_modules(operation)),
+        key=lambda traits, problem: key_digest(cache_key(kernel_class(traits), traits, problem, target)),
+        report=lambda traits, problem: lookup(kernel_class(traits), traits, problem, target),
+        builder=functools.partial(CacheBuilder, target),
+        bench=functools.partial(TorchBench, target),
     )
 
 
 class CacheBuilder:
-    """Compiles into the disk cache."""
+    """A compiler in a process of its own, which never touches a GPU."""
 
     def __init__(self, target: str):
         self.target = target
 
-    def build(self, traits: FwdTraits, problem: FwdProblem) -> BuildReport:
-        """What the compiler said, now or when the kernel came into the cache."""
+    def build(self, traits: FwdTraits, problem: Problem) -> BuildReport:
+        """Compiles into the disk cache; what the compiler said, now or when the kernel came there.
+
+        Raises if it does not compile or cannot be kept.
+        """
         return build(kernel_class(traits), traits, problem, self.target)
 
     def usable(self) -> bool:
@@ -72,7 +73,7 @@ class CacheBuilder:
         return True
 
 
-def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
+def gate_cells(problem: Problem) -> tuple[Cell, ...]:
     """Small cells whose lengths are multiples of nothing: one beyond the window, one of a few queries, and one for each
     of `GATE_INPUTS`."""
 
@@ -87,6 +88,7 @@ def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
             tokens=batch * keys,
             hidden=2 * problem.operands.head_dim,
             inputs=inputs,
+            operation=problem.operation,
         )
 
     return cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
@@ -94,27 +96,22 @@ def gate_cells(problem: FwdProblem) -> tuple[Cell, ...]:
 
 @dataclasses.dataclass(slots=True)
 class Scene:
-    """A cell with everything that its runs share.
-
-    Attributes:
-        reference: in fp32, of some heads.
-        out: (batch, seqlen_q, heads, head_dim_v), written by each run of ours.
-        right: the first output that was found right; compared with every later one where not all heads have a
-            reference.
-        runners: by traits, or a peer's name; each has run and was right.
-        sampler: times them.
-    """
+    """A cell with everything that its runs share."""
 
     inputs: Inputs
-    reference: accuracy.Reference
-    out: torch.Tensor
-    sampler: Sampler
+    reference: accuracy.Reference  # in fp32, of some heads
+    out: torch.Tensor  # (batch, seqlen_q, heads, head_dim_v), written by each run of ours
+    sampler: Sampler  # times them
+    # the first output that was found right; compared with every later one if not all heads have a reference
     right: torch.Tensor | None = None
+    # by traits, or a peer's name; each has run and was right
     runners: dict[FwdTraits | str, Runner] = dataclasses.field(default_factory=dict)
 
 
 class TorchBench:
     """One device. One cell's inputs and one problem's gate are held at a time.
+
+    Nothing is compiled here: what is not in the disk cache is an error.
 
     Args:
         target: compile target of the kernels.
@@ -130,7 +127,7 @@ class TorchBench:
         self.target = target
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._hung = False
-        self._gate: tuple[FwdProblem, list[Scene]] | None = None
+        self._gate: tuple[Problem, list[Scene]] | None = None
         self._cell: Scene | None = None
 
     def machine(self) -> Machine:
@@ -138,7 +135,7 @@ class TorchBench:
         return machine.this_machine(self.device)
 
     def matmul_tflops(self) -> float:
-        """Rate of the 8192³ bf16 matrix product."""
+        """Rate of the 8192³ bf16 matrix product: what this GPU reaches now."""
         return machine.make_matmul(self.device).tflops(self.device)
 
     def usable(self) -> bool:
@@ -152,7 +149,7 @@ class TorchBench:
             return False
         return True
 
-    def check(self, traits: FwdTraits, problem: FwdProblem) -> dict[str, Any]:
+    def check(self, traits: FwdTraits, problem: Problem) -> dict[str, Any]:
         """Of each gate cell the largest error, what is allowed, the rms error, what is allowed.
 
         WrongResult names what is wrong.
@@ -186,17 +183,19 @@ class TorchBench:
         return scene.sampler(scene.runners[subject])
 
     def _scene(self, cell: Cell, heads: int | None = accuracy.HEADS_CHECKED) -> Scene:
-        inputs = make_inputs(cell, self.device)
-        reference = accuracy.make_reference(inputs, cell.batch * cell.heads if heads is None else heads)
+        trial = TRIALS[cell.operation]
+        inputs = trial.inputs(cell, self.device)
+        reference = trial.reference(inputs, cell.batch * cell.heads if heads is None else heads)
         return Scene(inputs, reference, inputs.empty_out(), Sampler(clock_for(self.device), SAMPLE_MS))
 
     def _runner(self, subject: FwdTraits | str, scene: Scene) -> Runner:
+        trial = TRIALS[scene.inputs.cell.operation]
         if isinstance(subject, str):
-            return peer_runner(subject, scene.inputs)
+            return trial.peer(subject, scene.inputs)
         kernel, problem = kernel_class(subject), scene.inputs.cell.problem
         if lookup(kernel, subject, problem, self.target) is None:
             raise LookupError(f"the compiled kernel is not in the disk cache {cache_dir()}")
-        return direct_runner(subject, scene.inputs, self.target, scene.out)
+        return trial.runner(subject, scene.inputs, self.target, scene.out)
 
     def _run_once(self, run: Runner, scene: Scene) -> torch.Tensor:
         scene.out.fill_(float("nan"))
@@ -218,7 +217,7 @@ def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Ten
     """A forward kernel over a cell's inputs, without the dispatcher and the operator around it.
 
     Compiles what the disk cache does not have. `out`: where it writes; by default a tensor of its own, full of NaN.
-    ValueError where the traits cannot run on `target`.
+    ValueError if the traits cannot run on `target`.
     """
     reason = traits.check(get_arch(target))
     if reason:
@@ -234,3 +233,17 @@ def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Ten
         return written
 
     return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """How an operation's kernels are run on a cell and judged."""
+
+    inputs: Callable[[Cell, torch.device], Inputs]  # (cell, device) → the tensors to read
+    reference: Callable[[Inputs, int], accuracy.Reference]  # (inputs, how many heads) → what outputs are judged by
+    # (traits, inputs, target, out) → what repeats a kernel, which writes to `out`
+    runner: Callable[[FwdTraits, Inputs, str, torch.Tensor], Runner]
+    peer: Callable[[str, Inputs], Runner]  # (name, inputs) → what repeats another implementation
+
+
+TRIALS: dict[Operation, Trial] = {"fwd": Trial(make_inputs, accuracy.make_reference, direct_runner, peer_runner)}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
 import re
 from typing import Any
 
 import pytest
 
+from cuteflash import cli, tune
 from cuteflash.compile import build
 from cuteflash.dispatch import kernel_class
 from cuteflash.problem import FwdProblem
@@ -16,7 +18,8 @@ from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
 from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
 from cuteflash.traits.tables import TABLES
-from cuteflash.tune.space import enumerate_fwd, prune
+from cuteflash.tune.cells import Cell, parse_cell
+from cuteflash.tune.operations import SPECS, enumerate_traits
 
 HEAD_DIMS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 PAIRS: list[tuple[str, Family]] = [("sm_80", "sm80"), ("sm_90a", "sm80"), ("sm_90a", "sm90")]
@@ -28,7 +31,7 @@ MOST = 2800  # what a laptop can still compile over night
 def test_at_least_200_are_considered_and_each_rejection_has_a_reason(
     target: str, family: Family, head_dims: tuple[int, int]
 ) -> None:
-    judged = prune(enumerate_fwd(family, *head_dims), get_arch(target))
+    judged = [(one, one.check(get_arch(target))) for one in enumerate_traits("fwd", family, *head_dims)]
     assert 200 <= len(judged) <= MOST
     runnable = [traits for traits, reason in judged if reason is None]
     reasons = [reason for _, reason in judged if reason is not None]
@@ -43,14 +46,14 @@ def test_at_least_200_are_considered_and_each_rejection_has_a_reason(
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_candidate_comes_once(family: Family, head_dims: tuple[int, int]) -> None:
-    candidates = list(enumerate_fwd(family, *head_dims))
+    candidates = list(enumerate_traits("fwd", family, *head_dims))
     assert len(set(candidates)) == len(candidates)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tunable_trait_takes_several_values(family: Family) -> None:
     values: dict[str, set[object]] = collections.defaultdict(set)
-    for traits in enumerate_fwd(family, 128, 128):
+    for traits in enumerate_traits("fwd", family, 128, 128):
         for name, value in dataclasses.asdict(traits).items():
             values[name].add(value)
     # The switches of the ablation ladder that only take something away are timed there.
@@ -62,11 +65,11 @@ def test_every_tunable_trait_takes_several_values(family: Family) -> None:
 
 
 def test_every_shipped_row_is_a_candidate_or_compiles_to_one() -> None:
-    spaces: dict[tuple[Family, int, int], set[object]] = {}
+    spaces: dict[Any, set[object]] = {}
     for (_, target, _), rows in TABLES.items():
         for row in rows:
-            place = row.traits.family, row.traits.head_dim, row.traits.head_dim_v
-            space = spaces.get(place) or spaces.setdefault(place, set(enumerate_fwd(*place)))
+            place = "fwd", row.traits.family, row.traits.head_dim, row.traits.head_dim_v
+            space = spaces.get(place) or spaces.setdefault(place, set(enumerate_traits(*place)))
             same = {row.traits}
             if isinstance(row.traits, FwdTraitsSm80):  # fewer resident blocks, where they leave as many registers
                 fewer = (dataclasses.replace(row.traits, blocks_per_sm=n) for n in range(1, row.traits.blocks_per_sm))
@@ -78,7 +81,7 @@ def test_every_shipped_row_is_a_candidate_or_compiles_to_one() -> None:
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
 def test_resident_blocks_are_considered_where_they_change_the_register_limit(head_dims: tuple[int, int]) -> None:
     a100, seen = get_arch("sm_80"), set()
-    for traits in enumerate_fwd("sm80", *head_dims):
+    for traits in enumerate_traits("fwd", "sm80", *head_dims):
         code = dataclasses.replace(traits, blocks_per_sm=1), traits.register_limit(a100)
         assert code not in seen
         seen.add(code)
@@ -89,7 +92,7 @@ def test_what_runs_nowhere_stands_for_its_variants(family: Family) -> None:
     """A tile that no architecture holds is considered in one form for each place of its operands, not in all."""
     hopeless = collections.Counter(
         (traits.tile_m, traits.tile_n, traits.kv_stage, getattr(traits, "num_warps", 0))
-        for traits in enumerate_fwd(family, 256, 256)
+        for traits in enumerate_traits("fwd", family, 256, 256)
         if all(traits.check(arch) for arch in ARCHS.values())
     )
     assert max(hopeless.values()) <= 7  # Q in registers, shared with O, twice or plain; P in registers or not
@@ -130,6 +133,25 @@ def test_what_is_pruned_for_registers_would_spill(traits: FwdTraitsSm80, monkeyp
     assert report.resources.spill_store_bytes > 0
 
 
+def test_an_operation_is_named_where_it_is_registered_and_nowhere_else() -> None:
+    sources = [*pathlib.Path(tune.__file__).parent.rglob("*.py"), *pathlib.Path(cli.__file__).parent.glob("sweep*.py")]
+    named = {path.name: path.read_text().count('"fwd"') for path in sources if '"fwd"' in path.read_text()}
+    assert named == {"operations.py": 2, "cuda_backend.py": 1}  # its Spec and its Trial, and the default of commands
+
+
+def test_cells_of_another_operation_follow_its_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = dataclasses.replace(
+        SPECS["fwd"], flops=lambda scores, d, d_v: scores * (6 * d + 4 * d_v), elements=lambda q, k, d, d_v: q * d
+    )
+    monkeypatch.setitem(SPECS, "bwd", spec)
+    forward, other = (Cell(64, "full", 512, operation=name, head_dim_v=32) for name in ("fwd", "bwd"))
+    assert other.flops == other.batch * other.heads * 512**2 * (6 * 64 + 4 * 32)
+    assert other.nbytes == 2 * other.batch * other.heads * 512 * 64
+    assert other.problem == forward.problem
+    assert (other.label, other.id) == (f"bwd {forward.label}", f"bwd {forward.id}")
+    assert parse_cell("64x32:512:full", operation="bwd") == other
+
+
 def test_unknown_families_are_named() -> None:
     with pytest.raises(ValueError, match=r"family is 'sm70'; allowed: sm80, sm90"):
-        next(enumerate_fwd("sm70", 64, 64))  # type: ignore[arg-type]
+        next(enumerate_traits("fwd", "sm70", 64, 64))  # type: ignore[arg-type]

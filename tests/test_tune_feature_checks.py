@@ -16,8 +16,8 @@ from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.building import Kernel, complaints
-from cuteflash.tune.extras import Settled, settle
-from cuteflash.tune.launch import backend
+from cuteflash.tune.cuda_backend import backend
+from cuteflash.tune.feature_checks import settle
 from cuteflash.tune.progress import Display
 from cuteflash.tune.select import Pick
 from tests.sweep_fakes import TRAITS, World
@@ -42,7 +42,7 @@ def pick(row: Row) -> Pick:
     return Pick("id", row, 100.0, 0.1, False, "2026-01-31")
 
 
-def served(one: Settled) -> tuple[bool, bool]:
+def served(one: Pick) -> tuple[bool, bool]:
     return "softcap" not in one.row.without, "lse" not in one.row.without
 
 

@@ -1,4 +1,4 @@
-"""Who races whom on a cell, by what was measured there before: interrupted races go on, then come new ones."""
+"""Which candidates race on a cell, by what was measured there before: interrupted races go on, then come new ones."""
 
 from __future__ import annotations
 
@@ -16,40 +16,29 @@ Samples = dict[str, list[float]]  # milliseconds per call, one a round, by candi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """Who may race on a cell.
-
-    Attributes:
-        keys: by candidate id or peer's name the key with which its timings count.
-        roles: the cell's defaults stay, peers are guests.
-    """
+    """What may race on a cell."""
 
     family: Family
     cell: Cell
-    keys: Mapping[str, str]
-    roles: Roles
+    keys: Mapping[str, str]  # by candidate id or peer's name the key with which its timings count
+    roles: Roles  # the cell's defaults stay, peers are guests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Past:
-    """What is known of a field on one GPU.
+    """What is known of a field on one GPU."""
 
-    Attributes:
-        races: by number, oldest first, everybody's samples that still count.
-        failed: names that failed in one of them.
-        newest: number of the last race, also of one in which nothing counts any more; 0 where there was none.
-    """
-
-    races: Mapping[int, Samples]
-    failed: frozenset[str]
-    newest: int
+    races: Mapping[int, Samples]  # by number, oldest first, all samples that still count
+    failed: frozenset[str]  # names that failed in one of them
+    newest: int  # number of the last race, also of one in which nothing counts any more; 0 if there was none
 
     @property
     def raced(self) -> set[str]:
-        """Everybody who has samples."""
+        """All names that have samples."""
         return {name for samples in self.races.values() for name in samples}
 
     def fastest(self, guests: Collection[str]) -> str | None:
-        """The name of the smallest median, None where nobody is known."""
+        """The name of the smallest median, None if there is none."""
         medians = [
             (sorted(values)[len(values) // 2], name)
             for samples in self.races.values()
@@ -66,20 +55,11 @@ class Past:
         return found - set(field.roles.stays)
 
 
-class Heat(NamedTuple):
-    """One race to run or to go on with: its name in the store, and everybody's samples so far."""
+class Race(NamedTuple):
+    """One race to run or to go on with: its name in the store, e.g. "sm90 1", and all samples so far."""
 
     name: str
     samples: Samples
-
-
-class _Unfinished(Exception):
-    """A race would have to measure."""
-
-
-def race_name(family: Family, number: int) -> str:
-    """How the store calls a family's race on a cell, e.g. `"sm90 1"`."""
-    return f"{family} {number}"
 
 
 def past_of(field: Field, timings: Iterable[Timing]) -> Past:
@@ -100,11 +80,11 @@ def past_of(field: Field, timings: Iterable[Timing]) -> Past:
     return Past(dict(sorted(races.items())), frozenset(failed), newest)
 
 
-def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> Heat | None:
-    """The next race of a field, None where everybody wanted has been measured.
+def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> Race | None:
+    """The next race of a field, None if all that is wanted has been measured.
 
     The last race goes on if it was interrupted; as long as it is in its first round, others may still join. After it
-    those who took part in none run one of their own, with the cell's defaults and the fastest so far as yardsticks.
+    those that took part in none run one of their own, with the cell's defaults and the fastest so far as yardsticks.
     """
     wanted = [name for name in wanted if name not in past.failed]
     new = [name for name in wanted if name not in past.raced]
@@ -114,21 +94,16 @@ def arrange(field: Field, wanted: Collection[str], past: Past, rules: Rules) -> 
         if samples and max(map(len, samples.values())) == 1 < rules.rounds:
             samples |= {name: [] for name in new}
         if not _is_over(samples, rules, field.roles):
-            return Heat(race_name(field.family, number), samples)
+            return Race(f"{field.family} {number}", samples)
     if not new:
         return None
     fastest = past.fastest(field.roles.guests)
     yardsticks = [name for name in (*field.roles.stays, fastest) if name in wanted]
-    everybody = dict.fromkeys([*yardsticks, *new]) if past.races else dict.fromkeys(wanted)
-    return Heat(race_name(field.family, past.newest + 1), {name: [] for name in everybody})
+    names = dict.fromkeys([*yardsticks, *new]) if past.races else dict.fromkeys(wanted)
+    return Race(f"{field.family} {past.newest + 1}", {name: [] for name in names})
 
 
 def _is_over(samples: Samples, rules: Rules, roles: Roles) -> bool:
-    def sample(name: str) -> float:
-        raise _Unfinished
-
-    try:
-        race({name: list(values) for name, values in samples.items()}, sample, rules, roles)
-    except _Unfinished:
-        return False
-    return True
+    asked: list[str] = []
+    race({name: list(values) for name, values in samples.items()}, asked.append, rules, roles)
+    return not asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from cuteflash.problem import MASK_KINDS, FwdProblem, MaskKind
 from cuteflash.reference.fa2 import flash_attention_2
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.tune import launch
-from cuteflash.tune.cells import Cell, Inputs
-from cuteflash.tune.launch import TorchBench, WrongResult, gate_cells
+from cuteflash.tune import cuda_backend
+from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.cuda_backend import TorchBench, WrongResult, gate_cells
 from cuteflash.tune.timing import HangError, Runner
 
 CPU = torch.device("cpu")
@@ -39,13 +40,18 @@ def attention(spoil: Spoil, traits: object, inputs: Inputs, target: str, out: to
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> TorchBench:
-    monkeypatch.setattr(launch, "lookup", lambda *_: "a report")
+    monkeypatch.setattr(cuda_backend, "lookup", lambda *_: "a report")
     use(monkeypatch, lambda out: None)
     return TorchBench("sm_80", CPU)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
-    monkeypatch.setattr(launch, "direct_runner", functools.partial(attention, spoil))
+    replace(monkeypatch, runner=functools.partial(attention, spoil))
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Puts other functions in the place of the forward's."""
+    monkeypatch.setitem(cuda_backend.TRIALS, "fwd", dataclasses.replace(cuda_backend.TRIALS["fwd"], **functions))
 
 
 @pytest.mark.parametrize("mask", MASK_KINDS)
@@ -76,7 +82,7 @@ def test_a_kernel_that_writes_nothing_is_caught_although_another_was_right_there
     bench: TorchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.sample(RIGHT, CELL)
-    monkeypatch.setattr(launch, "direct_runner", lambda traits, inputs, target, out: lambda calls: out)
+    replace(monkeypatch, runner=lambda traits, inputs, target, out: lambda calls: out)
     with pytest.raises(WrongResult, match="NaN"):
         bench.sample(OTHER, CELL)
 
@@ -106,7 +112,7 @@ def weights_beyond_one(traits: object, inputs: Inputs, target: str, out: torch.T
 def test_a_kernel_that_is_imprecise_with_sinks_alone_is_caught(
     bench: TorchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "direct_runner", weights_beyond_one)
+    replace(monkeypatch, runner=weights_beyond_one)
     with pytest.raises(WrongResult, match=r"sink:30: rms error .* times torch's own"):
         bench.check(RIGHT, FwdProblem.dense("bf16", 32, 32))
     plain = Cell(32, "full", 64, tokens=256, hidden=64)
@@ -117,9 +123,9 @@ def test_a_kernel_that_is_imprecise_with_sinks_alone_is_caught(
 
 def test_samples_share_a_cells_inputs_and_judge_once(bench: TorchBench, monkeypatch: pytest.MonkeyPatch) -> None:
     made, judged = [], []
-    monkeypatch.setattr(launch, "make_inputs", lambda *a, make=launch.make_inputs: made.append(a) or make(*a))
-    complaint = launch.accuracy.complaint
-    monkeypatch.setattr(launch.accuracy, "complaint", lambda *a: judged.append(a) or complaint(*a))
+    replace(monkeypatch, inputs=lambda *a: made.append(a) or make_inputs(*a))
+    complaint = cuda_backend.accuracy.complaint
+    monkeypatch.setattr(cuda_backend.accuracy, "complaint", lambda *a: judged.append(a) or complaint(*a))
     assert all(bench.sample(traits, CELL) > 0 for traits in (RIGHT, OTHER, RIGHT, OTHER))
     assert (len(made), len(judged)) == (1, 2)
 
@@ -132,7 +138,7 @@ def test_peers_are_timed_on_the_same_inputs(bench: TorchBench) -> None:
 
 
 def test_nothing_is_compiled_on_the_gpu_machine(bench: TorchBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "lookup", lambda *_: None)
+    monkeypatch.setattr(cuda_backend, "lookup", lambda *_: None)
     with pytest.raises(LookupError, match="not in the disk cache"):
         bench.check(RIGHT, FwdProblem.dense("bf16", 32, 32))
 
@@ -141,7 +147,7 @@ def test_a_kernel_that_hangs_leaves_a_bench_nobody_can_use(bench: TorchBench, mo
     def hang(*_: object) -> torch.Tensor:
         raise HangError("the kernel did not finish within 20 s")
 
-    monkeypatch.setattr(launch, "first_call", hang)
+    monkeypatch.setattr(cuda_backend, "first_call", hang)
     with pytest.raises(HangError):
         bench.sample(RIGHT, CELL)
     assert not bench.usable()
@@ -156,4 +162,4 @@ def test_without_a_gpu_there_is_no_bench(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_sweep_needs_the_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTEFLASH_CACHE", "0")
     with pytest.raises(ValueError, match=r"no disk cache.*: CUTEFLASH_CACHE turns it off"):
-        launch.backend("sm_80")
+        cuda_backend.backend("sm_80")
