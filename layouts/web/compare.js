@@ -44,7 +44,7 @@
       plain("dtype", kernel.dtype),
       plain("head dim", own === other ? own : `${own}, of V ${other}`),
       plain("mask", kernel.mask),
-      plain("lengths", kernel.shapes.join(", ")),
+      plain("lengths", kernel.lengths.join(", ")),
       plain("threads", kernel.threads),
       plain("roles", kernel.roles.map(role).join(", ")),
     ];

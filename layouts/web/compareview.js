@@ -208,7 +208,7 @@
   /* All rows by arch. */
   function rowSelect(rows, side) {
     const archs = [...new Set(rows.map(({ arch }) => arch))];
-    const words = (row) => [row.arch, row.family, dims(row), row.mask, row.dtype, row.shape].join(" · ");
+    const words = (row) => [row.arch, row.family, dims(row), row.mask, row.dtype, row.lengths].join(" · ");
     const option = (row) => h("option", { value: row.id }, words(row));
     const group = (arch) => h("optgroup", { label: arch }, rows.filter((row) => row.arch === arch).map(option));
     return h(

@@ -26,7 +26,7 @@
     { key: "dim", label: "Head dim", values: dimsOf },
     { key: "mask", label: "Mask", values: (row) => row.mask.split(", ") },
     { key: "dtype", label: "Dtype", values: (row) => row.dtype.split(", ") },
-    { key: "shape", label: "Lengths", values: (row) => row.shape.split(", ") },
+    { key: "lengths", label: "Lengths", values: (row) => row.lengths.split(", ") },
   ];
 
   for (const { key } of FILTERS) CF.state.define(key, { param: key });
@@ -52,7 +52,7 @@
     const speed = row.speed ? `${row.speed.tflops} tflop/s ${row.speed.gpu} measured` : "not measured";
     const tile = `${row.tile} ${row.tile.replace("x", " × ")}`;
     const dims = dimsOf(row).map((size) => `d${size}`);
-    return [row.title, row.mask, row.dtype, row.shape, tile, ...dims, ...traits, speed].join(" ").toLowerCase();
+    return [row.title, row.mask, row.dtype, row.lengths, tile, ...dims, ...traits, speed].join(" ").toLowerCase();
   }
 
   /** The rows of which every word of `text` is said, or the start of a word. */
@@ -78,7 +78,7 @@
   function kin(rows) {
     const found = new Map();
     for (const row of rows) {
-      const key = [row.kin, row.head_dim_v, row.mask, row.dtype, row.shape].join();
+      const key = [row.kin, row.head_dim_v, row.mask, row.dtype, row.lengths].join();
       if (!found.has(key)) found.set(key, []);
       found.get(key).push(row);
     }

@@ -37,7 +37,7 @@
   }
 
   function servesCell(row) {
-    return cell(h("span", {}, row.mask), h("small", {}, `${row.dtype} · ${row.shape}`));
+    return cell(h("span", {}, row.mask), h("small", {}, `${row.dtype} · ${row.lengths}`));
   }
 
   /* The tiles of S and O to one scale for all rows, and the size of the former. */

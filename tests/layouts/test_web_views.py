@@ -306,7 +306,7 @@ def test_rows_without_a_scene_are_not_offered(gallery: list[dict[str, Any]]) -> 
 
 def test_every_filter_keeps_the_rows_that_serve_its_value(gallery: list[dict[str, Any]]) -> None:
     fields = {"arch": ["arch"], "family": ["family"], "dim": ["head_dim", "head_dim_v"], "mask": ["mask"]}
-    fields |= {"dtype": ["dtype"], "shape": ["shape"]}
+    fields |= {"dtype": ["dtype"], "lengths": ["lengths"]}
     choices = of_gallery(gallery, "CF.gallery.FILTERS.map((f) => [f.key, CF.gallery.choices(data, f)])")
     assert [key for key, _ in choices] == list(fields)
     assert dict(choices)["dim"] == ["64", "128", "192"]
