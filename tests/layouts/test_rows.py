@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pathlib
 import re
 from typing import Any
 
@@ -20,7 +19,8 @@ from cuteflash.traits.tables import TABLES
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import Descriptor, Fragment, Scene, Step, Touch
-from tests.cross_compile import cross_compile
+from tests.cross_compile import KernelStore
+from tests.cubins import row_kernels
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 
 WARPGROUP = 128
@@ -33,6 +33,8 @@ def name_of(row: ShippedRow) -> str:
 
 
 ROWS = {name_of(row): row for row in shipped_rows()}
+# The problem that each kernel is compiled with by `tests/test_tables.py`, the most demanding one.
+COMPILED = {(case.target, case.traits): case.problem for case in row_kernels()}
 # sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
 DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
 distinct_rows = pytest.mark.parametrize("name", DISTINCT)
@@ -235,10 +237,13 @@ def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(n
     assert max(unswizzled) >= 4
 
 
+@pytest.mark.slow
 @distinct_rows
-def test_budgets_and_descriptors_are_the_compilers(name: str, tmp_path: pathlib.Path) -> None:
+def test_budgets_and_descriptors_are_the_compilers(name: str, kernels: KernelStore) -> None:
+    """They follow from the traits, so that the kernel of any problem which runs with them will do."""
     row, scene = ROWS[name], scene_of(name)
-    compiled = cross_compile(kernel_of(row), row.target, tmp_path)
+    traits = row.choice.traits
+    compiled = kernels(row.choice.kernel_cls, traits, COMPILED[row.target, traits], row.target)
     registers = scene.budget["registers"]
     assert scene.budget["smem"]["total"] == row.choice.traits.smem_bytes
     ends = [region["start"] + region["bytes"] for region in scene.budget["smem"]["regions"]]
