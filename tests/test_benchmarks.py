@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import contest, forward, implementations, report
+from benchmarks import contest, device, forward, implementations, report
 from cuteflash.cli import bench
 from cuteflash.cli.app import app
 from cuteflash.problem import MaskKind
@@ -26,10 +27,17 @@ CPU = torch.device("cpu")
 SMALL = Cell(32, "causal", 48, tokens=96, hidden=64)
 
 
+@pytest.fixture(autouse=True)
+def few_host_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host times of a few calls: the thousands of a real run take seconds on the CPU."""
+    few = functools.partial(device.host_microseconds, calls=2, rounds=3)
+    monkeypatch.setattr(device, "host_microseconds", few)
+
+
 def result_of(cells: list[dict[str, Any]]) -> dict[str, Any]:
     environment = {"gpu": "a GPU", "date": "2026-01-01", "versions": {"torch": "2"}}
-    device = {"matmul_tflops": 700.0, "copy_gbps": 3000.0}
-    return {"environment": environment, "dtype": "bf16", "device": device, "host_us": {"sm90": 9.0}, "cells": cells}
+    numbers = {"matmul_tflops": 700.0, "copy_gbps": 3000.0}
+    return {"environment": environment, "dtype": "bf16", "device": numbers, "host_us": {"sm90": 9.0}, "cells": cells}
 
 
 def cell_row(label: str = "D64 full 512", mask: str = "full", seqlen: int = 512, **tflops: float) -> dict[str, Any]:
