@@ -52,7 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ReceiptPlugin(pathlib.Path(path)), "gpu-receipt")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or config.getoption("--device") == "cpu":
         return

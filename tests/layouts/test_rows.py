@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -22,8 +23,10 @@ from layouts.scene import Descriptor, Fragment, Scene, Step, Touch
 from tests.cross_compile import KernelStore
 from tests.cubins import row_kernels
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
+from tests.slow import slow_but
 
 WARPGROUP = 128
+SIZES = {"tile_m", "tile_n", "head_dim", "head_dim_v"}
 DESCRIPTOR = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
 
 
@@ -37,8 +40,25 @@ ROWS = {name_of(row): row for row in shipped_rows()}
 COMPILED = {(case.target, case.traits): case.problem for case in row_kernels()}
 # sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
 DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
-distinct_rows = pytest.mark.parametrize("name", DISTINCT)
-hopper_rows = pytest.mark.parametrize("name", [name for name in ROWS if "-sm90-" in name])
+
+
+def first_of_their_kind() -> list[str]:
+    """The rows with which a value of a trait other than a size appears in their table."""
+    found, seen = [], set()
+    for name in DISTINCT:
+        row = ROWS[name]
+        fields = dataclasses.asdict(row.choice.traits).items()
+        kinds = {(row.table, *field) for field in fields if field[0] not in SIZES}
+        if not kinds <= seen:
+            found.append(name)
+        seen |= kinds
+    return found
+
+
+HOPPER = [name for name in DISTINCT if "-sm90-" in name]
+QUICK = first_of_their_kind()
+distinct_rows = pytest.mark.parametrize("name", slow_but(DISTINCT, *QUICK))
+hopper_rows = pytest.mark.parametrize("name", slow_but(HOPPER, *(name for name in QUICK if name in HOPPER)))
 
 
 @functools.cache
@@ -67,6 +87,7 @@ def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
 with_lse, with_softcap = (functools.partial(FwdProblem.dense, **{name: True}) for name in ("lse", "softcap"))
 
 
+@pytest.mark.slow
 def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
     assert len(ROWS) == len(list(shipped_rows()))
     assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
