@@ -92,6 +92,7 @@ def loops(region: list[tuple[int, str, str, str]]) -> list[tuple[int, int]]:
     return [(target, at) for target, at in branches if target <= at]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSTRUCTION_SET)
 def test_the_timed_loop_is_the_instruction_and_nothing_else(hopper: Callable[[str], Compiled], name: str) -> None:
     compiled = hopper(name)
@@ -105,6 +106,7 @@ def test_the_timed_loop_is_the_instruction_and_nothing_else(hopper: Callable[[st
         assert re.fullmatch(INSTRUCTION_SET[name].sass, opcode) and predicate == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, what in INSTRUCTION_SET.items() if what.path == "load"])
 def test_loads_of_a_pass_are_in_flight_together(hopper: Callable[[str], Compiled], name: str) -> None:
     region = timed_region(hopper(name).sass)

@@ -86,6 +86,7 @@ def cells_of(root: ElementTree.Element) -> list[ElementTree.Element]:
     return list(group.iter(f"{SVG}rect"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sm80", "sm90"])
 def test_an_svg_has_one_rect_a_cell_inside_its_borders(scenes: dict[str, Any], name: str) -> None:
     for panel in panels(scenes[name]):
