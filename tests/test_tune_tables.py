@@ -167,6 +167,7 @@ def test_measured_rows_change_what_they_serve_and_nothing_else(tmp_path: pathlib
     assert "Forward rows of sm_90a/sm90." in path.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_sweep_keeps_the_first_ones_rows_and_comments(tmp_path: pathlib.Path) -> None:
     first, second = (Row(FwdTraitsSm80(64, tile_n, 96, 96), lengths=("short",)) for tile_n in (32, 96))
     write_shipped(SM80, [MEASURED(first)], tmp_path)
@@ -178,6 +179,7 @@ def test_a_second_sweep_keeps_the_first_ones_rows_and_comments(tmp_path: pathlib
     assert [row for row in rows_of(path) if row.traits.head_dim == 96 and row.lengths == ("short",)] == [second]
 
 
+@pytest.mark.slow
 def test_the_same_rows_twice_are_the_same_file(tmp_path: pathlib.Path) -> None:
     measured = [MEASURED(Row(FwdTraitsSm80(64, 32, 64, 64), ("window",)))]
     texts = [write_shipped(SM80, measured, tmp_path).read_text() for _ in range(2)]
