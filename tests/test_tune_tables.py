@@ -186,6 +186,7 @@ def test_the_same_rows_twice_are_the_same_file(tmp_path: pathlib.Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_file_of_several_tables_keeps_what_any_of_them_needs(tmp_path: pathlib.Path) -> None:
     everything = [row.traits for row in TABLES["fwd", "sm_90a", "sm80"]]
     path = write_shipped(SM80, [MEASURED(Row(FwdTraitsSm80(64, 32, 32, 32)))], tmp_path)
@@ -199,6 +200,7 @@ def test_a_file_of_several_tables_keeps_what_any_of_them_needs(tmp_path: pathlib
     assert len(rows_of(path)) <= len(MODULES["fwd", "sm_90a", "sm80"][0].ROWS) + 1  # the other file's are not its own
 
 
+@pytest.mark.slow
 @every_file
 def test_nothing_measured_changes_nothing_that_runs(module: Any, tmp_path: pathlib.Path) -> None:
     table = heads_of(module)[0]
@@ -277,6 +279,7 @@ def noted(traits: Traits, note: str = "", **serves: Any) -> NotedRow:
     return NotedRow(Row(traits, **serves), note)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_simpler_rows_choose_the_same_and_cannot_be_simpler_still(seed: int) -> None:
     choose = random.Random(seed)
@@ -423,6 +426,7 @@ def test_an_older_row_keeps_what_nobody_else_serves() -> None:
     assert rejudged(new, [noted(FAST, "old")], [STACK, stack])[1:] == [noted(FAST, "old")]
 
 
+@pytest.mark.slow
 @every_file
 def test_whatever_is_measured_every_problem_keeps_a_row(module: Any, tmp_path: pathlib.Path) -> None:
     choose = random.Random(0)
@@ -468,6 +472,7 @@ def test_a_users_older_row_loses_what_its_kernels_are_now_found_to_spill_with(ow
     assert choices(runs, "sm_80")[64, 64, "causal", "bf16", "long"] == FAST
 
 
+@pytest.mark.slow
 def test_a_shipped_measured_row_loses_it_too_and_one_by_hand_does_not(tmp_path: pathlib.Path) -> None:
     by_hand = read_shipped(write_shipped(SM80, [], tmp_path))
     old = [Row(FAST, ("causal",)), *(one.row for one in by_hand if one.row.traits.head_dim == 128)]
