@@ -8,7 +8,7 @@ RECEIPT := tests/gpu_receipt.json
 # One thread a test process: two processes of many threads each fight over two cores.
 SINGLE := OMP_NUM_THREADS=1
 
-.PHONY: help setup demo test lint format typecheck gpu-test bench freeze clean
+.PHONY: help setup demo test quick lint format typecheck gpu-test bench freeze clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -24,9 +24,11 @@ demo: $(READY)  ## real text through a real model whose attention is ours
 	$(BIN)/cuteflash demo
 
 test: lint typecheck  ## everything that needs no GPU
-	$(SINGLE) $(BIN)/python -m pytest -q -n 2 -m "not gpu"
-	$(SINGLE) $(BIN)/python -m pytest -q -n 2 -m gpu --device cpu tests/gpu  # the GPU tests' logic, on the reference
+	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile --device cpu  # of tests/gpu the logic, on the reference
 	@$(BIN)/python -m tests.receipt check $(RECEIPT)
+
+quick: $(READY)  ## while developing: the tests that are not marked slow, in two minutes
+	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow"
 
 lint: $(READY)  ## ruff, check only
 	$(BIN)/ruff check .

@@ -118,6 +118,9 @@ class Storage:
             _check_choice(f"storage of {name}", getattr(self, name), STORAGE_KINDS)
 
 
+DENSE = Storage()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FwdProblem:
     """The problem that a forward kernel is generated for.
@@ -131,7 +134,7 @@ class FwdProblem:
 
     operands: Operands
     scores: Scores = Scores()
-    storage: Storage = Storage()
+    storage: Storage = DENSE
     has_lse: bool = False
 
     @classmethod
@@ -156,14 +159,14 @@ class FwdProblem:
         asked: dict[Feature, bool] = {
             "softcap": self.scores.softcap,
             "lse": self.has_lse,
-            "varlen": self.storage != Storage(),
+            "varlen": self.storage != DENSE,
         }
         return frozenset(name for name, there in asked.items() if there)
 
     @property
     def may_be_empty(self) -> bool:
         """Whether a block that a tile visits may have no visible key for some query of the tile."""
-        return self.scores.mask != "full" or self.storage != Storage()
+        return self.scores.mask != "full" or self.storage != DENSE
 
     def packed(self, heads: int) -> Self:
         """The same problem with `heads` query heads of one KV head in the rows of a tile."""

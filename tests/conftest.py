@@ -7,12 +7,15 @@ import os
 import pathlib
 import pwd
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.receipt import ReceiptPlugin
 from tests.user_tables import OwnTables
+
+if TYPE_CHECKING:
+    from tests.cross_compile import KernelStore
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -49,7 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ReceiptPlugin(pathlib.Path(path)), "gpu-receipt")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or config.getoption("--device") == "cpu":
         return
@@ -69,6 +76,21 @@ def own_tables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     tables = OwnTables(tmp_path / "config")
     yield tables
     tables.forget()
+
+
+@pytest.fixture(scope="session")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A directory that all processes of this run share, empty when it starts."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def kernels(run_directory: pathlib.Path) -> KernelStore:
+    """Kernels by class, traits, problem and target, each compiled once in this run."""
+    from tests.cross_compile import KernelStore
+
+    return KernelStore(run_directory / "kernels")
 
 
 @pytest.fixture

@@ -93,14 +93,12 @@ def machine_code(cubin: bytes) -> bytes:
 
 def code_hash(case: Case) -> tuple[str, str]:
     """(name, hash) of a kernel, compiled now."""
-    from cutlass import cute
+    from tests.cross_compile import cross_compile
 
     kernel = kernel_class(case.traits)(case.traits, case.problem)
     with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch={case.target} --enable-tvm-ffi --keep-cubin --dump-dir {folder}"
-        cute.compile(kernel, *kernel.fake_args(), options=options)
-        (cubin,) = pathlib.Path(folder).glob("*.cubin")
-        return case.name, hashlib.sha256(machine_code(cubin.read_bytes())).hexdigest()[:16]
+        compiled = cross_compile(kernel, case.target, pathlib.Path(folder))
+        return case.name, hashlib.sha256(machine_code(compiled.cubin)).hexdigest()[:16]
 
 
 def record(cases: Iterable[Case], jobs: int) -> dict[str, str]:

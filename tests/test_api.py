@@ -206,6 +206,7 @@ def test_without_gradients_there_is_no_autograd_node(mode) -> None:
 BACKENDS = ["aot_eager", "inductor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_compiles_without_a_graph_break(backend: str, return_lse: bool) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from cutlass._mlir import ir  # noqa: E402
 from cutlass.cutlass_dsl import CuTeDSL  # noqa: E402
 
 from benchmarks.bank_kernels import MAX_WARPS, BankProbe  # noqa: E402
-from tests.cross_compile import Compiled, cross_compile  # noqa: E402
+from tests.cross_compile import Compiled, KernelStore  # noqa: E402
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)([^;]*);")
 MEMORY = re.compile(r"LDS|LDG(?!DEPBAR)|LDL|LD\.|ST|ATOM|RED|BAR")
@@ -69,14 +68,13 @@ def layouts_on_the_host() -> Iterator[None]:
         settings.arch = before
 
 
-@pytest.fixture(scope="module")
-def hopper(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """An instruction's kernel compiled for sm_90a, once."""
+@pytest.fixture(scope="session")
+def hopper(kernels: KernelStore) -> Callable[[str], Compiled]:
+    """An instruction's kernel compiled for sm_90a."""
 
-    @functools.cache
     def compile_case(name: str) -> Compiled:
         case = Case(name, 3)
-        return cross_compile(BankProbe(case, case.what), "sm_90a", tmp_path_factory.mktemp("probe"))
+        return kernels(BankProbe, case, case.what, "sm_90a")
 
     return compile_case
 
@@ -94,8 +92,9 @@ def loops(region: list[tuple[int, str, str, str]]) -> list[tuple[int, int]]:
     return [(target, at) for target, at in branches if target <= at]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSTRUCTION_SET)
-def test_the_timed_loop_is_the_instruction_and_nothing_else(hopper: Any, name: str) -> None:
+def test_the_timed_loop_is_the_instruction_and_nothing_else(hopper: Callable[[str], Compiled], name: str) -> None:
     compiled = hopper(name)
     compiled.assert_clean()
     region = timed_region(compiled.sass)
@@ -107,15 +106,16 @@ def test_the_timed_loop_is_the_instruction_and_nothing_else(hopper: Any, name: s
         assert re.fullmatch(INSTRUCTION_SET[name].sass, opcode) and predicate == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, what in INSTRUCTION_SET.items() if what.path == "load"])
-def test_loads_of_a_pass_are_in_flight_together(hopper: Any, name: str) -> None:
+def test_loads_of_a_pass_are_in_flight_together(hopper: Callable[[str], Compiled], name: str) -> None:
     region = timed_region(hopper(name).sass)
     loads = [rest for _, _, opcode, rest in region if re.fullmatch(INSTRUCTION_SET[name].sass, opcode)]
     targets = {rest.split(",")[0].strip() for rest in loads}
     assert len(targets) == INSTRUCTIONS, "a register written twice makes one load wait for another"
 
 
-def test_kernels_have_the_name_and_the_block_that_the_benchmark_relies_on(hopper: Any) -> None:
+def test_kernels_have_the_name_and_the_block_that_the_benchmark_relies_on(hopper: Callable[[str], Compiled]) -> None:
     ptx = hopper("ldmatrix.x4").ptx
     assert f".entry {bank_conflicts.KERNEL_NAME}" in ptx
     assert f".maxntid {LANES * MAX_WARPS}, 1, 1" in ptx

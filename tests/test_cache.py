@@ -92,6 +92,7 @@ def release(*workers: subprocess.Popen[str]) -> None:
         assert worker.returncode == 0, errors
 
 
+@pytest.mark.slow
 def test_concurrent_processes_compile_an_entry_once_and_later_ones_not_at_all(tmp_path: pathlib.Path) -> None:
     log = tmp_path / "log"
     release(*(start_worker(COMPILE_LOG=str(log)) for _ in range(2)))

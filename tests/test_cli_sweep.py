@@ -433,6 +433,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(swept: pathlib.Path, world: 
     assert not dry.stdout.count("written") and real.stdout.count("written") == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_rows_that_are_not_written(
     swept: pathlib.Path, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -550,6 +551,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.arch import get_arch
 from cuteflash.traits.sm80 import FwdTraitsSm80
 
 cutlass = pytest.importorskip("cutlass")
@@ -20,7 +18,8 @@ from cutlass import cute  # noqa: E402
 from cuteflash.atoms import sm80 as atoms  # noqa: E402
 from cuteflash.core.views import transposed  # noqa: E402
 from cuteflash.kernels.sm80.fwd import FlashFwdSm80  # noqa: E402
-from tests.cross_compile import cross_compile  # noqa: E402
+from tests.cross_compile import Compiled, KernelStore  # noqa: E402
+from tests.slow import slow_but  # noqa: E402
 
 BANKS, BANK_BYTES, PHASE_ROWS = 32, 4, 8
 WIDE = FwdTraitsSm80(128, 64, 128, 128, num_warps=8)
@@ -35,16 +34,14 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ampere(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A case compiled for sm_80, once."""
-    return functools.cache(
-        lambda case: cross_compile(FlashFwdSm80(*CASES[case]), "sm_80", tmp_path_factory.mktemp(case))
-    )
+@pytest.fixture(scope="session")
+def ampere(kernels: KernelStore) -> Callable[[str], Compiled]:
+    """A case compiled for sm_80."""
+    return lambda case: kernels(FlashFwdSm80, *CASES[case], "sm_80")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case_uses_ampere_instructions_and_does_not_spill(ampere: Any, case: str) -> None:
+@pytest.mark.parametrize("case", slow_but(CASES, "full"))
+def test_case_uses_ampere_instructions_and_does_not_spill(ampere: Callable[[str], Compiled], case: str) -> None:
     compiled = ampere(case)
     for instruction in (
         "LDGSTS.E.BYPASS",  # cp.async past L1
@@ -59,17 +56,7 @@ def test_case_uses_ampere_instructions_and_does_not_spill(ampere: Any, case: str
     assert "wgmma" not in compiled.ptx and "cp.async.bulk" not in compiled.ptx
 
 
-@pytest.mark.parametrize("target", ["sm_86", "sm_89", "sm_90a", "sm_120"])
-def test_every_target_of_the_family_compiles(target: str, tmp_path: pathlib.Path) -> None:
-    traits, problem = CASES["causal-lse"]
-    assert traits.check(get_arch(target)) is None
-    compiled = cross_compile(FlashFwdSm80(traits, problem), target, tmp_path)
-    assert f".target {target}" in compiled.ptx
-    assert compiled.count("HMMA.16816.F32")
-    compiled.assert_clean()
-
-
-def test_exponentials_take_one_fused_multiply_add_each(ampere: Any) -> None:
+def test_exponentials_take_one_fused_multiply_add_each(ampere: Callable[[str], Compiled]) -> None:
     compiled = ampere("full")
     exponentials = compiled.count(r"MUFU\.EX2")
     assert compiled.count(r"FFMA\b") >= exponentials > 0
@@ -89,12 +76,13 @@ ABLATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trait", ABLATED)
 def test_an_optimisation_switched_off_leaves_a_kernel_without_it(
-    ampere: Any, trait: str, tmp_path: pathlib.Path
+    ampere: Callable[[str], Compiled], kernels: KernelStore, trait: str
 ) -> None:
     whole = ampere("causal-lse")
-    without = cross_compile(FlashFwdSm80(ABLATED[trait], CASES["causal-lse"][1]), "sm_80", tmp_path)
+    without = kernels(FlashFwdSm80, ABLATED[trait], CASES["causal-lse"][1], "sm_80")
     without.assert_clean()
     assert bool(without.count("LDGSTS")) == (trait != "async_copy")
     if trait == "fused_softmax":  # a score is scaled and its exponent multiplied by themselves; more shuffles
@@ -103,14 +91,14 @@ def test_an_optimisation_switched_off_leaves_a_kernel_without_it(
     assert without.ptx != whole.ptx  # in machine code ptxas fetches fragments early anyway
 
 
-def test_rows_beyond_the_keys_are_filled_with_zeros(ampere: Any) -> None:
+def test_rows_beyond_the_keys_are_filled_with_zeros(ampere: Callable[[str], Compiled]) -> None:
     ptx = ampere("full").ptx
     sizes = re.findall(r"cp\.async\.cg\.shared\.global \S+ \S+ 16, (\S+);", ptx)
     assert any(size.startswith("%r") for size in sizes)  # a source size of 0 writes zeros
     assert "16" in sizes  # all blocks but the last copy without a predicate
 
 
-def test_strides_of_batch_head_and_sequence_are_multiplied_in_64_bits(ampere: Any) -> None:
+def test_strides_of_batch_head_and_sequence_are_multiplied_in_64_bits(ampere: Callable[[str], Compiled]) -> None:
     ptx = ampere("full").ptx
     strides = set(re.findall(r"ld\.param\.b64 \t?(%rd\d+)", ptx))
     assert len(strides) >= 12  # three of each of Q, K, V and O

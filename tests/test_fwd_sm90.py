@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,8 @@ from cuteflash.kernels.sm90.fwd import FlashFwdSm90
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from tests.cross_compile import cross_compile
+from tests.cross_compile import KernelStore
+from tests.slow import slow_but
 
 TARGET = "sm_90a"
 
@@ -83,11 +83,11 @@ def products(sass: str, shape: str, *, transposed: bool) -> list[str]:
     return [operands for operands in found if (".tnspB" in operands) == transposed]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("case", slow_but(CASES, "causal-lse"))
+def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, kernels: KernelStore) -> None:
     traits, problem = CASES[case]
     assert traits.check(get_arch(TARGET)) is None
-    compiled = cross_compile(FlashFwdSm90(traits, problem), TARGET, tmp_path)
+    compiled = kernels(FlashFwdSm90, traits, problem, TARGET)
     compiled.assert_clean()
     assert compiled.count(r"UTMALDG\.") and compiled.count(r"UTMASTG\.")  # TMA in, TMA out
     assert compiled.count(r"STSM\.16\.M88\.4")  # stmatrix

@@ -162,6 +162,7 @@ def test_cross_attention_sees_the_encoders_tokens():
     torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_model():
     """Also that the mask of another batch compiles nothing again."""

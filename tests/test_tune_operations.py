@@ -115,6 +115,7 @@ def test_sm80_says_with_numbers_what_does_not_fit(change: dict[str, Any], reason
     assert reason in (dataclasses.replace(good, **change).check(get_arch("sm_80")) or "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "traits",
     [

@@ -643,6 +643,7 @@ def test_the_page_holds_the_data_and_refers_to_nothing(page: str, data: dict[str
     assert "http:" not in code and "https:" not in code and "@import" not in code and "url(" not in code
 
 
+@pytest.mark.slow
 def test_a_page_of_thousands_of_candidates_is_small(tmp_path: pathlib.Path) -> None:
     wide = Sweep(families=("sm90", "sm80"), head_dims=(64, 96, 128), masks=("full",), limit=60)
     with filled(tmp_path / "db", wide) as store:

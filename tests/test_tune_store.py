@@ -249,6 +249,7 @@ def recorded(path: pathlib.Path) -> set[int]:
         return {int(one.candidate.split()[1]) for one in store.timings()}
 
 
+@pytest.mark.slow
 def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.Path) -> None:
     generator, count = random.Random(0), 10**9  # it never ends by itself, however late the signal comes
     acknowledged: list[int] = []
@@ -266,6 +267,7 @@ def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.
     assert len(acknowledged) == len(set(acknowledged))
 
 
+@pytest.mark.slow
 def test_a_writer_killed_inside_a_transaction_leaves_the_state_before_it(path: pathlib.Path) -> None:
     with Store(path) as store:
         store.record(timing(candidate="candidate 0", samples=(1.0,) * 7))
@@ -282,6 +284,7 @@ with store._transaction():
     assert recorded(path) == {0}
 
 
+@pytest.mark.slow
 def test_several_processes_create_and_write_one_database(path: pathlib.Path) -> None:
     processes = [writer(path, first, first + 40, stdout=subprocess.DEVNULL) for first in (0, 40, 80)]
     assert [process.wait() for process in processes] == [0, 0, 0]

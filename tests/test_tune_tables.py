@@ -148,6 +148,7 @@ def test_measured_rows_change_what_they_serve_and_nothing_else(tmp_path: pathlib
     assert "Rows of fwd/sm_90a/sm90." in path.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_sweep_keeps_the_first_ones_rows_and_comments(tmp_path: pathlib.Path) -> None:
     first, second = (Row(FwdTraitsSm80(64, tile_n, 96, 96), lengths=("short",)) for tile_n in (32, 96))
     write_shipped(SM80, [MEASURED(first)], tmp_path)
@@ -159,12 +160,14 @@ def test_a_second_sweep_keeps_the_first_ones_rows_and_comments(tmp_path: pathlib
     assert [row for row in read_shipped(path) if row.traits.head_dim == 96 and row.lengths == ("short",)] == [second]
 
 
+@pytest.mark.slow
 def test_the_same_rows_twice_are_the_same_file(tmp_path: pathlib.Path) -> None:
     measured = [MEASURED(Row(FwdTraitsSm80(64, 32, 64, 64), ("window",)))]
     texts = [write_shipped(SM80, measured, tmp_path).read_text() for _ in range(2)]
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_file_of_several_tables_keeps_what_any_of_them_needs(tmp_path: pathlib.Path) -> None:
     everything = [row.traits for row in TABLES["fwd", "sm_90a", "sm80"]]
     path = write_shipped(SM80, [MEASURED(Row(FwdTraitsSm80(64, 32, 32, 32)))], tmp_path)
@@ -180,6 +183,7 @@ def test_a_file_of_several_tables_keeps_what_any_of_them_needs(tmp_path: pathlib
     )  # the other file's are not its own
 
 
+@pytest.mark.slow
 @every_file
 def test_nothing_measured_changes_nothing_that_runs(module: Any, tmp_path: pathlib.Path) -> None:
     table = heads_of(module)[0]
@@ -242,6 +246,7 @@ def test_a_shipped_file_that_is_none_or_cannot_be_written_is_an_error(tmp_path: 
 # Softcap and lse.
 
 
+@pytest.mark.slow
 @every_file
 def test_whatever_is_measured_every_problem_keeps_a_row(module: Any, tmp_path: pathlib.Path) -> None:
     choose = random.Random(0)

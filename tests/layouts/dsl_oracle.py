@@ -11,10 +11,13 @@ import numpy.typing as npt
 import torch
 from cutlass.cute.runtime import from_dlpack
 
-from layouts.dsl import context
+from layouts import dsl
 
 Offsets = npt.NDArray[np.int32]
-_known: dict[tuple[str, str], Offsets] = {}  # many rows share a layout
+Coordinates = npt.NDArray[np.int64]
+# Many rows share a layout, a product or a copy: each is asked for once, by its text.
+_offsets: dict[tuple[str, str], Offsets] = {}
+_coordinates: dict[tuple[str, int, str, tuple[int, int]], Coordinates] = {}
 
 
 @cute.jit
@@ -35,28 +38,36 @@ def _doubled(stride: Any) -> Any:
 
 def smem_offsets(kernel: Any, target: str, tensor: str) -> Offsets:
     """Byte offset of every element of tile "q", "k", "v" or "o", in colexicographic order of the kernel's layout."""
-    with context(target):
+    with dsl.context(target):
         layout = getattr(kernel, f"smem_layout_{tensor}")()
         text, size = str(layout), cute.size(layout)
     key = (kernel.family, text)
-    if key not in _known:
+    if key not in _offsets:
         out = torch.full((size,), -1, dtype=torch.int32)
         fill_offsets(from_dlpack(out), kernel, tensor)
-        _known[key] = out.numpy()
-    return _known[key]
+        _offsets[key] = out.numpy()
+    return _offsets[key]
 
 
-def owned_by(mma: Any, thread: int, operand: str, tile: tuple[int, int]) -> npt.NDArray[np.int64]:
+def owned_by(mma: Any, thread: int, operand: str, tile: tuple[int, int]) -> Coordinates:
     """(values, 2): the coordinates of a thread's share of operand "A", "B" or "C", in the order of its partition."""
-    mine = getattr(mma.get_slice(thread), f"partition_{operand}")(cute.make_identity_tensor(tile))
-    return _coordinates(mine)
+    return _partition(mma, thread, operand, tile)
 
 
-def copied_by(copy: Any, thread: int, side: str, tile: tuple[int, int]) -> npt.NDArray[np.int64]:
+def copied_by(copy: Any, thread: int, side: str, tile: tuple[int, int]) -> Coordinates:
     """(values, 2): the coordinates that a thread's slice of a tiled copy has on side "S" or "D", in partition order."""
-    mine = getattr(copy.get_slice(thread), f"partition_{side}")(cute.make_identity_tensor(tile))
-    return _coordinates(mine)
+    return _partition(copy, thread, side, tile)
 
 
-def _coordinates(tensor: Any) -> npt.NDArray[np.int64]:
-    return np.array([tensor[i] for i in range(cute.size(tensor))], np.int64)
+def _partition(tiled: Any, thread: int, part: str, tile: tuple[int, int]) -> Coordinates:
+    """The DSL's partition, whose layout ours evaluates: fast, and test_algebra.py holds ours to the DSL's.
+
+    `tiled`'s text has all its layouts, and those of its atom.
+    """
+    key = (str(tiled), thread, part, tile)
+    if key not in _coordinates:
+        mine = getattr(tiled.get_slice(thread), f"partition_{part}")(cute.make_identity_tensor(tile))
+        steps = [dsl.coordinates(mine.layout, axis).indices() for axis in ((1, 0), (0, 1))]
+        _coordinates[key] = np.array(mine[0], np.int64) + np.stack(steps, axis=-1)
+        assert tuple(_coordinates[key][-1]) == mine[cute.size(mine) - 1]
+    return _coordinates[key]

@@ -148,6 +148,7 @@ def test_registers_come_from_the_cache(here: pathlib.Path) -> None:
     assert json.loads(cached.stdout)["budget"]["registers"]["compiled"]["registers"] > 32
 
 
+@pytest.mark.slow
 def test_the_gallery_has_a_page_for_every_row_chosen(here: pathlib.Path) -> None:
     result = call("--all", "--arch", "sm_80,sm_90a", "--head-dim", "64,96", "-o", "site")
     assert result.exit_code == 0, result.output
@@ -336,12 +337,14 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_the_explorers_packages() -> None:
     """numpy is torch's to import."""
     code = "import sys, cuteflash.cli.app; print({'PIL', 'cutlass', 'layouts'} & sys.modules.keys())"
     assert run_python(code).stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "package", "form"), [("numpy", "numpy", "json"), ("PIL", "pillow", "png")], ids=["numpy", "pillow"]
 )

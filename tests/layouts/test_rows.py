@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-import pathlib
 import re
 from typing import Any
 
@@ -20,10 +20,13 @@ from cuteflash.traits.tables import TABLES
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import Descriptor, Fragment, Scene, Step, Touch
-from tests.cross_compile import cross_compile
+from tests.cross_compile import KernelStore
+from tests.cubins import row_kernels
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
+from tests.slow import slow_but
 
 WARPGROUP = 128
+SIZES = {"tile_m", "tile_n", "head_dim", "head_dim_v"}
 DESCRIPTOR = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
 
 
@@ -33,10 +36,29 @@ def name_of(row: ShippedRow) -> str:
 
 
 ROWS = {name_of(row): row for row in shipped_rows()}
+# The most demanding problem of each kernel, with which `tests/test_tables.py` compiles it, too.
+COMPILED = {(case.target, case.traits): case.problem for case in row_kernels()}
 # sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
 DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
-distinct_rows = pytest.mark.parametrize("name", DISTINCT)
-hopper_rows = pytest.mark.parametrize("name", [name for name in ROWS if "-sm90-" in name])
+
+
+def first_of_their_kind() -> list[str]:
+    """The rows with which a value of a trait other than a size appears in their table."""
+    found, seen = [], set()
+    for name in DISTINCT:
+        row = ROWS[name]
+        fields = dataclasses.asdict(row.choice.traits).items()
+        kinds = {(row.table, *field) for field in fields if field[0] not in SIZES}
+        if not kinds <= seen:
+            found.append(name)
+        seen |= kinds
+    return found
+
+
+HOPPER = [name for name in DISTINCT if "-sm90-" in name]
+QUICK = first_of_their_kind()
+distinct_rows = pytest.mark.parametrize("name", slow_but(DISTINCT, *QUICK))
+hopper_rows = pytest.mark.parametrize("name", slow_but(HOPPER, *(name for name in QUICK if name in HOPPER)))
 
 
 @functools.cache
@@ -65,6 +87,7 @@ def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
 with_lse, with_softcap = (functools.partial(FwdProblem.dense, **{name: True}) for name in ("lse", "softcap"))
 
 
+@pytest.mark.slow
 def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
     assert len(ROWS) == len(list(shipped_rows()))
     assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
@@ -235,10 +258,14 @@ def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(n
     assert max(unswizzled) >= 4
 
 
+@pytest.mark.slow
 @distinct_rows
-def test_budgets_and_descriptors_are_the_compilers(name: str, tmp_path: pathlib.Path) -> None:
+def test_budgets_and_descriptors_are_the_compilers(name: str, kernels: KernelStore) -> None:
+    """They follow from the traits, so that the kernel of any problem which runs with them will do."""
     row, scene = ROWS[name], scene_of(name)
-    compiled = cross_compile(kernel_of(row), row.target, tmp_path)
+    traits = row.choice.traits
+    problem = COMPILED.get((row.target, traits), row.problem)  # its own if the row is only lent to other head dims
+    compiled = kernels(row.choice.kernel_cls, traits, problem, row.target)
     registers = scene.budget["registers"]
     assert scene.budget["smem"]["total"] == row.choice.traits.smem_bytes
     ends = [region["start"] + region["bytes"] for region in scene.budget["smem"]["regions"]]

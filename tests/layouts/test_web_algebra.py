@@ -147,6 +147,7 @@ JS_OUTCOMES = """data.map((text) => {
 })"""
 
 
+@pytest.mark.slow
 def test_texts_mean_the_same_in_the_page_and_in_python() -> None:
     given_texts = all_texts()
     outcomes = run_js(["algebra.js", "text.js"], JS_OUTCOMES, given_texts)
