@@ -20,14 +20,16 @@ def context(arch: str) -> Iterator[None]:
     from cutlass._mlir import ir
     from cutlass.cutlass_dsl import CuTeDSL
 
-    environment = CuTeDSL._get_dsl().envar
+    dsl = CuTeDSL._get_dsl()
+    environment, options = dsl.envar, dsl.compile_options
     before = environment._arch
     environment.arch = arch
+    dsl.compile_options = type(options)()  # those of a compilation that failed stay, and their target comes first
     try:
         with ir.Context(), ir.Location.unknown(), ir.InsertionPoint(ir.Module.create().body):
             yield
     finally:
-        environment._arch = before
+        environment._arch, dsl.compile_options = before, options
 
 
 def layout_of(value: Any) -> Layout | ComposedLayout:
