@@ -10,7 +10,8 @@ between them, `Storage` how sequences lie in memory. An operation's problem adds
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, Self, get_args
+import functools
+from typing import ClassVar, Literal, Self, cast, get_args
 
 Operation = Literal["fwd"]
 Dtype = Literal["fp16", "bf16"]
@@ -156,12 +157,7 @@ class FwdProblem:
     @property
     def features(self) -> frozenset[Feature]:
         """The features in use, beyond a mask, which not every row serves."""
-        asked: dict[Feature, bool] = {
-            "softcap": self.scores.softcap,
-            "lse": self.has_lse,
-            "varlen": self.storage != DENSE,
-        }
-        return frozenset(name for name, there in asked.items() if there)
+        return _features(softcap=self.scores.softcap, lse=self.has_lse, varlen=self.storage != DENSE)
 
     @property
     def may_be_empty(self) -> bool:
@@ -175,6 +171,11 @@ class FwdProblem:
     def asking(self, *, softcap: bool, lse: bool) -> Self:
         """The same with these optional features on or off."""
         return dataclasses.replace(self, scores=dataclasses.replace(self.scores, softcap=softcap), has_lse=lse)
+
+
+@functools.cache  # a table is searched with every row asking for them
+def _features(**asked: bool) -> frozenset[Feature]:
+    return frozenset(cast(Feature, name) for name, there in asked.items() if there)
 
 
 def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[MaskKind, int, int]:

@@ -15,10 +15,10 @@ def test_a_compilation_that_failed_leaves_no_target_behind() -> None:
     from cuteflash.atoms import sm90
 
     @cute.jit
-    def broken():
-        raise ValueError("no such layout")
+    def broken(missing):
+        return missing
 
-    with pytest.raises(Exception, match="no such layout"):
+    with pytest.raises(Exception, match=r"(?i)argument"):
         cute.compile(broken, options="--gpu-arch=sm_80")
     with context("sm_90a"):
         assert sm90.tiled_mma(cutlass.BFloat16, 64, OperandMajorMode.K, a_from_regs=False)
