@@ -221,6 +221,7 @@ def test_compiles_without_a_graph_break(backend: str, return_lse: bool) -> None:
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_one_graph_serves_all_lengths() -> None:
     torch._dynamo.reset()
 

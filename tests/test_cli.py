@@ -298,6 +298,7 @@ def test_a_failing_kernel_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_task(TASK) == Outcome(TASK, error="RuntimeError: nothing works")
 
 
+@pytest.mark.slow
 def test_a_dead_compiler_process_is_a_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "build_task", die)
     (outcome,) = building.run([TASK], jobs=1)
@@ -340,6 +341,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_without_its_packages_says_how_to_get_them() -> None:
     done = run_python("import sys; sys.modules['typer'] = None; import cuteflash_command; cuteflash_command.main()")
     assert done.returncode == 1
@@ -359,6 +361,7 @@ AS_COMMAND = "import cuteflash_command; cuteflash_command.main()"
 AS_MODULE = "import runpy; sys.argv = ['-m']; runpy._run_module_as_main('cuteflash')"  # as python -m cuteflash does it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "module"),
     [(AS_COMMAND, "torch"), (AS_MODULE, "torch"), (AS_MODULE, "typer")],

@@ -36,6 +36,8 @@ from tests.sweep_fakes import CELLS, TRAITS, World, make_plan
 from tests.sweep_fakes import sweep as run_sweep
 from tests.user_tables import SM80
 
+pytestmark = pytest.mark.slow  # whole sweeps, with processes of their own
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CANDIDATES = json.dumps([{"tile_m": 64, "tile_n": traits.tile_n} for traits in TRAITS])
 
@@ -433,7 +435,6 @@ def test_a_dry_run_says_the_same_and_writes_nothing(swept: pathlib.Path, world: 
     assert not dry.stdout.count("written") and real.stdout.count("written") == 1
 
 
-@pytest.mark.slow
 def test_nothing_is_compiled_for_rows_that_are_not_written(
     swept: pathlib.Path, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -543,6 +544,7 @@ from cuteflash.cli import sweep as command
 from cuteflash.cli import sweep_apply
 from cuteflash.cli.app import app
 from tests.sweep_fakes import World
+
 if __name__ == "__main__":
     world = World(pathlib.Path("."), pause=0.05, hold=22)  # the start, seven builds and checks, the first round
     command.backend = lambda target: world.backend
@@ -551,7 +553,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED)
@@ -567,7 +568,7 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: pathlib.Path) -> N
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     world = World(tmp_path)
-    wait_until(lambda: len(world.journaled("sample")) >= 5, "the fifth sample")
+    wait_until(lambda: len(world.journaled("sample")) >= 5 or process.poll() is not None, "the fifth sample")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it as well
     _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130

@@ -78,22 +78,20 @@ def test_query_bounds_are_the_definition() -> None:
             assert list(range(lo, hi)) == visible, (mask, key)
 
 
-@pytest.mark.parametrize("tile_m", TILES)
-def test_query_blocks_of_keys_are_those_that_see_one_and_those_that_see_all(tile_m: int) -> None:
+def test_query_blocks_of_keys_are_those_that_see_one_and_those_that_see_all() -> None:
     for mask, left, right in small_masks():
+        seen = [[sees(mask, left, right, query, key) for key in range(mask.seqlen_k)] for query in range(mask.seqlen_q)]
         for first, last in itertools.combinations_with_replacement(range(mask.seqlen_k), 2):
-            keys = range(first, last + 1)
-            seen = {query: [sees(mask, left, right, query, key) for key in keys] for query in range(mask.seqlen_q)}
-            some = {query // tile_m for query, each in seen.items() if any(each)}
-            m_lo, m_hi = mask.m_blocks(first, last, tile_m)
-            assert 0 <= m_lo <= m_hi
-            assert set(range(m_lo, m_hi)) == some, (mask, first, last)
-            whole = {
-                block
-                for block in range(mask.seqlen_q // tile_m)
-                if all(all(seen[query]) for query in range(block * tile_m, (block + 1) * tile_m))
-            }
-            assert set(range(*mask.full_m_blocks(first, last, tile_m))) == whole, (mask, first, last)
+            some = [any(row[first : last + 1]) for row in seen]
+            each = [all(row[first : last + 1]) for row in seen]
+            for tile_m in TILES:
+                m_lo, m_hi = mask.m_blocks(first, last, tile_m)
+                assert 0 <= m_lo <= m_hi
+                visited = {query // tile_m for query, sees_one in enumerate(some) if sees_one}
+                assert set(range(m_lo, m_hi)) == visited, (mask, first, last, tile_m)
+                blocks = range(mask.seqlen_q // tile_m)
+                whole = {block for block in blocks if all(each[block * tile_m : (block + 1) * tile_m])}
+                assert set(range(*mask.full_m_blocks(first, last, tile_m))) == whole, (mask, first, last, tile_m)
 
 
 lengths = st.integers(1, 5000) | st.integers(LENGTH_MAX - 5000, LENGTH_MAX) | st.integers(1, LENGTH_MAX)

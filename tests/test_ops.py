@@ -122,6 +122,7 @@ def test_modes_see_the_operator() -> None:
     assert FWD in seen
 
 
+@pytest.mark.slow
 def test_importing_loads_no_compiler() -> None:
     code = "import sys, cuteflash; sys.exit('cutlass' in sys.modules or 'tvm_ffi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

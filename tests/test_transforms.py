@@ -185,6 +185,7 @@ def test_autocast_of_one_device_leaves_others(cuda_autocast: None) -> None:
         assert flash_attn_func(q, q.bfloat16(), q).dtype == torch.float16
 
 
+@pytest.mark.slow
 def test_autocast_is_compiled() -> None:
     torch._dynamo.reset()
     tensors = qkv(dtype=torch.float32)

@@ -135,6 +135,7 @@ def judge(world: World, wanted: Sequence[Kernel], jobs: int = 2) -> tuple[dict[K
     return found, dict(display.counts["stage"])
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_once_and_what_fails_is_no_better_than_what_spills(tmp_path: pathlib.Path) -> None:
     world = World(
         tmp_path, spilling_on=("bf16 128x128 full softcap",), uncompilable_on=("bf16 128x128 full softcap lse",)
@@ -167,6 +168,7 @@ def test_nothing_to_compile_starts_no_process(tmp_path: pathlib.Path, monkeypatc
     assert judge(World(tmp_path), []) == ({}, {})
 
 
+@pytest.mark.slow
 def test_a_shipped_rows_kernel_is_judged_by_the_real_compiler(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

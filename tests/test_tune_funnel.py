@@ -32,6 +32,8 @@ from cuteflash.tune.worker import StartFailed
 from tests.patience import wait_until
 from tests.sweep_fakes import CELLS, TARGET, TRAITS, World, make_plan, sweep
 
+pytestmark = pytest.mark.slow  # work in processes of their own
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEFAULT = next(row.traits for row in TABLES["fwd", TARGET, "sm80"] if row.traits.head_dim == 128)
 IDS = {traits.tile_n: candidate_id(traits) for traits in TRAITS}
@@ -169,7 +171,6 @@ def test_a_row_of_the_table_is_timed_also_where_it_spills(world: World) -> None:
     assert not any(name == IDS[DEFAULT.tile_n] for name, _ in samples)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lines", [3, 10, 17, 26, 45, 61], ids=lambda lines: f"at request {lines}")
 def test_after_a_kill_nothing_is_done_twice_and_nothing_is_lost(world: World, lines: int) -> None:
     # It may come two requests further, for the signal to find it anywhere between them, and not to its end.

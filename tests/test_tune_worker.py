@@ -17,6 +17,8 @@ import pytest
 from cuteflash.tune.worker import RequestFailed, StartFailed, Worker, WorkerLost, one_line
 from tests.patience import PATIENCE, wait_until
 
+pytestmark = pytest.mark.slow  # work in processes of their own
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 

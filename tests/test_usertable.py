@@ -226,6 +226,7 @@ def test_a_directory_in_nobodys_home_is_reported(own_tables: OwnTables, monkeypa
         assert usertable.load(SM80) == ()
 
 
+@pytest.mark.slow
 def test_another_process_chooses_by_the_table(own_tables: OwnTables) -> None:
     usertable.write(SM80, ROWS80)
     code = (

@@ -141,6 +141,7 @@ def test_compiled_registers_are_shown_once_the_cache_has_them(monkeypatch: pytes
     assert len(built) == 1
 
 
+@pytest.mark.slow
 def test_registers_come_from_the_cache(here: pathlib.Path) -> None:
     compiled = call("--arch", "sm_80", "--head-dim", "32", "--format", "json", "--compile")
     cached = call("--arch", "sm_80", "--head-dim", "32", "--format", "json")

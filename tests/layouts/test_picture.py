@@ -209,6 +209,7 @@ def test_core_matrices_are_8_rows_of_16_bytes(scenes: dict[str, Any]) -> None:
         assert len(found[0]) == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sm80", "sm90"])
 def test_every_colouring_of_every_panel_draws(scenes: dict[str, Any], name: str) -> None:
     for panel in panels(scenes[name]):
