@@ -46,13 +46,10 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """Readable, and the same whatever fields of traits that no row sets come and go."""
-        fields = ((field.name, getattr(self.traits, field.name), field.default) for field in _fields(self.traits))
-        told = " ".join(f"{name}={value}" for name, value, default in fields if value != default)
+        fields = dataclasses.fields(self.traits)
+        values = ((field.name, getattr(self.traits, field.name), field.default) for field in fields)
+        told = " ".join(f"{name}={value}" for name, value, default in values if value != default)
         return f"{self.target}/{self.traits.family} {problem_id(self.problem)} | {told}"
-
-
-def _fields(traits: Traits) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(traits)
 
 
 def row_kernels(hardest: bool = True) -> list[Case]:
