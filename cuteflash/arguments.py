@@ -79,3 +79,50 @@ class FwdArguments(NamedTuple):
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them."""
         return (*self.tensors, *self.scalars, self.stream)
+
+
+class BwdTensors(NamedTuple):
+    """The tensors of a backward kernel; inside the kernel CuTe tensors, outside torch's.
+
+    Gradients have the shape of what they belong to.
+    """
+
+    q: Any  # (batch, seqlen_q, heads_q, head_dim)
+    k: Any  # (batch, seqlen_k, heads_k, head_dim)
+    v: Any  # (batch, seqlen_k, heads_k, head_dim_v)
+    o: Any  # (batch, seqlen_q, heads_q, head_dim_v)
+    lse: Any  # (batch, heads_q, seqlen_q), fp32
+    do: Any
+    dlse: Any  # None for a problem without it
+    dq: Any
+    dk: Any
+    dv: Any
+    workspace: Any  # (n,) fp32, see `cuteflash.core.workspace`
+
+
+class BwdScalars(NamedTuple):
+    """The run-time scalars of a backward kernel; it gets a float in fp32 and an int in 32 bits."""
+
+    softmax_scale: float
+    softcap: float
+    window_left: int  # `UNBOUNDED` is all
+    window_right: int
+    num_sms: int
+
+
+class BwdArguments(NamedTuple):
+    """All arguments of a backward kernel, which takes them flat."""
+
+    tensors: BwdTensors
+    scalars: BwdScalars
+    stream: Any
+
+    @classmethod
+    def of(cls, flat: tuple[Any, ...]) -> Self:
+        """From the flat arguments that `__call__` gets."""
+        end = len(BwdTensors._fields)
+        return cls(BwdTensors(*flat[:end]), BwdScalars(*flat[end:-1]), flat[-1])
+
+    def flat(self) -> tuple[Any, ...]:
+        """As `__call__` takes them."""
+        return (*self.tensors, *self.scalars, self.stream)

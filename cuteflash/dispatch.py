@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash import usertable
-from cuteflash.problem import FEATURES, FwdProblem, Operation
+from cuteflash.problem import FEATURES, Problem, Operation
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
@@ -23,6 +23,8 @@ from cuteflash.usertable import MeasuredRow
 KERNELS: dict[tuple[Operation, Family], tuple[str, str]] = {
     ("fwd", "sm80"): ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
     ("fwd", "sm90"): ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
+    ("bwd", "sm80"): ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
+    ("bwd", "sm90"): ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
 }
 
 
@@ -66,7 +68,7 @@ def _kernel_class(operation: Operation, family: Family) -> type[Any]:
 
 
 @functools.cache
-def choose(problem: FwdProblem, target: str, family: Family | None = None, lengths: LengthClass = "long") -> Choice:
+def choose(problem: Problem, target: str, family: Family | None = None, lengths: LengthClass = "long") -> Choice:
     """The kernel and traits for a problem.
 
     Args:
@@ -85,14 +87,14 @@ def choose(problem: FwdProblem, target: str, family: Family | None = None, lengt
 
 @functools.cache
 def choose_shipped(
-    problem: FwdProblem, target: str, family: Family | None = None, lengths: LengthClass = "long"
+    problem: Problem, target: str, family: Family | None = None, lengths: LengthClass = "long"
 ) -> Choice:
     """`choose` on a machine without tables of the user's own."""
     return _choose(problem, table_key(problem.operation, target, family), lengths, ())
 
 
 def offers(
-    rows: Iterable[Row], problem: FwdProblem, lengths: LengthClass, arch: ArchSpec
+    rows: Iterable[Row], problem: Problem, lengths: LengthClass, arch: ArchSpec
 ) -> Iterator[tuple[Row, Traits, str | None]]:
     """The rows that may run a problem, best first: row, its traits with the problem's padded head dims, why not.
 
@@ -139,7 +141,7 @@ def table_key(operation: Operation, target: str, family: Family | None) -> Table
     return TableKey(operation, arch.name, family)
 
 
-def _choose(problem: FwdProblem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow]) -> Choice:
+def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow]) -> Choice:
     """The choice from the user's rows, then the shipped ones."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")

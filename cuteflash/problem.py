@@ -13,11 +13,11 @@ import dataclasses
 import functools
 from typing import ClassVar, Literal, Self, cast, get_args
 
-Operation = Literal["fwd"]
+Operation = Literal["fwd", "bwd"]
 Dtype = Literal["fp16", "bf16"]
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen"]
-Feature = Literal["softcap", "lse", "varlen"]
+Feature = Literal["softcap", "lse", "varlen", "deterministic"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(Dtype)
@@ -173,6 +173,51 @@ class FwdProblem:
         return dataclasses.replace(self, scores=dataclasses.replace(self.scores, softcap=softcap), has_lse=lse)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BwdProblem:
+    """The problem that a backward kernel is generated for.
+
+    Attributes:
+        operands, scores, storage: of the forward; the gradients have the types and the storage of what they belong to.
+        has_dlse: a gradient flows into the log-sum-exp.
+        is_deterministic: two runs give the same bits.
+    """
+
+    operation: ClassVar[Operation] = "bwd"
+
+    operands: Operands
+    scores: Scores = Scores()
+    storage: Storage = DENSE
+    has_dlse: bool = False
+    is_deterministic: bool = False
+
+    @classmethod
+    def dense(
+        cls,
+        dtype: Dtype,
+        head_dim: int,
+        head_dim_v: int,
+        mask: MaskKind = "full",
+        *,
+        softcap: bool = False,
+        dlse: bool = False,
+        deterministic: bool = False,
+    ) -> Self:
+        """A problem whose operands have one element type and whose sequences have one length."""
+        operands = Operands(dtype, dtype, dtype, head_dim, head_dim_v)
+        return cls(operands, Scores(mask, softcap), has_dlse=dlse, is_deterministic=deterministic)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features in use, beyond a mask, which not every row serves."""
+        return _features(
+            softcap=self.scores.softcap, varlen=self.storage != DENSE, deterministic=self.is_deterministic
+        )
+
+
+Problem = FwdProblem | BwdProblem
+
+
 @functools.cache  # a table is searched with every row asking for them
 def _features(**asked: bool) -> frozenset[Feature]:
     return frozenset(cast(Feature, name) for name, there in asked.items() if there)
@@ -199,7 +244,7 @@ def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[
     return "window", left, right
 
 
-def problem_id(problem: FwdProblem) -> str:
+def problem_id(problem: Problem) -> str:
     """Identity of a problem, readable: `"bf16 128x128 causal"`, then `softcap`, `lse`, `packed 4` if they apply."""
     operands = problem.operands
     extras: list[str] = [name for name in FEATURES if name in problem.features]

@@ -1,0 +1,53 @@
+"""The fp32 workspace of a backward: row statistics and the gradient of Q before it is rounded.
+
+    lse_log2   (heads_q, rows)               log-sum-exp times log2(e); +inf for rows without a key and rows that pad
+    delta      (heads_q, rows)               rowsum(dO * O) minus the gradient of the log-sum-exp; 0 for rows that pad
+    dq         (heads_q, tiles, tile_m * d)  the sum of dQ tiles, each in the order of the main kernel's fragments
+
+The rows of each sequence are padded to whole tiles of `tile_m` rows, so that tiles neither overlap nor need a
+predicate: sequence b begins at row `first_row(b)`. The source runs on Python ints and on traced values alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+Index = Any  # a Python int or a traced cutlass.Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """Where the parts of a workspace lie, in elements.
+
+    Attributes:
+        batch, heads: batch entries and query heads.
+        tiles: query tiles of one sequence.
+        tile_m: rows of a tile.
+        head_dim: columns of dQ in it, padded; 0 if dQ needs no sum in memory.
+    """
+
+    batch: Index
+    heads: Index
+    tiles: Index
+    tile_m: int
+    head_dim: int
+
+    @classmethod
+    def dense(cls, batch: Index, heads: Index, seqlen_q: Index, tile_m: int, head_dim: int) -> Workspace:
+        """The workspace of a batch whose sequences have one length."""
+        return cls(batch, heads, (seqlen_q + tile_m - 1) // tile_m, tile_m, head_dim)
+
+    @property
+    def rows(self) -> Index:
+        """Padded rows of all sequences of one head."""
+        return self.batch * self.tiles * self.tile_m
+
+    def first_row(self, batch: Index) -> Index:
+        """The first padded row of a sequence."""
+        return batch * self.tiles * self.tile_m
+
+    @property
+    def size(self) -> Index:
+        """Elements of the whole workspace; as an int it may pass 32 bits."""
+        return self.heads * self.rows * (2 + self.head_dim)
