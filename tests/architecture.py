@@ -30,6 +30,7 @@ RANKS: dict[str, int] = {
     "validate": 2,
     "reference": 2,
     "core": 2,
+    "core.workspace": 0,  # sizes that traits, planning and kernels share
     "atoms": 2,
     "kernels": 3,
     "kernels.common": 3,
@@ -51,7 +52,18 @@ RANKS: dict[str, int] = {
     "__main__": 13,
     "": 13,  # cuteflash/__init__.py, the public face
 }
-STDLIB_ONLY = ("arguments", "files", "install", "output", "page", "problem", "startup", "traits", "version")
+STDLIB_ONLY = (
+    "arguments",
+    "core.workspace",
+    "files",
+    "install",
+    "output",
+    "page",
+    "problem",
+    "startup",
+    "traits",
+    "version",
+)
 PLAIN_PACKAGES = ("benchmarks", "layouts", "tests")  # a wheel installs none by this name: see cuteflash.companions
 
 FILE_LINES = 400

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+from cuteflash.core.workspace import Workspace
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 
@@ -55,6 +56,14 @@ class FwdTraits(Protocol):
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
+        ...
+
+
+class BwdTraits(FwdTraits, Protocol):
+    """A backward kernel's tunable numbers."""
+
+    def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
+        """The fp32 workspace of a call, for Python ints or traced values."""
         ...
 
 

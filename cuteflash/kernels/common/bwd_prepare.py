@@ -1,0 +1,144 @@
+"""What a backward needs of each query row, before its main kernel.
+
+    lse_log2 = LSE * log2(e)             the main kernel's P is exp2(scores * scale * log2(e) - lse_log2)
+    delta    = rowsum(dO * O) - dLSE     and its dS is P * (dP - delta)
+    dQ       = 0                         the sum that its blocks add to, in fp32
+
+Rows without a key and rows that pad the last tile get +inf and 0, with which P is 0. The kernel does nothing but move
+memory: a block loads the rows of a whole tile before it adds up the first.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp
+
+from cuteflash.arguments import BwdTensors
+from cuteflash.core.schedule import TileOrder
+from cuteflash.core.signature import ALIGN_ELEMENTS, CUTE_DTYPES
+from cuteflash.core.softmax import LOG2_E
+from cuteflash.core.views import rows_first
+from cuteflash.core.workspace import Workspace
+from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.problem import BwdProblem
+from cuteflash.traits.base import BwdTraits
+
+THREADS = 256
+ROW_LANES = (16, 8, 4)  # neighbouring threads that may share a row: at least a sector of 32 bytes
+STORE = 4  # fp32 elements of 16 bytes
+
+
+def lanes_of_row(chunks: int) -> int:
+    """How many neighbouring threads load a row of `chunks` chunks together: those that idle least, then the most."""
+    if chunks < min(ROW_LANES):
+        return 1 << (chunks - 1).bit_length()
+    return min(ROW_LANES, key=lambda lanes: (-chunks % lanes, -lanes))
+
+
+class BwdPrepare:
+    """The kernel before the main one, for a problem and the tiles of the main kernel's traits."""
+
+    def __init__(self, traits: BwdTraits, problem: BwdProblem) -> None:
+        self.traits = traits
+        self.problem = problem
+        self.chunks = problem.operands.head_dim_v // ALIGN_ELEMENTS
+        self.lanes = lanes_of_row(self.chunks)
+
+    def launch(self, tensors: BwdTensors, workspace: Workspace, stream) -> None:
+        """Launch it; `workspace` says where the results go."""
+        order = TileOrder(workspace.tiles, workspace.heads, workspace.batch, Int32(1), longest_first=False)
+        views = WorkspaceTensors.of(tensors.workspace, workspace)
+        self.kernel.set_name_prefix("flash_bwd_prepare", remove_cutlass_symbol=True)
+        self.kernel(rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, order).launch(
+            grid=(order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        gO: cute.Tensor,
+        gDO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDLSE: cute.Tensor | None,
+        views: WorkspaceTensors,
+        order: TileOrder,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        m_block, head, batch = order.tile(cute.arch.block_idx()[0])
+        tile = views.tile(m_block, head, batch)
+        first = m_block * self.traits.tile_m
+        row0, lane = thread // self.lanes, thread % self.lanes
+        passes = -(-self.traits.tile_m * self.lanes // THREADS)
+        last = gO.shape[0] - 1 - first  # the tile's last row that exists, or a later one
+        rO, rDO = (self.load(x[None, None, head, batch], first, last, (row0, lane, passes)) for x in (gO, gDO))
+        lse, dlse = (self.load_statistic(x, (batch, head, first), last, row0, passes) for x in (mLSE, mDLSE))
+        if const_expr(tile.dq is not None):
+            self.clear(tile.dq, thread)
+        for i in cutlass.range_constexpr(passes):
+            row = row0 + i * (THREADS // self.lanes)
+            delta = self.row_sum(rO[None, None, i], rDO[None, None, i], lane)
+            if const_expr(mDLSE is not None):
+                delta = delta - dlse[i]
+            hidden = row > last or lse[i] == -Float32.inf
+            if lane == 0 and row < self.traits.tile_m:
+                tile.delta[row] = Float32(0.0) if hidden else delta
+                tile.lse_log2[row] = Float32.inf if hidden else lse[i] * LOG2_E
+
+    def load(self, gX: cute.Tensor, first: Int32, last: Int32, place: tuple[Int32, Int32, int]) -> cute.Tensor:
+        """This thread's chunks of its rows: (chunk, chunks of a row, rows).
+
+        A row or chunk past the end is loaded as the last one and not used: without branches all loads are in flight
+        together.
+        """
+        row0, lane, passes = place
+        per_row = -(-self.chunks // self.lanes)
+        dtype = CUTE_DTYPES[self.problem.operands.pv_dtype]
+        atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=ALIGN_ELEMENTS * dtype.width)
+        loaded = cute.make_rmem_tensor((ALIGN_ELEMENTS, per_row, passes), dtype)
+        for i in range(passes):
+            row = cutlass.min(row0 + i * (THREADS // self.lanes), last)
+            line = cute.zipped_divide(gX[first + row, None], (ALIGN_ELEMENTS,))
+            for c in range(per_row):
+                chunk = lane + c * self.lanes
+                if (c + 1) * self.lanes > self.chunks:
+                    chunk = cutlass.min(chunk, self.chunks - 1)
+                cute.copy(atom, line[None, chunk], loaded[None, c, i])
+        return loaded
+
+    def load_statistic(
+        self, mX: cute.Tensor | None, origin: tuple[Int32, Int32, Int32], last: Int32, row0: Int32, passes: int
+    ) -> cute.Tensor | None:
+        """(passes,) the statistic of this thread's rows; None if there is none."""
+        if mX is None:
+            return None
+        batch, head, first = origin
+        loaded = cute.make_rmem_tensor(passes, Float32)
+        for i in range(passes):
+            loaded[i] = mX[batch, head, first + cutlass.min(row0 + i * (THREADS // self.lanes), last)]
+        return loaded
+
+    def clear(self, dq: cute.Tensor, thread: Int32) -> None:
+        """Zero a tile of dQ."""
+        zeros = cute.make_rmem_tensor(STORE, Float32)
+        zeros.fill(0.0)
+        atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=STORE * Float32.width)
+        pieces = cute.zipped_divide(dq, (STORE,))
+        count = cute.size(dq) // STORE
+        for i in range(-(-count // THREADS)):
+            piece = thread + i * THREADS
+            if (i + 1) * THREADS > count:  # past the end: the last piece again
+                piece = cutlass.min(piece, count - 1)
+            cute.copy(atom, zeros, pieces[None, piece])
+
+    def row_sum(self, rO: cute.Tensor, rDO: cute.Tensor, lane: Int32) -> Float32:
+        """The sum of dO * O over a row, of which this thread has (chunk, chunks)."""
+        total = Float32(0.0)
+        for c in range(cute.size(rO.shape[1])):
+            products = rO[None, c].load().to(Float32) * rDO[None, c].load().to(Float32)
+            part = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            if (c + 1) * self.lanes > self.chunks:
+                part = cutlass.select_(lane + c * self.lanes < self.chunks, part, Float32(0.0))
+            total = total + part
+        return cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes) if self.lanes > 1 else total
