@@ -74,3 +74,45 @@ class TmaRing:
         """Consumer warp: it has finished reading tile `position`."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(position))
+
+
+@dataclasses.dataclass(frozen=True)
+class Handover:
+    """One shared-memory buffer that warps fill and one thread drains, again and again.
+
+    Attributes:
+        full: mbarrier; a phase completes when every filling warp has written.
+        empty: mbarrier; a phase completes when the buffer has been read.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+    def init(self, filling_warps: int) -> None:
+        """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
+        cute.arch.mbarrier_init(self.full, filling_warps)
+        cute.arch.mbarrier_init(self.empty, 1)
+
+    def acquire(self, position: Int32) -> None:
+        """Filling thread: wait until what was written at `position - 1` has been read."""
+        wait_phase(self.empty, (position & 1) ^ 1)
+
+    def publish(self) -> None:
+        """Filling warp: its part is written, and visible to bulk copies."""
+        arrive_written(self.full)
+
+    def wait(self, position: Int32) -> None:
+        """Draining thread: wait until the buffer is written for the `position`-th time."""
+        wait_phase(self.full, position & 1)
+
+    def release(self) -> None:
+        """Draining thread: the buffer has been read."""
+        cute.arch.mbarrier_arrive(self.empty)
+
+
+def arrive_written(barrier: cute.Pointer) -> None:
+    """A warp tells by `barrier` that what it wrote to shared memory may be read by bulk copies and WGMMA."""
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -63,9 +63,9 @@ def load_copy_a(dtype: type[cutlass.Numeric], mma: cute.TiledMma) -> cute.TiledC
     return cute.make_tiled_copy_A(atom, mma)
 
 
-def store_copy(dtype: type[cutlass.Numeric], mma: cute.TiledMma) -> cute.TiledCopy:
-    """stmatrix.x4 from `mma`'s accumulator fragment to a row-major tile."""
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+def store_copy(dtype: type[cutlass.Numeric], mma: cute.TiledMma, transpose: bool = False) -> cute.TiledCopy:
+    """stmatrix.x4 from `mma`'s accumulator fragment to a row-major tile, or with `transpose` to a column-major one."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype)
     return cute.make_tiled_copy_C(atom, mma)
 
 
@@ -83,4 +83,20 @@ def tma_partition(atom: cute.CopyAtom, tiles: cute.Tensor, boxes: cute.Tensor) -
     """TMA partitions: (box, stages) of a tile (rows, cols, stages), (box, n) of global boxes (rows, cols, n)."""
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(boxes, 0, 2)
+    )
+
+
+def bulk_load(target: cute.Pointer, source: cute.Pointer, nbytes: int, barrier: cute.Pointer) -> None:
+    """Global to shared memory without a descriptor, by one thread; 16-byte aligned. `barrier` counts the bytes."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, Int32(nbytes), barrier],
+    )
+
+
+def bulk_add(target: cute.Pointer, source: cute.Pointer, nbytes: int) -> None:
+    """Add fp32 of shared memory to global memory, by one thread; 16-byte aligned. Belongs to the thread's bulk group."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target, source, Int32(nbytes)],
     )

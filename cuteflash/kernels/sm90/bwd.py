@@ -1,0 +1,217 @@
+"""FlashAttention backward for Hopper in one pass: one block for 128 keys, dQ summed up in memory by bulk reduction.
+
+    producer warpgroup           two consumer warpgroups (64 keys each)
+    K, V ──TMA──► sK, sV         S^T = K Q^T       WGMMA from shared memory
+    Q, LSE ──TMA──► sQ[s]        dP^T = V dO^T
+    dO, delta ──TMA──► sdO[s]    P = exp2(S - LSE), dS = P (dP - delta)
+                                 dV += P^T dO      P^T and dS^T from registers
+                                 dK += dS^T Q
+    sdQ ──bulk add──► fp32 dQ    dQ = dS K         dS through shared memory, each warpgroup a part of dQ
+
+A kernel before this one computes delta = rowsum(dO O) and clears the sum, one after it rounds the sum to dQ. The query
+heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.memory import SmemAllocator
+
+from cuteflash.arguments import BwdArguments, BwdTensors
+from cuteflash.atoms import sm90 as atoms
+from cuteflash.atoms.barriers import Handover, TmaRing
+from cuteflash.core.bwd_signature import bwd_fake_args
+from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.views import rows_first
+from cuteflash.core.workspace import Workspace
+from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.sm90.bwd_bundles import Block, Rings, Tiles, Tma
+from cuteflash.kernels.sm90.bwd_load import add_dq, load
+from cuteflash.kernels.sm90.bwd_mma import consume
+from cuteflash.problem import BwdProblem
+from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES, BwdTraitsSm90
+from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdSm90:
+    """The sm90 backward kernel for one problem and one set of traits."""
+
+    traits: cutlass.Constexpr[BwdTraitsSm90]
+    problem: cutlass.Constexpr[BwdProblem]
+
+    family: ClassVar[str] = "sm90"
+
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        """Element type of all operands, of P and of dS."""
+        return CUTE_DTYPES[self.problem.operands.qk_dtype]
+
+    def fake_args(self) -> tuple:
+        """The arguments that this kernel is compiled with: fakes of `BwdArguments`."""
+        return bwd_fake_args(self.problem)
+
+    # Layouts and atoms, callable without a launch.
+
+    def tiled_mma_s(self) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T: (64, tile_m), both operands K-major in shared memory."""
+        return atoms.tiled_mma(self.dtype, self.traits.tile_m, OperandMajorMode.K, a_from_regs=False)
+
+    def tiled_mma_dv(self) -> cute.TiledMma:
+        """dV += P^T dO: (64, head_dim_v), P^T from registers, dO MN-major."""
+        return atoms.tiled_mma(self.dtype, self.traits.head_dim_v, OperandMajorMode.MN, a_from_regs=True)
+
+    def tiled_mma_dk(self) -> cute.TiledMma:
+        """dK += dS^T Q: (64, head_dim), dS^T from registers, Q MN-major."""
+        return atoms.tiled_mma(self.dtype, self.traits.head_dim, OperandMajorMode.MN, a_from_regs=True)
+
+    def tiled_mma_dq(self) -> cute.TiledMma:
+        """A part of dQ = dS K: dS K-major and K MN-major in shared memory."""
+        return atoms.tiled_mma(self.dtype, self.traits.dq_part[1], OperandMajorMode.MN, a_from_regs=False)
+
+    def smem_layout_k(self) -> cute.ComposedLayout:
+        """(tile_n, head_dim, 1)"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim)
+
+    def smem_layout_v(self) -> cute.ComposedLayout:
+        """(tile_n, head_dim_v, 1)"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim_v)
+
+    def smem_layout_q(self) -> cute.ComposedLayout:
+        """(tile_m, head_dim, q_stage)"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_m, self.traits.head_dim, self.traits.q_stage)
+
+    def smem_layout_do(self) -> cute.ComposedLayout:
+        """(tile_m, head_dim_v, do_stage)"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_m, self.traits.head_dim_v, self.traits.do_stage)
+
+    def smem_layout_ds(self) -> cute.ComposedLayout:
+        """(tile_m, tile_n, ds_stage)"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_m, self.traits.tile_n, self.traits.ds_stage)
+
+    def copy_ds(self) -> cute.TiledCopy:
+        """The accumulators of S^T to sdS, whose rows are queries."""
+        return atoms.store_copy(self.dtype, self.tiled_mma_s(), transpose=True)
+
+    def copy_dv(self) -> cute.TiledCopy:
+        """The accumulators of dV to the place of V."""
+        return atoms.store_copy(self.dtype, self.tiled_mma_dv())
+
+    def copy_dk(self) -> cute.TiledCopy:
+        """The accumulators of dK to the place of K."""
+        return atoms.store_copy(self.dtype, self.tiled_mma_dk())
+
+    def make_tma(self, tensors: BwdTensors) -> Tma:
+        """TMA descriptors over the (batch, seqlen, heads, head_dim) tensors."""
+        traits = self.traits
+        k_box, v_box = (traits.tile_n, traits.head_dim), (traits.tile_n, traits.head_dim_v)
+        q_box, do_box = (traits.tile_m, traits.head_dim), (traits.tile_m, traits.head_dim_v)
+        smem_k, smem_v, smem_q, smem_do = (
+            cute.select(layout, mode=[0, 1])
+            for layout in (self.smem_layout_k(), self.smem_layout_v(), self.smem_layout_q(), self.smem_layout_do())
+        )
+        load_q, gQ = atoms.tma_load(rows_first(tensors.q), smem_q, q_box)
+        load_do, gdO = atoms.tma_load(rows_first(tensors.do), smem_do, do_box)
+        load_k, gK = atoms.tma_load(rows_first(tensors.k), smem_k, k_box)
+        load_v, gV = atoms.tma_load(rows_first(tensors.v), smem_v, v_box)
+        store_dk, gdK = atoms.tma_store(rows_first(tensors.dk), smem_k, k_box)
+        store_dv, gdV = atoms.tma_store(rows_first(tensors.dv), smem_v, v_box)
+        return Tma(load_q, load_do, load_k, load_v, store_dk, store_dv, gQ, gdO, gK, gV, gdK, gdV)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors, scalars, stream = BwdArguments.of(arguments)
+        traits = self.traits
+        batch, seqlen_q, heads, _ = tensors.q.shape
+        workspace = Workspace.dense(batch, heads, seqlen_q, traits.tile_m, traits.head_dim)
+        launch = BwdLaunch.of(self, tensors.q, tensors.k, scalars)
+        views = WorkspaceTensors.of(tensors.workspace, workspace)
+        self.kernel(self.make_tma(tensors), views, launch).launch(
+            grid=(launch.order.size(), 1, 1),
+            block=(traits.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+        )
+
+    @cute.kernel
+    def kernel(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch):
+        traits = self.traits
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
+        rings = self.make_rings(base)
+        block = Block(tma, self.make_tiles(base), rings, launch, workspace)
+        if warp == 0:
+            for atom in (tma.load_k, tma.load_q, tma.load_v, tma.load_do, tma.store_dk, tma.store_dv):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
+                for ring in (rings.k, rings.v, rings.q, rings.do):
+                    ring.init(consumer_warps)
+                cute.arch.mbarrier_init(rings.ds, consumer_warps)
+                for handover in rings.dq:
+                    handover.init(WARPGROUP // 32)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        tile = launch.tile(cute.arch.block_idx()[0])
+        blocks = tile.query_blocks()
+        if warp < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(traits.producer_regs)
+            if blocks.hi > blocks.lo:
+                if warp == 0:
+                    load(self, block, tile, blocks)
+                for part in cutlass.range_constexpr(traits.dq_warpgroups):
+                    if warp == 1 + part:
+                        if cute.arch.lane_idx() == 0:
+                            add_dq(self, block, tile, blocks, part)
+        else:
+            cute.arch.setmaxregister_increase(traits.mma_regs)
+            consume(self, block, tile, blocks)
+
+    def make_rings(self, base: cute.Pointer) -> Rings:
+        """The rings and barriers over the mbarriers at the start of the block's shared memory."""
+        traits, plan = self.traits, self.traits.smem_plan
+        barriers = cute.recast_ptr(base + plan["barriers"].start, dtype=cutlass.Int64)
+        rings, position = {}, 0
+        for name, statistic in (("k", None), ("v", None), ("q", "lse"), ("do", "delta")):
+            region = plan[name]
+            tile_bytes = region.nbytes // region.stages + (traits.tile_m * STATISTIC_BYTES if statistic else 0)
+            rings[name] = TmaRing.create(barriers + position, region.stages, tile_bytes)
+            position += 2 * region.stages
+        ds, position = barriers + position, position + 1
+        dq = tuple(
+            Handover(barriers + position + 2 * part, barriers + position + 2 * part + 1)
+            for part in range(traits.dq_warpgroups)
+        )
+        return Rings(**rings, ds=ds, dq=dq)
+
+    def make_tiles(self, base: cute.Pointer) -> Tiles:
+        """The shared-memory tensors, laid out by the traits' plan."""
+        traits, plan = self.traits, self.traits.smem_plan
+
+        def tile(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
+            start = cute.recast_ptr(base + plan[name].start, layout.inner, dtype=self.dtype)
+            return cute.make_tensor(start, layout.outer)
+
+        def numbers(name: str, count: int) -> cute.Tensor:
+            start = cute.recast_ptr(base + plan[name].start, dtype=Float32)
+            return cute.make_tensor(start, cute.make_layout((count, plan[name].stages)))
+
+        rows, cols = traits.dq_part
+        return Tiles(
+            sK=tile("k", self.smem_layout_k()),
+            sV=tile("v", self.smem_layout_v()),
+            sQ=tile("q", self.smem_layout_q()),
+            sdO=tile("do", self.smem_layout_do()),
+            sdS=tile("ds", self.smem_layout_ds()),
+            sLSE=numbers("lse", traits.tile_m),
+            sDelta=numbers("delta", traits.tile_m),
+            sdQ=numbers("dq", rows * cols),
+        )

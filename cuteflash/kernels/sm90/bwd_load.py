@@ -1,0 +1,82 @@
+"""The producer warpgroup of the backward: one warp loads with TMA, one for each part of dQ adds it to memory."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cuteflash.atoms import sm90 as atoms
+from cuteflash.atoms.barriers import TmaRing
+from cuteflash.core.tile import KeyTile, QueryBlocks
+from cuteflash.kernels.sm90.bwd_bundles import Block
+from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
+
+
+@cute.jit
+def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks):
+    """Load K and V once, then Q, dO and their row statistics block by block; a whole warp calls it.
+
+    What the first product needs comes first.
+    """
+    traits, tma, tiles, rings = kernel.traits, block.tma, block.tiles, block.rings
+    load_once(tma.load_k, rings.k, tma.gK, tiles.sK, tile, (traits.tile_n, traits.head_dim))
+    position = Int32(0)
+    for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
+        head = tile.head * block.launch.heads_per_kv + i
+        gQ = cute.local_tile(tma.gQ[None, None, head, tile.batch], (traits.tile_m, traits.head_dim), (None, 0))
+        gdO = cute.local_tile(tma.gdO[None, None, head, tile.batch], (traits.tile_m, traits.head_dim_v), (None, 0))
+        tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ, gQ)
+        tOsdO, tOgdO = atoms.tma_partition(tma.load_do, tiles.sdO, gdO)
+        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+            workspace = block.workspace.tile(m_block, head, tile.batch)
+            barrier, stage = rings.q.acquire(position), rings.q.stage(position)
+            cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
+            load_statistic(workspace.lse_log2, tiles.sLSE[None, stage], barrier)
+            if position == 0:
+                load_once(tma.load_v, rings.v, tma.gV, tiles.sV, tile, (traits.tile_n, traits.head_dim_v))
+            barrier, stage = rings.do.acquire(position), rings.do.stage(position)
+            cute.copy(tma.load_do, tOgdO[None, m_block], tOsdO[None, stage], tma_bar_ptr=barrier)
+            load_statistic(workspace.delta, tiles.sDelta[None, stage], barrier)
+            position += 1
+
+
+def load_once(atom: cute.CopyAtom, ring: TmaRing, gX: cute.Tensor, sX: cute.Tensor, tile: KeyTile, box: cute.Tiler) -> None:
+    """Load the tile's K or V."""
+    tXsX, tXgX = key_partition(atom, gX, sX, tile, box)
+    cute.copy(atom, tXgX, tXsX, tma_bar_ptr=ring.acquire(Int32(0)))
+
+
+def key_partition(
+    atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, tile: KeyTile, box: cute.Tiler
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """The tile's box of K, V or their gradients, in shared and in global memory."""
+    boxes = cute.local_tile(gX[None, None, tile.head, tile.batch], box, (None, 0))
+    tXsX, tXgX = atoms.tma_partition(atom, sX, boxes)
+    return tXsX[None, 0], tXgX[None, tile.n_block]
+
+
+def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> None:
+    """Load one fp32 number a row of a query tile."""
+    with cute.arch.elect_one():
+        atoms.bulk_load(sX.iterator, gX.iterator, cute.size(sX) * STATISTIC_BYTES, barrier)
+
+
+@cute.jit
+def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks, part: cutlass.Constexpr[int]):
+    """Add one part of dQ to memory, step by step; one thread calls it."""
+    handover = block.rings.dq[part]
+    rows, cols = kernel.traits.dq_part
+    sdQ = block.tiles.sdQ[None, part]
+    position = Int32(0)
+    for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
+        head = tile.head * block.launch.heads_per_kv + i
+        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+            target = block.workspace.tile(m_block, head, tile.batch).dq.iterator + part * (rows * cols)
+            handover.wait(position)
+            atoms.bulk_add(target, sdQ.iterator, rows * cols * 4)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            handover.release()
+            position += 1
+    cute.arch.cp_async_bulk_wait_group(0)

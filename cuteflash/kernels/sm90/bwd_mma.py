@@ -1,0 +1,331 @@
+"""The consumers of the backward: five products and the softmax's derivative, for 64 keys a warpgroup.
+
+Scores are held transposed, keys as rows, so that P^T and dS^T are operands of dV and dK as they lie in registers. One
+step, with the products of a step back that it overlaps:
+
+    issue S^T = K Q^T, dP^T = V dO^T         wait for S^T; dV and dK of the last step have finished, too
+    P = exp2(S - LSE)                        beside dP^T
+    issue dQ of the last step, dV += P^T dO
+    dS = P (dP - delta)                      beside dQ and dV
+    issue dK += dS^T Q                       dS to shared memory; dQ of the last step to shared memory
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from cuteflash.atoms import sm90 as atoms
+from cuteflash.atoms.barriers import arrive_written, wait_phase
+from cuteflash.core.convert import round_pair, rounded_fragment
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.softmax import exp2
+from cuteflash.core.tile import KeyTile, QueryBlocks
+from cuteflash.core.views import acc_as_operand_a, transposed
+from cuteflash.kernels.sm90.bwd_bundles import Block, NamedBarrier, Rings, Tiles
+from cuteflash.kernels.sm90.bwd_load import key_partition
+from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
+
+ROWS = 2  # keys of Sᵀ that one thread holds elements of
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """One consumer warpgroup's operands and accumulators.
+
+    Attributes:
+        tSrK, tSrQ: operands of S^T = K Q^T; tPrV, tPrdO: of dP^T = V dO^T.
+        tVrP, tVrdO: of dV += P^T dO; tKrdS, tKrQ: of dK += dS^T Q. P and dS are registers.
+        tQrdS, tQrK: of this warpgroup's part of dQ = dS K.
+        acc_S, acc_dP, acc_dV, acc_dK, acc_dQ: accumulators.
+    """
+
+    mma_s: cute.TiledMma
+    mma_dv: cute.TiledMma
+    mma_dk: cute.TiledMma
+    mma_dq: cute.TiledMma
+    tSrK: cute.Tensor
+    tSrQ: cute.Tensor
+    tPrV: cute.Tensor
+    tPrdO: cute.Tensor
+    tVrP: cute.Tensor
+    tVrdO: cute.Tensor
+    tKrdS: cute.Tensor
+    tKrQ: cute.Tensor
+    tQrdS: cute.Tensor
+    tQrK: cute.Tensor
+    acc_S: cute.Tensor
+    acc_dP: cute.Tensor
+    acc_dV: cute.Tensor
+    acc_dK: cute.Tensor
+    acc_dQ: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyWarpgroup:
+    """One consumer warpgroup and its 64 keys.
+
+    Attributes:
+        index: 0 for the first consumer warpgroup.
+        thread: 0..127 inside the warpgroup.
+        products: operands and accumulators.
+        scores: S^T's accumulator as (keys, queries).
+        bounds: (keys, 2) queries [lo, hi) that see each key of this thread.
+    """
+
+    index: Int32
+    thread: Int32
+    products: Products
+    scores: ScoreTile
+    bounds: cute.Tensor
+
+
+def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products:
+    """Partition the block's tiles for this thread's warpgroup."""
+    traits, dtype = kernel.traits, kernel.dtype
+    mma_s, mma_dv, mma_dk, mma_dq = kernel.tiled_mma_s(), kernel.tiled_mma_dv(), kernel.tiled_mma_dk(), kernel.tiled_mma_dq()
+    thr_s, thr_dv, thr_dk, thr_dq = (mma.get_slice(thread) for mma in (mma_s, mma_dv, mma_dk, mma_dq))
+
+    def accumulator(thr, shape: tuple[int, int]) -> cute.Tensor:
+        return cute.make_rmem_tensor(thr.partition_shape_C(shape), Float32)
+
+    acc_S, acc_dP = (accumulator(thr_s, (WGMMA_M, traits.tile_m)) for _ in range(2))
+    rows, cols = traits.dq_part
+    m_part, d_part = (index, 0) if traits.tile_m > rows else (0, index)
+    if traits.dq_warpgroups == 1:
+        m_part, d_part = 0, 0
+    sK_rows = cute.local_tile(tiles.sK[None, None, 0], (WGMMA_M, traits.head_dim), (index, 0))
+    sV_rows = cute.local_tile(tiles.sV[None, None, 0], (WGMMA_M, traits.head_dim_v), (index, 0))
+    sdS_rows = cute.local_tile(tiles.sdS, (rows, traits.tile_n), (m_part, 0, None))
+    sKt_cols = cute.local_tile(transposed(tiles.sK[None, None, 0]), (cols, traits.tile_n), (d_part, 0))
+    return Products(
+        mma_s=mma_s,
+        mma_dv=mma_dv,
+        mma_dk=mma_dk,
+        mma_dq=mma_dq,
+        tSrK=mma_s.make_fragment_A(thr_s.partition_A(sK_rows)),
+        tSrQ=mma_s.make_fragment_B(thr_s.partition_B(tiles.sQ)),
+        tPrV=mma_s.make_fragment_A(thr_s.partition_A(sV_rows)),
+        tPrdO=mma_s.make_fragment_B(thr_s.partition_B(tiles.sdO)),
+        tVrP=cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype),
+        tVrdO=mma_dv.make_fragment_B(thr_dv.partition_B(transposed(tiles.sdO))),
+        tKrdS=cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype),
+        tKrQ=mma_dk.make_fragment_B(thr_dk.partition_B(transposed(tiles.sQ))),
+        tQrdS=mma_dq.make_fragment_A(thr_dq.partition_A(sdS_rows)),
+        tQrK=mma_dq.make_fragment_B(thr_dq.partition_B(sKt_cols)),
+        acc_S=acc_S,
+        acc_dP=acc_dP,
+        acc_dV=accumulator(thr_dv, (WGMMA_M, traits.head_dim_v)),
+        acc_dK=accumulator(thr_dk, (WGMMA_M, traits.head_dim)),
+        acc_dQ=accumulator(thr_dq, (rows, cols)),
+    )
+
+
+def make_key_warpgroup(kernel, block: Block) -> KeyWarpgroup:
+    """This thread's warpgroup."""
+    thread = cute.arch.thread_idx()[0] % WARPGROUP
+    index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
+    products = make_products(kernel, block.tiles, index, thread)
+    shape = WGMMA_M, kernel.traits.tile_m
+    return KeyWarpgroup(
+        index=index,
+        thread=thread,
+        products=products,
+        scores=ScoreTile.of(products.mma_s, thread, products.acc_S, shape, block.launch.inner_scale, 1),
+        bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
+    )
+
+
+@cute.jit
+def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks):
+    """dK and dV of a key tile, and its share of dQ."""
+    wg = make_key_warpgroup(kernel, block)
+    p = wg.products
+    p.acc_dV.fill(0.0)
+    p.acc_dK.fill(0.0)
+    for r in cutlass.range_constexpr(ROWS):
+        wg.bounds[r, 0], wg.bounds[r, 1] = tile.q_bounds(wg.index * WGMMA_M + wg.scores.row(r))
+    position = Int32(0)
+    if blocks.hi > blocks.lo:
+        block.rings.k.wait(0)
+        for _ in cutlass.range(block.launch.heads_per_kv, unroll=1):
+            for m_block in cutlass.range(blocks.lo, blocks.full_lo, unroll=1):
+                step(kernel, wg, block, m_block, position, True)
+                position += 1
+            for m_block in cutlass.range(blocks.full_lo, blocks.full_hi, unroll=1):
+                step(kernel, wg, block, m_block, position, False)
+                position += 1
+            if const_expr(kernel.problem.scores.mask == "window"):
+                for m_block in cutlass.range(blocks.full_hi, blocks.hi, unroll=1):
+                    step(kernel, wg, block, m_block, position, True)
+                    position += 1
+        wait_ds(block.rings, position - 1)
+        issue_dq(kernel, wg, position - 1)
+        warpgroup.wait_group(0)
+        hand_over_dq(kernel, wg, block, position - 1)
+    write_gradients(kernel, wg, block, tile)
+
+
+@cute.jit
+def step(
+    kernel: cutlass.Constexpr,
+    wg: KeyWarpgroup,
+    block: Block,
+    m_block: Int32,
+    position: Int32,
+    masked: cutlass.Constexpr[bool],
+):
+    """One query block. The groups of products in flight, in the order in which they finish, stand at each wait."""
+    p, rings, tiles = wg.products, block.rings, block.tiles
+    q_stage, do_stage = rings.q.stage(position), rings.do.stage(position)
+    rings.q.wait(position)
+    atoms.gemm(p.mma_s, p.acc_S, p.tSrK, p.tSrQ[None, None, None, q_stage], accumulate=False)
+    if position == 0:
+        rings.v.wait(0)
+    rings.do.wait(position)
+    atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
+    warpgroup.wait_group(1)  # the last step's dV and dK, S | dP
+    if position > 0:
+        rings.q.release(position - 1)
+        rings.do.release(position - 1)
+    probabilities(kernel, wg, tiles.sLSE[None, q_stage], block.launch, m_block, masked)
+    if position > 0:
+        wait_ds(rings, position - 1)
+        issue_dq(kernel, wg, position - 1)
+    else:
+        warpgroup.commit_group()
+    atoms.gemm(p.mma_dv, p.acc_dV, p.tVrP, p.tVrdO[None, None, None, do_stage], accumulate=True)
+    warpgroup.wait_group(2)  # dP | dQ, dV
+    differentiate(kernel, wg, tiles.sDelta[None, do_stage])
+    atoms.gemm(p.mma_dk, p.acc_dK, p.tKrdS, p.tKrQ[None, None, None, q_stage], accumulate=True)
+    store_ds(kernel, wg, tiles, position)
+    warpgroup.wait_group(2)  # dQ | dV, dK
+    arrive_written(rings.ds)
+    if position > 0:
+        hand_over_dq(kernel, wg, block, position - 1)
+
+
+def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
+    """The numbers of the queries that this thread's columns of S^T belong to, (2, column groups)."""
+    start = (sX.iterator + 2 * (thread % 4)).align(8)
+    layout = cute.make_layout((2, cute.size(sX) // 8), stride=(1, 8))
+    mine = cute.make_rmem_tensor(layout.shape, Float32)
+    cute.autovec_copy(cute.make_tensor(start, layout), mine)
+    return mine
+
+
+@cute.jit
+def probabilities(
+    kernel: cutlass.Constexpr,
+    wg: KeyWarpgroup,
+    sLSE: cute.Tensor,
+    launch: cutlass.Constexpr,
+    m_block: Int32,
+    masked: cutlass.Constexpr[bool],
+):
+    """P of the scores, rounded into the operand of dV."""
+    scores = kernel.problem.scores
+    if const_expr(scores.softcap):
+        wg.scores.apply_softcap()
+    if const_expr(masked):
+        wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, scores.mask == "window")
+    lse = column_statistics(sLSE, wg.thread)
+    acc, pairs = wg.products.acc_S, cute.recast_tensor(wg.products.tVrP, Uint32)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        # A fragment's linear order: two neighbouring columns, two rows, column groups.
+        low, high = (exp2(acc[2 * i + j] * launch.scale_log2 - lse[j, i // ROWS]) for j in range(2))
+        pairs[i] = round_pair(low, high, kernel.dtype)
+
+
+@cute.jit
+def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, sDelta: cute.Tensor):
+    """dS of P and dP, rounded into the operand of dK."""
+    delta = column_statistics(sDelta, wg.thread)
+    p = wg.products
+    pairs = cute.recast_tensor(p.tKrdS, Uint32)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        low, high = (
+            p.tVrP[2 * i + j].to(Float32) * (p.acc_dP[2 * i + j] - delta[j, i // ROWS]) for j in range(2)
+        )
+        pairs[i] = round_pair(low, high, kernel.dtype)
+
+
+@cute.jit
+def store_ds(kernel: cutlass.Constexpr, wg: KeyWarpgroup, tiles: Tiles, position: Int32):
+    """dS to shared memory, where rows are queries."""
+    sdS = transposed(tiles.sdS[None, None, position % kernel.traits.ds_stage])
+    mine = cute.local_tile(sdS, (WGMMA_M, kernel.traits.tile_m), (wg.index, 0))
+    copy = kernel.copy_ds().get_slice(wg.thread)
+    cute.copy(copy, copy.retile(cute.make_tensor(wg.products.tKrdS.iterator, wg.products.acc_S.layout)), copy.partition_D(mine))
+
+
+def wait_ds(rings: Rings, position: Int32) -> None:
+    """Wait until all consumers have written dS of a step."""
+    wait_phase(rings.ds, position & 1)
+
+
+@cute.jit
+def issue_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, position: Int32):
+    """Issue this warpgroup's part of a step's dQ."""
+    p = wg.products
+    dS = p.tQrdS[None, None, None, position % kernel.traits.ds_stage]
+    if const_expr(kernel.traits.dq_warpgroups == kernel.traits.mma_warpgroups):
+        atoms.gemm(p.mma_dq, p.acc_dQ, dS, p.tQrK, accumulate=False)
+    elif wg.index == 0:
+        atoms.gemm(p.mma_dq, p.acc_dQ, dS, p.tQrK, accumulate=False)
+    else:
+        warpgroup.commit_group()
+
+
+@cute.jit
+def hand_over_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, position: Int32):
+    """Give this warpgroup's part of dQ to the warp that adds it to memory."""
+    if const_expr(kernel.traits.dq_warpgroups == kernel.traits.mma_warpgroups):
+        for part in cutlass.range_constexpr(kernel.traits.dq_warpgroups):
+            if wg.index == part:
+                store_dq(wg, block.rings.dq[part], block.tiles.sdQ[None, part], position)
+    elif wg.index == 0:
+        store_dq(wg, block.rings.dq[0], block.tiles.sdQ[None, 0], position)
+
+
+@cute.jit
+def store_dq(wg: KeyWarpgroup, handover: cutlass.Constexpr, sdQ: cute.Tensor, position: Int32):
+    """Each thread's fragment by 16-byte chunks, neighbouring threads side by side."""
+    handover.acquire(position)
+    acc = wg.products.acc_dQ
+    chunks = cute.size(acc) // 4
+    start = (sdQ.iterator + wg.thread * 4).align(16)
+    target = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
+    cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout((4, chunks))), target)
+    handover.publish()
+
+
+@cute.jit
+def write_gradients(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, tile: KeyTile):
+    """Stage dK and dV in the place of K and V, and store them with TMA, which clips rows and columns outside."""
+    traits, tiles, tma, p = kernel.traits, block.tiles, block.tma, wg.products
+    threads = traits.mma_warpgroups * WARPGROUP
+    for i in cutlass.range_constexpr(cute.size(p.acc_dK)):
+        p.acc_dK[i] = p.acc_dK[i] * block.launch.softmax_scale
+    cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE, number_of_threads=threads)
+    staged = (
+        (p.acc_dV, kernel.copy_dv(), tma.store_dv, tma.gdV, tiles.sV, (traits.tile_n, traits.head_dim_v)),
+        (p.acc_dK, kernel.copy_dk(), tma.store_dk, tma.gdK, tiles.sK, (traits.tile_n, traits.head_dim)),
+    )
+    for acc, copy, _, _, sX, box in staged:
+        mine = copy.get_slice(wg.thread)
+        own = cute.local_tile(sX[None, None, 0], (WGMMA_M, box[1]), (wg.index, 0))
+        cute.copy(mine, mine.retile(rounded_fragment(acc, kernel.dtype)), mine.partition_D(own))
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE, number_of_threads=threads)
+    if wg.index == 0:
+        if cute.arch.make_warp_uniform(wg.thread // 32) == 0:
+            for _, _, atom, gX, sX, box in staged:
+                tXsX, tXgX = key_partition(atom, gX, sX, tile, box)
+                cute.copy(atom, tXsX, tXgX)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
