@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import arrive_written, wait_phase
 from cuteflash.core.convert import round_pair, rounded_fragment
+from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import KeyTile, QueryBlocks
@@ -145,28 +146,24 @@ def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Quer
     """dK and dV of a key tile, and its share of dQ."""
     wg = make_key_warpgroup(kernel, block)
     p = wg.products
-    p.acc_dV.fill(0.0)
-    p.acc_dK.fill(0.0)
     for r in cutlass.range_constexpr(ROWS):
         wg.bounds[r, 0], wg.bounds[r, 1] = tile.q_bounds(wg.index * WGMMA_M + wg.scores.row(r))
-    position = Int32(0)
     if blocks.hi > blocks.lo:
         block.rings.k.wait(0)
-        for _ in cutlass.range(block.launch.heads_per_kv, unroll=1):
-            for m_block in cutlass.range(blocks.lo, blocks.full_lo, unroll=1):
-                step(kernel, wg, block, m_block, position, True)
-                position += 1
-            for m_block in cutlass.range(blocks.full_lo, blocks.full_hi, unroll=1):
-                step(kernel, wg, block, m_block, position, False)
-                position += 1
-            if const_expr(kernel.problem.scores.mask == "window"):
-                for m_block in cutlass.range(blocks.full_hi, blocks.hi, unroll=1):
-                    step(kernel, wg, block, m_block, position, True)
-                    position += 1
-        wait_ds(block.rings, position - 1)
-        issue_dq(kernel, wg, position - 1)
+        step(kernel, wg, block, blocks, blocks.lo, Int32(0), True)
+        m_block = blocks.lo
+        # One loop with one body: ptxas makes products wait that are in flight where two paths meet.
+        for position in cutlass.range(1, block.launch.heads_per_kv * (blocks.hi - blocks.lo), unroll=1):
+            m_block = cutlass.select_(m_block + 1 == blocks.hi, blocks.lo, m_block + 1)
+            step(kernel, wg, block, blocks, m_block, position, False)
+        position = block.launch.heads_per_kv * (blocks.hi - blocks.lo) - 1
+        wait_ds(block.rings, position)
+        issue_dq(kernel, wg, position)
         warpgroup.wait_group(0)
-        hand_over_dq(kernel, wg, block, position - 1)
+        hand_over_dq(kernel, wg, block, position)
+    else:
+        p.acc_dV.fill(0.0)
+        p.acc_dK.fill(0.0)
     write_gradients(kernel, wg, block, tile)
 
 
@@ -175,37 +172,38 @@ def step(
     kernel: cutlass.Constexpr,
     wg: KeyWarpgroup,
     block: Block,
+    blocks: QueryBlocks,
     m_block: Int32,
     position: Int32,
-    masked: cutlass.Constexpr[bool],
+    is_first: cutlass.Constexpr[bool],
 ):
     """One query block. The groups of products in flight, in the order in which they finish, stand at each wait."""
     p, rings, tiles = wg.products, block.rings, block.tiles
     q_stage, do_stage = rings.q.stage(position), rings.do.stage(position)
     rings.q.wait(position)
     atoms.gemm(p.mma_s, p.acc_S, p.tSrK, p.tSrQ[None, None, None, q_stage], accumulate=False)
-    if position == 0:
+    if const_expr(is_first):
         rings.v.wait(0)
     rings.do.wait(position)
     atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
-    warpgroup.wait_group(1)  # the last step's dV and dK, S | dP
-    if position > 0:
+    warpgroup.wait_group(1)  # the last step's dK, S | dP
+    if const_expr(not is_first):
         rings.q.release(position - 1)
-        rings.do.release(position - 1)
-    probabilities(kernel, wg, tiles.sLSE[None, q_stage], block.launch, m_block, masked)
-    if position > 0:
+    if m_block < blocks.full_lo or m_block >= blocks.full_hi:
+        wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, kernel.problem.scores.mask == "window")
+    probabilities(kernel, wg, tiles.sLSE[None, q_stage], block.launch)
+    atoms.gemm(p.mma_dv, p.acc_dV, p.tVrP, p.tVrdO[None, None, None, do_stage], accumulate=not is_first)
+    warpgroup.wait_group(1)  # dP | dV
+    differentiate(kernel, wg, tiles.sDelta[None, do_stage])
+    if const_expr(not is_first):
         wait_ds(rings, position - 1)
         issue_dq(kernel, wg, position - 1)
-    else:
-        warpgroup.commit_group()
-    atoms.gemm(p.mma_dv, p.acc_dV, p.tVrP, p.tVrdO[None, None, None, do_stage], accumulate=True)
-    warpgroup.wait_group(2)  # dP | dQ, dV
-    differentiate(kernel, wg, tiles.sDelta[None, do_stage])
-    atoms.gemm(p.mma_dk, p.acc_dK, p.tKrdS, p.tKrQ[None, None, None, q_stage], accumulate=True)
+    atoms.gemm(p.mma_dk, p.acc_dK, p.tKrdS, p.tKrQ[None, None, None, q_stage], accumulate=not is_first)
     store_ds(kernel, wg, tiles, position)
-    warpgroup.wait_group(2)  # dQ | dV, dK
+    warpgroup.wait_group(1)  # dV, dQ | dK
+    rings.do.release(position)
     arrive_written(rings.ds)
-    if position > 0:
+    if const_expr(not is_first):
         hand_over_dq(kernel, wg, block, position - 1)
 
 
@@ -223,16 +221,9 @@ def probabilities(
     kernel: cutlass.Constexpr,
     wg: KeyWarpgroup,
     sLSE: cute.Tensor,
-    launch: cutlass.Constexpr,
-    m_block: Int32,
-    masked: cutlass.Constexpr[bool],
+    launch: BwdLaunch,
 ):
     """P of the scores, rounded into the operand of dV."""
-    scores = kernel.problem.scores
-    if const_expr(scores.softcap):
-        wg.scores.apply_softcap()
-    if const_expr(masked):
-        wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, scores.mask == "window")
     lse = column_statistics(sLSE, wg.thread)
     acc, pairs = wg.products.acc_S, cute.recast_tensor(wg.products.tVrP, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
@@ -257,10 +248,15 @@ def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, sDelta: cute.Tens
 @cute.jit
 def store_ds(kernel: cutlass.Constexpr, wg: KeyWarpgroup, tiles: Tiles, position: Int32):
     """dS to shared memory, where rows are queries."""
-    sdS = transposed(tiles.sdS[None, None, position % kernel.traits.ds_stage])
+    sdS = transposed(tiles.sdS[None, None, ds_stage(kernel, position)])
     mine = cute.local_tile(sdS, (WGMMA_M, kernel.traits.tile_m), (wg.index, 0))
     copy = kernel.copy_ds().get_slice(wg.thread)
     cute.copy(copy, copy.retile(cute.make_tensor(wg.products.tKrdS.iterator, wg.products.acc_S.layout)), copy.partition_D(mine))
+
+
+def ds_stage(kernel, position: Int32) -> Int32:
+    """The stage of a step's dS."""
+    return position & 1
 
 
 def wait_ds(rings: Rings, position: Int32) -> None:
@@ -272,7 +268,7 @@ def wait_ds(rings: Rings, position: Int32) -> None:
 def issue_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, position: Int32):
     """Issue this warpgroup's part of a step's dQ."""
     p = wg.products
-    dS = p.tQrdS[None, None, None, position % kernel.traits.ds_stage]
+    dS = p.tQrdS[None, None, None, ds_stage(kernel, position)]
     if const_expr(kernel.traits.dq_warpgroups == kernel.traits.mma_warpgroups):
         atoms.gemm(p.mma_dq, p.acc_dQ, dS, p.tQrK, accumulate=False)
     elif wg.index == 0:
