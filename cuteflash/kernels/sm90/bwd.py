@@ -31,6 +31,8 @@ from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.views import rows_first
 from cuteflash.core.workspace import Workspace
+from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
+from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm90.bwd_bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.bwd_load import add_dq, load
@@ -133,12 +135,21 @@ class FlashBwdSm90:
         workspace = Workspace.dense(batch, heads, seqlen_q, traits.tile_m, traits.head_dim)
         launch = BwdLaunch.of(self, tensors.q, tensors.k, scalars)
         views = WorkspaceTensors.of(tensors.workspace, workspace)
+        BwdPrepare(traits, self.problem).launch(tensors, workspace, stream)
         self.kernel(self.make_tma(tensors), views, launch).launch(
             grid=(launch.order.size(), 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
         )
+        BwdFinish(self).launch(tensors, workspace, scalars.softmax_scale, stream)
+
+    def dq_parts(self) -> DqParts:
+        """How the consumers' accumulators make up a tile of dQ."""
+        traits = self.traits
+        rows, cols = traits.dq_part
+        origins = tuple((i, j) for i in range(0, traits.tile_m, rows) for j in range(0, traits.head_dim, cols))
+        return DqParts(self.tiled_mma_dq(), WARPGROUP, (rows, cols), origins)
 
     @cute.kernel
     def kernel(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch):

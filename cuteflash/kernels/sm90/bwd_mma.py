@@ -186,9 +186,7 @@ def step(
         rings.v.wait(0)
     rings.do.wait(position)
     atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
-    warpgroup.wait_group(1)  # the last step's dK, S | dP
-    if const_expr(not is_first):
-        rings.q.release(position - 1)
+    warpgroup.wait_group(1)  # S | dP
     if m_block < blocks.full_lo or m_block >= blocks.full_hi:
         wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, kernel.problem.scores.mask == "window")
     probabilities(kernel, wg, tiles.sLSE[None, q_stage], block.launch)
@@ -205,6 +203,8 @@ def step(
     arrive_written(rings.ds)
     if const_expr(not is_first):
         hand_over_dq(kernel, wg, block, position - 1)
+    warpgroup.wait_group(0)  # not in the next step: what is in flight where a loop closes takes registers twice
+    rings.q.release(position)
 
 
 def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
