@@ -98,8 +98,9 @@ class Handover:
         wait_phase(self.empty, (position & 1) ^ 1)
 
     def publish(self) -> None:
-        """Filling warp: its part is written, and visible to bulk copies."""
-        arrive_written(self.full)
+        """Filling warp: its part is written; bulk copies may read it."""
+        cute.arch.fence_view_async_shared()
+        arrive(self.full)
 
     def wait(self, position: Int32) -> None:
         """Draining thread: wait until the buffer is written for the `position`-th time."""
@@ -110,9 +111,8 @@ class Handover:
         cute.arch.mbarrier_arrive(self.empty)
 
 
-def arrive_written(barrier: cute.Pointer) -> None:
-    """A warp tells by `barrier` that what it wrote to shared memory may be read by bulk copies and WGMMA."""
-    cute.arch.fence_view_async_shared()
+def arrive(barrier: cute.Pointer) -> None:
+    """A warp arrives at an mbarrier once all of its lanes are here."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

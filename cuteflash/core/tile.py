@@ -81,12 +81,29 @@ class QueryTile:
 
 @dataclasses.dataclass(frozen=True)
 class QueryBlocks:
-    """The query blocks `[lo, hi)` that see some key of a tile; those of `[full_lo, full_hi)` need no mask."""
+    """The query blocks `[lo, hi)` that see some key of a tile; those of `[full_lo, full_hi)` need no mask.
+
+    They are visited from `start` on, and after the last one from the first.
+    """
 
     lo: Index
     hi: Index
     full_lo: Index
     full_hi: Index
+    start: Index
+
+    @property
+    def count(self) -> Index:
+        """Number of blocks."""
+        return self.hi - self.lo
+
+    def following(self, m_block: Index) -> Index:
+        """The block to visit after `m_block`."""
+        return cutlass.select_(m_block + 1 == self.hi, self.lo, m_block + 1)
+
+    def is_cut(self, m_block: Index) -> Index:
+        """Whether a block needs a mask."""
+        return (m_block < self.full_lo) | (m_block >= self.full_hi)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +127,7 @@ class KeyTile:
     mask: IntervalMask
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
+    spread: cutlass.Constexpr[bool] = False
 
     def query_blocks(self) -> QueryBlocks:
         """The query blocks that the tile visits.
@@ -124,7 +142,10 @@ class KeyTile:
         if mask.kind != "window":
             full_hi = hi
         full_lo = cutlass.select_(end > mask.seqlen_k, hi, cutlass.min(cutlass.max(full_lo, lo), hi))
-        return QueryBlocks(lo, hi, full_lo, cutlass.min(cutlass.max(full_hi, full_lo), hi))
+        start = lo
+        if mask.kind == "full" and self.spread:
+            start = lo + self.n_block * (hi - lo) // ((mask.seqlen_k + self.tile_n - 1) // self.tile_n)
+        return QueryBlocks(lo, hi, full_lo, cutlass.min(cutlass.max(full_hi, full_lo), hi), start)
 
     def q_bounds(self, key: Int32) -> tuple[Index, Index]:
         """The queries `[lo, hi)` that see a key of the tile, counted from its first; none if it does not exist."""

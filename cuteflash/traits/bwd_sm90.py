@@ -50,6 +50,7 @@ class BwdTraitsSm90:
     q_stage: int = 2
     do_stage: int = 2
     dq_warpgroups: int = 2
+    x: str = ""
 
     @property
     def mma_warpgroups(self) -> int:

@@ -28,7 +28,8 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
         gdO = cute.local_tile(tma.gdO[None, None, head, tile.batch], (traits.tile_m, traits.head_dim_v), (None, 0))
         tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ, gQ)
         tOsdO, tOgdO = atoms.tma_partition(tma.load_do, tiles.sdO, gdO)
-        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+        m_block = blocks.start
+        for _ in cutlass.range(blocks.count, unroll=1):
             workspace = block.workspace.tile(m_block, head, tile.batch)
             barrier, stage = rings.q.acquire(position), rings.q.stage(position)
             cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
@@ -38,6 +39,7 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
             barrier, stage = rings.do.acquire(position), rings.do.stage(position)
             cute.copy(tma.load_do, tOgdO[None, m_block], tOsdO[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.delta, tiles.sDelta[None, stage], barrier)
+            m_block = blocks.following(m_block)
             position += 1
 
 
@@ -71,12 +73,14 @@ def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Query
     position = Int32(0)
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
         head = tile.head * block.launch.heads_per_kv + i
-        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+        m_block = blocks.start
+        for _ in cutlass.range(blocks.count, unroll=1):
             target = block.workspace.tile(m_block, head, tile.batch).dq.iterator + part * (rows * cols)
             handover.wait(position)
             atoms.bulk_add(target, sdQ.iterator, rows * cols * 4)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             handover.release()
+            m_block = blocks.following(m_block)
             position += 1
     cute.arch.cp_async_bulk_wait_group(0)

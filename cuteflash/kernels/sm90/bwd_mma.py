@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import arrive_written, wait_phase
+from cuteflash.atoms.barriers import arrive, wait_phase
 from cuteflash.core.convert import round_pair, rounded_fragment
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
@@ -148,15 +148,21 @@ def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Quer
     p = wg.products
     for r in cutlass.range_constexpr(ROWS):
         wg.bounds[r, 0], wg.bounds[r, 1] = tile.q_bounds(wg.index * WGMMA_M + wg.scores.row(r))
+    if const_expr("pp" in kernel.traits.x):
+        if wg.index == 1:
+            pass_turn(kernel, wg)
     if blocks.hi > blocks.lo:
         block.rings.k.wait(0)
-        step(kernel, wg, block, blocks, blocks.lo, Int32(0), True)
-        m_block = blocks.lo
+        m_block = blocks.start
+        step(kernel, wg, block, blocks, m_block, Int32(0), True)
         # One loop with one body: ptxas makes products wait that are in flight where two paths meet.
-        for position in cutlass.range(1, block.launch.heads_per_kv * (blocks.hi - blocks.lo), unroll=1):
-            m_block = cutlass.select_(m_block + 1 == blocks.hi, blocks.lo, m_block + 1)
+        for position in cutlass.range(1, block.launch.heads_per_kv * blocks.count, unroll=1):
+            m_block = blocks.following(m_block)
             step(kernel, wg, block, blocks, m_block, position, False)
-        position = block.launch.heads_per_kv * (blocks.hi - blocks.lo) - 1
+        position = block.launch.heads_per_kv * blocks.count - 1
+        if const_expr("H" in kernel.traits.x):
+            if position > 0:
+                hand_over_dq(kernel, wg, block, position - 1)
         wait_ds(block.rings, position)
         issue_dq(kernel, wg, position)
         warpgroup.wait_group(0)
@@ -181,30 +187,56 @@ def step(
     p, rings, tiles = wg.products, block.rings, block.tiles
     q_stage, do_stage = rings.q.stage(position), rings.do.stage(position)
     rings.q.wait(position)
+    if const_expr("pp" in kernel.traits.x):
+        take_turn(kernel, wg)
     atoms.gemm(p.mma_s, p.acc_S, p.tSrK, p.tSrQ[None, None, None, q_stage], accumulate=False)
     if const_expr(is_first):
         rings.v.wait(0)
     rings.do.wait(position)
     atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
+    held = "H" in kernel.traits.x
+    if const_expr(held and not is_first):
+        if position > 1:
+            hand_over_dq(kernel, wg, block, position - 2)
+    lse = column_statistics(tiles.sLSE[None, q_stage], wg.thread)
     warpgroup.wait_group(1)  # S | dP
-    if m_block < blocks.full_lo or m_block >= blocks.full_hi:
+    if blocks.is_cut(m_block):
         wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, kernel.problem.scores.mask == "window")
-    probabilities(kernel, wg, tiles.sLSE[None, q_stage], block.launch)
+    probabilities(kernel, wg, lse, block.launch)
     atoms.gemm(p.mma_dv, p.acc_dV, p.tVrP, p.tVrdO[None, None, None, do_stage], accumulate=not is_first)
+    if const_expr("pp" in kernel.traits.x):
+        pass_turn(kernel, wg)
+    delta = column_statistics(tiles.sDelta[None, do_stage], wg.thread)
     warpgroup.wait_group(1)  # dP | dV
-    differentiate(kernel, wg, tiles.sDelta[None, do_stage])
-    if const_expr(not is_first):
+    differentiate(kernel, wg, delta)
+    late = "K" in kernel.traits.x
+    if const_expr(not is_first and not late):
         wait_ds(rings, position - 1)
         issue_dq(kernel, wg, position - 1)
     atoms.gemm(p.mma_dk, p.acc_dK, p.tKrdS, p.tKrQ[None, None, None, q_stage], accumulate=not is_first)
+    if const_expr(not is_first and late):
+        wait_ds(rings, position - 1)
+        issue_dq(kernel, wg, position - 1)
     store_ds(kernel, wg, tiles, position)
-    warpgroup.wait_group(1)  # dV, dQ | dK
+    cute.arch.fence_view_async_shared()
+    warpgroup.wait_group(0 if late else 1)  # dV, dQ | dK
     rings.do.release(position)
-    arrive_written(rings.ds)
-    if const_expr(not is_first):
+    arrive(rings.ds)
+    if const_expr(late):
+        rings.q.release(position)
+    if const_expr(not is_first and not held):
         hand_over_dq(kernel, wg, block, position - 1)
-    warpgroup.wait_group(0)  # not in the next step: what is in flight where a loop closes takes registers twice
-    rings.q.release(position)
+    if const_expr(not late):
+        warpgroup.wait_group(0)  # not in the next step: what is in flight where a loop closes takes registers twice
+        rings.q.release(position)
+
+
+def take_turn(kernel, wg):
+    cute.arch.barrier(barrier_id=2 + wg.index, number_of_threads=2 * WARPGROUP)
+
+
+def pass_turn(kernel, wg):
+    cute.arch.barrier_arrive(barrier_id=2 + (wg.index ^ 1), number_of_threads=2 * WARPGROUP)
 
 
 def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
@@ -220,11 +252,10 @@ def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
 def probabilities(
     kernel: cutlass.Constexpr,
     wg: KeyWarpgroup,
-    sLSE: cute.Tensor,
+    lse: cute.Tensor,
     launch: BwdLaunch,
 ):
     """P of the scores, rounded into the operand of dV."""
-    lse = column_statistics(sLSE, wg.thread)
     acc, pairs = wg.products.acc_S, cute.recast_tensor(wg.products.tVrP, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
         # A fragment's linear order: two neighbouring columns, two rows, column groups.
@@ -233,9 +264,8 @@ def probabilities(
 
 
 @cute.jit
-def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, sDelta: cute.Tensor):
+def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, delta: cute.Tensor):
     """dS of P and dP, rounded into the operand of dK."""
-    delta = column_statistics(sDelta, wg.thread)
     p = wg.products
     pairs = cute.recast_tensor(p.tKrdS, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
