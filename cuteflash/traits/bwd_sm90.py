@@ -8,6 +8,7 @@ from typing import ClassVar
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
+from cuteflash.traits.sm80 import swizzle_width
 from cuteflash.traits.sm90 import (
     ADDRESS_REGS,
     MBARRIER_BYTES,
@@ -32,8 +33,9 @@ class BwdTraitsSm90:
         head_dim_v: columns of the V and O tiles, padded likewise.
         q_stage: Q tiles in flight.
         do_stage: dO tiles in flight.
-        dq_warpgroups: consumer warpgroups that compute dQ: with 2 each takes half of its rows (`tile_m` 128) or of its
-            columns (64).
+        overlap: the products that need P and dS of a step run beside the next step's scores; otherwise only dQ does.
+        dq_turns: the warpgroups take turns at whole dQ tiles, step by step; otherwise each computes half of the rows
+            (`tile_m` 128) or columns (64) of every one.
     """
 
     operation: ClassVar[Operation] = "bwd"
@@ -49,7 +51,8 @@ class BwdTraitsSm90:
     head_dim_v: int
     q_stage: int = 2
     do_stage: int = 2
-    dq_warpgroups: int = 2
+    overlap: bool = False
+    dq_turns: bool = False
     x: str = ""
 
     @property
@@ -72,15 +75,14 @@ class BwdTraitsSm90:
 
     @property
     def dq_part(self) -> tuple[int, int]:
-        """Rows and columns of dQ that one warpgroup computes."""
-        if self.tile_m == WGMMA_M:
-            return WGMMA_M, self.head_dim // self.dq_warpgroups
-        return WGMMA_M, self.head_dim
+        """Rows and columns of dQ that one warpgroup computes at a time."""
+        split = self.tile_m == WGMMA_M and not self.dq_turns
+        return WGMMA_M, self.head_dim // self.mma_warpgroups if split else self.head_dim
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, row statistics, K, V, Q, dO, dS and dQ as it waits to be added."""
-        barriers = 2 * (1 + 1 + self.q_stage + self.do_stage) + 1 + 2 * self.dq_warpgroups
+        barriers = 2 * (1 + 1 + self.q_stage + self.do_stage) + 1 + 2 * self.mma_warpgroups
         plan = {"barriers": SmemRegion(0, barriers * MBARRIER_BYTES)}
 
         def append(name: str, nbytes: int, stages: int, align: int = SWIZZLE_ALIGN) -> None:
@@ -95,7 +97,7 @@ class BwdTraitsSm90:
         append("do", self.tile_m * self.head_dim_v * self.element_bytes, self.do_stage)
         append("ds", self.tile_m * self.tile_n * self.element_bytes, self.ds_stage)
         rows, cols = self.dq_part
-        append("dq", rows * cols * 4, self.dq_warpgroups)
+        append("dq", rows * cols * 4, self.mma_warpgroups)
         return plan
 
     @property
@@ -106,9 +108,12 @@ class BwdTraitsSm90:
     def accumulator_regs(self) -> int:
         """Registers a thread needs for the accumulators dK and dV, S and dP, and for P and dS as operands.
 
-        dQ takes the place of S; dS replaces dP element by element.
+        Without `overlap` dQ takes the place of S, and dS replaces dP element by element.
         """
-        return self.head_dim // 2 + self.head_dim_v // 2 + self.tile_m + self.tile_m // 4
+        gradients, scores, operand = (self.head_dim + self.head_dim_v) // 2, self.tile_m, self.tile_m // 4
+        if self.overlap:
+            return gradients + scores + 2 * operand + self.dq_part[1] // 2
+        return gradients + scores + operand
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
@@ -122,10 +127,12 @@ class BwdTraitsSm90:
             return f"tile_m {self.tile_m} is not {WGMMA_M} or {2 * WGMMA_M}"
         if self.tile_n != 2 * WGMMA_M:
             return f"tile_n {self.tile_n} is not {2 * WGMMA_M}: {WGMMA_M} keys for each of 2 warpgroups"
-        if self.dq_warpgroups not in (1, 2):
-            return f"dq_warpgroups {self.dq_warpgroups} is not 1 or 2"
-        if self.tile_m > WGMMA_M and self.dq_warpgroups == 1:
-            return f"dq_warpgroups 1 computes {WGMMA_M} rows of dQ, tile_m is {self.tile_m}"
+        if self.dq_turns and self.tile_m > WGMMA_M:
+            return f"dq_turns needs tile_m {WGMMA_M}, the rows of one product, not {self.tile_m}"
+        if self.dq_part[1] % swizzle_width(self.head_dim):
+            return f"{self.dq_part[1]} columns of dQ are not whole slabs of {swizzle_width(self.head_dim)}: use dq_turns"
+        if self.overlap and min(self.q_stage, self.do_stage) < 3:
+            return "overlap needs q_stage and do_stage 3: two tiles are read while one is loaded"
         if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:
             return (
                 f"dK, dV, S, dP and P fragments take {self.accumulator_regs} registers a thread, "

@@ -178,7 +178,7 @@ class FlashBwdSm90:
             if blocks.hi > blocks.lo:
                 if warp == 0:
                     load(self, block, tile, blocks)
-                for part in cutlass.range_constexpr(traits.dq_warpgroups):
+                for part in cutlass.range_constexpr(traits.mma_warpgroups):
                     if warp == 1 + part:
                         if cute.arch.lane_idx() == 0:
                             add_dq(self, block, tile, blocks, part)
@@ -199,7 +199,7 @@ class FlashBwdSm90:
         ds, position = barriers + position, position + 1
         dq = tuple(
             Handover(barriers + position + 2 * part, barriers + position + 2 * part + 1)
-            for part in range(traits.dq_warpgroups)
+            for part in range(traits.mma_warpgroups)
         )
         return Rings(**rings, ds=ds, dq=dq)
 

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from cuteflash.atoms.barriers import Handover, TmaRing
 from cuteflash.core.launch import BwdLaunch
@@ -59,7 +60,12 @@ class Rings:
     q: TmaRing
     do: TmaRing
     ds: cute.Pointer  # an mbarrier: all consumers have written dS of a step
-    dq: tuple[Handover, ...]  # one a part
+    dq: tuple[Handover, ...]  # one a consumer warpgroup, side by side in memory
+
+    def dq_of(self, index: Int32) -> Handover:
+        """That of a warpgroup known at run time."""
+        first = self.dq[0]
+        return Handover(first.full + 2 * index, first.empty + 2 * index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
@@ -65,22 +65,26 @@ def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> N
 
 
 @cute.jit
-def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks, part: cutlass.Constexpr[int]):
-    """Add one part of dQ to memory, step by step; one thread calls it."""
-    handover = block.rings.dq[part]
+def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks, index: cutlass.Constexpr[int]):
+    """Add what consumer warpgroup `index` computes of dQ to memory, step by step; one thread calls it."""
+    turns = kernel.traits.dq_turns
+    handover = block.rings.dq[index]
     rows, cols = kernel.traits.dq_part
-    sdQ = block.tiles.sdQ[None, part]
+    sdQ = block.tiles.sdQ[None, index]
     position = Int32(0)
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
         head = tile.head * block.launch.heads_per_kv + i
         m_block = blocks.start
         for _ in cutlass.range(blocks.count, unroll=1):
-            target = block.workspace.tile(m_block, head, tile.batch).dq.iterator + part * (rows * cols)
-            handover.wait(position)
-            atoms.bulk_add(target, sdQ.iterator, rows * cols * 4)
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            handover.release()
+            if not turns or position % kernel.traits.mma_warpgroups == index:
+                target = block.workspace.tile(m_block, head, tile.batch).dq.iterator
+                if const_expr(not turns):
+                    target = target + index * (rows * cols)
+                handover.wait(position // kernel.traits.mma_warpgroups if turns else position)
+                atoms.bulk_add(target, sdQ.iterator, rows * cols * 4)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                handover.release()
             m_block = blocks.following(m_block)
             position += 1
     cute.arch.cp_async_bulk_wait_group(0)

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import arrive, wait_phase
-from cuteflash.core.convert import round_pair, rounded_fragment
+from cuteflash.core.convert import round_fragment, round_pair, rounded_fragment
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import exp2
@@ -97,7 +97,7 @@ def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products
     acc_S, acc_dP = (accumulator(thr_s, (WGMMA_M, traits.tile_m)) for _ in range(2))
     rows, cols = traits.dq_part
     m_part, d_part = (index, 0) if traits.tile_m > rows else (0, index)
-    if traits.dq_warpgroups == 1:
+    if traits.dq_turns:
         m_part, d_part = 0, 0
     sK_rows = cute.local_tile(tiles.sK[None, None, 0], (WGMMA_M, traits.head_dim), (index, 0))
     sV_rows = cute.local_tile(tiles.sV[None, None, 0], (WGMMA_M, traits.head_dim_v), (index, 0))
@@ -153,24 +153,104 @@ def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Quer
             pass_turn(kernel, wg)
     if blocks.hi > blocks.lo:
         block.rings.k.wait(0)
-        m_block = blocks.start
-        step(kernel, wg, block, blocks, m_block, Int32(0), True)
-        # One loop with one body: ptxas makes products wait that are in flight where two paths meet.
-        for position in cutlass.range(1, block.launch.heads_per_kv * blocks.count, unroll=1):
-            m_block = blocks.following(m_block)
-            step(kernel, wg, block, blocks, m_block, position, False)
-        position = block.launch.heads_per_kv * blocks.count - 1
-        if const_expr("H" in kernel.traits.x):
-            if position > 0:
-                hand_over_dq(kernel, wg, block, position - 1)
-        wait_ds(block.rings, position)
-        issue_dq(kernel, wg, position)
-        warpgroup.wait_group(0)
-        hand_over_dq(kernel, wg, block, position)
+        if const_expr(kernel.traits.overlap):
+            steps_overlapped(kernel, wg, block, blocks)
+        else:
+            steps(kernel, wg, block, blocks)
     else:
         p.acc_dV.fill(0.0)
         p.acc_dK.fill(0.0)
     write_gradients(kernel, wg, block, tile)
+
+
+@cute.jit
+def steps(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, blocks: QueryBlocks):
+    """All steps of a key tile that has one at least."""
+    m_block = blocks.start
+    step(kernel, wg, block, blocks, m_block, Int32(0), True)
+    # One loop with one body: ptxas makes products wait that are in flight where two paths meet.
+    for position in cutlass.range(1, block.launch.heads_per_kv * blocks.count, unroll=1):
+        m_block = blocks.following(m_block)
+        step(kernel, wg, block, blocks, m_block, position, False)
+    last = block.launch.heads_per_kv * blocks.count - 1
+    wait_ds(block.rings, last)
+    issue_dq(kernel, wg, last)
+    warpgroup.wait_group(0)
+    hand_over_dq(kernel, wg, block, last)
+
+
+@cute.jit
+def steps_overlapped(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, blocks: QueryBlocks):
+    """As `steps`: what needs P and dS of a step runs beside the scores of the next one."""
+    p, rings = wg.products, block.rings
+    m_block = blocks.start
+    step_overlapped(kernel, wg, block, blocks, m_block, Int32(0), True)
+    p.acc_dV.fill(0.0)
+    p.acc_dK.fill(0.0)
+    for position in cutlass.range(1, block.launch.heads_per_kv * blocks.count, unroll=1):
+        m_block = blocks.following(m_block)
+        step_overlapped(kernel, wg, block, blocks, m_block, position, False)
+    last = block.launch.heads_per_kv * blocks.count - 1
+    issue_gradients(wg, rings, last)
+    if last > 0:
+        hand_over_dq(kernel, wg, block, last - 1)
+    wait_ds(rings, last)
+    issue_dq(kernel, wg, last)
+    warpgroup.wait_group(0)
+    hand_over_dq(kernel, wg, block, last)
+
+
+def issue_gradients(wg: KeyWarpgroup, rings: Rings, position: Int32) -> None:
+    """Issue dV += P^T dO and dK += dS^T Q of a step."""
+    p = wg.products
+    atoms.gemm(p.mma_dv, p.acc_dV, p.tVrP, p.tVrdO[None, None, None, rings.do.stage(position)], accumulate=True)
+    atoms.gemm(p.mma_dk, p.acc_dK, p.tKrdS, p.tKrQ[None, None, None, rings.q.stage(position)], accumulate=True)
+
+
+@cute.jit
+def step_overlapped(
+    kernel: cutlass.Constexpr,
+    wg: KeyWarpgroup,
+    block: Block,
+    blocks: QueryBlocks,
+    m_block: Int32,
+    position: Int32,
+    is_first: cutlass.Constexpr[bool],
+):
+    """Scores of one query block beside the gradients of the one before."""
+    p, rings, tiles = wg.products, block.rings, block.tiles
+    q_stage, do_stage = rings.q.stage(position), rings.do.stage(position)
+    rings.q.wait(position)
+    atoms.gemm(p.mma_s, p.acc_S, p.tSrK, p.tSrQ[None, None, None, q_stage], accumulate=False)
+    if const_expr(is_first):
+        rings.v.wait(0)
+    rings.do.wait(position)
+    atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
+    if const_expr(not is_first):
+        issue_gradients(wg, rings, position - 1)
+        if position > 1:
+            hand_over_dq(kernel, wg, block, position - 2)
+        wait_ds(rings, position - 1)
+        issue_dq(kernel, wg, position - 1)
+    lse = column_statistics(tiles.sLSE[None, q_stage], wg.thread)
+    warpgroup.wait_group(1 if is_first else 4)  # S | dP, dV, dK, dQ
+    if blocks.is_cut(m_block):
+        wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, kernel.problem.scores.mask == "window")
+    for i in cutlass.range_constexpr(cute.size(p.acc_S)):
+        p.acc_S[i] = exp2(p.acc_S[i] * block.launch.scale_log2 - lse[i % 2, i // (2 * ROWS)])
+    delta = column_statistics(tiles.sDelta[None, do_stage], wg.thread)
+    warpgroup.wait_group(0 if is_first else 3)  # dP | dV, dK, dQ
+    for i in cutlass.range_constexpr(cute.size(p.acc_S)):
+        p.acc_dP[i] = p.acc_S[i] * (p.acc_dP[i] - delta[i % 2, i // (2 * ROWS)])
+    if const_expr(not is_first):
+        warpgroup.wait_group(0)
+        rings.q.release(position - 1)
+        rings.do.release(position - 1)
+    round_fragment(acc_as_operand_a(p.acc_S), p.tVrP)
+    round_fragment(acc_as_operand_a(p.acc_dP), p.tKrdS)
+    store_ds(kernel, wg, tiles, position)
+    cute.arch.fence_view_async_shared()
+    arrive(rings.ds)
 
 
 @cute.jit
@@ -296,12 +376,12 @@ def wait_ds(rings: Rings, position: Int32) -> None:
 
 @cute.jit
 def issue_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, position: Int32):
-    """Issue this warpgroup's part of a step's dQ."""
-    p = wg.products
-    dS = p.tQrdS[None, None, None, ds_stage(kernel, position)]
-    if const_expr(kernel.traits.dq_warpgroups == kernel.traits.mma_warpgroups):
+    """Issue what this warpgroup computes of a step's dQ, as one group also if that is nothing."""
+    p, traits = wg.products, kernel.traits
+    dS = p.tQrdS[None, None, None, position % traits.ds_stage]
+    if const_expr(not traits.dq_turns):
         atoms.gemm(p.mma_dq, p.acc_dQ, dS, p.tQrK, accumulate=False)
-    elif wg.index == 0:
+    elif position % traits.mma_warpgroups == wg.index:
         atoms.gemm(p.mma_dq, p.acc_dQ, dS, p.tQrK, accumulate=False)
     else:
         warpgroup.commit_group()
@@ -309,19 +389,20 @@ def issue_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, position: Int32):
 
 @cute.jit
 def hand_over_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, position: Int32):
-    """Give this warpgroup's part of dQ to the warp that adds it to memory."""
-    if const_expr(kernel.traits.dq_warpgroups == kernel.traits.mma_warpgroups):
-        for part in cutlass.range_constexpr(kernel.traits.dq_warpgroups):
-            if wg.index == part:
-                store_dq(wg, block.rings.dq[part], block.tiles.sdQ[None, part], position)
-    elif wg.index == 0:
-        store_dq(wg, block.rings.dq[0], block.tiles.sdQ[None, 0], position)
+    """Give what this warpgroup computed of a step's dQ to the warp that adds it to memory."""
+    traits = kernel.traits
+    if const_expr(not traits.dq_turns):
+        store_dq(kernel, wg, block, position)
+    elif position % traits.mma_warpgroups == wg.index:
+        store_dq(kernel, wg, block, position // traits.mma_warpgroups)
 
 
 @cute.jit
-def store_dq(wg: KeyWarpgroup, handover: cutlass.Constexpr, sdQ: cute.Tensor, position: Int32):
+def store_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, position: Int32):
     """Each thread's fragment by 16-byte chunks, neighbouring threads side by side."""
+    handover = block.rings.dq_of(wg.index)
     handover.acquire(position)
+    sdQ = block.tiles.sdQ[None, wg.index]
     acc = wg.products.acc_dQ
     chunks = cute.size(acc) // 4
     start = (sdQ.iterator + wg.thread * 4).align(16)
