@@ -32,12 +32,18 @@ def packed_rows(tile: cute.ComposedLayout, heads: int, tokens: int) -> cute.Comp
     return cute.make_composed_layout(tile.inner, 0, outer)
 
 
-def tiled_mma(dtype: type[cutlass.Numeric], n: int, b_major: OperandMajorMode, a_from_regs: bool) -> cute.TiledMma:
-    """One warpgroup's m64 x n x k16 product with fp32 accumulators; A is K-major."""
+def tiled_mma(
+    dtype: type[cutlass.Numeric],
+    n: int,
+    b_major: OperandMajorMode,
+    a_from_regs: bool,
+    a_major: OperandMajorMode = OperandMajorMode.K,
+) -> cute.TiledMma:
+    """One warpgroup's m64 x n x k16 product with fp32 accumulators."""
     return hopper_helpers.make_trivial_tiled_mma(
         dtype,
         dtype,
-        OperandMajorMode.K,
+        a_major,
         b_major,
         Float32,
         atom_layout_mnk=(1, 1, 1),

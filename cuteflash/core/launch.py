@@ -118,7 +118,6 @@ class BwdLaunch:
     mask_kind: cutlass.Constexpr[MaskKind]
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
-    spread: cutlass.Constexpr[bool]
 
     @staticmethod
     def of(kernel, mQ: cute.Tensor, mK: cute.Tensor, scalars: BwdScalars) -> BwdLaunch:
@@ -144,7 +143,6 @@ class BwdLaunch:
             mask_kind=scores.mask,
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
-            spread="spread" in traits.x,
         )
 
     def tile(self, index: Int32) -> KeyTile:
@@ -153,7 +151,7 @@ class BwdLaunch:
         n_block = self.order.m_blocks - 1 - block
         sequence = self.lengths.sequence(batch)
         mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
-        return KeyTile(n_block, head, batch, n_block * self.tile_n, mask, self.tile_m, self.tile_n, self.spread)
+        return KeyTile(n_block, head, batch, n_block * self.tile_n, mask, self.tile_m, self.tile_n)
 
 
 def score_scales(has_softcap: bool, scalars: FwdScalars | BwdScalars) -> tuple[Float32, Float32]:

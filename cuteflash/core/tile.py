@@ -81,16 +81,12 @@ class QueryTile:
 
 @dataclasses.dataclass(frozen=True)
 class QueryBlocks:
-    """The query blocks `[lo, hi)` that see some key of a tile; those of `[full_lo, full_hi)` need no mask.
-
-    They are visited from `start` on, and after the last one from the first.
-    """
+    """The query blocks `[lo, hi)` that see some key of a tile; those of `[full_lo, full_hi)` need no mask."""
 
     lo: Index
     hi: Index
     full_lo: Index
     full_hi: Index
-    start: Index
 
     @property
     def count(self) -> Index:
@@ -98,7 +94,7 @@ class QueryBlocks:
         return self.hi - self.lo
 
     def following(self, m_block: Index) -> Index:
-        """The block to visit after `m_block`."""
+        """The block to visit after `m_block`; after the last one the first again, of another head."""
         return cutlass.select_(m_block + 1 == self.hi, self.lo, m_block + 1)
 
     def is_cut(self, m_block: Index) -> Index:
@@ -127,7 +123,6 @@ class KeyTile:
     mask: IntervalMask
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
-    spread: cutlass.Constexpr[bool] = False
 
     def query_blocks(self) -> QueryBlocks:
         """The query blocks that the tile visits.
@@ -142,10 +137,7 @@ class KeyTile:
         if mask.kind != "window":
             full_hi = hi
         full_lo = cutlass.select_(end > mask.seqlen_k, hi, cutlass.min(cutlass.max(full_lo, lo), hi))
-        start = lo
-        if mask.kind == "full" and self.spread:
-            start = lo + self.n_block * (hi - lo) // ((mask.seqlen_k + self.tile_n - 1) // self.tile_n)
-        return QueryBlocks(lo, hi, full_lo, cutlass.min(cutlass.max(full_hi, full_lo), hi), start)
+        return QueryBlocks(lo, hi, full_lo, cutlass.min(cutlass.max(full_hi, full_lo), hi))
 
     def q_bounds(self, key: Int32) -> tuple[Index, Index]:
         """The queries `[lo, hi)` that see a key of the tile, counted from its first; none if it does not exist."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
@@ -21,21 +21,25 @@ from cuteflash.traits.sm90 import (
 
 STATISTIC_BYTES = 4  # fp32
 
+DqShare = Literal["rows", "columns", "transposed", "turns"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BwdTraitsSm90:
     """One way to run the sm90 backward kernel: one pass, dQ summed up in memory.
 
     Attributes:
-        tile_m: query rows of one step of the main loop, 64 or 128.
+        tile_m: query rows of one step of the main loop.
         tile_n: keys of one block, 64 for each consumer warpgroup.
         head_dim: columns of the Q and K tiles, the problem's head dim padded up to a multiple of 16.
         head_dim_v: columns of the V and O tiles, padded likewise.
         q_stage: Q tiles in flight.
         do_stage: dO tiles in flight.
         overlap: the products that need P and dS of a step run beside the next step's scores; otherwise only dQ does.
-        dq_turns: the warpgroups take turns at whole dQ tiles, step by step; otherwise each computes half of the rows
-            (`tile_m` 128) or columns (64) of every one.
+        pingpong: named barriers let one warpgroup's products run while another does its pointwise part.
+        dq: how the warpgroups share the product dQ. ``"rows"``, ``"columns"``: each computes half of the rows (`tile_m`
+            128) or columns (64) of every tile. ``"transposed"``: half of the columns, as rows of dQ^T = K^T dS^T, which
+            takes any `tile_m`. ``"turns"``: step by step one after the other a whole tile (`tile_m` 64).
     """
 
     operation: ClassVar[Operation] = "bwd"
@@ -52,8 +56,8 @@ class BwdTraitsSm90:
     q_stage: int = 2
     do_stage: int = 2
     overlap: bool = False
-    dq_turns: bool = False
-    x: str = ""
+    pingpong: bool = True
+    dq: DqShare = "columns"
 
     @property
     def mma_warpgroups(self) -> int:
@@ -76,8 +80,9 @@ class BwdTraitsSm90:
     @property
     def dq_part(self) -> tuple[int, int]:
         """Rows and columns of dQ that one warpgroup computes at a time."""
-        split = self.tile_m == WGMMA_M and not self.dq_turns
-        return WGMMA_M, self.head_dim // self.mma_warpgroups if split else self.head_dim
+        rows = self.tile_m // self.mma_warpgroups if self.dq == "rows" else self.tile_m
+        split = self.dq in ("columns", "transposed")
+        return rows, self.head_dim // self.mma_warpgroups if split else self.head_dim
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
@@ -111,8 +116,9 @@ class BwdTraitsSm90:
         Without `overlap` dQ takes the place of S, and dS replaces dP element by element.
         """
         gradients, scores, operand = (self.head_dim + self.head_dim_v) // 2, self.tile_m, self.tile_m // 4
+        rows, cols = self.dq_part
         if self.overlap:
-            return gradients + scores + 2 * operand + self.dq_part[1] // 2
+            return gradients + scores + 2 * operand + rows * cols // WARPGROUP
         return gradients + scores + operand
 
     def check(self, arch: ArchSpec) -> str | None:
@@ -123,14 +129,15 @@ class BwdTraitsSm90:
             value = getattr(self, name)
             if value % WGMMA_K or not 0 < value <= self.max_head_dim:
                 return f"{name} {value} is not a multiple of {WGMMA_K} up to {self.max_head_dim}"
-        if self.tile_m not in (WGMMA_M, 2 * WGMMA_M):
-            return f"tile_m {self.tile_m} is not {WGMMA_M} or {2 * WGMMA_M}"
+        if self.tile_m % WGMMA_K:
+            return f"tile_m {self.tile_m} is not a multiple of {WGMMA_K}, the k extent of the dK and dV products"
         if self.tile_n != 2 * WGMMA_M:
             return f"tile_n {self.tile_n} is not {2 * WGMMA_M}: {WGMMA_M} keys for each of 2 warpgroups"
-        if self.dq_turns and self.tile_m > WGMMA_M:
-            return f"dq_turns needs tile_m {WGMMA_M}, the rows of one product, not {self.tile_m}"
-        if self.dq_part[1] % swizzle_width(self.head_dim):
-            return f"{self.dq_part[1]} columns of dQ are not whole slabs of {swizzle_width(self.head_dim)}: use dq_turns"
+        rows, cols = self.dq_part
+        if (cols if self.dq == "transposed" else rows) != WGMMA_M:
+            return f"dq {self.dq!r} with tile_m {self.tile_m} gives a warpgroup {rows}x{cols}, not {WGMMA_M} rows of a product"
+        if cols % swizzle_width(self.head_dim):
+            return f"dq {self.dq!r} gives a warpgroup {cols} columns, not whole slabs of {swizzle_width(self.head_dim)}"
         if self.overlap and min(self.q_stage, self.do_stage) < 3:
             return "overlap needs q_stage and do_stage 3: two tiles are read while one is loaded"
         if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:

@@ -75,8 +75,11 @@ class FlashBwdSm90:
         return atoms.tiled_mma(self.dtype, self.traits.head_dim, OperandMajorMode.MN, a_from_regs=True)
 
     def tiled_mma_dq(self) -> cute.TiledMma:
-        """A part of dQ = dS K: dS K-major and K MN-major in shared memory."""
-        return atoms.tiled_mma(self.dtype, self.traits.dq_part[1], OperandMajorMode.MN, a_from_regs=False)
+        """A part of dQ = dS K, or of dQ^T = K^T dS^T; K is MN-major, all in shared memory."""
+        rows, cols = self.traits.dq_part
+        if self.traits.dq == "transposed":
+            return atoms.tiled_mma(self.dtype, rows, OperandMajorMode.K, a_from_regs=False, a_major=OperandMajorMode.MN)
+        return atoms.tiled_mma(self.dtype, cols, OperandMajorMode.MN, a_from_regs=False)
 
     def smem_layout_k(self) -> cute.ComposedLayout:
         """(tile_n, head_dim, 1)"""
@@ -149,7 +152,7 @@ class FlashBwdSm90:
         traits = self.traits
         rows, cols = traits.dq_part
         origins = tuple((i, j) for i in range(0, traits.tile_m, rows) for j in range(0, traits.head_dim, cols))
-        return DqParts(self.tiled_mma_dq(), WARPGROUP, (rows, cols), origins)
+        return DqParts(self.tiled_mma_dq(), WARPGROUP, (rows, cols), origins, traits.dq == "transposed")
 
     @cute.kernel
     def kernel(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch):

@@ -17,6 +17,7 @@ class NamedBarrier(enum.IntEnum):
     """Hardware barriers in use; 0 is `__syncthreads`."""
 
     EPILOGUE = 1  # all consumers: K and V have been read; dK and dV are in their place
+    TURN = 2  # + warpgroup: this warpgroup may issue its products (ping-pong)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,7 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
         gdO = cute.local_tile(tma.gdO[None, None, head, tile.batch], (traits.tile_m, traits.head_dim_v), (None, 0))
         tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ, gQ)
         tOsdO, tOgdO = atoms.tma_partition(tma.load_do, tiles.sdO, gdO)
-        m_block = blocks.start
-        for _ in cutlass.range(blocks.count, unroll=1):
+        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             workspace = block.workspace.tile(m_block, head, tile.batch)
             barrier, stage = rings.q.acquire(position), rings.q.stage(position)
             cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
@@ -39,7 +38,6 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
             barrier, stage = rings.do.acquire(position), rings.do.stage(position)
             cute.copy(tma.load_do, tOgdO[None, m_block], tOsdO[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.delta, tiles.sDelta[None, stage], barrier)
-            m_block = blocks.following(m_block)
             position += 1
 
 
@@ -67,15 +65,14 @@ def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> N
 @cute.jit
 def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks, index: cutlass.Constexpr[int]):
     """Add what consumer warpgroup `index` computes of dQ to memory, step by step; one thread calls it."""
-    turns = kernel.traits.dq_turns
+    turns = kernel.traits.dq == "turns"
     handover = block.rings.dq[index]
     rows, cols = kernel.traits.dq_part
     sdQ = block.tiles.sdQ[None, index]
     position = Int32(0)
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
         head = tile.head * block.launch.heads_per_kv + i
-        m_block = blocks.start
-        for _ in cutlass.range(blocks.count, unroll=1):
+        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             if not turns or position % kernel.traits.mma_warpgroups == index:
                 target = block.workspace.tile(m_block, head, tile.batch).dq.iterator
                 if const_expr(not turns):
@@ -85,6 +82,5 @@ def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Query
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 handover.release()
-            m_block = blocks.following(m_block)
             position += 1
     cute.arch.cp_async_bulk_wait_group(0)

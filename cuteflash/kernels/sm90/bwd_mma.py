@@ -41,7 +41,7 @@ class Products:
     Attributes:
         tSrK, tSrQ: operands of S^T = K Q^T; tPrV, tPrdO: of dP^T = V dO^T.
         tVrP, tVrdO: of dV += P^T dO; tKrdS, tKrQ: of dK += dS^T Q. P and dS are registers.
-        tQrdS, tQrK: of this warpgroup's part of dQ = dS K.
+        tQrdS, tQrK: of this warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
         acc_S, acc_dP, acc_dV, acc_dK, acc_dQ: accumulators.
     """
 
@@ -96,13 +96,16 @@ def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products
 
     acc_S, acc_dP = (accumulator(thr_s, (WGMMA_M, traits.tile_m)) for _ in range(2))
     rows, cols = traits.dq_part
-    m_part, d_part = (index, 0) if traits.tile_m > rows else (0, index)
-    if traits.dq_turns:
-        m_part, d_part = 0, 0
     sK_rows = cute.local_tile(tiles.sK[None, None, 0], (WGMMA_M, traits.head_dim), (index, 0))
     sV_rows = cute.local_tile(tiles.sV[None, None, 0], (WGMMA_M, traits.head_dim_v), (index, 0))
+    m_part, d_part = {"rows": (index, 0), "turns": (0, 0)}.get(traits.dq, (0, index))
     sdS_rows = cute.local_tile(tiles.sdS, (rows, traits.tile_n), (m_part, 0, None))
     sKt_cols = cute.local_tile(transposed(tiles.sK[None, None, 0]), (cols, traits.tile_n), (d_part, 0))
+    if traits.dq == "transposed":
+        tQrA, tQrB = thr_dq.partition_A(sKt_cols), thr_dq.partition_B(sdS_rows)
+    else:
+        tQrA, tQrB = thr_dq.partition_A(sdS_rows), thr_dq.partition_B(sKt_cols)
+    tQrA, tQrB = mma_dq.make_fragment_A(tQrA), mma_dq.make_fragment_B(tQrB)
     return Products(
         mma_s=mma_s,
         mma_dv=mma_dv,
@@ -116,13 +119,13 @@ def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products
         tVrdO=mma_dv.make_fragment_B(thr_dv.partition_B(transposed(tiles.sdO))),
         tKrdS=cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype),
         tKrQ=mma_dk.make_fragment_B(thr_dk.partition_B(transposed(tiles.sQ))),
-        tQrdS=mma_dq.make_fragment_A(thr_dq.partition_A(sdS_rows)),
-        tQrK=mma_dq.make_fragment_B(thr_dq.partition_B(sKt_cols)),
+        tQrdS=tQrB if traits.dq == "transposed" else tQrA,
+        tQrK=tQrA if traits.dq == "transposed" else tQrB,
         acc_S=acc_S,
         acc_dP=acc_dP,
         acc_dV=accumulator(thr_dv, (WGMMA_M, traits.head_dim_v)),
         acc_dK=accumulator(thr_dk, (WGMMA_M, traits.head_dim)),
-        acc_dQ=accumulator(thr_dq, (rows, cols)),
+        acc_dQ=accumulator(thr_dq, (cols, rows) if traits.dq == "transposed" else (rows, cols)),
     )
 
 
@@ -148,8 +151,8 @@ def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Quer
     p = wg.products
     for r in cutlass.range_constexpr(ROWS):
         wg.bounds[r, 0], wg.bounds[r, 1] = tile.q_bounds(wg.index * WGMMA_M + wg.scores.row(r))
-    if const_expr("pp" in kernel.traits.x):
-        if wg.index == 1:
+    if const_expr(kernel.traits.pingpong):
+        if wg.index == kernel.traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
     if blocks.hi > blocks.lo:
         block.rings.k.wait(0)
@@ -166,7 +169,7 @@ def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Quer
 @cute.jit
 def steps(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, blocks: QueryBlocks):
     """All steps of a key tile that has one at least."""
-    m_block = blocks.start
+    m_block = blocks.lo
     step(kernel, wg, block, blocks, m_block, Int32(0), True)
     # One loop with one body: ptxas makes products wait that are in flight where two paths meet.
     for position in cutlass.range(1, block.launch.heads_per_kv * blocks.count, unroll=1):
@@ -183,7 +186,7 @@ def steps(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, blocks: Que
 def steps_overlapped(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, blocks: QueryBlocks):
     """As `steps`: what needs P and dS of a step runs beside the scores of the next one."""
     p, rings = wg.products, block.rings
-    m_block = blocks.start
+    m_block = blocks.lo
     step_overlapped(kernel, wg, block, blocks, m_block, Int32(0), True)
     p.acc_dV.fill(0.0)
     p.acc_dK.fill(0.0)
@@ -267,56 +270,52 @@ def step(
     p, rings, tiles = wg.products, block.rings, block.tiles
     q_stage, do_stage = rings.q.stage(position), rings.do.stage(position)
     rings.q.wait(position)
-    if const_expr("pp" in kernel.traits.x):
-        take_turn(kernel, wg)
+    take_turn(kernel, wg)
     atoms.gemm(p.mma_s, p.acc_S, p.tSrK, p.tSrQ[None, None, None, q_stage], accumulate=False)
     if const_expr(is_first):
         rings.v.wait(0)
     rings.do.wait(position)
     atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
-    held = "H" in kernel.traits.x
-    if const_expr(held and not is_first):
-        if position > 1:
-            hand_over_dq(kernel, wg, block, position - 2)
     lse = column_statistics(tiles.sLSE[None, q_stage], wg.thread)
     warpgroup.wait_group(1)  # S | dP
     if blocks.is_cut(m_block):
         wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, kernel.problem.scores.mask == "window")
     probabilities(kernel, wg, lse, block.launch)
     atoms.gemm(p.mma_dv, p.acc_dV, p.tVrP, p.tVrdO[None, None, None, do_stage], accumulate=not is_first)
-    if const_expr("pp" in kernel.traits.x):
-        pass_turn(kernel, wg)
+    pass_turn(kernel, wg)
     delta = column_statistics(tiles.sDelta[None, do_stage], wg.thread)
     warpgroup.wait_group(1)  # dP | dV
     differentiate(kernel, wg, delta)
-    late = "K" in kernel.traits.x
-    if const_expr(not is_first and not late):
+    if const_expr(not is_first):
         wait_ds(rings, position - 1)
         issue_dq(kernel, wg, position - 1)
     atoms.gemm(p.mma_dk, p.acc_dK, p.tKrdS, p.tKrQ[None, None, None, q_stage], accumulate=not is_first)
-    if const_expr(not is_first and late):
-        wait_ds(rings, position - 1)
-        issue_dq(kernel, wg, position - 1)
     store_ds(kernel, wg, tiles, position)
     cute.arch.fence_view_async_shared()
-    warpgroup.wait_group(0 if late else 1)  # dV, dQ | dK
+    warpgroup.wait_group(1)  # dV, dQ | dK
     rings.do.release(position)
     arrive(rings.ds)
-    if const_expr(late):
-        rings.q.release(position)
-    if const_expr(not is_first and not held):
+    if const_expr(not is_first):
         hand_over_dq(kernel, wg, block, position - 1)
-    if const_expr(not late):
-        warpgroup.wait_group(0)  # not in the next step: what is in flight where a loop closes takes registers twice
-        rings.q.release(position)
+    warpgroup.wait_group(0)  # not in the next step: what is in flight where a loop closes takes registers twice
+    rings.q.release(position)
 
 
-def take_turn(kernel, wg):
-    cute.arch.barrier(barrier_id=2 + wg.index, number_of_threads=2 * WARPGROUP)
+# Ping-pong: a warpgroup issues a step's first products only in its turn, so that the pointwise part of one falls into
+# the products of the other.
 
 
-def pass_turn(kernel, wg):
-    cute.arch.barrier_arrive(barrier_id=2 + (wg.index ^ 1), number_of_threads=2 * WARPGROUP)
+def take_turn(kernel, wg: KeyWarpgroup) -> None:
+    """Wait until it is this warpgroup's turn to issue products."""
+    if kernel.traits.pingpong:
+        cute.arch.barrier(barrier_id=NamedBarrier.TURN + wg.index, number_of_threads=2 * WARPGROUP)
+
+
+def pass_turn(kernel, wg: KeyWarpgroup) -> None:
+    """Let the next warpgroup issue its products."""
+    if kernel.traits.pingpong:
+        following = (wg.index + 1) % kernel.traits.mma_warpgroups
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
 
 
 def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
@@ -378,11 +377,13 @@ def wait_ds(rings: Rings, position: Int32) -> None:
 def issue_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, position: Int32):
     """Issue what this warpgroup computes of a step's dQ, as one group also if that is nothing."""
     p, traits = wg.products, kernel.traits
-    dS = p.tQrdS[None, None, None, position % traits.ds_stage]
-    if const_expr(not traits.dq_turns):
-        atoms.gemm(p.mma_dq, p.acc_dQ, dS, p.tQrK, accumulate=False)
+    a, b = p.tQrdS[None, None, None, position % traits.ds_stage], p.tQrK
+    if const_expr(traits.dq == "transposed"):
+        a, b = b, a
+    if const_expr(traits.dq != "turns"):
+        atoms.gemm(p.mma_dq, p.acc_dQ, a, b, accumulate=False)
     elif position % traits.mma_warpgroups == wg.index:
-        atoms.gemm(p.mma_dq, p.acc_dQ, dS, p.tQrK, accumulate=False)
+        atoms.gemm(p.mma_dq, p.acc_dQ, a, b, accumulate=False)
     else:
         warpgroup.commit_group()
 
@@ -391,7 +392,7 @@ def issue_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, position: Int32):
 def hand_over_dq(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, position: Int32):
     """Give what this warpgroup computed of a step's dQ to the warp that adds it to memory."""
     traits = kernel.traits
-    if const_expr(not traits.dq_turns):
+    if const_expr(traits.dq != "turns"):
         store_dq(kernel, wg, block, position)
     elif position % traits.mma_warpgroups == wg.index:
         store_dq(kernel, wg, block, position // traits.mma_warpgroups)
