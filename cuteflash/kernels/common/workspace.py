@@ -67,3 +67,7 @@ class WorkspaceTensors:
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )
         return WorkspaceTile(lse_log2, delta, None if self.dq is None else self.dq[None, index, head])
+
+    def row(self, token: Int32, batch: Int32) -> Int32:
+        """The row of a query, counted from the beginning of its sequence."""
+        return batch * self.tiles * self.tile_m + token

@@ -1,0 +1,141 @@
+"""Traits of the sm90 backward in two passes (TMA, WGMMA, warp-specialised)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from cuteflash.problem import Feature, Operation
+from cuteflash.traits.arch import ArchSpec, Family
+from cuteflash.traits.base import SmemRegion, plan_bytes
+from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
+from cuteflash.traits.sm90 import (
+    ADDRESS_REGS,
+    MBARRIER_BYTES,
+    REGISTER_SPLIT,
+    SWIZZLE_ALIGN,
+    WARPGROUP,
+    WGMMA_K,
+    WGMMA_M,
+)
+
+CONSUMERS = 2  # warpgroups beside the producer's
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BwdTwoPassTraitsSm90:
+    """One way to run the sm90 backward in two passes: dK and dV by key tiles, dQ by query tiles, each sum in registers.
+
+    Attributes:
+        tile_m: query rows of one step of the dK, dV pass.
+        tile_n: keys of one of its blocks, 64: one warpgroup sums up dV, one dK.
+        head_dim: columns of the Q and K tiles, the problem's head dim padded up to a multiple of 16.
+        head_dim_v: columns of the V and O tiles, padded likewise.
+        q_stage, do_stage: Q and dO tiles in flight in the dK, dV pass.
+        dq_tile_m: query rows of one block of the dQ pass, 64 for each warpgroup.
+        dq_tile_n: keys of one of its steps.
+        k_stage, v_stage: K and V tiles in flight in the dQ pass.
+        pingpong: named barriers let one warpgroup's products run while the other does its pointwise part (dQ pass).
+    """
+
+    operation: ClassVar[Operation] = "bwd"
+    family: ClassVar[Family] = "sm90"
+    features: ClassVar[frozenset[Feature]] = frozenset({"deterministic"})  # those that the kernels implement
+    element_bytes: ClassVar[int] = 2  # fp16 and bf16
+    max_head_dim: ClassVar[int] = 256
+    dq_tile_m: ClassVar[int] = CONSUMERS * WGMMA_M
+    p_stage: ClassVar[int] = 2
+
+    tile_m: int
+    tile_n: int
+    head_dim: int
+    head_dim_v: int
+    q_stage: int = 3
+    do_stage: int = 3
+    dq_tile_n: int = 64
+    k_stage: int = 2
+    v_stage: int = 1
+    pingpong: bool = True
+
+    @property
+    def num_threads(self) -> int:
+        return (1 + CONSUMERS) * WARPGROUP
+
+    @property
+    def producer_regs(self) -> int:
+        """Registers a thread of the producer warpgroup."""
+        return REGISTER_SPLIT[CONSUMERS][0]
+
+    @property
+    def mma_regs(self) -> int:
+        """Registers a thread of a consumer warpgroup."""
+        return REGISTER_SPLIT[CONSUMERS][1]
+
+    @property
+    def smem_plan(self) -> dict[str, SmemRegion]:
+        """Of the dK, dV pass: barriers, row statistics, K, V, Q, dO, and P on its way between the warpgroups."""
+        plan = _barriers(2 * (1 + 1 + self.q_stage + self.do_stage + self.p_stage))
+        _append(plan, "lse", self.tile_m * STATISTIC_BYTES, self.q_stage, 128)
+        _append(plan, "delta", self.tile_m * STATISTIC_BYTES, self.do_stage, 128)
+        _append(plan, "k", self.tile_n * self.head_dim * self.element_bytes, 1)
+        _append(plan, "v", self.tile_n * self.head_dim_v * self.element_bytes, 1)
+        _append(plan, "q", self.tile_m * self.head_dim * self.element_bytes, self.q_stage)
+        _append(plan, "do", self.tile_m * self.head_dim_v * self.element_bytes, self.do_stage)
+        _append(plan, "p", self.tile_m * self.tile_n * self.element_bytes, self.p_stage)
+        return plan
+
+    @property
+    def dq_smem_plan(self) -> dict[str, SmemRegion]:
+        """Of the dQ pass: barriers, Q (later dQ), dO, K, V."""
+        plan = _barriers(2 * (1 + 1 + self.k_stage + self.v_stage))
+        _append(plan, "q", self.dq_tile_m * self.head_dim * self.element_bytes, 1)
+        _append(plan, "do", self.dq_tile_m * self.head_dim_v * self.element_bytes, 1)
+        _append(plan, "k", self.dq_tile_n * self.head_dim * self.element_bytes, self.k_stage)
+        _append(plan, "v", self.dq_tile_n * self.head_dim_v * self.element_bytes, self.v_stage)
+        return plan
+
+    @property
+    def smem_bytes(self) -> int:
+        return max(plan_bytes(self.smem_plan), plan_bytes(self.dq_smem_plan))
+
+    @property
+    def accumulator_regs(self) -> int:
+        """Registers a thread needs for accumulators and operands, in the pass that needs more."""
+        dkv = max(self.head_dim, self.head_dim_v) // 2 + self.tile_m // 2 + self.tile_m // 4
+        dq = self.head_dim // 2 + self.dq_tile_n + self.dq_tile_n // 4
+        return max(dkv, dq)
+
+    def check(self, arch: ArchSpec) -> str | None:
+        """None if the row can run on `arch`, else the reason in words."""
+        if self.family not in arch.families:
+            return f"{arch.name} does not run the {self.family} family"
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if value % WGMMA_K or not 0 < value <= self.max_head_dim:
+                return f"{name} {value} is not a multiple of {WGMMA_K} up to {self.max_head_dim}"
+        for name in ("tile_m", "dq_tile_n"):
+            value = getattr(self, name)
+            if value % WGMMA_K or not 0 < value <= 2 * WGMMA_M:
+                return f"{name} {value} is not a multiple of {WGMMA_K} up to {2 * WGMMA_M}"
+        if self.tile_n != WGMMA_M:
+            return f"tile_n {self.tile_n} is not {WGMMA_M}, the rows of one product"
+        if min(self.q_stage, self.do_stage) < 2 or min(self.k_stage, self.v_stage) < 1:
+            return "q_stage and do_stage are at least 2, k_stage and v_stage 1"
+        if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:
+            return (
+                f"accumulators and operands take {self.accumulator_regs} registers a thread, "
+                f"{self.mma_regs} less {ADDRESS_REGS} for addresses are there"
+            )
+        if self.smem_bytes > arch.smem_per_block:
+            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
+        return None
+
+
+def _barriers(count: int) -> dict[str, SmemRegion]:
+    return {"barriers": SmemRegion(0, count * MBARRIER_BYTES)}
+
+
+def _append(plan: dict[str, SmemRegion], name: str, nbytes: int, stages: int, align: int = SWIZZLE_ALIGN) -> None:
+    """Add `stages` tiles of `nbytes` behind what a plan has."""
+    start = -(-plan_bytes(plan) // align) * align
+    plan[name] = SmemRegion(start, nbytes * stages, stages)
