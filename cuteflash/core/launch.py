@@ -1,4 +1,4 @@
-"""The run-time side of a forward problem: which tiles there are, in which order, under which mask and scale."""
+"""The run-time side of a problem: which tiles there are, in which order, under which mask and scale."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cuteflash.arguments import FwdScalars
+from cuteflash.arguments import BwdScalars, FwdScalars
 from cuteflash.core.lengths import Lengths
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.schedule import TileOrder
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.tile import QueryTile
+from cuteflash.core.tile import KeyTile, QueryTile
 from cuteflash.problem import MaskKind
 
 
@@ -62,10 +62,7 @@ class Launch:
         group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
         if whole_waves:
             group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
-        if scores.softcap:
-            scale, inner_scale = scalars.softcap, scalars.softmax_scale / scalars.softcap
-        else:
-            scale, inner_scale = scalars.softmax_scale, Float32(0.0)
+        scale, inner_scale = score_scales(scores.softcap, scalars)
         return Launch(
             order=TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch), kernel.longest_first),
             heads_per_kv=heads_per_kv,
@@ -96,3 +93,69 @@ class Launch:
             tokens=self.tile_tokens,
             packed_heads=self.packed_heads,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdLaunch:
+    """What the blocks of one launch of a backward share.
+
+    Attributes:
+        order: all key tiles, in the order in which they are handed out.
+        heads_per_kv: query heads that read one KV head.
+        lengths, window_left, window_right, scale_log2, inner_scale, mask_kind: see `Launch`.
+        softmax_scale: factor of dQ and dK.
+        tile_m, tile_n: of the kernel.
+    """
+
+    order: TileOrder
+    heads_per_kv: Int32
+    lengths: Lengths
+    window_left: Int32
+    window_right: Int32
+    scale_log2: Float32
+    inner_scale: Float32
+    softmax_scale: Float32
+    mask_kind: cutlass.Constexpr[MaskKind]
+    tile_m: cutlass.Constexpr[int]
+    tile_n: cutlass.Constexpr[int]
+
+    @staticmethod
+    def of(kernel, mQ: cute.Tensor, mK: cute.Tensor, scalars: BwdScalars) -> BwdLaunch:
+        """The launch of a kernel; mQ (b, s_q, h_q, d) and mK (b, s_k, h_k, d)."""
+        scores, traits = kernel.problem.scores, kernel.traits
+        batch, seqlen_q, heads_q, _ = mQ.shape
+        _, seqlen_k, heads_k, _ = mK.shape
+        heads_per_kv = heads_q // heads_k
+        n_blocks = cute.ceil_div(seqlen_k, traits.tile_n)
+        # What a head's blocks read and add to again and again: Q, dO and the fp32 sum of dQ.
+        row_bytes = kernel.problem.operands.kv_row_bytes + 4 * traits.head_dim
+        group = TileOrder.head_group(seqlen_q * heads_per_kv, Int32(1), row_bytes)
+        scale_log2, inner_scale = score_scales(scores.softcap, scalars)
+        return BwdLaunch(
+            order=TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), scores.mask != "full"),
+            heads_per_kv=heads_per_kv,
+            lengths=Lengths(seqlen_q, seqlen_k),
+            window_left=scalars.window_left,
+            window_right=scalars.window_right,
+            scale_log2=scale_log2 * LOG2_E,
+            inner_scale=inner_scale,
+            softmax_scale=scalars.softmax_scale,
+            mask_kind=scores.mask,
+            tile_m=traits.tile_m,
+            tile_n=traits.tile_n,
+        )
+
+    def tile(self, index: Int32) -> KeyTile:
+        """The tile with number `index` of the order. The first keys of a head come first: the most queries see them."""
+        block, head, batch = self.order.tile(index)
+        n_block = self.order.m_blocks - 1 - block
+        sequence = self.lengths.sequence(batch)
+        mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
+        return KeyTile(n_block, head, batch, n_block * self.tile_n, mask, self.tile_m, self.tile_n)
+
+
+def score_scales(has_softcap: bool, scalars: FwdScalars | BwdScalars) -> tuple[Float32, Float32]:
+    """(factor of what the exponential is taken of, factor of a score before tanh), see `Launch`."""
+    if has_softcap:
+        return scalars.softcap, scalars.softmax_scale / scalars.softcap
+    return scalars.softmax_scale, Float32(0.0)

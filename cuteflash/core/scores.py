@@ -100,15 +100,24 @@ class ScoreTile:
             self.values[i] = cute.math.tanh(self.values[i] * self.inner_scale, fastmath=True)
 
     @cute.jit
-    def hide(self, block_key: Int32, bounds: cute.Tensor, has_left_edge: cutlass.Constexpr[bool]):
-        """Set scores of keys that a row does not see to -inf; without a left edge, `bounds[:, 0]` is at most 0."""
+    def hide(
+        self,
+        block_key: Int32,
+        bounds: cute.Tensor,
+        has_left_edge: cutlass.Constexpr[bool],
+        has_right_edge: cutlass.Constexpr[bool] = True,
+    ):
+        """Set scores of keys that a row does not see to -inf; without an edge, `bounds` cut no key on its side."""
         first = block_key + self.first_key
         for r in cutlass.range_constexpr(cute.size(self.values.shape[0])):
             hi = bounds[r, 1] - first
             lo = bounds[r, 0] - first
             for c in cutlass.range_constexpr(cute.size(self.values.shape[1])):
                 col = self.column(r, c)
-                hidden = col >= hi
-                if const_expr(has_left_edge):
-                    hidden = hidden or col < lo
+                if const_expr(has_left_edge and has_right_edge):
+                    hidden = col >= hi or col < lo
+                elif const_expr(has_left_edge):
+                    hidden = col < lo
+                else:
+                    hidden = col >= hi
                 self.values[r, c] = -Float32.inf if hidden else self.values[r, c]

@@ -1,4 +1,4 @@
-"""A query tile: which rows of the problem it holds, and which key blocks it visits."""
+"""Tiles of queries and of keys: which rows of the problem they hold, and which blocks of the others they visit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Int32
 
 from cuteflash.core.mask import Index, IntervalMask
+from cuteflash.problem import UNBOUNDED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +77,57 @@ class QueryTile:
 
     def _last_token(self) -> Int32:
         return cutlass.min(self.first_token + self.tokens, self.mask.seqlen_q) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryBlocks:
+    """The query blocks `[lo, hi)` that see some key of a tile; those of `[full_lo, full_hi)` need no mask."""
+
+    lo: Index
+    hi: Index
+    full_lo: Index
+    full_hi: Index
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTile:
+    """One work item of a backward: the keys `[first_key, first_key + tile_n)` of a KV head.
+
+    Attributes:
+        n_block: which tile of its head this is.
+        head: KV head.
+        batch: batch entry.
+        first_key: first key of the tile, counted from the beginning of its sequence.
+        mask: the keys that each query of the sequence sees.
+        tile_m: queries of a block.
+        tile_n: keys of a whole tile; the last tile of a sequence may have fewer.
+    """
+
+    n_block: Int32
+    head: Int32
+    batch: Int32
+    first_key: Int32
+    mask: IntervalMask
+    tile_m: cutlass.Constexpr[int]
+    tile_n: cutlass.Constexpr[int]
+
+    def query_blocks(self) -> QueryBlocks:
+        """The query blocks that the tile visits.
+
+        Rows past the last query need no mask: their log-sum-exp is infinite. Keys past the last one do.
+        """
+        mask = self.mask
+        end = self.first_key + self.tile_n
+        last = cutlass.min(end, mask.seqlen_k) - 1
+        lo, hi = mask.m_blocks(self.first_key, last, self.tile_m)
+        full_lo, full_hi = mask.full_m_blocks(self.first_key, last, self.tile_m)
+        if mask.kind != "window":
+            full_hi = hi
+        full_lo = cutlass.select_(end > mask.seqlen_k, hi, cutlass.min(cutlass.max(full_lo, lo), hi))
+        return QueryBlocks(lo, hi, full_lo, cutlass.min(cutlass.max(full_hi, full_lo), hi))
+
+    def q_bounds(self, key: Int32) -> tuple[Index, Index]:
+        """The queries `[lo, hi)` that see a key of the tile, counted from its first; none if it does not exist."""
+        key = self.first_key + key
+        lo, hi = self.mask.q_bounds(key)
+        return cutlass.select_(key < self.mask.seqlen_k, lo, UNBOUNDED), hi

@@ -1,0 +1,128 @@
+"""What the functions of the sm80 backward kernel pass to each other, by subject."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.tile import KeyTile, QueryBlocks
+from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.sm80.bundles import KvSource
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdOperands:
+    """Global tensors as (rows, columns, heads, batch)."""
+
+    gQ: cute.Tensor
+    gK: cute.Tensor
+    gV: cute.Tensor
+    gdO: cute.Tensor
+    gdK: cute.Tensor
+    gdV: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdTiles:
+    """Shared-memory tensors; dK and dV are staged in the place of K and V."""
+
+    sK: cute.Tensor  # (tile_n, head_dim, 1)
+    sV: cute.Tensor  # (tile_n, head_dim_v, 1)
+    sQ: cute.Tensor  # (tile_m, head_dim, stages)
+    sdO: cute.Tensor  # (tile_m, head_dim_v, stages)
+    sdS: cute.Tensor  # (tile_n, tile_m)
+    sP: cute.Tensor | None  # (tile_n, tile_m); None if P stays in registers
+    sLSE: cute.Tensor  # (tile_m, stages) fp32
+    sDelta: cute.Tensor  # (tile_m, stages) fp32
+
+
+@dataclasses.dataclass(frozen=True)
+class QuerySources:
+    """One thread's share of the loads of Q and dO, whose last mode is (query block, head), and of the statistics.
+
+    Attributes:
+        seqlen_q: rows of Q and dO.
+        first_head: the first query head of the KV head.
+        batch: batch entry.
+    """
+
+    q: KvSource
+    do: KvSource
+    workspace: WorkspaceTensors
+    tiles: BwdTiles
+    thread: Int32
+    seqlen_q: Int32
+    first_head: Int32
+    batch: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One operand of a product: its registers and how ldmatrix fills them.
+
+    Attributes:
+        fragment: registers of all k-blocks.
+        copy: this thread's slice of the tiled copy.
+        source: (atom, tiles of M or N, k-blocks[, stages]) in shared memory.
+    """
+
+    fragment: cute.Tensor
+    copy: cute.TiledCopy
+    source: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """One thread's operands and accumulators.
+
+    Attributes:
+        thread: index in the block.
+        mma_s, mma_dkv, mma_dq: the products' divisions over warps.
+        k, q: operands of S^T = K Q^T; v, do: of dP^T = V dO^T.
+        p, do_t: of dV += P^T dO; ds, q_t: of dK += dS^T Q; without a copy P and dS are in registers.
+        ds_t, k_t: of dQ = dS K.
+        acc_S, acc_dP, acc_dK, acc_dV, acc_dQ: accumulators.
+        scores: S^T as (keys, queries).
+        bounds: (keys, 2) the queries [lo, hi) that see each key of this thread.
+    """
+
+    thread: Int32
+    mma_s: cute.TiledMma
+    mma_dkv: cute.TiledMma
+    mma_dq: cute.TiledMma
+    k: Operand
+    q: Operand
+    v: Operand
+    do: Operand
+    p: Operand | None
+    do_t: Operand
+    ds: Operand | None
+    q_t: Operand
+    ds_t: Operand
+    k_t: Operand
+    acc_S: cute.Tensor
+    acc_dP: cute.Tensor
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    acc_dQ: cute.Tensor
+    scores: ScoreTile
+    bounds: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyWork:
+    """What a block works on.
+
+    Attributes:
+        launch: of all blocks.
+        tile: its keys.
+        blocks: the query blocks that see them.
+    """
+
+    launch: BwdLaunch
+    tile: KeyTile
+    blocks: QueryBlocks

@@ -1,0 +1,97 @@
+"""Loads of the sm80 backward by cp.async: Q, dO and the row statistics of a query block."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
+
+from cuteflash.kernels.sm80.bundles import KvSource
+from cuteflash.kernels.sm80.bwd_bundles import QuerySources
+from cuteflash.kernels.sm80.load import column_predicate, load_kv
+
+STATISTICS = 4  # fp32 numbers of one 16-byte copy
+
+
+def make_query_source(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread: Int32) -> KvSource:
+    """Partition Q or dO (seqlen_q, columns, heads) and its shared-memory tile (tile_m, columns, stages)."""
+    rows, cols = (cute.size(mode) for mode in sX.shape[:2])
+    copy = kernel.load_copy(cols)
+    mine = copy.get_slice(thread)
+    identity = cute.make_identity_tensor((rows, cols))
+    coords = mine.partition_S(identity)
+    blocks = cute.local_tile(gX, (rows, cols), (None, 0, None))
+    return KvSource(
+        copy=copy,
+        tXgX=cute.group_modes(mine.partition_S(blocks), 3, 5),
+        tXsX=mine.partition_D(sX),
+        columns=None if cols == head_dim else column_predicate(coords, head_dim),
+        pass_rows=copy.get_slice(0).partition_S(identity)[0, None, 0],
+        first_row=coords[0, 0, 0][0],
+    )
+
+
+@cute.jit
+def load_queries(
+    kernel: cutlass.Constexpr, loads: QuerySources, head: Int32, m_block: Int32, stage: Int32 | int
+):
+    """Issue the copies of a query block of the `head`-th query head, not committed."""
+    tile_m = kernel.traits.tile_m
+    head = loads.first_head + head
+    rows = loads.seqlen_q - m_block * tile_m
+    load_kv(loads.q, (m_block, head), stage, rows)
+    load_kv(loads.do, (m_block, head), stage, rows)
+    tile = loads.workspace.tile(m_block, head, loads.batch)
+    pieces = tile_m // STATISTICS
+    atom = cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), cutlass.Float32, num_bits_per_copy=128
+    )
+    for index, (source, target) in enumerate(((tile.lse_log2, loads.tiles.sLSE), (tile.delta, loads.tiles.sDelta))):
+        piece = loads.thread - index * pieces
+        if piece >= 0 and piece < pieces:
+            cute.copy(
+                atom,
+                cute.zipped_divide(source, (STATISTICS,))[None, piece],
+                cute.zipped_divide(target[None, stage], (STATISTICS,))[None, piece],
+            )
+
+
+@cute.jit
+def store_rows(
+    kernel: cutlass.Constexpr,
+    sX: cute.Tensor,
+    gX: cute.Tensor,
+    n_block: Int32,
+    rows: Int32,
+    cols: cutlass.Constexpr[int],
+    thread: Int32,
+):
+    """Store the first `rows` rows and `cols` columns of a shared tile to block `n_block` of gX (rows, columns)."""
+    height, width = (cute.size(mode) for mode in sX.shape)
+    copy = kernel.store_copy(width)
+    mine = copy.get_slice(thread)
+    staged = mine.partition_S(sX)
+    target = mine.partition_D(cute.local_tile(gX, (height, width), (n_block, 0)))
+    coords = mine.partition_S(cute.make_identity_tensor((height, width)))
+    piece = cute.make_rmem_tensor_like(staged)
+    cute.copy(copy, staged, piece)
+    for i in cutlass.range_constexpr(cute.size(staged.shape[1])):
+        if coords[0, i, 0][0] < rows:
+            for slab in cutlass.range_constexpr(cute.size(staged.shape[2])):
+                if const_expr(cols == width):
+                    cute.copy(copy, piece[None, i, slab], target[None, i, slab])
+                elif coords[0, i, slab][1] < cols:
+                    cute.copy(copy, piece[None, i, slab], target[None, i, slab])
+
+
+def column_statistics(sX: cute.Tensor, scores) -> cute.Tensor:
+    """(queries,) the numbers of sX (tile_m,) that belong to this thread's columns of S^T."""
+    columns = cute.size(scores.values.shape[1])
+    mine = cute.make_rmem_tensor((2, columns // 2), cutlass.Float32)
+    atom = cute.make_copy_atom(CopyUniversalOp(), cutlass.Float32, num_bits_per_copy=64)
+    pairs = cute.zipped_divide(sX, (2,))
+    first = scores.first_key // 2
+    for c in range(columns // 2):
+        cute.copy(atom, pairs[None, first + scores.column(0, 2 * c) // 2], mine[None, c])
+    return cute.make_tensor(mine.iterator, cute.make_layout(columns))
