@@ -30,6 +30,8 @@ class BwdTraitsSm80:
         s_warps: warps along the keys of S and dP.
         dkv_warps: warps along the keys of dK and dV.
         dq_warps: warps along the queries of dQ.
+        split: half of the warps compute S, P and dV, the others dP, dS and dK; all
+            compute dQ. `s_warps` and `dkv_warps` are those of a half, along the keys only.
         stages: Q and dO tiles in flight (1: each step waits for its own).
         k_in_regs: keep the K fragments of S in registers for the whole loop.
         v_in_regs: keep the V fragments of dP in registers for the whole loop.
@@ -40,7 +42,7 @@ class BwdTraitsSm80:
 
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm80"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap"})  # those that the kernel implements
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic"})  # those that the kernel implements
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
 
@@ -52,6 +54,7 @@ class BwdTraitsSm80:
     s_warps: int = 4
     dkv_warps: int = 4
     dq_warps: int = 2
+    split: bool = False
     stages: int = 2
     k_in_regs: bool = False
     v_in_regs: bool = False
@@ -66,7 +69,12 @@ class BwdTraitsSm80:
     @property
     def p_in_regs(self) -> bool:
         """Whether P and dS, as operands of dV and dK, are what a thread computed itself."""
-        return self.s_warps == self.dkv_warps == self.num_warps
+        return self.s_warps == self.dkv_warps == self.product_warps
+
+    @property
+    def product_warps(self) -> int:
+        """Warps that share one of the products other than dQ."""
+        return self.num_warps // 2 if self.split else self.num_warps
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
@@ -81,7 +89,7 @@ class BwdTraitsSm80:
         append("q", self.tile_m * self.head_dim, self.stages)
         append("do", self.tile_m * self.head_dim_v, self.stages)
         append("ds", self.tile_m * self.tile_n)
-        if not self.p_in_regs:
+        if self.split or not self.p_in_regs:
             append("p", self.tile_m * self.tile_n)
         append("lse", self.tile_m, self.stages, STATISTIC_BYTES)
         append("delta", self.tile_m, self.stages, STATISTIC_BYTES)
@@ -109,18 +117,25 @@ class BwdTraitsSm80:
 
     def _check_warps(self) -> str | None:
         """Whether the warps divide each product into whole instructions."""
-        for name, rows, cols in (
-            ("s_warps", self.tile_n, (self.tile_m,)),
-            ("dkv_warps", self.tile_n, (self.head_dim, self.head_dim_v)),
-            ("dq_warps", self.tile_m, (self.head_dim,)),
+        if self.split and (self.num_warps % 2 or not self.p_in_regs or self.head_dim != self.head_dim_v):
+            return (
+                f"split needs head_dim {self.head_dim} == head_dim_v {self.head_dim_v} and s_warps {self.s_warps} == "
+                f"dkv_warps {self.dkv_warps} == half of num_warps {self.num_warps}"
+            )
+        for name, warps_of, rows, cols in (
+            ("s_warps", self.product_warps, self.tile_n, (self.tile_m,)),
+            ("dkv_warps", self.product_warps, self.tile_n, (self.head_dim, self.head_dim_v)),
+            ("dq_warps", self.num_warps, self.tile_m, (self.head_dim,)),
         ):
             warps = getattr(self, name)
-            if warps < 1 or self.num_warps % warps:
-                return f"{name} {warps} does not divide num_warps {self.num_warps}"
-            step_m, step_n = MMA_M * warps, 2 * MMA_N * (self.num_warps // warps)
+            if warps < 1 or warps_of % warps:
+                return f"{name} {warps} does not divide the {warps_of} warps of the product"
+            step_m, step_n = MMA_M * warps, 2 * MMA_N * (warps_of // warps)
             if rows % step_m or any(width % step_n for width in cols):
                 shape = " or ".join(f"{rows}x{width}" for width in dict.fromkeys(cols))
-                return f"{name} {warps} of {self.num_warps} warps take {step_m}x{step_n} at once, which {shape} is not of"
+                return (
+                    f"{name} {warps} of {warps_of} warps take {step_m}x{step_n} at once, which {shape} is not made of"
+                )
         return None
 
     def _check_copies(self) -> str | None:
@@ -149,8 +164,9 @@ class BwdTraitsSm80:
         limit = self.register_limit(arch)
         if self.accumulator_regs > limit - ADDRESS_REGS:
             return (
-                f"dK, dV, S and dP fragments take {self.accumulator_regs} registers a thread, {limit} less "
-                f"{ADDRESS_REGS} for addresses are there with {self.blocks_per_sm} x {self.num_threads} threads on an SM"
+                f"dK, dV, S and dP fragments take {self.accumulator_regs} registers a thread, "
+                f"{limit} less {ADDRESS_REGS} for addresses are there with {self.blocks_per_sm} x {self.num_threads} "
+                f"threads on an SM"
             )
         return None
 
@@ -164,7 +180,8 @@ class BwdTraitsSm80:
         """Registers a thread needs for dK and dV, S and dP, and for K and V if they stay in registers."""
         sums = self.tile_n * (self.head_dim + self.head_dim_v) // self.num_threads
         scores = 2 * self.tile_n * self.tile_m // self.num_threads
-        kept = self.k_in_regs * self.head_dim + self.v_in_regs * self.head_dim_v
+        widths = self.k_in_regs * self.head_dim, self.v_in_regs * self.head_dim_v
+        kept = max(widths) if self.split else sum(widths)
         return sums + scores + self.tile_n // self.s_warps * kept // WARP // 2
 
     @property

@@ -15,22 +15,30 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import BwdArguments
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.bwd_signature import bwd_fake_args
-from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.views import rows_first
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors
-from cuteflash.kernels.sm80.bwd_bundles import BwdOperands, BwdTiles, Gradients, KeyWork, QuerySources
+from cuteflash.kernels.sm80.bwd_bundles import (
+    BwdOperands,
+    BwdTiles,
+    Gradients,
+    HalfGradients,
+    KeyWork,
+    QuerySources,
+)
 from cuteflash.kernels.sm80.bwd_load import make_query_source, store_rows
 from cuteflash.kernels.sm80.bwd_mma import accumulate, make_gradients
+from cuteflash.kernels.sm80.bwd_products import stage_rows
+from cuteflash.kernels.sm80.bwd_split import make_half_gradients, pick
 from cuteflash.kernels.sm80.load import load_kv, make_kv_source
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
@@ -54,20 +62,20 @@ class FlashBwdSm80:
 
     # Layouts and atoms, callable without a launch.
 
-    def _tiled_mma(self, warps_m: int) -> cute.TiledMma:
-        return atoms.tiled_mma(self.dtype, warps_m, self.traits.num_warps // warps_m)
+    def _tiled_mma(self, warps_m: int, warps: int) -> cute.TiledMma:
+        return atoms.tiled_mma(self.dtype, warps_m, warps // warps_m)
 
     def tiled_mma_s(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T."""
-        return self._tiled_mma(self.traits.s_warps)
+        return self._tiled_mma(self.traits.s_warps, self.traits.product_warps)
 
     def tiled_mma_dkv(self) -> cute.TiledMma:
         """dV += P^T dO and dK += dS^T Q."""
-        return self._tiled_mma(self.traits.dkv_warps)
+        return self._tiled_mma(self.traits.dkv_warps, self.traits.product_warps)
 
     def tiled_mma_dq(self) -> cute.TiledMma:
         """dQ = dS K."""
-        return self._tiled_mma(self.traits.dq_warps)
+        return self._tiled_mma(self.traits.dq_warps, self.traits.num_warps)
 
     def dq_parts(self) -> DqParts:
         """The dQ accumulators: one part, of the whole block."""
@@ -106,12 +114,12 @@ class FlashBwdSm80:
     def kernel(self, operands: BwdOperands, workspace: WorkspaceTensors, launch: BwdLaunch):
         thread = cute.arch.thread_idx()[0]
         tile = launch.tile(cute.arch.block_idx()[0])
-        work = KeyWork(launch, tile, tile.query_blocks())
+        work = KeyWork(launch, tile, tile.query_blocks(), self.problem.is_deterministic)
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
-        g = make_gradients(self, tiles, work, thread)
-        g.acc_dK.fill(0.0)
-        g.acc_dV.fill(0.0)
+        g = (make_half_gradients if self.traits.split else make_gradients)(self, tiles, work, thread)
+        for acc in self.sums(g):
+            acc.fill(0.0)
         if work.blocks.hi > work.blocks.lo:
             self.load_keys(operands, tiles, work, thread)
             accumulate(self, g, self.query_sources(operands, workspace, tiles, work, thread), work)
@@ -144,25 +152,29 @@ class FlashBwdSm80:
         first_head = work.tile.head * work.launch.heads_per_kv
         return QuerySources(q, do, workspace, tiles, thread, work.tile.mask.seqlen_q, first_head, batch)
 
+    def sums(self, g: Gradients | HalfGradients) -> tuple[cute.Tensor, ...]:
+        """The accumulators that last for all query blocks."""
+        return (g.acc,) if self.traits.split else (g.acc_dK, g.acc_dV)
+
     @cute.jit
-    def write_gradients(self, operands: BwdOperands, g: Gradients, tiles: BwdTiles, work: KeyWork):
+    def write_gradients(self, operands: BwdOperands, g: Gradients | HalfGradients, tiles: BwdTiles, work: KeyWork):
         """Round dK and dV, stage them in the place of K and V, and store their rows."""
         head, batch = work.tile.head, work.tile.batch
         rows = work.tile.mask.seqlen_k - work.tile.first_key
-        for i in cutlass.range_constexpr(cute.size(g.acc_dK)):
-            g.acc_dK[i] = g.acc_dK[i] * work.launch.softmax_scale
-        staged = (
-            (g.acc_dK, operands.gdK, tiles.sK, self.problem.operands.head_dim),
-            (g.acc_dV, operands.gdV, tiles.sV, self.problem.operands.head_dim_v),
-        )
-        copy = atoms.store_pairs(self.dtype, g.mma_dkv).get_slice(g.thread)
+        sdK, sdV = (sX[None, None, 0] for sX in (tiles.sK, tiles.sV))
         cute.arch.sync_threads()  # every warp has read K and V
-        for acc, _, sX, _ in staged:
-            cute.copy(copy, copy.retile(rounded_fragment(acc, self.dtype)), copy.partition_D(sX[None, None, 0]))
+        if const_expr(self.traits.split):
+            scale = work.launch.softmax_scale if g.half == 1 else Float32(1.0)
+            stage_rows(self, g.mma_dkv, g.member, (g.acc, scale), pick(sdV, sdK, g.half))
+        else:
+            stage_rows(self, g.mma_dkv, g.thread, (g.acc_dK, work.launch.softmax_scale), sdK)
+            stage_rows(self, g.mma_dkv, g.thread, (g.acc_dV, Float32(1.0)), sdV)
         cute.arch.sync_threads()
-        for _, gX, sX, head_dim in staged:
-            gX = gX[None, None, head, batch]
-            store_rows(self, sX[None, None, 0], gX, work.tile.n_block, rows, head_dim, g.thread)
+        for sX, gX, head_dim in (
+            (sdK, operands.gdK, self.problem.operands.head_dim),
+            (sdV, operands.gdV, self.problem.operands.head_dim_v),
+        ):
+            store_rows(self, sX, gX[None, None, head, batch], work.tile.n_block, rows, head_dim, g.thread)
 
     def make_tiles(self, base: cute.Pointer) -> BwdTiles:
         """The shared-memory tensors, laid out by the traits' plan."""
@@ -182,7 +194,7 @@ class FlashBwdSm80:
             sQ=tile("q", traits.tile_m, traits.head_dim, traits.stages),
             sdO=tile("do", traits.tile_m, traits.head_dim_v, traits.stages),
             sdS=tile("ds", traits.tile_n, traits.tile_m),
-            sP=None if traits.p_in_regs else tile("p", traits.tile_n, traits.tile_m),
+            sP=tile("p", traits.tile_n, traits.tile_m) if "p" in plan else None,
             sLSE=numbers("lse"),
             sDelta=numbers("delta"),
         )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm80.bundles import KvSource
+from cuteflash.problem import MaskKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,42 @@ class Gradients:
 
 
 @dataclasses.dataclass(frozen=True)
+class HalfGradients:
+    """One thread's operands and accumulators if half of the warps compute P and dV, the others dS and dK.
+
+    Attributes:
+        thread: index in the block; member: in its half.
+        half: 0 of P and dV, 1 of dS and dK.
+        mma_s, mma_dkv, mma_dq: the products' divisions over warps, the first two of a half.
+        keys, queries: operands of the first product, K and Q or V and dO.
+        queries_t: of the second, dO or Q.
+        ds_t, k_t: of dQ = dS K.
+        acc_S: S^T or dP^T.
+        acc: dV or dK.
+        acc_dQ: dQ.
+        scores: S^T as (keys, queries).
+        bounds: (keys, 2) the queries [lo, hi) that see each key of this thread.
+    """
+
+    thread: Int32
+    member: Int32
+    half: Int32
+    mma_s: cute.TiledMma
+    mma_dkv: cute.TiledMma
+    mma_dq: cute.TiledMma
+    keys: Operand
+    queries: Operand
+    queries_t: Operand
+    ds_t: Operand
+    k_t: Operand
+    acc_S: cute.Tensor
+    acc: cute.Tensor
+    acc_dQ: cute.Tensor
+    scores: ScoreTile
+    bounds: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class KeyWork:
     """What a block works on.
 
@@ -121,8 +159,43 @@ class KeyWork:
         launch: of all blocks.
         tile: its keys.
         blocks: the query blocks that see them.
+        is_descending: query blocks are visited from the last to the first.
     """
 
     launch: BwdLaunch
     tile: KeyTile
     blocks: QueryBlocks
+    is_descending: cutlass.Constexpr[bool]
+
+    def segments(self, mask: MaskKind) -> list[tuple[Int32, Int32, bool]]:
+        """The query blocks [lo, hi), and whether they are masked, in the order in which they are visited."""
+        blocks = self.blocks
+        found = [(blocks.lo, blocks.full_lo, True), (blocks.full_lo, blocks.full_hi, False)]
+        if mask == "window":
+            found.append((blocks.full_hi, blocks.hi, True))
+        return found[::-1] if self.is_descending else found
+
+    def first(self) -> Int32:
+        """The first query block of a head."""
+        return self.blocks.hi - 1 if self.is_descending else self.blocks.lo
+
+    @cute.jit
+    def after(self, head: Int32, m_block: Int32):
+        """The (query head, block) to visit after one."""
+        head, m_block = self._neighbour(head, m_block, 1)
+        return head, m_block
+
+    @cute.jit
+    def before(self, head: Int32, m_block: Int32):
+        """The (query head, block) visited before one."""
+        head, m_block = self._neighbour(head, m_block, -1)
+        return head, m_block
+
+    @cute.jit
+    def _neighbour(self, head: Int32, m_block: Int32, way: cutlass.Constexpr[int]):
+        m_block += -way if const_expr(self.is_descending) else way
+        if m_block >= self.blocks.hi:
+            head, m_block = head + way, self.blocks.lo
+        elif m_block < self.blocks.lo:
+            head, m_block = head + way, self.blocks.hi - 1
+        return head, m_block

@@ -8,7 +8,9 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from cuteflash.kernels.sm80.bundles import KvSource
-from cuteflash.kernels.sm80.bwd_bundles import QuerySources
+from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
+from cuteflash.kernels.sm80.bwd_turns import pass_turn
+from cuteflash.kernels.sm80.fwd_mma import wait_loads
 from cuteflash.kernels.sm80.load import column_predicate, load_kv
 
 STATISTICS = 4  # fp32 numbers of one 16-byte copy
@@ -33,9 +35,7 @@ def make_query_source(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, t
 
 
 @cute.jit
-def load_queries(
-    kernel: cutlass.Constexpr, loads: QuerySources, head: Int32, m_block: Int32, stage: Int32 | int
-):
+def load_queries(kernel: cutlass.Constexpr, loads: QuerySources, head: Int32, m_block: Int32, stage: Int32 | int):
     """Issue the copies of a query block of the `head`-th query head, not committed."""
     tile_m = kernel.traits.tile_m
     head = loads.first_head + head
@@ -55,6 +55,40 @@ def load_queries(
                 cute.zipped_divide(source, (STATISTICS,))[None, piece],
                 cute.zipped_divide(target[None, stage], (STATISTICS,))[None, piece],
             )
+
+
+@cute.jit
+def pass_last_turn(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, place: tuple):
+    """In a deterministic backward, let the next block add to the tile of the step before `place`."""
+    if const_expr(kernel.problem.is_deterministic):
+        head, m_block, position = place
+        if position > 0:
+            pass_turn(loads, *work.before(head, m_block))
+
+
+@cute.jit
+def load_step(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, place: tuple):
+    """Wait for a step's Q and dO, and with two stages issue those of the next step; returns the step's stage.
+
+    In a deterministic backward the last step's turn is passed on.
+    """
+    head, m_block, position = place
+    stage = Int32(0)
+    if const_expr(kernel.traits.stages == 1):
+        cute.arch.sync_threads()  # every warp has read the last block
+        pass_last_turn(kernel, loads, work, place)
+        load_queries(kernel, loads, head, m_block, 0)
+        cute.arch.cp_async_commit_group()
+        wait_loads(0)
+    else:
+        stage = position & 1
+        wait_loads(0)  # and every warp has read the last block
+        pass_last_turn(kernel, loads, work, place)
+        next_head, next_block = work.after(head, m_block)
+        if next_head < work.launch.heads_per_kv:
+            load_queries(kernel, loads, next_head, next_block, stage ^ 1)
+        cute.arch.cp_async_commit_group()
+    return stage
 
 
 @cute.jit
