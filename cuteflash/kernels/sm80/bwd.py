@@ -35,7 +35,7 @@ from cuteflash.kernels.sm80.bwd_bundles import (
     KeyWork,
     QuerySources,
 )
-from cuteflash.kernels.sm80.bwd_load import make_query_source, store_rows
+from cuteflash.kernels.sm80.bwd_load import store_rows
 from cuteflash.kernels.sm80.bwd_mma import accumulate, make_gradients
 from cuteflash.kernels.sm80.bwd_products import stage_rows
 from cuteflash.kernels.sm80.bwd_split import make_half_gradients, pick
@@ -142,15 +142,9 @@ class FlashBwdSm80:
     ) -> QuerySources:
         """This thread's share of the loads of Q, dO and the row statistics."""
         batch = work.tile.batch
-        q, do = (
-            make_query_source(self, gX[None, None, None, batch], sX, head_dim, thread)
-            for gX, sX, head_dim in (
-                (operands.gQ, tiles.sQ, self.problem.operands.head_dim),
-                (operands.gdO, tiles.sdO, self.problem.operands.head_dim_v),
-            )
-        )
+        gQ, gdO = (gX[None, None, None, batch] for gX in (operands.gQ, operands.gdO))
         first_head = work.tile.head * work.launch.heads_per_kv
-        return QuerySources(q, do, workspace, tiles, thread, work.tile.mask.seqlen_q, first_head, batch)
+        return QuerySources(gQ, gdO, workspace, tiles, thread, work.tile.mask.seqlen_q, first_head, batch)
 
     def sums(self, g: Gradients | HalfGradients) -> tuple[cute.Tensor, ...]:
         """The accumulators that last for all query blocks."""

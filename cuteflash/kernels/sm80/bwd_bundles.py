@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.kernels.common.workspace import WorkspaceTensors
-from cuteflash.kernels.sm80.bundles import KvSource
 from cuteflash.problem import MaskKind
 
 
@@ -44,16 +44,17 @@ class BwdTiles:
 
 @dataclasses.dataclass(frozen=True)
 class QuerySources:
-    """One thread's share of the loads of Q and dO, whose last mode is (query block, head), and of the statistics.
+    """What the loads of Q, dO and the row statistics need.
 
     Attributes:
+        gQ, gdO: (rows, columns, heads) of the batch entry.
         seqlen_q: rows of Q and dO.
         first_head: the first query head of the KV head.
         batch: batch entry.
     """
 
-    q: KvSource
-    do: KvSource
+    gQ: cute.Tensor
+    gdO: cute.Tensor
     workspace: WorkspaceTensors
     tiles: BwdTiles
     thread: Int32
@@ -64,29 +65,25 @@ class QuerySources:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One operand of a product: its registers and how ldmatrix fills them.
+    """One operand of a product: its registers, and how ldmatrix fills them if it has not yet.
 
     Attributes:
         fragment: registers of all k-blocks.
-        copy: this thread's slice of the tiled copy.
-        source: (atom, tiles of M or N, k-blocks[, stages]) in shared memory.
+        fetches: of the fragment, at most one.
     """
 
     fragment: cute.Tensor
-    copy: cute.TiledCopy
-    source: cute.Tensor
+    fetches: tuple[atoms.Fetch, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """One thread's operands and accumulators.
+    """One thread's accumulators, and the operands that stay in registers.
 
     Attributes:
         thread: index in the block.
         mma_s, mma_dkv, mma_dq: the products' divisions over warps.
-        k, q: operands of S^T = K Q^T; v, do: of dP^T = V dO^T.
-        p, do_t: of dV += P^T dO; ds, q_t: of dK += dS^T Q; without a copy P and dS are in registers.
-        ds_t, k_t: of dQ = dS K.
+        k, v: operands of S^T = K Q^T and dP^T = V dO^T if they stay in registers.
         acc_S, acc_dP, acc_dK, acc_dV, acc_dQ: accumulators.
         scores: S^T as (keys, queries).
         bounds: (keys, 2) the queries [lo, hi) that see each key of this thread.
@@ -96,16 +93,8 @@ class Gradients:
     mma_s: cute.TiledMma
     mma_dkv: cute.TiledMma
     mma_dq: cute.TiledMma
-    k: Operand
-    q: Operand
-    v: Operand
-    do: Operand
-    p: Operand | None
-    do_t: Operand
-    ds: Operand | None
-    q_t: Operand
-    ds_t: Operand
-    k_t: Operand
+    k: Operand | None
+    v: Operand | None
     acc_S: cute.Tensor
     acc_dP: cute.Tensor
     acc_dK: cute.Tensor
@@ -117,15 +106,13 @@ class Gradients:
 
 @dataclasses.dataclass(frozen=True)
 class HalfGradients:
-    """One thread's operands and accumulators if half of the warps compute P and dV, the others dS and dK.
+    """One thread's accumulators if half of the warps compute P and dV, the others dS and dK.
 
     Attributes:
         thread: index in the block; member: in its half.
         half: 0 of P and dV, 1 of dS and dK.
         mma_s, mma_dkv, mma_dq: the products' divisions over warps, the first two of a half.
-        keys, queries: operands of the first product, K and Q or V and dO.
-        queries_t: of the second, dO or Q.
-        ds_t, k_t: of dQ = dS K.
+        keys: operand of the first product, K or V, if it stays in registers.
         acc_S: S^T or dP^T.
         acc: dV or dK.
         acc_dQ: dQ.
@@ -139,11 +126,7 @@ class HalfGradients:
     mma_s: cute.TiledMma
     mma_dkv: cute.TiledMma
     mma_dq: cute.TiledMma
-    keys: Operand
-    queries: Operand
-    queries_t: Operand
-    ds_t: Operand
-    k_t: Operand
+    keys: Operand | None
     acc_S: cute.Tensor
     acc: cute.Tensor
     acc_dQ: cute.Tensor

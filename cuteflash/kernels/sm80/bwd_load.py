@@ -34,21 +34,35 @@ def make_query_source(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, t
     )
 
 
+def varying(thread: Int32, position: Int32) -> Int32:
+    """`thread`, made to depend on the number of the step, which is never negative.
+
+    Addresses that follow from it are computed again in each step. Otherwise each of them, such as the swizzled one of
+    every k-block, takes a register for the whole loop.
+    """
+    return thread + (position >> 31)
+
+
 @cute.jit
-def load_queries(kernel: cutlass.Constexpr, loads: QuerySources, head: Int32, m_block: Int32, stage: Int32 | int):
+def load_queries(
+    kernel: cutlass.Constexpr, loads: QuerySources, head: Int32, m_block: Int32, stage: Int32 | int, thread: Int32
+):
     """Issue the copies of a query block of the `head`-th query head, not committed."""
-    tile_m = kernel.traits.tile_m
+    tile_m, operands = kernel.traits.tile_m, kernel.problem.operands
     head = loads.first_head + head
     rows = loads.seqlen_q - m_block * tile_m
-    load_kv(loads.q, (m_block, head), stage, rows)
-    load_kv(loads.do, (m_block, head), stage, rows)
+    for gX, sX, head_dim in (
+        (loads.gQ, loads.tiles.sQ, operands.head_dim),
+        (loads.gdO, loads.tiles.sdO, operands.head_dim_v),
+    ):
+        load_kv(make_query_source(kernel, gX, sX, head_dim, thread), (m_block, head), stage, rows)
     tile = loads.workspace.tile(m_block, head, loads.batch)
     pieces = tile_m // STATISTICS
     atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), cutlass.Float32, num_bits_per_copy=128
     )
     for index, (source, target) in enumerate(((tile.lse_log2, loads.tiles.sLSE), (tile.delta, loads.tiles.sDelta))):
-        piece = loads.thread - index * pieces
+        piece = thread - index * pieces
         if piece >= 0 and piece < pieces:
             cute.copy(
                 atom,
@@ -73,11 +87,12 @@ def load_step(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, pla
     In a deterministic backward the last step's turn is passed on.
     """
     head, m_block, position = place
+    thread = varying(loads.thread, position)
     stage = Int32(0)
     if const_expr(kernel.traits.stages == 1):
         cute.arch.sync_threads()  # every warp has read the last block
         pass_last_turn(kernel, loads, work, place)
-        load_queries(kernel, loads, head, m_block, 0)
+        load_queries(kernel, loads, head, m_block, 0, thread)
         cute.arch.cp_async_commit_group()
         wait_loads(0)
     else:
@@ -86,7 +101,7 @@ def load_step(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, pla
         pass_last_turn(kernel, loads, work, place)
         next_head, next_block = work.after(head, m_block)
         if next_head < work.launch.heads_per_kv:
-            load_queries(kernel, loads, next_head, next_block, stage ^ 1)
+            load_queries(kernel, loads, next_head, next_block, stage ^ 1, thread)
         cute.arch.cp_async_commit_group()
     return stage
 

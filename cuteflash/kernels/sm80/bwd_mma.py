@@ -9,25 +9,30 @@ dQ = dS K               added to the sum in memory
 
 from __future__ import annotations
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.scores import ScoreTile
-from cuteflash.core.views import transposed
-from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, Gradients, HalfGradients, KeyWork, QuerySources
-from cuteflash.kernels.sm80.bwd_load import column_statistics, load_queries, load_step
+from cuteflash.core.views import acc_as_operand_a, transposed
+from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, Gradients, HalfGradients, KeyWork, Operand, QuerySources
+from cuteflash.kernels.sm80.bwd_load import load_queries, load_step, varying
 from cuteflash.kernels.sm80.bwd_products import (
     accumulate_product,
     accumulator,
     add_dq,
+    differentiate,
+    keep,
     make_operand,
     probabilities,
     product,
+    product_dq,
     store_scores,
 )
-from cuteflash.kernels.sm80.bwd_split import split_step
+from cuteflash.kernels.sm80.bwd_split import keep_half_keys, split_step
 from cuteflash.kernels.sm80.bwd_turns import await_turn, look_at_turn, pass_turn
 from cuteflash.kernels.sm80.fwd_mma import wait_loads
 
@@ -40,22 +45,13 @@ def make_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -> Gra
     acc_S, acc_dP = (accumulator(mma_s, thread, traits.tile_n, traits.tile_m) for _ in range(2))
     shape = traits.tile_n, traits.tile_m
     scores = ScoreTile.of(mma_s, thread, acc_S, shape, work.launch.inner_scale, 1)
-    sK, sV = (sX[None, None, 0] for sX in (tiles.sK, tiles.sV))
     return Gradients(
         thread=thread,
         mma_s=mma_s,
         mma_dkv=mma_dkv,
         mma_dq=mma_dq,
-        k=make_operand(mma_s, thread, sK, is_a=True),
-        q=make_operand(mma_s, thread, tiles.sQ, is_a=False),
-        v=make_operand(mma_s, thread, sV, is_a=True),
-        do=make_operand(mma_s, thread, tiles.sdO, is_a=False),
-        p=None if traits.p_in_regs else make_operand(mma_dkv, thread, tiles.sP, is_a=True),
-        do_t=make_operand(mma_dkv, thread, transposed(tiles.sdO), is_a=False, transpose=True),
-        ds=None if traits.p_in_regs else make_operand(mma_dkv, thread, tiles.sdS, is_a=True),
-        q_t=make_operand(mma_dkv, thread, transposed(tiles.sQ), is_a=False, transpose=True),
-        ds_t=make_operand(mma_dq, thread, transposed(tiles.sdS), is_a=True, transpose=True),
-        k_t=make_operand(mma_dq, thread, transposed(sK), is_a=False, transpose=True),
+        k=None,
+        v=None,
         acc_S=acc_S,
         acc_dP=acc_dP,
         acc_dK=accumulator(mma_dkv, thread, traits.tile_n, traits.head_dim),
@@ -72,9 +68,11 @@ def accumulate(kernel: cutlass.Constexpr, g: Gradients | HalfGradients, loads: Q
     for r in cutlass.range_constexpr(cute.size(g.bounds.shape[0])):
         g.bounds[r, 0], g.bounds[r, 1] = work.tile.q_bounds(g.scores.row(r))
     if const_expr(kernel.traits.stages > 1):
-        load_queries(kernel, loads, Int32(0), work.first(), 0)
+        load_queries(kernel, loads, Int32(0), work.first(), 0, loads.thread)
     cute.arch.cp_async_commit_group()
-    keep_keys(kernel, g)
+    if const_expr(kernel.traits.k_in_regs or kernel.traits.v_in_regs):
+        wait_loads(0)
+        g = (keep_half_keys if kernel.traits.split else keep_keys)(kernel, g, loads.tiles)
     one = split_step if kernel.traits.split else step
     position = Int32(0)
     for head in cutlass.range(work.launch.heads_per_kv, unroll=1):
@@ -88,19 +86,13 @@ def accumulate(kernel: cutlass.Constexpr, g: Gradients | HalfGradients, loads: Q
         pass_turn(loads, *work.before(work.launch.heads_per_kv, work.first()))
 
 
-@cute.jit
-def keep_keys(kernel: cutlass.Constexpr, g: Gradients | HalfGradients):
+def keep_keys(kernel, g: Gradients, tiles: BwdTiles) -> Gradients:
     """Fetch those of K and V that stay in registers."""
-    traits = kernel.traits
-    if const_expr(traits.k_in_regs or traits.v_in_regs):
-        wait_loads(0)
-        if const_expr(traits.split):
-            kept = ((g.keys, traits.k_in_regs),)
-        else:
-            kept = ((g.k, traits.k_in_regs), (g.v, traits.v_in_regs))
-        for operand, is_kept in kept:
-            if const_expr(is_kept):
-                cute.copy(operand.copy, operand.source, operand.copy.retile(operand.fragment))
+    k, v = (
+        keep(make_operand(g.mma_s, g.thread, sX[None, None, 0], is_a=True)) if is_kept else None
+        for sX, is_kept in ((tiles.sK, kernel.traits.k_in_regs), (tiles.sV, kernel.traits.v_in_regs))
+    )
+    return dataclasses.replace(g, k=k, v=v)
 
 
 @cute.jit
@@ -114,45 +106,41 @@ def step(
 ):
     """One query block; `place` is its (query head, block, number in the loop)."""
     traits, tiles = kernel.traits, loads.tiles
-    head, m_block, _ = place
+    head, m_block, position = place
     stage = load_step(kernel, loads, work, place)
     seen = look_at_turn(loads, head, m_block) if kernel.problem.is_deterministic else None
-    kept_k, kept_v = (None if kept else 0 for kept in (traits.k_in_regs, traits.v_in_regs))
 
-    product(kernel, g.mma_s, g.acc_S, (g.k, kept_k), (g.q, stage))
+    thread = varying(g.thread, position)
+    k, v = (
+        make_operand(g.mma_s, thread, sX[None, None, 0], is_a=True) if kept is None else kept
+        for sX, kept in ((tiles.sK, g.k), (tiles.sV, g.v))
+    )
+    q, do = (make_operand(g.mma_s, thread, sX[None, None, stage], is_a=False) for sX in (tiles.sQ, tiles.sdO))
+    product(kernel, g.mma_s, g.acc_S, k, q)
     slopes = probabilities(kernel, g, tiles.sLSE[None, stage], work, m_block, masked)
     rP = rounded_fragment(g.acc_S, kernel.dtype)
+    # Nothing is stored before dP, so that its fragments are fetched and multiplied beside the exponentials.
+    product(kernel, g.mma_s, g.acc_dP, v, do)
     if const_expr(not traits.p_in_regs):
-        store_scores(kernel, g.mma_s, g.thread, rP, tiles.sP)
-    product(kernel, g.mma_s, g.acc_dP, (g.v, kept_v), (g.do, stage))
-    differentiate(kernel, g, slopes, tiles.sDelta[None, stage])
+        store_scores(kernel, g.mma_s, thread, rP, tiles.sP)
+    differentiate(g, g.acc_dP, (rP, slopes), tiles.sDelta[None, stage])
     rdS = rounded_fragment(g.acc_dP, kernel.dtype)
-    store_scores(kernel, g.mma_s, g.thread, rdS, tiles.sdS)
+    store_scores(kernel, g.mma_s, thread, rdS, tiles.sdS)
 
+    if const_expr(kernel.problem.is_deterministic):
+        await_turn(loads, work, head, m_block, seen)
     if const_expr(traits.p_in_regs):
-        accumulate_product(kernel, g.mma_dkv, g.acc_dV, (rP, None), (g.do_t, stage))
-        accumulate_product(kernel, g.mma_dkv, g.acc_dK, (rdS, None), (g.q_t, stage))
-        if const_expr(kernel.problem.is_deterministic):
-            await_turn(loads, work, head, m_block, seen)
-        cute.arch.sync_threads()  # dS is written
+        p, dS = Operand(acc_as_operand_a(rP)), Operand(acc_as_operand_a(rdS))
     else:
-        if const_expr(kernel.problem.is_deterministic):
-            await_turn(loads, work, head, m_block, seen)
         cute.arch.sync_threads()  # P and dS are written
-        accumulate_product(kernel, g.mma_dkv, g.acc_dV, (g.p, 0), (g.do_t, stage))
-        accumulate_product(kernel, g.mma_dkv, g.acc_dK, (g.ds, 0), (g.q_t, stage))
-    product(kernel, g.mma_dq, g.acc_dQ, (g.ds_t, 0), (g.k_t, 0))
+        p, dS = (make_operand(g.mma_dkv, thread, sX, is_a=True) for sX in (tiles.sP, tiles.sdS))
+    do_t, q_t = (
+        make_operand(g.mma_dkv, thread, transposed(sX[None, None, stage]), is_a=False, transpose=True)
+        for sX in (tiles.sdO, tiles.sQ)
+    )
+    accumulate_product(kernel, g.mma_dkv, g.acc_dV, p, do_t)
+    accumulate_product(kernel, g.mma_dkv, g.acc_dK, dS, q_t)
+    if const_expr(traits.p_in_regs):
+        cute.arch.sync_threads()  # dS is written
+    product_dq(kernel, g, tiles, thread)
     add_dq(kernel, g, loads, m_block, head)
-
-
-@cute.jit
-def differentiate(kernel: cutlass.Constexpr, g: Gradients, slopes: cute.Tensor | None, sDelta: cute.Tensor):
-    """dP becomes dS = P (dP - delta), times the derivative of the softcap, in place."""
-    delta = column_statistics(sDelta, g.scores)
-    for i in cutlass.range_constexpr(cute.size(g.acc_dP)):
-        # A fragment's linear order: two neighbouring columns, two rows, rows of warps, column groups.
-        column = i % 2 + i // (2 * cute.size(g.scores.values.shape[0])) * 2
-        weight = g.acc_S[i]
-        if const_expr(slopes is not None):
-            weight = weight * slopes[i]
-        g.acc_dP[i] = weight * (g.acc_dP[i] - delta[column])

@@ -9,8 +9,15 @@ from cutlass import Float32, Int32, const_expr
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.softmax import exp2
-from cuteflash.core.views import acc_as_operand_a
-from cuteflash.kernels.sm80.bwd_bundles import Gradients, HalfGradients, KeyWork, Operand, QuerySources
+from cuteflash.core.views import transposed
+from cuteflash.kernels.sm80.bwd_bundles import (
+    BwdTiles,
+    Gradients,
+    HalfGradients,
+    KeyWork,
+    Operand,
+    QuerySources,
+)
 from cuteflash.kernels.sm80.bwd_load import column_statistics
 
 
@@ -20,35 +27,41 @@ def accumulator(mma: cute.TiledMma, thread: Int32, rows: int, cols: int) -> cute
 
 
 def make_operand(mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, *, is_a: bool, transpose: bool = False) -> Operand:
-    """A thread's operand in shared memory, (rows, k) or (rows, k, stages); `transpose` if k runs over its rows."""
-    mine, stage = mma.get_slice(thread), sX if cute.rank(sX) == 2 else sX[None, None, 0]
+    """A thread's operand in shared memory, (rows, k); `transpose` if k runs over the rows of the tile as it lies."""
+    mine = mma.get_slice(thread)
     atom = atoms.ldmatrix(sX.element_type, transpose)
     if is_a:
-        fragment, tiled = mine.make_fragment_A(mine.partition_A(stage)), cute.make_tiled_copy_A(atom, mma)
+        fragment, tiled = mine.make_fragment_A(mine.partition_A(sX)), cute.make_tiled_copy_A(atom, mma)
     else:
-        fragment, tiled = mine.make_fragment_B(mine.partition_B(stage)), cute.make_tiled_copy_B(atom, mma)
+        fragment, tiled = mine.make_fragment_B(mine.partition_B(sX)), cute.make_tiled_copy_B(atom, mma)
     copy = tiled.get_slice(thread)
-    return Operand(fragment, copy, copy.partition_S(sX))
+    return Operand(fragment, (atoms.Fetch(copy, copy.partition_S(sX), copy.retile(fragment)),))
 
 
-def product(kernel, mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: tuple) -> None:
-    """acc = A B, see `accumulate_product`."""
+def keep(operand: Operand) -> Operand:
+    """Fetch an operand for good."""
+    (fetch,) = operand.fetches
+    for k in range(cute.size(operand.fragment.shape[2])):
+        fetch(k)
+    return Operand(operand.fragment)
+
+
+def product(kernel, mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand) -> None:
+    """acc = A B"""
     acc.fill(0.0)
     accumulate_product(kernel, mma, acc, a, b)
 
 
-def accumulate_product(kernel, mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: tuple) -> None:
-    """acc += A B; each is (operand, stage) in shared memory, or with stage None in registers."""
-    fetches, fragments = (), []
-    for operand, stage in (a, b):
-        if not isinstance(operand, Operand):
-            fragments.append(acc_as_operand_a(operand))
-            continue
-        fragments.append(operand.fragment)
-        if stage is not None:
-            source = operand.source if cute.rank(operand.source) == 3 else operand.source[None, None, None, stage]
-            fetches += (atoms.Fetch(operand.copy, source, operand.copy.retile(operand.fragment)),)
-    atoms.gemm(mma, acc, *fragments, fetches, kernel.traits.ahead)
+def accumulate_product(kernel, mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand) -> None:
+    """acc += A B"""
+    atoms.gemm(mma, acc, a.fragment, b.fragment, a.fetches + b.fetches, kernel.traits.ahead)
+
+
+def product_dq(kernel, g: Gradients | HalfGradients, tiles: BwdTiles, thread: Int32) -> None:
+    """dQ = dS K"""
+    dS = make_operand(g.mma_dq, thread, transposed(tiles.sdS), is_a=True, transpose=True)
+    k = make_operand(g.mma_dq, thread, transposed(tiles.sK[None, None, 0]), is_a=False, transpose=True)
+    product(kernel, g.mma_dq, g.acc_dQ, dS, k)
 
 
 @cute.jit
@@ -75,6 +88,23 @@ def probabilities(
         for c in cutlass.range_constexpr(cute.size(values.shape[1])):
             values[r, c] = exp2(values[r, c] * work.launch.scale_log2 - lse[c])
     return slopes
+
+
+@cute.jit
+def differentiate(g: Gradients | HalfGradients, acc: cute.Tensor, weights: tuple, sDelta: cute.Tensor):
+    """dP in `acc` becomes dS = P (dP - delta), in place.
+
+    `weights` are P, rounded so that it takes half the registers, and the derivative of the softcap or None.
+    """
+    rP, slopes = weights
+    delta = column_statistics(sDelta, g.scores)
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        # A fragment's linear order: two neighbouring columns, two rows, rows of warps, column groups.
+        column = i % 2 + i // (2 * cute.size(g.scores.values.shape[0])) * 2
+        weight = rP[i].to(Float32)
+        if const_expr(slopes is not None):
+            weight = weight * slopes[i]
+        acc[i] = weight * (acc[i] - delta[column])
 
 
 def store_scores(kernel, mma: cute.TiledMma, thread: Int32, rounded: cute.Tensor, sX: cute.Tensor) -> None:

@@ -12,23 +12,28 @@ as many multiplications. The exponentials of one half run beside products of the
 
 from __future__ import annotations
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.scores import ScoreTile
-from cuteflash.core.views import transposed
-from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, HalfGradients, KeyWork, QuerySources
-from cuteflash.kernels.sm80.bwd_load import column_statistics, load_step
+from cuteflash.core.views import acc_as_operand_a, transposed
+from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, HalfGradients, KeyWork, Operand, QuerySources
+from cuteflash.kernels.sm80.bwd_load import load_step, varying
 from cuteflash.kernels.sm80.bwd_products import (
     accumulate_product,
     accumulator,
     add_dq,
+    differentiate,
+    keep,
     make_operand,
     probabilities,
     product,
+    product_dq,
     store_scores,
 )
 from cuteflash.kernels.sm80.bwd_turns import await_turn, look_at_turn
@@ -50,8 +55,6 @@ def make_half_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -
     mma_s, mma_dkv, mma_dq = kernel.tiled_mma_s(), kernel.tiled_mma_dkv(), kernel.tiled_mma_dq()
     threads = traits.num_threads // 2
     half, member = cute.arch.make_warp_uniform(thread // threads), thread % threads
-    keys = pick(tiles.sK, tiles.sV, half)
-    queries, others = pick(tiles.sQ, tiles.sdO, half), pick(tiles.sdO, tiles.sQ, half)
     acc_S = accumulator(mma_s, member, traits.tile_n, traits.tile_m)
     scores = ScoreTile.of(mma_s, member, acc_S, (traits.tile_n, traits.tile_m), work.launch.inner_scale, 1)
     return HalfGradients(
@@ -61,17 +64,23 @@ def make_half_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -
         mma_s=mma_s,
         mma_dkv=mma_dkv,
         mma_dq=mma_dq,
-        keys=make_operand(mma_s, member, keys[None, None, 0], is_a=True),
-        queries=make_operand(mma_s, member, queries, is_a=False),
-        queries_t=make_operand(mma_dkv, member, transposed(others), is_a=False, transpose=True),
-        ds_t=make_operand(mma_dq, thread, transposed(tiles.sdS), is_a=True, transpose=True),
-        k_t=make_operand(mma_dq, thread, transposed(tiles.sK[None, None, 0]), is_a=False, transpose=True),
+        keys=None,
         acc_S=acc_S,
         acc=accumulator(mma_dkv, member, traits.tile_n, traits.head_dim),
         acc_dQ=accumulator(mma_dq, thread, traits.tile_m, traits.head_dim),
         scores=scores,
         bounds=cute.make_rmem_tensor((cute.size(scores.values.shape[0]), 2), Int32),
     )
+
+
+def first_operand(g: HalfGradients, tiles: BwdTiles, member: Int32) -> Operand:
+    """K or V as operand of the first product."""
+    return make_operand(g.mma_s, member, pick(tiles.sK, tiles.sV, g.half)[None, None, 0], is_a=True)
+
+
+def keep_half_keys(kernel, g: HalfGradients, tiles: BwdTiles) -> HalfGradients:
+    """Fetch K or V for the whole loop."""
+    return dataclasses.replace(g, keys=keep(first_operand(g, tiles, g.member)))
 
 
 @cute.jit
@@ -85,11 +94,15 @@ def split_step(
 ):
     """One query block; `place` is its (query head, block, number in the loop)."""
     traits, tiles = kernel.traits, loads.tiles
-    head, m_block, _ = place
+    head, m_block, position = place
     stage = load_step(kernel, loads, work, place)
     seen = look_at_turn(loads, head, m_block) if kernel.problem.is_deterministic else None
-    kept = None if traits.k_in_regs else 0
-    product(kernel, g.mma_s, g.acc_S, (g.keys, kept), (g.queries, stage))
+    thread, member = (varying(index, position) for index in (g.thread, g.member))
+    queries, others = (
+        pick(*pair, g.half)[None, None, stage] for pair in ((tiles.sQ, tiles.sdO), (tiles.sdO, tiles.sQ))
+    )
+    keys = first_operand(g, tiles, member) if g.keys is None else g.keys
+    product(kernel, g.mma_s, g.acc_S, keys, make_operand(g.mma_s, member, queries, is_a=False))
     rounded = cute.make_rmem_tensor_like(g.acc_S, kernel.dtype)
     if g.half == 0:
         slopes = probabilities(kernel, g, tiles.sLSE[None, stage], work, m_block, masked)
@@ -104,14 +117,16 @@ def split_step(
         cute.arch.barrier_arrive(barrier_id=P_READY, number_of_threads=traits.num_threads)
     else:
         cute.arch.barrier(barrier_id=P_READY, number_of_threads=traits.num_threads)
-        differentiate(kernel, g, tiles.sDelta[None, stage], exchange_view(kernel, g, tiles.sP))
+        copy_pieces(exchange_view(kernel, g, tiles.sP), rounded)
+        differentiate(g, g.acc_S, (rounded, None), tiles.sDelta[None, stage])
         round_fragment(g.acc_S, rounded)
-        store_scores(kernel, g.mma_s, g.member, rounded, tiles.sdS)
-    accumulate_product(kernel, g.mma_dkv, g.acc, (rounded, None), (g.queries_t, stage))
+        store_scores(kernel, g.mma_s, member, rounded, tiles.sdS)
+    others = make_operand(g.mma_dkv, member, transposed(others), is_a=False, transpose=True)
+    accumulate_product(kernel, g.mma_dkv, g.acc, Operand(acc_as_operand_a(rounded)), others)
     if const_expr(kernel.problem.is_deterministic):
         await_turn(loads, work, head, m_block, seen)
     cute.arch.sync_threads()  # dS is written
-    product(kernel, g.mma_dq, g.acc_dQ, (g.ds_t, 0), (g.k_t, 0))
+    product_dq(kernel, g, tiles, thread)
     add_dq(kernel, g, loads, m_block, head)
 
 
@@ -130,14 +145,3 @@ def copy_pieces(source: cute.Tensor, target: cute.Tensor) -> None:
     for i in range(cute.size(view.shape[1])):
         pair = (flat[None, i], view[None, i])
         cute.copy(atom, *(pair if fragment is source else pair[::-1]))
-
-
-@cute.jit
-def differentiate(kernel: cutlass.Constexpr, g: HalfGradients, sDelta: cute.Tensor, weights: cute.Tensor):
-    """dP becomes dS = P (dP - delta), in place; `weights` has P times the derivative of the softcap."""
-    delta = column_statistics(sDelta, g.scores)
-    rP = cute.make_rmem_tensor_like(g.acc_S, kernel.dtype)
-    copy_pieces(weights, rP)
-    for i in cutlass.range_constexpr(cute.size(g.acc_S)):
-        column = i % 2 + i // (2 * cute.size(g.scores.values.shape[0])) * 2
-        g.acc_S[i] = rP[i].to(Float32) * (g.acc_S[i] - delta[column])
