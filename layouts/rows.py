@@ -15,7 +15,7 @@ from cuteflash.problem import FEATURES, FwdProblem
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import tables_of
 
 from .banks import WARP, ways
 from .budget import budget
@@ -48,7 +48,7 @@ class ShippedRow:
 
 def shipped_rows() -> Iterator[ShippedRow]:
     """Every row of every table, each with a problem that the shipped tables run with it; user tables are ignored."""
-    for (_, target, family), rows in TABLES.items():
+    for (_, target, family), rows in tables_of("fwd").items():
         for row in rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
                 served = _served(row, head_dim_v, target, family)

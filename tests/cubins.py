@@ -29,7 +29,7 @@ from cuteflash.dispatch import choose_shipped, kernel_class
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Traits
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import tables_of
 
 ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
 SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
@@ -57,7 +57,7 @@ def row_kernels(hardest: bool = True) -> list[Case]:
     features = itertools.product((True, False), (True, False), reversed(MASK_KINDS), reversed(DTYPES), LENGTH_CLASSES)
     order = list(features) if hardest else list(features)[::-1]
     kernels: dict[tuple[str, Traits], FwdProblem] = {}
-    for (_, target, family), rows in TABLES.items():
+    for (_, target, family), rows in tables_of("fwd").items():
         made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
         for (softcap, lse, mask, dtype, lengths), head_dims in itertools.product(order, made_for):
             problem = FwdProblem.dense(dtype, *head_dims, mask, softcap=softcap, lse=lse)

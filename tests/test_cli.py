@@ -28,7 +28,7 @@ from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import tables_of
 from cuteflash.usertable import TableWarning
 from tests.user_tables import MEASURED, OwnTables
 
@@ -152,7 +152,7 @@ def test_compile_needs_an_arch_where_there_is_no_gpu(monkeypatch: pytest.MonkeyP
 
 def selected(**changes: Any) -> Selection:
     everything = {
-        "targets": [key.target for key in TABLES],
+        "targets": [key.target for key in tables_of("fwd")],
         "families": ["sm80", "sm90"],
         "head_dims": None,
         "masks": list(MASK_KINDS),
@@ -169,10 +169,10 @@ def test_all_is_every_row_of_every_table_once() -> None:
     built = {
         (task.target, task.family, task.problem.operands.head_dim, task.problem.operands.head_dim_v) for task in tasks
     }
-    rows = {(*table[1:], row.traits.head_dim, row.traits.head_dim_v) for table, rows in TABLES.items() for row in rows}
+    rows = {(*table[1:], row.traits.head_dim, row.traits.head_dim_v) for table, rows in tables_of("fwd").items() for row in rows}
     assert built == rows
-    for table in TABLES:
-        for pair in {(row.traits.head_dim, row.traits.head_dim_v) for row in TABLES[table]}:
+    for table in tables_of("fwd"):
+        for pair in {(row.traits.head_dim, row.traits.head_dim_v) for row in tables_of("fwd")[table]}:
             problems = [FwdProblem.dense(dtype, *pair, mask) for dtype in DTYPES for mask in MASK_KINDS]
             asked = itertools.product(problems, LENGTH_CLASSES)
             kernels = {(problem, choose(problem, *table[1:], lengths).traits) for problem, lengths in asked}

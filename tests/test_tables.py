@@ -7,14 +7,16 @@ import itertools
 import pytest
 
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.problem import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, FwdProblem
+from cuteflash.problem import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, BwdProblem, FwdProblem
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, TableKey
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import TABLES, tables_of
 from tests.cross_compile import KernelStore
 from tests.cubins import Case, row_kernels
 
+PROBLEMS: dict[str, type[FwdProblem] | type[BwdProblem]] = {"fwd": FwdProblem, "bwd": BwdProblem}
+FEATURES = {"fwd": {"softcap": True, "lse": True}, "bwd": {"softcap": True}}
 EACH_TABLE = pytest.mark.parametrize("table", TABLES, ids=str)
 HEAD_DIMS = range(HEAD_DIM_STEP, HEAD_DIM_MAX + 1, HEAD_DIM_STEP)
 # Head dims choose a row by what they are padded to: all pairs of that, and every head dim with itself and the smallest.
@@ -27,7 +29,9 @@ HEAD_DIM_PAIRS = [
 
 
 def test_every_arch_has_a_table_for_each_of_its_families() -> None:
-    assert set(TABLES) == {TableKey("fwd", arch.name, family) for arch in ARCHS.values() for family in arch.families}
+    every = {(arch.name, family) for arch in ARCHS.values() for family in arch.families}
+    assert {key[1:] for key in tables_of("fwd")} == every
+    assert {key[1:] for key in tables_of("bwd")} == {(target, family) for target, family in every if family == "sm80"}
 
 
 @EACH_TABLE
@@ -44,7 +48,7 @@ def test_every_row_can_run(table: TableKey) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None:
     for (head_dim, head_dim_v), lengths in itertools.product(HEAD_DIM_PAIRS, LENGTH_CLASSES):
-        problem = FwdProblem.dense(dtype, head_dim, head_dim_v, mask)
+        problem = PROBLEMS[table.operation].dense(dtype, head_dim, head_dim_v, mask)
         traits = choose_shipped(problem, table.target, table.family, lengths).traits
         assert traits.family == table.family
         assert 0 <= traits.head_dim - head_dim < 32
@@ -53,10 +57,10 @@ def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None
 
 
 @EACH_TABLE
-def test_every_problem_has_a_row_that_serves_softcap_and_lse(table: TableKey) -> None:
+def test_every_problem_has_a_row_that_serves_all_features(table: TableKey) -> None:
     for head_dim, head_dim_v in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS):
         for mask, dtype, lengths in itertools.product(MASK_KINDS, DTYPES, LENGTH_CLASSES):
-            problem = FwdProblem.dense(dtype, head_dim, head_dim_v, mask, softcap=True, lse=True)
+            problem = PROBLEMS[table.operation].dense(dtype, head_dim, head_dim_v, mask, **FEATURES[table.operation])
             row = choose_shipped(problem, table.target, table.family, lengths).row
             assert problem.features.isdisjoint(row.without)
 

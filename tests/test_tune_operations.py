@@ -17,7 +17,7 @@ from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
 from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import tables_of
 from cuteflash.tune.cells import Cell, parse_cell
 from cuteflash.tune.operations import SPECS, enumerate_traits
 
@@ -66,7 +66,7 @@ def test_every_tunable_trait_takes_several_values(family: Family) -> None:
 
 def test_every_shipped_row_is_a_candidate_or_compiles_to_one() -> None:
     spaces: dict[Any, set[object]] = {}
-    for (_, target, _), rows in TABLES.items():
+    for (_, target, _), rows in tables_of("fwd").items():
         for row in rows:
             place = "fwd", row.traits.family, row.traits.head_dim, row.traits.head_dim_v
             space = spaces.get(place) or spaces.setdefault(place, set(enumerate_traits(*place)))

@@ -27,17 +27,31 @@ def swizzled_tile(rows: int, cols: int, *stages: int, most_bits: int = 3) -> cut
     return cute.tile_to_shape(slab, (rows, cols, *stages), tuple(range(2 + len(stages))))
 
 
-def tiled_mma(dtype: type[cutlass.Numeric], num_warps: int) -> cute.TiledMma:
-    """mma.sync m16n8k16 with fp32 accumulation, warps stacked along M; N in pairs, to feed it by ldmatrix.x4."""
+def tiled_mma(dtype: type[cutlass.Numeric], warps_m: int, warps_n: int = 1) -> cute.TiledMma:
+    """mma.sync m16n8k16 with fp32 accumulation by (warps_m, warps_n) warps; N in pairs, to feed it by ldmatrix.x4."""
     op = warp.MmaF16BF16Op(dtype, Float32, (MMA_M, MMA_N, MMA_K))
     return cute.make_tiled_mma(
-        op, cute.make_layout((num_warps, 1, 1)), permutation_mnk=(num_warps * MMA_M, 2 * MMA_N, MMA_K)
+        op,
+        cute.make_layout((warps_m, warps_n, 1)),
+        permutation_mnk=(warps_m * MMA_M, warps_n * 2 * MMA_N, MMA_K),
     )
 
 
 def ldmatrix(dtype: type[cutlass.Numeric], transpose: bool = False) -> cute.CopyAtom:
     """Four 8x8 matrices a warp and instruction; `transpose` for an operand whose k extent runs over rows."""
     return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype)
+
+
+def add_groups(source: cute.Tensor, target: cute.Tensor, vector: bool) -> None:
+    """Add groups of 4 fp32 registers (4, n) to global memory, atomically; `vector`: 16 bytes at once, from sm_90 on."""
+    for i in range(cute.size(source.shape[1])):
+        group = target[None, i]
+        if vector:
+            values = source[None, i].load().ir_value()
+            cute.arch.red(group.iterator, values, op="add", dtype="f32", sem="relaxed", scope="gpu")
+        else:
+            for j in range(cute.size(group)):
+                cute.arch.red(group.iterator + j, source[j, i], op="add", dtype="f32", sem="relaxed", scope="gpu")
 
 
 def store_pairs(dtype: type[cutlass.Numeric], mma: cute.TiledMma) -> cute.TiledCopy:

@@ -20,7 +20,7 @@ from cuteflash.problem import FEATURES, FwdProblem
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import Traits
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import tables_of
 
 PLAIN_WIDTH = 200  # columns of the table if stdout is not a terminal
 TASK_COLUMNS = ("target", "family", "dims", "mask", "dtype", "lengths")
@@ -101,7 +101,7 @@ def grid_tasks(selection: Selection) -> list[Task]:
 def table_tasks(selection: Selection) -> list[Task]:
     """The kernels of the selected combinations and each pair of head dims that the selected tables have a row for."""
     tasks = []
-    for key, shipped in TABLES.items():
+    for key, shipped in tables_of("fwd").items():
         if key.target in selection.targets and key.family in selection.families:
             rows = (*(own.row for own in usertable.load(key)), *shipped)
             made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)

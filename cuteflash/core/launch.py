@@ -131,8 +131,10 @@ class BwdLaunch:
         row_bytes = kernel.problem.operands.kv_row_bytes + 4 * traits.head_dim
         group = TileOrder.head_group(seqlen_q * heads_per_kv, Int32(1), row_bytes)
         scale_log2, inner_scale = score_scales(scores.softcap, scalars)
+        # Blocks that take turns at a head's dQ wait least if they did not start together.
+        by_block = scores.mask != "full" or kernel.problem.is_deterministic
         return BwdLaunch(
-            order=TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), scores.mask != "full"),
+            order=TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block),
             heads_per_kv=heads_per_kv,
             lengths=Lengths(seqlen_q, seqlen_k),
             window_left=scalars.window_left,

@@ -87,6 +87,12 @@ class QueryBlocks:
     hi: Index
     full_lo: Index
     full_hi: Index
+    is_descending: cutlass.Constexpr[bool] = False
+
+    @property
+    def first(self) -> Index:
+        """The block to visit first."""
+        return self.hi - 1 if self.is_descending else self.lo
 
     @property
     def count(self) -> Index:
@@ -95,6 +101,8 @@ class QueryBlocks:
 
     def following(self, m_block: Index) -> Index:
         """The block to visit after `m_block`; after the last one the first again, of another head."""
+        if self.is_descending:
+            return cutlass.select_(m_block == self.lo, self.hi - 1, m_block - 1)
         return cutlass.select_(m_block + 1 == self.hi, self.lo, m_block + 1)
 
     def is_cut(self, m_block: Index) -> Index:
@@ -124,7 +132,7 @@ class KeyTile:
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
-    def query_blocks(self) -> QueryBlocks:
+    def query_blocks(self, is_descending: bool = False) -> QueryBlocks:
         """The query blocks that the tile visits.
 
         Rows past the last query need no mask: their log-sum-exp is infinite. Keys past the last one do.
@@ -137,7 +145,7 @@ class KeyTile:
         if mask.kind != "window":
             full_hi = hi
         full_lo = cutlass.select_(end > mask.seqlen_k, hi, cutlass.min(cutlass.max(full_lo, lo), hi))
-        return QueryBlocks(lo, hi, full_lo, cutlass.min(cutlass.max(full_hi, full_lo), hi))
+        return QueryBlocks(lo, hi, full_lo, cutlass.min(cutlass.max(full_hi, full_lo), hi), is_descending)
 
     def q_bounds(self, key: Int32) -> tuple[Index, Index]:
         """The queries `[lo, hi)` that see a key of the tile, counted from its first; none if it does not exist."""

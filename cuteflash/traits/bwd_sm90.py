@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from cuteflash.core.workspace import Workspace
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.sm80 import swizzle_width
 from cuteflash.traits.sm90 import (
-    ADDRESS_REGS,
     MBARRIER_BYTES,
     REGISTER_SPLIT,
     SWIZZLE_ALIGN,
@@ -20,6 +20,7 @@ from cuteflash.traits.sm90 import (
 )
 
 STATISTIC_BYTES = 4  # fp32
+BWD_ADDRESS_REGS = 12  # registers a thread needs at least beside its fragments: most addresses are uniform
 
 DqShare = Literal["rows", "columns", "transposed", "turns"]
 
@@ -44,7 +45,7 @@ class BwdTraitsSm90:
 
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm90"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap"})  # those that the kernel implements
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic"})  # those that the kernel implements
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 128
     ds_stage: ClassVar[int] = 2  # a step's dS is read while the next one is written
@@ -111,15 +112,20 @@ class BwdTraitsSm90:
 
     @property
     def accumulator_regs(self) -> int:
-        """Registers a thread needs for the accumulators dK and dV, S and dP, and for P and dS as operands.
+        """Registers a thread needs for the accumulators dK and dV, S, dP and dQ, and for P and dS as operands.
 
         Without `overlap` dQ takes the place of S, and dS replaces dP element by element.
         """
-        gradients, scores, operand = (self.head_dim + self.head_dim_v) // 2, self.tile_m, self.tile_m // 4
+        gradients, scores, operand = (self.head_dim + self.head_dim_v) // 2, self.tile_m // 2, self.tile_m // 4
         rows, cols = self.dq_part
+        dq = rows * cols // WARPGROUP
         if self.overlap:
-            return gradients + scores + 2 * operand + rows * cols // WARPGROUP
-        return gradients + scores + operand
+            return gradients + 2 * scores + 2 * operand + dq
+        return gradients + scores + max(scores, dq) + operand
+
+    def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
+        """The fp32 workspace of a call, for Python ints or traced values."""
+        return Workspace.dense(batch, heads, seqlen_q, self.tile_m, self.head_dim)
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
@@ -140,10 +146,10 @@ class BwdTraitsSm90:
             return f"dq {self.dq!r} gives a warpgroup {cols} columns, not whole slabs of {swizzle_width(self.head_dim)}"
         if self.overlap and min(self.q_stage, self.do_stage) < 3:
             return "overlap needs q_stage and do_stage 3: two tiles are read while one is loaded"
-        if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:
+        if self.accumulator_regs > self.mma_regs - BWD_ADDRESS_REGS:
             return (
-                f"dK, dV, S, dP and P fragments take {self.accumulator_regs} registers a thread, "
-                f"{self.mma_regs} less {ADDRESS_REGS} for addresses are there"
+                f"dK, dV, S, dP, dQ and P fragments take {self.accumulator_regs} registers a thread, "
+                f"{self.mma_regs} less {BWD_ADDRESS_REGS} for addresses are there"
             )
         if self.smem_bytes > arch.smem_per_block:
             return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"

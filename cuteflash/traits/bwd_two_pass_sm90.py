@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from cuteflash.core.workspace import Workspace
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
@@ -40,7 +41,7 @@ class BwdTwoPassTraitsSm90:
 
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm90"
-    features: ClassVar[frozenset[Feature]] = frozenset({"deterministic"})  # those that the kernels implement
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic"})  # those that the kernels implement
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
     dq_tile_m: ClassVar[int] = CONSUMERS * WGMMA_M
@@ -104,6 +105,10 @@ class BwdTwoPassTraitsSm90:
         dkv = max(self.head_dim, self.head_dim_v) // 2 + self.tile_m // 2 + self.tile_m // 4
         dq = self.head_dim // 2 + self.dq_tile_n + self.dq_tile_n // 4
         return max(dkv, dq)
+
+    def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
+        """The fp32 workspace of a call, for Python ints or traced values."""
+        return Workspace.dense(batch, heads, seqlen_q, self.tile_m, 0)
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""

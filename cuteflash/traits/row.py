@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, FwdProblem, Operation
+from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, Operation, Problem
 from cuteflash.traits.arch import Family
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
-Traits = FwdTraitsSm80 | FwdTraitsSm90
-TRAITS: dict[tuple[Operation, Family], type[FwdTraitsSm80] | type[FwdTraitsSm90]] = {
-    (kind.operation, kind.family): kind for kind in (FwdTraitsSm80, FwdTraitsSm90)
+Traits = FwdTraitsSm80 | FwdTraitsSm90 | BwdTraitsSm80
+TRAITS: dict[tuple[Operation, Family], type[FwdTraitsSm80] | type[FwdTraitsSm90] | type[BwdTraitsSm80]] = {
+    (kind.operation, kind.family): kind for kind in (FwdTraitsSm80, FwdTraitsSm90, BwdTraitsSm80)
 }
 
 ROW_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -87,7 +88,7 @@ class Row:
             raise ValueError(f"without is {self.without!r}; allowed: any of {', '.join(FEATURES)}")
         object.__setattr__(self, "without", tuple(name for name in FEATURES if name in self.without))
 
-    def serves(self, problem: FwdProblem, lengths: str) -> bool:
+    def serves(self, problem: Problem, lengths: str) -> bool:
         """Whether the row serves this problem at lengths of this class; head dims are not compared."""
         return (
             problem.scores.mask in self.masks
@@ -111,9 +112,9 @@ class Row:
 
 
 def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
-    """An sm80 row; `more` are keyword arguments of `_fwd_row`: what the row serves, and fields of its traits."""
+    """An sm80 row; `more` are keyword arguments of `_row`: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
-    return _fwd_row(FwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
+    return _row(FwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
 
 
 def fwd_sm90(
@@ -125,13 +126,19 @@ def fwd_sm90(
     exp_rows_before_wait: int = 1,
     **more: Any,
 ) -> Row:
-    """An sm90 row; `more` are keyword arguments of `_fwd_row`: what the row serves, and fields of its traits."""
+    """An sm90 row; `more` are keyword arguments of `_row`: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
-    return _fwd_row(FwdTraitsSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
+    return _row(FwdTraitsSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
 
 
-def _fwd_row(
-    traits: type[FwdTraitsSm80] | type[FwdTraitsSm90],
+def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
+    """A row of the sm80 backward; `more` are keyword arguments of `_row`."""
+    tile = head_dim, tile_m, tile_n
+    return _row(BwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
+
+
+def _row(
+    traits: type[FwdTraitsSm80] | type[FwdTraitsSm90] | type[BwdTraitsSm80],
     tile: tuple[int, int, int],
     masks: tuple[str, ...],
     *,

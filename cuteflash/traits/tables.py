@@ -22,7 +22,16 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from cuteflash.traits import rows_sm80, rows_sm80_hopper, rows_sm80_small, rows_sm90
+from cuteflash.problem import Operation
+from cuteflash.traits import (
+    rows_bwd_sm80,
+    rows_bwd_sm80_hopper,
+    rows_bwd_sm80_small,
+    rows_sm80,
+    rows_sm80_hopper,
+    rows_sm80_small,
+    rows_sm90,
+)
 from cuteflash.traits.row import Row, TableKey
 
 # The modules whose rows make up a table, in order. The first is the table's own, which its sweep writes.
@@ -33,7 +42,17 @@ MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
     TableKey("fwd", "sm_86", "sm80"): (rows_sm80_small,),
     TableKey("fwd", "sm_89", "sm80"): (rows_sm80_small,),
     TableKey("fwd", "sm_120", "sm80"): (rows_sm80_small,),
+    TableKey("bwd", "sm_90a", "sm80"): (rows_bwd_sm80_hopper,),
+    TableKey("bwd", "sm_80", "sm80"): (rows_bwd_sm80,),
+    TableKey("bwd", "sm_86", "sm80"): (rows_bwd_sm80_small,),
+    TableKey("bwd", "sm_89", "sm80"): (rows_bwd_sm80_small,),
+    TableKey("bwd", "sm_120", "sm80"): (rows_bwd_sm80_small,),
 }
 TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()
 }
+
+
+def tables_of(operation: Operation) -> dict[TableKey, tuple[Row, ...]]:
+    """The tables of one operation."""
+    return {key: rows for key, rows in TABLES.items() if key.operation == operation}

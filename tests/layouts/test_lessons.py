@@ -12,7 +12,7 @@ import torch
 
 from cuteflash.kernels.sm80 import fwd_mma
 from cuteflash.reference import fa1, fa2
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import tables_of
 from layouts.lessons import lesson_data, lesson_scenes, loops, pipeline, softmax, turns
 from layouts.lessons.replay import Anything, Replay
 from layouts.lessons.sources import source_of
@@ -212,7 +212,7 @@ def test_every_action_stands_at_its_call(off: str | None, stages: int, data: dic
 
 
 def test_every_shipped_sm80_row_has_a_pipeline(data: dict[str, Any]) -> None:
-    table = sum(len(rows) for (_, _, family), rows in TABLES.items() if family == "sm80")
+    table = sum(len(rows) for (_, _, family), rows in tables_of("fwd").items() if family == "sm80")
     shown = [len(depth["rows"]) for order in data["pipeline"]["orders"] for depth in order["stages"].values()]
     assert sum(shown) == table
 

@@ -16,7 +16,7 @@ from cuteflash.problem import FwdProblem
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import tables_of
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import Descriptor, Fragment, Scene, Step, Touch
@@ -93,7 +93,7 @@ def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
     assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
     drawn = [(row.target, row.family, row.choice.row) for row in ROWS.values()]
     assert len(set(drawn)) == len(drawn)
-    for (_, target, family), rows in TABLES.items():
+    for (_, target, family), rows in tables_of("fwd").items():
         for row in rows:
             reached = any(
                 choose_shipped(problem(dtype, *head_dims, mask), target, family, lengths).row == row

@@ -3,6 +3,7 @@
     lse_log2 = LSE * log2(e)             the main kernel's P is exp2(scores * scale * log2(e) - lse_log2)
     delta    = rowsum(dO * O) - dLSE     and its dS is P * (dP - delta)
     dQ       = 0                         the sum that its blocks add to, in fp32
+    turn     = 0                         how many of them have added, if they do so in turn
 
 Rows without a key and rows that pad the last tile get +inf and 0, with which P is 0. The kernel does nothing but move
 memory: a block loads the rows of a whole tile before it adds up the first.
@@ -76,6 +77,9 @@ class BwdPrepare:
         lse, dlse = (self.load_statistic(x, (batch, head, first), last, row0, passes) for x in (mLSE, mDLSE))
         if const_expr(tile.dq is not None):
             self.clear(tile.dq, thread)
+        if const_expr(self.problem.is_deterministic):
+            if thread == 0:
+                cute.arch.store(tile.turn, Int32(0))
         for i in cutlass.range_constexpr(passes):
             row = row0 + i * (THREADS // self.lanes)
             delta = self.row_sum(rO[None, None, i], rDO[None, None, i], lane)

@@ -19,6 +19,7 @@ class WorkspaceTile:
     lse_log2: cute.Tensor  # (tile_m,)
     delta: cute.Tensor  # (tile_m,)
     dq: cute.Tensor | None  # (tile_m * head_dim,), in the order of the main kernel's fragments
+    turn: cute.Pointer  # int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class WorkspaceTensors:
     Attributes:
         lse_log2, delta: (rows, heads)
         dq: (tile_m * head_dim, tiles of all sequences, heads); None if dQ needs no sum in memory.
+        turns: (tiles of all sequences, heads), int32.
         tiles: query tiles of one sequence.
         tile_m: rows of a tile.
     """
@@ -35,6 +37,7 @@ class WorkspaceTensors:
     lse_log2: cute.Tensor
     delta: cute.Tensor
     dq: cute.Tensor | None
+    turns: cute.Tensor
     tiles: Int32
     tile_m: cutlass.Constexpr[int]
 
@@ -52,10 +55,12 @@ class WorkspaceTensors:
             stride = 1, elements, cute.assume(rows * head_dim, divby=elements)
             layout = cute.make_layout((elements, tiles, workspace.heads), stride=stride)
             dq = cute.make_tensor(mW.iterator + 2 * part, layout)
+        turns = cute.recast_ptr(mW.iterator + (2 + head_dim) * part, dtype=Int32)
         return cls(
             lse_log2=cute.make_tensor(mW.iterator, statistic),
             delta=cute.make_tensor(mW.iterator + part, statistic),
             dq=dq,
+            turns=cute.make_tensor(turns, cute.make_layout((tiles, workspace.heads), stride=(1, Int64(tiles)))),
             tiles=workspace.tiles,
             tile_m=tile_m,
         )
@@ -66,7 +71,8 @@ class WorkspaceTensors:
         lse_log2, delta = (
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )
-        return WorkspaceTile(lse_log2, delta, None if self.dq is None else self.dq[None, index, head])
+        turn = cute.domain_offset((index, head), self.turns).iterator
+        return WorkspaceTile(lse_log2, delta, None if self.dq is None else self.dq[None, index, head], turn)
 
     def row(self, token: Int32, batch: Int32) -> Int32:
         """The row of a query, counted from the beginning of its sequence."""

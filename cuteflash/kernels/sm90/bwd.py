@@ -9,7 +9,8 @@
     sdQ ──bulk add──► fp32 dQ    dQ = dS K         dS through shared memory, each warpgroup a part of dQ
 
 A kernel before this one computes delta = rowsum(dO O) and clears the sum, one after it rounds the sum to dQ. The query
-heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers.
+heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. If dQ has to be
+the same bits in every run, blocks take turns at adding to a tile, by ascending key (`cuteflash.core.turns`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from cuteflash.core.bwd_signature import bwd_fake_args
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.views import rows_first
-from cuteflash.core.workspace import Workspace
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors
@@ -135,7 +135,7 @@ class FlashBwdSm90:
         tensors, scalars, stream = BwdArguments.of(arguments)
         traits = self.traits
         batch, seqlen_q, heads, _ = tensors.q.shape
-        workspace = Workspace.dense(batch, heads, seqlen_q, traits.tile_m, traits.head_dim)
+        workspace = traits.workspace(batch, heads, seqlen_q)
         launch = BwdLaunch.of(self, tensors.q, tensors.k, scalars)
         views = WorkspaceTensors.of(tensors.workspace, workspace)
         BwdPrepare(traits, self.problem).launch(tensors, workspace, stream)
@@ -175,7 +175,7 @@ class FlashBwdSm90:
         cute.arch.sync_threads()
 
         tile = launch.tile(cute.arch.block_idx()[0])
-        blocks = tile.query_blocks()
+        blocks = tile.query_blocks(is_descending=self.problem.is_deterministic)
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
             if blocks.hi > blocks.lo:

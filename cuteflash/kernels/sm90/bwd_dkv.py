@@ -33,7 +33,7 @@ from cuteflash.core.views import acc_as_operand_a, rows_first, transposed
 from cuteflash.core.workspace import Workspace
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm90.bwd_load import key_partition, load_once, load_statistic
-from cuteflash.kernels.sm90.bwd_mma import ROWS, column_statistics
+from cuteflash.kernels.sm90.bwd_mma import ROWS, cap_slope, column_statistics, prepare_scores
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
@@ -241,7 +241,8 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
         gdO = cute.local_tile(tma.gdO[None, None, head, tile.batch], kernel.box("do"), (None, 0))
         tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ, gQ)
         tOsdO, tOgdO = atoms.tma_partition(tma.load_do, tiles.sdO, gdO)
-        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+        m_block = blocks.first
+        for _ in cutlass.range(blocks.count, unroll=1):
             workspace = block.workspace.tile(m_block, head, tile.batch)
             barrier, stage = rings.q.acquire(position), rings.q.stage(position)
             cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
@@ -251,6 +252,7 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
             barrier, stage = rings.do.acquire(position), rings.do.stage(position)
             cute.copy(tma.load_do, tOgdO[None, m_block], tOsdO[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.delta, tiles.sDelta[None, stage], barrier)
+            m_block = blocks.following(m_block)
             position += 1
 
 
@@ -263,6 +265,7 @@ class Side:
         tGrA, tGrB: of the gradient's, dV += P^T dO or dK += dS^T Q; the first is registers.
         acc, gradient: accumulators.
         scores: `acc` as (keys, queries).
+        weights: fp32, what dP is multiplied with if it is not P.
         bounds: (keys, 2) queries [lo, hi) that see each key of this thread.
         first, second: rings of what the two products read.
         statistics: (tile_m, stages) of the row statistic that belongs to the first ring.
@@ -278,6 +281,7 @@ class Side:
     acc: cute.Tensor
     gradient: cute.Tensor
     scores: ScoreTile
+    weights: cute.Tensor | None
     bounds: cute.Tensor
     first: TmaRing
     second: TmaRing
@@ -304,6 +308,7 @@ def make_side(kernel: DkvPass, block: Block, of_p: bool) -> Side:
         acc=acc,
         gradient=cute.make_rmem_tensor(thr_gradient.partition_shape_C((WGMMA_M, cols)), Float32),
         scores=ScoreTile.of(mma_s, thread, acc, (WGMMA_M, traits.tile_m), block.launch.inner_scale, 1),
+        weights=cute.make_rmem_tensor_like(acc) if of_p and kernel.problem.scores.softcap else None,
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         first=rings.q if of_p else rings.do,
         second=rings.do if of_p else rings.q,
@@ -323,7 +328,7 @@ def consume(
     if blocks.hi > blocks.lo:
         keys = block.rings.k if const_expr(of_p) else block.rings.v
         keys.wait(0)
-        m_block = blocks.lo
+        m_block = blocks.first
         step(kernel, side, block, blocks, m_block, Int32(0), of_p, True)
         count = block.launch.heads_per_kv * blocks.count
         for position in cutlass.range(1, count, unroll=1):
@@ -362,31 +367,36 @@ def step(
     statistics = column_statistics(side.statistics[None, stage], side.thread)
     warpgroup.wait_group(0 if is_first else 1)  # scores | gradient
     if const_expr(of_p):
-        if blocks.is_cut(m_block):
-            side.scores.hide(m_block * kernel.traits.tile_m, side.bounds, True, kernel.problem.scores.mask == "window")
+        prepare_scores(kernel, side.scores, side.bounds, blocks, m_block)
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = exp2(acc[i] * launch.scale_log2 - statistics[i % 2, i // (2 * ROWS)])
+            p = exp2(acc[i] * launch.scale_log2 - statistics[i % 2, i // (2 * ROWS)])
+            if const_expr(kernel.problem.scores.softcap):
+                side.weights[i] = p * cap_slope(acc[i])
+            acc[i] = p
     else:
-        P = take_p(kernel, side, block, position)
+        weights = take_weights(kernel, side, block, position)
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = P[i].to(Float32) * (acc[i] - statistics[i % 2, i // (2 * ROWS)])
+            acc[i] = weights[i].to(Float32) * (acc[i] - statistics[i % 2, i // (2 * ROWS)])
     if const_expr(not is_first):
         warpgroup.wait_group(0)
         side.second.release(position - 1)
     side.first.release(position)
     round_fragment(acc_as_operand_a(acc), side.tGrA)
     if const_expr(of_p):
-        give_p(side, block, position)
+        give_weights(kernel, side, block, position)
 
 
 @cute.jit
-def give_p(side: Side, block: Block, position: Int32):
-    """P to the other warpgroup."""
+def give_weights(kernel: cutlass.Constexpr, side: Side, block: Block, position: Int32):
+    """To the other warpgroup what it multiplies dP with: P, or under a softcap P times the slope of the cap."""
     ring = block.rings.p
     stage = ring.stage(position)
     if position >= ring.stages:
         wait_empty(ring, position)
-    cute.autovec_copy(cute.recast_tensor(side.tGrA, Uint32), thread_p(side, block, stage))
+    weights = side.tGrA
+    if const_expr(kernel.problem.scores.softcap):
+        weights = rounded_fragment(side.weights, kernel.dtype)
+    cute.autovec_copy(cute.recast_tensor(weights, Uint32), thread_weights(side, block, stage))
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(ring.full + stage)
@@ -399,20 +409,20 @@ def wait_empty(ring: TmaRing, position: Int32):
 
 
 @cute.jit
-def take_p(kernel: cutlass.Constexpr, side: Side, block: Block, position: Int32):
-    """P of the other warpgroup, in the order of this one's accumulator."""
+def take_weights(kernel: cutlass.Constexpr, side: Side, block: Block, position: Int32):
+    """The weights of the other warpgroup, in the order of this one's accumulator."""
     ring = block.rings.p
     stage = ring.stage(position)
     ring.wait(position)
-    P = cute.make_rmem_tensor_like(side.tGrA, kernel.dtype)
-    cute.autovec_copy(thread_p(side, block, stage), cute.recast_tensor(P, Uint32))
+    weights = cute.make_rmem_tensor_like(side.tGrA, kernel.dtype)
+    cute.autovec_copy(thread_weights(side, block, stage), cute.recast_tensor(weights, Uint32))
     cute.arch.sync_warp()
     ring.release(position)
-    return P
+    return weights
 
 
-def thread_p(side: Side, block: Block, stage: Int32) -> cute.Tensor:
-    """This thread's pairs of P in shared memory."""
+def thread_weights(side: Side, block: Block, stage: Int32) -> cute.Tensor:
+    """This thread's pairs of weights in shared memory."""
     mine = block.tiles.sP[None, side.thread, stage]
     chunk = mine.shape[0][0]
     return cute.make_tensor(mine.iterator.align(4 * chunk), mine.layout)

@@ -31,6 +31,7 @@ from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_first, transposed
 from cuteflash.core.workspace import Workspace
 from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.sm90.bwd_mma import cap_slope
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP, WGMMA_M
@@ -331,10 +332,13 @@ def step(
     atoms.gemm(wg.mma_s, wg.acc_dP, wg.tPrdO, wg.tPrV[None, None, None, rings.v.stage(position)], accumulate=False)
     pass_turn(kernel, wg)
     warpgroup.wait_group(1)  # S | dP
+    if const_expr(scores.softcap):
+        wg.scores.apply_softcap()
     if is_cut:
         wg.scores.hide(n_block * kernel.rows.dq_tile_n, wg.bounds, scores.has_left_edge)
     for i in cutlass.range_constexpr(cute.size(wg.acc_S)):
-        wg.acc_S[i] = exp2(wg.acc_S[i] * launch.scale_log2 - wg.lse[i // 2 % ROWS])
+        p = exp2(wg.acc_S[i] * launch.scale_log2 - wg.lse[i // 2 % ROWS])
+        wg.acc_S[i] = p * cap_slope(wg.acc_S[i]) if const_expr(scores.softcap) else p
     warpgroup.wait_group(0)
     rings.v.release(position)
     pairs = cute.recast_tensor(wg.tQrdS, Uint32)

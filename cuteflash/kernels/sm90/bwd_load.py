@@ -9,6 +9,8 @@ from cutlass import Int32, const_expr
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.tile import KeyTile, QueryBlocks
+from cuteflash.core.turns import turn_of
+from cuteflash.kernels.common.turns import await_turn, pass_turn
 from cuteflash.kernels.sm90.bwd_bundles import Block
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
 
@@ -28,7 +30,8 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
         gdO = cute.local_tile(tma.gdO[None, None, head, tile.batch], (traits.tile_m, traits.head_dim_v), (None, 0))
         tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ, gQ)
         tOsdO, tOgdO = atoms.tma_partition(tma.load_do, tiles.sdO, gdO)
-        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+        m_block = blocks.first
+        for _ in cutlass.range(blocks.count, unroll=1):
             workspace = block.workspace.tile(m_block, head, tile.batch)
             barrier, stage = rings.q.acquire(position), rings.q.stage(position)
             cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
@@ -38,6 +41,7 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
             barrier, stage = rings.do.acquire(position), rings.do.stage(position)
             cute.copy(tma.load_do, tOgdO[None, m_block], tOsdO[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.delta, tiles.sDelta[None, stage], barrier)
+            m_block = blocks.following(m_block)
             position += 1
 
 
@@ -65,22 +69,32 @@ def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> N
 @cute.jit
 def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks, index: cutlass.Constexpr[int]):
     """Add what consumer warpgroup `index` computes of dQ to memory, step by step; one thread calls it."""
-    turns = kernel.traits.dq == "turns"
+    warpgroups, whole = kernel.traits.mma_warpgroups, kernel.traits.dq == "turns"
     handover = block.rings.dq[index]
     rows, cols = kernel.traits.dq_part
     sdQ = block.tiles.sdQ[None, index]
     position = Int32(0)
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
         head = tile.head * block.launch.heads_per_kv + i
-        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
-            if not turns or position % kernel.traits.mma_warpgroups == index:
-                target = block.workspace.tile(m_block, head, tile.batch).dq.iterator
-                if const_expr(not turns):
+        m_block = blocks.first
+        for _ in cutlass.range(blocks.count, unroll=1):
+            if not whole or position % warpgroups == index:
+                workspace = block.workspace.tile(m_block, head, tile.batch)
+                target = workspace.dq.iterator
+                if const_expr(not whole):
                     target = target + index * (rows * cols)
-                handover.wait(position // kernel.traits.mma_warpgroups if turns else position)
+                handover.wait(position // warpgroups if whole else position)
+                if const_expr(kernel.problem.is_deterministic):
+                    turn = turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
+                    await_turn(workspace.turn, turn if whole else turn * warpgroups)
                 atoms.bulk_add(target, sdQ.iterator, rows * cols * 4)
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if const_expr(kernel.problem.is_deterministic):
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    pass_turn(workspace.turn)
+                else:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
                 handover.release()
+            m_block = blocks.following(m_block)
             position += 1
     cute.arch.cp_async_bulk_wait_group(0)

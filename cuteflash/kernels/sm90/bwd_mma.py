@@ -42,6 +42,7 @@ class Products:
         tSrK, tSrQ: operands of S^T = K Q^T; tPrV, tPrdO: of dP^T = V dO^T.
         tVrP, tVrdO: of dV += P^T dO; tKrdS, tKrQ: of dK += dS^T Q. P and dS are registers.
         tQrdS, tQrK: of this warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
+        weights: what dP is multiplied with to give dS: P, or under a softcap P times the slope of the cap, as registers.
         acc_S, acc_dP, acc_dV, acc_dK, acc_dQ: accumulators.
     """
 
@@ -59,6 +60,7 @@ class Products:
     tKrQ: cute.Tensor
     tQrdS: cute.Tensor
     tQrK: cute.Tensor
+    weights: cute.Tensor
     acc_S: cute.Tensor
     acc_dP: cute.Tensor
     acc_dV: cute.Tensor
@@ -106,6 +108,7 @@ def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products
     else:
         tQrA, tQrB = thr_dq.partition_A(sdS_rows), thr_dq.partition_B(sKt_cols)
     tQrA, tQrB = mma_dq.make_fragment_A(tQrA), mma_dq.make_fragment_B(tQrB)
+    tVrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype)
     return Products(
         mma_s=mma_s,
         mma_dv=mma_dv,
@@ -115,7 +118,8 @@ def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products
         tSrQ=mma_s.make_fragment_B(thr_s.partition_B(tiles.sQ)),
         tPrV=mma_s.make_fragment_A(thr_s.partition_A(sV_rows)),
         tPrdO=mma_s.make_fragment_B(thr_s.partition_B(tiles.sdO)),
-        tVrP=cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype),
+        tVrP=tVrP,
+        weights=cute.make_rmem_tensor_like(tVrP) if kernel.problem.scores.softcap else tVrP,
         tVrdO=mma_dv.make_fragment_B(thr_dv.partition_B(transposed(tiles.sdO))),
         tKrdS=cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype),
         tKrQ=mma_dk.make_fragment_B(thr_dk.partition_B(transposed(tiles.sQ))),
@@ -169,7 +173,7 @@ def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Quer
 @cute.jit
 def steps(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, blocks: QueryBlocks):
     """All steps of a key tile that has one at least."""
-    m_block = blocks.lo
+    m_block = blocks.first
     step(kernel, wg, block, blocks, m_block, Int32(0), True)
     # One loop with one body: ptxas makes products wait that are in flight where two paths meet.
     for position in cutlass.range(1, block.launch.heads_per_kv * blocks.count, unroll=1):
@@ -186,7 +190,7 @@ def steps(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, blocks: Que
 def steps_overlapped(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, blocks: QueryBlocks):
     """As `steps`: what needs P and dS of a step runs beside the scores of the next one."""
     p, rings = wg.products, block.rings
-    m_block = blocks.lo
+    m_block = blocks.first
     step_overlapped(kernel, wg, block, blocks, m_block, Int32(0), True)
     p.acc_dV.fill(0.0)
     p.acc_dK.fill(0.0)
@@ -237,8 +241,7 @@ def step_overlapped(
         issue_dq(kernel, wg, position - 1)
     lse = column_statistics(tiles.sLSE[None, q_stage], wg.thread)
     warpgroup.wait_group(1 if is_first else 4)  # S | dP, dV, dK, dQ
-    if blocks.is_cut(m_block):
-        wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, kernel.problem.scores.mask == "window")
+    prepare_scores(kernel, wg.scores, wg.bounds, blocks, m_block)
     for i in cutlass.range_constexpr(cute.size(p.acc_S)):
         p.acc_S[i] = exp2(p.acc_S[i] * block.launch.scale_log2 - lse[i % 2, i // (2 * ROWS)])
     delta = column_statistics(tiles.sDelta[None, do_stage], wg.thread)
@@ -278,8 +281,7 @@ def step(
     atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
     lse = column_statistics(tiles.sLSE[None, q_stage], wg.thread)
     warpgroup.wait_group(1)  # S | dP
-    if blocks.is_cut(m_block):
-        wg.scores.hide(m_block * kernel.traits.tile_m, wg.bounds, True, kernel.problem.scores.mask == "window")
+    prepare_scores(kernel, wg.scores, wg.bounds, blocks, m_block)
     probabilities(kernel, wg, lse, block.launch)
     atoms.gemm(p.mma_dv, p.acc_dV, p.tVrP, p.tVrdO[None, None, None, do_stage], accumulate=not is_first)
     pass_turn(kernel, wg)
@@ -328,18 +330,33 @@ def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
 
 
 @cute.jit
-def probabilities(
-    kernel: cutlass.Constexpr,
-    wg: KeyWarpgroup,
-    lse: cute.Tensor,
-    launch: BwdLaunch,
+def prepare_scores(
+    kernel: cutlass.Constexpr, scores: ScoreTile, bounds: cute.Tensor, blocks: QueryBlocks, m_block: Int32
 ):
-    """P of the scores, rounded into the operand of dV."""
-    acc, pairs = wg.products.acc_S, cute.recast_tensor(wg.products.tVrP, Uint32)
+    """Apply softcap and mask to the transposed scores of a query block, in place; `bounds` are those of its keys."""
+    if const_expr(kernel.problem.scores.softcap):
+        scores.apply_softcap()
+    if blocks.is_cut(m_block):
+        scores.hide(m_block * kernel.traits.tile_m, bounds, True, kernel.problem.scores.mask == "window")
+
+
+def cap_slope(capped: Float32) -> Float32:
+    """The derivative of tanh, of its value; 0 for hidden scores, which are -inf."""
+    return 1.0 - cute.arch.fmin(capped * capped, Float32(1.0))
+
+
+@cute.jit
+def probabilities(kernel: cutlass.Constexpr, wg: KeyWarpgroup, lse: cute.Tensor, launch: BwdLaunch):
+    """P of the scores, rounded into the operand of dV, and the weights of dP."""
+    p = wg.products
+    acc, pairs, weights = p.acc_S, cute.recast_tensor(p.tVrP, Uint32), cute.recast_tensor(p.weights, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
         # A fragment's linear order: two neighbouring columns, two rows, column groups.
         low, high = (exp2(acc[2 * i + j] * launch.scale_log2 - lse[j, i // ROWS]) for j in range(2))
         pairs[i] = round_pair(low, high, kernel.dtype)
+        if const_expr(kernel.problem.scores.softcap):
+            low, high = low * cap_slope(acc[2 * i]), high * cap_slope(acc[2 * i + 1])
+            weights[i] = round_pair(low, high, kernel.dtype)
 
 
 @cute.jit
@@ -349,7 +366,7 @@ def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, delta: cute.Tenso
     pairs = cute.recast_tensor(p.tKrdS, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
         low, high = (
-            p.tVrP[2 * i + j].to(Float32) * (p.acc_dP[2 * i + j] - delta[j, i // ROWS]) for j in range(2)
+            p.weights[2 * i + j].to(Float32) * (p.acc_dP[2 * i + j] - delta[j, i // ROWS]) for j in range(2)
         )
         pairs[i] = round_pair(low, high, kernel.dtype)
 

@@ -18,7 +18,6 @@ import cutlass.cute as cute
 
 from cuteflash.arguments import BwdArguments
 from cuteflash.core.bwd_signature import bwd_fake_args
-from cuteflash.core.workspace import Workspace
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.sm90.bwd_dkv import DkvPass
 from cuteflash.kernels.sm90.bwd_dq import DqPass
@@ -43,7 +42,7 @@ class FlashBwdTwoPassSm90:
     def __call__(self, *arguments):
         tensors, scalars, stream = BwdArguments.of(arguments)
         batch, seqlen_q, heads, _ = tensors.q.shape
-        workspace = Workspace.dense(batch, heads, seqlen_q, self.traits.tile_m, 0)
+        workspace = self.traits.workspace(batch, heads, seqlen_q)
         BwdPrepare(self.traits, self.problem).launch(tensors, workspace, stream)
         DkvPass(self.traits, self.problem).launch(tensors, workspace, scalars, stream)
         DqPass(self.traits, self.problem).launch(tensors, workspace, scalars, stream)

@@ -1,0 +1,184 @@
+"""What the functions of the sm80 backward kernel pass to each other, by subject."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cuteflash.atoms import sm80 as atoms
+from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.tile import KeyTile, QueryBlocks
+from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.problem import MaskKind
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdOperands:
+    """Global tensors as (rows, columns, heads, batch)."""
+
+    gQ: cute.Tensor
+    gK: cute.Tensor
+    gV: cute.Tensor
+    gdO: cute.Tensor
+    gdK: cute.Tensor
+    gdV: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdTiles:
+    """Shared-memory tensors; dK and dV are staged in the place of K and V."""
+
+    sK: cute.Tensor  # (tile_n, head_dim, 1)
+    sV: cute.Tensor  # (tile_n, head_dim_v, 1)
+    sQ: cute.Tensor  # (tile_m, head_dim, stages)
+    sdO: cute.Tensor  # (tile_m, head_dim_v, stages)
+    sdS: cute.Tensor  # (tile_n, tile_m)
+    sP: cute.Tensor | None  # (tile_n, tile_m); None if P stays in registers
+    sLSE: cute.Tensor  # (tile_m, stages) fp32
+    sDelta: cute.Tensor  # (tile_m, stages) fp32
+
+
+@dataclasses.dataclass(frozen=True)
+class QuerySources:
+    """What the loads of Q, dO and the row statistics need.
+
+    Attributes:
+        gQ, gdO: (rows, columns, heads) of the batch entry.
+        seqlen_q: rows of Q and dO.
+        first_head: the first query head of the KV head.
+        batch: batch entry.
+    """
+
+    gQ: cute.Tensor
+    gdO: cute.Tensor
+    workspace: WorkspaceTensors
+    tiles: BwdTiles
+    thread: Int32
+    seqlen_q: Int32
+    first_head: Int32
+    batch: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One operand of a product: its registers, and how ldmatrix fills them if it has not yet.
+
+    Attributes:
+        fragment: registers of all k-blocks.
+        fetches: of the fragment, at most one.
+    """
+
+    fragment: cute.Tensor
+    fetches: tuple[atoms.Fetch, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """One thread's accumulators, and the operands that stay in registers.
+
+    Attributes:
+        thread: index in the block.
+        mma_s, mma_dkv, mma_dq: the products' divisions over warps.
+        k, v: operands of S^T = K Q^T and dP^T = V dO^T if they stay in registers.
+        acc_S, acc_dP, acc_dK, acc_dV, acc_dQ: accumulators.
+        scores: S^T as (keys, queries).
+        bounds: (keys, 2) the queries [lo, hi) that see each key of this thread.
+    """
+
+    thread: Int32
+    mma_s: cute.TiledMma
+    mma_dkv: cute.TiledMma
+    mma_dq: cute.TiledMma
+    k: Operand | None
+    v: Operand | None
+    acc_S: cute.Tensor
+    acc_dP: cute.Tensor
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    acc_dQ: cute.Tensor
+    scores: ScoreTile
+    bounds: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfGradients:
+    """One thread's accumulators if half of the warps compute P and dV, the others dS and dK.
+
+    Attributes:
+        thread: index in the block; member: in its half.
+        half: 0 of P and dV, 1 of dS and dK.
+        mma_s, mma_dkv, mma_dq: the products' divisions over warps, the first two of a half.
+        keys: operand of the first product, K or V, if it stays in registers.
+        acc_S: S^T or dP^T.
+        acc: dV or dK.
+        acc_dQ: dQ.
+        scores: S^T as (keys, queries).
+        bounds: (keys, 2) the queries [lo, hi) that see each key of this thread.
+    """
+
+    thread: Int32
+    member: Int32
+    half: Int32
+    mma_s: cute.TiledMma
+    mma_dkv: cute.TiledMma
+    mma_dq: cute.TiledMma
+    keys: Operand | None
+    acc_S: cute.Tensor
+    acc: cute.Tensor
+    acc_dQ: cute.Tensor
+    scores: ScoreTile
+    bounds: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyWork:
+    """What a block works on.
+
+    Attributes:
+        launch: of all blocks.
+        tile: its keys.
+        blocks: the query blocks that see them.
+        is_descending: query blocks are visited from the last to the first.
+    """
+
+    launch: BwdLaunch
+    tile: KeyTile
+    blocks: QueryBlocks
+    is_descending: cutlass.Constexpr[bool]
+
+    def segments(self, mask: MaskKind) -> list[tuple[Int32, Int32, bool]]:
+        """The query blocks [lo, hi), and whether they are masked, in the order in which they are visited."""
+        blocks = self.blocks
+        found = [(blocks.lo, blocks.full_lo, True), (blocks.full_lo, blocks.full_hi, False)]
+        if mask == "window":
+            found.append((blocks.full_hi, blocks.hi, True))
+        return found[::-1] if self.is_descending else found
+
+    def first(self) -> Int32:
+        """The first query block of a head."""
+        return self.blocks.hi - 1 if self.is_descending else self.blocks.lo
+
+    @cute.jit
+    def after(self, head: Int32, m_block: Int32):
+        """The (query head, block) to visit after one."""
+        head, m_block = self._neighbour(head, m_block, 1)
+        return head, m_block
+
+    @cute.jit
+    def before(self, head: Int32, m_block: Int32):
+        """The (query head, block) visited before one."""
+        head, m_block = self._neighbour(head, m_block, -1)
+        return head, m_block
+
+    @cute.jit
+    def _neighbour(self, head: Int32, m_block: Int32, way: cutlass.Constexpr[int]):
+        m_block += -way if const_expr(self.is_descending) else way
+        if m_block >= self.blocks.hi:
+            head, m_block = head + way, self.blocks.lo
+        elif m_block < self.blocks.lo:
+            head, m_block = head + way, self.blocks.hi - 1
+        return head, m_block

@@ -1,0 +1,146 @@
+"""Loads of the sm80 backward by cp.async: Q, dO and the row statistics of a query block."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
+
+from cuteflash.kernels.sm80.bundles import KvSource
+from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
+from cuteflash.kernels.sm80.bwd_turns import pass_turn
+from cuteflash.kernels.sm80.fwd_mma import wait_loads
+from cuteflash.kernels.sm80.load import column_predicate, load_kv
+
+STATISTICS = 4  # fp32 numbers of one 16-byte copy
+
+
+def make_query_source(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread: Int32) -> KvSource:
+    """Partition Q or dO (seqlen_q, columns, heads) and its shared-memory tile (tile_m, columns, stages)."""
+    rows, cols = (cute.size(mode) for mode in sX.shape[:2])
+    copy = kernel.load_copy(cols)
+    mine = copy.get_slice(thread)
+    identity = cute.make_identity_tensor((rows, cols))
+    coords = mine.partition_S(identity)
+    blocks = cute.local_tile(gX, (rows, cols), (None, 0, None))
+    return KvSource(
+        copy=copy,
+        tXgX=cute.group_modes(mine.partition_S(blocks), 3, 5),
+        tXsX=mine.partition_D(sX),
+        columns=None if cols == head_dim else column_predicate(coords, head_dim),
+        pass_rows=copy.get_slice(0).partition_S(identity)[0, None, 0],
+        first_row=coords[0, 0, 0][0],
+    )
+
+
+def varying(thread: Int32, position: Int32) -> Int32:
+    """`thread`, made to depend on the number of the step, which is never negative.
+
+    Addresses that follow from it are computed again in each step. Otherwise each of them, such as the swizzled one of
+    every k-block, takes a register for the whole loop.
+    """
+    return thread + (position >> 31)
+
+
+@cute.jit
+def load_queries(
+    kernel: cutlass.Constexpr, loads: QuerySources, head: Int32, m_block: Int32, stage: Int32 | int, thread: Int32
+):
+    """Issue the copies of a query block of the `head`-th query head, not committed."""
+    tile_m, operands = kernel.traits.tile_m, kernel.problem.operands
+    head = loads.first_head + head
+    rows = loads.seqlen_q - m_block * tile_m
+    for gX, sX, head_dim in (
+        (loads.gQ, loads.tiles.sQ, operands.head_dim),
+        (loads.gdO, loads.tiles.sdO, operands.head_dim_v),
+    ):
+        load_kv(make_query_source(kernel, gX, sX, head_dim, thread), (m_block, head), stage, rows)
+    tile = loads.workspace.tile(m_block, head, loads.batch)
+    pieces = tile_m // STATISTICS
+    atom = cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), cutlass.Float32, num_bits_per_copy=128
+    )
+    for index, (source, target) in enumerate(((tile.lse_log2, loads.tiles.sLSE), (tile.delta, loads.tiles.sDelta))):
+        piece = thread - index * pieces
+        if piece >= 0 and piece < pieces:
+            cute.copy(
+                atom,
+                cute.zipped_divide(source, (STATISTICS,))[None, piece],
+                cute.zipped_divide(target[None, stage], (STATISTICS,))[None, piece],
+            )
+
+
+@cute.jit
+def pass_last_turn(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, place: tuple):
+    """In a deterministic backward, let the next block add to the tile of the step before `place`."""
+    if const_expr(kernel.problem.is_deterministic):
+        head, m_block, position = place
+        if position > 0:
+            pass_turn(loads, *work.before(head, m_block))
+
+
+@cute.jit
+def load_step(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, place: tuple):
+    """Wait for a step's Q and dO, and with two stages issue those of the next step; returns the step's stage.
+
+    In a deterministic backward the last step's turn is passed on.
+    """
+    head, m_block, position = place
+    thread = varying(loads.thread, position)
+    stage = Int32(0)
+    if const_expr(kernel.traits.stages == 1):
+        cute.arch.sync_threads()  # every warp has read the last block
+        pass_last_turn(kernel, loads, work, place)
+        load_queries(kernel, loads, head, m_block, 0, thread)
+        cute.arch.cp_async_commit_group()
+        wait_loads(0)
+    else:
+        stage = position & 1
+        wait_loads(0)  # and every warp has read the last block
+        pass_last_turn(kernel, loads, work, place)
+        next_head, next_block = work.after(head, m_block)
+        if next_head < work.launch.heads_per_kv:
+            load_queries(kernel, loads, next_head, next_block, stage ^ 1, thread)
+        cute.arch.cp_async_commit_group()
+    return stage
+
+
+@cute.jit
+def store_rows(
+    kernel: cutlass.Constexpr,
+    sX: cute.Tensor,
+    gX: cute.Tensor,
+    n_block: Int32,
+    rows: Int32,
+    cols: cutlass.Constexpr[int],
+    thread: Int32,
+):
+    """Store the first `rows` rows and `cols` columns of a shared tile to block `n_block` of gX (rows, columns)."""
+    height, width = (cute.size(mode) for mode in sX.shape)
+    copy = kernel.store_copy(width)
+    mine = copy.get_slice(thread)
+    staged = mine.partition_S(sX)
+    target = mine.partition_D(cute.local_tile(gX, (height, width), (n_block, 0)))
+    coords = mine.partition_S(cute.make_identity_tensor((height, width)))
+    piece = cute.make_rmem_tensor_like(staged)
+    cute.copy(copy, staged, piece)
+    for i in cutlass.range_constexpr(cute.size(staged.shape[1])):
+        if coords[0, i, 0][0] < rows:
+            for slab in cutlass.range_constexpr(cute.size(staged.shape[2])):
+                if const_expr(cols == width):
+                    cute.copy(copy, piece[None, i, slab], target[None, i, slab])
+                elif coords[0, i, slab][1] < cols:
+                    cute.copy(copy, piece[None, i, slab], target[None, i, slab])
+
+
+def column_statistics(sX: cute.Tensor, scores) -> cute.Tensor:
+    """(queries,) the numbers of sX (tile_m,) that belong to this thread's columns of S^T."""
+    columns = cute.size(scores.values.shape[1])
+    mine = cute.make_rmem_tensor((2, columns // 2), cutlass.Float32)
+    atom = cute.make_copy_atom(CopyUniversalOp(), cutlass.Float32, num_bits_per_copy=64)
+    pairs = cute.zipped_divide(sX, (2,))
+    first = scores.first_key // 2
+    for c in range(columns // 2):
+        cute.copy(atom, pairs[None, first + scores.column(0, 2 * c) // 2], mine[None, c])
+    return cute.make_tensor(mine.iterator, cute.make_layout(columns))

@@ -1,0 +1,131 @@
+"""The products of the sm80 backward and what becomes of their results, for one thread."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cuteflash.atoms import sm80 as atoms
+from cuteflash.core.convert import rounded_fragment
+from cuteflash.core.softmax import exp2
+from cuteflash.core.views import transposed
+from cuteflash.kernels.sm80.bwd_bundles import (
+    BwdTiles,
+    Gradients,
+    HalfGradients,
+    KeyWork,
+    Operand,
+    QuerySources,
+)
+from cuteflash.kernels.sm80.bwd_load import column_statistics
+
+
+def accumulator(mma: cute.TiledMma, thread: Int32, rows: int, cols: int) -> cute.Tensor:
+    """A thread's fp32 accumulator of a (rows, cols) product."""
+    return cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((rows, cols)), Float32)
+
+
+def make_operand(mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, *, is_a: bool, transpose: bool = False) -> Operand:
+    """A thread's operand in shared memory, (rows, k); `transpose` if k runs over the rows of the tile as it lies."""
+    mine = mma.get_slice(thread)
+    atom = atoms.ldmatrix(sX.element_type, transpose)
+    if is_a:
+        fragment, tiled = mine.make_fragment_A(mine.partition_A(sX)), cute.make_tiled_copy_A(atom, mma)
+    else:
+        fragment, tiled = mine.make_fragment_B(mine.partition_B(sX)), cute.make_tiled_copy_B(atom, mma)
+    copy = tiled.get_slice(thread)
+    return Operand(fragment, (atoms.Fetch(copy, copy.partition_S(sX), copy.retile(fragment)),))
+
+
+def keep(operand: Operand) -> Operand:
+    """Fetch an operand for good."""
+    (fetch,) = operand.fetches
+    for k in range(cute.size(operand.fragment.shape[2])):
+        fetch(k)
+    return Operand(operand.fragment)
+
+
+def product(kernel, mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand) -> None:
+    """acc = A B"""
+    acc.fill(0.0)
+    accumulate_product(kernel, mma, acc, a, b)
+
+
+def accumulate_product(kernel, mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand) -> None:
+    """acc += A B"""
+    atoms.gemm(mma, acc, a.fragment, b.fragment, a.fetches + b.fetches, kernel.traits.ahead)
+
+
+def product_dq(kernel, g: Gradients | HalfGradients, tiles: BwdTiles, thread: Int32) -> None:
+    """dQ = dS K"""
+    dS = make_operand(g.mma_dq, thread, transposed(tiles.sdS), is_a=True, transpose=True)
+    k = make_operand(g.mma_dq, thread, transposed(tiles.sK[None, None, 0]), is_a=False, transpose=True)
+    product(kernel, g.mma_dq, g.acc_dQ, dS, k)
+
+
+@cute.jit
+def probabilities(
+    kernel: cutlass.Constexpr,
+    g: Gradients | HalfGradients,
+    sLSE: cute.Tensor,
+    work: KeyWork,
+    m_block: Int32,
+    masked: cutlass.Constexpr[bool],
+):
+    """Scores become P, in place. Returns the derivative of the softcap, None without one."""
+    scores, values = kernel.problem.scores, g.scores.values
+    slopes = None
+    if const_expr(scores.softcap):
+        g.scores.apply_softcap()
+        slopes = cute.make_rmem_tensor_like(g.acc_S)
+        for i in cutlass.range_constexpr(cute.size(slopes)):
+            slopes[i] = 1.0 - g.acc_S[i] * g.acc_S[i]
+    if const_expr(masked):
+        g.scores.hide(m_block * kernel.traits.tile_m, g.bounds, True, scores.mask == "window")
+    lse = column_statistics(sLSE, g.scores)
+    for r in cutlass.range_constexpr(cute.size(values.shape[0])):
+        for c in cutlass.range_constexpr(cute.size(values.shape[1])):
+            values[r, c] = exp2(values[r, c] * work.launch.scale_log2 - lse[c])
+    return slopes
+
+
+@cute.jit
+def differentiate(g: Gradients | HalfGradients, acc: cute.Tensor, weights: tuple, sDelta: cute.Tensor):
+    """dP in `acc` becomes dS = P (dP - delta), in place.
+
+    `weights` are P, rounded so that it takes half the registers, and the derivative of the softcap or None.
+    """
+    rP, slopes = weights
+    delta = column_statistics(sDelta, g.scores)
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        # A fragment's linear order: two neighbouring columns, two rows, rows of warps, column groups.
+        column = i % 2 + i // (2 * cute.size(g.scores.values.shape[0])) * 2
+        weight = rP[i].to(Float32)
+        if const_expr(slopes is not None):
+            weight = weight * slopes[i]
+        acc[i] = weight * (acc[i] - delta[column])
+
+
+def store_scores(kernel, mma: cute.TiledMma, thread: Int32, rounded: cute.Tensor, sX: cute.Tensor) -> None:
+    """Write a rounded accumulator of `mma` to its place in shared memory."""
+    copy = atoms.store_pairs(kernel.dtype, mma).get_slice(thread)
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(sX))
+
+
+def add_dq(kernel, g: Gradients | HalfGradients, loads: QuerySources, m_block: Int32, head: Int32) -> None:
+    """Add dQ of a query block to its sum in memory."""
+    parts = kernel.dq_parts()
+    tile = loads.workspace.tile(m_block, loads.first_head + head, loads.batch)
+    target = parts.groups(tile.dq, 0, g.thread)
+    source = cute.make_tensor(g.acc_dQ.iterator, cute.make_layout(target.shape))
+    atoms.add_groups(source, target, kernel.traits.vector_add)
+
+
+@cute.jit
+def stage_rows(kernel: cutlass.Constexpr, mma: cute.TiledMma, thread: Int32, acc_scale: tuple, sX: cute.Tensor):
+    """Write an accumulator times its factor, rounded, to shared memory."""
+    acc, scale = acc_scale
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        acc[i] = acc[i] * scale
+    store_scores(kernel, mma, thread, rounded_fragment(acc, kernel.dtype), sX)

@@ -1,0 +1,42 @@
+"""Turns: the blocks of a deterministic backward add to a tile of dQ in a fixed order."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cuteflash.core.turns import turn_of
+from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
+
+
+def turn_pointer(loads: QuerySources, head: Int32, m_block: Int32) -> cute.Pointer:
+    """Where the number of blocks stands that have added to a query tile of the `head`-th query head."""
+    return loads.workspace.tile(m_block, loads.first_head + head, loads.batch).turn
+
+
+@cute.jit
+def look_at_turn(loads: QuerySources, head: Int32, m_block: Int32):
+    """How many blocks have added to a tile, as thread 0 sees it; 0 for the others. The load is not waited for."""
+    seen = Int32(0)
+    if loads.thread == 0:
+        seen = cute.arch.load(turn_pointer(loads, head, m_block), Int32, sem="relaxed", scope="gpu")
+    return seen
+
+
+@cute.jit
+def await_turn(loads: QuerySources, work: KeyWork, head: Int32, m_block: Int32, seen: Int32):
+    """Let thread 0 wait for this block's turn at a tile; `seen` is what `look_at_turn` saw. A barrier has to follow."""
+    if loads.thread == 0:
+        tile = work.tile
+        turn = turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
+        pointer = turn_pointer(loads, head, m_block)
+        while seen < turn:
+            seen = cute.arch.load(pointer, Int32, sem="relaxed", scope="gpu")
+        cute.arch.fence_acq_rel_gpu()
+
+
+@cute.jit
+def pass_turn(loads: QuerySources, head: Int32, m_block: Int32):
+    """Let the next block add to a tile; a barrier has to stand between this block's additions and this."""
+    if loads.thread == 0:
+        cute.arch.atomic_add(turn_pointer(loads, head, m_block), Int32(1), sem="release", scope="gpu")
