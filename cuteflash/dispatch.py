@@ -12,25 +12,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash import usertable
-from cuteflash.problem import FEATURES, Problem, Operation
+from cuteflash.problem import FEATURES, Operation, Problem
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
-from cuteflash.traits.base import FwdTraits
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import TABLES
 from cuteflash.usertable import MeasuredRow
 
-KERNELS: dict[tuple[Operation, Family], tuple[str, str]] = {
-    ("fwd", "sm80"): ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
-    ("fwd", "sm90"): ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
-    ("bwd", "sm80"): ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
-    ("bwd", "sm90"): ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
+KERNELS: dict[type[Traits], tuple[str, str]] = {
+    FwdTraitsSm80: ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
+    FwdTraitsSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
+    BwdTraitsSm80: ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
+    BwdTraitsSm90: ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
+    BwdTwoPassTraitsSm90: ("cuteflash.kernels.sm90.bwd_two_pass", "FlashBwdTwoPassSm90"),
 }
 
 
 def kernel_modules(operation: Operation) -> tuple[str, ...]:
     """The modules of an operation's kernels."""
-    return tuple(module for (made_for, _), (module, _) in KERNELS.items() if made_for == operation)
+    return tuple(module for kind, (module, _) in KERNELS.items() if kind.operation == operation)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,14 +60,14 @@ class Choice:
         return kernel_class(self.traits)
 
 
-def kernel_class(traits: FwdTraits) -> type[Any]:
+def kernel_class(traits: Traits) -> type[Any]:
     """The class of the kernel that traits are for; the first call imports the compiler."""
-    return _kernel_class(traits.operation, traits.family)
+    return _kernel_class(type(traits))
 
 
 @functools.cache
-def _kernel_class(operation: Operation, family: Family) -> type[Any]:
-    module, name = KERNELS[operation, family]
+def _kernel_class(kind: type[Traits]) -> type[Any]:
+    module, name = KERNELS[kind]
     kernel: type[Any] = getattr(importlib.import_module(module), name)
     return kernel
 

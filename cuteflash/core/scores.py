@@ -14,6 +14,11 @@ from cuteflash.core.views import rows_view, transposed
 from cuteflash.problem import Scores
 
 
+def stay_a_branch() -> None:
+    """Keeps the compiler from turning the branch that this stands in into selects, which all paths would execute."""
+    cute.arch.inline_ptx("// a branch")
+
+
 @dataclasses.dataclass(frozen=True)
 class ScoreTile:
     """One thread's elements of S, or of Sᵀ, seen as (queries, keys) in both cases.

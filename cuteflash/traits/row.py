@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, Operation, Problem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
-Traits = FwdTraitsSm80 | FwdTraitsSm90 | BwdTraitsSm80
-TRAITS: dict[tuple[Operation, Family], type[FwdTraitsSm80] | type[FwdTraitsSm90] | type[BwdTraitsSm80]] = {
-    (kind.operation, kind.family): kind for kind in (FwdTraitsSm80, FwdTraitsSm90, BwdTraitsSm80)
+Traits = FwdTraitsSm80 | FwdTraitsSm90 | BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
+# What a sweep tunes. The backward in two passes is written into tables by hand.
+TRAITS: dict[tuple[Operation, Family], type[Traits]] = {
+    (kind.operation, kind.family): kind for kind in (FwdTraitsSm80, FwdTraitsSm90, BwdTraitsSm80, BwdTraitsSm90)
 }
 
 ROW_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -137,8 +140,18 @@ def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tup
     return _row(BwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
 
 
+def bwd_sm90(head_dim: int, tile_m: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
+    """A row of the sm90 backward in one pass; `more` are keyword arguments of `_row`."""
+    return _row(BwdTraitsSm90, (head_dim, tile_m, 128), masks, **more)
+
+
+def bwd_two_pass_sm90(head_dim: int, tile_m: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
+    """A row of the sm90 backward in two passes; `more` are keyword arguments of `_row`."""
+    return _row(BwdTwoPassTraitsSm90, (head_dim, tile_m, 64), masks, **more)
+
+
 def _row(
-    traits: type[FwdTraitsSm80] | type[FwdTraitsSm90] | type[BwdTraitsSm80],
+    traits: type[Traits],
     tile: tuple[int, int, int],
     masks: tuple[str, ...],
     *,

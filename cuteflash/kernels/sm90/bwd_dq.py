@@ -24,7 +24,7 @@ from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.convert import round_pair, rounded_fragment
 from cuteflash.core.launch import Launch
-from cuteflash.core.scores import ScoreTile
+from cuteflash.core.scores import ScoreTile, stay_a_branch
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import QueryTile
@@ -335,6 +335,7 @@ def step(
     if const_expr(scores.softcap):
         wg.scores.apply_softcap()
     if is_cut:
+        stay_a_branch()
         wg.scores.hide(n_block * kernel.rows.dq_tile_n, wg.bounds, scores.has_left_edge)
     for i in cutlass.range_constexpr(cute.size(wg.acc_S)):
         p = exp2(wg.acc_S[i] * launch.scale_log2 - wg.lse[i // 2 % ROWS])

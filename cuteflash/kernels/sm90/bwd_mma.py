@@ -21,9 +21,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import arrive, wait_phase
-from cuteflash.core.convert import round_fragment, round_pair, rounded_fragment
+from cuteflash.core.convert import round_fragment, round_pair, rounded_fragment, weigh_pair
 from cuteflash.core.launch import BwdLaunch
-from cuteflash.core.scores import ScoreTile
+from cuteflash.core.scores import ScoreTile, stay_a_branch
 from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.core.views import acc_as_operand_a, transposed
@@ -337,6 +337,7 @@ def prepare_scores(
     if const_expr(kernel.problem.scores.softcap):
         scores.apply_softcap()
     if blocks.is_cut(m_block):
+        stay_a_branch()
         scores.hide(m_block * kernel.traits.tile_m, bounds, True, kernel.problem.scores.mask == "window")
 
 
@@ -363,12 +364,10 @@ def probabilities(kernel: cutlass.Constexpr, wg: KeyWarpgroup, lse: cute.Tensor,
 def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, delta: cute.Tensor):
     """dS of P and dP, rounded into the operand of dK."""
     p = wg.products
-    pairs = cute.recast_tensor(p.tKrdS, Uint32)
+    pairs, weights = cute.recast_tensor(p.tKrdS, Uint32), cute.recast_tensor(p.weights, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
-        low, high = (
-            p.weights[2 * i + j].to(Float32) * (p.acc_dP[2 * i + j] - delta[j, i // ROWS]) for j in range(2)
-        )
-        pairs[i] = round_pair(low, high, kernel.dtype)
+        low, high = (p.acc_dP[2 * i + j] - delta[j, i // ROWS] for j in range(2))
+        pairs[i] = weigh_pair(weights[i], low, high, kernel.dtype)
 
 
 @cute.jit
