@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash import usertable
-from cuteflash.problem import FEATURES, Problem, Operation
+from cuteflash.problem import FEATURES, Operation, Problem
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass

@@ -1,15 +1,17 @@
-"""The forward operators, `torch.ops.cuteflash.fwd` and `fwd_lse`, and what runs behind them on each device.
+"""The dense operators, `torch.ops.cuteflash.fwd`, `fwd_lse` and `bwd`, and what runs behind them on each device.
 
     CUDA      a launch, looked up by everything that it depends on, or planned (`cuteflash.planning`), which checks the
-              arguments and may compile; then the output is allocated and the kernel launched. No host read, no
+              arguments and may compile; then the results are allocated and the kernel launched. No host read, no
               synchronisation.
     CPU       the same checks, then the reference (FlashAttention-2 in torch).
     fake      the same checks on possibly symbolic sizes, and empty results with the strides of the real ones.
-    autograd  nothing without gradients; with them a node whose backward says that there is none in this release.
+    autograd  a node (`cuteflash.autograd`) if a gradient is needed: of a forward one that keeps LSE and calls `bwd`, of
+              `bwd` one that refuses second derivatives.
 
 What vmap, autocast and other transforms and modes of torch do with them is in `cuteflash.transforms`.
-Two operators, so that a call without LSE never allocates one. A CUDA graph can capture a call once an earlier one with
-the same problem and length class (`cuteflash.traits.length_class`) has compiled its kernel.
+Two forward operators, so that a call without LSE never allocates one; with gradients `fwd` is `fwd_lse`, by this name
+also for selective checkpointing and other modes. A CUDA graph can capture a call once an earlier one with the same
+problem and length class (`cuteflash.traits.length_class`) has compiled its kernel.
 """
 
 from __future__ import annotations
@@ -19,14 +21,28 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled, is_grad_enabled
 
-from cuteflash.arguments import FwdOptions
+from cuteflash.arguments import BwdOptions, FwdOptions
+from cuteflash.autograd import Route, attend, once_differentiable
 from cuteflash.operators import Operator, define
-from cuteflash.planning import Launch, Planner, Result, call_of, table_of
-from cuteflash.reference.fa2 import flash_attention_2
-from cuteflash.transforms import register_transforms
-from cuteflash.validate import ALIGNMENT, check_alignment, check_fwd
+from cuteflash.planning import (
+    BwdPlanner,
+    Call,
+    FwdPlanner,
+    Launch,
+    Planner,
+    Result,
+    bwd_call_of,
+    call_of,
+    compacted,
+    table_of,
+)
+from cuteflash.problem import Operation
+from cuteflash.reference import flash_attention_2, flash_attention_2_backward
+from cuteflash.torch_internals import is_plain_cuda_call
+from cuteflash.transforms import transform_backward, transform_forward
+from cuteflash.validate import ALIGNMENT, check_alignment, check_bwd, check_fwd, lse_dtype
 
 ALIGNMENT_MASK = ALIGNMENT - 1
 LAUNCHES_MAX = 4096  # a serving process sees ever new lengths: a launch is about 1 kB, and planned again in 10 us
@@ -34,7 +50,7 @@ LAUNCHES_MAX = 4096  # a serving process sees ever new lengths: a launch is abou
 
 def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     """The CUDA implementation: look the launch of an equal call up, or plan one."""
-    planner = Planner(has_lse)
+    planner = FwdPlanner(has_lse)
     launches: dict[Hashable, Launch] = {}
 
     def cuda(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
@@ -45,10 +61,7 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
             raise
         launch = launches.get(call)
         if launch is None:
-            launch = planner.launch(q, k, v, call)
-            if len(launches) >= LAUNCHES_MAX:
-                launches.clear()
-            launches[call] = launch
+            launch = launches_of(planner, launches, call, q, k, v)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         return launch(q, k, v)
@@ -56,13 +69,54 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     return cuda
 
 
+def cuda_backward() -> Callable[..., Result]:
+    """The CUDA implementation of the backward, likewise."""
+    planner = BwdPlanner()
+    launches: dict[Hashable, Launch] = {}
+
+    def cuda(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *options: Any
+    ) -> Result:
+        # The mode counts when a backward runs, as for torch's own; one that only warns asks for none that is slower.
+        if are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            options = tuple(BwdOptions(*options)._replace(deterministic=True))
+        try:
+            call = bwd_call_of(dout, q, k, v, out, lse, dlse, options)
+        except RuntimeError:
+            check_bwd(dout, q, k, v, out, lse, dlse, BwdOptions(*options))
+            raise
+        launch = launches.get(call)
+        if launch is None:
+            launch = launches_of(planner, launches, call, dout, q, k, v, out, lse, dlse)
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & ALIGNMENT_MASK:
+            check_alignment(q, k, v, out=out)
+        if dout.data_ptr() & ALIGNMENT_MASK:
+            dout = compacted(dout)
+        return launch(dout, q, k, v, out, lse, dlse)
+
+    return cuda
+
+
+def launches_of(planner: Planner, launches: dict[Hashable, Launch], call: Call, *tensors: Tensor | None) -> Launch:
+    """A new launch, kept among `launches`."""
+    launch = planner.launch(call, *tensors)
+    if len(launches) >= LAUNCHES_MAX:
+        launches.clear()
+    launches[call] = launch
+    return launch
+
+
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
     check_fwd(q, k, v, options)
-    if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
-        table_of(q.device, options.family)
+    _check_target("fwd", q, options.family)
     b, s_q, h, _ = q.shape
     o = q.new_empty((b, s_q, h, v.shape[3]))
-    return (o, q.new_empty((b, h, s_q), dtype=torch.float32)) if has_lse else o
+    return (o, q.new_empty((b, h, s_q), dtype=lse_dtype(q))) if has_lse else o
+
+
+def _check_target(operation: Operation, q: Tensor, family: str | None) -> None:
+    if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
+        table_of(operation, q.device, family)
 
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
@@ -72,7 +126,30 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool
     return result if has_lse else result[0]
 
 
-def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool) -> Operator:
+def _bwd_fake(*arguments: Any) -> Result:
+    check_bwd(*arguments)
+    _, q, k, v, *_, options = arguments
+    _check_target("bwd", q, options.family)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _bwd_cpu(*arguments: Any) -> Result:
+    check_bwd(*arguments)
+    *tensors, options = arguments
+    _, q, k, v, out, *_ = tensors
+    check_alignment(q, k, v, out=out)
+    return flash_attention_2_backward(*tensors, **options.definition(q.shape[3]))
+
+
+def _differentiable_forward(
+    implementation: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *options: Any, has_lse: bool
+) -> Result:
+    return attend(q, k, v, (), options, Route(implementation, bwd), has_lse)
+
+
+def _forward(
+    name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool, with_gradients: Operator | None = None
+) -> Operator:
     return Operator(
         name=name,
         tensors=("q", "k", "v"),
@@ -82,11 +159,46 @@ def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool
         cuda=cuda,
         cpu=functools.partial(_fwd_cpu, has_lse=has_lse),
         fake=functools.partial(_fwd_fake, has_lse=has_lse),
-        transforms=register_transforms,
+        differentiable=functools.partial(_differentiable_forward, has_lse=has_lse),
+        transforms=transform_forward,
+        with_gradients=with_gradients,
     )
 
 
-fwd_cuda, fwd_lse_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True)
-FWD = _forward("fwd", Tensor, fwd_cuda, has_lse=False)
+fwd_cuda, fwd_lse_cuda, bwd_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True), cuda_backward()
+BWD = Operator(
+    name="bwd",
+    tensors=("dout", "q", "k", "v", "out", "lse", "dlse"),
+    optional=("dlse",),
+    options=BwdOptions,
+    returns=tuple[Tensor, Tensor, Tensor],
+    check=check_bwd,
+    cuda=bwd_cuda,
+    cpu=_bwd_cpu,
+    fake=_bwd_fake,
+    differentiable=once_differentiable,
+    transforms=transform_backward,
+)
 FWD_LSE = _forward("fwd_lse", tuple[Tensor, Tensor], fwd_lse_cuda, has_lse=True)
-fwd, fwd_lse = define(FWD), define(FWD_LSE)
+FWD = _forward("fwd", Tensor, fwd_cuda, has_lse=False, with_gradients=FWD_LSE)
+bwd, fwd_lse, fwd = define(BWD), define(FWD_LSE), define(FWD)
+
+
+def bwd_of_plain_call(dout: Tensor, q: Tensor, *rest: Any) -> Result:
+    """The backward of a forward that went past the dispatcher, as the backward does if nothing needs to see it.
+
+    Only the gradients are new since the forward: if they are tensors of another kind, or a mode or transform is active,
+    or they are to be differentiated, the dispatcher decides.
+    """
+    dlse = rest[4]
+    if is_grad_enabled() or not is_plain_cuda_call(dout, q, dout if dlse is None else dlse):
+        return bwd(dout, q, *rest)
+    return bwd_cuda(dout, q, *rest)
+
+
+PLAIN = Route(fwd_lse_cuda, bwd_of_plain_call)
+
+
+def attend_plain(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], has_lse: bool) -> Result:
+    """A forward with gradients past the dispatcher, for plain CUDA tensors."""
+    return attend(q, k, v, (), options, PLAIN, has_lse)

@@ -210,9 +210,7 @@ class BwdProblem:
     @property
     def features(self) -> frozenset[Feature]:
         """The features in use, beyond a mask, which not every row serves."""
-        return _features(
-            softcap=self.scores.softcap, varlen=self.storage != DENSE, deterministic=self.is_deterministic
-        )
+        return _features(softcap=self.scores.softcap, varlen=self.storage != DENSE, deterministic=self.is_deterministic)
 
 
 Problem = FwdProblem | BwdProblem
