@@ -16,7 +16,7 @@ import cuteflash
 from tests.gpu.checks import Case
 from tests.gpu.gradients import Upstream, assert_right, check, gradients, small, upstream
 from tests.gpu.test_forward import HEAD_DIM_PAIRS, HEAD_DIMS, LENGTHS, MASKS, WINDOWS
-from tests.gpu.test_memory import LAYOUTS, interleaved
+from tests.gpu.test_memory import BEYOND, LAYOUTS, interleaved
 
 pytestmark = pytest.mark.gpu
 
@@ -170,6 +170,37 @@ def test_any_strides_of_the_upstream_gradients(layout, family: str, device: torc
     assert lse is not None
     for given in (Upstream(layout(out), lse.mT.contiguous().mT), Upstream(layout(out), of_sum(lse))):
         assert_right(inputs, given, case, gradients(inputs, given, case, family))
+
+
+def test_batch_strides_beyond_32_bits(family: str, cuda: torch.device) -> None:
+    case = Case(130, 170, heads=2, causal=True)
+    inputs = case.inputs(cuda)
+    given = upstream(inputs, case)
+    room = torch.empty(BEYOND + 4_000_000, dtype=torch.bfloat16, device=cuda)
+
+    def far(x: Tensor, index: int) -> Tensor:
+        view = room.as_strided(x.shape, (BEYOND + 64, x.shape[2] * x.shape[3], x.shape[3], 1), index * 1_000_000)
+        return view.copy_(x)
+
+    q, k, v = (far(x, index) for index, x in enumerate(inputs))
+    given = Upstream(far(given.out, 3), None)
+    assert_right((q, k, v), given, case, gradients((q, k, v), given, case, family))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_and_workspace_beyond_32_bits(deterministic: bool, family: str, cuda: torch.device) -> None:
+    heads, head_dim = 64, 256
+    case = Case(BEYOND // (heads * head_dim) + 100, 64, head_dim=head_dim, batch=1, heads=heads, kv_heads=1)
+    k, v = (torch.randn(1, 64, 1, head_dim, dtype=torch.bfloat16, device=cuda) for _ in range(2))
+    q = torch.randn(1, case.seqlen_q, heads, head_dim, dtype=torch.bfloat16, device=cuda)
+    dout = torch.randn_like(q)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cuteflash.flash_attn_func(*leaves, family=family, deterministic=deterministic)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    assert dq.numel() > BEYOND
+    for rows in (slice(0, 50), slice(-50, None)):  # dK and dV are sums over all rows
+        assert_right((q[:, rows], k, v), Upstream(dout[:, rows], None), case, (dq[:, rows],))
+    assert all(torch.isfinite(part).all() for part in (dk, dv, *dq.split(4096, dim=1)))
 
 
 def test_parts_of_one_tensor_get_its_gradient(family: str, device: torch.device) -> None:
