@@ -11,7 +11,7 @@ LSE's and a tensor of zeros if it is O's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,16 +26,36 @@ NO_SECOND_DERIVATIVES = (
 )
 
 
-class Route(NamedTuple):
-    """What an attention and its gradients are computed by.
+class Route(Protocol):
+    """What computes an attention and its gradients, for calls with certain options."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, /, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+        """O and LSE."""
+
+    def backward(self, dout: Tensor, /, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV; `saved` are q, k, v, out, lse, dlse (None if there is none) and the others."""
+
+
+class Dispatched(NamedTuple):
+    """The route through the dispatcher.
 
     Attributes:
-        forward: (q, k, v, *others, *options) to O and LSE.
-        backward: (dout, q, k, v, out, lse, dlse, *others, *options of the backward) to dQ, dK and dV.
+        implementation: of the forward, below autograd.
+        operator: of the backward.
+        options: of the forward, flat.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    implementation: Callable[..., tuple[Tensor, Tensor]]
+    operator: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    options: tuple[Any, ...]
+
+    def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Route`."""
+        return self.implementation(*tensors, *self.options)
+
+    def backward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Route`."""
+        return self.operator(*tensors, *bwd_options(self.options))
 
 
 class Attention(Function):
@@ -43,14 +63,7 @@ class Attention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        others: tuple[Tensor | None, ...],
-        options: tuple[Any, ...],
-        route: Route,
-        returns_lse: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: tuple[Tensor | None, ...], route: Route, returns_lse: bool
     ) -> Any:
         """O, and LSE if `returns_lse`.
 
@@ -58,15 +71,13 @@ class Attention(Function):
             ctx: torch's.
             q, k, v: what is differentiated.
             others: the operator's other tensors.
-            options: the operator's options, flat.
             route: what computes.
             returns_lse: whether LSE is a result, too.
         """
-        forward, ctx.backward = route
-        out, lse = forward(q, k, v, *others, *options)
+        out, lse = route.forward(q, k, v, *others)
         ctx.save_for_backward(q, k, v, out, lse, *others)
         ctx.set_materialize_grads(False)
-        ctx.options = options
+        ctx.route = route
         return (out, lse) if returns_lse else out
 
     @staticmethod
@@ -76,12 +87,12 @@ class Attention(Function):
         q, k, v, out, lse, *others = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv = ctx.backward(dout, q, k, v, out, lse, dlse, *others, *bwd_options(ctx.options))
-        needs_q, needs_k, needs_v, *_ = ctx.needs_input_grad
-        return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, *NO_GRADIENTS[3:]
+        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, dlse, *others)
+        needs_q, needs_k, needs_v, _, _, _ = ctx.needs_input_grad
+        return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, None, None, None
 
 
-NO_GRADIENTS = (None,) * 7  # of the inputs of `Attention`
+NO_GRADIENTS = (None,) * 6  # of the inputs of `Attention`
 
 
 class OnceDifferentiable(Function):

@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, are_deterministic_algorithms_enabled, is_grad_enabled
+from torch import Tensor, are_deterministic_algorithms_enabled
 
-from cuteflash.arguments import BwdOptions, FwdOptions
-from cuteflash.autograd import Route, attend, once_differentiable
+from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options
+from cuteflash.autograd import Dispatched, attend, once_differentiable
 from cuteflash.operators import Operator, define
 from cuteflash.planning import (
     BwdPlanner,
     Call,
     FwdPlanner,
     Launch,
-    Planner,
     Result,
     bwd_call_of,
     call_of,
@@ -40,7 +39,7 @@ from cuteflash.planning import (
 )
 from cuteflash.problem import Operation
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
-from cuteflash.torch_internals import is_plain_cuda_call
+from cuteflash.torch_internals import is_plain_backward
 from cuteflash.transforms import transform_backward, transform_forward
 from cuteflash.validate import ALIGNMENT, check_alignment, check_bwd, check_fwd, lse_dtype
 
@@ -48,62 +47,105 @@ ALIGNMENT_MASK = ALIGNMENT - 1
 LAUNCHES_MAX = 4096  # a serving process sees ever new lengths: a launch is about 1 kB, and planned again in 10 us
 
 
-def cuda_forward(has_lse: bool) -> Callable[..., Result]:
-    """The CUDA implementation: look the launch of an equal call up, or plan one."""
-    planner = FwdPlanner(has_lse)
-    launches: dict[Hashable, Launch] = {}
+class CudaForward:
+    """The CUDA implementation of a forward operator: look the launch of an equal call up, or plan one.
 
-    def cuda(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
-        try:
-            call = call_of(q, k, v, options)
-        except RuntimeError:
-            check_fwd(q, k, v, FwdOptions(*options))
-            raise
-        launch = launches.get(call)
+    Args:
+        has_lse: whether it returns the log-sum-exp, too.
+    """
+
+    def __init__(self, has_lse: bool) -> None:
+        self.planner = FwdPlanner(has_lse)
+        self.launches: dict[Hashable, Launch] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
+        """The results, as the operator returns them."""
+        call = checked_call(q, k, v, options)
+        launch = self.launches.get(call)
         if launch is None:
-            launch = launches_of(planner, launches, call, q, k, v)
+            launch = keep(self.launches, call, self.planner.launch(call, q, k, v))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         return launch(q, k, v)
 
-    return cuda
 
+class CudaBackward:
+    """The CUDA implementation of the backward operator, likewise."""
 
-def cuda_backward() -> Callable[..., Result]:
-    """The CUDA implementation of the backward, likewise."""
-    planner = BwdPlanner()
-    launches: dict[Hashable, Launch] = {}
+    def __init__(self) -> None:
+        self.planner = BwdPlanner()
+        self.launches: dict[Hashable, Launch] = {}
 
-    def cuda(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *options: Any
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *options: Any,
     ) -> Result:
-        # The mode counts when a backward runs, as for torch's own; one that only warns asks for none that is slower.
-        if are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        """The gradients, as the operator returns them."""
+        if is_determinism_enforced():
             options = tuple(BwdOptions(*options)._replace(deterministic=True))
-        try:
-            call = bwd_call_of(dout, q, k, v, out, lse, dlse, options)
-        except RuntimeError:
-            check_bwd(dout, q, k, v, out, lse, dlse, BwdOptions(*options))
-            raise
-        launch = launches.get(call)
-        if launch is None:
-            launch = launches_of(planner, launches, call, dout, q, k, v, out, lse, dlse)
+        launch = self.launch_of(dout, q, k, v, out, lse, dlse, options)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v, out=out)
         if dout.data_ptr() & ALIGNMENT_MASK:
             dout = compacted(dout)
         return launch(dout, q, k, v, out, lse, dlse)
 
-    return cuda
+    def launch_of(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> Launch:
+        """The launch of a call, which is checked for all but the addresses of its tensors."""
+        try:
+            call = bwd_call_of(dout, q, k, v, out, lse, dlse, options)
+        except RuntimeError:
+            check_bwd(dout, q, k, v, out, lse, dlse, BwdOptions(*options))
+            raise
+        launch = self.launches.get(call)
+        if launch is None:
+            launch = keep(self.launches, call, self.planner.launch(call, dout, q, k, v, out, lse, dlse))
+        return launch
 
 
-def launches_of(planner: Planner, launches: dict[Hashable, Launch], call: Call, *tensors: Tensor | None) -> Launch:
-    """A new launch, kept among `launches`."""
-    launch = planner.launch(call, *tensors)
-    if len(launches) >= LAUNCHES_MAX:
-        launches.clear()
-    launches[call] = launch
-    return launch
+def checked_call(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Call:
+    """See `call_of`; errors of tensors that have no shape or strides are in our words."""
+    try:
+        return call_of(q, k, v, options)
+    except RuntimeError:
+        check_fwd(q, k, v, FwdOptions(*options))
+        raise
+
+
+Kept = TypeVar("Kept")
+
+
+def keep(kept: dict[Hashable, Kept], key: Hashable, value: Kept) -> Kept:
+    """A new value, kept under its key."""
+    if len(kept) >= LAUNCHES_MAX:
+        kept.clear()
+    kept[key] = value
+    return value
+
+
+def is_determinism_enforced() -> bool:
+    """Whether torch's deterministic mode is on and not only warns, which is what torch's own flash attention obeys.
+
+    The mode counts when a backward runs.
+    """
+    return are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
@@ -144,7 +186,7 @@ def _bwd_cpu(*arguments: Any) -> Result:
 def _differentiable_forward(
     implementation: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *options: Any, has_lse: bool
 ) -> Result:
-    return attend(q, k, v, (), options, Route(implementation, bwd), has_lse)
+    return attend(q, k, v, (), Dispatched(implementation, bwd, options), has_lse)
 
 
 def _forward(
@@ -165,7 +207,7 @@ def _forward(
     )
 
 
-fwd_cuda, fwd_lse_cuda, bwd_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True), cuda_backward()
+fwd_cuda, fwd_lse_cuda, bwd_cuda = CudaForward(has_lse=False), CudaForward(has_lse=True), CudaBackward()
 BWD = Operator(
     name="bwd",
     tensors=("dout", "q", "k", "v", "out", "lse", "dlse"),
@@ -184,21 +226,42 @@ FWD = _forward("fwd", Tensor, fwd_cuda, has_lse=False, with_gradients=FWD_LSE)
 bwd, fwd_lse, fwd = define(BWD), define(FWD_LSE), define(FWD)
 
 
-def bwd_of_plain_call(dout: Tensor, q: Tensor, *rest: Any) -> Result:
-    """The backward of a forward that went past the dispatcher, as the backward does if nothing needs to see it.
+class PlainRoute:
+    """The route past the dispatcher, of all calls with plain CUDA tensors that are equal.
 
-    Only the gradients are new since the forward: if they are tensors of another kind, or a mode or transform is active,
-    or they are to be differentiated, the dispatcher decides.
+    Only its gradients are new to a backward, so that their strides decide its launch.
     """
-    dlse = rest[4]
-    if is_grad_enabled() or not is_plain_cuda_call(dout, q, dout if dlse is None else dlse):
-        return bwd(dout, q, *rest)
-    return bwd_cuda(dout, q, *rest)
+
+    __slots__ = ("forward", "launches", "options")
+
+    def __init__(self, launch: Launch, options: tuple[Any, ...]) -> None:
+        self.forward = launch
+        self.options = bwd_options(options)
+        self.launches: dict[Hashable, Launch] = {}
+
+    def backward(self, dout: Tensor, *saved: Any) -> Result:
+        """See `cuteflash.autograd.Route`. Through the dispatcher if something there has to see it."""
+        if not is_plain_backward(dout):
+            return bwd(dout, *saved, *self.options)
+        if dout.data_ptr() & ALIGNMENT_MASK or are_deterministic_algorithms_enabled():
+            return bwd_cuda(dout, *saved, *self.options)
+        q, k, v, out, lse, dlse = saved
+        key = dout.stride() if dlse is None else (dout.stride(), dlse.stride())
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = keep(self.launches, key, bwd_cuda.launch_of(dout, q, k, v, out, lse, dlse, self.options))
+        return launch(dout, q, k, v, out, lse, dlse)
 
 
-PLAIN = Route(fwd_lse_cuda, bwd_of_plain_call)
+plain_routes: dict[Hashable, PlainRoute] = {}
 
 
 def attend_plain(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], has_lse: bool) -> Result:
     """A forward with gradients past the dispatcher, for plain CUDA tensors."""
-    return attend(q, k, v, (), options, PLAIN, has_lse)
+    call = checked_call(q, k, v, options)
+    route = plain_routes.get(call)
+    if route is None:
+        route = keep(plain_routes, call, PlainRoute(fwd_lse_cuda.planner.launch(call, q, k, v), options))
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
+        check_alignment(q, k, v)
+    return attend(q, k, v, (), route, has_lse)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, is_autocast_enabled
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
 from torch._C import (  # what torch.library.register_autograd is made of, which itself would drop tangents silently
     DispatchKey,
     DispatchKeySet,
@@ -31,6 +31,7 @@ __all__ = [  # with those that other modules would have to import from a private
     "below_autograd",
     "is_forward_ad_active",
     "is_fwd_grad_enabled",
+    "is_plain_backward",
     "is_plain_cuda_call",
     "nested_tensor_class",
     "plain_keys",
@@ -157,10 +158,25 @@ def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _never(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _is_plain_backward(dout: Tensor) -> bool:
+    """`is_plain_cuda_call` of a backward whose forward was one, and which is not differentiated itself.
+
+    Autograd gives it gradients of the forward's devices and dtypes, and modes do not see what is called from C++.
+    """
+    return (
+        type(dout) is Tensor
+        and not is_grad_enabled()
+        and not dout.is_neg()
+        and forward_ad._current_level < 0
+        and _local_include_set().raw_repr() in WITHOUT_MODES
+    )
+
+
+def _never(*tensors: Tensor) -> bool:
     """Every call goes through the dispatcher, as it cannot be told which ones need not."""
     return False
 
 
 WITHOUT_MODES = _without_modes() if KNOWS_MODES else ()
 is_plain_cuda_call: Callable[[Tensor, Tensor, Tensor], bool] = _is_plain_cuda_call if KNOWS_MODES else _never
+is_plain_backward: Callable[[Tensor], bool] = _is_plain_backward if KNOWS_MODES else _never

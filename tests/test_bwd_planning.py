@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuteflash import api, autograd, flash_attn_func, ops, planning
+from cuteflash import api, flash_attn_func, ops, planning
 from cuteflash.arguments import BwdScalars, BwdTensors
 from cuteflash.core.workspace import Workspace
 from cuteflash.problem import UNBOUNDED, BwdProblem
@@ -33,7 +33,7 @@ class BwdGpu(Gpu):
         monkeypatch.setattr(
             planning, "choose", lambda problem, *rest: row if problem.operation == "bwd" else choose(problem, *rest)
         )
-        self.bwd = ops.cuda_backward()
+        self.bwd = ops.CudaBackward()
 
     def last(self) -> tuple[BwdProblem, BwdTensors, BwdScalars]:
         """The last launch."""
@@ -242,10 +242,10 @@ def plain(gpu: BwdGpu, monkeypatch: pytest.MonkeyPatch) -> BwdGpu:
     def is_plain(*tensors: Tensor) -> bool:
         return forward_ad._current_level < 0 and torch._C._len_torch_dispatch_stack() == 0
 
-    for module in (api, ops):
-        monkeypatch.setattr(module, "is_plain_cuda_call", is_plain)
-    monkeypatch.setattr(ops, "PLAIN", autograd.Route(gpu.fwd_lse, ops.bwd_of_plain_call))
+    monkeypatch.setattr(api, "is_plain_cuda_call", is_plain)
+    monkeypatch.setattr(ops, "fwd_lse_cuda", gpu.fwd_lse)
     monkeypatch.setattr(ops, "bwd_cuda", gpu.bwd)
+    monkeypatch.setattr(ops, "plain_routes", {})
     return gpu
 
 

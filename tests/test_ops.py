@@ -148,7 +148,7 @@ class Gpu:
         monkeypatch.setattr(Choice, "kernel_cls", property(lambda choice: choice.family))
         properties = types.SimpleNamespace(multi_processor_count=NUM_SMS)
         monkeypatch.setattr(planning.torch.cuda, "get_device_properties", lambda device: properties)
-        self.fwd, self.fwd_lse = ops.cuda_forward(has_lse=False), ops.cuda_forward(has_lse=True)
+        self.fwd, self.fwd_lse = ops.CudaForward(has_lse=False), ops.CudaForward(has_lse=True)
 
     def _compiled(self, kernel_cls, traits, problem, target):
         self.planned += 1
