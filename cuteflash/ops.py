@@ -229,7 +229,8 @@ bwd, fwd_lse, fwd = define(BWD), define(FWD_LSE), define(FWD)
 class PlainRoute:
     """The route past the dispatcher, of all calls with plain CUDA tensors that are equal.
 
-    Only its gradients are new to a backward, so that their strides decide its launch.
+    A backward's sizes, dtypes and devices are those of its forward. Its launch is looked up by the rest: the strides of
+    its gradients, and those of what was saved, of which a saved-tensor hook (offloading, say) may return a copy.
     """
 
     __slots__ = ("forward", "launches", "options")
@@ -243,10 +244,12 @@ class PlainRoute:
         """See `cuteflash.autograd.Route`. Through the dispatcher if something there has to see it."""
         if not is_plain_backward(dout):
             return bwd(dout, *saved, *self.options)
-        if dout.data_ptr() & ALIGNMENT_MASK or are_deterministic_algorithms_enabled():
-            return bwd_cuda(dout, *saved, *self.options)
         q, k, v, out, lse, dlse = saved
-        key = dout.stride() if dlse is None else (dout.stride(), dlse.stride())
+        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if addresses & ALIGNMENT_MASK or are_deterministic_algorithms_enabled():
+            return bwd_cuda(dout, *saved, *self.options)
+        strides = dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
+        key = strides if dlse is None else (*strides, dlse.stride())
         launch = self.launches.get(key)
         if launch is None:
             launch = keep(self.launches, key, bwd_cuda.launch_of(dout, q, k, v, out, lse, dlse, self.options))

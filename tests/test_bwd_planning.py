@@ -263,6 +263,32 @@ def test_plain_cuda_tensors_go_past_the_dispatcher(plain: BwdGpu, return_lse: bo
     assert all(x.grad is not None and x.grad.shape == x.shape for x in tensors)
 
 
+def test_copies_that_saved_tensor_hooks_return_are_launched_as_they_lie(plain: BwdGpu) -> None:
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv(batch=1, s_k=1)]
+    odd = tensors[0].detach().as_strided(tensors[0].shape, (7, *tensors[0].stride()[1:])).requires_grad_()
+    for q in (tensors[0], odd):
+        for unpack in (lambda x: x, lambda x: x.contiguous().clone(), shifted_heads, lambda x: x):
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+                flash_attn_func(q, *tensors[1:]).sum().backward()
+            _, kernels, _ = plain.last()
+            assert kernels.q.stride()[1:] == unpack(q).stride()[1:]
+            assert all(stride % 8 == 0 for x in kernels[:4] for stride in x.stride()[:-1])
+
+
+def shifted_heads(x: Tensor) -> Tensor:
+    """Other strides for the same elements."""
+    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]] if x.dim() == 4 else x
+
+
+def test_a_saved_tensor_that_comes_back_on_an_odd_address_is_refused(plain: BwdGpu) -> None:
+    tensors = [x.requires_grad_() for x in qkv()]
+    flash_attn_func(*tensors).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, shifted):
+        out = flash_attn_func(*tensors)
+    with pytest.raises(ValueError, match=r"^q\.data_ptr\(\)"):
+        out.sum().backward()
+
+
 def test_without_gradients_no_node_is_made(plain: BwdGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "fwd_cuda", plain.fwd)
     tensors = qkv()
