@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -320,3 +321,28 @@ def test_a_backward_that_something_has_to_see_is_dispatched(plain: BwdGpu, way: 
         with pytest.raises(NotImplementedError, match="no second derivatives"):
             dq.sum().backward()
     assert len(plain.launches) == 1  # the forward's
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fake_gradients_have_the_shapes_and_strides_of_real_ones(transposed: bool) -> None:
+    dout, *inputs, out, lse = saved()
+    if transposed:
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    given = of_sum(dout), *inputs, out, lse
+    real = BWD(*given, None)
+    with FakeTensorMode() as mode:
+        fake = BWD(*(mode.from_tensor(x) for x in given), None)
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)
+
+
+def test_fake_cuda_gradients_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 6, 4, 16, device="cuda", dtype=torch.bfloat16)
+        lse = torch.empty(2, 4, 6, device="cuda")
+        dq, _, dv = BWD(q, q, q, q, q, lse, lse, deterministic=True)
+        assert dq.device.type == dv.device.type == "cuda" and dq.shape == q.shape
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(planning, "current_target", lambda index: "sm_80")
+        with pytest.raises(NotImplementedError, match="family is 'sm90', which sm_80 does not run"):
+            BWD(q, q, q, q, q, lse, None, family="sm90")
