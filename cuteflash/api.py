@@ -6,9 +6,9 @@ import numbers
 import sys
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
-from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
+from cuteflash.ops import attend_plain, fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
 from cuteflash.problem import UNBOUNDED
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import FAMILIES, Family
@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
     softcap: float
     pack_gqa: bool | None
     family: Family | None
+    deterministic: bool
 
 
 @overload
@@ -54,6 +55,7 @@ def flash_attn_func(
     softcap: float = 0.0,
     pack_gqa: bool | None = None,
     family: Family | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q k^T + mask) v``, without the score matrix in memory.
@@ -75,20 +77,24 @@ def flash_attn_func(
         pack_gqa: fold the query heads of a KV head into the rows of a tile, which pays for short `seqlen_q`. None
             leaves it to a heuristic, True needs at most 64 query heads a KV head. Never changes what is computed.
         family: kernel family to run on a GPU, ``"sm80"`` or ``"sm90"``; None is the best it has. CPUs ignore it.
+        deterministic: the backward gives bitwise equal gradients for equal inputs, which costs it speed; so does
+            ``torch.use_deterministic_algorithms(True)`` while the backward runs. The forward always is deterministic.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         O, (batch, seqlen_q, heads, head_dim_v), contiguous, in q's dtype; with `return_lse` also LSE,
-        (batch, heads, seqlen_q), fp32, natural logarithm. A dimension of size 0 gives an empty result, and
-        `seqlen_k` 0 gives O = 0 and LSE = -inf.
+        (batch, heads, seqlen_q), fp32 (fp64 for fp64 inputs), natural logarithm. A dimension of size 0 gives an empty
+        result, and `seqlen_k` 0 gives O = 0 and LSE = -inf. Both are differentiable; a query that sees no key neither
+        gets nor gives a gradient.
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or two dtypes mixed.
         ValueError: a shape, stride, alignment, device mix, scale, softcap or window that is not allowed.
-        NotImplementedError: a device, family or kind of tensor (nested, sparse) that is not supported, or a derivative:
-            from ``backward()`` and under ``torch.func``'s transforms, of which ``vmap`` alone is supported.
+        NotImplementedError: a device, family or kind of tensor (nested, sparse) that is not supported, a second
+            derivative, or forward-mode AD.
 
-    Under ``torch.autocast`` q, k and v are taken in its dtype, as by torch's own attention.
+    Under ``torch.autocast`` q, k and v are taken in its dtype, as by torch's own attention. With gradients, q, k, v, O
+    and LSE are kept for the backward; selective checkpointing knows the call as ``torch.ops.cuteflash.fwd_lse``.
     """
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain or (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor))):
@@ -100,19 +106,29 @@ def flash_attn_func(
         softmax_scale = _number("softmax_scale", softmax_scale, SCALES)
     if type(softcap) is not float:
         softcap = _number("softcap", softcap, SOFTCAPS)
-    if return_lse is False or not _flag("return_lse", return_lse):
-        op = fwd_cuda if is_plain else fwd
+    if return_lse is not False:
+        return_lse = _flag("return_lse", return_lse)
+    options: tuple[Any, ...] = (softmax_scale, left, right, softcap)
+    if pack_gqa is not None or family is not None or deterministic is not False:
+        # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
+        options += _execution(pack_gqa, family, deterministic)
+    result: Tensor | tuple[Tensor, Tensor]
+    if not is_plain:
+        result = (fwd_lse if return_lse else fwd)(q, k, v, *options)
+    elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        result = attend_plain(q, k, v, options, return_lse)
     else:
-        op = fwd_lse_cuda if is_plain else fwd_lse
-    if pack_gqa is None and family is None:  # trailing defaults are cheapest left out: 0.1 us each in the dispatcher
-        result: Tensor | tuple[Tensor, Tensor] = op(q, k, v, softmax_scale, left, right, softcap)
-        return result
+        result = (fwd_lse_cuda if return_lse else fwd_cuda)(q, k, v, *options)
+    return result
+
+
+def _execution(pack_gqa: bool | None, family: Family | None, deterministic: bool) -> tuple[Any, ...]:
+    """The options that say how to compute."""
     if pack_gqa is not None:
         pack_gqa = _flag("pack_gqa", pack_gqa, "None, ")
     if family is not None and not isinstance(family, str):
         raise TypeError(f"family is {shown(family)}; allowed: None, {', '.join(map(repr, FAMILIES))}")
-    result = op(q, k, v, softmax_scale, left, right, softcap, pack_gqa, family)
-    return result
+    return pack_gqa, family, _flag("deterministic", deterministic)
 
 
 def _not_tensors(**tensors: object) -> TypeError:

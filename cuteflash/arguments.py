@@ -4,7 +4,7 @@
     FwdTensors    the tensors of a kernel } the order of its `__call__`, of the fakes that it is compiled with
     FwdScalars    its run-time scalars    } (`cuteflash.core.signature`), and of every launch
 
-An option with the name of a scalar is passed on as that scalar.
+and the same for `Bwd`. An option with the name of a scalar is passed on as that scalar.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from cuteflash.problem import UNBOUNDED
 
-EXECUTION = ("pack_gqa", "family")  # options that say how to compute; all others say what
+EXECUTION = ("pack_gqa", "family", "deterministic")  # options that say how to compute; all others say what
 
 
 class FwdOptions(NamedTuple):
@@ -26,6 +26,7 @@ class FwdOptions(NamedTuple):
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
         pack_gqa: fold the query heads of one KV head into the rows of a tile; None leaves it to a heuristic.
         family: kernel family, ``"sm80"`` or ``"sm90"``; None is the best of the GPU. CPU tensors ignore it.
+        deterministic: of the backward, which autograd calls with the same options; the forward always is.
     """
 
     softmax_scale: float | None = None
@@ -34,13 +35,48 @@ class FwdOptions(NamedTuple):
     softcap: float = 0.0
     pack_gqa: bool | None = None
     family: str | None = None
+    deterministic: bool = False
 
     def definition(self, head_dim: int) -> dict[str, Any]:
-        """What defines the result, by name: the default scale filled in, no side of a window beyond `UNBOUNDED`."""
-        scale = head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
-        left, right = min(self.window_left, UNBOUNDED), min(self.window_right, UNBOUNDED)
-        resolved = self._replace(softmax_scale=scale, window_left=left, window_right=right)
-        return {name: value for name, value in resolved._asdict().items() if name not in EXECUTION}
+        """See `_definition`."""
+        return _definition(self, head_dim)
+
+
+class BwdOptions(NamedTuple):
+    """The arguments of the backward operators after their tensors: those of the forward that a backward has, too.
+
+    Attributes:
+        softmax_scale, window_left, window_right, softcap, family: as of the forward.
+        deterministic: equal inputs give bitwise equal gradients; ``torch.use_deterministic_algorithms(True)`` asks for
+            it as well, unless it only warns.
+    """
+
+    softmax_scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    family: str | None = None
+    deterministic: bool = False
+
+    def definition(self, head_dim: int) -> dict[str, Any]:
+        """See `_definition`."""
+        return _definition(self, head_dim)
+
+
+def bwd_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments for a backward of those for its forward, in both of which trailing defaults may be left out."""
+    return options[:_ONLY_FWD] + options[_ONLY_FWD + 1 :]
+
+
+_ONLY_FWD = FwdOptions._fields.index("pack_gqa")
+
+
+def _definition(options: FwdOptions | BwdOptions, head_dim: int) -> dict[str, Any]:
+    """What defines the result, by name: the default scale filled in, no side of a window beyond `UNBOUNDED`."""
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    left, right = min(options.window_left, UNBOUNDED), min(options.window_right, UNBOUNDED)
+    resolved = options._replace(softmax_scale=scale, window_left=left, window_right=right)
+    return {name: value for name, value in resolved._asdict().items() if name not in EXECUTION}
 
 
 class FwdTensors(NamedTuple):

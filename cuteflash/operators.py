@@ -8,6 +8,7 @@ costs a third of what the `custom_op` decorator's does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn, get_type_hints
@@ -17,7 +18,7 @@ from torch import Tensor, is_grad_enabled
 
 from cuteflash import torch_internals
 from cuteflash.torch_internals import DispatchKeySet, OpOverload
-from cuteflash.transforms import NO_BACKWARD, check_derivatives
+from cuteflash.transforms import check_no_tangents
 
 NAMESPACE = "cuteflash"
 OTHER_KEYS = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")  # the first has no nested tensors
@@ -37,7 +38,12 @@ class Operator:
         check: takes the tensors and the options; raises if no implementation can take them.
         cuda: takes all arguments, flat and without defaults that were left out: it is called for every launch.
         cpu, fake: take the tensors and the options.
-        transforms: registers what torch's transforms and modes do with it.
+        differentiable: runs a call that needs a gradient inside an autograd node; takes an implementation and all its
+            arguments, flat.
+        transforms: registers what torch's transforms and modes do with it; takes the library, the operator, the number
+            of its tensors, and the check with flat arguments.
+        optional: of the tensors those that may be None.
+        with_gradients: the operator, defined before, that runs instead if a call needs a gradient; None is itself.
     """
 
     name: str
@@ -48,14 +54,20 @@ class Operator:
     cuda: Callable[..., Any]
     cpu: Callable[..., Any]
     fake: Callable[..., Any]
-    transforms: Callable[[torch.library.Library, OpOverload], None]
+    differentiable: Callable[..., Any]
+    transforms: Callable[[torch.library.Library, OpOverload, int, Callable[..., None]], None]
+    optional: tuple[str, ...] = ()
+    with_gradients: Operator | None = None
 
     @property
     def schema(self) -> str:
         """Name, arguments and result, as torch writes them."""
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
         hints, defaults = get_type_hints(self.options), self.options._field_defaults
-        parameters = [inspect.Parameter(name, positional, annotation=Tensor) for name in self.tensors]
+        kinds = [Tensor | None if name in self.optional else Tensor for name in self.tensors]
+        parameters = [
+            inspect.Parameter(name, positional, annotation=kind) for name, kind in zip(self.tensors, kinds, strict=True)
+        ]
         parameters += [
             inspect.Parameter(name, positional, annotation=hints[name], default=defaults[name])
             for name in self.options._fields
@@ -67,34 +79,24 @@ class Operator:
         arguments = torch.library.infer_schema(prototype, mutates_args=())
         return self.name + arguments.replace("SymInt", "int")  # no option is a size, to be traced as a symbol
 
+    def flat_cpu(self, *arguments: Any) -> Any:
+        """The implementation for a CPU, with flat arguments."""
+        return self.cpu(*self.split(arguments))
+
     def split(self, arguments: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
         """The tensors, then the options as one."""
         count = len(self.tensors)
         return *arguments[:count], self.options(*arguments[count:], **named)
 
 
-class _ForwardOnly(torch.autograd.Function):
-    """The autograd node of a forward without a backward: an error if gradients are asked for, not silence."""
-
-    @staticmethod
-    def forward(ctx: Any, op: OpOverload, keyset: DispatchKeySet, *arguments: Any) -> Any:
-        return torch_internals.below_autograd(op, keyset, *arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError(
-            f"{NO_BACKWARD}: call it under torch.no_grad() or torch.inference_mode(), or detach the inputs"
-        )
-
-
 def define(operator: Operator) -> OpOverload:
     """Define an operator with all its implementations."""
     name = operator.name
     library.define(operator.schema)
-    op: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    op = overload(operator)
 
-    def cpu(*arguments: Any) -> Any:
-        return operator.cpu(*operator.split(arguments))
+    def check(*arguments: Any) -> None:
+        operator.check(*operator.split(arguments))
 
     def fake(*arguments: Any, **named: Any) -> Any:
         return operator.fake(*operator.split(arguments, **named))
@@ -105,7 +107,7 @@ def define(operator: Operator) -> OpOverload:
         raise NotImplementedError(f"{operator.tensors[0]}.device is {first.device} with {kind}; supported: cuda, cpu")
 
     library.impl(name, operator.cuda, "CUDA")
-    library.impl(name, cpu, "CPU")
+    library.impl(name, operator.flat_cpu, "CPU")
     for key in OTHER_KEYS:
         library.impl(name, elsewhere, key)
     nested = torch_internals.nested_tensor_class()
@@ -113,29 +115,46 @@ def define(operator: Operator) -> OpOverload:
         torch.library.register_torch_dispatch(
             op, nested, lambda cls, op, types, args, kwargs: elsewhere(*args, **kwargs), lib=library
         )
-    library.impl(name, _autograd(operator, op, cpu), "Autograd", with_keyset=True)
+    library.impl(name, _autograd(operator), "Autograd", with_keyset=True)
     torch.library.register_fake(op, fake, lib=library)
-    operator.transforms(library, op)
+    operator.transforms(library, op, len(operator.tensors), check)
     return op
 
 
-def _autograd(operator: Operator, op: OpOverload, cpu: Callable[..., Any]) -> Callable[..., Any]:
+def overload(operator: Operator) -> OpOverload:
+    """A defined operator as torch calls it."""
+    op: OpOverload = getattr(getattr(torch.ops, NAMESPACE), operator.name).default
+    return op
+
+
+def _autograd(operator: Operator) -> Callable[..., Any]:
     count = len(operator.tensors)
+    plain, with_gradients = _implementations(operator), _implementations(operator.with_gradients or operator)
+
+    def autograd(keyset: DispatchKeySet, *arguments: Any) -> Any:
+        if torch_internals.is_forward_ad_active():
+            check_no_tangents(dict(zip(operator.tensors, arguments, strict=False)))
+        if is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:count]):
+            implementation = with_gradients(keyset)
+            if not torch_internals.are_functorch_transforms_active():
+                return operator.differentiable(implementation, *arguments)
+            with torch_internals.single_level_autograd():
+                return operator.differentiable(torch_internals.seen_by_outer_levels(implementation), *arguments)
+        return plain(keyset)(*arguments)
+
+    return autograd
+
+
+def _implementations(operator: Operator) -> Callable[[DispatchKeySet], Callable[..., Any]]:
+    """From the keys of a call to what runs after autograd."""
+    op = overload(operator)
     # Plain tensors with no mode active: what the dispatcher would call next, without the 4 us of asking it again.
     direct = {
         torch_internals.plain_keys("CUDA"): operator.cuda,
-        torch_internals.plain_keys("CPU"): cpu,
+        torch_internals.plain_keys("CPU"): operator.flat_cpu,
     }
 
-    def autograd(keyset: DispatchKeySet, *arguments: Any) -> Any:
-        needs_grad = is_grad_enabled() and any(x.requires_grad for x in arguments[:count])
-        if needs_grad or torch_internals.is_forward_ad_active():
-            check_derivatives(dict(zip(operator.tensors, arguments, strict=False)), needs_grad)
-        if needs_grad:
-            return _ForwardOnly.apply(op, keyset, *arguments)  # type: ignore[no-untyped-call]
-        implementation = direct.get(keyset.raw_repr())
-        if implementation is not None:
-            return implementation(*arguments)
-        return torch_internals.below_autograd(op, keyset, *arguments)
+    def implementation(keyset: DispatchKeySet) -> Callable[..., Any]:
+        return direct.get(keyset.raw_repr()) or functools.partial(torch_internals.below_autograd, op, keyset)
 
-    return autograd
+    return implementation

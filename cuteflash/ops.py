@@ -1,68 +1,164 @@
-"""The forward operators, `torch.ops.cuteflash.fwd` and `fwd_lse`, and what runs behind them on each device.
+"""The dense operators, `torch.ops.cuteflash.fwd`, `fwd_lse` and `bwd`, and what runs behind them on each device.
 
     CUDA      a launch, looked up by everything that it depends on, or planned (`cuteflash.planning`), which checks the
-              arguments and may compile; then the output is allocated and the kernel launched. No host read, no
+              arguments and may compile; then the results are allocated and the kernel launched. No host read, no
               synchronisation.
     CPU       the same checks, then the reference (FlashAttention-2 in torch).
     fake      the same checks on possibly symbolic sizes, and empty results with the strides of the real ones.
-    autograd  nothing without gradients; with them a node whose backward says that there is none in this release.
+    autograd  a node (`cuteflash.autograd`) if a gradient is needed: of a forward one that keeps LSE and calls `bwd`, of
+              `bwd` one that refuses second derivatives.
 
 What vmap, autocast and other transforms and modes of torch do with them is in `cuteflash.transforms`.
-Two operators, so that a call without LSE never allocates one. A CUDA graph can capture a call once an earlier one with
-the same problem and length class (`cuteflash.traits.length_class`) has compiled its kernel.
+Two forward operators, so that a call without LSE never allocates one; with gradients `fwd` is `fwd_lse`, by this name
+also for selective checkpointing and other modes. A CUDA graph can capture a call once an earlier one with the same
+problem and length class (`cuteflash.traits.length_class`) has compiled its kernel.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
 
-from cuteflash.arguments import FwdOptions
+from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options
+from cuteflash.autograd import Dispatched, attend, once_differentiable
 from cuteflash.operators import Operator, define
-from cuteflash.planning import Launch, Planner, Result, call_of, table_of
-from cuteflash.reference.fa2 import flash_attention_2
-from cuteflash.transforms import register_transforms
-from cuteflash.validate import ALIGNMENT, check_alignment, check_fwd
+from cuteflash.planning import (
+    BwdPlanner,
+    Call,
+    FwdPlanner,
+    Launch,
+    Result,
+    bwd_call_of,
+    call_of,
+    compacted,
+    table_of,
+)
+from cuteflash.problem import Operation
+from cuteflash.reference import flash_attention_2, flash_attention_2_backward
+from cuteflash.torch_internals import is_plain_backward
+from cuteflash.transforms import transform_backward, transform_forward
+from cuteflash.validate import ALIGNMENT, check_alignment, check_bwd, check_fwd, lse_dtype
 
 ALIGNMENT_MASK = ALIGNMENT - 1
 LAUNCHES_MAX = 4096  # a serving process sees ever new lengths: a launch is about 1 kB, and planned again in 10 us
 
 
-def cuda_forward(has_lse: bool) -> Callable[..., Result]:
-    """The CUDA implementation: look the launch of an equal call up, or plan one."""
-    planner = Planner(has_lse)
-    launches: dict[Hashable, Launch] = {}
+class CudaForward:
+    """The CUDA implementation of a forward operator: look the launch of an equal call up, or plan one.
 
-    def cuda(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
-        try:
-            call = call_of(q, k, v, options)
-        except RuntimeError:
-            check_fwd(q, k, v, FwdOptions(*options))
-            raise
-        launch = launches.get(call)
+    Args:
+        has_lse: whether it returns the log-sum-exp, too.
+    """
+
+    def __init__(self, has_lse: bool) -> None:
+        self.planner = FwdPlanner(has_lse)
+        self.launches: dict[Hashable, Launch] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
+        """The results, as the operator returns them."""
+        call = checked_call(q, k, v, options)
+        launch = self.launches.get(call)
         if launch is None:
-            launch = planner.launch(q, k, v, call)
-            if len(launches) >= LAUNCHES_MAX:
-                launches.clear()
-            launches[call] = launch
+            launch = keep(self.launches, call, self.planner.launch(call, q, k, v))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         return launch(q, k, v)
 
-    return cuda
+
+class CudaBackward:
+    """The CUDA implementation of the backward operator, likewise."""
+
+    def __init__(self) -> None:
+        self.planner = BwdPlanner()
+        self.launches: dict[Hashable, Launch] = {}
+
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *options: Any,
+    ) -> Result:
+        """The gradients, as the operator returns them."""
+        if is_determinism_enforced():
+            options = tuple(BwdOptions(*options)._replace(deterministic=True))
+        launch = self.launch_of(dout, q, k, v, out, lse, dlse, options)
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & ALIGNMENT_MASK:
+            check_alignment(q, k, v, out=out)
+        if dout.data_ptr() & ALIGNMENT_MASK:
+            dout = compacted(dout)
+        return launch(dout, q, k, v, out, lse, dlse)
+
+    def launch_of(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> Launch:
+        """The launch of a call, which is checked for all but the addresses of its tensors."""
+        try:
+            call = bwd_call_of(dout, q, k, v, out, lse, dlse, options)
+        except RuntimeError:
+            check_bwd(dout, q, k, v, out, lse, dlse, BwdOptions(*options))
+            raise
+        launch = self.launches.get(call)
+        if launch is None:
+            launch = keep(self.launches, call, self.planner.launch(call, dout, q, k, v, out, lse, dlse))
+        return launch
+
+
+def checked_call(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Call:
+    """See `call_of`; errors of tensors that have no shape or strides are in our words."""
+    try:
+        return call_of(q, k, v, options)
+    except RuntimeError:
+        check_fwd(q, k, v, FwdOptions(*options))
+        raise
+
+
+Kept = TypeVar("Kept")
+
+
+def keep(kept: dict[Hashable, Kept], key: Hashable, value: Kept) -> Kept:
+    """A new value, kept under its key."""
+    if len(kept) >= LAUNCHES_MAX:
+        kept.clear()
+    kept[key] = value
+    return value
+
+
+def is_determinism_enforced() -> bool:
+    """Whether torch's deterministic mode is on and not only warns, which is what torch's own flash attention obeys.
+
+    The mode counts when a backward runs.
+    """
+    return are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
     check_fwd(q, k, v, options)
-    if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
-        table_of(q.device, options.family)
+    _check_target("fwd", q, options.family)
     b, s_q, h, _ = q.shape
     o = q.new_empty((b, s_q, h, v.shape[3]))
-    return (o, q.new_empty((b, h, s_q), dtype=torch.float32)) if has_lse else o
+    return (o, q.new_empty((b, h, s_q), dtype=lse_dtype(q))) if has_lse else o
+
+
+def _check_target(operation: Operation, q: Tensor, family: str | None) -> None:
+    if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
+        table_of(operation, q.device, family)
 
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
@@ -72,7 +168,30 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool
     return result if has_lse else result[0]
 
 
-def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool) -> Operator:
+def _bwd_fake(*arguments: Any) -> Result:
+    check_bwd(*arguments)
+    _, q, k, v, *_, options = arguments
+    _check_target("bwd", q, options.family)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _bwd_cpu(*arguments: Any) -> Result:
+    check_bwd(*arguments)
+    *tensors, options = arguments
+    _, q, k, v, out, *_ = tensors
+    check_alignment(q, k, v, out=out)
+    return flash_attention_2_backward(*tensors, **options.definition(q.shape[3]))
+
+
+def _differentiable_forward(
+    implementation: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *options: Any, has_lse: bool
+) -> Result:
+    return attend(q, k, v, (), Dispatched(implementation, bwd, options), has_lse)
+
+
+def _forward(
+    name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool, with_gradients: Operator | None = None
+) -> Operator:
     return Operator(
         name=name,
         tensors=("q", "k", "v"),
@@ -82,11 +201,70 @@ def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool
         cuda=cuda,
         cpu=functools.partial(_fwd_cpu, has_lse=has_lse),
         fake=functools.partial(_fwd_fake, has_lse=has_lse),
-        transforms=register_transforms,
+        differentiable=functools.partial(_differentiable_forward, has_lse=has_lse),
+        transforms=transform_forward,
+        with_gradients=with_gradients,
     )
 
 
-fwd_cuda, fwd_lse_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True)
-FWD = _forward("fwd", Tensor, fwd_cuda, has_lse=False)
+fwd_cuda, fwd_lse_cuda, bwd_cuda = CudaForward(has_lse=False), CudaForward(has_lse=True), CudaBackward()
+BWD = Operator(
+    name="bwd",
+    tensors=("dout", "q", "k", "v", "out", "lse", "dlse"),
+    optional=("dlse",),
+    options=BwdOptions,
+    returns=tuple[Tensor, Tensor, Tensor],
+    check=check_bwd,
+    cuda=bwd_cuda,
+    cpu=_bwd_cpu,
+    fake=_bwd_fake,
+    differentiable=once_differentiable,
+    transforms=transform_backward,
+)
 FWD_LSE = _forward("fwd_lse", tuple[Tensor, Tensor], fwd_lse_cuda, has_lse=True)
-fwd, fwd_lse = define(FWD), define(FWD_LSE)
+FWD = _forward("fwd", Tensor, fwd_cuda, has_lse=False, with_gradients=FWD_LSE)
+bwd, fwd_lse, fwd = define(BWD), define(FWD_LSE), define(FWD)
+
+
+class PlainRoute:
+    """The route past the dispatcher, of all calls with plain CUDA tensors that are equal.
+
+    A backward's sizes, dtypes and devices are those of its forward. Its launch is looked up by the rest: the strides of
+    its gradients, and those of what was saved, of which a saved-tensor hook (offloading, say) may return a copy.
+    """
+
+    __slots__ = ("forward", "launches", "options")
+
+    def __init__(self, launch: Launch, options: tuple[Any, ...]) -> None:
+        self.forward = launch
+        self.options = bwd_options(options)
+        self.launches: dict[Hashable, Launch] = {}
+
+    def backward(self, dout: Tensor, *saved: Any) -> Result:
+        """See `cuteflash.autograd.Route`. Through the dispatcher if something there has to see it."""
+        if not is_plain_backward(dout):
+            return bwd(dout, *saved, *self.options)
+        q, k, v, out, lse, dlse = saved
+        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if addresses & ALIGNMENT_MASK or are_deterministic_algorithms_enabled():
+            return bwd_cuda(dout, *saved, *self.options)
+        strides = dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
+        key = strides if dlse is None else (*strides, dlse.stride())
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = keep(self.launches, key, bwd_cuda.launch_of(dout, q, k, v, out, lse, dlse, self.options))
+        return launch(dout, q, k, v, out, lse, dlse)
+
+
+plain_routes: dict[Hashable, PlainRoute] = {}
+
+
+def attend_plain(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], has_lse: bool) -> Result:
+    """A forward with gradients past the dispatcher, for plain CUDA tensors."""
+    call = checked_call(q, k, v, options)
+    route = plain_routes.get(call)
+    if route is None:
+        route = keep(plain_routes, call, PlainRoute(fwd_lse_cuda.planner.launch(call, q, k, v), options))
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
+        check_alignment(q, k, v)
+    return attend(q, k, v, (), route, has_lse)

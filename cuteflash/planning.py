@@ -11,33 +11,36 @@ with what is usual; one that is not usual is checked in full as well, and passes
 
 from __future__ import annotations
 
+import abc
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import FwdOptions, FwdScalars
+from cuteflash.arguments import BwdOptions, BwdScalars, FwdOptions, FwdScalars
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target, table_key
-from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, Dtype, FwdProblem, mask_of_window
+from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, BwdProblem, Dtype, FwdProblem, Operation, mask_of_window
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import length_class_of
 from cuteflash.traits.row import TableKey
-from cuteflash.validate import ALIGNMENT, check_fwd
+from cuteflash.validate import ALIGNMENT, check_bwd, check_fwd
 
-Result = Any  # Tensor without LSE, (Tensor, Tensor) with it
+Result = Any  # of a forward a Tensor without LSE, (Tensor, Tensor) with it; of a backward three Tensors
 Kernel = Callable[..., object]
-Launch = Callable[[Tensor, Tensor, Tensor], Result]
+Launch = Callable[..., Result]  # takes the operator's tensors
 # Shapes of q, k and v, their strides, element types and device indices, and the options: flat, because it is hashed at
 # every call, and a nested tuple costs 0.1 us more.
 Call = tuple[Any, ...]
+Options = tuple[Any, ...]  # an operator's, flat; trailing defaults may be left out
 
 DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PLANS_MAX = 4096  # scales and windows are part of a kind, and may differ from call to call
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Call:
+def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Call:
     """What a launch depends on. RuntimeError: a sparse tensor has no strides, a nested one no shape."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -45,9 +48,8 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Call:
     )  # fmt: skip
 
 
-def kind_of(call: Call) -> Hashable:
-    """What of a call decides its plan; None if the shapes do not belong together, are empty or are too long."""
-    q_shape, k_shape, v_shape = call[0], call[1], call[2]
+def sizes_kind(q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """What of the sizes decides a plan; None if the shapes do not belong together, are empty or are too long."""
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return None
     batch, seqlen_q, heads, head_dim = q_shape
@@ -65,11 +67,63 @@ def kind_of(call: Call) -> Hashable:
         heads_per_kv = heads // kv_heads
         fits_packed = seqlen_q * heads_per_kv <= LENGTH_MAX
         lengths = length_class_of(seqlen_q, seqlen_k)
-        return call[6:], head_dim, head_dim_v, heads_per_kv, fits_packed, lengths, seqlen_q == 1
+        return head_dim, head_dim_v, heads_per_kv, fits_packed, lengths, seqlen_q == 1
     return None
 
 
-class Planner:
+def bwd_call_of(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, options: Options
+) -> Call:
+    """What a backward's launch depends on, the first six as in `call_of`. RuntimeError as there."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        out.shape, dout.shape, lse.shape, dlse if dlse is None else dlse.shape,
+        out.stride(), dout.stride(), lse.stride(), dlse if dlse is None else dlse.stride(),
+        q.dtype, k.dtype, v.dtype, out.dtype, dout.dtype, lse.dtype, dlse if dlse is None else dlse.dtype,
+        q.get_device(), k.get_device(), v.get_device(), out.get_device(), dout.get_device(), lse.get_device(),
+        dlse if dlse is None else dlse.get_device(), options,
+    )  # fmt: skip
+
+
+class Planner(abc.ABC):
+    """The launches of one operator."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Any] = {}
+
+    def launch(self, call: Call, *tensors: Tensor | None) -> Launch:
+        """A checked launch for this call and all that are equal to it; what it keeps holds no tensor.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as the operator's check, `table_of` and `choose` do.
+        """
+        kind = self.kind_of(call)
+        plan = self._plans.get(kind)
+        if plan is not None and plan.can_address(call):
+            return cast(Launch, plan.launch(call))
+        without_kernel = self.check(call, *tensors)
+        if without_kernel is not None:
+            return without_kernel
+        if plan is None:
+            if len(self._plans) >= PLANS_MAX:
+                self._plans.clear()
+            plan = self._plans[kind] = self.plan(call, *tensors)
+        return cast(Launch, plan.launch(call, [_usable_strides(strides, plan.step) for strides in plan.strides(call)]))
+
+    @abc.abstractmethod
+    def kind_of(self, call: Call) -> Hashable:
+        """What of a call decides its plan; None if only `check` can tell what it is."""
+
+    @abc.abstractmethod
+    def check(self, call: Call, *tensors: Any) -> Launch | None:
+        """Check a call in full; a launch if it needs no kernel, since no query sees a key."""
+
+    @abc.abstractmethod
+    def plan(self, call: Call, *tensors: Any) -> Any:
+        """The plan of a checked call's kind."""
+
+
+class FwdPlanner(Planner):
     """The launches of one forward operator.
 
     Args:
@@ -77,44 +131,38 @@ class Planner:
     """
 
     def __init__(self, has_lse: bool) -> None:
+        super().__init__()
         self.has_lse = has_lse
-        self._plans: dict[Hashable, Plan] = {}
 
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Launch:
-        """A checked launch for this call and all that are equal to it; what it keeps holds no tensor.
+    def kind_of(self, call: Call) -> Hashable:
+        sizes = sizes_kind(*call[:3])
+        return sizes and (call[6:], sizes)
 
-        Raises:
-            TypeError, ValueError, NotImplementedError: as `check_fwd`, `table_of` and `choose` do.
-        """
-        plan = self._plans.get(kind_of(call))
-        if plan is not None and plan.can_address(call):
-            return plan.launch(call)
+    def check(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Launch | None:
         options = FwdOptions(*call[-1])
         check_fwd(q, k, v, options)
-        table = table_of(q.device, options.family)
-        if q.numel() == 0 or k.shape[1] == 0:
-            return _without_kernel((*q.shape[:3], v.shape[3]), self.has_lse)
-        if plan is None:
-            if len(self._plans) >= PLANS_MAX:
-                self._plans.clear()
-            plan = self._plans[kind_of(call)] = Plan(q, k, v, options, table, self.has_lse)
-        return plan.launch(call, [_usable_strides(strides, plan.step) for strides in call[3:6]])
+        table_of("fwd", q.device, options.family)
+        return _without_kernel((*q.shape[:3], v.shape[3]), self.has_lse) if _is_empty(q, k) else None
+
+    def plan(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> FwdPlan:
+        return FwdPlan(q, k, v, FwdOptions(*call[-1]), self.has_lse)
 
 
-class Plan:
+class FwdPlan:
     """The kernels and scalars of one kind of calls, made from the first of them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, table: TableKey, has_lse: bool) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> None:
         seqlen_q, head_dim, head_dim_v = q.shape[1], q.shape[3], v.shape[3]
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
         dtype = DTYPE_NAMES[q.dtype]
         self.problem = FwdProblem.dense(dtype, head_dim, head_dim_v, mask, softcap=options.softcap > 0, lse=has_lse)
         lengths = length_class_of(seqlen_q, k.shape[1])
+        table = table_of("fwd", q.device, options.family)
         self.target = table.target
         self.choice = choose(self.problem, table.target, table.family, lengths)
         self.pack_gqa = options.pack_gqa
         self.heads_per_kv = q.shape[2] // k.shape[2]
-        self.scalars = fwd_scalars(options, (left, right), head_dim, q.device)
+        self.scalars = FwdScalars(**scalars_of(options, (left, right), head_dim, q.device))
         self.step: int = ALIGNMENT // q.element_size()  # elements
         self._kernels: dict[bool, Kernel] = {}
 
@@ -122,6 +170,10 @@ class Plan:
         """Whether its kernels can take the strides of a call as they are."""
         (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = call[3:6]
         return bool(q3 == k3 == v3 == 1 and (q0 | q1 | q2 | k0 | k1 | k2 | v0 | v1 | v2) % self.step == 0)
+
+    def strides(self, call: Call) -> Sequence[tuple[int, ...]]:
+        """The strides of a call's tensors that its kernels address as they are."""
+        return call[3:6]
 
     def kernel(self, seqlen_q: int) -> Kernel:
         """The kernel for `seqlen_q` queries, with or without packed heads."""
@@ -164,6 +216,114 @@ class Plan:
         return launch
 
 
+class BwdPlanner(Planner):
+    """The launches of the backward operator."""
+
+    def kind_of(self, call: Call) -> Hashable:
+        sizes = sizes_kind(*call[:3])
+        if sizes is None:
+            return None
+        (batch, seqlen_q, heads, _), head_dim_v = call[0], call[2][3]
+        out_shape, dout_shape, lse_shape, dlse_shape = call[6:10]
+        if not (
+            out_shape == dout_shape == (batch, seqlen_q, heads, head_dim_v)
+            and lse_shape == (batch, heads, seqlen_q)
+            and (dlse_shape is None or dlse_shape == lse_shape)
+        ):
+            return None
+        return call[14:], sizes
+
+    def check(
+        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> Launch | None:
+        options = BwdOptions(*call[-1])
+        check_bwd(dout, q, k, v, out, lse, dlse, options)
+        table_of("bwd", q.device, options.family)
+        return _zeros if _is_empty(q, k) else None
+
+    def plan(
+        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> BwdPlan:
+        return BwdPlan(q, k, v, BwdOptions(*call[-1]), has_dlse=dlse is not None)
+
+
+class BwdPlan:
+    """The kernel and scalars of one kind of backward calls, made from the first of them."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: BwdOptions, has_dlse: bool) -> None:
+        seqlen_q, head_dim, head_dim_v = q.shape[1], q.shape[3], v.shape[3]
+        mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
+        self.problem = BwdProblem.dense(
+            DTYPE_NAMES[q.dtype],
+            head_dim,
+            head_dim_v,
+            mask,
+            softcap=options.softcap > 0,
+            dlse=has_dlse,
+            deterministic=options.deterministic,
+        )
+        table = table_of("bwd", q.device, options.family)
+        choice = choose(self.problem, table.target, table.family, length_class_of(seqlen_q, k.shape[1]))
+        self.traits: Any = choice.traits
+        self.kernel: Kernel = compiled(choice.kernel_cls, choice.traits, self.problem, table.target)
+        self.scalars = BwdScalars(**scalars_of(options, (left, right), head_dim, q.device))
+        self.step: int = ALIGNMENT // q.element_size()  # elements
+
+    def can_address(self, call: Call) -> bool:
+        """Whether its kernel can take the strides of a call's Q, K, V and O as they are."""
+        (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = call[3:6]
+        o0, o1, o2, o3 = call[10]
+        ones, steps = q3 == k3 == v3 == o3 == 1, q0 | q1 | q2 | k0 | k1 | k2 | v0 | v1 | v2 | o0 | o1 | o2
+        return bool(ones and steps % self.step == 0)
+
+    def strides(self, call: Call) -> Sequence[tuple[int, ...]]:
+        """The strides of a call's tensors that its kernel addresses as they are."""
+        return *call[3:6], call[10]
+
+    def launch(self, call: Call, restrides: Sequence[tuple[int, ...] | None] = ()) -> Launch:
+        """A launch for a checked call of this kind.
+
+        Args:
+            call: whose gradients it returns.
+            restrides: of q, k, v and out the strides that their kernel gets instead of their own; None keeps those.
+        """
+        (q_shape, k_shape, v_shape), (b, s_q, h, _) = call[:3], call[0]
+        like = [strides == _contiguous(shape) for shape, strides in zip(call[:3], call[3:6], strict=True)]
+        q_like, k_like, v_like = like
+        dout_strides, lse_strides, dlse_strides = call[11:14]
+        # A gradient that autograd expanded, out.sum()'s for example, has rows that a kernel cannot load.
+        copies_dout = dout_strides[3] != 1 or any(stride % self.step for stride in dout_strides[:3])
+        compact = _contiguous((b, h, s_q))
+        copies_lse, copies_dlse = lse_strides != compact, dlse_strides is not None and dlse_strides != compact
+        copies = copies_dout or copies_lse or copies_dlse
+        restride = any(restrides)
+        workspace_shape = (self.traits.workspace(b, h, s_q).size,)
+        kernel, scalars = self.kernel, self.scalars
+
+        def launch(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any) -> Result:
+            dq = torch.empty_like(q) if q_like else q.new_empty(q_shape)
+            dk = torch.empty_like(k) if k_like else k.new_empty(k_shape)
+            dv = torch.empty_like(v) if v_like else v.new_empty(v_shape)
+            if restride:
+                tensors = zip((q, k, v, out), restrides, strict=True)
+                q, k, v, out = (x.as_strided(x.shape, s) if s else x for x, s in tensors)
+            if copies:
+                dout = compacted(dout) if copies_dout else dout
+                lse = compacted(lse) if copies_lse else lse
+                dlse = compacted(dlse) if copies_dlse else dlse
+            workspace = lse.new_empty(workspace_shape)
+            # In the order of BwdTensors and BwdScalars.
+            kernel(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, *scalars)
+            return dq, dk, dv
+
+        return launch
+
+
+def compacted(tensor: Tensor) -> Tensor:
+    """A copy with the strides of a new tensor, also of dimensions of size 1, and on an aligned address."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def should_pack(seqlen_q: int, heads_per_kv: int, tile_m: int) -> bool:
     """Whether folding a KV head's query heads into the rows of a tile pays (the `pack_gqa=None` heuristic).
 
@@ -177,15 +337,23 @@ def should_pack(seqlen_q: int, heads_per_kv: int, tile_m: int) -> bool:
     return 10 * -(-seqlen_q // tokens) <= 9 * heads_per_kv * -(-seqlen_q // tile_m)
 
 
-def fwd_scalars(options: FwdOptions, window: tuple[int, int], head_dim: int, device: torch.device) -> FwdScalars:
-    """The scalars of a launch; `window` has the sides as kernels take them, see `mask_of_window`."""
-    definition = options.definition(head_dim) | {"window_left": window[0], "window_right": window[1]}
-    return FwdScalars(**definition, num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
+def scalars_of(
+    options: FwdOptions | BwdOptions, window: tuple[int, int], head_dim: int, device: torch.device
+) -> dict[str, Any]:
+    """The scalars of a launch by name; `window` has the sides as kernels take them, see `mask_of_window`."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sides = {"window_left": window[0], "window_right": window[1]}
+    return {**options.definition(head_dim), **sides, "num_sms": num_sms}
 
 
-def table_of(device: torch.device, family: str | None) -> TableKey:
+def table_of(operation: Operation, device: torch.device, family: str | None) -> TableKey:
     """The table of rows for a GPU of this machine. NotImplementedError if no kernel, or not the family, runs on it."""
-    return table_key("fwd", current_target(device.index), cast(Family | None, family))
+    return table_key(operation, current_target(device.index), cast(Family | None, family))
+
+
+def _is_empty(q: Tensor, k: Tensor) -> bool:
+    """Whether no query sees a key, whatever the mask."""
+    return q.numel() == 0 or k.shape[1] == 0
 
 
 def _without_kernel(o_shape: tuple[int, ...], has_lse: bool) -> Launch:
@@ -197,6 +365,16 @@ def _without_kernel(o_shape: tuple[int, ...], has_lse: bool) -> Launch:
         return (o, q.new_full((b, h, s_q), float("-inf"), dtype=torch.float32)) if has_lse else o
 
     return fill
+
+
+def _zeros(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *forward: Tensor | None) -> Result:
+    """The gradients if no query sees a key, possibly empty."""
+    return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a new tensor; no size is 0."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _usable_strides(strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:

@@ -31,9 +31,12 @@ __all__ = [  # with those that other modules would have to import from a private
     "below_autograd",
     "is_forward_ad_active",
     "is_fwd_grad_enabled",
+    "is_plain_backward",
     "is_plain_cuda_call",
     "nested_tensor_class",
     "plain_keys",
+    "seen_by_outer_levels",
+    "single_level_autograd",
 ]
 
 
@@ -45,6 +48,7 @@ _local_include_set = _private(torch._C, "_dispatch_tls_local_include_set")
 _is_torch_function_mode_enabled = _private(torch._C, "_is_torch_function_mode_enabled")
 _are_functorch_transforms_active = _private(torch._C, "_are_functorch_transforms_active")
 _is_fwd_grad_enabled = _private(torch._C, "_is_fwd_grad_enabled")
+_set_fwd_grad_enabled = _private(forward_ad, "_set_fwd_grad_enabled")
 _exclude_key = _private(torch._C, "_ExcludeDispatchKeyGuard")
 
 KNOWS_FORWARD_AD_LEVEL = hasattr(forward_ad, "_current_level")
@@ -73,8 +77,36 @@ def is_fwd_grad_enabled() -> bool:
 
 
 def are_functorch_transforms_active() -> bool:
-    """Whether a transform of `torch.func` is active; False if that is unknown, and `backward` tells of it later."""
+    """Whether a transform of `torch.func` is active; False if that is unknown, and torch then refuses gradients."""
     return _are_functorch_transforms_active is not None and bool(_are_functorch_transforms_active())
+
+
+def single_level_autograd() -> contextlib.AbstractContextManager[Any]:
+    """A transform of `torch.func` lets its level have autograd nodes made in Python.
+
+    Raises:
+        NotImplementedError: this torch lacks the names that it takes.
+    """
+    from torch._functorch import utils
+
+    allow = _private(utils, "enable_single_level_autograd_function")
+    if allow is None or _set_fwd_grad_enabled is None:
+        raise NotImplementedError(
+            f"cuteflash has no gradients under torch.func's transforms with torch {torch.__version__}; "
+            "torch.autograd has them"
+        )
+    allowed: contextlib.AbstractContextManager[Any] = allow()
+    return allowed
+
+
+def seen_by_outer_levels(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs inside an autograd node of one level, differentiated by the levels around it as well."""
+
+    def differentiated(*arguments: Any) -> Any:
+        with torch.enable_grad(), _set_fwd_grad_enabled(True):  # both of which the node turns off
+            return implementation(*arguments)
+
+    return differentiated
 
 
 def below_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
@@ -109,16 +141,15 @@ def _without_modes() -> tuple[int, int]:
 
 
 def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the dispatcher would take a call straight to the CUDA implementation, which costs it 3 us.
+    """Whether the dispatcher would take a call straight to autograd and the CUDA implementation, which costs it 3 us.
 
-    It would not under `torch.compile`, a dispatch or function mode or a functorch transform, with gradients, if tensors
-    may have tangents, if one is negated lazily, or if autocast changes a dtype.
+    It would not under `torch.compile`, a dispatch or function mode or a functorch transform, if tensors may have
+    tangents, if one is negated lazily, or if autocast changes a dtype.
     """
     return (
         not is_dynamo_compiling()  # while an export traces, tensors are not plain either
         and type(q) is type(k) is type(v) is Tensor
         and q.is_cuda
-        and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and not (q.is_neg() or k.is_neg() or v.is_neg())
         and forward_ad._current_level < 0  # is_forward_ad_active, without the call
         and not (is_autocast_enabled() and not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype("cuda"))
@@ -127,10 +158,25 @@ def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _never(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _is_plain_backward(dout: Tensor) -> bool:
+    """`is_plain_cuda_call` of a backward whose forward was one, and which is not differentiated itself.
+
+    Autograd gives it gradients of the forward's devices and dtypes, and modes do not see what is called from C++.
+    """
+    return (
+        type(dout) is Tensor
+        and not is_grad_enabled()
+        and not dout.is_neg()
+        and forward_ad._current_level < 0
+        and _local_include_set().raw_repr() in WITHOUT_MODES
+    )
+
+
+def _never(*tensors: Tensor) -> bool:
     """Every call goes through the dispatcher, as it cannot be told which ones need not."""
     return False
 
 
 WITHOUT_MODES = _without_modes() if KNOWS_MODES else ()
 is_plain_cuda_call: Callable[[Tensor, Tensor, Tensor], bool] = _is_plain_cuda_call if KNOWS_MODES else _never
+is_plain_backward: Callable[[Tensor], bool] = _is_plain_backward if KNOWS_MODES else _never

@@ -1,4 +1,4 @@
-"""Input checks of the forward operators: one place, the same for CUDA, CPU and fake tensors, before any launch.
+"""Input checks of the operators: one place, the same for CUDA, CPU and fake tensors, before any launch.
 
 Every error names the argument, what it was and what is allowed. Sizes may be symbolic (`torch.compile` with dynamic
 shapes): a check then becomes a guard of the compiled graph, and one that cannot be decided is left to the call itself.
@@ -11,7 +11,7 @@ import reprlib
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import FwdOptions
+from cuteflash.arguments import BwdOptions, FwdOptions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
 from cuteflash.traits.arch import FAMILIES
 
@@ -36,24 +36,51 @@ def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions) -> None:
         NotImplementedError: a device or memory layout that is not supported.
     """
     _check_options(options)
-    tensors = (("q", q), ("k", k), ("v", v))
-    for name, tensor in tensors:
+    _check_qkv(q, k, v, options.pack_gqa)
+
+
+def check_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    options: BwdOptions,
+) -> None:
+    """Raise if the backward operators cannot take these arguments on any GPU, or on a CPU; errors as `check_fwd`.
+
+    The strides of the gradients and of `lse` are free: what a kernel cannot address is copied.
+    """
+    _check_options(options)
+    _check_qkv(q, k, v, pack_gqa=None)
+    batch, seqlen_q, heads, _ = q.shape
+    for name, tensor in (("out", out), ("dout", dout)):
         _check_kind(name, tensor)
-    for name, tensor in tensors[1:]:
         _check_same_kind(name, tensor, q)
-    _check_shapes(q, k, v, options.pack_gqa)
-    for name, tensor in tensors:
-        _check_strides(name, tensor)
+        _check_shape(name, tensor, (batch, seqlen_q, heads, v.shape[3]))
+    _check_strides("out", out)
+    for name, statistic in (("lse", lse), ("dlse", dlse)):
+        if statistic is not None:
+            _check_layout(name, statistic)
+            _check_statistic(name, statistic, q)
+            _check_shape(name, statistic, (batch, heads, seqlen_q))
 
 
-def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_alignment(q: Tensor, k: Tensor, v: Tensor, **others: Tensor) -> None:
     """Raise ValueError if a tensor's first element is not on a 16-byte boundary (real tensors only)."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in {"q": q, "k": k, "v": v, **others}.items():
         if tensor.data_ptr() % ALIGNMENT:
             raise ValueError(
                 f"{name}.data_ptr() is {tensor.data_ptr():#x}; allowed: multiples of {ALIGNMENT} bytes "
                 f"(its storage offset is {tensor.storage_offset()} elements)"
             )
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """The element type of the log-sum-exp that belongs to `q`."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def shown(value: object) -> str:
@@ -73,7 +100,18 @@ def _holds(condition: bool | torch.SymBool) -> bool:
     return bool(guard_or_false(condition))
 
 
-def _check_options(options: FwdOptions) -> None:
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, pack_gqa: bool | None) -> None:
+    tensors = (("q", q), ("k", k), ("v", v))
+    for name, tensor in tensors:
+        _check_kind(name, tensor)
+    for name, tensor in tensors[1:]:
+        _check_same_kind(name, tensor, q)
+    _check_shapes(q, k, v, pack_gqa)
+    for name, tensor in tensors:
+        _check_strides(name, tensor)
+
+
+def _check_options(options: FwdOptions | BwdOptions) -> None:
     scale, softcap = options.softmax_scale, options.softcap
     # Kernels take the row maximum of scores that are not scaled yet, and hide a key by -inf: times 0 that would be NaN.
     if scale is not None and not FP32_TINY <= scale <= FP32_MAX:
@@ -87,7 +125,7 @@ def _check_options(options: FwdOptions) -> None:
         raise ValueError(f"family is {options.family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")
 
 
-def _check_kind(name: str, tensor: Tensor) -> None:
+def _check_layout(name: str, tensor: Tensor) -> None:
     if tensor.is_nested:
         raise NotImplementedError(
             f"{name} is a nested tensor, layout {tensor.layout}; supported: tensors whose sequences have one length"
@@ -96,6 +134,10 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         raise NotImplementedError(f"{name}.device is {tensor.device}; supported: cuda, cpu")
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"{name}.layout is {tensor.layout}; supported: torch.strided")
+
+
+def _check_kind(name: str, tensor: Tensor) -> None:
+    _check_layout(name, tensor)
     allowed = HALF_DTYPES if tensor.device.type == "cuda" else REFERENCE_DTYPES
     if tensor.dtype not in allowed:
         names = ", ".join(map(str, allowed))
@@ -107,8 +149,24 @@ def _check_kind(name: str, tensor: Tensor) -> None:
 def _check_same_kind(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {q.dtype}, that of q")
+    _check_same_device(name, tensor, q)
+
+
+def _check_same_device(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.device != q.device:
         raise ValueError(f"{name}.device is {tensor.device}; allowed: {q.device}, that of q")
+
+
+def _check_statistic(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.dtype != lse_dtype(q):
+        raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {lse_dtype(q)}, for a q of {q.dtype}")
+    _check_same_device(name, tensor, q)
+
+
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    shape = tuple(tensor.shape)
+    if len(shape) != len(expected) or any(_holds(size != other) for size, other in zip(shape, expected, strict=True)):
+        raise ValueError(f"{name}.shape is {shape}; allowed: {tuple(expected)}, as q, k and v have it")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, pack_gqa: bool | None) -> None:

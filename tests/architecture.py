@@ -38,6 +38,7 @@ RANKS: dict[str, int] = {
     "kernels.sm90": 4,
     "compile": 5,
     "dispatch": 6,
+    "autograd": 6,
     "transforms": 6,
     "planning": 7,
     "operators": 7,

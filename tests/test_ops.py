@@ -27,6 +27,7 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.user_tables import MEASURED, OwnTables
 
 FWD, FWD_LSE = torch.ops.cuteflash.fwd.default, torch.ops.cuteflash.fwd_lse.default
+BWD = torch.ops.cuteflash.bwd.default
 NUM_SMS = 132
 
 
@@ -86,10 +87,15 @@ def test_windows_beyond_every_length_are_unbounded(window: tuple[int, int]) -> N
 def test_the_schema_is_made_of_the_options() -> None:
     arguments = (
         "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, int window_left=-1, int window_right=-1, "
-        "float softcap=0., bool? pack_gqa=None, str? family=None)"
+        "float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False)"
     )
     assert str(FWD._schema) == f"cuteflash::fwd{arguments} -> Tensor"
     assert str(FWD_LSE._schema) == f"cuteflash::fwd_lse{arguments} -> (Tensor, Tensor)"
+    assert str(BWD._schema) == (
+        "cuteflash::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+        "float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0., str? family=None, "
+        "bool deterministic=False) -> (Tensor, Tensor, Tensor)"
+    )
 
 
 def test_a_field_of_the_options_is_an_argument_of_the_schema() -> None:
@@ -142,7 +148,7 @@ class Gpu:
         monkeypatch.setattr(Choice, "kernel_cls", property(lambda choice: choice.family))
         properties = types.SimpleNamespace(multi_processor_count=NUM_SMS)
         monkeypatch.setattr(planning.torch.cuda, "get_device_properties", lambda device: properties)
-        self.fwd, self.fwd_lse = ops.cuda_forward(has_lse=False), ops.cuda_forward(has_lse=True)
+        self.fwd, self.fwd_lse = ops.CudaForward(has_lse=False), ops.CudaForward(has_lse=True)
 
     def _compiled(self, kernel_cls, traits, problem, target):
         self.planned += 1

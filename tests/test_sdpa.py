@@ -52,14 +52,39 @@ def test_results_are_as_torch_declares_them():
             assert mine == theirs
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("s_q", "s_k"), [(7, 7), (5, 9), (9, 5), (1, 6)])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_same_gradients_as_torch(s_q, s_k, is_causal, contiguous):
+    tensors = inputs(s_q, s_k, kv_heads=2, contiguous=contiguous)
+    output, lse, *rest = sdpa.flash_attention(*tensors, 0.0, is_causal, scale=0.3)
+    grad_out = output.sin()
+    # As torch's derivative calls it: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, and what dropout has.
+    arguments = (grad_out, *tensors, output, lse, *rest[:4], 0.0, is_causal, *rest[4:6])
+    got = sdpa.flash_attention_backward(*arguments, scale=0.3)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    expected = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=0.3, enable_gqa=True)
+    for x, mine, wanted in zip(tensors, got, torch.autograd.grad(expected, leaves, grad_out), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-5)
+        assert mine.stride() == torch.empty_like(x).stride()
+
+
+def test_the_backward_takes_what_torchs_schema_says():
+    schema = torch.ops.aten._scaled_dot_product_flash_attention_backward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names[:6] == ["grad_out", "query", "key", "value", "out", "logsumexp"]
+    assert names[6:] == [*sdpa.REST, "scale"]
+
+
 def test_refusals():
     q, k, v = inputs(4, 4)
     with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
         sdpa.flash_attention(q, k, v, 0.1)
     with pytest.raises(NotImplementedError, match="return_debug_mask"):
         sdpa.flash_attention(q, k, v, 0.0, False, True)
-    with pytest.raises(NotImplementedError, match="no backward"):
-        sdpa.flash_attention_backward(q)
+    output, lse, *rest = sdpa.flash_attention(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
+        sdpa.flash_attention_backward(output, q, k, v, output, lse, *rest[:4], 0.1, False, *rest[4:6])
 
 
 def test_activation_overrides_the_operator_and_restoring_gives_it_back():

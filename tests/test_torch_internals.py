@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._functorch import utils as functorch_utils
 from torch.autograd import forward_ad
 from torch.nested._internal import nested_tensor
 
 from cuteflash import operators, ops, torch_internals, transforms
-from cuteflash.transforms import NO_BACKWARD
 from tests.test_ops import FWD_LSE, qkv
 from tests.test_transforms import CudaTensor
 
@@ -30,6 +30,8 @@ MODES = {
 NAMES = MODES | {
     "_are_functorch_transforms_active": torch._C,
     "_is_fwd_grad_enabled": torch._C,
+    "_set_fwd_grad_enabled": forward_ad,
+    "enable_single_level_autograd_function": functorch_utils,
     "_ExcludeDispatchKeyGuard": torch._C,
     "NestedTensor": nested_tensor,
 }
@@ -54,7 +56,9 @@ def test_a_torch_that_has_them_all_is_not_taken_for_an_older_one() -> None:
     assert torch_internals.nested_tensor_class() is nested_tensor.NestedTensor
 
 
-@pytest.mark.parametrize("name", ["api", "ops", "operators", "planning", "transforms", "validate", "integrations/sdpa"])
+@pytest.mark.parametrize(
+    "name", ["api", "autograd", "ops", "operators", "planning", "transforms", "validate", "integrations/sdpa"]
+)
 def test_no_other_module_uses_private_names(name: str) -> None:
     source = (pathlib.Path(torch_internals.__file__).parent / f"{name}.py").read_text()
     assert re.findall(r"(?:from torch|\btorch|forward_ad)(?:\.\w+)*\._[a-zA-Z]\w*", source) == []
@@ -75,6 +79,13 @@ def test_without_a_name_the_module_loads_and_says_so(name: str) -> None:
 def test_without_the_means_to_know_modes_each_call_goes_through_the_dispatcher(name: str) -> None:
     with lacking([name]) as copy:
         assert not copy.is_plain_cuda_call(*[CudaTensor()] * 3)
+
+
+@pytest.mark.parametrize("name", ["_set_fwd_grad_enabled", "enable_single_level_autograd_function"])
+def test_without_the_means_for_functional_gradients_they_are_refused(name: str) -> None:
+    message = f"torch.func.* with torch {re.escape(torch.__version__)}"
+    with lacking([name]) as copy, pytest.raises(NotImplementedError, match=message):
+        copy.single_level_autograd()
 
 
 @pytest.fixture
@@ -100,11 +111,16 @@ def test_without_the_names_results_are_the_same(op: Any) -> None:
         assert op(*tensors)[0].dtype == torch.bfloat16
 
 
-def test_without_the_names_derivatives_are_still_refused(op: Any) -> None:
+def test_without_the_names_gradients_are_the_same(op: Any) -> None:
     q, k, v = qkv(dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        op(q.requires_grad_(), k, v)[0].sum().backward()
-    with pytest.raises(RuntimeError, match="with functorch transforms"):  # torch's own words
-        torch.func.grad(lambda q: op(q, k, v)[0].sum())(q.detach())
+    q.requires_grad_()
+    got, expected = (torch.autograd.grad(one(q, k, v)[0].sum(), q)[0] for one in (op, FWD_LSE))
+    assert torch.equal(got, expected)
+
+
+def test_without_the_names_other_derivatives_are_refused(op: Any) -> None:
+    q, k, v = qkv(dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="functorch"):  # torch's own words, as transforms are not known to be active
+        torch.func.grad(lambda q: op(q, k, v)[0].sum())(q)
     with pytest.raises(NotImplementedError, match="q has a tangent"):
-        torch.func.jvp(lambda q: op(q, k, v)[0], (q.detach(),), (q.detach(),))
+        torch.func.jvp(lambda q: op(q, k, v)[0], (q,), (q,))

@@ -21,7 +21,7 @@ from cuteflash.cli import sweep_apply
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.compile import cache_dir
-from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS, Operation
+from cuteflash.problem import DTYPES, MASK_KINDS, Operation
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.length_class import DECODE_QUERIES
 from cuteflash.traits.row import Traits
@@ -29,7 +29,7 @@ from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
-from cuteflash.tune.operations import DEFAULT
+from cuteflash.tune.operations import DEFAULT, SWEPT
 from cuteflash.tune.peers import PEERS, missing_peer
 from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display
@@ -126,7 +126,7 @@ def sweep(
     with Usage():
         if reset:
             raise typer.Exit(_reset())
-        (operation,) = results.one(names("kernel", kernel, OPERATIONS), "kernel", kernel)
+        (operation,) = results.one(names("kernel", kernel, SWEPT), "kernel", kernel)
         until = _until(dry_run, no_compile, compile_only)
         targets = names("arch", arch, ARCHS) or information.local_target()
         if until == "time":

@@ -14,7 +14,6 @@ from cuteflash import usertable
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.compile import cache_dir
-from cuteflash.problem import OPERATIONS
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
 from cuteflash.traits.row import TableKey
 from cuteflash.tune import tables
@@ -22,6 +21,7 @@ from cuteflash.tune.building import Kernel, complaints
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.explain import title
 from cuteflash.tune.feature_checks import settle
+from cuteflash.tune.operations import SWEPT
 from cuteflash.tune.progress import Display
 from cuteflash.tune.results import measured_gpu
 from cuteflash.tune.select import Pick, proposed, swept_head_dims
@@ -50,9 +50,9 @@ def apply(
         chosen = measured_gpu(store, target, gpu)
         asked = [results.padded(pair) for pair in head_dims(head_dim, None)] if head_dim else None
         families: Sequence[Family] = names("family", family, FAMILIES) or get_arch(target).families
-        swept = {operation: swept_head_dims(store, operation) for operation in OPERATIONS}
+        swept = {operation: swept_head_dims(store, operation) for operation in SWEPT}
         picked = {}
-        for table in (TableKey(operation, target, name) for operation in OPERATIONS for name in families):
+        for table in (TableKey(operation, target, name) for operation in SWEPT for name in families):
             pairs = swept[table.operation] if asked is None else asked
             picked[table] = [pick for pair in pairs for pick in proposed(store, table, pair, chosen)]
         if not any(picked.values()):

@@ -18,14 +18,14 @@ from rich.table import Table
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.output import check_file, write_file
-from cuteflash.problem import OPERATIONS, Operands, problem_id
+from cuteflash.problem import Operands, problem_id
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
 from cuteflash.traits.row import TableKey
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.explain import explain as explanation_of
 from cuteflash.tune.explain import newest_verdicts, ranked, title
 from cuteflash.tune.funnel import Funnel
-from cuteflash.tune.operations import DEFAULT
+from cuteflash.tune.operations import DEFAULT, SWEPT
 from cuteflash.tune.plan import Plan, default_traits
 from cuteflash.tune.progress import summary
 from cuteflash.tune.report import Scope, make_report
@@ -45,7 +45,7 @@ FamilyName = Annotated[
 Families = Annotated[str | None, typer.Option("--family", help="Comma-separated families; default: those swept.")]
 HeadDims = Annotated[str | None, typer.Option("--head-dim", help="Comma-separated; default: those swept.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
-Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")]
+Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(SWEPT)}.")]
 Gpu = Annotated[str | None, typer.Option(help="Whose timings, if there are several GPUs'.")]
 
 
@@ -63,7 +63,7 @@ def explain(
     """Say why a configuration was rejected, or by how much and where it lost, and by what margin the winner won."""
     with opened(database) as store, Usage():
         (pair,) = one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
-        (operation,) = one(names("kernel", kernel, OPERATIONS), "kernel", kernel)
+        (operation,) = one(names("kernel", kernel, SWEPT), "kernel", kernel)
         target = swept(store, arch)
         chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
         table = TableKey(operation, target, chosen)

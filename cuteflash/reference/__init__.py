@@ -1,6 +1,6 @@
 """The ladder: attention in plain torch, one idea a step, from the formula to the algorithm of the GPU kernels.
 
-Every step has the same signature and result; read them in the order of `LADDER`.
+Every step has the same signature and result; read them in the order of `LADDER`. The backward is that of the last step.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cuteflash.reference.bwd import flash_attention_2_backward
 from cuteflash.reference.fa1 import flash_attention_1
 from cuteflash.reference.fa2 import flash_attention_2
 from cuteflash.reference.naive import naive_attention
@@ -44,6 +45,7 @@ __all__ = [
     "Attention",
     "flash_attention_1",
     "flash_attention_2",
+    "flash_attention_2_backward",
     "naive_attention",
     "online_softmax_attention",
     "safe_softmax_attention",

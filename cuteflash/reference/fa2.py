@@ -35,13 +35,13 @@ def flash_attention_2(
 ) -> tuple[Tensor, Tensor]:
     """Attention with the outer loop over queries; arguments and results as `naive.naive_attention`.
 
-    Accumulates in fp32 (in fp64 for fp64 inputs); LSE is fp32 for every input. The results are new and contiguous.
+    Accumulates in fp32 (in fp64 for fp64 inputs), which is LSE's type, too. The results are new and contiguous.
     """
     b, s_q, h_q, _ = q.shape
     s_k, d_v = k.shape[1], v.shape[3]
     queries, keys, values = grouped(q, k, v)
     o = q.new_empty(b, s_q, h_q, d_v)
-    lse = torch.empty(b, h_q, s_q, dtype=torch.float32, device=q.device)
+    lse = queries.new_empty(b, h_q, s_q)
     for i0 in range(0, s_q, TILE_M):
         i1 = min(i0 + TILE_M, s_q)
         q_i = queries[:, :, :, i0:i1]

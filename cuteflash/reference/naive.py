@@ -36,7 +36,8 @@ def naive_attention(
         softcap: scores become softcap * tanh(score / softcap); 0 is none.
 
     Returns:
-        O (b, s_q, h_q, d_v) in q's dtype and LSE (b, h_q, s_q) in fp32; a query without a visible key has 0 and -inf.
+        O (b, s_q, h_q, d_v) in q's dtype and LSE (b, h_q, s_q) in fp32 (fp64 for fp64 inputs); a query without a
+        visible key has 0 and -inf.
     """
     s_q, s_k = q.shape[1], k.shape[1]
     queries, keys, values = grouped(q, k, v)

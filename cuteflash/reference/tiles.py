@@ -13,19 +13,30 @@ from torch import Tensor
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Q as (b, h_k, g, s_q, d), K and V as (b, h_k, s_k, d or d_v), in fp32 (fp64 stays fp64)."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    b, s_q, h_q, d = q.shape
-    h_k = k.shape[2]
+    dtype = compute_dtype(q)
+    return grouped_rows(q, k.shape[2]), k.to(dtype).transpose(1, 2), v.to(dtype).transpose(1, 2)
+
+
+def grouped_rows(x: Tensor, h_k: int) -> Tensor:
+    """What has a row for each query and head, (b, s_q, h_q, d), as (b, h_k, g, s_q, d) in fp32 (fp64 stays fp64)."""
+    b, s_q, h_q, d = x.shape
     group = h_q // h_k if h_k else 1
-    q = q.to(dtype).view(b, s_q, h_k, group, d).permute(0, 2, 3, 1, 4)
-    return q, k.to(dtype).transpose(1, 2), v.to(dtype).transpose(1, 2)
+    return x.to(compute_dtype(x)).reshape(b, s_q, h_k, group, d).permute(0, 2, 3, 1, 4)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The element type that sums and exponentials are computed in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def ungrouped(o: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """O (b, h_k, g, s_q, d_v) as (b, s_q, h_q, d_v) in `dtype`, LSE (b, h_k, g, s_q) as fp32 (b, h_q, s_q)."""
-    b, h_k, group, s_q, d_v = o.shape
-    o = o.permute(0, 3, 1, 2, 4).reshape(b, s_q, h_k * group, d_v)
-    return o.to(dtype).contiguous(), lse.reshape(b, h_k * group, s_q).float()
+    """O (b, h_k, g, s_q, d_v) as (b, s_q, h_q, d_v) in `dtype`, LSE (b, h_k, g, s_q) as (b, h_q, s_q)."""
+    return heads_last(o, dtype), lse.flatten(1, 2)
+
+
+def heads_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(b, h_k, g, s, d) as (b, s, h_k * g, d) in `dtype`, contiguous."""
+    return x.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype).contiguous()
 
 
 def scores(q: Tensor, k: Tensor, softmax_scale: float, softcap: float, mask: Tensor | None) -> Tensor:

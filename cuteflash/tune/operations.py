@@ -40,6 +40,7 @@ SPECS: dict[Operation, Spec] = {
         rows={"sm80": fwd_sm80, "sm90": fwd_sm90},
     )
 }
+SWEPT: tuple[Operation, ...] = tuple(SPECS)  # what a sweep offers
 
 
 def enumerate_traits(operation: Operation, family: Family, head_dim: int, head_dim_v: int) -> Iterator[Traits]:

@@ -194,12 +194,6 @@ def test_tensors_without_a_tangent_pass_through_forward_mode(device: torch.devic
     assert_right(inputs, CASE, out)
 
 
-def test_functional_gradients_say_that_there_is_no_backward(device: torch.device) -> None:
-    q, k, v = CASE.inputs(device)
-    with pytest.raises(NotImplementedError, match="cuteflash has no backward kernels"):
-        torch.func.grad(lambda q: cuteflash.flash_attn_func(q, k, v).float().sum())(q)
-
-
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (3, 1, 0)], ids=str)
 def test_vmap_maps(in_dims: tuple[int | None, ...], family: str, device: torch.device) -> None:
     examples = [CASE.inputs(device, seed) for seed in range(3)]
@@ -305,10 +299,3 @@ def test_a_family_the_gpu_lacks_is_refused(cuda: torch.device) -> None:
         pytest.skip("Hopper runs every family")
     with pytest.raises(NotImplementedError, match="sm90"):
         cuteflash.flash_attn_func(*CASE.inputs(cuda), family="sm90")
-
-
-def test_gradients_are_refused(device: torch.device) -> None:
-    q, k, v = CASE.inputs(device)
-    out = cuteflash.flash_attn_func(q.requires_grad_(), k, v)
-    with pytest.raises(NotImplementedError, match="backward"):
-        out.sum().backward()

@@ -1,0 +1,113 @@
+"""Autograd of the attention operators: one node for a forward, and one that refuses to differentiate a backward.
+
+A node of `Attention` keeps Q, K, V, O and LSE and nothing else, and computes the three gradients in one call. Both are
+applied by the dispatcher's implementation for autograd, which tracers, modes and `torch.func` see, and `Attention` by
+the public functions themselves for plain CUDA tensors: that saves the dispatcher's share of a call twice.
+
+O and LSE share a node, so that a gradient of either runs the same backward; one that is missing costs nothing if it is
+LSE's and a tensor of zeros if it is O's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from cuteflash.arguments import bwd_options
+
+NO_SECOND_DERIVATIVES = (
+    "cuteflash has no second derivatives: call backward() and torch.autograd.grad() without create_graph, or take the "
+    "attention whose gradient is differentiated from torch.nn.functional.scaled_dot_product_attention with "
+    "SDPBackend.MATH"
+)
+
+
+class Route(Protocol):
+    """What computes an attention and its gradients, for calls with certain options."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, /, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+        """O and LSE."""
+
+    def backward(self, dout: Tensor, /, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV; `saved` are q, k, v, out, lse, dlse (None if there is none) and the others."""
+
+
+class Dispatched(NamedTuple):
+    """The route through the dispatcher.
+
+    Attributes:
+        implementation: of the forward, below autograd.
+        operator: of the backward.
+        options: of the forward, flat.
+    """
+
+    implementation: Callable[..., tuple[Tensor, Tensor]]
+    operator: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    options: tuple[Any, ...]
+
+    def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Route`."""
+        return self.implementation(*tensors, *self.options)
+
+    def backward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Route`."""
+        return self.operator(*tensors, *bwd_options(self.options))
+
+
+class Attention(Function):
+    """The node of a forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: tuple[Tensor | None, ...], route: Route, returns_lse: bool
+    ) -> Any:
+        """O, and LSE if `returns_lse`.
+
+        Args:
+            ctx: torch's.
+            q, k, v: what is differentiated.
+            others: the operator's other tensors.
+            route: what computes.
+            returns_lse: whether LSE is a result, too.
+        """
+        out, lse = route.forward(q, k, v, *others)
+        ctx.save_for_backward(q, k, v, out, lse, *others)
+        ctx.set_materialize_grads(False)
+        ctx.route = route
+        return (out, lse) if returns_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:  # type: ignore[override]
+        if dout is None and dlse is None:
+            return NO_GRADIENTS
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, dlse, *others)
+        needs_q, needs_k, needs_v, _, _, _ = ctx.needs_input_grad
+        return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, None, None, None
+
+
+NO_GRADIENTS = (None,) * 6  # of the inputs of `Attention`
+
+
+class OnceDifferentiable(Function):
+    """The node of a backward: an error if its results are differentiated again, not silence."""
+
+    @staticmethod
+    def forward(ctx: Any, implementation: Callable[..., Any], *arguments: Any) -> Any:
+        return implementation(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(NO_SECOND_DERIVATIVES)
+
+
+# `Function.apply` would refuse `torch.func`'s transforms, which come through the dispatcher level by level, and takes
+# 2 us to find out that there is none.
+attend: Callable[..., Any] = super(Function, Attention).apply
+once_differentiable: Callable[..., Any] = super(Function, OnceDifferentiable).apply
