@@ -31,6 +31,7 @@ RANKS: dict[str, int] = {
     "reference": 2,
     "core": 2,
     "atoms": 2,
+    "unsupported": 3,
     "kernels": 3,
     "kernels.common": 3,
     "kernels.sm80": 4,

@@ -1,4 +1,4 @@
-"""What the compatible functions share: arguments refused by name, window sentinels, head dims that are padded."""
+"""What the compatible functions share: how the other libraries treat strides, head dims and windows."""
 
 from __future__ import annotations
 
@@ -9,28 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuteflash.problem import HEAD_DIM_STEP
-from cuteflash.validate import shown
 
-Allowed = tuple[object, ...]
-NOTHING: Allowed = (None,)
-ZERO: Allowed = (0,)
-ONE_SPLIT: Allowed = (0, 1)  # 0 leaves the number to the library
-
-
-def refuse(**arguments: tuple[object, Allowed]) -> None:
-    """Raise for the first argument, given as (its value, the values that are supported), with another value.
-
-    Raises:
-        NotImplementedError: naming the argument, its value and what is supported.
-    """
-    for name, (value, allowed) in arguments.items():
-        if isinstance(value, Tensor):  # not compared, not printed: both would synchronise the host with the GPU
-            described = f"a tensor of shape {tuple(value.shape)}"
-        elif value in allowed:
-            continue
-        else:
-            described = shown(value)
-        raise NotImplementedError(f"{name} is {described}; cuteflash supports {' or '.join(map(repr, allowed))}")
+ONE_SPLIT = (0, 1)  # allowed `num_splits`; 0 leaves the number to the library
 
 
 def attend(

@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from cuteflash import api
-from cuteflash.compat.common import NOTHING, ONE_SPLIT, ZERO, attend, refuse
+from cuteflash.compat.common import ONE_SPLIT, attend
+from cuteflash.unsupported import NOTHING, ZERO, refuse
 
 __all__ = [
     "flash_attn_func",
