@@ -61,7 +61,7 @@ def test_cuteflash_imports_only_downward() -> None:
     assert import_violations(ROOT) == []
 
 
-@pytest.mark.parametrize("package", ["cuteflash", "benchmarks", "layouts"])
+@pytest.mark.parametrize("package", ["cuteflash", "benchmarks", "examples", "layouts"])
 def test_files_and_functions_are_small(package: str) -> None:
     exceptions = {key: why for key, why in SIZE_EXCEPTIONS.items() if key.startswith(f"{package}/")}
     assert size_violations(ROOT, package, exceptions) == []
