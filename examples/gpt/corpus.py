@@ -53,9 +53,8 @@ class Batch(NamedTuple):
         def moved(x: Tensor) -> Tensor:
             return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
-        return Batch(
-            moved(self.inputs), moved(self.targets), None if self.cu_seqlens is None else moved(self.cu_seqlens)
-        )
+        cu_seqlens = None if self.cu_seqlens is None else moved(self.cu_seqlens)
+        return Batch(moved(self.inputs), moved(self.targets), cu_seqlens)
 
 
 def documents(root: pathlib.Path) -> Iterator[tuple[str, bytes]]:
