@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cuteflash import flash_attn_func
 from cuteflash.nn import MHA, FlashCrossAttention, FlashSelfAttention
@@ -98,3 +99,32 @@ def test_training_under_autocast(deterministic: bool) -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in layer.parameters()]))
     assert gradients[1].dtype == torch.float32
     assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 0.03
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_as_one_graph(packed: bool) -> None:
+    layer = MHA(DIM, HEADS, 1, causal=True, rotary_emb_dim=16)
+    lengths = {"cu_seqlens": cumulative(LENGTHS), "max_seqlen": 5} if packed else {}
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for call in (layer, compiled):
+        layer.zero_grad()
+        x = random(*((8,) if packed else (2, 8)), DIM, dtype=torch.float32).requires_grad_()
+        out = call(x, **lengths)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_activation_checkpointing() -> None:
+    layer = MHA(DIM, HEADS, causal=True, rotary_emb_dim=16, dtype=torch.float64)
+    gradients = []
+    for recomputed in (False, True):
+        layer.zero_grad()
+        x = random(2, 5, DIM).requires_grad_()
+        out = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        out.square().sum().backward()
+        gradients.append([x.grad, *(p.grad.clone() for p in layer.parameters())])
+    for one, other in zip(*gradients):
+        assert torch.equal(one, other)

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import random
 import signal
 from typing import Any
 
@@ -23,20 +22,12 @@ from gpt.training import History, Trainer, Watch, learning_rate
 from torch import Tensor
 
 from cuteflash.nn import MHA
-
-SETTINGS = Settings(layers=1, dim=16, heads=2, kv_heads=1, context=16, batch=4, steps=7, lr=1e-2)
+from tests.gpt_runs import SETTINGS, SMALL, small_library
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A tree like the standard library's, with 60 sources of 0 to 118 bytes."""
-    root = tmp_path_factory.mktemp("library")
-    letters = random.Random(0)
-    for number in range(60):
-        path = root / ("package" if number % 2 else "") / f"module_{number}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(bytes(letters.choices(b"abcdef \n", k=2 * number)))
-    return root
+    return small_library(tmp_path_factory.mktemp("library"))
 
 
 @pytest.fixture(scope="module")
@@ -324,10 +315,7 @@ def small(monkeypatch: pytest.MonkeyPatch, corpus: Corpus) -> list[str]:
     """Options of a run of a second, on the small corpus."""
     monkeypatch.setattr(corpora, "read", lambda: corpus)
     monkeypatch.setattr(train_gpt, "SAMPLED", 4)
-    options = [
-        f"--{name}={getattr(SETTINGS, name)}" for name in ("layers", "dim", "heads", "context", "batch", "steps")
-    ]
-    return [*options, "--device=cpu", "--attention=sdpa"]
+    return [*SMALL, "--attention=sdpa"]
 
 
 def test_a_run_with_all_its_files(small: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
