@@ -4,9 +4,9 @@
     python examples/train_gpt.py --preset small --plot curves.png --json curves.json      # 10 million weights, on a GPU
     python examples/train_gpt.py --preset small --attention cuteflash --checkpoint run    # with --resume it continues
 
-The text is the source code of Python's standard library. Ctrl-C saves a checkpoint if there is a directory for it. The
-exit status is 1 if the loss curves do not agree within noise (gpt/curves.py says how that is judged).
-It needs the packages of `pip install '.[bench]'`.
+The text is the source code of Python's standard library; a token is a byte. Ctrl-C saves a checkpoint if there is a
+directory for it. The exit status is 1 if the loss curves do not agree within noise; gpt/curves.py says how that is
+judged. It needs the packages of `pip install '.[bench]'`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import signal
@@ -33,6 +34,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cuteflash.cli.bar import progress_bar
+from cuteflash.install import how_to_install
 from cuteflash.nn import MHA
 from cuteflash.output import check_directory, check_file, write_file
 from cuteflash.tune.machine import versions
@@ -66,24 +68,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if the loss curves do not agree; 130 after Ctrl-C. A wrong option raises SystemExit(2)."""
     parser = make_parser()
     options = parser.parse_args(argv)
-    try:
+    with errors_of(parser):
         settings = make_settings(options)
         check_outputs(options)
-        names = [options.attention]
-        if options.attention == "both":
-            names = [TORCHS, *(f"{TORCHS} nudged {i + 1}" for i in range(options.nudged)), OURS]
         corpus = corpora.read()
-        interrupt, histories, text = Interrupt(), {}, ""
-        with interrupt.watching():
-            for name in names:
+    names = [options.attention]
+    if options.attention == "both":
+        names = [TORCHS, *(f"{TORCHS} nudged {i + 1}" for i in range(options.nudged)), OURS]
+    histories: dict[str, History] = {}
+    interrupt = Interrupt()
+    with interrupt.watching():
+        for name in names:
+            with errors_of(parser):
                 trainer = make_trainer(name, settings, corpus, options)
-                if not train(name, trainer, interrupt):
-                    return interrupted(name, trainer, options)
-                histories[name] = trainer.history
-                text = continued(trainer)
+            if not train(name, trainer, interrupt):
+                return interrupted(name, trainer, options)
+            histories[name] = trainer.history
+    return report(settings, corpus, histories, continued(trainer), options)
+
+
+@contextlib.contextmanager
+def errors_of(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """A ValueError is a wrong option's."""
+    try:
+        yield
     except ValueError as error:
         parser.error(str(error))
-    return report(settings, corpus, histories, text, options)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -122,6 +132,8 @@ def make_settings(options: argparse.Namespace) -> Settings:
 
 def check_outputs(options: argparse.Namespace) -> None:
     """ValueError if a file could not be written when the training is over."""
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"plot is given, but matplotlib, which draws it, is missing; {how_to_install('bench')}")
     for path in (options.json, options.plot):
         if path is not None:
             check_file(path)
@@ -157,7 +169,7 @@ def train(name: str, trainer: Trainer, interrupt: Interrupt) -> bool:
         task = bar.add_task(name, total=trainer.settings.steps, completed=trainer.steps_done)
 
         def progress(history: History) -> None:
-            text = f"{name}: loss {history.losses[-1]:.3f}, {history.rates[-1]:,.0f} bytes/s"
+            text = f"{name}: loss {history.losses[-1]:.3f}, {history.rates[-1]:,.0f} tokens/s"
             bar.update(task, completed=len(history.losses), description=text)
 
         return trainer.run(Watch(lambda: interrupt.pressed, progress))
@@ -189,7 +201,7 @@ def report(
     judgement = curves.judge(histories[OURS], torchs) if OURS in histories and torchs else None
     gpu = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
     console = Console()
-    console.print(table(settings, histories))
+    console.print(table(histories))
     console.print(f"\n{text}\n", style="dim", markup=False, highlight=False)
     if judgement is not None:
         console.print(str(judgement), style="green" if judgement.agree else "red", markup=False, highlight=False)
@@ -215,21 +227,20 @@ def report(
     return 0 if judgement is None or judgement.agree else 1
 
 
-def table(settings: Settings, histories: Mapping[str, History]) -> Table:
+def table(histories: Mapping[str, History]) -> Table:
     """A row for each run."""
     found = Table(box=None, pad_edge=False)
     found.add_column("attention")
-    for column in ("training loss", "validation loss", "bytes/s", "ms a step", "peak memory"):
+    for column in ("training loss", "validation loss", "tokens/s", "ms a step", "peak memory"):
         found.add_column(column, justify="right")
     for name, history in histories.items():
-        rate = median(history.rates)
         last = history.losses[-10:]
         found.add_row(
             name,
             f"{sum(last) / len(last):.4f}",
             f"{history.validation[-1][1]:.4f}",
-            f"{rate:,.0f}",
-            f"{1000 * settings.batch * settings.context / rate:.1f}",
+            f"{median(history.rates):,.0f}",
+            f"{median(history.step_ms):.1f}",
             f"{history.peak_bytes / 2**20:,.0f} MiB" if history.peak_bytes else "-",
         )
     return found

@@ -374,6 +374,15 @@ def test_wrong_options(
     assert ended.value.code == 2 and complaint in capsys.readouterr().err
 
 
+def test_a_plot_that_nothing_can_draw(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        train_gpt.main([*small, "--plot=x.png"])
+    assert "matplotlib, which draws it, is missing; install it with: pip install" in capsys.readouterr().err
+
+
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     options = train_gpt.make_parser().parse_args(["--device=cuda"])

@@ -156,11 +156,11 @@ class FlashCrossAttention(_Attention):
             cu_seqlens_k, max_seqlen_k: those of kv.
         """
         options = self.options(causal)
-        if (cu_seqlens is None) != (cu_seqlens_k is None):
+        if cu_seqlens is None and cu_seqlens_k is None:
+            out: Tensor = api.flash_attn_kvpacked_func(q, kv, **options)  # type: ignore[attr-defined]
+        elif cu_seqlens is None or cu_seqlens_k is None:
             name = "cu_seqlens" if cu_seqlens is None else "cu_seqlens_k"
             raise ValueError(f"{name} is None; allowed: cu_seqlens and cu_seqlens_k both tensors, or both None")
-        if cu_seqlens is None:
-            out: Tensor = api.flash_attn_kvpacked_func(q, kv, **options)  # type: ignore[attr-defined]
         else:
             out = api.flash_attn_varlen_kvpacked_func(  # type: ignore[attr-defined]
                 q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options

@@ -151,8 +151,15 @@ class MHA(torch.nn.Module):
         cu_seqlens_k: Tensor | None,
         max_seqlen_k: int | Tensor | None,
     ) -> Tensor:
-        """Attention itself, shaped as q; a subclass may replace it by another implementation."""
-        if cu_seqlens is None:
+        """Attention itself, shaped as q; a subclass may replace it by another implementation.
+
+        Args:
+            q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim).
+            k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
+            cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k: of packed sequences, as in `forward`; both vectors are
+                None for dense ones.
+        """
+        if cu_seqlens is None or cu_seqlens_k is None:
             out: Tensor = api.flash_attn_func(q, k, v, **self.options)
         else:
             out = api.flash_attn_varlen_func(  # type: ignore[attr-defined]

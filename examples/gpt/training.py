@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import math
 import pathlib
@@ -37,13 +38,15 @@ class History:
     Attributes:
         losses: of every training batch, before its step, nats a byte.
         validation: (steps done, loss on the held-out batches).
-        rates: tokens a second of each block of steps; the first of a process includes compilation.
+        rates, step_ms: tokens a second and milliseconds a step of each block of steps; the first of a process includes
+            compilation.
         peak_bytes: the most that tensors took on the GPU; 0 on a CPU.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
+    step_ms: list[float] = dataclasses.field(default_factory=list)
     peak_bytes: int = 0
 
 
@@ -107,7 +110,8 @@ class Trainer:
     def run(self, watch: Watch) -> bool:
         """Train until the last step; False if stopped before."""
         settings = self.settings
-        if self.device.type == "cuda":
+        if self._on_gpu:
+            gc.collect()  # what an earlier run left is not part of this one's peak
             torch.cuda.reset_peak_memory_stats()
         while self.steps_done < settings.steps and not watch.stopped():
             self._block(watch)
@@ -134,9 +138,11 @@ class Trainer:
             if watch.stopped():
                 break
         found = torch.stack(losses).tolist()
-        self.history.rates.append(tokens / (time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        self.history.rates.append(tokens / seconds)
+        self.history.step_ms.append(1000 * seconds / len(losses))
         self.history.losses += found
-        if self.device.type == "cuda":
+        if self._on_gpu:
             self.history.peak_bytes = max(self.history.peak_bytes, torch.cuda.max_memory_allocated())
         if not all(map(math.isfinite, found)):
             raise FloatingPointError(f"the loss of step {begin} or one of the next {len(found) - 1} is not finite")
