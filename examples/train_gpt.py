@@ -220,7 +220,7 @@ def report(
             and dataclasses.asdict(judgement) | {"allowed": judgement.allowed, "agree": judgement.agree},
             "sample": text,
         }
-        write_file(options.json, json.dumps(result, indent=1))
+        write_file(options.json, json.dumps(result) + "\n")
     if options.plot is not None:
         shape = f"{settings.layers} layers of {settings.dim}, context {settings.context}, {settings.dtype}"
         curves.plot(histories, options.plot, f"Loss of a byte-level GPT, {shape}, {gpu}")

@@ -252,6 +252,14 @@ def test_a_heuristic_number_of_splits_is_one() -> None:
     assert torch.equal(flash_attn_interface.flash_attn_func(q, k, v, num_splits=0), flash_attn_func(q, k, v))
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
+def test_compiled_as_one_graph(module: Any) -> None:
+    q, k, v = tensors(head_dim=12)
+    compiled = torch.compile(module.flash_attn_func, fullgraph=True, backend="eager")
+    ours, theirs = (call(q, k, v, causal=True, return_attn_probs=True) for call in (module.flash_attn_func, compiled))
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
 def test_what_is_not_a_tensor_is_named() -> None:
     q, k, v = tensors()
     with pytest.raises(TypeError, match="k is a list"):

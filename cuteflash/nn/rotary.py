@@ -55,7 +55,7 @@ class RotaryEmbedding(torch.nn.Module):
         return apply_rotary_emb(q, cos, sin, self.interleaved), apply_rotary_emb(k, cos, sin, self.interleaved)
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """The cosines and sines of all angles, each (\\*positions.shape, dim / 2)."""
+        """The cosines and sines of all angles, each (..., dim / 2) for positions (...)."""
         exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=dtype) / self.dim
         angles = positions.to(dtype)[..., None] * self.base**-exponents
         return angles.cos(), angles.sin()
