@@ -1,10 +1,10 @@
 """Loss curves: do ours and torch's agree within noise, and the picture of them.
 
 Two correct implementations of attention round differently, and training amplifies the differences: curves from the
-same seed drift apart without either being wrong. How far is measured, not assumed: torch is trained several times, with
-initial weights that are *nudged*, each at random by at most as much as rounding to the run's dtype changes it, which
-autocast does to them anyway. The batches are the same, and the weights otherwise: the noise of data and initialisation,
-which is far larger, can hide nothing.
+same seed drift apart without either being wrong. How far is measured, not assumed: torch is trained several times, from
+initial weights that are *nudged*. Each is changed at random by at most as much as rounding it to the run's dtype would,
+an error that autocast makes anyway. Batches and weights being equal otherwise, the far larger noise of data and
+initialisation can hide nothing.
 
 The distance of two runs is the root mean square, over all steps, of the difference of their training losses. It varies
 severalfold from pair to pair, so that the largest among torch's runs is the measure of the noise. Ours agrees if at

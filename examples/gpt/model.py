@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class TorchMHA(MHA):
     ) -> Tensor:
         if cu_seqlens is None:
             return _sdpa(q, k, v)
-        if q.device.type != "cuda":  # there torch has no attention for packed sequences
+        if q.device.type != "cuda":  # torch has no attention for packed sequences on a CPU
             lengths = cu_seqlens.diff().tolist()
             parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
             return torch.cat([_sdpa(*(x[None] for x in part))[0] for part in parts])
@@ -58,7 +59,7 @@ class Block(torch.nn.Module):
     def __init__(self, settings: Settings, attention: type[MHA]) -> None:
         super().__init__()
         dim, head_dim = settings.dim, settings.dim // settings.heads
-        hidden = -(-8 * dim // 3 // MLP_STEP) * MLP_STEP
+        hidden = math.ceil(8 * dim / 3 / MLP_STEP) * MLP_STEP
         self.attention_norm = torch.nn.RMSNorm(dim)
         self.attention = attention(
             dim,
