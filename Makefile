@@ -54,4 +54,4 @@ freeze: $(READY)  ## rewrite constraints.txt from .venv
 
 clean:  ## remove build and tool caches (not .venv)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find cuteflash benchmarks layouts tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find cuteflash benchmarks examples layouts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -32,6 +32,7 @@ RANKS: dict[str, int] = {
     "core": 2,
     "core.workspace": 0,  # sizes that traits, planning and kernels share
     "atoms": 2,
+    "unsupported": 3,
     "kernels": 3,
     "kernels.common": 3,
     "kernels.sm80": 4,

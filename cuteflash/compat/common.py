@@ -1,0 +1,73 @@
+"""What the compatible functions share: how the other libraries treat strides, head dims and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from cuteflash.problem import HEAD_DIM_STEP
+
+ONE_SPLIT = (0, 1)  # allowed `num_splits`; 0 leaves the number to the library
+
+
+def attend(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    lengths: Sequence[Any] = (),
+    *,
+    softmax_scale: float | None,
+    window_size: Any,
+    deterministic: bool = False,
+    **options: Any,
+) -> Any:
+    """Call a public function as FlashAttention-2 and 3 treat their inputs.
+
+    - A tensor whose last dimension is not contiguous is copied.
+    - A head dim that is not a multiple of 8 is padded with zeros, which changes no score, and cut off the output.
+    - A negative side of a window, or None, is unbounded.
+
+    Args:
+        function: takes `tensors`, `lengths` and options.
+        tensors: q, k and v, or packed ones; the head dim comes last.
+        lengths: the arguments between the tensors and the options.
+        softmax_scale: None is ``1 / sqrt(head_dim)``, of the head dim before padding.
+        window_size: (left, right).
+        deterministic: whether gradients are the same in every run.
+        options: further ones of `function`.
+    """
+    rows = [_contiguous_rows(x) for x in tensors]
+    padding = _padding(rows)
+    if padding:
+        head_dim = rows[0].shape[-1]
+        softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        rows = [F.pad(x, (0, padding)) for x in rows]
+    if deterministic:
+        options["deterministic"] = True
+    result = function(*rows, *lengths, softmax_scale=softmax_scale, window_size=_window(window_size), **options)
+    if not padding:
+        return result
+    if isinstance(result, Tensor):
+        return result[..., :head_dim]
+    return result[0][..., :head_dim], *result[1:]
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """A tensor with a contiguous last dimension; what is not one is left to the function's own check."""
+    return x.contiguous() if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1 else x
+
+
+def _padding(tensors: Sequence[Tensor]) -> int:
+    """Columns that bring the head dim to a multiple of 8; 0 for head dims that differ, which are not made equal."""
+    dims = {x.shape[-1] if isinstance(x, Tensor) and x.dim() else None for x in tensors}
+    dim = dims.pop()
+    return 0 if dims or dim is None else -dim % HEAD_DIM_STEP
+
+
+def _window(window_size: Any) -> Any:
+    """`window_size` with -1 for a side that is unbounded; what is not a pair is left to the function's own check."""
+    if not isinstance(window_size, (tuple, list)):
+        return window_size
+    return tuple(-1 if side is None or (isinstance(side, int) and side < 0) else side for side in window_size)

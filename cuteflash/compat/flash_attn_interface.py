@@ -1,0 +1,292 @@
+"""The functions of the module `flash_attn_interface`, FlashAttention-3: same names, arguments, order and results.
+
+    from flash_attn_interface import flash_attn_func            # before
+    from cuteflash.compat.flash_attn_interface import flash_attn_func
+
+What differs:
+
+- `qv`, the `*_descale` factors of FP8, `attention_chunk`, `num_splits` above 1, `sm_margin`, and the arguments of
+  `flash_attn_with_kvcache` that extend, rotate, page or index a cache raise NotImplementedError.
+- The log-sum-exp is differentiable.
+- CPU tensors run the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cuteflash import api
+from cuteflash.compat.common import ONE_SPLIT, attend
+from cuteflash.unsupported import NOTHING, ZERO, refuse
+from cuteflash.validate import shown
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+Window = tuple[int, int]
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with q, k and v in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim), or with `num_heads_q` the heads of q, of k and of v one after the
+            other: (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim).
+    """
+    return _attend(
+        api.flash_attn_func,
+        _unpacked(qkv, num_heads_q),
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of q (batch, seqlen_q, heads, head_dim) to k and v (batch, seqlen_k, kv_heads, head_dim).
+
+    Returns:
+        O, (batch, seqlen_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (batch, heads, seqlen_q).
+
+    Raises:
+        NotImplementedError: an argument that the module's text names is used.
+        TypeError, ValueError: as `cuteflash.flash_attn_func`.
+    """
+    return _attend(
+        api.flash_attn_func,
+        (q, k, v),
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        sm_margin=sm_margin,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim).
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), the first token of each sequence, then the total.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence.
+        seqused_q, seqused_k: int32 (batch,), how many of a sequence's tokens are used; None is all.
+
+    Returns:
+        O, (total_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (heads, total_q).
+    """
+    return _attend(
+        api.flash_attn_varlen_func,  # type: ignore[attr-defined]
+        (q, k, v),
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        sm_margin=sm_margin,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention to a whole cache, (batch, seqlen_cache, kv_heads, head_dim): all of its keys are valid.
+
+    Returns:
+        O, (batch, seqlen_q, heads, head_dim_v); with `return_softmax_lse` (O, LSE).
+
+    Raises:
+        NotImplementedError: an argument that extends, rotates, shortens, pages or indexes the cache is used.
+    """
+    unused = {
+        "k": k,
+        "v": v,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "page_table": page_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "max_seqlen_q": max_seqlen_q,
+        "rotary_seqlens": rotary_seqlens,
+        "scheduler_metadata": scheduler_metadata,
+    }
+    refuse(**{name: (value, NOTHING) for name, value in unused.items()})
+    return _attend(
+        api.flash_attn_func,
+        (q, k_cache, v_cache),
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        sm_margin=sm_margin,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        pack_gqa=pack_gqa,
+        return_lse=return_softmax_lse,
+    )
+
+
+def _attend(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    lengths: Sequence[Any] = (),
+    *,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    attention_chunk: int,
+    num_splits: int = 1,
+    sm_margin: int,
+    **options: Any,
+) -> Any:
+    """The result of a public function, which is what FlashAttention-3 returns."""
+    refuse(
+        qv=(qv, NOTHING),
+        q_descale=(q_descale, NOTHING),
+        k_descale=(k_descale, NOTHING),
+        v_descale=(v_descale, NOTHING),
+        attention_chunk=(attention_chunk, ZERO),
+        num_splits=(num_splits, ONE_SPLIT),
+        sm_margin=(sm_margin, ZERO),
+    )
+    return attend(function, tensors, lengths, **options)
+
+
+def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of q, k and v."""
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv is a {type(qkv).__name__}; allowed: a torch.Tensor")
+    if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads_q is None:
+        q, k, v = qkv.unbind(2)
+        return q, k, v
+    if qkv.dim() == 4 and num_heads_q is not None:
+        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+        if kv_heads > 0 and rest == 0:
+            q, k, v = qkv.split([num_heads_q, kv_heads, kv_heads], dim=2)
+            return q, k, v
+    raise ValueError(
+        f"qkv.shape is {tuple(qkv.shape)} with num_heads_q {shown(num_heads_q)}; allowed: "
+        "(batch, seqlen, 3, heads, head_dim) with None, or (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim)"
+    )

@@ -1,0 +1,123 @@
+"""The compatible functions for packed tensors and sequences: results as the public functions', refusals by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cuteflash
+from cuteflash.compat import bert_padding, flash_attn, flash_attn_interface
+from tests.test_compat import REFUSED_2, REFUSED_3, TENSOR, check_refusals, tensors
+
+CU_SEQLENS_Q, CU_SEQLENS_K = torch.tensor([0, 3, 3, 10], dtype=torch.int32), torch.tensor([0, 4, 6, 14]).int()
+
+
+def packed(heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of three sequences, of 3, 0 and 7 queries and of 4, 2 and 8 keys."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (10, heads, head_dim), (14, kv_heads, head_dim), (14, kv_heads, head_dim)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return q, k, v
+
+
+def assert_same(theirs: Any, ours: tuple[Tensor, Tensor], *rest: None) -> None:
+    assert len(theirs) == 2 + len(rest) and tuple(theirs[2:]) == rest
+    assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+
+
+OPTIONS = {"softmax_scale": 0.3, "causal": True, "window_size": (3, 0), "softcap": 8.0}
+IN_ORDER_2 = (0.0, 0.3, True, (3, 0), 8.0, None, False)
+LENGTHS = (CU_SEQLENS_Q, CU_SEQLENS_K, 7, 8)
+
+
+def test_varlen_of_flash_attention_2() -> None:
+    q, k, v = packed()
+    ours = cuteflash.flash_attn_varlen_func(q, k, v, *LENGTHS, **OPTIONS, return_lse=True)
+    assert_same(flash_attn.flash_attn_varlen_func(q, k, v, *LENGTHS, *IN_ORDER_2, True), ours, None)
+    assert torch.equal(flash_attn.flash_attn_varlen_func(q, k, v, *LENGTHS, *IN_ORDER_2), ours[0])
+
+
+def test_varlen_of_flash_attention_3() -> None:
+    q, k, v = packed()
+    ours = cuteflash.flash_attn_varlen_func(q, k, v, *LENGTHS, **OPTIONS, return_lse=True)
+    arguments = (None, None, 0.3, True, None, None, None, None, (3, 0), 0, 8.0)
+    theirs = flash_attn_interface.flash_attn_varlen_func(q, k, v, *LENGTHS, *arguments, return_attn_probs=True)
+    assert_same(theirs, ours)
+
+
+def test_used_lengths_of_flash_attention_3() -> None:
+    q, k, v = packed()
+    used = torch.tensor([2, 0, 5], dtype=torch.int32)
+    ours = cuteflash.flash_attn_varlen_func(q, k, v, *LENGTHS, seqused_q=used, seqused_k=used, causal=True)
+    theirs = flash_attn_interface.flash_attn_varlen_func(q, k, v, *LENGTHS, used, used, causal=True)
+    assert torch.equal(theirs, ours)
+
+
+def test_packed_tensors() -> None:
+    q, k, v = tensors(7, 7, kv_heads=4)
+    ours = cuteflash.flash_attn_func(q, k, v, **OPTIONS, return_lse=True)
+    kv, qkv = torch.stack((k, v), dim=2), torch.stack((q, k, v), dim=2)
+    assert_same(flash_attn.flash_attn_kvpacked_func(q, kv, *IN_ORDER_2, True), ours, None)
+    assert_same(flash_attn.flash_attn_qkvpacked_func(qkv, *IN_ORDER_2, True), ours, None)
+
+
+def test_packed_tensors_of_packed_sequences() -> None:
+    q, k, v = packed()
+    ours = cuteflash.flash_attn_varlen_func(q, k, v, *LENGTHS, **OPTIONS, return_lse=True)
+    kv = torch.stack((k, v), dim=1)
+    assert_same(flash_attn.flash_attn_varlen_kvpacked_func(q, kv, *LENGTHS, *IN_ORDER_2, True), ours, None)
+    lengths = CU_SEQLENS_K, CU_SEQLENS_K, 8, 8
+    ours = cuteflash.flash_attn_varlen_func(k, k, v, *lengths, **OPTIONS, return_lse=True)
+    qkv = torch.stack((k, k, v), dim=1)
+    theirs = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, CU_SEQLENS_K, 8, *IN_ORDER_2, True)
+    assert_same(theirs, ours, None)
+
+
+def test_a_head_dim_between_multiples_of_8() -> None:
+    q, k, v = packed(head_dim=13)
+    wide = [torch.nn.functional.pad(x, (0, 3)) for x in (q, k, v)]
+    expected = cuteflash.flash_attn_varlen_func(*wide, *LENGTHS, softmax_scale=13**-0.5)
+    kv = torch.stack((k, v), dim=1)
+    for theirs in (
+        flash_attn.flash_attn_varlen_func(q, k, v, *LENGTHS),
+        flash_attn.flash_attn_varlen_kvpacked_func(q, kv, *LENGTHS),
+    ):
+        assert torch.equal(theirs, expected[..., :13])
+
+
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [
+        (flash_attn.flash_attn_kvpacked_func, REFUSED_2),
+        (flash_attn.flash_attn_qkvpacked_func, REFUSED_2),
+        (flash_attn.flash_attn_varlen_func, REFUSED_2 | {"block_table": TENSOR}),
+        (flash_attn.flash_attn_varlen_kvpacked_func, REFUSED_2),
+        (flash_attn.flash_attn_varlen_qkvpacked_func, REFUSED_2),
+        (flash_attn_interface.flash_attn_varlen_func, REFUSED_3),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_is_not_there_yet_is_refused_by_name(function: Any, refused: dict[str, Any]) -> None:
+    check_refusals(function, refused)
+
+
+def test_padding_there_and_back() -> None:
+    hidden = torch.randn(2, 4, 3)
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1]])
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(hidden, mask)
+    assert torch.equal(rows, hidden[mask.bool()]) and indices.tolist() == [0, 1, 5, 6, 7]
+    assert cu_seqlens.tolist() == [0, 2, 5] and cu_seqlens.dtype == torch.int32
+    assert longest == 3 and used.tolist() == [2, 3]
+    assert torch.equal(bert_padding.pad_input(rows, indices, 2, 4), hidden * mask[..., None])
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
+def test_gradients(module: Any) -> None:
+    """Those of the public functions, also through a padded head dim."""
+    inputs = [x.double().requires_grad_() for x in tensors(3, 4, head_dim=8, heads=2, kv_heads=1)]
+    assert torch.autograd.gradcheck(lambda *x: module.flash_attn_func(*x, causal=True, deterministic=True), inputs)
+    inputs = [x.double().requires_grad_() for x in tensors(3, 4, head_dim=5, heads=2, kv_heads=1)]
+    assert torch.autograd.gradcheck(lambda *x: module.flash_attn_func(*x, causal=True), inputs)
