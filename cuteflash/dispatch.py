@@ -24,7 +24,7 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import TABLES
 from cuteflash.usertable import MeasuredRow
 
-KERNELS: dict[type[Traits], tuple[str, str]] = {
+KERNELS: dict[type[Any], tuple[str, str]] = {
     FwdTraitsSm80: ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
     FwdTraitsSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
     BwdTraitsSm80: ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
@@ -66,7 +66,7 @@ def kernel_class(traits: Traits) -> type[Any]:
 
 
 @functools.cache
-def _kernel_class(kind: type[Traits]) -> type[Any]:
+def _kernel_class(kind: type[Any]) -> type[Any]:
     module, name = KERNELS[kind]
     kernel: type[Any] = getattr(importlib.import_module(module), name)
     return kernel

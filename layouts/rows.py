@@ -96,7 +96,7 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
     from .read_sm90 import ReaderSm90
 
     traits, arch = choice.traits, get_arch(target)
-    module, name = KERNELS[problem.operation, choice.family]
+    module, name = KERNELS[type(traits)]
     with context(target):
         kernel = choice.kernel_cls(traits, problem)
         reader = ReaderSm90(kernel) if choice.family == "sm90" else ReaderSm80(kernel)

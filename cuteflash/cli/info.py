@@ -14,6 +14,8 @@ from cuteflash.compile.cache import cache_size
 from cuteflash.dispatch import KERNELS, Choice, choose, current_target
 from cuteflash.problem import FEATURES, FwdProblem
 from cuteflash.traits.arch import ARCHS, Family, get_arch
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import TableKey
 from cuteflash.traits.sm90 import FwdTraitsSm90
@@ -84,7 +86,7 @@ def _describe(problem: FwdProblem, target: str, choice: Choice, lengths: Sequenc
     traits = choice.traits
     arch = get_arch(target)
     registers: dict[str, int]
-    if isinstance(traits, FwdTraitsSm90):
+    if isinstance(traits, (FwdTraitsSm90, BwdTraitsSm90, BwdTwoPassTraitsSm90)):
         registers = {"producer": traits.producer_regs, "mma": traits.mma_regs}
     else:
         registers = {"limit": min(arch.max_regs_per_thread, arch.regs_per_sm // traits.num_threads)}
@@ -94,7 +96,7 @@ def _describe(problem: FwdProblem, target: str, choice: Choice, lengths: Sequenc
         "features": [name for name in FEATURES if name in problem.features],
         "lengths": list(lengths),
         "family": choice.family,
-        "kernel": ".".join(KERNELS[problem.operation, choice.family]),
+        "kernel": ".".join(KERNELS[type(traits)]),
         "source": choice.source,
         "traits": dataclasses.asdict(traits),
         "threads": traits.num_threads,

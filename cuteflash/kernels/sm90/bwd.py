@@ -24,18 +24,17 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cuteflash.arguments import BwdArguments, BwdTensors
+from cuteflash.arguments import BwdArguments
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import Handover, TmaRing
 from cuteflash.core.bwd_signature import bwd_fake_args
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.signature import CUTE_DTYPES
-from cuteflash.core.views import rows_first
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm90.bwd_bundles import Block, Rings, Tiles, Tma
-from cuteflash.kernels.sm90.bwd_load import add_dq, load
+from cuteflash.kernels.sm90.bwd_load import add_dq, load, make_tma
 from cuteflash.kernels.sm90.bwd_mma import consume
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES, BwdTraitsSm90
@@ -113,23 +112,6 @@ class FlashBwdSm90:
         """The accumulators of dK to the place of K."""
         return atoms.store_copy(self.dtype, self.tiled_mma_dk())
 
-    def make_tma(self, tensors: BwdTensors) -> Tma:
-        """TMA descriptors over the (batch, seqlen, heads, head_dim) tensors."""
-        traits = self.traits
-        k_box, v_box = (traits.tile_n, traits.head_dim), (traits.tile_n, traits.head_dim_v)
-        q_box, do_box = (traits.tile_m, traits.head_dim), (traits.tile_m, traits.head_dim_v)
-        smem_k, smem_v, smem_q, smem_do = (
-            cute.select(layout, mode=[0, 1])
-            for layout in (self.smem_layout_k(), self.smem_layout_v(), self.smem_layout_q(), self.smem_layout_do())
-        )
-        load_q, gQ = atoms.tma_load(rows_first(tensors.q), smem_q, q_box)
-        load_do, gdO = atoms.tma_load(rows_first(tensors.do), smem_do, do_box)
-        load_k, gK = atoms.tma_load(rows_first(tensors.k), smem_k, k_box)
-        load_v, gV = atoms.tma_load(rows_first(tensors.v), smem_v, v_box)
-        store_dk, gdK = atoms.tma_store(rows_first(tensors.dk), smem_k, k_box)
-        store_dv, gdV = atoms.tma_store(rows_first(tensors.dv), smem_v, v_box)
-        return Tma(load_q, load_do, load_k, load_v, store_dk, store_dv, gQ, gdO, gK, gV, gdK, gdV)
-
     @cute.jit
     def __call__(self, *arguments):
         tensors, scalars, stream = BwdArguments.of(arguments)
@@ -139,7 +121,7 @@ class FlashBwdSm90:
         launch = BwdLaunch.of(self, tensors.q, tensors.k, scalars)
         views = WorkspaceTensors.of(tensors.workspace, workspace)
         BwdPrepare(traits, self.problem).launch(tensors, workspace, stream)
-        self.kernel(self.make_tma(tensors), views, launch).launch(
+        self.kernel(make_tma(self, tensors), views, launch).launch(
             grid=(launch.order.size(), 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,

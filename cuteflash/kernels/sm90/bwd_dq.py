@@ -1,11 +1,11 @@
 """The dQ pass of the sm90 backward in two passes: shaped as the forward, Q and dO stay, K and V pass by.
 
-    producer warp                consumer warpgroups (64 query rows each)
-    Q, dO ──TMA──► sQ, sdO       S = Q K^T, dP = dO V^T     WGMMA from shared memory
-    K ──TMA──► sK[s]             P = exp2(S - LSE)
-    V ──TMA──► sV[s]             dS = P (dP - delta)        registers
-                                 dQ += dS K                 dS from registers
-                                 scale dQ ──► sQ ──TMA──► global
+producer warp                consumer warpgroups (64 query rows each)
+Q, dO ──TMA──► sQ, sdO       S = Q K^T, dP = dO V^T     WGMMA from shared memory
+K ──TMA──► sK[s]             P = exp2(S - LSE)
+V ──TMA──► sV[s]             dS = P (dP - delta)        registers
+                             dQ += dS K                 dS from registers
+                             scale dQ ──► sQ ──TMA──► global
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_first, transposed
 from cuteflash.core.workspace import Workspace
 from cuteflash.kernels.common.workspace import WorkspaceTensors
-from cuteflash.kernels.sm90.bwd_mma import cap_slope
+from cuteflash.kernels.sm90.bwd_scores import cap_slope
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP, WGMMA_M

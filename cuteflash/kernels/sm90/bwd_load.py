@@ -6,13 +6,33 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from cuteflash.arguments import BwdTensors
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.core.turns import turn_of
+from cuteflash.core.views import rows_first
 from cuteflash.kernels.common.turns import await_turn, pass_turn
-from cuteflash.kernels.sm90.bwd_bundles import Block
+from cuteflash.kernels.sm90.bwd_bundles import Block, Tma
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
+
+
+def make_tma(kernel, tensors: BwdTensors) -> Tma:
+    """TMA descriptors over the (batch, seqlen, heads, head_dim) tensors."""
+    traits = kernel.traits
+    k_box, v_box = (traits.tile_n, traits.head_dim), (traits.tile_n, traits.head_dim_v)
+    q_box, do_box = (traits.tile_m, traits.head_dim), (traits.tile_m, traits.head_dim_v)
+    smem_k, smem_v, smem_q, smem_do = (
+        cute.select(layout, mode=[0, 1])
+        for layout in (kernel.smem_layout_k(), kernel.smem_layout_v(), kernel.smem_layout_q(), kernel.smem_layout_do())
+    )
+    load_q, gQ = atoms.tma_load(rows_first(tensors.q), smem_q, q_box)
+    load_do, gdO = atoms.tma_load(rows_first(tensors.do), smem_do, do_box)
+    load_k, gK = atoms.tma_load(rows_first(tensors.k), smem_k, k_box)
+    load_v, gV = atoms.tma_load(rows_first(tensors.v), smem_v, v_box)
+    store_dk, gdK = atoms.tma_store(rows_first(tensors.dk), smem_k, k_box)
+    store_dv, gdV = atoms.tma_store(rows_first(tensors.dv), smem_v, v_box)
+    return Tma(load_q, load_do, load_k, load_v, store_dk, store_dv, gQ, gdO, gK, gV, gdK, gdV)
 
 
 @cute.jit
@@ -45,7 +65,9 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
             position += 1
 
 
-def load_once(atom: cute.CopyAtom, ring: TmaRing, gX: cute.Tensor, sX: cute.Tensor, tile: KeyTile, box: cute.Tiler) -> None:
+def load_once(
+    atom: cute.CopyAtom, ring: TmaRing, gX: cute.Tensor, sX: cute.Tensor, tile: KeyTile, box: cute.Tiler
+) -> None:
     """Load the tile's K or V."""
     tXsX, tXgX = key_partition(atom, gX, sX, tile, box)
     cute.copy(atom, tXgX, tXsX, tma_bar_ptr=ring.acquire(Int32(0)))

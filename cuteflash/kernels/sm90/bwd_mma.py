@@ -12,140 +12,22 @@ step, with the products of a step back that it overlaps:
 
 from __future__ import annotations
 
-import dataclasses
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import arrive, wait_phase
-from cuteflash.core.convert import round_fragment, round_pair, rounded_fragment, weigh_pair
-from cuteflash.core.launch import BwdLaunch
-from cuteflash.core.scores import ScoreTile, stay_a_branch
+from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.core.views import acc_as_operand_a, transposed
 from cuteflash.kernels.sm90.bwd_bundles import Block, NamedBarrier, Rings, Tiles
 from cuteflash.kernels.sm90.bwd_load import key_partition
+from cuteflash.kernels.sm90.bwd_scores import column_statistics, differentiate, prepare_scores, probabilities
+from cuteflash.kernels.sm90.bwd_warpgroup import ROWS, KeyWarpgroup, make_key_warpgroup
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
-
-ROWS = 2  # keys of Sᵀ that one thread holds elements of
-
-
-@dataclasses.dataclass(frozen=True)
-class Products:
-    """One consumer warpgroup's operands and accumulators.
-
-    Attributes:
-        tSrK, tSrQ: operands of S^T = K Q^T; tPrV, tPrdO: of dP^T = V dO^T.
-        tVrP, tVrdO: of dV += P^T dO; tKrdS, tKrQ: of dK += dS^T Q. P and dS are registers.
-        tQrdS, tQrK: of this warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
-        weights: what dP is multiplied with to give dS: P, or under a softcap P times the slope of the cap, as registers.
-        acc_S, acc_dP, acc_dV, acc_dK, acc_dQ: accumulators.
-    """
-
-    mma_s: cute.TiledMma
-    mma_dv: cute.TiledMma
-    mma_dk: cute.TiledMma
-    mma_dq: cute.TiledMma
-    tSrK: cute.Tensor
-    tSrQ: cute.Tensor
-    tPrV: cute.Tensor
-    tPrdO: cute.Tensor
-    tVrP: cute.Tensor
-    tVrdO: cute.Tensor
-    tKrdS: cute.Tensor
-    tKrQ: cute.Tensor
-    tQrdS: cute.Tensor
-    tQrK: cute.Tensor
-    weights: cute.Tensor
-    acc_S: cute.Tensor
-    acc_dP: cute.Tensor
-    acc_dV: cute.Tensor
-    acc_dK: cute.Tensor
-    acc_dQ: cute.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyWarpgroup:
-    """One consumer warpgroup and its 64 keys.
-
-    Attributes:
-        index: 0 for the first consumer warpgroup.
-        thread: 0..127 inside the warpgroup.
-        products: operands and accumulators.
-        scores: S^T's accumulator as (keys, queries).
-        bounds: (keys, 2) queries [lo, hi) that see each key of this thread.
-    """
-
-    index: Int32
-    thread: Int32
-    products: Products
-    scores: ScoreTile
-    bounds: cute.Tensor
-
-
-def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products:
-    """Partition the block's tiles for this thread's warpgroup."""
-    traits, dtype = kernel.traits, kernel.dtype
-    mma_s, mma_dv, mma_dk, mma_dq = kernel.tiled_mma_s(), kernel.tiled_mma_dv(), kernel.tiled_mma_dk(), kernel.tiled_mma_dq()
-    thr_s, thr_dv, thr_dk, thr_dq = (mma.get_slice(thread) for mma in (mma_s, mma_dv, mma_dk, mma_dq))
-
-    def accumulator(thr, shape: tuple[int, int]) -> cute.Tensor:
-        return cute.make_rmem_tensor(thr.partition_shape_C(shape), Float32)
-
-    acc_S, acc_dP = (accumulator(thr_s, (WGMMA_M, traits.tile_m)) for _ in range(2))
-    rows, cols = traits.dq_part
-    sK_rows = cute.local_tile(tiles.sK[None, None, 0], (WGMMA_M, traits.head_dim), (index, 0))
-    sV_rows = cute.local_tile(tiles.sV[None, None, 0], (WGMMA_M, traits.head_dim_v), (index, 0))
-    m_part, d_part = {"rows": (index, 0), "turns": (0, 0)}.get(traits.dq, (0, index))
-    sdS_rows = cute.local_tile(tiles.sdS, (rows, traits.tile_n), (m_part, 0, None))
-    sKt_cols = cute.local_tile(transposed(tiles.sK[None, None, 0]), (cols, traits.tile_n), (d_part, 0))
-    if traits.dq == "transposed":
-        tQrA, tQrB = thr_dq.partition_A(sKt_cols), thr_dq.partition_B(sdS_rows)
-    else:
-        tQrA, tQrB = thr_dq.partition_A(sdS_rows), thr_dq.partition_B(sKt_cols)
-    tQrA, tQrB = mma_dq.make_fragment_A(tQrA), mma_dq.make_fragment_B(tQrB)
-    tVrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype)
-    return Products(
-        mma_s=mma_s,
-        mma_dv=mma_dv,
-        mma_dk=mma_dk,
-        mma_dq=mma_dq,
-        tSrK=mma_s.make_fragment_A(thr_s.partition_A(sK_rows)),
-        tSrQ=mma_s.make_fragment_B(thr_s.partition_B(tiles.sQ)),
-        tPrV=mma_s.make_fragment_A(thr_s.partition_A(sV_rows)),
-        tPrdO=mma_s.make_fragment_B(thr_s.partition_B(tiles.sdO)),
-        tVrP=tVrP,
-        weights=cute.make_rmem_tensor_like(tVrP) if kernel.problem.scores.softcap else tVrP,
-        tVrdO=mma_dv.make_fragment_B(thr_dv.partition_B(transposed(tiles.sdO))),
-        tKrdS=cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype),
-        tKrQ=mma_dk.make_fragment_B(thr_dk.partition_B(transposed(tiles.sQ))),
-        tQrdS=tQrB if traits.dq == "transposed" else tQrA,
-        tQrK=tQrA if traits.dq == "transposed" else tQrB,
-        acc_S=acc_S,
-        acc_dP=acc_dP,
-        acc_dV=accumulator(thr_dv, (WGMMA_M, traits.head_dim_v)),
-        acc_dK=accumulator(thr_dk, (WGMMA_M, traits.head_dim)),
-        acc_dQ=accumulator(thr_dq, (cols, rows) if traits.dq == "transposed" else (rows, cols)),
-    )
-
-
-def make_key_warpgroup(kernel, block: Block) -> KeyWarpgroup:
-    """This thread's warpgroup."""
-    thread = cute.arch.thread_idx()[0] % WARPGROUP
-    index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
-    products = make_products(kernel, block.tiles, index, thread)
-    shape = WGMMA_M, kernel.traits.tile_m
-    return KeyWarpgroup(
-        index=index,
-        thread=thread,
-        products=products,
-        scores=ScoreTile.of(products.mma_s, thread, products.acc_S, shape, block.launch.inner_scale, 1),
-        bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
-    )
 
 
 @cute.jit
@@ -320,63 +202,17 @@ def pass_turn(kernel, wg: KeyWarpgroup) -> None:
         cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
 
 
-def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
-    """The numbers of the queries that this thread's columns of S^T belong to, (2, column groups)."""
-    start = (sX.iterator + 2 * (thread % 4)).align(8)
-    layout = cute.make_layout((2, cute.size(sX) // 8), stride=(1, 8))
-    mine = cute.make_rmem_tensor(layout.shape, Float32)
-    cute.autovec_copy(cute.make_tensor(start, layout), mine)
-    return mine
-
-
-@cute.jit
-def prepare_scores(
-    kernel: cutlass.Constexpr, scores: ScoreTile, bounds: cute.Tensor, blocks: QueryBlocks, m_block: Int32
-):
-    """Apply softcap and mask to the transposed scores of a query block, in place; `bounds` are those of its keys."""
-    if const_expr(kernel.problem.scores.softcap):
-        scores.apply_softcap()
-    if blocks.is_cut(m_block):
-        stay_a_branch()
-        scores.hide(m_block * kernel.traits.tile_m, bounds, True, kernel.problem.scores.mask == "window")
-
-
-def cap_slope(capped: Float32) -> Float32:
-    """The derivative of tanh, of its value; 0 for hidden scores, which are -inf."""
-    return 1.0 - cute.arch.fmin(capped * capped, Float32(1.0))
-
-
-@cute.jit
-def probabilities(kernel: cutlass.Constexpr, wg: KeyWarpgroup, lse: cute.Tensor, launch: BwdLaunch):
-    """P of the scores, rounded into the operand of dV, and the weights of dP."""
-    p = wg.products
-    acc, pairs, weights = p.acc_S, cute.recast_tensor(p.tVrP, Uint32), cute.recast_tensor(p.weights, Uint32)
-    for i in cutlass.range_constexpr(cute.size(pairs)):
-        # A fragment's linear order: two neighbouring columns, two rows, column groups.
-        low, high = (exp2(acc[2 * i + j] * launch.scale_log2 - lse[j, i // ROWS]) for j in range(2))
-        pairs[i] = round_pair(low, high, kernel.dtype)
-        if const_expr(kernel.problem.scores.softcap):
-            low, high = low * cap_slope(acc[2 * i]), high * cap_slope(acc[2 * i + 1])
-            weights[i] = round_pair(low, high, kernel.dtype)
-
-
-@cute.jit
-def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, delta: cute.Tensor):
-    """dS of P and dP, rounded into the operand of dK."""
-    p = wg.products
-    pairs, weights = cute.recast_tensor(p.tKrdS, Uint32), cute.recast_tensor(p.weights, Uint32)
-    for i in cutlass.range_constexpr(cute.size(pairs)):
-        low, high = (p.acc_dP[2 * i + j] - delta[j, i // ROWS] for j in range(2))
-        pairs[i] = weigh_pair(weights[i], low, high, kernel.dtype)
-
-
 @cute.jit
 def store_ds(kernel: cutlass.Constexpr, wg: KeyWarpgroup, tiles: Tiles, position: Int32):
     """dS to shared memory, where rows are queries."""
     sdS = transposed(tiles.sdS[None, None, ds_stage(kernel, position)])
     mine = cute.local_tile(sdS, (WGMMA_M, kernel.traits.tile_m), (wg.index, 0))
     copy = kernel.copy_ds().get_slice(wg.thread)
-    cute.copy(copy, copy.retile(cute.make_tensor(wg.products.tKrdS.iterator, wg.products.acc_S.layout)), copy.partition_D(mine))
+    cute.copy(
+        copy,
+        copy.retile(cute.make_tensor(wg.products.tKrdS.iterator, wg.products.acc_S.layout)),
+        copy.partition_D(mine),
+    )
 
 
 def ds_stage(kernel, position: Int32) -> Int32:
