@@ -37,6 +37,8 @@ class BwdTraitsSm90:
         q_stage: Q tiles in flight.
         do_stage: dO tiles in flight.
         overlap: the products that need P and dS of a step run beside the next step's scores; otherwise only dQ does.
+        k_in_regs, v_in_regs: K is in registers for the product S, V for dP; otherwise both are read from shared
+            memory.
         pingpong: named barriers let one warpgroup's products run while another does its pointwise part.
         dq: how the warpgroups share the product dQ. ``"rows"``, ``"columns"``: each computes half of the rows (`tile_m`
             128) or columns (64) of every tile. ``"transposed"``: half of the columns, as rows of dQ^T = K^T dS^T, which
@@ -57,6 +59,8 @@ class BwdTraitsSm90:
     q_stage: int = 2
     do_stage: int = 2
     overlap: bool = False
+    k_in_regs: bool = False
+    v_in_regs: bool = False
     pingpong: bool = True
     dq: DqShare = "columns"
 
@@ -112,16 +116,17 @@ class BwdTraitsSm90:
 
     @property
     def accumulator_regs(self) -> int:
-        """Registers a thread needs for the accumulators dK and dV, S, dP and dQ, and for P and dS as operands.
+        """Registers a thread needs for the accumulators dK and dV, S, dP and dQ, and for the operands P, dS, K and V.
 
         Without `overlap` dQ takes the place of S, and dS replaces dP element by element.
         """
         gradients, scores, operand = (self.head_dim + self.head_dim_v) // 2, self.tile_m // 2, self.tile_m // 4
         rows, cols = self.dq_part
         dq = rows * cols // WARPGROUP
+        keys = self.head_dim // 4 * self.k_in_regs + self.head_dim_v // 4 * self.v_in_regs
         if self.overlap:
-            return gradients + 2 * scores + 2 * operand + dq
-        return gradients + scores + max(scores, dq) + operand
+            return keys + gradients + 2 * scores + 2 * operand + dq
+        return keys + gradients + scores + max(scores, dq) + operand
 
     def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
         """The fp32 workspace of a call, for Python ints or traced values."""
@@ -141,9 +146,13 @@ class BwdTraitsSm90:
             return f"tile_n {self.tile_n} is not {2 * WGMMA_M}: {WGMMA_M} keys for each of 2 warpgroups"
         rows, cols = self.dq_part
         if (cols if self.dq == "transposed" else rows) != WGMMA_M:
-            return f"dq {self.dq!r}, tile_m {self.tile_m}: a warpgroup gets {rows}x{cols}, not {WGMMA_M} rows of a product"
+            return (
+                f"dq {self.dq!r}, tile_m {self.tile_m}: a warpgroup gets {rows}x{cols}, not {WGMMA_M} rows of a product"
+            )
         if cols % swizzle_width(self.head_dim):
             return f"dq {self.dq!r} gives a warpgroup {cols} columns, not whole slabs of {swizzle_width(self.head_dim)}"
+        if self.overlap and self.pingpong:
+            return "overlap with pingpong: a step that overlaps the one before has no products to take turns at"
         if self.overlap and min(self.q_stage, self.do_stage) < 3:
             return "overlap needs q_stage and do_stage 3: two tiles are read while one is loaded"
         if self.accumulator_regs > self.mma_regs - BWD_ADDRESS_REGS:

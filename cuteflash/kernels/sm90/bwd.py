@@ -62,8 +62,12 @@ class FlashBwdSm90:
     # Layouts and atoms, callable without a launch.
 
     def tiled_mma_s(self) -> cute.TiledMma:
-        """S^T = K Q^T and dP^T = V dO^T: (64, tile_m), both operands K-major in shared memory."""
-        return atoms.tiled_mma(self.dtype, self.traits.tile_m, OperandMajorMode.K, a_from_regs=False)
+        """S^T = K Q^T: (64, tile_m), K-major; K from shared memory or registers."""
+        return atoms.tiled_mma(self.dtype, self.traits.tile_m, OperandMajorMode.K, a_from_regs=self.traits.k_in_regs)
+
+    def tiled_mma_dp(self) -> cute.TiledMma:
+        """dP^T = V dO^T: (64, tile_m), K-major; V from shared memory or registers."""
+        return atoms.tiled_mma(self.dtype, self.traits.tile_m, OperandMajorMode.K, a_from_regs=self.traits.v_in_regs)
 
     def tiled_mma_dv(self) -> cute.TiledMma:
         """dV += P^T dO: (64, head_dim_v), P^T from registers, dO MN-major."""
@@ -99,6 +103,14 @@ class FlashBwdSm90:
     def smem_layout_ds(self) -> cute.ComposedLayout:
         """(tile_m, tile_n, ds_stage)"""
         return atoms.smem_tile_layout(self.dtype, self.traits.tile_m, self.traits.tile_n, self.traits.ds_stage)
+
+    def copy_k(self) -> cute.TiledCopy:
+        """sK to the A fragments of S^T, used if K stays in registers."""
+        return atoms.load_copy_a(self.dtype, self.tiled_mma_s())
+
+    def copy_v(self) -> cute.TiledCopy:
+        """sV to the A fragments of dP^T, used if V stays in registers."""
+        return atoms.load_copy_a(self.dtype, self.tiled_mma_dp())
 
     def copy_ds(self) -> cute.TiledCopy:
         """The accumulators of S^T to sdS, whose rows are queries."""

@@ -26,7 +26,7 @@ from cuteflash.core.views import acc_as_operand_a, transposed
 from cuteflash.kernels.sm90.bwd_bundles import Block, NamedBarrier, Rings, Tiles
 from cuteflash.kernels.sm90.bwd_load import key_partition
 from cuteflash.kernels.sm90.bwd_scores import column_statistics, differentiate, prepare_scores, probabilities
-from cuteflash.kernels.sm90.bwd_warpgroup import ROWS, KeyWarpgroup, make_key_warpgroup
+from cuteflash.kernels.sm90.bwd_warpgroup import ROWS, KeyWarpgroup, fetch, make_key_warpgroup
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
 
@@ -42,6 +42,8 @@ def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Quer
             pass_turn(kernel, wg)
     if blocks.hi > blocks.lo:
         block.rings.k.wait(0)
+        if const_expr(kernel.traits.k_in_regs):
+            fetch(wg, kernel.copy_k(), block.tiles.sK, p.tSrK)
         if const_expr(kernel.traits.overlap):
             steps_overlapped(kernel, wg, block, blocks)
         else:
@@ -113,8 +115,10 @@ def step_overlapped(
     atoms.gemm(p.mma_s, p.acc_S, p.tSrK, p.tSrQ[None, None, None, q_stage], accumulate=False)
     if const_expr(is_first):
         rings.v.wait(0)
+        if const_expr(kernel.traits.v_in_regs):
+            fetch(wg, kernel.copy_v(), tiles.sV, p.tPrV)
     rings.do.wait(position)
-    atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
+    atoms.gemm(p.mma_dp, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
     if const_expr(not is_first):
         issue_gradients(wg, rings, position - 1)
         if position > 1:
@@ -159,8 +163,10 @@ def step(
     atoms.gemm(p.mma_s, p.acc_S, p.tSrK, p.tSrQ[None, None, None, q_stage], accumulate=False)
     if const_expr(is_first):
         rings.v.wait(0)
+        if const_expr(kernel.traits.v_in_regs):
+            fetch(wg, kernel.copy_v(), tiles.sV, p.tPrV)
     rings.do.wait(position)
-    atoms.gemm(p.mma_s, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
+    atoms.gemm(p.mma_dp, p.acc_dP, p.tPrV, p.tPrdO[None, None, None, do_stage], accumulate=False)
     lse = column_statistics(tiles.sLSE[None, q_stage], wg.thread)
     warpgroup.wait_group(1)  # S | dP
     prepare_scores(kernel, wg.scores, wg.bounds, blocks, m_block)

@@ -28,6 +28,7 @@ class Products:
     """
 
     mma_s: cute.TiledMma
+    mma_dp: cute.TiledMma
     mma_dv: cute.TiledMma
     mma_dk: cute.TiledMma
     mma_dq: cute.TiledMma
@@ -71,18 +72,14 @@ class KeyWarpgroup:
 def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products:
     """Partition the block's tiles for this thread's warpgroup."""
     traits, dtype = kernel.traits, kernel.dtype
-    mma_s, mma_dv, mma_dk, mma_dq = (
-        kernel.tiled_mma_s(),
-        kernel.tiled_mma_dv(),
-        kernel.tiled_mma_dk(),
-        kernel.tiled_mma_dq(),
-    )
-    thr_s, thr_dv, thr_dk, thr_dq = (mma.get_slice(thread) for mma in (mma_s, mma_dv, mma_dk, mma_dq))
+    mma_s, mma_dp = kernel.tiled_mma_s(), kernel.tiled_mma_dp()
+    mma_dv, mma_dk, mma_dq = kernel.tiled_mma_dv(), kernel.tiled_mma_dk(), kernel.tiled_mma_dq()
+    thr_s, thr_dp, thr_dv, thr_dk, thr_dq = (mma.get_slice(thread) for mma in (mma_s, mma_dp, mma_dv, mma_dk, mma_dq))
 
     def accumulator(thr, shape: tuple[int, int]) -> cute.Tensor:
         return cute.make_rmem_tensor(thr.partition_shape_C(shape), Float32)
 
-    acc_S, acc_dP = (accumulator(thr_s, (WGMMA_M, traits.tile_m)) for _ in range(2))
+    acc_S = accumulator(thr_s, (WGMMA_M, traits.tile_m))
     rows, cols = traits.dq_part
     sK_rows = cute.local_tile(tiles.sK[None, None, 0], (WGMMA_M, traits.head_dim), (index, 0))
     sV_rows = cute.local_tile(tiles.sV[None, None, 0], (WGMMA_M, traits.head_dim_v), (index, 0))
@@ -97,13 +94,14 @@ def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products
     tVrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), dtype)
     return Products(
         mma_s=mma_s,
+        mma_dp=mma_dp,
         mma_dv=mma_dv,
         mma_dk=mma_dk,
         mma_dq=mma_dq,
-        tSrK=mma_s.make_fragment_A(thr_s.partition_A(sK_rows)),
+        tSrK=key_operand(mma_s, thr_s, sK_rows, traits.k_in_regs, dtype),
         tSrQ=mma_s.make_fragment_B(thr_s.partition_B(tiles.sQ)),
-        tPrV=mma_s.make_fragment_A(thr_s.partition_A(sV_rows)),
-        tPrdO=mma_s.make_fragment_B(thr_s.partition_B(tiles.sdO)),
+        tPrV=key_operand(mma_dp, thr_dp, sV_rows, traits.v_in_regs, dtype),
+        tPrdO=mma_dp.make_fragment_B(thr_dp.partition_B(tiles.sdO)),
         tVrP=tVrP,
         weights=cute.make_rmem_tensor_like(tVrP) if kernel.problem.scores.softcap else tVrP,
         tVrdO=mma_dv.make_fragment_B(thr_dv.partition_B(transposed(tiles.sdO))),
@@ -112,11 +110,25 @@ def make_products(kernel, tiles: Tiles, index: Int32, thread: Int32) -> Products
         tQrdS=tQrB if traits.dq == "transposed" else tQrA,
         tQrK=tQrA if traits.dq == "transposed" else tQrB,
         acc_S=acc_S,
-        acc_dP=acc_dP,
+        acc_dP=accumulator(thr_dp, (WGMMA_M, traits.tile_m)),
         acc_dV=accumulator(thr_dv, (WGMMA_M, traits.head_dim_v)),
         acc_dK=accumulator(thr_dk, (WGMMA_M, traits.head_dim)),
         acc_dQ=accumulator(thr_dq, (cols, rows) if traits.dq == "transposed" else (rows, cols)),
     )
+
+
+def key_operand(mma: cute.TiledMma, thr: cute.TiledMma, sX: cute.Tensor, in_regs: bool, dtype: type) -> cute.Tensor:
+    """K or V as operand of the scores' product: in shared memory, or registers that `fetch` fills."""
+    if in_regs:
+        return cute.make_rmem_tensor(thr.partition_shape_A((WGMMA_M, cute.size(sX.shape[1]))), dtype)
+    return mma.make_fragment_A(thr.partition_A(sX))
+
+
+def fetch(wg: KeyWarpgroup, copy: cute.TiledCopy, sX: cute.Tensor, operand: cute.Tensor) -> None:
+    """Fetch this warpgroup's rows of K or V, which have landed, into registers."""
+    rows = cute.local_tile(sX[None, None, 0], (WGMMA_M, cute.size(sX.shape[1])), (wg.index, 0))
+    mine = copy.get_slice(wg.thread)
+    cute.copy(mine, mine.partition_S(rows), mine.retile(operand))
 
 
 def make_key_warpgroup(kernel, block: Block) -> KeyWarpgroup:
