@@ -169,7 +169,11 @@ def test_all_is_every_row_of_every_table_once() -> None:
     built = {
         (task.target, task.family, task.problem.operands.head_dim, task.problem.operands.head_dim_v) for task in tasks
     }
-    rows = {(*table[1:], row.traits.head_dim, row.traits.head_dim_v) for table, rows in tables_of("fwd").items() for row in rows}
+    rows = {
+        (*table[1:], row.traits.head_dim, row.traits.head_dim_v)
+        for table, rows in tables_of("fwd").items()
+        for row in rows
+    }
     assert built == rows
     for table in tables_of("fwd"):
         for pair in {(row.traits.head_dim, row.traits.head_dim_v) for row in tables_of("fwd")[table]}:

@@ -282,7 +282,7 @@ def test_what_the_row_has_not_is_listed(here: pathlib.Path, arguments: tuple[str
 
 
 def test_a_row_that_does_not_fit_says_why(here: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = tuple(row for row in TABLES["fwd", "sm_80", "sm80"] if row.traits.head_dim == 256)
+    rows = tuple(row for row in tables_of("fwd")["fwd", "sm_80", "sm80"] if row.traits.head_dim == 256)
     monkeypatch.setattr("cuteflash.dispatch.TABLES", {("fwd", "sm_86", "sm80"): rows})
     choose.cache_clear()
     try:
