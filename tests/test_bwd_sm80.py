@@ -83,8 +83,8 @@ def test_the_key_blocks_of_a_query_tile_take_turns_without_a_gap(mask: str) -> N
         ({"tile_n": 256}, "needs 263168 bytes of shared memory, sm_80 has 166912"),
         ({"blocks_per_sm": 2}, "2 blocks of 164864 + 1024 bytes of shared memory need 331776"),
         ({"head_dim": 264}, "head_dim 264 is not a multiple of 16 up to 256"),
-        ({"tile_m": 128, "stages": 1}, "fragments take 256 registers a thread, 255 less 16"),
-        ({"head_dim": 96, "tile_m": 32, "dq_warps": 2}, "256 threads copy 64 rows of head_dim at once: tile_m 32"),
+        ({"num_warps": 4}, "fragments take 384 registers a thread, 255 less 16"),
+        ({"head_dim_v": 96, "tile_m": 32}, "256 threads copy 64 rows of head_dim_v at once: tile_m 32"),
     ],
 )
 def test_traits_say_why_they_cannot_run(change: dict[str, int], reason: str) -> None:

@@ -29,7 +29,7 @@ CAUSAL = ("causal",)
 WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 FP16, BF16 = ("fp16",), ("bf16",)
 DECODE, SHORT, LONG = ("decode",), ("short",), ("long",)
-SOFTCAP, LSE = ("softcap",), ("lse",)
+SOFTCAP, LSE, DETERMINISTIC = ("softcap",), ("lse",), ("deterministic",)
 
 
 class TableKey(NamedTuple):
