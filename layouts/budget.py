@@ -8,7 +8,7 @@ from cuteflash.compile import BuildReport
 from cuteflash.compile.resources import Resources
 from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.row import Traits
-from cuteflash.traits.sm80 import MMA_K
+from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80
 from cuteflash.traits.sm90 import WARPGROUP, FwdTraitsSm90
 
 from .scene import Fragment
@@ -94,7 +94,7 @@ def live_registers(traits: Traits, fragment: Fragment) -> int:
 
     On sm80 the operands that come by ldmatrix live for as many k-blocks as are fetched ahead, and one more.
     """
-    if isinstance(traits, FwdTraitsSm90) or fragment.id not in ("rQ", "rK", "rV"):
+    if not isinstance(traits, FwdTraitsSm80) or fragment.id not in ("rQ", "rK", "rV"):
         return fragment.registers
     if fragment.id == "rQ" and traits.q_in_regs:
         return fragment.registers

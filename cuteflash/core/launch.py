@@ -95,6 +95,9 @@ class Launch:
         )
 
 
+TURNS_AT_ONCE = 4  # blocks of a head that run at the same time in a deterministic backward, if there are enough heads
+
+
 @dataclasses.dataclass(frozen=True)
 class BwdLaunch:
     """What the blocks of one launch of a backward share.
@@ -131,8 +134,10 @@ class BwdLaunch:
         row_bytes = kernel.problem.operands.kv_row_bytes + 4 * traits.head_dim
         group = TileOrder.head_group(seqlen_q * heads_per_kv, Int32(1), row_bytes)
         scale_log2, inner_scale = score_scales(scores.softcap, scalars)
-        # Blocks that take turns at a head's dQ wait least if they did not start together.
         by_block = scores.mask != "full" or kernel.problem.is_deterministic
+        if kernel.problem.is_deterministic:
+            # Blocks of a head take turns at its dQ, and wait least if few of them run at the same time.
+            group = cutlass.max(group, scalars.num_sms // TURNS_AT_ONCE)
         return BwdLaunch(
             order=TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block),
             heads_per_kv=heads_per_kv,

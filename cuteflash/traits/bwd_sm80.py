@@ -30,11 +30,9 @@ class BwdTraitsSm80:
         s_warps: warps along the keys of S and dP.
         dkv_warps: warps along the keys of dK and dV.
         dq_warps: warps along the queries of dQ.
-        split: half of the warps compute S, P and dV, the others dP, dS and dK; all
-            compute dQ. `s_warps` and `dkv_warps` are those of a half, along the keys only.
         stages: Q and dO tiles in flight (1: each step waits for its own).
-        k_in_regs: keep the K fragments of S in registers for the whole loop.
-        v_in_regs: keep the V fragments of dP in registers for the whole loop.
+        fresh_addresses: compute shared-memory addresses again in each step: it takes time, but otherwise the swizzled
+            address of every k-block may take a register for the whole loop.
         double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
         vector_add: dQ is added 16 bytes at once, which takes sm_90 or later.
         blocks_per_sm: resident blocks the compiler must leave registers for.
@@ -54,10 +52,8 @@ class BwdTraitsSm80:
     s_warps: int = 4
     dkv_warps: int = 4
     dq_warps: int = 2
-    split: bool = False
     stages: int = 2
-    k_in_regs: bool = False
-    v_in_regs: bool = False
+    fresh_addresses: bool = False
     double_buffer: bool = True
     vector_add: bool = False
     blocks_per_sm: int = 1
@@ -69,12 +65,7 @@ class BwdTraitsSm80:
     @property
     def p_in_regs(self) -> bool:
         """Whether P and dS, as operands of dV and dK, are what a thread computed itself."""
-        return self.s_warps == self.dkv_warps == self.product_warps
-
-    @property
-    def product_warps(self) -> int:
-        """Warps that share one of the products other than dQ."""
-        return self.num_warps // 2 if self.split else self.num_warps
+        return self.s_warps == self.dkv_warps == self.num_warps
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
@@ -89,7 +80,7 @@ class BwdTraitsSm80:
         append("q", self.tile_m * self.head_dim, self.stages)
         append("do", self.tile_m * self.head_dim_v, self.stages)
         append("ds", self.tile_m * self.tile_n)
-        if self.split or not self.p_in_regs:
+        if not self.p_in_regs:
             append("p", self.tile_m * self.tile_n)
         append("lse", self.tile_m, self.stages, STATISTIC_BYTES)
         append("delta", self.tile_m, self.stages, STATISTIC_BYTES)
@@ -117,24 +108,20 @@ class BwdTraitsSm80:
 
     def _check_warps(self) -> str | None:
         """Whether the warps divide each product into whole instructions."""
-        if self.split and (self.num_warps % 2 or not self.p_in_regs or self.head_dim != self.head_dim_v):
-            return (
-                f"split needs head_dim {self.head_dim} == head_dim_v {self.head_dim_v} and s_warps {self.s_warps} == "
-                f"dkv_warps {self.dkv_warps} == half of num_warps {self.num_warps}"
-            )
-        for name, warps_of, rows, cols in (
-            ("s_warps", self.product_warps, self.tile_n, (self.tile_m,)),
-            ("dkv_warps", self.product_warps, self.tile_n, (self.head_dim, self.head_dim_v)),
-            ("dq_warps", self.num_warps, self.tile_m, (self.head_dim,)),
+        for name, rows, cols in (
+            ("s_warps", self.tile_n, (self.tile_m,)),
+            ("dkv_warps", self.tile_n, (self.head_dim, self.head_dim_v)),
+            ("dq_warps", self.tile_m, (self.head_dim,)),
         ):
             warps = getattr(self, name)
-            if warps < 1 or warps_of % warps:
-                return f"{name} {warps} does not divide the {warps_of} warps of the product"
-            step_m, step_n = MMA_M * warps, 2 * MMA_N * (warps_of // warps)
+            if warps < 1 or self.num_warps % warps:
+                return f"{name} {warps} does not divide num_warps {self.num_warps}"
+            step_m, step_n = MMA_M * warps, 2 * MMA_N * (self.num_warps // warps)
             if rows % step_m or any(width % step_n for width in cols):
                 shape = " or ".join(f"{rows}x{width}" for width in dict.fromkeys(cols))
                 return (
-                    f"{name} {warps} of {warps_of} warps take {step_m}x{step_n} at once, which {shape} is not made of"
+                    f"{name} {warps} of {self.num_warps} warps take {step_m}x{step_n} at once, "
+                    f"which does not divide {shape}"
                 )
         return None
 
@@ -177,12 +164,8 @@ class BwdTraitsSm80:
 
     @property
     def accumulator_regs(self) -> int:
-        """Registers a thread needs for dK and dV, S and dP, and for K and V if they stay in registers."""
-        sums = self.tile_n * (self.head_dim + self.head_dim_v) // self.num_threads
-        scores = 2 * self.tile_n * self.tile_m // self.num_threads
-        widths = self.k_in_regs * self.head_dim, self.v_in_regs * self.head_dim_v
-        kept = max(widths) if self.split else sum(widths)
-        return sums + scores + self.tile_n // self.s_warps * kept // WARP // 2
+        """Registers a thread needs for dK and dV, S and dP."""
+        return self.tile_n * (self.head_dim + self.head_dim_v + 2 * self.tile_m) // self.num_threads
 
     @property
     def ahead(self) -> int:

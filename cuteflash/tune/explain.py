@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, get_arch
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.row import TRAITS, TableKey, Traits
 from cuteflash.traits.sm80 import WARP
 from cuteflash.traits.sm90 import FwdTraitsSm90
@@ -174,7 +175,7 @@ def footprint(traits: Traits, arch: ArchSpec, compiled_regs: int | None = None) 
         smem_limit=arch.smem_per_block,
         registers=registers,
         fragment_regs=traits.accumulator_regs,
-        stages=traits.kv_stage,
+        stages=traits.stages if isinstance(traits, BwdTraitsSm80) else traits.kv_stage,
         blocks=blocks,
         warps=blocks * traits.num_threads // WARP,
     )

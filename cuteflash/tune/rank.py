@@ -51,8 +51,15 @@ UNPINNED_BELOW = 128  # head dims below which fixed maxima want the wait for PV 
 
 
 def estimate(traits: Traits, arch: ArchSpec) -> float:
-    """Clocks of a multiprocessor for 1000 scores and their share of both products; the smaller the better."""
-    return _sm90(traits) if isinstance(traits, FwdTraitsSm90) else _sm80(traits, arch)
+    """Clocks of a multiprocessor for 1000 scores and their share of both products; the smaller the better.
+
+    TypeError: not a forward's traits.
+    """
+    if isinstance(traits, FwdTraitsSm90):
+        return _sm90(traits)
+    if isinstance(traits, FwdTraitsSm80):
+        return _sm80(traits, arch)
+    raise TypeError(f"traits is {type(traits).__name__}; allowed: FwdTraitsSm80 or FwdTraitsSm90")
 
 
 def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Traits] = ()) -> list[Traits]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import BwdArguments
@@ -31,14 +31,12 @@ from cuteflash.kernels.sm80.bwd_bundles import (
     BwdOperands,
     BwdTiles,
     Gradients,
-    HalfGradients,
     KeyWork,
     QuerySources,
 )
 from cuteflash.kernels.sm80.bwd_load import store_rows
 from cuteflash.kernels.sm80.bwd_mma import accumulate, make_gradients
 from cuteflash.kernels.sm80.bwd_products import stage_rows
-from cuteflash.kernels.sm80.bwd_split import make_half_gradients, pick
 from cuteflash.kernels.sm80.load import load_kv, make_kv_source
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
@@ -62,20 +60,20 @@ class FlashBwdSm80:
 
     # Layouts and atoms, callable without a launch.
 
-    def _tiled_mma(self, warps_m: int, warps: int) -> cute.TiledMma:
-        return atoms.tiled_mma(self.dtype, warps_m, warps // warps_m)
+    def _tiled_mma(self, warps_m: int) -> cute.TiledMma:
+        return atoms.tiled_mma(self.dtype, warps_m, self.traits.num_warps // warps_m)
 
     def tiled_mma_s(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T."""
-        return self._tiled_mma(self.traits.s_warps, self.traits.product_warps)
+        return self._tiled_mma(self.traits.s_warps)
 
     def tiled_mma_dkv(self) -> cute.TiledMma:
         """dV += P^T dO and dK += dS^T Q."""
-        return self._tiled_mma(self.traits.dkv_warps, self.traits.product_warps)
+        return self._tiled_mma(self.traits.dkv_warps)
 
     def tiled_mma_dq(self) -> cute.TiledMma:
         """dQ = dS K."""
-        return self._tiled_mma(self.traits.dq_warps, self.traits.num_warps)
+        return self._tiled_mma(self.traits.dq_warps)
 
     def dq_parts(self) -> DqParts:
         """The dQ accumulators: one part, of the whole block."""
@@ -117,9 +115,9 @@ class FlashBwdSm80:
         work = KeyWork(launch, tile, tile.query_blocks(), self.problem.is_deterministic)
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
-        g = (make_half_gradients if self.traits.split else make_gradients)(self, tiles, work, thread)
-        for acc in self.sums(g):
-            acc.fill(0.0)
+        g = make_gradients(self, tiles, work, thread)
+        g.acc_dK.fill(0.0)
+        g.acc_dV.fill(0.0)
         if work.blocks.hi > work.blocks.lo:
             self.load_keys(operands, tiles, work, thread)
             accumulate(self, g, self.query_sources(operands, workspace, tiles, work, thread), work)
@@ -146,23 +144,15 @@ class FlashBwdSm80:
         first_head = work.tile.head * work.launch.heads_per_kv
         return QuerySources(gQ, gdO, workspace, tiles, thread, work.tile.mask.seqlen_q, first_head, batch)
 
-    def sums(self, g: Gradients | HalfGradients) -> tuple[cute.Tensor, ...]:
-        """The accumulators that last for all query blocks."""
-        return (g.acc,) if self.traits.split else (g.acc_dK, g.acc_dV)
-
     @cute.jit
-    def write_gradients(self, operands: BwdOperands, g: Gradients | HalfGradients, tiles: BwdTiles, work: KeyWork):
+    def write_gradients(self, operands: BwdOperands, g: Gradients, tiles: BwdTiles, work: KeyWork):
         """Round dK and dV, stage them in the place of K and V, and store their rows."""
         head, batch = work.tile.head, work.tile.batch
         rows = work.tile.mask.seqlen_k - work.tile.first_key
         sdK, sdV = (sX[None, None, 0] for sX in (tiles.sK, tiles.sV))
         cute.arch.sync_threads()  # every warp has read K and V
-        if const_expr(self.traits.split):
-            scale = work.launch.softmax_scale if g.half == 1 else Float32(1.0)
-            stage_rows(self, g.mma_dkv, g.member, (g.acc, scale), pick(sdV, sdK, g.half))
-        else:
-            stage_rows(self, g.mma_dkv, g.thread, (g.acc_dK, work.launch.softmax_scale), sdK)
-            stage_rows(self, g.mma_dkv, g.thread, (g.acc_dV, Float32(1.0)), sdV)
+        stage_rows(self, g.mma_dkv, g.thread, (g.acc_dK, work.launch.softmax_scale), sdK)
+        stage_rows(self, g.mma_dkv, g.thread, (g.acc_dV, Float32(1.0)), sdV)
         cute.arch.sync_threads()
         for sX, gX, head_dim in (
             (sdK, operands.gdK, self.problem.operands.head_dim),

@@ -78,12 +78,11 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """One thread's accumulators, and the operands that stay in registers.
+    """One thread's accumulators.
 
     Attributes:
         thread: index in the block.
         mma_s, mma_dkv, mma_dq: the products' divisions over warps.
-        k, v: operands of S^T = K Q^T and dP^T = V dO^T if they stay in registers.
         acc_S, acc_dP, acc_dK, acc_dV, acc_dQ: accumulators.
         scores: S^T as (keys, queries).
         bounds: (keys, 2) the queries [lo, hi) that see each key of this thread.
@@ -93,42 +92,10 @@ class Gradients:
     mma_s: cute.TiledMma
     mma_dkv: cute.TiledMma
     mma_dq: cute.TiledMma
-    k: Operand | None
-    v: Operand | None
     acc_S: cute.Tensor
     acc_dP: cute.Tensor
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
-    acc_dQ: cute.Tensor
-    scores: ScoreTile
-    bounds: cute.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class HalfGradients:
-    """One thread's accumulators if half of the warps compute P and dV, the others dS and dK.
-
-    Attributes:
-        thread: index in the block; member: in its half.
-        half: 0 of P and dV, 1 of dS and dK.
-        mma_s, mma_dkv, mma_dq: the products' divisions over warps, the first two of a half.
-        keys: operand of the first product, K or V, if it stays in registers.
-        acc_S: S^T or dP^T.
-        acc: dV or dK.
-        acc_dQ: dQ.
-        scores: S^T as (keys, queries).
-        bounds: (keys, 2) the queries [lo, hi) that see each key of this thread.
-    """
-
-    thread: Int32
-    member: Int32
-    half: Int32
-    mma_s: cute.TiledMma
-    mma_dkv: cute.TiledMma
-    mma_dq: cute.TiledMma
-    keys: Operand | None
-    acc_S: cute.Tensor
-    acc: cute.Tensor
     acc_dQ: cute.Tensor
     scores: ScoreTile
     bounds: cute.Tensor

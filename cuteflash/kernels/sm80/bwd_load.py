@@ -9,7 +9,6 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from cuteflash.kernels.sm80.bundles import KvSource
 from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
-from cuteflash.kernels.sm80.bwd_turns import pass_turn
 from cuteflash.kernels.sm80.fwd_mma import wait_loads
 from cuteflash.kernels.sm80.load import column_predicate, load_kv
 
@@ -34,13 +33,9 @@ def make_query_source(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, t
     )
 
 
-def varying(thread: Int32, position: Int32) -> Int32:
-    """`thread`, made to depend on the number of the step, which is never negative.
-
-    Addresses that follow from it are computed again in each step. Otherwise each of them, such as the swizzled one of
-    every k-block, takes a register for the whole loop.
-    """
-    return thread + (position >> 31)
+def varying(kernel, thread: Int32, position: Int32) -> Int32:
+    """`thread`, with `fresh_addresses` made to depend on the number of the step, which is never negative."""
+    return thread + (position >> 31) if kernel.traits.fresh_addresses else thread
 
 
 @cute.jit
@@ -72,33 +67,19 @@ def load_queries(
 
 
 @cute.jit
-def pass_last_turn(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, place: tuple):
-    """In a deterministic backward, let the next block add to the tile of the step before `place`."""
-    if const_expr(kernel.problem.is_deterministic):
-        head, m_block, position = place
-        if position > 0:
-            pass_turn(loads, *work.before(head, m_block))
-
-
-@cute.jit
 def load_step(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, place: tuple):
-    """Wait for a step's Q and dO, and with two stages issue those of the next step; returns the step's stage.
-
-    In a deterministic backward the last step's turn is passed on.
-    """
+    """Wait for a step's Q and dO, and with two stages issue those of the next step; returns the step's stage."""
     head, m_block, position = place
-    thread = varying(loads.thread, position)
+    thread = varying(kernel, loads.thread, position)
     stage = Int32(0)
     if const_expr(kernel.traits.stages == 1):
         cute.arch.sync_threads()  # every warp has read the last block
-        pass_last_turn(kernel, loads, work, place)
         load_queries(kernel, loads, head, m_block, 0, thread)
         cute.arch.cp_async_commit_group()
         wait_loads(0)
     else:
         stage = position & 1
         wait_loads(0)  # and every warp has read the last block
-        pass_last_turn(kernel, loads, work, place)
         next_head, next_block = work.after(head, m_block)
         if next_head < work.launch.heads_per_kv:
             load_queries(kernel, loads, next_head, next_block, stage ^ 1, thread)

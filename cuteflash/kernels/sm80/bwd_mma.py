@@ -9,8 +9,6 @@ dQ = dS K               added to the sum in memory
 
 from __future__ import annotations
 
-import dataclasses
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -18,23 +16,20 @@ from cutlass import Int32, const_expr
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.views import acc_as_operand_a, transposed
-from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, Gradients, HalfGradients, KeyWork, Operand, QuerySources
+from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, Gradients, KeyWork, Operand, QuerySources
 from cuteflash.kernels.sm80.bwd_load import load_queries, load_step, varying
 from cuteflash.kernels.sm80.bwd_products import (
     accumulate_product,
     accumulator,
     add_dq,
     differentiate,
-    keep,
     make_operand,
     probabilities,
     product,
     product_dq,
     store_scores,
 )
-from cuteflash.kernels.sm80.bwd_split import keep_half_keys, split_step
 from cuteflash.kernels.sm80.bwd_turns import await_turn, look_at_turn, pass_turn
-from cuteflash.kernels.sm80.fwd_mma import wait_loads
 
 
 def make_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -> Gradients:
@@ -50,8 +45,6 @@ def make_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -> Gra
         mma_s=mma_s,
         mma_dkv=mma_dkv,
         mma_dq=mma_dq,
-        k=None,
-        v=None,
         acc_S=acc_S,
         acc_dP=acc_dP,
         acc_dK=accumulator(mma_dkv, thread, traits.tile_n, traits.head_dim),
@@ -63,36 +56,23 @@ def make_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -> Gra
 
 
 @cute.jit
-def accumulate(kernel: cutlass.Constexpr, g: Gradients | HalfGradients, loads: QuerySources, work: KeyWork):
+def accumulate(kernel: cutlass.Constexpr, g: Gradients, loads: QuerySources, work: KeyWork):
     """Sum up dK and dV over the query blocks of all query heads, and add to dQ; K and V are issued, not committed."""
     for r in cutlass.range_constexpr(cute.size(g.bounds.shape[0])):
         g.bounds[r, 0], g.bounds[r, 1] = work.tile.q_bounds(g.scores.row(r))
     if const_expr(kernel.traits.stages > 1):
         load_queries(kernel, loads, Int32(0), work.first(), 0, loads.thread)
     cute.arch.cp_async_commit_group()
-    if const_expr(kernel.traits.k_in_regs or kernel.traits.v_in_regs):
-        wait_loads(0)
-        g = (keep_half_keys if kernel.traits.split else keep_keys)(kernel, g, loads.tiles)
-    one = split_step if kernel.traits.split else step
     position = Int32(0)
     for head in cutlass.range(work.launch.heads_per_kv, unroll=1):
         for lo, hi, masked in work.segments(kernel.problem.scores.mask):
             for index in cutlass.range(hi - lo, unroll=1):
                 m_block = hi - 1 - index if const_expr(work.is_descending) else lo + index
-                one(kernel, g, loads, work, (head, m_block, position), masked)
+                step(kernel, g, loads, work, (head, m_block, position), masked)
                 position += 1
     if const_expr(kernel.problem.is_deterministic):
         cute.arch.sync_threads()  # every thread has added
         pass_turn(loads, *work.before(work.launch.heads_per_kv, work.first()))
-
-
-def keep_keys(kernel, g: Gradients, tiles: BwdTiles) -> Gradients:
-    """Fetch those of K and V that stay in registers."""
-    k, v = (
-        keep(make_operand(g.mma_s, g.thread, sX[None, None, 0], is_a=True)) if is_kept else None
-        for sX, is_kept in ((tiles.sK, kernel.traits.k_in_regs), (tiles.sV, kernel.traits.v_in_regs))
-    )
-    return dataclasses.replace(g, k=k, v=v)
 
 
 @cute.jit
@@ -110,25 +90,25 @@ def step(
     stage = load_step(kernel, loads, work, place)
     seen = look_at_turn(loads, head, m_block) if kernel.problem.is_deterministic else None
 
-    thread = varying(g.thread, position)
-    k, v = (
-        make_operand(g.mma_s, thread, sX[None, None, 0], is_a=True) if kept is None else kept
-        for sX, kept in ((tiles.sK, g.k), (tiles.sV, g.v))
-    )
+    thread = varying(kernel, g.thread, position)
+    k, v = (make_operand(g.mma_s, thread, sX[None, None, 0], is_a=True) for sX in (tiles.sK, tiles.sV))
     q, do = (make_operand(g.mma_s, thread, sX[None, None, stage], is_a=False) for sX in (tiles.sQ, tiles.sdO))
     product(kernel, g.mma_s, g.acc_S, k, q)
-    slopes = probabilities(kernel, g, tiles.sLSE[None, stage], work, m_block, masked)
-    rP = rounded_fragment(g.acc_S, kernel.dtype)
-    # Nothing is stored before dP, so that its fragments are fetched and multiplied beside the exponentials.
-    product(kernel, g.mma_s, g.acc_dP, v, do)
-    if const_expr(not traits.p_in_regs):
+    rP, weights = probabilities(kernel, g, tiles.sLSE[None, stage], work, m_block, masked)
+    # If nothing is stored before dP, its fragments are fetched and multiplied beside the exponentials. But with a
+    # softcap too few registers are left for both P and the weights.
+    early = kernel.problem.scores.softcap
+    if const_expr(early and not traits.p_in_regs):
         store_scores(kernel, g.mma_s, thread, rP, tiles.sP)
-    differentiate(g, g.acc_dP, (rP, slopes), tiles.sDelta[None, stage])
+    product(kernel, g.mma_s, g.acc_dP, v, do)
+    if const_expr(not early and not traits.p_in_regs):
+        store_scores(kernel, g.mma_s, thread, rP, tiles.sP)
+    differentiate(g, weights, tiles.sDelta[None, stage])
     rdS = rounded_fragment(g.acc_dP, kernel.dtype)
     store_scores(kernel, g.mma_s, thread, rdS, tiles.sdS)
 
     if const_expr(kernel.problem.is_deterministic):
-        await_turn(loads, work, head, m_block, seen)
+        await_turn(loads, work, place, seen)
     if const_expr(traits.p_in_regs):
         p, dS = Operand(acc_as_operand_a(rP)), Operand(acc_as_operand_a(rdS))
     else:

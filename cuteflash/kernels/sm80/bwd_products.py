@@ -13,7 +13,6 @@ from cuteflash.core.views import transposed
 from cuteflash.kernels.sm80.bwd_bundles import (
     BwdTiles,
     Gradients,
-    HalfGradients,
     KeyWork,
     Operand,
     QuerySources,
@@ -38,14 +37,6 @@ def make_operand(mma: cute.TiledMma, thread: Int32, sX: cute.Tensor, *, is_a: bo
     return Operand(fragment, (atoms.Fetch(copy, copy.partition_S(sX), copy.retile(fragment)),))
 
 
-def keep(operand: Operand) -> Operand:
-    """Fetch an operand for good."""
-    (fetch,) = operand.fetches
-    for k in range(cute.size(operand.fragment.shape[2])):
-        fetch(k)
-    return Operand(operand.fragment)
-
-
 def product(kernel, mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand) -> None:
     """acc = A B"""
     acc.fill(0.0)
@@ -57,7 +48,7 @@ def accumulate_product(kernel, mma: cute.TiledMma, acc: cute.Tensor, a: Operand,
     atoms.gemm(mma, acc, a.fragment, b.fragment, a.fetches + b.fetches, kernel.traits.ahead)
 
 
-def product_dq(kernel, g: Gradients | HalfGradients, tiles: BwdTiles, thread: Int32) -> None:
+def product_dq(kernel, g: Gradients, tiles: BwdTiles, thread: Int32) -> None:
     """dQ = dS K"""
     dS = make_operand(g.mma_dq, thread, transposed(tiles.sdS), is_a=True, transpose=True)
     k = make_operand(g.mma_dq, thread, transposed(tiles.sK[None, None, 0]), is_a=False, transpose=True)
@@ -67,13 +58,13 @@ def product_dq(kernel, g: Gradients | HalfGradients, tiles: BwdTiles, thread: In
 @cute.jit
 def probabilities(
     kernel: cutlass.Constexpr,
-    g: Gradients | HalfGradients,
+    g: Gradients,
     sLSE: cute.Tensor,
     work: KeyWork,
     m_block: Int32,
     masked: cutlass.Constexpr[bool],
 ):
-    """Scores become P, in place. Returns the derivative of the softcap, None without one."""
+    """P of the scores in `acc_S`, which are lost, rounded; and P times the derivative of the softcap, likewise."""
     scores, values = kernel.problem.scores, g.scores.values
     slopes = None
     if const_expr(scores.softcap):
@@ -87,24 +78,26 @@ def probabilities(
     for r in cutlass.range_constexpr(cute.size(values.shape[0])):
         for c in cutlass.range_constexpr(cute.size(values.shape[1])):
             values[r, c] = exp2(values[r, c] * work.launch.scale_log2 - lse[c])
-    return slopes
+    p = rounded_fragment(g.acc_S, kernel.dtype)
+    if const_expr(slopes is None):
+        return p, p
+    for i in cutlass.range_constexpr(cute.size(slopes)):
+        slopes[i] = slopes[i] * g.acc_S[i]
+    return p, rounded_fragment(slopes, kernel.dtype)
 
 
 @cute.jit
-def differentiate(g: Gradients | HalfGradients, acc: cute.Tensor, weights: tuple, sDelta: cute.Tensor):
-    """dP in `acc` becomes dS = P (dP - delta), in place.
+def differentiate(g: Gradients, weights: cute.Tensor, sDelta: cute.Tensor):
+    """dP becomes dS = weight (dP - delta), in place.
 
-    `weights` are P, rounded so that it takes half the registers, and the derivative of the softcap or None.
+    The weight of an element is P, times the derivative of the softcap if there is one; rounded, weights take half the
+    registers while the tensor cores compute dP.
     """
-    rP, slopes = weights
     delta = column_statistics(sDelta, g.scores)
-    for i in cutlass.range_constexpr(cute.size(acc)):
+    for i in cutlass.range_constexpr(cute.size(g.acc_dP)):
         # A fragment's linear order: two neighbouring columns, two rows, rows of warps, column groups.
         column = i % 2 + i // (2 * cute.size(g.scores.values.shape[0])) * 2
-        weight = rP[i].to(Float32)
-        if const_expr(slopes is not None):
-            weight = weight * slopes[i]
-        acc[i] = weight * (acc[i] - delta[column])
+        g.acc_dP[i] = weights[i].to(Float32) * (g.acc_dP[i] - delta[column])
 
 
 def store_scores(kernel, mma: cute.TiledMma, thread: Int32, rounded: cute.Tensor, sX: cute.Tensor) -> None:
@@ -113,7 +106,7 @@ def store_scores(kernel, mma: cute.TiledMma, thread: Int32, rounded: cute.Tensor
     cute.copy(copy, copy.retile(rounded), copy.partition_D(sX))
 
 
-def add_dq(kernel, g: Gradients | HalfGradients, loads: QuerySources, m_block: Int32, head: Int32) -> None:
+def add_dq(kernel, g: Gradients, loads: QuerySources, m_block: Int32, head: Int32) -> None:
     """Add dQ of a query block to its sum in memory."""
     parts = kernel.dq_parts()
     tile = loads.workspace.tile(m_block, loads.first_head + head, loads.batch)

@@ -24,15 +24,24 @@ def look_at_turn(loads: QuerySources, head: Int32, m_block: Int32):
 
 
 @cute.jit
-def await_turn(loads: QuerySources, work: KeyWork, head: Int32, m_block: Int32, seen: Int32):
-    """Let thread 0 wait for this block's turn at a tile; `seen` is what `look_at_turn` saw. A barrier has to follow."""
+def await_turn(loads: QuerySources, work: KeyWork, place: tuple, seen: Int32):
+    """Let thread 0 wait for this block's turn at the tile of a step, and then pass on that of the step before.
+
+    `seen` is what `look_at_turn` saw. A barrier has to stand between the additions of the step before and this, and
+    another between this and those of this step. One fence serves both turns; half a step after the additions, it waits
+    for none of them.
+    """
     if loads.thread == 0:
+        head, m_block, position = place
         tile = work.tile
         turn = turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
         pointer = turn_pointer(loads, head, m_block)
         while seen < turn:
             seen = cute.arch.load(pointer, Int32, sem="relaxed", scope="gpu")
         cute.arch.fence_acq_rel_gpu()
+        if position > 0:
+            before = turn_pointer(loads, *work.before(head, m_block))
+            cute.arch.atomic_add(before, Int32(1), sem="relaxed", scope="gpu")
 
 
 @cute.jit
