@@ -1,21 +1,22 @@
 """Rows of bwd/sm_90a/sm90, by hand.
 
-One pass up to head dim 128; a softcap takes the registers that it has left, so two passes serve it there, too.
+One pass up to head dim 128. Two passes serve wider heads, softcaps (one pass has no registers left for them) and
+deterministic calls: nothing is summed up in memory, so they repeat bit for bit.
 """
 
 from __future__ import annotations
 
-from cuteflash.traits.row import CAUSAL, FULL, LONG, SOFTCAP, Row, bwd_sm90, bwd_two_pass_sm90
+from cuteflash.traits.row import CAUSAL, DETERMINISTIC, FULL, LONG, SOFTCAP, Row, bwd_sm90, bwd_two_pass_sm90
 
 ROWS: tuple[Row, ...] = (
-    bwd_sm90(32, 128, without=SOFTCAP, dq="rows"),
+    bwd_sm90(32, 128, without=SOFTCAP + DETERMINISTIC, dq="rows"),
     bwd_two_pass_sm90(32, 64, k_stage=3, v_stage=3),
-    bwd_sm90(64, 128, without=SOFTCAP, dq="rows"),
+    bwd_sm90(64, 128, without=SOFTCAP + DETERMINISTIC, dq="rows"),
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
-    bwd_sm90(96, 64, without=SOFTCAP, dq="turns", pingpong=False),
+    bwd_sm90(96, 64, without=SOFTCAP + DETERMINISTIC, dq="turns", pingpong=False),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
-    bwd_sm90(128, 80, FULL + CAUSAL, lengths=LONG, without=SOFTCAP, dq="transposed"),
-    bwd_sm90(128, 64, without=SOFTCAP),
+    bwd_sm90(128, 80, FULL + CAUSAL, lengths=LONG, without=SOFTCAP + DETERMINISTIC, dq="transposed"),
+    bwd_sm90(128, 64, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),
     bwd_two_pass_sm90(160, 64, k_stage=3, v_stage=3),
     bwd_two_pass_sm90(192, 64, k_stage=3, v_stage=2),
