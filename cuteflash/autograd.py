@@ -37,7 +37,7 @@ class Route(Protocol):
         """O and LSE."""
 
     def backward(self, dout: Tensor, /, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV; `saved` are q, k, v, out, lse, dlse (None if there is none) and the others."""
+        """dQ, dK and dV; `saved` are q, k, v, out, lse, the others, and dlse, which is None if there is none."""
 
 
 class Dispatched(NamedTuple):
@@ -91,7 +91,7 @@ class Attention(Function):
         q, k, v, out, lse, *others = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, dlse, *others)
+        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, *others, dlse)
         needs_q, needs_k, needs_v, _, _, _ = ctx.needs_input_grad
         return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, None, None, None
 
