@@ -4,7 +4,7 @@
     FwdTensors    the tensors of a kernel } the order of its `__call__`, of the fakes that it is compiled with
     FwdScalars    its run-time scalars    } (`cuteflash.core.signature`), and of every launch
 
-and the same for `Bwd`. An option with the name of a scalar is passed on as that scalar.
+An option with the name of a scalar is passed on as that scalar. A backward has the same three, named `Bwd`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,10 @@ NO_SECOND_DERIVATIVES = (
     "attention whose gradient is differentiated from torch.nn.functional.scaled_dot_product_attention with "
     "SDPBackend.MATH"
 )
+NO_GRADIENT = (
+    "cuteflash has no gradient of torch.ops.cuteflash.{}: call it under torch.no_grad() or torch.inference_mode(), or "
+    "detach the inputs"
+)
 
 
 class Route(Protocol):
@@ -33,7 +37,7 @@ class Route(Protocol):
         """O and LSE."""
 
     def backward(self, dout: Tensor, /, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV; `saved` are q, k, v, out, lse, dlse (None if there is none) and the others."""
+        """dQ, dK and dV; `saved` are q, k, v, out, lse, the others, and dlse, which is None if there is none."""
 
 
 class Dispatched(NamedTuple):
@@ -87,7 +91,7 @@ class Attention(Function):
         q, k, v, out, lse, *others = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, dlse, *others)
+        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, *others, dlse)
         needs_q, needs_k, needs_v, _, _, _ = ctx.needs_input_grad
         return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, None, None, None
 
@@ -95,19 +99,20 @@ class Attention(Function):
 NO_GRADIENTS = (None,) * 6  # of the inputs of `Attention`
 
 
-class OnceDifferentiable(Function):
-    """The node of a backward: an error if its results are differentiated again, not silence."""
+class NotDifferentiable(Function):
+    """A node whose results have no gradient: an error if one is asked for, not silence."""
 
     @staticmethod
-    def forward(ctx: Any, implementation: Callable[..., Any], *arguments: Any) -> Any:
+    def forward(ctx: Any, name: str, implementation: Callable[..., Any], *arguments: Any) -> Any:
+        ctx.name = name
         return implementation(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError(NO_SECOND_DERIVATIVES)
+        raise NotImplementedError(NO_SECOND_DERIVATIVES if ctx.name.endswith("bwd") else NO_GRADIENT.format(ctx.name))
 
 
 # `Function.apply` would refuse `torch.func`'s transforms, which come through the dispatcher level by level, and takes
 # 2 us to find out that there is none.
 attend: Callable[..., Any] = super(Function, Attention).apply
-once_differentiable: Callable[..., Any] = super(Function, OnceDifferentiable).apply
+not_differentiable: Callable[..., Any] = super(Function, NotDifferentiable).apply

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from cuteflash import torch_internals
+from cuteflash.autograd import not_differentiable
 from cuteflash.torch_internals import DispatchKeySet, OpOverload
 from cuteflash.transforms import check_no_tangents
 
@@ -33,16 +34,15 @@ class Operator:
     Attributes:
         name: below `torch.ops.cuteflash`.
         tensors: names of its tensors, which come first.
+        optional: names of further tensors, each of which may be None, which is its default.
         options: a NamedTuple class with a default for each field: the arguments after the tensors.
         returns: its result, as the annotation of a function.
         check: takes the tensors and the options; raises if no implementation can take them.
         cuda: takes all arguments, flat and without defaults that were left out: it is called for every launch.
         cpu, fake: take the tensors and the options.
+        transforms: registers what torch's transforms and modes do with it.
         differentiable: runs a call that needs a gradient inside an autograd node; takes an implementation and all its
-            arguments, flat.
-        transforms: registers what torch's transforms and modes do with it; takes the library, the operator, the number
-            of its tensors, and the check with flat arguments.
-        optional: of the tensors those that may be None.
+            arguments, flat. None if its results have no gradient, which is then an error if one is asked for.
         with_gradients: the operator, defined before, that runs instead if a call needs a gradient; None is itself.
     """
 
@@ -54,9 +54,9 @@ class Operator:
     cuda: Callable[..., Any]
     cpu: Callable[..., Any]
     fake: Callable[..., Any]
-    differentiable: Callable[..., Any]
-    transforms: Callable[[torch.library.Library, OpOverload, int, Callable[..., None]], None]
+    transforms: Callable[[torch.library.Library, OpOverload], None]
     optional: tuple[str, ...] = ()
+    differentiable: Callable[..., Any] | None = None
     with_gradients: Operator | None = None
 
     @property
@@ -64,9 +64,9 @@ class Operator:
         """Name, arguments and result, as torch writes them."""
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
         hints, defaults = get_type_hints(self.options), self.options._field_defaults
-        kinds = [Tensor | None if name in self.optional else Tensor for name in self.tensors]
-        parameters = [
-            inspect.Parameter(name, positional, annotation=kind) for name, kind in zip(self.tensors, kinds, strict=True)
+        parameters = [inspect.Parameter(name, positional, annotation=Tensor) for name in self.tensors]
+        parameters += [
+            inspect.Parameter(name, positional, annotation=Tensor | None, default=None) for name in self.optional
         ]
         parameters += [
             inspect.Parameter(name, positional, annotation=hints[name], default=defaults[name])
@@ -84,9 +84,10 @@ class Operator:
         return self.cpu(*self.split(arguments))
 
     def split(self, arguments: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-        """The tensors, then the options as one."""
-        count = len(self.tensors)
-        return *arguments[:count], self.options(*arguments[count:], **named)
+        """The tensors, also those left out, then the options as one."""
+        names = (*self.tensors, *self.optional)
+        given = dict(zip(names, arguments, strict=False)) | {name: named.pop(name) for name in names if name in named}
+        return *(given.get(name) for name in names), self.options(*arguments[len(names) :], **named)
 
 
 def define(operator: Operator) -> OpOverload:
@@ -94,9 +95,6 @@ def define(operator: Operator) -> OpOverload:
     name = operator.name
     library.define(operator.schema)
     op = overload(operator)
-
-    def check(*arguments: Any) -> None:
-        operator.check(*operator.split(arguments))
 
     def fake(*arguments: Any, **named: Any) -> Any:
         return operator.fake(*operator.split(arguments, **named))
@@ -117,7 +115,7 @@ def define(operator: Operator) -> OpOverload:
         )
     library.impl(name, _autograd(operator), "Autograd", with_keyset=True)
     torch.library.register_fake(op, fake, lib=library)
-    operator.transforms(library, op, len(operator.tensors), check)
+    operator.transforms(library, op)
     return op
 
 
@@ -128,18 +126,19 @@ def overload(operator: Operator) -> OpOverload:
 
 
 def _autograd(operator: Operator) -> Callable[..., Any]:
-    count = len(operator.tensors)
+    names = (*operator.tensors, *operator.optional)
+    differentiable = operator.differentiable or functools.partial(not_differentiable, operator.name)
     plain, with_gradients = _implementations(operator), _implementations(operator.with_gradients or operator)
 
     def autograd(keyset: DispatchKeySet, *arguments: Any) -> Any:
         if torch_internals.is_forward_ad_active():
-            check_no_tangents(dict(zip(operator.tensors, arguments, strict=False)))
-        if is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:count]):
+            check_no_tangents(dict(zip(names, arguments, strict=False)))
+        if is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[: len(names)]):
             implementation = with_gradients(keyset)
             if not torch_internals.are_functorch_transforms_active():
-                return operator.differentiable(implementation, *arguments)
+                return differentiable(implementation, *arguments)
             with torch_internals.single_level_autograd():
-                return operator.differentiable(torch_internals.seen_by_outer_levels(implementation), *arguments)
+                return differentiable(torch_internals.seen_by_outer_levels(implementation), *arguments)
         return plain(keyset)(*arguments)
 
     return autograd

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 
 from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options
-from cuteflash.autograd import Dispatched, attend, once_differentiable
+from cuteflash.autograd import Dispatched, attend
 from cuteflash.operators import Operator, define
 from cuteflash.planning import (
     BwdPlanner,
@@ -40,7 +40,7 @@ from cuteflash.planning import (
 from cuteflash.problem import Operation
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
 from cuteflash.torch_internals import is_plain_backward
-from cuteflash.transforms import transform_backward, transform_forward
+from cuteflash.transforms import register_backward_transforms, register_transforms
 from cuteflash.validate import ALIGNMENT, check_alignment, check_bwd, check_fwd, lse_dtype
 
 ALIGNMENT_MASK = ALIGNMENT - 1
@@ -84,7 +84,7 @@ class CudaBackward:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        dlse: Tensor | None,
+        dlse: Tensor | None = None,
         *options: Any,
     ) -> Result:
         """The gradients, as the operator returns them."""
@@ -158,7 +158,7 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: boo
 
 def _check_target(operation: Operation, q: Tensor, family: str | None) -> None:
     if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
-        table_of(operation, q.device, family)
+        table_of(q.device, family, operation)
 
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
@@ -202,7 +202,7 @@ def _forward(
         cpu=functools.partial(_fwd_cpu, has_lse=has_lse),
         fake=functools.partial(_fwd_fake, has_lse=has_lse),
         differentiable=functools.partial(_differentiable_forward, has_lse=has_lse),
-        transforms=transform_forward,
+        transforms=register_transforms,
         with_gradients=with_gradients,
     )
 
@@ -210,7 +210,7 @@ def _forward(
 fwd_cuda, fwd_lse_cuda, bwd_cuda = CudaForward(has_lse=False), CudaForward(has_lse=True), CudaBackward()
 BWD = Operator(
     name="bwd",
-    tensors=("dout", "q", "k", "v", "out", "lse", "dlse"),
+    tensors=("dout", "q", "k", "v", "out", "lse"),
     optional=("dlse",),
     options=BwdOptions,
     returns=tuple[Tensor, Tensor, Tensor],
@@ -218,8 +218,7 @@ BWD = Operator(
     cuda=bwd_cuda,
     cpu=_bwd_cpu,
     fake=_bwd_fake,
-    differentiable=once_differentiable,
-    transforms=transform_backward,
+    transforms=register_backward_transforms,
 )
 FWD_LSE = _forward("fwd_lse", tuple[Tensor, Tensor], fwd_lse_cuda, has_lse=True)
 FWD = _forward("fwd", Tensor, fwd_cuda, has_lse=False, with_gradients=FWD_LSE)

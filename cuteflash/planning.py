@@ -108,7 +108,7 @@ class Planner(abc.ABC):
             if len(self._plans) >= PLANS_MAX:
                 self._plans.clear()
             plan = self._plans[kind] = self.plan(call, *tensors)
-        return cast(Launch, plan.launch(call, [_usable_strides(strides, plan.step) for strides in plan.strides(call)]))
+        return cast(Launch, plan.launch(call, [usable_strides(strides, plan.step) for strides in plan.strides(call)]))
 
     @abc.abstractmethod
     def kind_of(self, call: Call) -> Hashable:
@@ -141,7 +141,7 @@ class FwdPlanner(Planner):
     def check(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Launch | None:
         options = FwdOptions(*call[-1])
         check_fwd(q, k, v, options)
-        table_of("fwd", q.device, options.family)
+        table_of(q.device, options.family)
         return _without_kernel((*q.shape[:3], v.shape[3]), self.has_lse) if _is_empty(q, k) else None
 
     def plan(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> FwdPlan:
@@ -157,12 +157,12 @@ class FwdPlan:
         dtype = DTYPE_NAMES[q.dtype]
         self.problem = FwdProblem.dense(dtype, head_dim, head_dim_v, mask, softcap=options.softcap > 0, lse=has_lse)
         lengths = length_class_of(seqlen_q, k.shape[1])
-        table = table_of("fwd", q.device, options.family)
+        table = table_of(q.device, options.family)
         self.target = table.target
         self.choice = choose(self.problem, table.target, table.family, lengths)
         self.pack_gqa = options.pack_gqa
         self.heads_per_kv = q.shape[2] // k.shape[2]
-        self.scalars = FwdScalars(**scalars_of(options, (left, right), head_dim, q.device))
+        self.scalars = fwd_scalars(options, (left, right), head_dim, q.device)
         self.step: int = ALIGNMENT // q.element_size()  # elements
         self._kernels: dict[bool, Kernel] = {}
 
@@ -238,7 +238,7 @@ class BwdPlanner(Planner):
     ) -> Launch | None:
         options = BwdOptions(*call[-1])
         check_bwd(dout, q, k, v, out, lse, dlse, options)
-        table_of("bwd", q.device, options.family)
+        table_of(q.device, options.family, "bwd")
         return _zeros if _is_empty(q, k) else None
 
     def plan(
@@ -262,11 +262,11 @@ class BwdPlan:
             dlse=has_dlse,
             deterministic=options.deterministic,
         )
-        table = table_of("bwd", q.device, options.family)
+        table = table_of(q.device, options.family, "bwd")
         choice = choose(self.problem, table.target, table.family, length_class_of(seqlen_q, k.shape[1]))
         self.traits: Any = choice.traits
         self.kernel: Kernel = compiled(choice.kernel_cls, choice.traits, self.problem, table.target)
-        self.scalars = BwdScalars(**scalars_of(options, (left, right), head_dim, q.device))
+        self.scalars = bwd_scalars(options, (left, right), head_dim, q.device)
         self.step: int = ALIGNMENT // q.element_size()  # elements
 
     def can_address(self, call: Call) -> bool:
@@ -337,16 +337,24 @@ def should_pack(seqlen_q: int, heads_per_kv: int, tile_m: int) -> bool:
     return 10 * -(-seqlen_q // tokens) <= 9 * heads_per_kv * -(-seqlen_q // tile_m)
 
 
-def scalars_of(
+def fwd_scalars(options: FwdOptions, window: tuple[int, int], head_dim: int, device: torch.device) -> FwdScalars:
+    """The scalars of a launch; `window` has the sides as kernels take them, see `mask_of_window`."""
+    return FwdScalars(**_scalars(options, window, head_dim, device))
+
+
+def bwd_scalars(options: BwdOptions, window: tuple[int, int], head_dim: int, device: torch.device) -> BwdScalars:
+    """Likewise of a backward."""
+    return BwdScalars(**_scalars(options, window, head_dim, device))
+
+
+def _scalars(
     options: FwdOptions | BwdOptions, window: tuple[int, int], head_dim: int, device: torch.device
 ) -> dict[str, Any]:
-    """The scalars of a launch by name; `window` has the sides as kernels take them, see `mask_of_window`."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    sides = {"window_left": window[0], "window_right": window[1]}
-    return {**options.definition(head_dim), **sides, "num_sms": num_sms}
+    return options.definition(head_dim) | {"window_left": window[0], "window_right": window[1], "num_sms": num_sms}
 
 
-def table_of(operation: Operation, device: torch.device, family: str | None) -> TableKey:
+def table_of(device: torch.device, family: str | None, operation: Operation = "fwd") -> TableKey:
     """The table of rows for a GPU of this machine. NotImplementedError if no kernel, or not the family, runs on it."""
     return table_key(operation, current_target(device.index), cast(Family | None, family))
 
@@ -377,7 +385,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _usable_strides(strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:
+def usable_strides(strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:
     """Strides for the kernel if a dimension of size 1 has one that is not a multiple of 16 bytes (`step` elements).
 
     Such a stride is never used to address, but a TMA descriptor cannot hold it. None if there is none.

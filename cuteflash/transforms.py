@@ -21,9 +21,9 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash import torch_internals
+from cuteflash.arguments import BwdOptions, FwdOptions
 from cuteflash.torch_internals import OpOverload
-
-Check = Callable[..., None]  # takes an operator's tensors and options, flat
+from cuteflash.validate import check_bwd, check_fwd
 
 
 def check_no_tangents(tensors: Mapping[str, Tensor | None]) -> None:
@@ -39,22 +39,44 @@ def check_no_tangents(tensors: Mapping[str, Tensor | None]) -> None:
             )
 
 
-def transform_forward(library: torch.library.Library, op: OpOverload, tensors: int, check: Check) -> None:
-    """Register vmap, autocast and the count of operations of a forward operator, whose first arguments are tensors."""
-    transform_vmap(library, op, tensors, check)
-    for device_type, key in torch_internals.AUTOCAST_KEYS.items():
-        library.impl(op, _autocast_rule(op, device_type), key.name)
+def register_transforms(library: torch.library.Library, op: OpOverload) -> None:
+    """Register vmap, autocast and the count of operations of a forward operator."""
+    register_vmap(library, op, 3, check=_check_forward)
+    register_autocast(library, op)
     register_flop_formula(op.overloadpacket)(count_flops)
 
 
-def transform_backward(library: torch.library.Library, op: OpOverload, tensors: int, check: Check) -> None:
-    """Register vmap and the count of operations of a backward operator, whose first arguments are tensors."""
-    transform_vmap(library, op, tensors, check)
+def register_backward_transforms(library: torch.library.Library, op: OpOverload) -> None:
+    """Register vmap and the count of operations of a backward operator."""
+    register_vmap(library, op, 7, check=_check_backward)
     register_flop_formula(op.overloadpacket)(count_backward_flops)
 
 
-def transform_vmap(library: torch.library.Library, op: OpOverload, tensors: int, check: Check) -> None:
-    """Register vmap of an operator whose tensors and results all have the batch first."""
+def _check_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> None:
+    check_fwd(q, k, v, FwdOptions(*options))
+
+
+def _check_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None, *options: Any
+) -> None:
+    check_bwd(dout, q, k, v, out, lse, dlse, BwdOptions(*options))
+
+
+def register_autocast(library: torch.library.Library, op: OpOverload) -> None:
+    """Register autocast of an operator whose first three arguments are q, k and v."""
+    for device_type, key in torch_internals.AUTOCAST_KEYS.items():
+        library.impl(op, _autocast_rule(op, device_type), key.name)
+
+
+def register_vmap(library: torch.library.Library, op: OpOverload, tensors: int, check: Callable[..., None]) -> None:
+    """Register vmap of an operator whose results and first arguments are tensors that have the batch first.
+
+    Args:
+        library: where it is registered.
+        op: the operator.
+        tensors: how many arguments are tensors.
+        check: takes all arguments; raises as the operator does.
+    """
 
     def mapped(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
         size, options = info.batch_size, arguments[tensors:]

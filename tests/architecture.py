@@ -28,6 +28,7 @@ RANKS: dict[str, int] = {
     "usertable": 2,
     "torch_internals": 2,
     "validate": 2,
+    "coerce": 3,
     "reference": 2,
     "core": 2,
     "core.workspace": 0,  # sizes that traits, planning and kernels share

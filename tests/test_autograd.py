@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from cuteflash import flash_attn_func
+from cuteflash import flash_attn_func, operators, ops
 from tests.test_ops import BWD, FWD, FWD_LSE, qkv
 from tests.test_reference_bwd import materialised
 
@@ -376,3 +377,22 @@ def test_as_torchs_own_attention_in_low_precision() -> None:
     mine = gradients(lambda *x: flash_attn_func(*x, causal=True).sin().sum(), tensors)
     for x, y, z in zip(mine, gradients(torchs, tensors), wanted, strict=True):
         assert (x.double() - z).abs().max() <= 2 * (y.double() - z).abs().max() + 1e-2
+
+
+def test_an_operator_without_a_gradient_says_so() -> None:
+    op = operators.define(dataclasses.replace(ops.FWD_LSE, name="fwd_lse_without_gradient", differentiable=None))
+    q, k, v = leaves()
+    out, _ = op(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"no gradient of torch\.ops\.cuteflash\.fwd_lse_without_gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_the_backward_may_be_called_without_a_gradient_of_lse(left_out: int) -> None:
+    q, k, v = qkv(dtype=torch.float64)
+    out, lse = FWD_LSE(q, k, v)
+    expected = BWD(out, q, k, v, out, lse, torch.zeros_like(lse))
+    arguments = (out, q, k, v, out, lse, None)[: 7 - left_out]
+    assert all(torch.equal(x, y) for x, y in zip(BWD(*arguments), expected, strict=True))
+    mapped = torch.vmap(lambda dout: BWD(dout, *arguments[1:]))(out[None])
+    assert all(torch.equal(x[0], y) for x, y in zip(mapped, expected, strict=True))

@@ -92,7 +92,7 @@ def test_the_schema_is_made_of_the_options() -> None:
     assert str(FWD._schema) == f"cuteflash::fwd{arguments} -> Tensor"
     assert str(FWD_LSE._schema) == f"cuteflash::fwd_lse{arguments} -> (Tensor, Tensor)"
     assert str(BWD._schema) == (
-        "cuteflash::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+        "cuteflash::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse=None, "
         "float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0., str? family=None, "
         "bool deterministic=False) -> (Tensor, Tensor, Tensor)"
     )

@@ -103,6 +103,7 @@ FUNCTION_OPTIONS = OPTIONS | {
     "window float": ({"window_size": (1.0, 2)}, TypeError, r"window_size is \(1.0, 2\)"),
     "window bool": ({"window_size": (True, 2)}, TypeError, r"window_size is \(True, 2\)"),
     "causal": ({"causal": 1}, TypeError, "causal is 1; allowed: True, False"),
+    "deterministic": ({"deterministic": 1}, TypeError, "deterministic is 1; allowed: True, False"),
     "pack_gqa": ({"pack_gqa": "yes"}, TypeError, "pack_gqa is 'yes'; allowed: None, True, False"),
     "scale": ({"softmax_scale": "1"}, TypeError, "softmax_scale is '1', a str; allowed: None or a positive number"),
     "scale tensor": ({"softmax_scale": torch.ones(())}, TypeError, "softmax_scale is .*, a Tensor"),

@@ -12,7 +12,7 @@ from cuteflash import flash_attn_func
 
 def types(q: Tensor, k: Tensor, v: Tensor, flag: bool) -> None:
     assert_type(flash_attn_func(q, k, v), Tensor)
-    assert_type(flash_attn_func(q, k, v, causal=True, window_size=None, family="sm80"), Tensor)
+    assert_type(flash_attn_func(q, k, v, causal=True, window_size=None, family="sm80", deterministic=True), Tensor)
     assert_type(flash_attn_func(q, k, v, return_lse=False), Tensor)
     assert_type(flash_attn_func(q, k, v, return_lse=True), tuple[Tensor, Tensor])
     assert_type(flash_attn_func(q, k, v, return_lse=flag), Tensor | tuple[Tensor, Tensor])

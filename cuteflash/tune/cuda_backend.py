@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from cuteflash.arguments import FwdOptions, FwdScalars, FwdTensors
+from cuteflash.arguments import FwdOptions, FwdTensors
 from cuteflash.compile import BuildReport, build, cache_dir, compiled, lookup
 from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key, source_fingerprint
 from cuteflash.dispatch import kernel_class, kernel_modules
-from cuteflash.planning import scalars_of
+from cuteflash.planning import fwd_scalars
 from cuteflash.problem import Operation
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
@@ -224,8 +224,7 @@ def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Ten
         raise ValueError(reason)
     kernel = compiled(kernel_class(traits), traits, inputs.cell.problem, target)
     written = inputs.empty_out() if out is None else out
-    named = scalars_of(FwdOptions(), inputs.cell.window, inputs.cell.head_dim, inputs.q.device)
-    scalars = FwdScalars(**named)
+    scalars = fwd_scalars(FwdOptions(), inputs.cell.window, inputs.cell.head_dim, inputs.q.device)
     arguments = (*FwdTensors(inputs.q, inputs.k, inputs.v, written, None), *scalars)
 
     def run(calls: int) -> torch.Tensor:

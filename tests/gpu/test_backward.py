@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.gpu.test_memory import BEYOND, LAYOUTS, interleaved
 pytestmark = pytest.mark.gpu
 
 GROUPED = Case(113, 203, heads=4, kv_heads=2, causal=True)
-RANDOM_CASES = 300
+RANDOM_CASES = 320
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -263,45 +264,72 @@ def test_torchs_deterministic_mode_is_ours(family: str, device: torch.device) ->
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
-def random_case(seed: int, largest: int) -> Case:
-    """A combination of everything a call can ask for, with lengths up to `largest`."""
-    choose = random.Random(seed)
+class Code(NamedTuple):
+    """What changes the generated code; each of them is compiled once."""
+
+    head_dims: tuple[int, int]
+    dtype: str = "bf16"
+    mask: str = "full"
+    softcap: bool = False
+    lse: bool = False
+    deterministic: bool = False
+
+
+CODES = (
+    Code((64, 64)),
+    Code((64, 64), mask="causal", lse=True),
+    Code((64, 64), mask="window", deterministic=True),
+    Code((64, 64), "fp16", "causal", softcap=True),
+    Code((128, 128), mask="causal"),
+    Code((128, 128), mask="window", lse=True),
+    Code((128, 128), "fp16", deterministic=True),
+    Code((128, 128), mask="causal", softcap=True, lse=True, deterministic=True),
+    Code((96, 96), mask="causal"),
+    Code((80, 80), "fp16", "window", softcap=True, lse=True),
+    Code((256, 256), mask="causal"),
+    Code((256, 256), "fp16", "window", lse=True),
+    Code((192, 128), mask="causal"),
+    Code((40, 72), mask="window", softcap=True),
+    Code((24, 256), lse=True, deterministic=True),
+    Code((160, 32), "fp16", "causal"),
+)
+
+
+def random_case(choose: random.Random, code: Code, largest: int) -> Case:
+    """A combination of all that a kernel takes at run time, with lengths from 1 to `largest`."""
 
     def length() -> int:
         edge = choose.choice([1, 16, 64, 80, 96, 128, 192, 256])
         return max(1, min(largest, choose.choice([choose.randint(1, largest), edge + choose.randint(-1, 1)])))
 
     kv_heads = choose.choice([1, 1, 2, 3])
-    head_dim = 8 * choose.randint(1, 32)
-    side = [-1, 0, 1, 7, 64, 100]
+    sides = [-1, 0, 1, 7, 64, 100]
+    window = choose.choice(sides), choose.choice(sides[1:])
     return Case(
         seqlen_q=length(),
         seqlen_k=length(),
-        head_dim=head_dim,
-        head_dim_v=choose.choice([head_dim, head_dim, 8 * choose.randint(1, 32)]),
-        dtype=choose.choice(["bf16", "fp16"]),
+        head_dim=code.head_dims[0],
+        head_dim_v=code.head_dims[1],
+        dtype=code.dtype,
         batch=choose.choice([1, 2, 3]),
         heads=kv_heads * choose.choice([1, 1, 2, 4]),
         kv_heads=kv_heads,
-        causal=choose.random() < 0.4,
-        window=choose.choice([(-1, -1), (-1, -1), (choose.choice(side), choose.choice(side))]),
-        softcap=choose.choice([0.0, 0.0, 3.0, 20.0]),
+        causal=code.mask == "causal",
+        window=window if code.mask == "window" else (-1, -1),
+        softcap=choose.choice([3.0, 20.0]) if code.softcap else 0.0,
         scale=choose.choice([None, None, 0.05, 0.5]),
-        lse=choose.random() < 0.4,
+        pack_gqa=False,
+        lse=code.lse,
         logits=choose.choice([1.0, 1.0, 1.0, 8.0]),
     )
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_CASES))
 def test_random_combinations(seed: int, family: str, device: torch.device) -> None:
-    on_gpu = device.type == "cuda"
-    case = random_case(seed, largest=700 if on_gpu else 40)
-    if not on_gpu:
-        case = dataclasses.replace(case, batch=1, head_dim=min(case.head_dim, 64), head_dim_v=min(case.head_dim_v, 64))
-    choose = random.Random(seed)
+    choose, code = random.Random(seed), CODES[seed % len(CODES)]
+    case = random_case(choose, code, largest=700 if device.type == "cuda" else 40)
     inputs = case.inputs(device, seed)
     if choose.random() < 0.3:
         inputs = tuple(interleaved(x) for x in inputs)
     given = upstream(inputs, case, seed)
-    got = gradients(inputs, given, case, family, deterministic=choose.random() < 0.3)
-    assert_right(inputs, given, case, got)
+    assert_right(inputs, given, case, gradients(inputs, given, case, family, code.deterministic))
