@@ -11,13 +11,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.finish import normalize
-from cuteflash.core.schedule import each_tile
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.core.views import acc_as_operand_a
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
 from cuteflash.kernels.sm90.epilogue import write_output
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
+from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
 from cuteflash.kernels.sm90.products import finish_pv, finish_qk, product_both
 from cuteflash.kernels.sm90.warpgroup import (
@@ -36,7 +36,7 @@ def consume(kernel: cutlass.Constexpr, block: Block):
     if const_expr(kernel.traits.pingpong):
         if wg.index == kernel.traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
-    each_tile(block.launch.order, functools.partial(consume_tile, kernel, block, wg))
+    visit_tiles(block.handout, block.launch, functools.partial(consume_tile, kernel, block, wg))
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -45,13 +45,12 @@ def consume_tile(
     kernel: cutlass.Constexpr,
     block: Block,
     wg: Warpgroup,
-    index: Int32,
+    tile: QueryTile,
     q_pos: Int32,
     kv_pos: Int32,
 ):
-    """Attend and write the tile with number `index` of the order; returns the next K/V position."""
+    """Attend and write a tile; returns the next K/V position."""
     traits, tiles, rings = kernel.traits, block.tiles, block.rings
-    tile = block.launch.tile(index)
     blocks = tile.visited_blocks()
     own = tile.part(wg.index, kernel.tokens_per_warpgroup)
     wg.acc_O.fill(0.0)
