@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import numbers
-import sys
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
+from cuteflash.coerce import UNBOUNDED_WINDOW, Window, check_family, flag, not_tensors, number, window_of
 from cuteflash.ops import fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
-from cuteflash.problem import UNBOUNDED
 from cuteflash.torch_internals import is_plain_cuda_call
-from cuteflash.traits.arch import FAMILIES, Family
-from cuteflash.validate import SCALES, SOFTCAPS, shown
-
-Window = tuple[int, int]
-UNBOUNDED_WINDOW: Window = (-1, -1)
+from cuteflash.traits.arch import Family
+from cuteflash.validate import SCALES, SOFTCAPS
 
 
 class Options(TypedDict, total=False):
@@ -92,15 +87,15 @@ def flash_attn_func(
     """
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain or (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor))):
-        raise _not_tensors(q=q, k=k, v=v)
-    left, right = (-1, -1) if window_size is UNBOUNDED_WINDOW or window_size is None else _window(window_size)
-    if causal is not False and _flag("causal", causal):
+        raise not_tensors(q=q, k=k, v=v)
+    left, right = (-1, -1) if window_size is UNBOUNDED_WINDOW or window_size is None else window_of(window_size)
+    if causal is not False and flag("causal", causal):
         right = 0
     if softmax_scale is not None and type(softmax_scale) is not float:  # NumPy's float64 is one of its subclasses
-        softmax_scale = _number("softmax_scale", softmax_scale, SCALES)
+        softmax_scale = number("softmax_scale", softmax_scale, SCALES)
     if type(softcap) is not float:
-        softcap = _number("softcap", softcap, SOFTCAPS)
-    if return_lse is False or not _flag("return_lse", return_lse):
+        softcap = number("softcap", softcap, SOFTCAPS)
+    if return_lse is False or not flag("return_lse", return_lse):
         op = fwd_cuda if is_plain else fwd
     else:
         op = fwd_lse_cuda if is_plain else fwd_lse
@@ -108,56 +103,7 @@ def flash_attn_func(
         result: Tensor | tuple[Tensor, Tensor] = op(q, k, v, softmax_scale, left, right, softcap)
         return result
     if pack_gqa is not None:
-        pack_gqa = _flag("pack_gqa", pack_gqa, "None, ")
-    if family is not None and not isinstance(family, str):
-        raise TypeError(f"family is {shown(family)}; allowed: None, {', '.join(map(repr, FAMILIES))}")
+        pack_gqa = flag("pack_gqa", pack_gqa, "None, ")
+    check_family(family)
     result = op(q, k, v, softmax_scale, left, right, softcap, pack_gqa, family)
     return result
-
-
-def _not_tensors(**tensors: object) -> TypeError:
-    name, value = next((n, x) for n, x in tensors.items() if not isinstance(x, Tensor))
-    return TypeError(f"{name} is a {type(value).__name__}; allowed: a torch.Tensor")
-
-
-def _window(window_size: Window) -> Window:
-    if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
-        left, right = window_size
-        if _is_int(left) and _is_int(right):
-            if left < -1 or right < -1:
-                raise ValueError(f"window_size is {shown(window_size)}; allowed: -1 (unbounded) or more on each side")
-            return _side(left), _side(right)
-    raise TypeError(
-        f"window_size is {shown(window_size)}; allowed: None or a pair of ints (left, right), -1 is unbounded"
-    )
-
-
-def _side(keys: int) -> int:
-    """A side of a window as an operator takes it; one beyond every length is none."""
-    return int(keys) if keys < UNBOUNDED else -1
-
-
-# NumPy's scalars are taken for what they stand for. They are known as numbers to `numbers`, but for its booleans.
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
-
-
-def _flag(name: str, value: object, also: str = "") -> bool:
-    if isinstance(value, bool):
-        return value
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.bool_):
-        return bool(value)
-    raise TypeError(f"{name} is {shown(value)}; allowed: {also}True, False")
-
-
-def _number(name: str, value: object, allowed: str) -> float:
-    """`value` as an operator takes it. Not tensors: reading one would synchronise the host with the GPU."""
-    if not isinstance(value, (int, numbers.Real)) or isinstance(value, bool):
-        raise TypeError(f"{name} is {shown(value)}, a {type(value).__name__}; allowed: {allowed}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is {shown(value)}; allowed: {allowed}") from None

@@ -32,6 +32,7 @@ class Operator:
     Attributes:
         name: below `torch.ops.cuteflash`.
         tensors: names of its tensors, which come first.
+        optional: names of further tensors, each of which may be None, which is its default.
         options: a NamedTuple class with a default for each field: the arguments after the tensors.
         returns: its result, as the annotation of a function.
         check: takes the tensors and the options; raises if no implementation can take them.
@@ -49,6 +50,7 @@ class Operator:
     cpu: Callable[..., Any]
     fake: Callable[..., Any]
     transforms: Callable[[torch.library.Library, OpOverload], None]
+    optional: tuple[str, ...] = ()
 
     @property
     def schema(self) -> str:
@@ -56,6 +58,9 @@ class Operator:
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
         hints, defaults = get_type_hints(self.options), self.options._field_defaults
         parameters = [inspect.Parameter(name, positional, annotation=Tensor) for name in self.tensors]
+        parameters += [
+            inspect.Parameter(name, positional, annotation=Tensor | None, default=None) for name in self.optional
+        ]
         parameters += [
             inspect.Parameter(name, positional, annotation=hints[name], default=defaults[name])
             for name in self.options._fields
@@ -68,9 +73,10 @@ class Operator:
         return self.name + arguments.replace("SymInt", "int")  # no option is a size, to be traced as a symbol
 
     def split(self, arguments: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-        """The tensors, then the options as one."""
-        count = len(self.tensors)
-        return *arguments[:count], self.options(*arguments[count:], **named)
+        """The tensors, also those left out, then the options as one."""
+        names = (*self.tensors, *self.optional)
+        given = dict(zip(names, arguments, strict=False)) | {name: named.pop(name) for name in names if name in named}
+        return *(given.get(name) for name in names), self.options(*arguments[len(names) :], **named)
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -98,7 +98,7 @@ class Planner:
             if len(self._plans) >= PLANS_MAX:
                 self._plans.clear()
             plan = self._plans[kind_of(call)] = Plan(q, k, v, options, table, self.has_lse)
-        return plan.launch(call, [_usable_strides(strides, plan.step) for strides in call[3:6]])
+        return plan.launch(call, [usable_strides(strides, plan.step) for strides in call[3:6]])
 
 
 class Plan:
@@ -199,7 +199,7 @@ def _without_kernel(o_shape: tuple[int, ...], has_lse: bool) -> Launch:
     return fill
 
 
-def _usable_strides(strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:
+def usable_strides(strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:
     """Strides for the kernel if a dimension of size 1 has one that is not a multiple of 16 bytes (`step` elements).
 
     Such a stride is never used to address, but a TMA descriptor cannot hold it. None if there is none.

@@ -46,9 +46,14 @@ def check_derivatives(tensors: Mapping[str, Tensor], needs_grad: bool) -> None:
 def register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register vmap, autocast and the count of operations of a forward operator."""
     torch.library.register_vmap(op.name(), _vmap_rule(op), lib=library)
+    register_autocast(library, op)
+    register_flop_formula(op.overloadpacket)(count_flops)
+
+
+def register_autocast(library: torch.library.Library, op: OpOverload) -> None:
+    """Register autocast of an operator whose first three arguments are q, k and v."""
     for device_type, key in torch_internals.AUTOCAST_KEYS.items():
         library.impl(op, _autocast_rule(op, device_type), key.name)
-    register_flop_formula(op.overloadpacket)(count_flops)
 
 
 def _vmap_rule(op: OpOverload) -> Callable[..., Any]:

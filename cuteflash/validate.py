@@ -19,8 +19,9 @@ ALIGNMENT = 16  # bytes of one vectorised load; every row starts on such a bound
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 REFERENCE_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 DEVICES = ("cuda", "cpu", "meta")
-LAYOUT = "(batch, seqlen, heads, head_dim)"
-DIMS = ("batch", "seqlen", "heads", "head_dim")
+Dims = tuple[str, ...]
+DIMS: Dims = ("batch", "seqlen", "heads", "head_dim")
+PACKED_DIMS: Dims = ("total", "heads", "head_dim")  # of packed sequences, which lie one after the other
 # Kernels get scalars in fp32, in which what is under the smallest normal number becomes 0.
 FP32_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 POSITIVE = f"positive number that fp32 holds ({FP32_TINY:.2g} to {FP32_MAX:.2g})"
@@ -28,7 +29,12 @@ SCALES, SOFTCAPS = f"None or a {POSITIVE}", f"0 (none) or a {POSITIVE}"
 
 
 def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions) -> None:
-    """Raise if the forward operators cannot take these arguments on any GPU, or on a CPU.
+    """Raise if the forward operators cannot take these arguments on any GPU, or on a CPU; see `check_operands`."""
+    check_operands(q, k, v, options, DIMS)
+
+
+def check_operands(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, dims: Dims) -> None:
+    """Raise if no kernel and no reference can take these tensors, whose dimensions are `dims`, with these options.
 
     Raises:
         TypeError: a dtype that is not supported or not that of q.
@@ -38,10 +44,10 @@ def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions) -> None:
     _check_options(options)
     tensors = (("q", q), ("k", k), ("v", v))
     for name, tensor in tensors:
-        _check_kind(name, tensor)
+        _check_kind(name, tensor, dims)
     for name, tensor in tensors[1:]:
         _check_same_kind(name, tensor, q)
-    _check_shapes(q, k, v, options.pack_gqa)
+    _check_shapes(q, k, v, options.pack_gqa, dims)
     for name, tensor in tensors:
         _check_strides(name, tensor)
 
@@ -64,7 +70,7 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} with an integer too long to print"
 
 
-def _holds(condition: bool | torch.SymBool) -> bool:
+def holds(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds: guards on symbolic ones, False if only the call itself can tell."""
     if isinstance(condition, bool):
         return condition
@@ -87,7 +93,8 @@ def _check_options(options: FwdOptions) -> None:
         raise ValueError(f"family is {options.family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")
 
 
-def _check_kind(name: str, tensor: Tensor) -> None:
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Raise NotImplementedError if a tensor is nested or sparse, or on a device that nothing here runs on."""
     if tensor.is_nested:
         raise NotImplementedError(
             f"{name} is a nested tensor, layout {tensor.layout}; supported: tensors whose sequences have one length"
@@ -96,12 +103,17 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         raise NotImplementedError(f"{name}.device is {tensor.device}; supported: cuda, cpu")
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"{name}.layout is {tensor.layout}; supported: torch.strided")
+
+
+def _check_kind(name: str, tensor: Tensor, dims: Dims) -> None:
+    check_strided(name, tensor)
     allowed = HALF_DTYPES if tensor.device.type == "cuda" else REFERENCE_DTYPES
     if tensor.dtype not in allowed:
         names = ", ".join(map(str, allowed))
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed on {tensor.device.type}: {names}")
-    if tensor.dim() != 4:
-        raise ValueError(f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; allowed: 4, {LAYOUT}")
+    if tensor.dim() != len(dims):
+        layout = f"{len(dims)}, ({', '.join(dims)})"
+        raise ValueError(f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; allowed: {layout}")
 
 
 def _check_same_kind(name: str, tensor: Tensor, q: Tensor) -> None:
@@ -111,46 +123,52 @@ def _check_same_kind(name: str, tensor: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}.device is {tensor.device}; allowed: {q.device}, that of q")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, pack_gqa: bool | None) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, pack_gqa: bool | None, dims: Dims) -> None:
+    rows, at_heads, last = range(len(dims))[-3:]
     for name, tensor in (("q", q), ("v", v)):
-        dim = tensor.shape[3]
-        if _holds(dim < HEAD_DIM_STEP) or _holds(dim > HEAD_DIM_MAX) or _holds(dim % HEAD_DIM_STEP != 0):
+        dim = tensor.shape[last]
+        if holds(dim < HEAD_DIM_STEP) or holds(dim > HEAD_DIM_MAX) or holds(dim % HEAD_DIM_STEP != 0):
             raise ValueError(
-                f"{name}.shape[3] (head_dim) is {dim}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}"
+                f"{name}.shape[{last}] (head_dim) is {dim}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}"
             )
-    _check_equal("k", k, 3, "q", q)
-    _check_equal("k", k, 0, "q", q)
-    for dim in (0, 1, 2):
-        _check_equal("v", v, dim, "k", k)
-    seqlen_q, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
-    if (_holds(kv_heads == 0) and _holds(heads != 0)) or (_holds(kv_heads != 0) and _holds(heads % kv_heads != 0)):
-        raise ValueError(f"q.shape[2] (heads) is {heads}; allowed: multiples of k.shape[2], which is {kv_heads}")
-    ratio = heads // kv_heads if pack_gqa and _holds(kv_heads != 0) else 1
-    if _holds(ratio > PACK_GQA_MAX):
+    for axis in (last, *range(rows)):
+        _check_equal("k", k, axis, "q", q, dims)
+    for axis in range(last):
+        _check_equal("v", v, axis, "k", k, dims)
+    seqlen_q, heads, kv_heads = q.shape[rows], q.shape[at_heads], k.shape[at_heads]
+    if (holds(kv_heads == 0) and holds(heads != 0)) or (holds(kv_heads != 0) and holds(heads % kv_heads != 0)):
+        raise ValueError(
+            f"q.shape[{at_heads}] (heads) is {heads}; allowed: multiples of k.shape[{at_heads}], which is {kv_heads}"
+        )
+    ratio = heads // kv_heads if pack_gqa and holds(kv_heads != 0) else 1
+    if holds(ratio > PACK_GQA_MAX):
         raise ValueError(f"pack_gqa is True with {ratio} query heads for each KV head; allowed: up to {PACK_GQA_MAX}")
-    for name, length in (("q.shape[1] (seqlen) times packed heads", seqlen_q * ratio), ("k.shape[1]", k.shape[1])):
+    for name, length in (
+        (f"q.shape[{rows}] ({dims[rows]}) times packed heads", seqlen_q * ratio),
+        (f"k.shape[{rows}]", k.shape[rows]),
+    ):
         # Not for symbolic lengths: the guard would bound the dynamic dimension of an exported program.
         if isinstance(length, int) and length > LENGTH_MAX:
             raise ValueError(f"{name} is {length}; allowed: up to {LENGTH_MAX}")
 
 
-def _check_equal(name: str, tensor: Tensor, dim: int, other_name: str, other: Tensor) -> None:
-    if _holds(tensor.shape[dim] != other.shape[dim]):
+def _check_equal(name: str, tensor: Tensor, dim: int, other_name: str, other: Tensor, dims: Dims) -> None:
+    if holds(tensor.shape[dim] != other.shape[dim]):
         raise ValueError(
-            f"{name}.shape[{dim}] ({DIMS[dim]}) is {tensor.shape[dim]}; "
+            f"{name}.shape[{dim}] ({dims[dim]}) is {tensor.shape[dim]}; "
             f"allowed: {other.shape[dim]}, that of {other_name} ({other_name}.shape is {tuple(other.shape)})"
         )
 
 
 def _check_strides(name: str, tensor: Tensor) -> None:
-    strides = tensor.stride()
-    if _holds(strides[3] != 1):
-        raise ValueError(f"{name}.stride(3) is {strides[3]}; allowed: 1 (a contiguous head dim)")
+    strides, last = tensor.stride(), tensor.dim() - 1
+    if holds(strides[last] != 1):
+        raise ValueError(f"{name}.stride({last}) is {strides[last]}; allowed: 1 (a contiguous head dim)")
     step = ALIGNMENT // tensor.element_size()
-    for dim in (0, 1, 2):
+    for dim in range(last):
         # The stride of a dimension of size 1 is never used. The stride is asked first: it is often known if a
         # symbolic size is not, and then the size gets no guard.
-        if _holds(strides[dim] % step != 0) and _holds(tensor.shape[dim] > 1):
+        if holds(strides[dim] % step != 0) and holds(tensor.shape[dim] > 1):
             raise ValueError(
                 f"{name}.stride({dim}) is {strides[dim]}; "
                 f"allowed: multiples of {step} elements ({ALIGNMENT} bytes), strides are {tuple(strides)}"

@@ -1,0 +1,95 @@
+"""What users may write for an argument of the public functions, as an operator takes it."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from cuteflash.arguments import FwdOptions
+from cuteflash.problem import UNBOUNDED
+from cuteflash.traits.arch import FAMILIES, Family
+from cuteflash.validate import SCALES, SOFTCAPS, shown
+
+Window = tuple[int, int]
+UNBOUNDED_WINDOW: Window = (-1, -1)
+
+
+def not_tensors(**tensors: object) -> TypeError:
+    """The error that names the first of these arguments that is not a tensor."""
+    name, value = next((n, x) for n, x in tensors.items() if not isinstance(x, Tensor))
+    return TypeError(f"{name} is a {type(value).__name__}; allowed: a torch.Tensor")
+
+
+def window_of(window_size: Window) -> Window:
+    """Both sides of a window as an operator takes them."""
+    if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
+        left, right = window_size
+        if is_int(left) and is_int(right):
+            if left < -1 or right < -1:
+                raise ValueError(f"window_size is {shown(window_size)}; allowed: -1 (unbounded) or more on each side")
+            return _side(left), _side(right)
+    raise TypeError(
+        f"window_size is {shown(window_size)}; allowed: None or a pair of ints (left, right), -1 is unbounded"
+    )
+
+
+def _side(keys: int) -> int:
+    """A side of a window as an operator takes it; one beyond every length is none."""
+    return int(keys) if keys < UNBOUNDED else -1
+
+
+# NumPy's scalars are taken for what they stand for. They are known as numbers to `numbers`, but for its booleans.
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an integer, also one of NumPy's."""
+    return isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
+
+
+def flag(name: str, value: object, also: str = "") -> bool:
+    """`value` as a bool; `also` names what else the argument may be."""
+    if isinstance(value, bool):
+        return value
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.bool_):
+        return bool(value)
+    raise TypeError(f"{name} is {shown(value)}; allowed: {also}True, False")
+
+
+def number(name: str, value: object, allowed: str) -> float:
+    """`value` as an operator takes it. Not tensors: reading one would synchronise the host with the GPU."""
+    if not isinstance(value, (int, numbers.Real)) or isinstance(value, bool):
+        raise TypeError(f"{name} is {shown(value)}, a {type(value).__name__}; allowed: {allowed}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is {shown(value)}; allowed: {allowed}") from None
+
+
+def check_family(family: object) -> None:
+    """Raise TypeError if a family is not a string; the operators check which one."""
+    if family is not None and not isinstance(family, str):
+        raise TypeError(f"family is {shown(family)}; allowed: None, {', '.join(map(repr, FAMILIES))}")
+
+
+def options_of(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window | None,
+    softcap: float,
+    pack_gqa: bool | None,
+    family: Family | None,
+) -> FwdOptions:
+    """The options of a call, as an operator takes them."""
+    left, right = UNBOUNDED_WINDOW if window_size is None else window_of(window_size)
+    if flag("causal", causal):
+        right = 0
+    if softmax_scale is not None:
+        softmax_scale = number("softmax_scale", softmax_scale, SCALES)
+    if pack_gqa is not None:
+        pack_gqa = flag("pack_gqa", pack_gqa, "None, ")
+    check_family(family)
+    return FwdOptions(softmax_scale, left, right, number("softcap", softcap, SOFTCAPS), pack_gqa, family)
