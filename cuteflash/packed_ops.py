@@ -46,7 +46,8 @@ def length_class_of_mean(rows_q: int, rows_k: int, batch: int) -> LengthClass:
     `decode` is a few queries against a long cache; a few queries with few keys are short sequences.
     """
     mean_q, mean_k = (-(-rows // batch) for rows in (rows_q, rows_k))
-    return length_class_of(mean_q if mean_k >= LONG_CACHE * mean_q else mean_k, mean_k)
+    found = length_class_of(mean_q, mean_k)
+    return "short" if found == "decode" and mean_k < LONG_CACHE * mean_q else found
 
 
 class TileCounters:

@@ -83,7 +83,9 @@ class Launch:
                 rows=seqlen_q,
                 heads=heads,
                 batch=sequences,
-                group=cutlass.min(group, heads),
+                group=cutlass.min(
+                    RaggedOrder.wide_group(group, heads_per_kv) if kernel.longest_first else group, heads
+                ),
                 tile_tokens=kernel.tile_tokens,
                 longest_first=kernel.longest_first,
             )

@@ -14,6 +14,7 @@ from cuteflash.core.lengths import Vector, count_tiles, first_tile
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
 # about half of it leaves room for Q, O and the heads that are about to end.
 L2_BUDGET_BYTES = 24 << 20
+WIDE_GROUP = 32  # heads: with 132 blocks at most four or five tiles of a sequence and head run at the same time
 WARP = 32
 
 
@@ -136,6 +137,11 @@ class RaggedOrder:
     group: Int32
     tile_tokens: cutlass.Constexpr[int]
     longest_first: cutlass.Constexpr[bool]
+
+    @staticmethod
+    def wide_group(group: Int32, heads_per_kv: Int32) -> Int32:
+        """`group` heads, or as many as let a group end with enough short tiles for all blocks."""
+        return cutlass.max(group, cute.ceil_div(WIDE_GROUP, heads_per_kv) * heads_per_kv)
 
     def size(self) -> Int32:
         """Number of tiles, with those that do not exist."""
