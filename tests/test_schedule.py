@@ -199,18 +199,18 @@ def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
 
 def ragged(lengths: list[int], rest: int = 0, heads: int = 1, group: int = 1, tokens: int = 4, **more: Any) -> Any:
     cu = [0, *itertools.accumulate(lengths)]
-    more = {"counter": [0], "longest_first": False} | more
+    more = {"counter": [0], "longest_first": False, "passes": 1} | more
     return RaggedOrder(cu, rows=cu[-1] + rest, heads=heads, batch=len(lengths), group=group, tile_tokens=tokens, **more)
 
 
-@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize(("longest_first", "passes"), [(False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 2), (4, 4)])
 @pytest.mark.parametrize("lengths", [[5], [4, 8, 12], [0, 0, 9, 0], [1] * 9, [0], [17, 0, 3, 4]], ids=str)
 def test_every_tile_of_packed_sequences_has_one_number(
-    warp: Warp, lengths: list[int], heads: int, group: int, longest_first: bool
+    warp: Warp, lengths: list[int], heads: int, group: int, longest_first: bool, passes: int
 ) -> None:
     for rest in (0, 1, 6):
-        order = ragged(lengths, rest, heads, group, longest_first=longest_first)
+        order = ragged(lengths, rest, heads, group, longest_first=longest_first, passes=passes)
         found = [warp(order.tile, index) for index in range(order.size())]
         rows = [*lengths, rest]
         every = itertools.product(range(heads), [(m, b) for b, n in enumerate(rows) for m in range(-(-n // 4))])
@@ -236,6 +236,15 @@ def test_longest_first_takes_the_last_tiles_of_a_sequence_first(warp: Warp) -> N
     found = [warp(order.tile, index) for index in range(order.size())]
     real = [(m, head, b) for m, head, b in found if m * 4 < [12, 5, 0][b]]
     assert real == [(m, h, b) for m, b in ((2, 0), (1, 0), (0, 0), (1, 1), (0, 1)) for h in (0, 1)]
+
+
+def test_in_two_passes_the_upper_halves_of_all_sequences_come_first(warp: Warp) -> None:
+    order = ragged([12, 14], heads=3, group=2, longest_first=True, passes=2)
+    found = [warp(order.tile, index) for index in range(order.size())]
+    real = [(m, head, b) for m, head, b in found if m * 4 < [12, 14, 0][b]]
+    halves = [[(2, 0), (3, 1), (2, 1)], [(1, 0), (0, 0), (1, 1), (0, 1)]]
+    groups = ((0, 1), (2,))
+    assert real == [(m, head, b) for heads in groups for half in halves for m, b in half for head in heads]
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8])

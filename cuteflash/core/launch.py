@@ -17,6 +17,8 @@ from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import with_batch
 from cuteflash.problem import MaskKind, Storage
 
+LONGER_THAN_MEAN = 4  # sequences that are longer than this times the mean are few
+
 
 def batched(tensors: FwdTensors, storage: Storage) -> FwdTensors:
     """The tensors with a batch mode, also those of packed sequences, which have one entry."""
@@ -28,6 +30,34 @@ def batched(tensors: FwdTensors, storage: Storage) -> FwdTensors:
     if storage.k == "varlen":
         views |= {name: with_batch(getattr(tensors, name)) for name in ("k", "v")}
     return tensors._replace(**views)
+
+
+def ragged_order(
+    kernel, tensors: FwdTensors, packed: PackedTensors, heads: Int32, heads_per_kv: Int32, persistent: bool
+) -> RaggedOrder:
+    """The order of a kernel's tiles of packed sequences, whose lengths the host does not know: it goes by the mean.
+
+    Without `persistent` blocks a second pass would cost a block for each tile of the first one.
+    """
+    rows, keys, batch = tensors.q.shape[1], tensors.k.shape[1], packed.cu_seqlens_q.shape[0] - 1
+    live_keys = cutlass.min(keys, keys // batch * LONGER_THAN_MEAN)
+    group = TileOrder.head_group(live_keys, heads_per_kv, kernel.problem.operands.kv_row_bytes)
+    passes = Int32(1)
+    if kernel.longest_first:
+        group = RaggedOrder.wide_group(group, heads_per_kv)
+        if persistent:
+            passes = RaggedOrder.best_passes(rows // batch, kernel.tile_tokens)
+    return RaggedOrder(
+        cu_q=packed.cu_seqlens_q,
+        counter=packed.tile_counter,
+        rows=rows,
+        heads=heads,
+        batch=batch,
+        group=cutlass.min(group, heads),
+        passes=passes,
+        tile_tokens=kernel.tile_tokens,
+        longest_first=kernel.longest_first,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,40 +88,29 @@ class Launch:
     packed_heads: cutlass.Constexpr[int]
 
     @staticmethod
-    def of(kernel, tensors: FwdTensors, packed: PackedTensors, scalars: FwdScalars, whole_waves: bool) -> Launch:
+    def of(kernel, tensors: FwdTensors, packed: PackedTensors, scalars: FwdScalars, persistent: bool) -> Launch:
         """The launch of a kernel.
 
         Args:
             kernel: for its problem, traits, `tile_tokens` and `longest_first`.
             tensors: the kernel's, as `batched` returns them.
             packed, scalars: the kernel's.
-            whole_waves: of a dense batch, groups of heads fill whole waves of `num_sms` persistent blocks.
+            persistent: there are `num_sms` blocks; groups of heads of a dense batch then fill whole waves of them.
         """
         operands, scores, storage = kernel.problem.operands, kernel.problem.scores, kernel.problem.storage
         batch, seqlen_q, heads_q, _ = tensors.q.shape
         _, seqlen_k, heads_k, _ = tensors.k.shape
         heads = heads_q // operands.packed_heads
         heads_per_kv = heads // heads_k
-        group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
         sequences = None
         order: Order
         if storage.q == "varlen":
-            sequences = packed.cu_seqlens_q.shape[0] - 1
-            order = RaggedOrder(
-                cu_q=packed.cu_seqlens_q,
-                counter=packed.tile_counter,
-                rows=seqlen_q,
-                heads=heads,
-                batch=sequences,
-                group=cutlass.min(
-                    RaggedOrder.wide_group(group, heads_per_kv) if kernel.longest_first else group, heads
-                ),
-                tile_tokens=kernel.tile_tokens,
-                longest_first=kernel.longest_first,
-            )
+            order = ragged_order(kernel, tensors, packed, heads, heads_per_kv, persistent)
+            sequences = order.batch
         else:
             m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
-            if whole_waves:
+            group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
+            if persistent:
                 group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
             order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch), kernel.longest_first)
         lengths = Lengths(

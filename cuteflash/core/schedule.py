@@ -14,6 +14,7 @@ from cuteflash.core.lengths import Vector, count_tiles, first_tile
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
 # about half of it leaves room for Q, O and the heads that are about to end.
 L2_BUDGET_BYTES = 24 << 20
+TWO_PASSES = 2, 8  # query tiles of a sequence, from and to
 WIDE_GROUP = 32  # heads: with 132 blocks at most four or five tiles of a sequence and head run at the same time
 WARP = 32
 
@@ -117,7 +118,9 @@ class RaggedOrder:
     (causal masks and windows) the last query tiles of a sequence come first.
 
     What a tile costs differs from sequence to sequence, so persistent blocks draw tiles on demand, from a counter in
-    global memory that a launch finds at 0 and leaves at 0.
+    global memory that a launch finds at 0 and leaves at 0. With two `passes` all numbers come twice in each group:
+    first for the upper half of each sequence's tiles, then for the lower half. Then a group ends with many short tiles,
+    not with one sequence's, and the blocks end together.
 
     Attributes:
         cu_q: (batch + 1,), the first row of each sequence, then the end of the last one.
@@ -126,6 +129,7 @@ class RaggedOrder:
         heads: as the tiles see them (KV heads if query heads are packed).
         batch: sequences.
         group: heads in a group, at most `heads`.
+        passes: 1, or 2 with `longest_first`.
         tile_tokens: queries of a tile.
     """
 
@@ -135,6 +139,7 @@ class RaggedOrder:
     heads: Int32
     batch: Int32
     group: Int32
+    passes: Int32
     tile_tokens: cutlass.Constexpr[int]
     longest_first: cutlass.Constexpr[bool]
 
@@ -143,9 +148,16 @@ class RaggedOrder:
         """`group` heads, or as many as let a group end with enough short tiles for all blocks."""
         return cutlass.max(group, cute.ceil_div(WIDE_GROUP, heads_per_kv) * heads_per_kv)
 
+    @staticmethod
+    @cute.jit
+    def best_passes(mean_rows: Int32, tile_tokens: cutlass.Constexpr[int]):
+        """Two passes if sequences have a few tiles: of fewer, or of many, the second one gains nothing."""
+        few = mean_rows >= TWO_PASSES[0] * tile_tokens and mean_rows <= TWO_PASSES[1] * tile_tokens
+        return Int32(2) if few else Int32(1)
+
     def size(self) -> Int32:
         """Number of tiles, with those that do not exist."""
-        return self.head_size() * self.heads
+        return self.head_size() * self.heads * self.passes
 
     def head_size(self) -> Int32:
         """Number of tiles of one head, with those that do not exist."""
@@ -154,16 +166,21 @@ class RaggedOrder:
     @cute.jit
     def tile(self, index: Int32):
         """(query tile, head, sequence) of a tile; a whole warp calls it."""
-        per_group = self.group * self.head_size()
+        size = self.head_size()
+        per_group = self.group * size * self.passes
         first = (index // per_group) * self.group
         in_group = index % per_group
         width = cutlass.min(self.group, self.heads - first)
-        number = in_group // width
+        number = in_group // width % size
         sequence = self.sequence_of(number)
+        begin = first_tile(self.cu_q[sequence], sequence, self.tile_tokens)
+        m_block = number - begin
         if const_expr(self.longest_first):
-            m_block = self.sequence_end(sequence) - 1 - number
-        else:
-            m_block = number - first_tile(self.cu_q[sequence], sequence, self.tile_tokens)
+            owned = self.sequence_end(sequence) - begin
+            m_block = owned - 1 - m_block
+            is_first_pass = in_group < width * size
+            if self.passes == 2 and is_first_pass != (2 * m_block >= owned):
+                m_block = owned  # the other pass has this tile
         return m_block, first + in_group % width, sequence
 
     @cute.jit

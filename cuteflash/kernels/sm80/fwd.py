@@ -114,7 +114,7 @@ class FlashFwdSm80:
         operands = Operands(
             query_view(tensors.q, packed), rows_first(tensors.k), rows_first(tensors.v), query_view(tensors.o, packed)
         )
-        launch = Launch.of(self, tensors, packed_tensors, scalars, whole_waves=False)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, persistent=False)
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
         self.kernel(operands, tensors.lse, launch).launch(
             grid=(launch.order.size(), 1, 1),

@@ -159,7 +159,7 @@ class FlashFwdSm90:
         traits = self.traits
         tensors = batched(tensors, self.problem.storage)
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
-        launch = Launch.of(self, tensors, packed_tensors, scalars, whole_waves=traits.persistent)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, persistent=traits.persistent)
         blocks = launch.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, scalars.num_sms)

@@ -25,6 +25,7 @@ from cuteflash.kernels.sm90.warpgroup import (
     Warpgroup,
     make_warpgroup,
     pass_turn,
+    take_turn,
     with_q,
 )
 
@@ -49,10 +50,48 @@ def consume_tile(
     q_pos: Int32,
     kv_pos: Int32,
 ):
-    """Attend and write a tile; returns the next K/V position."""
+    """Attend and write this warpgroup's part of a tile; returns the next K/V position."""
+    own = tile.part(wg.index, kernel.tokens_per_warpgroup)
+    if const_expr(kernel.problem.storage.q == "dense"):
+        kv_pos = consume_part(kernel, block, wg, tile, own, q_pos, kv_pos)
+    elif own.exists():
+        kv_pos = consume_part(kernel, block, wg, tile, own, q_pos, kv_pos)
+    else:
+        kv_pos = pass_over(kernel, block.rings, wg, tile.visited_blocks(), q_pos, kv_pos)
+    return kv_pos
+
+
+@cute.jit
+def pass_over(kernel: cutlass.Constexpr, rings: Rings, wg: Warpgroup, blocks: KeyBlocks, q_pos: Int32, kv_pos: Int32):
+    """Do nothing of a tile that ends before this warpgroup's part of it, but take and pass turns and release all loads.
+
+    Only the last tile of a sequence may do so; of many short sequences this is every tile.
+    """
+    rings.q.wait(q_pos)
+    rings.q.release(q_pos)
+    for _ in cutlass.range(blocks.hi - blocks.lo, unroll=1):
+        take_turn(kernel, wg)
+        pass_turn(kernel, wg)
+        for ring in (rings.k, rings.v):
+            ring.wait(kv_pos)
+            ring.release(kv_pos)
+        kv_pos += 1
+    return kv_pos
+
+
+@cute.jit
+def consume_part(
+    kernel: cutlass.Constexpr,
+    block: Block,
+    wg: Warpgroup,
+    tile: QueryTile,
+    own: QueryTile,
+    q_pos: Int32,
+    kv_pos: Int32,
+):
+    """Attend and write `own`, this warpgroup's part of a tile; returns the next K/V position."""
     traits, tiles, rings = kernel.traits, block.tiles, block.rings
     blocks = tile.visited_blocks()
-    own = tile.part(wg.index, kernel.tokens_per_warpgroup)
     wg.acc_O.fill(0.0)
     wg.softmax.reset()
     wg.scores.set_bounds(wg.bounds, own)

@@ -21,7 +21,7 @@ from cuteflash.core.schedule import each_tile
 from cuteflash.traits.sm90 import HANDED_BYTES, HANDED_TILES
 
 WORDS = 7  # of a tile: query tile, head, batch entry, and those of its sequence
-LONG_KEYS = 512  # keys of a sequence whose tiles take much longer than it takes to find one
+SEVERAL_KEYS, LONG_KEYS = 256, 1024  # of a sequence whose tiles take longer, or much longer, than finding one
 NO_TILE = -1  # the query tile that says that no tile follows
 
 
@@ -60,30 +60,28 @@ class Handout:
                 self.words[i, stage] = word
             cute.arch.mbarrier_arrive(self.full + stage)
 
-    def wait_released(self, position: Int32) -> None:
-        """Wait until every reading warp has released a tile."""
+    def wait_taken(self, position: Int32) -> None:
+        """Wait until every reading warp has taken a tile."""
         wait_phase(self.empty + position % HANDED_TILES, position // HANDED_TILES % 2)
 
     def take(self, position: Int32) -> tuple[Int32, ...]:
-        """The words of a tile, the same in every lane; a whole warp calls it."""
+        """The words of a tile, the same in every lane, and its stage is free again; a whole warp calls it."""
         stage, phase = position % HANDED_TILES, position // HANDED_TILES % 2
         wait_phase(self.full + stage, phase)
-        return tuple(cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(WORDS))
-
-    def release(self, position: Int32) -> None:
-        """A whole warp has taken a tile."""
+        words = tuple(cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(WORDS))
         cute.arch.sync_warp()  # every lane has read
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + position % HANDED_TILES)
+            cute.arch.mbarrier_arrive(self.empty + stage)
+        return words
 
 
 @cute.jit
 def hand_out(handout: Handout, launch: Launch):
     """Draw tiles and hand out those that exist, then the end; a whole warp calls it.
 
-    Tiles of short sequences are drawn ahead, as drawing and finding one takes about as long as working on it. After a
-    tile of a long sequence none is drawn before all of its loads have been issued: a tile that waited here while other
-    blocks have nothing left to do would prolong the launch.
+    Drawing and finding a tile takes a few microseconds, as the work on a short one does: tiles of short sequences are
+    found as far ahead as the ring allows. But a tile that waits here while other blocks have nothing left to do
+    prolongs the launch: the next tile after one of a long sequence is not drawn before the block begins with that one.
     """
     order = launch.order
     position, index = Int32(0), cute.arch.block_idx()[0]
@@ -94,33 +92,40 @@ def hand_out(handout: Handout, launch: Launch):
             following = order.draw()  # on its way while the tile is looked for
         m_block, head, batch = order.tile(index)
         sequence = launch.lengths.sequence(batch)
-        is_short = sequence.seqlen_k < LONG_KEYS
+        ahead = tiles_ahead(sequence.seqlen_k)
         if launch.tile_of(m_block, head, batch, sequence).exists():
             handout.put(position, (m_block, head, batch, *sequence))
-            if not is_short:
-                handout.wait_released(position)
             position += 1
+            if position >= ahead:
+                handout.wait_taken(position - ahead)
         if not draws_ahead:
             following = order.draw()
-        draws_ahead = is_short
+        draws_ahead = ahead == HANDED_TILES
         index = cute.arch.make_warp_uniform(following)
     handout.put(position, (Int32(NO_TILE),))
     order.close(index)
 
 
 @cute.jit
-def each_handed_tile(handout: Handout, launch: Launch, visit: cutlass.Constexpr, asks_late: cutlass.Constexpr[bool]):
+def tiles_ahead(seqlen_k: Int32):
+    """How many tiles may wait for the block, behind one of a sequence of so many keys."""
+    ahead = Int32(HANDED_TILES)
+    if seqlen_k >= LONG_KEYS:
+        ahead = Int32(1)
+    elif seqlen_k >= SEVERAL_KEYS:
+        ahead = Int32(2)
+    return ahead
+
+
+@cute.jit
+def each_handed_tile(handout: Handout, launch: Launch, visit: cutlass.Constexpr):
     """Visit the tiles that are handed out to this block, as `visit_tiles` does."""
     q_pos, kv_pos = Int32(0), Int32(0)
     words = handout.take(q_pos)
     while words[0] != NO_TILE:
         m_block, head, batch, *spans = words
         tile = launch.tile_of(m_block, head, batch, Sequence(*spans))
-        if const_expr(not asks_late):
-            handout.release(q_pos)
         kv_pos = visit(tile, q_pos, kv_pos)
-        if const_expr(asks_late):
-            handout.release(q_pos)
         q_pos += 1
         words = handout.take(q_pos)
 
@@ -132,18 +137,13 @@ def visit_index(launch: Launch, visit: cutlass.Constexpr, index: Int32, q_pos: I
 
 
 @cute.jit
-def visit_tiles(
-    handout: Handout | None, launch: Launch, visit: cutlass.Constexpr, asks_late: cutlass.Constexpr[bool] = False
-):
+def visit_tiles(handout: Handout | None, launch: Launch, visit: cutlass.Constexpr):
     """Visit this block's tiles.
 
-    Args:
-        handout, launch: the block's.
-        visit: called as `visit(tile, q_pos, kv_pos)` with a tile and the positions of its Q and of its first K and V in
-            their rings; it returns the next K/V position.
-        asks_late: the next tile is not asked for before the visit ends.
+    `visit(tile, q_pos, kv_pos)` is called with a tile and the positions of its Q and of its first K and V in their
+    rings; it returns the next K/V position.
     """
     if const_expr(handout is None):
         each_tile(launch.order, functools.partial(visit_index, launch, visit))
     else:
-        each_handed_tile(handout, launch, visit, asks_late)
+        each_handed_tile(handout, launch, visit)

@@ -130,7 +130,7 @@ def load_first(kernel: cutlass.Constexpr, loads: TileLoads, q_pos: Int32, kv_pos
 @cute.jit
 def load(kernel: cutlass.Constexpr, block: Block):
     """Load every tile of this block; a whole warp calls it."""
-    visit_tiles(block.handout, block.launch, functools.partial(load_tile, kernel, block), asks_late=True)
+    visit_tiles(block.handout, block.launch, functools.partial(load_tile, kernel, block))
 
 
 @cute.jit
