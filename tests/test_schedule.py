@@ -247,6 +247,17 @@ def test_in_two_passes_the_upper_halves_of_all_sequences_come_first(warp: Warp) 
     assert real == [(m, head, b) for heads in groups for half in halves for m, b in half for head in heads]
 
 
+def test_sequences_of_a_few_tiles_get_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "Int32", int)
+    passes = inspect.unwrap(RaggedOrder.best_passes)
+    assert [passes(mean, 128) for mean in (16, 255, 256, 1024, 1025, 8192)] == [1, 1, 2, 2, 1, 1]
+
+
+def test_a_group_of_packed_heads_is_wide_and_whole() -> None:
+    assert [RaggedOrder.wide_group(1, 1), RaggedOrder.wide_group(40, 4)] == [32, 40]
+    assert [RaggedOrder.wide_group(5, 5), RaggedOrder.wide_group(1, 64)] == [35, 64]
+
+
 @pytest.mark.parametrize("blocks", [1, 3, 8])
 def test_each_tile_is_drawn_once_and_the_counter_is_left_at_zero(
     warp: Warp, monkeypatch: pytest.MonkeyPatch, blocks: int

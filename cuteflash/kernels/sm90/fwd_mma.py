@@ -37,12 +37,13 @@ def consume(kernel: cutlass.Constexpr, block: Block):
     if const_expr(kernel.traits.pingpong):
         if wg.index == kernel.traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
-    visit_tiles(block.handout, block.launch, functools.partial(consume_tile, kernel, block, wg))
+    visit = consume_tile if const_expr(kernel.problem.storage.q == "dense") else consume_if_present
+    visit_tiles(block.handout, block.launch, functools.partial(visit, kernel, block, wg))
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
-def consume_tile(
+def consume_if_present(
     kernel: cutlass.Constexpr,
     block: Block,
     wg: Warpgroup,
@@ -50,12 +51,9 @@ def consume_tile(
     q_pos: Int32,
     kv_pos: Int32,
 ):
-    """Attend and write this warpgroup's part of a tile; returns the next K/V position."""
-    own = tile.part(wg.index, kernel.tokens_per_warpgroup)
-    if const_expr(kernel.problem.storage.q == "dense"):
-        kv_pos = consume_part(kernel, block, wg, tile, own, q_pos, kv_pos)
-    elif own.exists():
-        kv_pos = consume_part(kernel, block, wg, tile, own, q_pos, kv_pos)
+    """`consume_tile` if the tile reaches this warpgroup's part of it. Of short packed sequences most tiles do not."""
+    if tile.part(wg.index, kernel.tokens_per_warpgroup).exists():
+        kv_pos = consume_tile(kernel, block, wg, tile, q_pos, kv_pos)
     else:
         kv_pos = pass_over(kernel, block.rings, wg, tile.visited_blocks(), q_pos, kv_pos)
     return kv_pos
@@ -63,10 +61,7 @@ def consume_tile(
 
 @cute.jit
 def pass_over(kernel: cutlass.Constexpr, rings: Rings, wg: Warpgroup, blocks: KeyBlocks, q_pos: Int32, kv_pos: Int32):
-    """Do nothing of a tile that ends before this warpgroup's part of it, but take and pass turns and release all loads.
-
-    Only the last tile of a sequence may do so; of many short sequences this is every tile.
-    """
+    """Compute nothing of a tile, but take and pass turns and release all loads; returns the next K/V position."""
     rings.q.wait(q_pos)
     rings.q.release(q_pos)
     for _ in cutlass.range(blocks.hi - blocks.lo, unroll=1):
@@ -80,18 +75,18 @@ def pass_over(kernel: cutlass.Constexpr, rings: Rings, wg: Warpgroup, blocks: Ke
 
 
 @cute.jit
-def consume_part(
+def consume_tile(
     kernel: cutlass.Constexpr,
     block: Block,
     wg: Warpgroup,
     tile: QueryTile,
-    own: QueryTile,
     q_pos: Int32,
     kv_pos: Int32,
 ):
-    """Attend and write `own`, this warpgroup's part of a tile; returns the next K/V position."""
+    """Attend and write this warpgroup's part of a tile; returns the next K/V position."""
     traits, tiles, rings = kernel.traits, block.tiles, block.rings
     blocks = tile.visited_blocks()
+    own = tile.part(wg.index, kernel.tokens_per_warpgroup)
     wg.acc_O.fill(0.0)
     wg.softmax.reset()
     wg.scores.set_bounds(wg.bounds, own)
