@@ -42,8 +42,9 @@ CASES = {
     "packed-7": shipped(FwdProblem.dense("bf16", 128, 128, "causal", lse=True, packed_heads=7)),
     "packed-8": shipped(FwdProblem.dense("bf16", 64, 64, packed_heads=8)),
     "varlen": shipped(packed_sequences(FwdProblem.dense("bf16", 128, 128, "window", softcap=True, lse=True))),
-    "varlen-packed-7": shipped(packed_sequences(FwdProblem.dense("fp16", 64, 64, "causal", lse=True, packed_heads=7))),
-    "varlen-queries": shipped(packed_sequences(FwdProblem.dense("bf16", 96, 96, lse=True), Storage("varlen", "dense"))),
+    "varlen-queries-packed-7": shipped(
+        packed_sequences(FwdProblem.dense("fp16", 64, 64, "causal", lse=True, packed_heads=7), Storage("varlen"))
+    ),
     "padded": shipped(FwdProblem.dense("bf16", 72, 40, "window")),
     "latent": shipped(FwdProblem.dense("bf16", 192, 128, "causal")),
     "share-q-o": shipped(FwdProblem.dense("bf16", 256, 256, "causal"), share_q_o=True, q_in_regs=False),

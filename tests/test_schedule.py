@@ -204,12 +204,12 @@ def ragged(lengths: list[int], rest: int = 0, heads: int = 1, group: int = 1, to
 
 
 @pytest.mark.parametrize(("longest_first", "passes"), [(False, 1), (True, 1), (True, 2)])
-@pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 2), (4, 4)])
-@pytest.mark.parametrize("lengths", [[5], [4, 8, 12], [0, 0, 9, 0], [1] * 9, [0], [17, 0, 3, 4]], ids=str)
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("lengths", [[4, 8], [0, 9, 0], [1] * 5, [17, 0, 3, 4]], ids=str)
 def test_every_tile_of_packed_sequences_has_one_number(
     warp: Warp, lengths: list[int], heads: int, group: int, longest_first: bool, passes: int
 ) -> None:
-    for rest in (0, 1, 6):
+    for rest in (0, 6):
         order = ragged(lengths, rest, heads, group, longest_first=longest_first, passes=passes)
         found = [warp(order.tile, index) for index in range(order.size())]
         rows = [*lengths, rest]

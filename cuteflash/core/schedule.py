@@ -171,14 +171,16 @@ class RaggedOrder:
         first = (index // per_group) * self.group
         in_group = index % per_group
         width = cutlass.min(self.group, self.heads - first)
-        number = in_group // width % size
+        number = in_group // width
+        if const_expr(self.longest_first):
+            is_first_pass = number < size
+            number = number % size
         sequence = self.sequence_of(number)
         begin = first_tile(self.cu_q[sequence], sequence, self.tile_tokens)
         m_block = number - begin
         if const_expr(self.longest_first):
             owned = self.sequence_end(sequence) - begin
             m_block = owned - 1 - m_block
-            is_first_pass = in_group < width * size
             if self.passes == 2 and is_first_pass != (2 * m_block >= owned):
                 m_block = owned  # the other pass has this tile
         return m_block, first + in_group % width, sequence
