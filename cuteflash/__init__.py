@@ -11,6 +11,25 @@ from cuteflash.startup import quiet_interrupts
 # `python -m cuteflash` imports this package before it runs `__main__`; meanwhile sys.argv[0] is "-m".
 with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
     from cuteflash.api import flash_attn_func
+    from cuteflash.packed_api import flash_attn_varlen_func
+    from cuteflash.packing import (
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        pad_input,
+        unpad_input,
+    )
     from cuteflash.version import VERSION as __version__
 
-__all__ = ["__version__", "flash_attn_func"]
+__all__ = [
+    "__version__",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "pad_input",
+    "unpad_input",
+]

@@ -1,8 +1,9 @@
 """What an operation is called with, declared once: the options of its operators, the arguments of its kernels.
 
     FwdOptions    the schema of the operators, with its defaults
-    FwdTensors    the tensors of a kernel } the order of its `__call__`, of the fakes that it is compiled with
-    FwdScalars    its run-time scalars    } (`cuteflash.core.signature`), and of every launch
+    FwdTensors    the tensors of a kernel   } the order of its `__call__`, of the fakes that it is compiled with
+    PackedTensors those of packed sequences } (`cuteflash.core.signature`), and of every launch
+    FwdScalars    its run-time scalars      }
 
 An option with the name of a scalar is passed on as that scalar. A backward has the same three, named `Bwd`.
 """
@@ -80,13 +81,26 @@ def _definition(options: FwdOptions | BwdOptions, head_dim: int) -> dict[str, An
 
 
 class FwdTensors(NamedTuple):
-    """The tensors of a forward kernel; inside the kernel CuTe tensors, outside torch's."""
+    """The tensors of a forward kernel; inside the kernel CuTe tensors, outside torch's.
+
+    Packed sequences have no batch mode, and `seqlen` is that of all of them together.
+    """
 
     q: Any  # (batch, seqlen_q, heads_q, head_dim)
     k: Any  # (batch, seqlen_k, heads_k, head_dim)
     v: Any  # (batch, seqlen_k, heads_k, head_dim_v)
     o: Any  # (batch, seqlen_q, heads_q, head_dim_v)
     lse: Any  # (batch, heads_q, seqlen_q), fp32; None for a problem without LSE
+
+
+class PackedTensors(NamedTuple):
+    """What a kernel gets of packed sequences, int32; a kernel of dense batches does not have these arguments."""
+
+    cu_seqlens_q: Any = None  # (batch + 1,), the first row of each sequence, then the end of the last one
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None  # (batch,), how many of a sequence's rows count, the first ones; None is all
+    seqused_k: Any = None
+    tile_counter: Any = None  # (1,), 0 before a launch and after it; launches that overlap have one each
 
 
 class FwdScalars(NamedTuple):
@@ -103,18 +117,20 @@ class FwdArguments(NamedTuple):
     """All arguments of a forward kernel. It takes them flat: a nested tuple costs each launch 0.5 us of host time."""
 
     tensors: FwdTensors
+    packed: PackedTensors
     scalars: FwdScalars
     stream: Any
 
     @classmethod
     def of(cls, flat: tuple[Any, ...]) -> Self:
         """From the flat arguments that `__call__` gets."""
-        end = len(FwdTensors._fields)
-        return cls(FwdTensors(*flat[:end]), FwdScalars(*flat[end:-1]), flat[-1])
+        end, scalars = len(FwdTensors._fields), len(flat) - len(FwdScalars._fields) - 1
+        return cls(FwdTensors(*flat[:end]), PackedTensors(*flat[end:scalars]), FwdScalars(*flat[scalars:-1]), flat[-1])
 
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them."""
-        return (*self.tensors, *self.scalars, self.stream)
+        packed = () if all(x is None for x in self.packed) else self.packed
+        return (*self.tensors, *packed, *self.scalars, self.stream)
 
 
 class BwdTensors(NamedTuple):

@@ -109,10 +109,14 @@ class Storage:
         q: of Q and O. ``"dense"``: one length for all, in a batch mode. ``"varlen"``: one after the other, each with
             its own length.
         k: of K and V, likewise.
+        used_q, used_k: of each sequence only so many of its first rows count as a tensor says (``seqused_q``,
+            ``seqused_k``).
     """
 
     q: StorageKind = "dense"
     k: StorageKind = "dense"
+    used_q: bool = False
+    used_k: bool = False
 
     def __post_init__(self) -> None:
         for name in ("q", "k"):
@@ -243,9 +247,11 @@ def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[
 
 
 def problem_id(problem: Problem) -> str:
-    """Identity of a problem, readable: `"bf16 128x128 causal"`, then `softcap`, `lse`, `packed 4` if they apply."""
+    """Identity of a problem, readable: `"bf16 128x128 causal"`, then what applies of `softcap`, `lse`, `varlen`,
+    `deterministic`, `used_q`, `used_k` and `packed 4`."""
     operands = problem.operands
     extras: list[str] = [name for name in FEATURES if name in problem.features]
+    extras += [name for name in ("used_q", "used_k") if getattr(problem.storage, name)]
     if operands.packed_heads > 1:
         extras.append(f"packed {operands.packed_heads}")
     return " ".join(

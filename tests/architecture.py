@@ -28,6 +28,7 @@ RANKS: dict[str, int] = {
     "usertable": 2,
     "torch_internals": 2,
     "validate": 2,
+    "validate_packed": 3,
     "coerce": 3,
     "reference": 2,
     "core": 2,
@@ -45,15 +46,18 @@ RANKS: dict[str, int] = {
     "planning": 7,
     "operators": 7,
     "ops": 8,
+    "packed_ops": 8,
     "api": 9,
-    "nn": 10,
-    "integrations": 10,
-    "compat": 10,
-    "tune": 11,
-    "companions": 11,  # what lies beside cuteflash/ is the command line's to load, nobody else's
-    "cli": 12,
-    "__main__": 13,
-    "": 13,  # cuteflash/__init__.py, the public face
+    "packed_api": 9,
+    "packing": 10,
+    "nn": 11,
+    "integrations": 11,
+    "compat": 11,
+    "tune": 12,
+    "companions": 12,  # what lies beside cuteflash/ is the command line's to load, nobody else's
+    "cli": 13,
+    "__main__": 14,
+    "": 14,  # cuteflash/__init__.py, the public face
 }
 STDLIB_ONLY = (
     "arguments",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FwdProblem, Storage
 from cuteflash.traits.sm80 import FwdTraitsSm80
 
 cutlass = pytest.importorskip("cutlass")
@@ -29,6 +29,13 @@ CASES = {
     "causal-lse": (WIDE, FwdProblem.dense("fp16", 128, 128, "causal", lse=True)),
     "window-softcap": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem.dense("bf16", 64, 64, "window", softcap=True)),
     "packed": (FwdTraitsSm80(64, 64, 64, 64), FwdProblem.dense("bf16", 64, 64, "causal", lse=True, packed_heads=6)),
+    "varlen": (
+        FwdTraitsSm80(64, 64, 64, 64),
+        dataclasses.replace(
+            FwdProblem.dense("bf16", 64, 64, "causal", lse=True, packed_heads=6),
+            storage=Storage("varlen", "varlen", used_q=True, used_k=True),
+        ),
+    ),
     "padded": (FwdTraitsSm80(64, 64, 96, 32), FwdProblem.dense("bf16", 72, 24, lse=True)),
     "stages": (FwdTraitsSm80(64, 32, 64, 64, kv_stage=3, q_in_regs=True), FwdProblem.dense("bf16", 64, 64, "causal")),
 }

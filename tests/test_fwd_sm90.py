@@ -11,13 +11,14 @@ import pytest
 
 from cuteflash.dispatch import choose
 from cuteflash.kernels.sm90.fwd import FlashFwdSm90
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FwdProblem, Storage
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.cross_compile import KernelStore
 from tests.slow import slow_but
 
 TARGET = "sm_90a"
+PACKED = Storage("varlen", "varlen", used_q=True, used_k=True)
 
 
 def shipped(problem: FwdProblem, **change: Any) -> tuple[FwdTraitsSm90, FwdProblem]:
@@ -25,6 +26,10 @@ def shipped(problem: FwdProblem, **change: Any) -> tuple[FwdTraitsSm90, FwdProbl
     traits = choose(problem, TARGET, "sm90").traits
     assert isinstance(traits, FwdTraitsSm90)
     return dataclasses.replace(traits, **change), problem
+
+
+def packed_sequences(problem: FwdProblem, storage: Storage = PACKED) -> FwdProblem:
+    return dataclasses.replace(problem, storage=storage)
 
 
 # Each case is there for what no other case compiles.
@@ -36,6 +41,10 @@ CASES = {
     "p-in-smem": (FwdTraitsSm90(192, 128, 96, 96, p_in_regs=False), FwdProblem.dense("bf16", 96, 96)),
     "packed-7": shipped(FwdProblem.dense("bf16", 128, 128, "causal", lse=True, packed_heads=7)),
     "packed-8": shipped(FwdProblem.dense("bf16", 64, 64, packed_heads=8)),
+    "varlen": shipped(packed_sequences(FwdProblem.dense("bf16", 128, 128, "window", softcap=True, lse=True))),
+    "varlen-queries-packed-7": shipped(
+        packed_sequences(FwdProblem.dense("fp16", 64, 64, "causal", lse=True, packed_heads=7), Storage("varlen"))
+    ),
     "padded": shipped(FwdProblem.dense("bf16", 72, 40, "window")),
     "latent": shipped(FwdProblem.dense("bf16", 192, 128, "causal")),
     "share-q-o": shipped(FwdProblem.dense("bf16", 256, 256, "causal"), share_q_o=True, q_in_regs=False),
@@ -108,6 +117,9 @@ def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, kern
     assert {operands.split(", ")[1].startswith("R") for operands in qk} == {traits.q_in_regs}
     assert {operands.split(", ")[1].startswith("R") for operands in pv} == {traits.p_in_regs}
     assert len(qk) + len(pv) == compiled.count(r"HGMMA\.")
+
+    barriers, words = traits.smem_handout  # in the gap that the plan leaves
+    assert traits.smem_plan["barriers"].end <= barriers.start and words.end <= traits.smem_plan["q"].start
 
     if problem.scores.softcap:  # every score of every S, in whichever loop it is
         assert compiled.count(r"MUFU\.TANH") == len(qk) // (traits.head_dim // 16) * traits.tile_n // 2

@@ -7,9 +7,11 @@ import importlib.util
 import inspect
 import itertools
 import math
+import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -40,9 +42,12 @@ def untraced(name: str) -> types.ModuleType:
 
 schedule = untraced("cuteflash.core.schedule")
 TileOrder = schedule.TileOrder
+RaggedOrder = schedule.RaggedOrder
 schedule.greatest_common_divisor = inspect.unwrap(schedule.greatest_common_divisor)
 tile_of = inspect.unwrap(TileOrder.tile)
 index_of = inspect.unwrap(TileOrder.index)
+for method in ("tile", "sequence_of", "sequence_end", "draw", "close"):
+    setattr(RaggedOrder, method, inspect.unwrap(getattr(RaggedOrder, method)))
 
 
 @pytest.fixture
@@ -145,3 +150,151 @@ def test_blocks_of_causal_problems_end_together(tiles_of_block, cell: Cell) -> N
     ideal = max(sum(queue) / NUM_SMS, max(work))
     assert max(ends) <= MAKESPAN_OF_IDEAL * ideal
     assert max(ends) <= MAKESPAN_OF_ON_DEMAND * on_demand(queue, NUM_SMS)
+
+
+class Ballot(Exception):
+    """A lane asks for the votes of its warp."""
+
+
+class Warp:
+    """Runs a function as 32 lanes in step: from the start up to each vote, until all of them are known."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lane, self.known = 0, iter(())
+        monkeypatch.setattr(schedule, "Int32", int)
+        monkeypatch.setattr(schedule, "Boolean", bool)
+        arch = schedule.cute.arch
+        monkeypatch.setattr(arch, "lane_idx", lambda: self.lane)
+        monkeypatch.setattr(arch, "popc", int.bit_count)
+        monkeypatch.setattr(arch, "vote_ballot_sync", self._vote)
+
+    def _vote(self, vote: bool) -> int:
+        for votes in self.known:
+            return votes
+        raise Ballot(vote)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What all lanes return; the number of votes is then `self.votes`."""
+        known: list[int] = []
+        while True:
+            results, votes = set(), 0
+            for self.lane in range(32):
+                self.known = iter(known)
+                try:
+                    results.add(function(*arguments))
+                except Ballot as ballot:
+                    votes |= ballot.args[0] << self.lane
+                    results.add(None)
+            (result,) = results  # no lane leaves the loop before the others
+            if result is not None:
+                self.votes = len(known)
+                return result
+            known.append(votes)
+
+
+@pytest.fixture
+def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
+    return Warp(monkeypatch)
+
+
+def ragged(lengths: list[int], rest: int = 0, heads: int = 1, group: int = 1, tokens: int = 4, **more: Any) -> Any:
+    cu = [0, *itertools.accumulate(lengths)]
+    more = {"counter": [0], "longest_first": False, "passes": 1} | more
+    return RaggedOrder(cu, rows=cu[-1] + rest, heads=heads, batch=len(lengths), group=group, tile_tokens=tokens, **more)
+
+
+@pytest.mark.parametrize(("longest_first", "passes"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("lengths", [[4, 8], [0, 9, 0], [1] * 5, [17, 0, 3, 4]], ids=str)
+def test_every_tile_of_packed_sequences_has_one_number(
+    warp: Warp, lengths: list[int], heads: int, group: int, longest_first: bool, passes: int
+) -> None:
+    for rest in (0, 6):
+        order = ragged(lengths, rest, heads, group, longest_first=longest_first, passes=passes)
+        found = [warp(order.tile, index) for index in range(order.size())]
+        rows = [*lengths, rest]
+        every = itertools.product(range(heads), [(m, b) for b, n in enumerate(rows) for m in range(-(-n // 4))])
+        real = [(m, head, b) for m, head, b in found if m * 4 < rows[b]]
+        assert sorted(real) == sorted((m, head, b) for head, (m, b) in every)
+        assert all(m >= 0 for m, _, _ in found)
+
+
+def test_a_search_takes_one_vote_for_each_power_of_33(warp: Warp) -> None:
+    for batch, votes in ((1, 1), (32, 1), (33, 2), (1088, 2), (1089, 3)):
+        lengths = [n % 7 for n in range(batch)]
+        order = ragged(lengths, rest=3)
+        begins = [number for n, row in enumerate(order.cu_q) for number in [row // 4 + n]]
+        for number in {0, 1, begins[batch // 2], begins[-1] - 1, begins[-1], order.head_size() - 1}:
+            owner = max(n for n, begin in enumerate(begins) if begin <= number)
+            assert warp(order.sequence_of, number) == owner
+            assert warp.votes <= votes
+        assert warp.votes == votes
+
+
+def test_longest_first_takes_the_last_tiles_of_a_sequence_first(warp: Warp) -> None:
+    order = ragged([12, 5], heads=2, group=2, longest_first=True)
+    found = [warp(order.tile, index) for index in range(order.size())]
+    real = [(m, head, b) for m, head, b in found if m * 4 < [12, 5, 0][b]]
+    assert real == [(m, h, b) for m, b in ((2, 0), (1, 0), (0, 0), (1, 1), (0, 1)) for h in (0, 1)]
+
+
+def test_in_two_passes_the_upper_halves_of_all_sequences_come_first(warp: Warp) -> None:
+    order = ragged([12, 14], heads=3, group=2, longest_first=True, passes=2)
+    found = [warp(order.tile, index) for index in range(order.size())]
+    real = [(m, head, b) for m, head, b in found if m * 4 < [12, 14, 0][b]]
+    halves = [[(2, 0), (3, 1), (2, 1)], [(1, 0), (0, 0), (1, 1), (0, 1)]]
+    groups = ((0, 1), (2,))
+    assert real == [(m, head, b) for heads in groups for half in halves for m, b in half for head in heads]
+
+
+def test_sequences_of_a_few_tiles_get_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "Int32", int)
+    passes = inspect.unwrap(RaggedOrder.best_passes)
+    assert [passes(mean, 128) for mean in (16, 255, 256, 1024, 1025, 8192)] == [1, 1, 2, 2, 1, 1]
+
+
+def test_a_group_of_packed_heads_is_wide_and_whole() -> None:
+    assert [RaggedOrder.wide_group(1, 1), RaggedOrder.wide_group(40, 4)] == [32, 40]
+    assert [RaggedOrder.wide_group(5, 5), RaggedOrder.wide_group(1, 64)] == [35, 64]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+def test_each_tile_is_drawn_once_and_the_counter_is_left_at_zero(
+    warp: Warp, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    counter = Counter()
+    order = ragged([9, 0, 30, 2], heads=2, counter=counter)
+    arch = schedule.cute.arch
+    monkeypatch.setattr(arch, "grid_dim", lambda: (blocks, 1, 1))
+    monkeypatch.setattr(arch, "atomic_add", Counter.add)
+    warp.lane = 0  # the one that draws
+    for launch in range(3):
+        seen = []
+        at = {block: block for block in range(blocks)}
+        pick = random.Random(launch)
+        while at:
+            block = pick.choice(list(at))
+            if at[block] < order.size():
+                seen.append(at[block])
+                at[block] = order.draw()
+            else:
+                order.close(at.pop(block))
+        assert sorted(seen) == list(range(order.size()))
+        assert counter.value == 0
+
+
+class Counter:
+    """An integer in memory."""
+
+    value = 0
+
+    @property
+    def iterator(self) -> Counter:
+        return self
+
+    def add(self, value: int) -> int:
+        self.value += value
+        return self.value - value
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.value = value

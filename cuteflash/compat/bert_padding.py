@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cuteflash import api
+from cuteflash import packing
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
@@ -23,13 +23,9 @@ def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """`cuteflash.unpad_input`: packed rows, their indices, cu_seqlens, the longest length, the used lengths."""
-    rows, indices, cu_seqlens, longest, used = api.unpad_input(  # type: ignore[attr-defined]
-        hidden_states, attention_mask, unused_mask
-    )
-    return rows, indices, cu_seqlens, longest, used
+    return packing.unpad_input(hidden_states, attention_mask, unused_mask)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """`cuteflash.pad_input`: the rows at `indices` of (batch, seqlen, ...), zeros elsewhere."""
-    padded: Tensor = api.pad_input(hidden_states, indices, batch, seqlen)  # type: ignore[attr-defined]
-    return padded
+    return packing.pad_input(hidden_states, indices, batch, seqlen)

@@ -20,7 +20,6 @@ def attend(
     *,
     softmax_scale: float | None,
     window_size: Any,
-    deterministic: bool = False,
     **options: Any,
 ) -> Any:
     """Call a public function as FlashAttention-2 and 3 treat their inputs.
@@ -35,7 +34,6 @@ def attend(
         lengths: the arguments between the tensors and the options.
         softmax_scale: None is ``1 / sqrt(head_dim)``, of the head dim before padding.
         window_size: (left, right).
-        deterministic: whether gradients are the same in every run.
         options: further ones of `function`.
     """
     rows = [_contiguous_rows(x) for x in tensors]
@@ -44,8 +42,6 @@ def attend(
         head_dim = rows[0].shape[-1]
         softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         rows = [F.pad(x, (0, padding)) for x in rows]
-    if deterministic:
-        options["deterministic"] = True
     result = function(*rows, *lengths, softmax_scale=softmax_scale, window_size=_window(window_size), **options)
     if not padding:
         return result

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cuteflash import api
+from cuteflash import api, packed_api, packing
 from cuteflash.compat.common import ONE_SPLIT, attend
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 
@@ -86,7 +86,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` with k and v in one tensor, (batch, seqlen_k, 2, kv_heads, head_dim)."""
     return _attend(
-        api.flash_attn_kvpacked_func,  # type: ignore[attr-defined]
+        packing.flash_attn_kvpacked_func,
         (q, kv),
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
@@ -112,7 +112,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` with q, k and v in one tensor, (batch, seqlen, 3, heads, head_dim)."""
     return _attend(
-        api.flash_attn_qkvpacked_func,  # type: ignore[attr-defined]
+        packing.flash_attn_qkvpacked_func,
         (qkv,),
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
@@ -153,7 +153,7 @@ def flash_attn_varlen_func(
         O, shaped as q; with `return_attn_probs` (O, LSE, None), LSE fp32 (heads, total_q).
     """
     return _attend(
-        api.flash_attn_varlen_func,  # type: ignore[attr-defined]
+        packed_api.flash_attn_varlen_func,
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         dropout_p=dropout_p,
@@ -186,7 +186,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with k and v in one tensor, (total_k, 2, kv_heads, head_dim)."""
     return _attend(
-        api.flash_attn_varlen_kvpacked_func,  # type: ignore[attr-defined]
+        packing.flash_attn_varlen_kvpacked_func,
         (q, kv),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         dropout_p=dropout_p,
@@ -215,7 +215,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with q, k and v in one tensor, (total, 3, heads, head_dim)."""
     return _attend(
-        api.flash_attn_varlen_qkvpacked_func,  # type: ignore[attr-defined]
+        packing.flash_attn_varlen_qkvpacked_func,
         (qkv,),
         (cu_seqlens, max_seqlen),
         dropout_p=dropout_p,

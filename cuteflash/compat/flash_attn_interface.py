@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cuteflash import api
+from cuteflash import api, packed_api
 from cuteflash.compat.common import ONE_SPLIT, attend
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import shown
@@ -150,7 +150,7 @@ def flash_attn_varlen_func(
         O, (total_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (heads, total_q).
     """
     return _attend(
-        api.flash_attn_varlen_func,  # type: ignore[attr-defined]
+        packed_api.flash_attn_varlen_func,
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         qv=qv,

@@ -19,7 +19,7 @@ def normalize(softmax: OnlineSoftmax, scores: ScoreTile, out: cute.Tensor, tile:
         scores: for the rows that this thread's elements belong to.
         out: O's accumulator as (rows, columns).
         tile: the rows of `scores`.
-        mLSE: (b, h_q, s_q) fp32.
+        mLSE: (b, h_q, s_q) fp32; of packed sequences (1, h_q, total).
     """
     lse = cute.make_rmem_tensor_like(softmax.row_scale)
     softmax.finish(lse)
@@ -30,4 +30,4 @@ def normalize(softmax: OnlineSoftmax, scores: ScoreTile, out: cute.Tensor, tile:
             for r in cutlass.range_constexpr(cute.size(lse)):
                 token, head = scores.token(r)
                 if scores.row(r) < rows:
-                    mLSE[tile.batch, tile.head * tile.packed_heads + head, tile.first_token + token] = lse[r]
+                    mLSE[tile.batch, tile.head * tile.packed_heads + head, tile.first_row + token] = lse[r]

@@ -8,13 +8,56 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cuteflash.arguments import BwdScalars, FwdScalars
-from cuteflash.core.lengths import Lengths
+from cuteflash.arguments import BwdScalars, FwdScalars, FwdTensors, PackedTensors
+from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.schedule import TileOrder
+from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.tile import KeyTile, QueryTile
-from cuteflash.problem import MaskKind
+from cuteflash.core.views import with_batch
+from cuteflash.problem import MaskKind, Storage
+
+LONGER_THAN_MEAN = 4  # sequences that are longer than this times the mean are few
+
+
+def batched(tensors: FwdTensors, storage: Storage) -> FwdTensors:
+    """The tensors with a batch mode, also those of packed sequences, which have one entry."""
+    views = {}
+    if storage.q == "varlen":
+        views = {name: with_batch(getattr(tensors, name)) for name in ("q", "o")}
+        if tensors.lse is not None:
+            views["lse"] = with_batch(tensors.lse)
+    if storage.k == "varlen":
+        views |= {name: with_batch(getattr(tensors, name)) for name in ("k", "v")}
+    return tensors._replace(**views)
+
+
+def ragged_order(
+    kernel, tensors: FwdTensors, packed: PackedTensors, heads: Int32, heads_per_kv: Int32, persistent: bool
+) -> RaggedOrder:
+    """The order of a kernel's tiles of packed sequences, whose lengths the host does not know: it goes by the mean.
+
+    Without `persistent` blocks a second pass would cost a block for each tile of the first one.
+    """
+    rows, keys, batch = tensors.q.shape[1], tensors.k.shape[1], packed.cu_seqlens_q.shape[0] - 1
+    live_keys = cutlass.min(keys, keys // batch * LONGER_THAN_MEAN)
+    group = TileOrder.head_group(live_keys, heads_per_kv, kernel.problem.operands.kv_row_bytes)
+    passes = Int32(1)
+    if kernel.longest_first:
+        group = RaggedOrder.wide_group(group, heads_per_kv)
+        if persistent:
+            passes = RaggedOrder.best_passes(rows // batch, kernel.tile_tokens)
+    return RaggedOrder(
+        cu_q=packed.cu_seqlens_q,
+        counter=packed.tile_counter,
+        rows=rows,
+        heads=heads,
+        batch=batch,
+        group=cutlass.min(group, heads),
+        passes=passes,
+        tile_tokens=kernel.tile_tokens,
+        longest_first=kernel.longest_first,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +71,10 @@ class Launch:
         window_left, window_right: keys visible before and after a query's own position.
         scale_log2, inner_scale: exp2 is taken of `scale_log2 * s`, with `s = tanh(inner_scale * q k)` under a softcap
             and `s = q k` otherwise.
-        mask_kind, tile_tokens, tile_n, packed_heads: of the kernel.
+        mask_kind, storage, tile_tokens, tile_n, packed_heads: of the kernel.
     """
 
-    order: TileOrder
+    order: Order
     heads_per_kv: Int32
     lengths: Lengths
     window_left: Int32
@@ -39,39 +82,57 @@ class Launch:
     scale_log2: Float32
     inner_scale: Float32
     mask_kind: cutlass.Constexpr[MaskKind]
+    storage: cutlass.Constexpr[Storage]
     tile_tokens: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     packed_heads: cutlass.Constexpr[int]
 
     @staticmethod
-    def of(kernel, mQ: cute.Tensor, mK: cute.Tensor, scalars: FwdScalars, whole_waves: bool) -> Launch:
+    def of(kernel, tensors: FwdTensors, packed: PackedTensors, scalars: FwdScalars, persistent: bool) -> Launch:
         """The launch of a kernel.
 
         Args:
             kernel: for its problem, traits, `tile_tokens` and `longest_first`.
-            mQ, mK: (b, s_q, h_q, d) and (b, s_k, h_k, d).
-            scalars: the kernel's.
-            whole_waves: groups of heads fill whole waves of `num_sms` persistent blocks.
+            tensors: the kernel's, as `batched` returns them.
+            packed, scalars: the kernel's.
+            persistent: there are `num_sms` blocks; groups of heads of a dense batch then fill whole waves of them.
         """
-        operands, scores = kernel.problem.operands, kernel.problem.scores
-        batch, seqlen_q, heads_q, _ = mQ.shape
-        _, seqlen_k, heads_k, _ = mK.shape
+        operands, scores, storage = kernel.problem.operands, kernel.problem.scores, kernel.problem.storage
+        batch, seqlen_q, heads_q, _ = tensors.q.shape
+        _, seqlen_k, heads_k, _ = tensors.k.shape
         heads = heads_q // operands.packed_heads
         heads_per_kv = heads // heads_k
-        m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
-        group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
-        if whole_waves:
-            group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
+        sequences = None
+        order: Order
+        if storage.q == "varlen":
+            order = ragged_order(kernel, tensors, packed, heads, heads_per_kv, persistent)
+            sequences = order.batch
+        else:
+            m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
+            group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
+            if persistent:
+                group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
+            order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch), kernel.longest_first)
+        lengths = Lengths(
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            cu_q=packed.cu_seqlens_q,
+            cu_k=packed.cu_seqlens_k,
+            used_q=packed.seqused_q,
+            used_k=packed.seqused_k,
+            batch=sequences,
+        )
         scale, inner_scale = score_scales(scores.softcap, scalars)
         return Launch(
-            order=TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch), kernel.longest_first),
+            order=order,
             heads_per_kv=heads_per_kv,
-            lengths=Lengths(seqlen_q, seqlen_k),
+            lengths=lengths,
             window_left=scalars.window_left,
             window_right=scalars.window_right,
             scale_log2=scale * LOG2_E,
             inner_scale=inner_scale,
             mask_kind=scores.mask,
+            storage=storage,
             tile_tokens=kernel.tile_tokens,
             tile_n=kernel.traits.tile_n,
             packed_heads=operands.packed_heads,
@@ -80,13 +141,19 @@ class Launch:
     def tile(self, index: Int32) -> QueryTile:
         """The tile with number `index` of the order: what a role works on."""
         m_block, head, batch = self.order.tile(index)
-        sequence = self.lengths.sequence(batch)
+        return self.tile_of(m_block, head, batch, self.lengths.sequence(batch))
+
+    def tile_of(self, m_block: Int32, head: Int32, batch: Int32, sequence: Sequence) -> QueryTile:
+        """Query tile `m_block` of a head of batch entry `batch`, which is `sequence`."""
         mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
         return QueryTile(
             m_block=m_block,
             head=head,
-            batch=batch,
+            batch=0 if self.storage.q == "varlen" else batch,
+            kv_batch=0 if self.storage.k == "varlen" else batch,
             heads_per_kv=self.heads_per_kv,
+            first_q=sequence.first_q,
+            first_k=sequence.first_k,
             first_token=m_block * self.tile_tokens,
             mask=mask,
             tile_n=self.tile_n,

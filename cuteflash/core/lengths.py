@@ -1,4 +1,4 @@
-"""How long each sequence of a batch is, and where it begins in memory.
+"""How long each sequence of a batch is, where it begins in memory, and which tiles it owns.
 
 The source runs on Python ints and lists (in the tests) and on traced `Int32` values and tensors alike.
 """
@@ -6,14 +6,30 @@ The source runs on Python ints and lists (in the tests) and on traced `Int32` va
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
+
+import cutlass
 
 Index = Any  # a Python int or a traced cutlass.Int32
 Vector = Any  # a list of ints or a one-dimensional cute.Tensor of Int32
 
 
-@dataclasses.dataclass(frozen=True)
-class Sequence:
+def first_tile(first_row: Index, index: Index, tile_rows: int) -> Index:
+    """The number of the first tile of packed sequence `index`, whose rows begin at `first_row`.
+
+    Each sequence owns as many consecutive numbers as it has tiles of `tile_rows` rows, or one more. So its numbers
+    follow from where it begins: nothing is added up over the sequences before it. Times `tile_rows` this is where the
+    sequence begins in a buffer that pads each of them to whole tiles.
+    """
+    return first_row // tile_rows + index
+
+
+def count_tiles(rows: Index, batch: Index, tile_rows: int) -> Index:
+    """How many tile numbers `batch` packed sequences own in a tensor of `rows` rows, with those after the last one."""
+    return first_tile(rows, batch + 1, tile_rows)
+
+
+class Sequence(NamedTuple):
     """One sequence: the rows `[first_q, first_q + seqlen_q)` of Q and O, `[first_k, first_k + seqlen_k)` of K and V."""
 
     first_q: Index
@@ -30,9 +46,10 @@ class Lengths:
     given, and the other fields leave no code behind.
 
     Attributes:
-        seqlen_q, seqlen_k: rows of every sequence of a dense batch; of a packed one, of the longest.
+        seqlen_q, seqlen_k: rows of every sequence of a dense batch; of a packed one, all rows of its tensor.
         cu_q, cu_k: (batch + 1,), the first row of each packed sequence, then the end of the last one; None if dense.
         used_q, used_k: (batch,), how many of a sequence's rows count, the first ones; None is all.
+        batch: number of sequences, at least 1; asked for if the queries are packed.
     """
 
     seqlen_q: Index
@@ -41,15 +58,30 @@ class Lengths:
     cu_k: Vector | None = None
     used_q: Vector | None = None
     used_k: Vector | None = None
+    batch: Index | None = None
 
-    def sequence(self, batch: Index) -> Sequence:
-        """The sequence of a batch entry."""
-        return Sequence(
-            *_span(batch, self.seqlen_q, self.cu_q, self.used_q), *_span(batch, self.seqlen_k, self.cu_k, self.used_k)
-        )
+    def sequence(self, index: Index) -> Sequence:
+        """The sequence of a batch entry.
+
+        Packed queries have one sequence more: number `batch` holds the rows after the last one's end and has no keys,
+        so that O is 0 there.
+        """
+        if self.cu_q is None:
+            last, is_rest = index, 0
+        else:
+            last = cutlass.min(index, self.batch - 1)
+            is_rest = index - last
+        first_k, seqlen_k = _span(last, self.seqlen_k, self.cu_k, self.used_k)
+        first_q, seqlen_q = _span(last, self.seqlen_q, self.cu_q, self.used_q)
+        if self.cu_q is not None:
+            end = self.cu_q[last + 1]
+            first_q = first_q + is_rest * (end - first_q)
+            seqlen_q = seqlen_q + is_rest * (self.seqlen_q - end - seqlen_q)
+            seqlen_k = seqlen_k - is_rest * seqlen_k
+        return Sequence(first_q, seqlen_q, first_k, seqlen_k)
 
 
-def _span(batch: Index, seqlen: Index, cu: Vector | None, used: Vector | None) -> tuple[Index, Index]:
+def _span(index: Index, seqlen: Index, cu: Vector | None, used: Vector | None) -> tuple[Index, Index]:
     """(first row, number of rows)"""
-    first, length = (0, seqlen) if cu is None else (cu[batch], cu[batch + 1] - cu[batch])
-    return first, length if used is None else used[batch]
+    first, length = (0, seqlen) if cu is None else (cu[index], cu[index + 1] - cu[index])
+    return first, length if used is None else used[index]

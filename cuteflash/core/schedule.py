@@ -7,26 +7,35 @@ from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
+
+from cuteflash.core.lengths import Vector, count_tiles, first_tile
 
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
 # about half of it leaves room for Q, O and the heads that are about to end.
 L2_BUDGET_BYTES = 24 << 20
+TWO_PASSES = 2, 8  # query tiles of a sequence, from and to
+WIDE_GROUP = 32  # heads: with 132 blocks at most four or five tiles of a sequence and head run at the same time
+WARP = 32
 
 
-class Schedule(Protocol):
-    """An order of all tiles of a launch; `each_tile` walks it in a persistent kernel."""
+class Order(Protocol):
+    """An order of all tiles of a launch."""
 
     def size(self) -> Int32:
         """Number of tiles."""
         ...
 
-    def index(self, wave: Int32) -> Int32:
-        """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none."""
-        ...
-
     def tile(self, index: Int32) -> tuple[Int32, Int32, Int32]:
         """(query tile, head, batch entry) of a tile."""
+        ...
+
+
+class Schedule(Order, Protocol):
+    """An order whose tiles are dealt to the blocks in advance; `each_tile` walks it in a persistent kernel."""
+
+    def index(self, wave: Int32) -> Int32:
+        """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none."""
         ...
 
 
@@ -97,6 +106,125 @@ class TileOrder:
             m_block = index % self.m_blocks
             head = index // self.m_blocks
         return m_block, head % self.heads, head // self.heads
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedOrder:
+    """The order of packed sequences, whose heads differ in their numbers of query tiles.
+
+    A head's tiles go by the numbers of `cuteflash.core.lengths.first_tile`, some of which belong to no tile: the host
+    knows how many numbers there are, but not the lengths. The query tile of such a number begins after its sequence's
+    end. Heads are taken in groups, and inside a group the same tile of every head is a neighbour. With `longest_first`
+    (causal masks and windows) the last query tiles of a sequence come first.
+
+    What a tile costs differs from sequence to sequence, so persistent blocks draw tiles on demand, from a counter in
+    global memory that a launch finds at 0 and leaves at 0. With two `passes` all numbers come twice in each group:
+    first for the upper half of each sequence's tiles, then for the lower half. Then a group ends with many short tiles,
+    not with one sequence's, and the blocks end together.
+
+    Attributes:
+        cu_q: (batch + 1,), the first row of each sequence, then the end of the last one.
+        counter: (1,), tiles that were drawn beyond the first one of each block.
+        rows: of the packed queries, those after the last sequence's end included.
+        heads: as the tiles see them (KV heads if query heads are packed).
+        batch: sequences.
+        group: heads in a group, at most `heads`.
+        passes: 1, or 2 with `longest_first`.
+        tile_tokens: queries of a tile.
+    """
+
+    cu_q: Vector
+    counter: Vector
+    rows: Int32
+    heads: Int32
+    batch: Int32
+    group: Int32
+    passes: Int32
+    tile_tokens: cutlass.Constexpr[int]
+    longest_first: cutlass.Constexpr[bool]
+
+    @staticmethod
+    def wide_group(group: Int32, heads_per_kv: Int32) -> Int32:
+        """`group` heads, or as many as let a group end with enough short tiles for all blocks."""
+        return cutlass.max(group, cute.ceil_div(WIDE_GROUP, heads_per_kv) * heads_per_kv)
+
+    @staticmethod
+    @cute.jit
+    def best_passes(mean_rows: Int32, tile_tokens: cutlass.Constexpr[int]):
+        """Two passes if sequences have a few tiles: of fewer, or of many, the second one gains nothing."""
+        few = mean_rows >= TWO_PASSES[0] * tile_tokens and mean_rows <= TWO_PASSES[1] * tile_tokens
+        return Int32(2) if few else Int32(1)
+
+    def size(self) -> Int32:
+        """Number of tiles, with those that do not exist."""
+        return self.head_size() * self.heads * self.passes
+
+    def head_size(self) -> Int32:
+        """Number of tiles of one head, with those that do not exist."""
+        return count_tiles(self.rows, self.batch, self.tile_tokens)
+
+    @cute.jit
+    def tile(self, index: Int32):
+        """(query tile, head, sequence) of a tile; a whole warp calls it."""
+        size = self.head_size()
+        per_group = self.group * size * self.passes
+        first = (index // per_group) * self.group
+        in_group = index % per_group
+        width = cutlass.min(self.group, self.heads - first)
+        number = in_group // width
+        if const_expr(self.longest_first):
+            is_first_pass = number < size
+            number = number % size
+        sequence = self.sequence_of(number)
+        begin = first_tile(self.cu_q[sequence], sequence, self.tile_tokens)
+        m_block = number - begin
+        if const_expr(self.longest_first):
+            owned = self.sequence_end(sequence) - begin
+            m_block = owned - 1 - m_block
+            if self.passes == 2 and is_first_pass != (2 * m_block >= owned):
+                m_block = owned  # the other pass has this tile
+        return m_block, first + in_group % width, sequence
+
+    @cute.jit
+    def sequence_of(self, number: Int32):
+        """The sequence that owns a tile number. A warp's lanes search together: each step leaves one part in 33."""
+        lane = cute.arch.lane_idx()
+        first, count = Int32(0), self.batch + 1
+        while count > 1:
+            part = (count + WARP) // (WARP + 1)
+            probe = first + (lane + 1) * part
+            begins_before = Boolean(False)
+            if probe < first + count:
+                begins_before = first_tile(self.cu_q[probe], probe, self.tile_tokens) <= number
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(begins_before)) * part
+            first += passed
+            count = cutlass.min(part, count - passed)
+        return first
+
+    @cute.jit
+    def sequence_end(self, sequence: Int32):
+        """The number after the last one that a sequence owns."""
+        end = self.rows
+        if sequence < self.batch:
+            end = self.cu_q[sequence + 1]
+        return first_tile(end, sequence + 1, self.tile_tokens)
+
+    @cute.jit
+    def draw(self):
+        """A block's next tile, `size()` or more if there is none; lane 0 of the calling warp gets it.
+
+        A block works on tile `block_idx` first, and draws once for each tile.
+        """
+        index = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            index = cute.arch.grid_dim()[0] + cute.arch.atomic_add(self.counter.iterator, Int32(1))
+        return index
+
+    @cute.jit
+    def close(self, index: Int32):
+        """The block has drawn `index`, which is none. If nobody draws after it, the counter is set back to 0."""
+        if index == self.size() - 1 + cute.arch.grid_dim()[0]:
+            self.counter[0] = Int32(0)
 
 
 @cute.jit

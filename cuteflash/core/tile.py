@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from cuteflash.core.mask import Index, IntervalMask
 from cuteflash.problem import UNBOUNDED
@@ -33,10 +33,11 @@ class QueryTile:
     A row of the tile is (token, packed head), the head running fastest.
 
     Attributes:
-        m_block: which tile of its head this is.
+        m_block: which tile of its head and sequence this is.
         head: query head, or KV head if query heads are folded into the rows.
-        batch: batch entry.
+        batch, kv_batch: entry of the batch mode of Q and O, and of K and V; packed sequences have one entry.
         heads_per_kv: heads, as the tiles see them, that read one KV head.
+        first_q, first_k: where its sequence begins in Q and O, and in K and V; 0 if these are not packed.
         first_token: first query of the tile, counted from the beginning of its sequence.
         mask: the keys that each query of the sequence sees.
         tile_n: keys of a block.
@@ -46,8 +47,11 @@ class QueryTile:
 
     m_block: Int32
     head: Int32
-    batch: Int32
+    batch: Index
+    kv_batch: Index
     heads_per_kv: Int32
+    first_q: Index
+    first_k: Index
     first_token: Int32
     mask: IntervalMask
     tile_n: cutlass.Constexpr[int]
@@ -58,6 +62,15 @@ class QueryTile:
     def kv_head(self) -> Int32:
         """The head of K and V."""
         return self.head // self.heads_per_kv
+
+    def exists(self) -> Boolean:
+        """Whether the tile has a query. Those of a dense batch all do."""
+        return self.first_token < self.mask.seqlen_q
+
+    @property
+    def first_row(self) -> Int32:
+        """The tile's first query, counted as Q and O are."""
+        return self.first_q + self.first_token
 
     def visited_blocks(self) -> KeyBlocks:
         """The key blocks that the tile visits."""

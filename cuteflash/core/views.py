@@ -48,6 +48,11 @@ def transposed(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(order)))
 
 
+def with_batch(tensor: cute.Tensor) -> cute.Tensor:
+    """A tensor without a batch mode, as a batch of one entry."""
+    return cute.make_tensor(tensor.iterator, cute.make_layout((1, *tensor.shape), stride=(0, *tensor.stride)))
+
+
 def rows_first(tensor: cute.Tensor) -> cute.Tensor:
     """A (batch, seqlen, heads, head_dim) tensor seen as (seqlen, head_dim, heads, batch)."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuteflash import api
-from cuteflash.api import Window
+from cuteflash import packing
+from cuteflash.coerce import Window
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 
 
@@ -36,15 +36,13 @@ class _Attention(torch.nn.Module):
 
     def options(self, causal: bool | None = None) -> dict[str, Any]:
         """The keyword arguments of the public functions; `causal` replaces the module's own."""
-        options = {
+        return {
             "softmax_scale": self.softmax_scale,
             "causal": self.causal if causal is None else causal,
             "window_size": self.window_size,
             "softcap": self.softcap,
+            "deterministic": self.deterministic,
         }
-        if self.deterministic:
-            options["deterministic"] = True
-        return options
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
@@ -104,11 +102,9 @@ class FlashSelfAttention(_Attention):
         """
         options = self.options(causal)
         if cu_seqlens is None:
-            out: Tensor = api.flash_attn_qkvpacked_func(qkv, **options)  # type: ignore[attr-defined]
+            out: Tensor = packing.flash_attn_qkvpacked_func(qkv, **options)
         else:
-            out = api.flash_attn_varlen_qkvpacked_func(  # type: ignore[attr-defined]
-                qkv, cu_seqlens, max_seqlen, **options
-            )
+            out = packing.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
         return out
 
 
@@ -157,12 +153,12 @@ class FlashCrossAttention(_Attention):
         """
         options = self.options(causal)
         if cu_seqlens is None and cu_seqlens_k is None:
-            out: Tensor = api.flash_attn_kvpacked_func(q, kv, **options)  # type: ignore[attr-defined]
+            out: Tensor = packing.flash_attn_kvpacked_func(q, kv, **options)
         elif cu_seqlens is None or cu_seqlens_k is None:
             name = "cu_seqlens" if cu_seqlens is None else "cu_seqlens_k"
             raise ValueError(f"{name} is None; allowed: cu_seqlens and cu_seqlens_k both tensors, or both None")
         else:
-            out = api.flash_attn_varlen_kvpacked_func(  # type: ignore[attr-defined]
+            out = packing.flash_attn_varlen_kvpacked_func(
                 q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options
             )
         return out

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuteflash import api
-from cuteflash.api import Window
+from cuteflash import api, packed_api
+from cuteflash.coerce import Window
 from cuteflash.nn.rotary import RotaryEmbedding, packed_positions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP
 from cuteflash.unsupported import ZERO, refuse
@@ -77,9 +77,8 @@ class MHA(torch.nn.Module):
             "causal": causal,
             "window_size": window_size,
             "softcap": softcap,
+            "deterministic": deterministic,
         }
-        if deterministic:
-            self.options["deterministic"] = True
         self.rotary_emb = self._rotary(rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         kv_dim = 2 * self.num_heads_kv * self.head_dim
@@ -162,7 +161,7 @@ class MHA(torch.nn.Module):
         if cu_seqlens is None or cu_seqlens_k is None:
             out: Tensor = api.flash_attn_func(q, k, v, **self.options)
         else:
-            out = api.flash_attn_varlen_func(  # type: ignore[attr-defined]
+            out = packed_api.flash_attn_varlen_func(
                 q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self.options
             )
         return out

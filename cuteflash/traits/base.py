@@ -35,7 +35,6 @@ class FwdTraits(Protocol):
 
     operation: ClassVar[Operation]
     family: ClassVar[Family]
-    features: ClassVar[frozenset[Feature]]
     element_bytes: ClassVar[int]
     max_head_dim: ClassVar[int]
 
@@ -49,6 +48,8 @@ class FwdTraits(Protocol):
     def head_dim_v(self) -> int: ...
     @property
     def num_threads(self) -> int: ...
+    @property
+    def features(self) -> frozenset[Feature]: ...
     @property
     def smem_plan(self) -> dict[str, SmemRegion]: ...
     @property

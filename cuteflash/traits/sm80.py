@@ -49,7 +49,7 @@ class FwdTraitsSm80:
 
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm80"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel implements
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse", "varlen"})  # those the kernel implements
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
 

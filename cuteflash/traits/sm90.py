@@ -14,6 +14,8 @@ WGMMA_M, WGMMA_K = 64, 16
 WGMMA_MAX_N = 256  # columns of one instruction
 MBARRIER_BYTES = 8
 SWIZZLE_ALIGN = 1024  # bytes: the period of the 128-byte swizzle
+HANDED_TILES = 4  # tiles of packed sequences that are handed out ahead
+HANDED_BYTES = 32  # of each: what it is
 ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
 # The sum over all warpgroups is at most the 65536 / threads that the block was launched with.
@@ -51,7 +53,6 @@ class FwdTraitsSm90:
 
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm90"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse"})  # those that the kernel implements
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
 
@@ -93,6 +94,11 @@ class FwdTraitsSm90:
         return (self.producer_warpgroups + self.mma_warpgroups) * WARPGROUP
 
     @property
+    def features(self) -> frozenset[Feature]:
+        """Those that the kernel implements; packed sequences need a warp of the producer that hands out tiles."""
+        return frozenset({"softcap", "lse", "varlen"} if self.warp_specialized else {"softcap", "lse"})
+
+    @property
     def producer_regs(self) -> int:
         """Registers a thread of the producer warpgroup, if there is one."""
         return REGISTER_SPLIT[self.mma_warpgroups][0]
@@ -125,6 +131,12 @@ class FwdTraitsSm90:
         if not self.p_in_regs:
             append("p", self.tile_m * self.tile_n, wgs)
         return plan
+
+    @property
+    def smem_handout(self) -> tuple[SmemRegion, SmemRegion]:
+        """Barriers and words of the tiles that are handed out, in the room that the plan leaves before Q."""
+        barriers = SmemRegion(self.smem_plan["barriers"].end, 2 * HANDED_TILES * MBARRIER_BYTES)
+        return barriers, SmemRegion(barriers.end, HANDED_TILES * HANDED_BYTES)
 
     @property
     def smem_bytes(self) -> int:

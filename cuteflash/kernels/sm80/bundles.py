@@ -34,7 +34,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class KvSource:
-    """Where K or V comes from: one thread's share of its loads, of one head of a dense tensor.
+    """Where K or V comes from: one thread's share of its loads, of one head and sequence.
 
     Attributes:
         copy: 16 bytes a thread, by cp.async or through registers.

@@ -8,7 +8,7 @@
 
 With one stage, K of the next block is loaded while the PV product runs and V while the QK product runs; with more,
 whole blocks are loaded ahead and a step needs one barrier instead of two. Several blocks on one multiprocessor overlap
-the softmax of one with the products of another. Not here: dropout, ALiBi, variable lengths, paged K/V, gradients.
+the softmax of one with the products of another. Not here: dropout, ALiBi, paged K/V, gradients.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from cuteflash.arguments import FwdArguments
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.finish import normalize
 from cuteflash.core.gqa import query_view
-from cuteflash.core.launch import Launch
+from cuteflash.core.launch import Launch, batched
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
+from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_first, transposed
 from cuteflash.kernels.sm80.bundles import KvSources, Operands, Tiles
 from cuteflash.kernels.sm80.epilogue import write_output
@@ -107,12 +108,13 @@ class FlashFwdSm80:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, scalars, stream = FwdArguments.of(arguments)
+        tensors, packed_tensors, scalars, stream = FwdArguments.of(arguments)
+        tensors = batched(tensors, self.problem.storage)
         traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(
             query_view(tensors.q, packed), rows_first(tensors.k), rows_first(tensors.v), query_view(tensors.o, packed)
         )
-        launch = Launch.of(self, tensors.q, tensors.k, scalars, whole_waves=False)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, persistent=False)
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
         self.kernel(operands, tensors.lse, launch).launch(
             grid=(launch.order.size(), 1, 1),
@@ -124,8 +126,16 @@ class FlashFwdSm80:
 
     @cute.kernel
     def kernel(self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch):
-        thread = cute.arch.thread_idx()[0]
         tile = launch.tile(cute.arch.block_idx()[0])
+        if const_expr(self.problem.storage.q == "dense"):
+            self.compute(operands, mLSE, launch, tile)
+        elif tile.exists():
+            self.compute(operands, mLSE, launch, tile)
+
+    @cute.jit
+    def compute(self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch, tile: QueryTile):
+        """Attend and write one tile."""
+        thread = cute.arch.thread_idx()[0]
         kv_head = tile.head  # packed, it is a KV head
         if const_expr(tile.packed_heads == 1):
             kv_head = tile.kv_head
@@ -133,8 +143,12 @@ class FlashFwdSm80:
         tiles = self.make_tiles(base)
         f = make_fragments(self, tiles, launch, thread)
         head_dim, head_dim_v = self.problem.operands.head_dim, self.problem.operands.head_dim_v
-        k = make_kv_source(self, operands.gK[None, None, kv_head, tile.batch], tiles.sK, head_dim, thread)
-        v = make_kv_source(self, operands.gV[None, None, kv_head, tile.batch], tiles.sV, head_dim_v, thread)
+        gK, gV = (
+            cute.domain_offset((tile.first_k, 0), g[None, None, kv_head, tile.kv_batch])
+            for g in (operands.gK, operands.gV)
+        )
+        k = make_kv_source(self, gK, tiles.sK, head_dim, thread)
+        v = make_kv_source(self, gV, tiles.sV, head_dim_v, thread)
 
         load_q(self, operands.gQ[None, None, tile.head, tile.batch], tiles.sQ, tile, thread)
         attend(self, f, KvSources(k, v), tile)

@@ -80,7 +80,7 @@ def load_q(kernel: cutlass.Constexpr, gQ: cute.Tensor, sQ: cute.Tensor, tile: Qu
 
 def query_chunk(gX: cute.Tensor, tile: QueryTile, row: Int32, column: Int32) -> cute.Tensor:
     """The 16 bytes at (`row`, `column`) of a query tile in (rows, columns) `gX`, as ((8, 1),)."""
-    origin = tile.first_token if tile.packed_heads == 1 else (0, tile.first_token)
+    origin = tile.first_row if tile.packed_heads == 1 else (0, tile.first_row)
     line = cute.domain_offset((origin, 0), gX)[row_coord(row, tile.packed_heads), None]
     start = cute.zipped_divide(line, (CHUNK,))[None, column // CHUNK].iterator
     return cute.make_tensor(start, cute.make_layout(((CHUNK, 1),), stride=((1, 0),)))

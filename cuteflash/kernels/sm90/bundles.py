@@ -9,6 +9,7 @@ import cutlass.cute as cute
 
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.launch import Launch
+from cuteflash.kernels.sm90.handout import Handout
 
 
 class NamedBarrier(enum.IntEnum):
@@ -20,7 +21,10 @@ class NamedBarrier(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Tma:
-    """TMA descriptors and the coordinate tensors they are sliced with: (rows, columns, heads, batch)."""
+    """TMA descriptors and the coordinate tensors they are sliced with: (rows, columns, heads, batch).
+
+    Those of packed sequences are as `cuteflash.kernels.sm90.ragged` makes them.
+    """
 
     load_q: cute.CopyAtom
     load_k: cute.CopyAtom
@@ -63,4 +67,5 @@ class Block:
     tiles: Tiles
     rings: Rings
     launch: Launch
+    handout: Handout | None  # of packed sequences
     mLSE: cute.Tensor | None  # (b, h_q, s_q)

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cuteflash.arguments import BwdScalars, BwdTensors
+from cuteflash.arguments import BwdScalars, BwdTensors, PackedTensors
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.convert import round_pair, rounded_fragment
@@ -147,7 +147,7 @@ class DqPass:
         load_k, gK = tma(atoms.tma_load, tensors.k, "k")
         load_v, gV = tma(atoms.tma_load, tensors.v, "v")
         store_dq, gdQ = tma(atoms.tma_store, tensors.dq, "q")
-        launch = Launch.of(self, tensors.q, tensors.k, scalars, whole_waves=False)
+        launch = Launch.of(self, tensors, PackedTensors(), scalars, persistent=False)
         views = WorkspaceTensors.of(tensors.workspace, workspace)
         self.kernel(
             Tma(load_q, load_do, load_k, load_v, store_dq, gQ, gdO, gK, gV, gdQ), views, launch, scalars.softmax_scale

@@ -9,6 +9,7 @@ from cuteflash.atoms import sm90 as atoms
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import NamedBarrier, Tiles, Tma
+from cuteflash.kernels.sm90.load import query_rows
 from cuteflash.kernels.sm90.warpgroup import Warpgroup
 from cuteflash.traits.sm90 import WARPGROUP
 
@@ -29,7 +30,7 @@ def write_output(kernel: cutlass.Constexpr, wg: Warpgroup, tma: Tma, tiles: Tile
     cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
     if warp == 0:
         box = kernel.query_box(kernel.traits.head_dim_v)
-        gO = cute.local_tile(tma.gO[None, None, tile.head, tile.batch], box, (None, 0))
+        gO = cute.local_tile(query_rows(kernel, tma.gO, tile), box, (None, 0))
         tOsO, tOgO = atoms.tma_partition(tma.store_o, tiles.sO_boxes, gO)
         block = tile.first_token // kernel.tokens_per_warpgroup + wg.index
         cute.copy(tma.store_o, tOsO[None, wg.index], tOgO[None, block])

@@ -10,13 +10,15 @@ The S product of the next key block is issued before the P V product of this one
 the warpgroups take turns at the tensor cores (`pingpong`). Blocks are persistent: the producer runs ahead into the next
 tile while the consumers finish this one. With `fixed_max` unmasked key blocks do not update the row maxima; a block
 whose scores exceed them by too much is repaired (`fixed_max.py`). Without `warp_specialized` the first consumer warp
-issues the loads instead, to measure the gain of the producer. Not here: dropout, ALiBi, variable lengths, paged
+issues the loads instead, to measure the gain of the producer. Of packed sequences a second producer warp finds the
+tiles (`handout.py`), and the descriptors clip boxes at a sequence's end (`ragged.py`). Not here: dropout, ALiBi, paged
 K/V, gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import cutlass
@@ -29,12 +31,14 @@ from cuteflash.arguments import FwdArguments
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.gqa import query_view
-from cuteflash.core.launch import Launch
+from cuteflash.core.launch import Launch, batched
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.views import rows_first, transposed
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.fwd_mma import consume
+from cuteflash.kernels.sm90.handout import Handout, hand_out
 from cuteflash.kernels.sm90.load import load
+from cuteflash.kernels.sm90.ragged import ragged
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
@@ -134,25 +138,28 @@ class FlashFwdSm90:
 
     def make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor) -> Tma:
         """TMA descriptors over the (batch, seqlen, heads, head_dim) tensors."""
-        traits, packed = self.traits, self.problem.operands.packed_heads
+        traits, packed, storage = self.traits, self.problem.operands.packed_heads, self.problem.storage
+        queries = functools.partial(query_view if storage.q == "dense" else ragged, packed_heads=packed)
+        keys = rows_first if storage.k == "dense" else functools.partial(ragged, packed_heads=1)
         d, dv = traits.head_dim, traits.head_dim_v
         smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), self.smem_layout_v()))
         smem_q, smem_o = (
             cute.select(self.smem_box_layout(layout), mode=[0, 1])
             for layout in (self.smem_layout_q(), self.smem_layout_o())
         )
-        load_q, gQ = atoms.tma_load(query_view(mQ, packed), smem_q, self.query_box(d))
-        load_k, gK = atoms.tma_load(rows_first(mK), smem_k, (traits.tile_n, d))
-        load_v, gV = atoms.tma_load(rows_first(mV), smem_v, (traits.tile_n, dv))
-        store_o, gO = atoms.tma_store(query_view(mO, packed), smem_o, self.query_box(dv))
+        load_q, gQ = atoms.tma_load(queries(mQ), smem_q, self.query_box(d))
+        load_k, gK = atoms.tma_load(keys(mK), smem_k, (traits.tile_n, d))
+        load_v, gV = atoms.tma_load(keys(mV), smem_v, (traits.tile_n, dv))
+        store_o, gO = atoms.tma_store(queries(mO), smem_o, self.query_box(dv))
         return Tma(load_q, load_k, load_v, store_o, gQ, gK, gV, gO)
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, scalars, stream = FwdArguments.of(arguments)
+        tensors, packed_tensors, scalars, stream = FwdArguments.of(arguments)
         traits = self.traits
+        tensors = batched(tensors, self.problem.storage)
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
-        launch = Launch.of(self, tensors.q, tensors.k, scalars, whole_waves=traits.persistent)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, persistent=traits.persistent)
         blocks = launch.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, scalars.num_sms)
@@ -169,7 +176,10 @@ class FlashFwdSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
         rings = self.make_rings(base)
-        block = Block(tma, self.make_tiles(base), rings, launch, mLSE)
+        handout = None
+        if const_expr(self.problem.storage.q == "varlen"):
+            handout = self.make_handout(base)
+        block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
                 cpasync.prefetch_descriptor(atom)
@@ -177,6 +187,8 @@ class FlashFwdSm90:
                 consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
                 for ring in (rings.q, rings.k, rings.v):
                     ring.init(consumer_warps)
+                if const_expr(handout is not None):
+                    handout.init(readers=consumer_warps + 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -186,6 +198,9 @@ class FlashFwdSm90:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
             if warp == 0:
                 load(self, block)
+            if const_expr(handout is not None):
+                if warp == 1:
+                    hand_out(handout, launch)
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
             consume(self, block)
@@ -201,6 +216,14 @@ class FlashFwdSm90:
             q=TmaRing.create(barriers, q, q_bytes),
             k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
             v=TmaRing.create(barriers + 2 * (q + kv), kv, v_bytes),
+        )
+
+    def make_handout(self, base: cute.Pointer) -> Handout:
+        """The ring of handed-out tiles, of packed sequences."""
+        barriers, words = self.traits.smem_handout
+        return Handout.create(
+            cute.recast_ptr(base + barriers.start, dtype=cutlass.Int64),
+            cute.recast_ptr(base + words.start, dtype=cutlass.Int32),
         )
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:

@@ -11,13 +11,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.finish import normalize
-from cuteflash.core.schedule import each_tile
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.core.views import acc_as_operand_a
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
 from cuteflash.kernels.sm90.epilogue import write_output
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
+from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
 from cuteflash.kernels.sm90.products import finish_pv, finish_qk, product_both
 from cuteflash.kernels.sm90.warpgroup import (
@@ -25,6 +25,7 @@ from cuteflash.kernels.sm90.warpgroup import (
     Warpgroup,
     make_warpgroup,
     pass_turn,
+    take_turn,
     with_q,
 )
 
@@ -36,8 +37,41 @@ def consume(kernel: cutlass.Constexpr, block: Block):
     if const_expr(kernel.traits.pingpong):
         if wg.index == kernel.traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
-    each_tile(block.launch.order, functools.partial(consume_tile, kernel, block, wg))
+    visit = consume_tile if const_expr(kernel.problem.storage.q == "dense") else consume_if_present
+    visit_tiles(block.handout, block.launch, functools.partial(visit, kernel, block, wg))
     cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def consume_if_present(
+    kernel: cutlass.Constexpr,
+    block: Block,
+    wg: Warpgroup,
+    tile: QueryTile,
+    q_pos: Int32,
+    kv_pos: Int32,
+):
+    """`consume_tile` if the tile reaches this warpgroup's part of it. Of short packed sequences most tiles do not."""
+    if tile.part(wg.index, kernel.tokens_per_warpgroup).exists():
+        kv_pos = consume_tile(kernel, block, wg, tile, q_pos, kv_pos)
+    else:
+        kv_pos = pass_over(kernel, block.rings, wg, tile.visited_blocks(), q_pos, kv_pos)
+    return kv_pos
+
+
+@cute.jit
+def pass_over(kernel: cutlass.Constexpr, rings: Rings, wg: Warpgroup, blocks: KeyBlocks, q_pos: Int32, kv_pos: Int32):
+    """Compute nothing of a tile, but take and pass turns and release all loads; returns the next K/V position."""
+    rings.q.wait(q_pos)
+    rings.q.release(q_pos)
+    for _ in cutlass.range(blocks.hi - blocks.lo, unroll=1):
+        take_turn(kernel, wg)
+        pass_turn(kernel, wg)
+        for ring in (rings.k, rings.v):
+            ring.wait(kv_pos)
+            ring.release(kv_pos)
+        kv_pos += 1
+    return kv_pos
 
 
 @cute.jit
@@ -45,13 +79,12 @@ def consume_tile(
     kernel: cutlass.Constexpr,
     block: Block,
     wg: Warpgroup,
-    index: Int32,
+    tile: QueryTile,
     q_pos: Int32,
     kv_pos: Int32,
 ):
-    """Attend and write the tile with number `index` of the order; returns the next K/V position."""
+    """Attend and write this warpgroup's part of a tile; returns the next K/V position."""
     traits, tiles, rings = kernel.traits, block.tiles, block.rings
-    tile = block.launch.tile(index)
     blocks = tile.visited_blocks()
     own = tile.part(wg.index, kernel.tokens_per_warpgroup)
     wg.acc_O.fill(0.0)

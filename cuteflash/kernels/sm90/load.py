@@ -11,14 +11,15 @@ from cutlass import Int32
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
-from cuteflash.core.schedule import each_tile
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block
+from cuteflash.kernels.sm90.handout import visit_tiles
+from cuteflash.kernels.sm90.ragged import sequence_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class TmaSource:
-    """Where K or V comes from: key blocks of one head of a dense tensor, by TMA. A whole warp calls it.
+    """Where K or V comes from: key blocks of one head and sequence, by TMA. A whole warp calls it.
 
     Attributes:
         ring: which tile is in which stage.
@@ -75,13 +76,27 @@ class TileLoads:
     blocks: KeyBlocks
 
 
+def query_rows(kernel, tensor: cute.Tensor, tile: QueryTile) -> cute.Tensor:
+    """The rows of a tile's head and sequence in the coordinates of Q or O: (rows, columns)."""
+    if kernel.problem.storage.q == "dense":
+        return tensor[None, None, tile.head, tile.batch]
+    return sequence_rows(tensor, tile.packed_heads, tile.head, tile.first_q, tile.mask.seqlen_q)
+
+
+def key_rows(kernel, tensor: cute.Tensor, tile: QueryTile) -> cute.Tensor:
+    """The rows of a tile's head and sequence in the coordinates of K or V: (rows, columns)."""
+    if kernel.problem.storage.k == "dense":
+        return tensor[None, None, tile.kv_head, tile.kv_batch]
+    return sequence_rows(tensor, 1, tile.kv_head, tile.first_k, tile.mask.seqlen_k)
+
+
 def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) -> TileLoads:
     """The sources of a query tile."""
     tma, tiles, rings = block.tma, block.tiles, block.rings
     traits = kernel.traits
-    gQ = cute.local_tile(tma.gQ[None, None, tile.head, tile.batch], kernel.query_box(traits.head_dim), (None, 0))
-    gK = cute.local_tile(tma.gK[None, None, tile.kv_head, tile.batch], (traits.tile_n, traits.head_dim), (None, 0))
-    gV = cute.local_tile(tma.gV[None, None, tile.kv_head, tile.batch], (traits.tile_n, traits.head_dim_v), (None, 0))
+    gQ = cute.local_tile(query_rows(kernel, tma.gQ, tile), kernel.query_box(traits.head_dim), (None, 0))
+    gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (traits.tile_n, traits.head_dim), (None, 0))
+    gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, traits.head_dim_v), (None, 0))
     tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ_boxes, gQ)
     tKsK, tKgK = atoms.tma_partition(tma.load_k, tiles.sK, gK)
     tVsV, tVgV = atoms.tma_partition(tma.load_v, tiles.sV, gV)
@@ -115,13 +130,12 @@ def load_first(kernel: cutlass.Constexpr, loads: TileLoads, q_pos: Int32, kv_pos
 @cute.jit
 def load(kernel: cutlass.Constexpr, block: Block):
     """Load every tile of this block; a whole warp calls it."""
-    each_tile(block.launch.order, functools.partial(load_tile, kernel, block))
+    visit_tiles(block.handout, block.launch, functools.partial(load_tile, kernel, block))
 
 
 @cute.jit
-def load_tile(kernel: cutlass.Constexpr, block: Block, index: Int32, q_pos: Int32, kv_pos: Int32):
+def load_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
     """Load Q once and K, V block by block, in the order of `KeyBlocks.visits`; returns the next K/V position."""
-    tile = block.launch.tile(index)
     blocks = tile.visited_blocks()
     n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
     loads = make_tile_loads(kernel, block, tile, blocks)

@@ -1,0 +1,53 @@
+"""TMA descriptors over packed sequences whose boxes end with a sequence, not with the tensor.
+
+A box that reaches past the end of a sequence must bring zeros, as 0 times a neighbour's NaN would be NaN, and must not
+store over the neighbour's rows. A descriptor clips rows at one fixed number, so the end of every sequence is made to
+lie there: rows are counted such that a sequence of `length` rows is `[END - length, END)`, and two further modes move
+that interval to where the sequence lies. With strides `rows`, and `TURN - rows`, and addresses that are taken modulo
+2^64 bytes, row `END - length + i` with the coordinates (first + length, END) of these modes has the address
+
+    (END - length + i) rows + (first + length) rows + END (TURN - rows) = (first + i) rows + END TURN
+
+in elements, and END TURN is 2^64.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cuteflash.problem import LENGTH_MAX
+
+END = 1 << 30
+TURN = 1 << 34
+EXTENT = (1 << 31) - (1 << 16)  # of the two further modes: never reached
+assert LENGTH_MAX <= END
+
+
+def ragged(tensor: cute.Tensor, packed_heads: int) -> cute.Tensor:
+    """A packed (1, rows, heads, head_dim) tensor as a descriptor is made from it: (END, head_dim, heads, ends, turn).
+
+    With packed heads it is ((heads, END), head_dim, ends, turn).
+    """
+    _, _, heads, cols = tensor.shape
+    _, d_row, d_head, d_col = tensor.stride
+    ends, turn = (EXTENT, d_row), (EXTENT, Int64(TURN) - d_row)
+    if packed_heads == 1:
+        modes = (END, d_row), (cols, d_col), (heads, d_head), ends, turn
+    else:
+        modes = ((heads, END), (d_head, d_row)), (cols, d_col), ends, turn
+    shape, stride = zip(*modes, strict=True)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
+def sequence_rows(tensor: cute.Tensor, packed_heads: int, head: Int32, first: Int32, length: Int32) -> cute.Tensor:
+    """The rows of one sequence and head of `ragged`'s coordinates, (rows, head_dim); none lies beyond its end.
+
+    With packed heads the rows are ((packed_heads, tokens), head_dim), of KV head `head`.
+    """
+    if packed_heads == 1:
+        return cute.domain_offset((END - length, 0), tensor[None, None, head, first + length, END])
+    rows = tensor[None, None, first + length, END]
+    rows = cute.domain_offset(((head * packed_heads, END - length), 0), rows)
+    shape = (packed_heads, END), rows.shape[1]
+    return cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=rows.stride))

@@ -1,0 +1,170 @@
+"""The function for packed sequences. It checks what an operator's schema cannot say; the operators check the rest."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from cuteflash.coerce import UNBOUNDED_WINDOW, Window, flag, is_int, not_tensors, options_of
+from cuteflash.packed_ops import varlen_fwd, varlen_fwd_cuda, varlen_fwd_lse, varlen_fwd_lse_cuda
+from cuteflash.torch_internals import is_plain_cuda_call
+from cuteflash.traits.arch import Family
+from cuteflash.validate import shown
+from cuteflash.validate_packed import PackedInputs, check_longest, check_packed, reads_values
+
+
+class VarlenOptions(TypedDict, total=False):
+    """The keyword arguments of `flash_attn_varlen_func` that leave the result's type alone."""
+
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window | None
+    softcap: float
+    pack_gqa: bool | None
+    family: Family | None
+    deterministic: bool
+
+
+Longest = int | Tensor | None
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Longest = ...,
+    max_seqlen_k: Longest = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Longest = ...,
+    max_seqlen_k: Longest = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Longest = ...,
+    max_seqlen_k: Longest = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Longest = None,
+    max_seqlen_k: Longest = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window | None = UNBOUNDED_WINDOW,
+    softcap: float = 0.0,
+    pack_gqa: bool | None = None,
+    family: Family | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of sequences that lie one after the other, each with its own length, as `flash_attn_func`.
+
+    Sequence i is the rows ``[cu_seqlens_q[i], cu_seqlens_q[i + 1])`` of q and the result, and those between
+    ``cu_seqlens_k[i]`` and ``cu_seqlens_k[i + 1]`` of k and v; either length may be 0. On a GPU the vectors are never
+    read by the host: no call waits for the GPU, none compiles because of lengths, and a CUDA graph replays with others.
+
+    Args:
+        q: (total_q, heads, head_dim), as for `flash_attn_func` in all else.
+        k, v: (total_k, kv_heads, head_dim), and head_dim_v.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on q's device; begin with 0 and never decrease.
+            Rows after the last element's may follow in q, k and v: those of k and v are not read, and in the result
+            they get O = 0 and LSE = -inf.
+        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; int, int tensor of one element, or None. Nothing
+            depends on them: other libraries need them.
+        seqused_q, seqused_k: (batch,), int32, how many rows of each sequence count, the first ones; None is all. The
+            others are as if they were not there; in the result they get O = 0 and LSE = -inf.
+        softmax_scale, causal, window_size, softcap, pack_gqa, family: as for `flash_attn_func`.
+        deterministic: gradients are bitwise repeatable. The forward always is.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        O, (total_q, heads, head_dim_v), contiguous, in q's dtype; with `return_lse` also LSE, (heads, total_q), fp32,
+        natural logarithm.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; also for a vector of another dtype, shape,
+            device or stride, and for a negative max_seqlen.
+        ValueError: what the vectors say is wrong; the sequence is named. It takes reading them to see that one does not
+            begin with 0, decreases or exceeds its tensor, that more rows are used than there are, or that a max_seqlen
+            is too small. So it is checked on a CPU, and on a GPU under ``CUTEFLASH_CHECK=1`` (in the environment),
+            which makes each call wait for the GPU, and under which `cu_seqlens` also have to end with their tensors. Of
+            a compiled graph the max_seqlens are not checked. Without the check such vectors make a kernel read and
+            write memory that is not theirs.
+    """
+    is_plain = is_plain_cuda_call(q, k, v)
+    if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
+        tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        if not all(isinstance(x, Tensor) for x in tensors.values()):
+            raise not_tensors(**tensors)
+    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if used is not None and not isinstance(used, Tensor):
+            raise TypeError(f"{name} is a {type(used).__name__}; allowed: None, a torch.Tensor")
+    _check_limit("max_seqlen_q", max_seqlen_q)
+    _check_limit("max_seqlen_k", max_seqlen_k)
+    flag("deterministic", deterministic)
+    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family)
+    inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q):
+        check_packed(inputs, options)
+        check_longest(inputs, {"q": max_seqlen_q, "k": max_seqlen_k})
+    if flag("return_lse", return_lse):
+        op = varlen_fwd_lse_cuda if is_plain else varlen_fwd_lse
+    else:
+        op = varlen_fwd_cuda if is_plain else varlen_fwd
+    result: Tensor | tuple[Tensor, Tensor] = op(*inputs, *options)
+    return result
+
+
+def _check_limit(name: str, value: object) -> None:
+    allowed = "None, an int of 0 or more, an integer tensor of one element"
+    if isinstance(value, Tensor):
+        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool or value.numel() != 1:
+            raise TypeError(f"{name} is a tensor, {value.dtype} of shape {tuple(value.shape)}; allowed: {allowed}")
+    elif value is not None and not isinstance(value, torch.SymInt):
+        if not is_int(value):
+            raise TypeError(f"{name} is {shown(value)}; allowed: {allowed}")
+        if value < 0:  # type: ignore[operator]
+            raise ValueError(f"{name} is {shown(value)}; allowed: {allowed}")
+
+
+def _can_read(vector: Tensor) -> bool:
+    """Whether a vector's values are there to be checked."""
+    if torch.compiler.is_compiling() or type(vector) is not Tensor:
+        return False
+    return vector.device.type == "cpu" or (reads_values() and vector.device.type == "cuda")

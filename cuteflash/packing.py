@@ -1,0 +1,193 @@
+"""Other forms of the inputs: q, k and v in one tensor, and padded batches to packed sequences and back.
+
+The packed forms take views and copy nothing, so their options, results and errors are those of `flash_attn_func` and
+`flash_attn_varlen_func`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cuteflash.api import Options, flash_attn_func
+from cuteflash.coerce import not_tensors
+from cuteflash.packed_api import Longest, VarlenOptions, flash_attn_varlen_func
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_qkvpacked_func(qkv: Tensor, *, return_lse: bool = ..., **options: Unpack[Options]) -> Result: ...
+def flash_attn_qkvpacked_func(qkv: Tensor, *, return_lse: bool = False, **options: Unpack[Options]) -> Result:
+    """`flash_attn_func` of q, k and v in one tensor, (batch, seqlen, 3, heads, head_dim)."""
+    q, k, v = _parts("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
+    return flash_attn_func(q, k, v, return_lse=return_lse, **options)
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, *, return_lse: bool = ..., **options: Unpack[Options]
+) -> Result: ...
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *, return_lse: bool = False, **options: Unpack[Options]) -> Result:
+    """`flash_attn_func` of k and v in one tensor, (batch, seqlen_k, 2, kv_heads, head_dim)."""
+    k, v = _parts("kv", kv, ("batch", "seqlen", "2", "kv_heads", "head_dim"))
+    return flash_attn_func(q, k, v, return_lse=return_lse, **options)
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Longest = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Longest = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Longest = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[VarlenOptions],
+) -> Result: ...
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Longest = None,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Result:
+    """`flash_attn_varlen_func` of q, k and v in one tensor, (total, 3, heads, head_dim), with the same `cu_seqlens`."""
+    q, k, v = _parts("qkv", qkv, ("total", "3", "heads", "head_dim"))
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, return_lse=return_lse, **options
+    )
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Longest = ...,
+    max_seqlen_k: Longest = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Longest = ...,
+    max_seqlen_k: Longest = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Longest = ...,
+    max_seqlen_k: Longest = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[VarlenOptions],
+) -> Result: ...
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Longest = None,
+    max_seqlen_k: Longest = None,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Result:
+    """`flash_attn_varlen_func` of k and v in one tensor, (total_k, 2, kv_heads, head_dim)."""
+    k, v = _parts("kv", kv, ("total", "2", "kv_heads", "head_dim"))
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=return_lse, **options
+    )
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The tokens of a padded batch, one sequence after the other. Waits for a GPU, as their number is a size.
+
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask: (batch, seqlen), bool or int, 1 for the tokens that count.
+        unused_mask: likewise, 1 for tokens that do not count but keep their place, after those that count.
+
+    Returns:
+        The tokens, (total, ...); the place of each in the flattened batch, (total,) int64; cu_seqlens, (batch + 1,)
+        int32; the greatest length, with the tokens that only keep their place; seqused, (batch,) int32, how many of
+        each sequence's tokens count.
+    """
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.shape != hidden_states.shape[:2]:
+            allowed = tuple(hidden_states.shape[:2])
+            raise ValueError(f"{name}.shape is {tuple(mask.shape)}; allowed: {allowed}, (batch, seqlen)")
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(dim=-1, dtype=torch.int32)
+    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return hidden_states.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse of `unpad_input`: a batch (batch, seqlen, ...) with tokens (total, ...) at `indices`, else zeros."""
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _parts(name: str, tensor: Tensor, dims: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The tensors that are packed along the third dimension from the end."""
+    if not isinstance(tensor, Tensor):
+        raise not_tensors(**{name: tensor})
+    if tensor.dim() != len(dims) or tensor.shape[-3] != int(dims[-3]):
+        layout = ", ".join(dims)
+        raise ValueError(f"{name}.shape is {tuple(tensor.shape)}; allowed: ({layout})")
+    return tensor.unbind(-3)
