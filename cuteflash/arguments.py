@@ -166,15 +166,17 @@ class BwdArguments(NamedTuple):
     """All arguments of a backward kernel, which takes them flat."""
 
     tensors: BwdTensors
+    packed: PackedTensors
     scalars: BwdScalars
     stream: Any
 
     @classmethod
     def of(cls, flat: tuple[Any, ...]) -> Self:
         """From the flat arguments that `__call__` gets."""
-        end = len(BwdTensors._fields)
-        return cls(BwdTensors(*flat[:end]), BwdScalars(*flat[end:-1]), flat[-1])
+        end, scalars = len(BwdTensors._fields), len(flat) - len(BwdScalars._fields) - 1
+        return cls(BwdTensors(*flat[:end]), PackedTensors(*flat[end:scalars]), BwdScalars(*flat[scalars:-1]), flat[-1])
 
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them."""
-        return (*self.tensors, *self.scalars, self.stream)
+        packed = () if all(x is None for x in self.packed) else self.packed
+        return (*self.tensors, *packed, *self.scalars, self.stream)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cuteflash.arguments import BwdScalars, FwdScalars, FwdTensors, PackedTensors
+from cuteflash.arguments import BwdScalars, BwdTensors, FwdScalars, FwdTensors, PackedTensors
 from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
@@ -17,19 +18,16 @@ from cuteflash.core.tile import KeyTile, QueryTile
 from cuteflash.core.views import with_batch
 from cuteflash.problem import MaskKind, Storage
 
+QUERY_TENSORS = ("q", "o", "lse", "do", "dlse", "dq")  # that have a row for each query
+KEY_TENSORS = ("k", "v", "dk", "dv")
 LONGER_THAN_MEAN = 4  # sequences that are longer than this times the mean are few
 
 
-def batched(tensors: FwdTensors, storage: Storage) -> FwdTensors:
-    """The tensors with a batch mode, also those of packed sequences, which have one entry."""
-    views = {}
-    if storage.q == "varlen":
-        views = {name: with_batch(getattr(tensors, name)) for name in ("q", "o")}
-        if tensors.lse is not None:
-            views["lse"] = with_batch(tensors.lse)
-    if storage.k == "varlen":
-        views |= {name: with_batch(getattr(tensors, name)) for name in ("k", "v")}
-    return tensors._replace(**views)
+def batched(tensors: Any, storage: Storage) -> Any:
+    """The tensors of a kernel with a batch mode, also those of packed sequences, which have one entry."""
+    packed = QUERY_TENSORS * (storage.q == "varlen") + KEY_TENSORS * (storage.k == "varlen")
+    there = [name for name in packed if getattr(tensors, name, None) is not None]
+    return tensors._replace(**{name: with_batch(getattr(tensors, name)) for name in there})
 
 
 def ragged_order(
@@ -102,31 +100,20 @@ class Launch:
         _, seqlen_k, heads_k, _ = tensors.k.shape
         heads = heads_q // operands.packed_heads
         heads_per_kv = heads // heads_k
-        sequences = None
         order: Order
         if storage.q == "varlen":
             order = ragged_order(kernel, tensors, packed, heads, heads_per_kv, persistent)
-            sequences = order.batch
         else:
             m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
             group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
             if persistent:
                 group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
             order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch), kernel.longest_first)
-        lengths = Lengths(
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            cu_q=packed.cu_seqlens_q,
-            cu_k=packed.cu_seqlens_k,
-            used_q=packed.seqused_q,
-            used_k=packed.seqused_k,
-            batch=sequences,
-        )
         scale, inner_scale = score_scales(scores.softcap, scalars)
         return Launch(
             order=order,
             heads_per_kv=heads_per_kv,
-            lengths=lengths,
+            lengths=lengths_of(tensors, packed),
             window_left=scalars.window_left,
             window_right=scalars.window_right,
             scale_log2=scale * LOG2_E,
@@ -149,6 +136,7 @@ class Launch:
         return QueryTile(
             m_block=m_block,
             head=head,
+            sequence=batch,
             batch=0 if self.storage.q == "varlen" else batch,
             kv_batch=0 if self.storage.k == "varlen" else batch,
             heads_per_kv=self.heads_per_kv,
@@ -177,7 +165,7 @@ class BwdLaunch:
         tile_m, tile_n: of the kernel.
     """
 
-    order: TileOrder
+    order: Order
     heads_per_kv: Int32
     lengths: Lengths
     window_left: Int32
@@ -186,17 +174,17 @@ class BwdLaunch:
     inner_scale: Float32
     softmax_scale: Float32
     mask_kind: cutlass.Constexpr[MaskKind]
+    storage: cutlass.Constexpr[Storage]
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
     @staticmethod
-    def of(kernel, mQ: cute.Tensor, mK: cute.Tensor, scalars: BwdScalars) -> BwdLaunch:
-        """The launch of a kernel; mQ (b, s_q, h_q, d) and mK (b, s_k, h_k, d)."""
-        scores, traits = kernel.problem.scores, kernel.traits
-        batch, seqlen_q, heads_q, _ = mQ.shape
-        _, seqlen_k, heads_k, _ = mK.shape
+    def of(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdScalars) -> BwdLaunch:
+        """The launch of a kernel; `tensors` as `batched` returns them."""
+        scores, traits, storage = kernel.problem.scores, kernel.traits, kernel.problem.storage
+        batch, seqlen_q, heads_q, _ = tensors.q.shape
+        _, seqlen_k, heads_k, _ = tensors.k.shape
         heads_per_kv = heads_q // heads_k
-        n_blocks = cute.ceil_div(seqlen_k, traits.tile_n)
         # What a head's blocks read and add to again and again: Q, dO and the fp32 sum of dQ.
         row_bytes = kernel.problem.operands.kv_row_bytes + 4 * traits.head_dim
         group = TileOrder.head_group(seqlen_q * heads_per_kv, Int32(1), row_bytes)
@@ -205,27 +193,68 @@ class BwdLaunch:
         if kernel.problem.is_deterministic:
             # Blocks of a head take turns at its dQ, and wait least if few of them run at the same time.
             group = cutlass.max(group, scalars.num_sms // TURNS_AT_ONCE)
+        order: Order
+        if storage.k == "varlen":
+            order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n)
+        else:
+            n_blocks = cute.ceil_div(seqlen_k, traits.tile_n)
+            order = TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block)
         return BwdLaunch(
-            order=TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block),
+            order=order,
             heads_per_kv=heads_per_kv,
-            lengths=Lengths(seqlen_q, seqlen_k),
+            lengths=lengths_of(tensors, packed),
             window_left=scalars.window_left,
             window_right=scalars.window_right,
             scale_log2=scale_log2 * LOG2_E,
             inner_scale=inner_scale,
             softmax_scale=scalars.softmax_scale,
             mask_kind=scores.mask,
+            storage=storage,
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
         )
 
     def tile(self, index: Int32) -> KeyTile:
-        """The tile with number `index` of the order. The first keys of a head come first: the most queries see them."""
-        block, head, batch = self.order.tile(index)
-        n_block = self.order.m_blocks - 1 - block
-        sequence = self.lengths.sequence(batch)
+        """The tile with number `index` of the order; a whole warp calls it.
+
+        The first keys of a sequence come first: the most queries see them.
+        """
+        n_block, head, number = self.order.tile(index)
+        if self.storage.k == "dense":
+            n_block = self.order.m_blocks - 1 - n_block
+        sequence = self.lengths.sequence(number)
         mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
-        return KeyTile(n_block, head, batch, n_block * self.tile_n, mask, self.tile_m, self.tile_n)
+        return KeyTile(
+            n_block=n_block,
+            head=head,
+            sequence=number,
+            batch=0 if self.storage.k == "varlen" else number,
+            first_q=sequence.first_q,
+            first_k=sequence.first_k,
+            first_key=n_block * self.tile_n,
+            mask=mask,
+            tile_m=self.tile_m,
+            tile_n=self.tile_n,
+        )
+
+
+def flat_order(cu: cute.Tensor, rows: Int32, heads: Int32, tile: int) -> RaggedOrder:
+    """The tiles of packed sequences, each head's beside the others', first rows first, one a block."""
+    sequences = cu.shape[0] - 1
+    return RaggedOrder(cu, None, rows, heads, sequences, heads, Int32(1), tile_tokens=tile, longest_first=False)
+
+
+def lengths_of(tensors: FwdTensors | BwdTensors, packed: PackedTensors) -> Lengths:
+    """The lengths of a call; `tensors` as `batched` returns them."""
+    return Lengths(
+        seqlen_q=tensors.q.shape[1],
+        seqlen_k=tensors.k.shape[1],
+        cu_q=packed.cu_seqlens_q,
+        cu_k=packed.cu_seqlens_k,
+        used_q=packed.seqused_q,
+        used_k=packed.seqused_k,
+        batch=None if packed.cu_seqlens_q is None else packed.cu_seqlens_q.shape[0] - 1,
+    )
 
 
 def score_scales(has_softcap: bool, scalars: FwdScalars | BwdScalars) -> tuple[Float32, Float32]:

@@ -124,7 +124,7 @@ class RaggedOrder:
 
     Attributes:
         cu_q: (batch + 1,), the first row of each sequence, then the end of the last one.
-        counter: (1,), tiles that were drawn beyond the first one of each block.
+        counter: (1,), tiles that were drawn beyond the first one of each block; None if there is a block for each.
         rows: of the packed queries, those after the last sequence's end included.
         heads: as the tiles see them (KV heads if query heads are packed).
         batch: sequences.
@@ -134,7 +134,7 @@ class RaggedOrder:
     """
 
     cu_q: Vector
-    counter: Vector
+    counter: Vector | None
     rows: Int32
     heads: Int32
     batch: Int32

@@ -35,6 +35,7 @@ class QueryTile:
     Attributes:
         m_block: which tile of its head and sequence this is.
         head: query head, or KV head if query heads are folded into the rows.
+        sequence: its sequence's number in the batch.
         batch, kv_batch: entry of the batch mode of Q and O, and of K and V; packed sequences have one entry.
         heads_per_kv: heads, as the tiles see them, that read one KV head.
         first_q, first_k: where its sequence begins in Q and O, and in K and V; 0 if these are not packed.
@@ -47,6 +48,7 @@ class QueryTile:
 
     m_block: Int32
     head: Int32
+    sequence: Index
     batch: Index
     kv_batch: Index
     heads_per_kv: Int32
@@ -128,9 +130,11 @@ class KeyTile:
     """One work item of a backward: the keys `[first_key, first_key + tile_n)` of a KV head.
 
     Attributes:
-        n_block: which tile of its head this is.
+        n_block: which tile of its head and sequence this is.
         head: KV head.
-        batch: batch entry.
+        sequence: its sequence's number in the batch.
+        batch: entry of the batch mode; packed sequences have one entry.
+        first_q, first_k: where its sequence begins in Q and O, and in K and V; 0 if these are not packed.
         first_key: first key of the tile, counted from the beginning of its sequence.
         mask: the keys that each query of the sequence sees.
         tile_m: queries of a block.
@@ -139,11 +143,18 @@ class KeyTile:
 
     n_block: Int32
     head: Int32
-    batch: Int32
+    sequence: Index
+    batch: Index
+    first_q: Index
+    first_k: Index
     first_key: Int32
     mask: IntervalMask
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
+
+    def exists(self) -> Boolean:
+        """Whether the tile has a key. Those of a dense batch all do."""
+        return self.first_key < self.mask.seqlen_k
 
     def query_blocks(self, is_descending: bool = False) -> QueryBlocks:
         """The query blocks that the tile visits.

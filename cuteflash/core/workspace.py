@@ -7,13 +7,15 @@
                                              blocks add in turn (`cuteflash.core.turns`)
 
 The rows of each sequence are padded to whole tiles of `tile_m` rows, so that tiles neither overlap nor need a
-predicate: sequence b begins at row `first_row(b)`. The source runs on Python ints and on traced values alike.
+predicate. The source runs on Python ints and on traced values alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
+
+from cuteflash.core.lengths import count_tiles
 
 Index = Any  # a Python int or a traced cutlass.Int32
 
@@ -24,7 +26,7 @@ class Workspace:
 
     Attributes:
         batch, heads: batch entries and query heads.
-        tiles: query tiles of one sequence.
+        tiles: query tiles of one sequence; of packed sequences, the tile numbers of all together.
         tile_m: rows of a tile.
         head_dim: columns of dQ in it, padded; 0 if dQ needs no sum in memory.
     """
@@ -40,14 +42,15 @@ class Workspace:
         """The workspace of a batch whose sequences have one length."""
         return cls(batch, heads, (seqlen_q + tile_m - 1) // tile_m, tile_m, head_dim)
 
+    @classmethod
+    def packed(cls, batch: Index, heads: Index, rows: Index, tile_m: int, head_dim: int) -> Workspace:
+        """The workspace of `batch` packed sequences in tensors of `rows` rows; see `lengths.first_tile`."""
+        return cls(1, heads, count_tiles(rows, batch, tile_m), tile_m, head_dim)
+
     @property
     def rows(self) -> Index:
         """Padded rows of all sequences of one head."""
         return self.batch * self.tiles * self.tile_m
-
-    def first_row(self, batch: Index) -> Index:
-        """The first padded row of a sequence."""
-        return batch * self.tiles * self.tile_m
 
     @property
     def size(self) -> Index:

@@ -67,6 +67,10 @@ class BwdTraits(FwdTraits, Protocol):
         """The fp32 workspace of a call, for Python ints or traced values."""
         ...
 
+    def workspace_packed(self, batch: Any, heads: Any, rows: Any) -> Workspace:
+        """The same of `batch` packed sequences, in tensors of `rows` queries."""
+        ...
+
 
 def plan_bytes(plan: dict[str, SmemRegion]) -> int:
     """Bytes of shared memory that a plan takes."""

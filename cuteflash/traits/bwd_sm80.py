@@ -40,7 +40,9 @@ class BwdTraitsSm80:
 
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm80"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic"})  # those that the kernel implements
+    features: ClassVar[frozenset[Feature]] = frozenset(
+        {"softcap", "deterministic", "varlen"}
+    )  # those that the kernel implements
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
 
@@ -93,6 +95,10 @@ class BwdTraitsSm80:
     def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
         """The fp32 workspace of a call, for Python ints or traced values."""
         return Workspace.dense(batch, heads, seqlen_q, self.tile_m, self.head_dim)
+
+    def workspace_packed(self, batch: Any, heads: Any, rows: Any) -> Workspace:
+        """The same of `batch` packed sequences, in tensors of `rows` queries."""
+        return Workspace.packed(batch, heads, rows, self.tile_m, self.head_dim)
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""

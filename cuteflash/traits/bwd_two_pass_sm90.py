@@ -41,7 +41,9 @@ class BwdTwoPassTraitsSm90:
 
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm90"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic"})  # those that the kernels implement
+    features: ClassVar[frozenset[Feature]] = frozenset(
+        {"softcap", "deterministic", "varlen"}
+    )  # those that the kernels implement
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
     dq_tile_m: ClassVar[int] = CONSUMERS * WGMMA_M
@@ -109,6 +111,10 @@ class BwdTwoPassTraitsSm90:
     def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
         """The fp32 workspace of a call, for Python ints or traced values."""
         return Workspace.dense(batch, heads, seqlen_q, self.tile_m, 0)
+
+    def workspace_packed(self, batch: Any, heads: Any, rows: Any) -> Workspace:
+        """The same of `batch` packed sequences, in tensors of `rows` queries."""
+        return Workspace.packed(batch, heads, rows, self.tile_m, 0)
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""

@@ -16,14 +16,13 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
-from cuteflash.arguments import BwdTensors
+from cuteflash.arguments import BwdTensors, PackedTensors
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.convert import rounded_fragment
-from cuteflash.core.schedule import TileOrder
 from cuteflash.core.signature import ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.core.views import rows_first, transposed
 from cuteflash.core.workspace import Workspace
-from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.common.workspace import WorkspacePlace, WorkspaceTensors, WorkspaceTiles
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.base import BwdTraits
 
@@ -85,40 +84,48 @@ class BwdFinish:
         self.dtype = CUTE_DTYPES[main.problem.operands.qk_dtype]
         self.head_dim = main.problem.operands.head_dim
 
-    def launch(self, tensors: BwdTensors, workspace: Workspace, scale: Float32, stream) -> None:
-        """Launch it; `scale` is the factor of dQ."""
+    def launch(self, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace, scale: Float32, stream) -> None:
+        """Launch it; `scale` is the factor of dQ, `tensors` are as `batched` returns them."""
         parts = self.main.dq_parts()
-        order = TileOrder(workspace.tiles, workspace.heads, workspace.batch, Int32(1), longest_first=False)
-        views = WorkspaceTensors.of(tensors.workspace, workspace)
+        views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
+        tiles = WorkspaceTiles.of(tensors, packed, workspace)
         self.kernel.set_name_prefix("flash_bwd_finish", remove_cutlass_symbol=True)
-        self.kernel(rows_first(tensors.dq), views, order, scale).launch(
-            grid=(order.size(), 1, 1), block=(len(parts.origins) * parts.threads, 1, 1), stream=stream
+        self.kernel(rows_first(tensors.dq), views, tiles, scale).launch(
+            grid=(tiles.order.size(), 1, 1), block=(len(parts.origins) * parts.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, gDQ: cute.Tensor, views: WorkspaceTensors, order: TileOrder, scale: Float32):
+    def kernel(self, gDQ: cute.Tensor, views: WorkspaceTensors, tiles: WorkspaceTiles, scale: Float32):
+        place = tiles.place(cute.arch.block_idx()[0])
+        layout = atoms.swizzled_tile(self.traits.tile_m, self.traits.head_dim)
+        stage = SmemAllocator().allocate_tensor(self.dtype, layout, byte_alignment=1024)
+        if const_expr(views.cu_q is None):
+            self.finish(gDQ, views, place, scale, stage)
+        elif place.rows > 0:
+            self.finish(gDQ, views, place, scale, stage)
+
+    @cute.jit
+    def finish(
+        self, gDQ: cute.Tensor, views: WorkspaceTensors, place: WorkspacePlace, scale: Float32, stage: cute.Tensor
+    ):
+        """The tile at `place`, which has a row."""
         thread = cute.arch.thread_idx()[0]
-        m_block, head, batch = order.tile(cute.arch.block_idx()[0])
         parts = self.main.dq_parts()
-        shape = self.traits.tile_m, self.traits.head_dim
         part, member = thread // parts.threads, thread % parts.threads
         acc = parts.fragment(member)
-        source = parts.groups(views.tile(m_block, head, batch).dq, part, member)
+        source = parts.groups(views.tile(place.m_block, place.head, place.sequence).dq, part, member)
         target = cute.make_tensor(acc.iterator, cute.make_layout(source.shape))
         atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=GROUP * Float32.width)
         for i in cutlass.range_constexpr(cute.size(source.shape[1])):
             cute.copy(atom, source[None, i], target[None, i])
         acc.store(acc.load() * scale)
         rounded = rounded_fragment(acc, self.dtype)
-
-        layout = atoms.swizzled_tile(*shape)
-        stage = SmemAllocator().allocate_tensor(self.dtype, layout, byte_alignment=1024)
         for index in cutlass.range_constexpr(len(parts.origins)):
             if part == index:
                 self.put(parts, parts.origins[index], rounded, stage, member)
         cute.arch.sync_threads()
-        rows = cutlass.min(shape[0], gDQ.shape[0] - m_block * shape[0])
-        self.store(stage, gDQ[None, None, head, batch], (m_block * shape[0], rows), thread)
+        rows = cutlass.min(self.traits.tile_m, place.rows)
+        self.store(stage, gDQ[None, None, place.head, place.batch], (place.first_row, rows), thread)
 
     def put(self, parts: DqParts, origin: tuple[int, int], rounded: cute.Tensor, stage: cute.Tensor, thread: Int32):
         """Write a part's fragment into its place of the tile."""

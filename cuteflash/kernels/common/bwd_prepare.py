@@ -16,13 +16,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 
-from cuteflash.arguments import BwdTensors
-from cuteflash.core.schedule import TileOrder
+from cuteflash.arguments import BwdTensors, PackedTensors
 from cuteflash.core.signature import ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.views import rows_first
 from cuteflash.core.workspace import Workspace
-from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.common.workspace import WorkspacePlace, WorkspaceTensors, WorkspaceTiles
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.base import BwdTraits
 
@@ -47,13 +46,13 @@ class BwdPrepare:
         self.chunks = problem.operands.head_dim_v // ALIGN_ELEMENTS
         self.lanes = lanes_of_row(self.chunks)
 
-    def launch(self, tensors: BwdTensors, workspace: Workspace, stream) -> None:
-        """Launch it; `workspace` says where the results go."""
-        order = TileOrder(workspace.tiles, workspace.heads, workspace.batch, Int32(1), longest_first=False)
-        views = WorkspaceTensors.of(tensors.workspace, workspace)
+    def launch(self, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace, stream) -> None:
+        """Launch it; `workspace` says where the results go, `tensors` are as `batched` returns them."""
+        views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
+        tiles = WorkspaceTiles.of(tensors, packed, workspace)
         self.kernel.set_name_prefix("flash_bwd_prepare", remove_cutlass_symbol=True)
-        self.kernel(rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, order).launch(
-            grid=(order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream
+        self.kernel(rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, tiles).launch(
+            grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -64,17 +63,30 @@ class BwdPrepare:
         mLSE: cute.Tensor,
         mDLSE: cute.Tensor | None,
         views: WorkspaceTensors,
-        order: TileOrder,
+        tiles: WorkspaceTiles,
     ):
+        place = tiles.place(cute.arch.block_idx()[0])
+        if const_expr(views.cu_q is None):
+            self.prepare(gO, gDO, (mLSE, mDLSE), views, place)
+        elif place.rows > 0:
+            self.prepare(gO, gDO, (mLSE, mDLSE), views, place)
+
+    @cute.jit
+    def prepare(
+        self, gO: cute.Tensor, gDO: cute.Tensor, statistics: tuple, views: WorkspaceTensors, place: WorkspacePlace
+    ):
+        """The tile at `place`, which has a row."""
+        mLSE, mDLSE = statistics
         thread = cute.arch.thread_idx()[0]
-        m_block, head, batch = order.tile(cute.arch.block_idx()[0])
-        tile = views.tile(m_block, head, batch)
-        first = m_block * self.traits.tile_m
+        tile = views.tile(place.m_block, place.head, place.sequence)
+        first = place.first_row
         row0, lane = thread // self.lanes, thread % self.lanes
         passes = -(-self.traits.tile_m * self.lanes // THREADS)
-        last = gO.shape[0] - 1 - first  # the tile's last row that exists, or a later one
-        rO, rDO = (self.load(x[None, None, head, batch], first, last, (row0, lane, passes)) for x in (gO, gDO))
-        lse, dlse = (self.load_statistic(x, (batch, head, first), last, row0, passes) for x in (mLSE, mDLSE))
+        last = place.rows - 1  # the tile's last row that exists, or a later one
+        gO, gDO = (x[None, None, place.head, place.batch] for x in (gO, gDO))
+        rO, rDO = (self.load(x, first, last, (row0, lane, passes)) for x in (gO, gDO))
+        origin = place.batch, place.head, first
+        lse, dlse = (self.load_statistic(x, origin, last, row0, passes) for x in (mLSE, mDLSE))
         if const_expr(tile.dq is not None):
             self.clear(tile.dq, thread)
         if const_expr(self.problem.is_deterministic):

@@ -9,7 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cuteflash.arguments import BwdTensors, PackedTensors
+from cuteflash.core.launch import flat_order, lengths_of
+from cuteflash.core.lengths import Index, Lengths, first_tile
+from cuteflash.core.schedule import Order, TileOrder
 from cuteflash.core.workspace import Workspace
+from cuteflash.traits.base import BwdTraits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +35,8 @@ class WorkspaceTensors:
         lse_log2, delta: (rows, heads)
         dq: (tile_m * head_dim, tiles of all sequences, heads); None if dQ needs no sum in memory.
         turns: (tiles of all sequences, heads), int32.
-        tiles: query tiles of one sequence.
+        tiles: query tiles of one sequence; of packed sequences, of all together.
+        cu_q: where packed sequences begin; None if dense.
         tile_m: rows of a tile.
     """
 
@@ -39,10 +45,11 @@ class WorkspaceTensors:
     dq: cute.Tensor | None
     turns: cute.Tensor
     tiles: Int32
+    cu_q: cute.Tensor | None
     tile_m: cutlass.Constexpr[int]
 
     @classmethod
-    def of(cls, mW: cute.Tensor, workspace: Workspace) -> Self:
+    def of(cls, mW: cute.Tensor, workspace: Workspace, cu_q: cute.Tensor | None) -> Self:
         """The parts of `mW` (n,), as `workspace` places them. Offsets between heads and parts have 64 bits."""
         tile_m, head_dim = workspace.tile_m, workspace.head_dim
         tiles = workspace.batch * workspace.tiles
@@ -62,18 +69,83 @@ class WorkspaceTensors:
             dq=dq,
             turns=cute.make_tensor(turns, cute.make_layout((tiles, workspace.heads), stride=(1, Int64(tiles)))),
             tiles=workspace.tiles,
+            cu_q=cu_q,
             tile_m=tile_m,
         )
 
-    def tile(self, m_block: Int32, head: Int32, batch: Int32) -> WorkspaceTile:
+    def first_tile(self, sequence: Int32) -> Int32:
+        """The first tile of a sequence."""
+        if self.cu_q is None:
+            return sequence * self.tiles
+        return first_tile(self.cu_q[sequence], sequence, self.tile_m)
+
+    def tile(self, m_block: Int32, head: Int32, sequence: Int32) -> WorkspaceTile:
         """The parts of query tile `m_block` of a head of a sequence."""
-        index = batch * self.tiles + m_block
+        index = self.first_tile(sequence) + m_block
         lse_log2, delta = (
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )
         turn = cute.domain_offset((index, head), self.turns).iterator
         return WorkspaceTile(lse_log2, delta, None if self.dq is None else self.dq[None, index, head], turn)
 
-    def row(self, token: Int32, batch: Int32) -> Int32:
+    def row(self, token: Int32, sequence: Int32) -> Int32:
         """The row of a query, counted from the beginning of its sequence."""
-        return batch * self.tiles * self.tile_m + token
+        return self.first_tile(sequence) * self.tile_m + token
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkspacePlace:
+    """A query tile of a workspace, and where its rows are in Q and O.
+
+    Attributes:
+        m_block: which tile of its head and sequence it is.
+        head: query head.
+        sequence: its sequence's number in the batch.
+        batch: entry of the batch mode; packed sequences have one entry.
+        first_row: its first row, counted as Q and O are.
+        rows: how many rows its sequence has from there on; 0 or less if the tile does not exist.
+    """
+
+    m_block: Int32
+    head: Int32
+    sequence: Int32
+    batch: Index
+    first_row: Int32
+    rows: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkspaceTiles:
+    """All query tiles of a workspace."""
+
+    order: Order
+    lengths: Lengths
+    is_packed: cutlass.Constexpr[bool]
+    tile_m: cutlass.Constexpr[int]
+
+    @classmethod
+    def of(cls, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace) -> Self:
+        """The tiles of a call; `tensors` as `batched` returns them."""
+        is_packed = packed.cu_seqlens_q is not None
+        order: Order
+        if is_packed:
+            order = flat_order(packed.cu_seqlens_q, tensors.q.shape[1], workspace.heads, workspace.tile_m)
+        else:
+            order = TileOrder(workspace.tiles, workspace.heads, workspace.batch, Int32(1), longest_first=False)
+        return cls(order, lengths_of(tensors, packed), is_packed, workspace.tile_m)
+
+    def place(self, index: Int32) -> WorkspacePlace:
+        """The tile with number `index`; a whole warp calls it."""
+        m_block, head, sequence = self.order.tile(index)
+        lengths = self.lengths.sequence(sequence)
+        first = m_block * self.tile_m
+        batch = 0 if self.is_packed else sequence
+        return WorkspacePlace(m_block, head, sequence, batch, lengths.first_q + first, lengths.seqlen_q - first)
+
+
+def workspace_of(traits: BwdTraits, tensors: BwdTensors, packed: PackedTensors) -> Workspace:
+    """The workspace of a call; `tensors` as `batched` returns them."""
+    batch, rows, heads, _ = tensors.q.shape
+    if packed.cu_seqlens_q is None:
+        return traits.workspace(batch, heads, rows)
+    return traits.workspace_packed(packed.cu_seqlens_q.shape[0] - 1, heads, rows)

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import BwdArguments
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.bwd_signature import bwd_fake_args
-from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.launch import BwdLaunch, batched
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.views import rows_first
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
-from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
 from cuteflash.kernels.sm80.bwd_bundles import (
     BwdOperands,
     BwdTiles,
@@ -90,29 +90,38 @@ class FlashBwdSm80:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, scalars, stream = BwdArguments.of(arguments)
-        batch, seqlen_q, heads, _ = tensors.q.shape
-        workspace = self.traits.workspace(batch, heads, seqlen_q)
-        launch = BwdLaunch.of(self, tensors.q, tensors.k, scalars)
+        tensors, packed, scalars, stream = BwdArguments.of(arguments)
+        tensors = batched(tensors, self.problem.storage)
+        workspace = workspace_of(self.traits, tensors, packed)
+        launch = BwdLaunch.of(self, tensors, packed, scalars)
+        views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         operands = BwdOperands(
             *(rows_first(x) for x in (tensors.q, tensors.k, tensors.v, tensors.do, tensors.dk, tensors.dv))
         )
-        BwdPrepare(self.traits, self.problem).launch(tensors, workspace, stream)
+        BwdPrepare(self.traits, self.problem).launch(tensors, packed, workspace, stream)
         self.kernel.set_name_prefix("flash_bwd_sm80", remove_cutlass_symbol=True)
-        self.kernel(operands, WorkspaceTensors.of(tensors.workspace, workspace), launch).launch(
+        self.kernel(operands, views, launch).launch(
             grid=(launch.order.size(), 1, 1),
             block=(self.traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.traits.blocks_per_sm,
             preferred_smem_carveout=100,
         )
-        BwdFinish(self).launch(tensors, workspace, scalars.softmax_scale, stream)
+        BwdFinish(self).launch(tensors, packed, workspace, scalars.softmax_scale, stream)
 
     @cute.kernel
     def kernel(self, operands: BwdOperands, workspace: WorkspaceTensors, launch: BwdLaunch):
         thread = cute.arch.thread_idx()[0]
         tile = launch.tile(cute.arch.block_idx()[0])
         work = KeyWork(launch, tile, tile.query_blocks(), self.problem.is_deterministic)
+        if const_expr(self.problem.storage.k == "dense"):
+            self.differentiate(operands, workspace, work, thread)
+        elif tile.exists():
+            self.differentiate(operands, workspace, work, thread)
+
+    @cute.jit
+    def differentiate(self, operands: BwdOperands, workspace: WorkspaceTensors, work: KeyWork, thread: Int32):
+        """The gradients of a key tile that exists."""
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
         g = make_gradients(self, tiles, work, thread)
@@ -126,28 +135,33 @@ class FlashBwdSm80:
     @cute.jit
     def load_keys(self, operands: BwdOperands, tiles: BwdTiles, work: KeyWork, thread: Int32):
         """Issue the copies of K and V."""
-        head, batch = work.tile.head, work.tile.batch
         rows = work.tile.mask.seqlen_k - work.tile.first_key
         for gX, sX, head_dim in (
             (operands.gK, tiles.sK, self.problem.operands.head_dim),
             (operands.gV, tiles.sV, self.problem.operands.head_dim_v),
         ):
-            source = make_kv_source(self, gX[None, None, head, batch], sX, head_dim, thread)
+            source = make_kv_source(self, self.key_rows(gX, work), sX, head_dim, thread)
             load_kv(source, work.tile.n_block, 0, rows)
 
     def query_sources(
         self, operands: BwdOperands, workspace: WorkspaceTensors, tiles: BwdTiles, work: KeyWork, thread: Int32
     ) -> QuerySources:
         """This thread's share of the loads of Q, dO and the row statistics."""
-        batch = work.tile.batch
-        gQ, gdO = (gX[None, None, None, batch] for gX in (operands.gQ, operands.gdO))
-        first_head = work.tile.head * work.launch.heads_per_kv
-        return QuerySources(gQ, gdO, workspace, tiles, thread, work.tile.mask.seqlen_q, first_head, batch)
+        tile = work.tile
+        gQ, gdO = (gX[None, None, None, tile.batch] for gX in (operands.gQ, operands.gdO))
+        if self.problem.storage.q == "varlen":
+            gQ, gdO = (cute.domain_offset((tile.first_q, 0, 0), gX) for gX in (gQ, gdO))
+        first_head = tile.head * work.launch.heads_per_kv
+        return QuerySources(gQ, gdO, workspace, tiles, thread, tile.mask.seqlen_q, first_head, tile.sequence)
+
+    def key_rows(self, gX: cute.Tensor, work: KeyWork) -> cute.Tensor:
+        """The rows of the tile's head and sequence in K, V or their gradients."""
+        rows = gX[None, None, work.tile.head, work.tile.batch]
+        return rows if self.problem.storage.k == "dense" else cute.domain_offset((work.tile.first_k, 0), rows)
 
     @cute.jit
     def write_gradients(self, operands: BwdOperands, g: Gradients, tiles: BwdTiles, work: KeyWork):
         """Round dK and dV, stage them in the place of K and V, and store their rows."""
-        head, batch = work.tile.head, work.tile.batch
         rows = work.tile.mask.seqlen_k - work.tile.first_key
         sdK, sdV = (sX[None, None, 0] for sX in (tiles.sK, tiles.sV))
         cute.arch.sync_threads()  # every warp has read K and V
@@ -158,7 +172,7 @@ class FlashBwdSm80:
             (sdK, operands.gdK, self.problem.operands.head_dim),
             (sdV, operands.gdV, self.problem.operands.head_dim_v),
         ):
-            store_rows(self, sX, gX[None, None, head, batch], work.tile.n_block, rows, head_dim, g.thread)
+            store_rows(self, sX, self.key_rows(gX, work), work.tile.n_block, rows, head_dim, g.thread)
 
     def make_tiles(self, base: cute.Pointer) -> BwdTiles:
         """The shared-memory tensors, laid out by the traits' plan."""

@@ -50,7 +50,7 @@ class QuerySources:
         gQ, gdO: (rows, columns, heads) of the batch entry.
         seqlen_q: rows of Q and dO.
         first_head: the first query head of the KV head.
-        batch: batch entry.
+        sequence: the sequence's number in the batch.
     """
 
     gQ: cute.Tensor
@@ -60,7 +60,7 @@ class QuerySources:
     thread: Int32
     seqlen_q: Int32
     first_head: Int32
-    batch: Int32
+    sequence: Int32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ def load_queries(
         (loads.gdO, loads.tiles.sdO, operands.head_dim_v),
     ):
         load_kv(make_query_source(kernel, gX, sX, head_dim, thread), (m_block, head), stage, rows)
-    tile = loads.workspace.tile(m_block, head, loads.batch)
+    tile = loads.workspace.tile(m_block, head, loads.sequence)
     pieces = tile_m // STATISTICS
     atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), cutlass.Float32, num_bits_per_copy=128

@@ -109,7 +109,7 @@ def store_scores(kernel, mma: cute.TiledMma, thread: Int32, rounded: cute.Tensor
 def add_dq(kernel, g: Gradients, loads: QuerySources, m_block: Int32, head: Int32) -> None:
     """Add dQ of a query block to its sum in memory."""
     parts = kernel.dq_parts()
-    tile = loads.workspace.tile(m_block, loads.first_head + head, loads.batch)
+    tile = loads.workspace.tile(m_block, loads.first_head + head, loads.sequence)
     target = parts.groups(tile.dq, 0, g.thread)
     source = cute.make_tensor(g.acc_dQ.iterator, cute.make_layout(target.shape))
     atoms.add_groups(source, target, kernel.traits.vector_add)

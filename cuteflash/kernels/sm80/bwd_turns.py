@@ -11,7 +11,7 @@ from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
 
 def turn_pointer(loads: QuerySources, head: Int32, m_block: Int32) -> cute.Pointer:
     """Where the number of blocks stands that have added to a query tile of the `head`-th query head."""
-    return loads.workspace.tile(m_block, loads.first_head + head, loads.batch).turn
+    return loads.workspace.tile(m_block, loads.first_head + head, loads.sequence).turn
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
@@ -28,11 +28,12 @@ from cuteflash.arguments import BwdArguments
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import Handover, TmaRing
 from cuteflash.core.bwd_signature import bwd_fake_args
-from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.launch import BwdLaunch, batched
 from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.tile import KeyTile
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
-from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
 from cuteflash.kernels.sm90.bwd_bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.bwd_load import add_dq, load, make_tma
 from cuteflash.kernels.sm90.bwd_mma import consume
@@ -126,20 +127,20 @@ class FlashBwdSm90:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, scalars, stream = BwdArguments.of(arguments)
+        tensors, packed, scalars, stream = BwdArguments.of(arguments)
         traits = self.traits
-        batch, seqlen_q, heads, _ = tensors.q.shape
-        workspace = traits.workspace(batch, heads, seqlen_q)
-        launch = BwdLaunch.of(self, tensors.q, tensors.k, scalars)
-        views = WorkspaceTensors.of(tensors.workspace, workspace)
-        BwdPrepare(traits, self.problem).launch(tensors, workspace, stream)
+        tensors = batched(tensors, self.problem.storage)
+        workspace = workspace_of(traits, tensors, packed)
+        launch = BwdLaunch.of(self, tensors, packed, scalars)
+        views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
+        BwdPrepare(traits, self.problem).launch(tensors, packed, workspace, stream)
         self.kernel(make_tma(self, tensors), views, launch).launch(
             grid=(launch.order.size(), 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
         )
-        BwdFinish(self).launch(tensors, workspace, scalars.softmax_scale, stream)
+        BwdFinish(self).launch(tensors, packed, workspace, scalars.softmax_scale, stream)
 
     def dq_parts(self) -> DqParts:
         """How the consumers' accumulators make up a tile of dQ."""
@@ -169,6 +170,15 @@ class FlashBwdSm90:
         cute.arch.sync_threads()
 
         tile = launch.tile(cute.arch.block_idx()[0])
+        if const_expr(self.problem.storage.k == "dense"):
+            self.work(block, tile, warp)
+        elif tile.exists():
+            self.work(block, tile, warp)
+
+    @cute.jit
+    def work(self, block: Block, tile: KeyTile, warp: Int32):
+        """The part of a warp in a key tile that exists."""
+        traits = self.traits
         blocks = tile.query_blocks(is_descending=self.problem.is_deterministic)
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)

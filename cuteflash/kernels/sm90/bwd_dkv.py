@@ -15,15 +15,16 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cuteflash.arguments import BwdScalars, BwdTensors
+from cuteflash.arguments import BwdScalars, BwdTensors, PackedTensors
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.tile import KeyTile
 from cuteflash.core.workspace import Workspace
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm90.bwd_bundles import Tma
@@ -81,10 +82,12 @@ class DkvPass:
             stride=((1, chunk * WARPGROUP), chunk, pairs * WARPGROUP),
         )
 
-    def launch(self, tensors: BwdTensors, workspace: Workspace, scalars: BwdScalars, stream) -> None:
-        """Launch it."""
-        launch = BwdLaunch.of(self, tensors.q, tensors.k, scalars)
-        views = WorkspaceTensors.of(tensors.workspace, workspace)
+    def launch(
+        self, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace, scalars: BwdScalars, stream
+    ) -> None:
+        """Launch it; `tensors` as `batched` returns them."""
+        launch = BwdLaunch.of(self, tensors, packed, scalars)
+        views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         self.kernel(make_tma(self, tensors), views, launch).launch(
             grid=(launch.order.size(), 1, 1),
             block=(self.traits.num_threads, 1, 1),
@@ -113,6 +116,15 @@ class DkvPass:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         tile = launch.tile(cute.arch.block_idx()[0])
+        if const_expr(self.problem.storage.k == "dense"):
+            self.work(block, tile, warp)
+        elif tile.exists():
+            self.work(block, tile, warp)
+
+    @cute.jit
+    def work(self, block: Block, tile: KeyTile, warp: Int32):
+        """The part of a warp in a key tile that exists."""
+        traits = self.traits
         blocks = tile.query_blocks()
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(traits.producer_regs)

@@ -24,7 +24,7 @@ from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.core.views import acc_as_operand_a, transposed
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm90.bwd_bundles import Tma
-from cuteflash.kernels.sm90.bwd_load import key_partition
+from cuteflash.kernels.sm90.bwd_load import key_partition, key_rows
 from cuteflash.kernels.sm90.bwd_scores import cap_slope, column_statistics, prepare_scores
 from cuteflash.kernels.sm90.bwd_warpgroup import ROWS
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS
@@ -260,7 +260,7 @@ def write_gradient(kernel: cutlass.Constexpr, side: Side, block: Block, tile: Ke
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE + 1 + int(of_p), number_of_threads=WARPGROUP)
     if cute.arch.make_warp_uniform(side.thread // 32) == 0:
-        tXsX, tXgX = key_partition(atom, gX, sX, tile, box)
+        tXsX, tXgX = key_partition(atom, key_rows(kernel, gX, tile), sX, tile.n_block, box)
         cute.copy(atom, tXsX, tXgX)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)

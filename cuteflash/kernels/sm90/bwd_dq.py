@@ -28,10 +28,12 @@ from cuteflash.core.scores import ScoreTile, stay_a_branch
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import QueryTile
-from cuteflash.core.views import acc_as_operand_a, rows_first, transposed
+from cuteflash.core.views import acc_as_operand_a, transposed
 from cuteflash.core.workspace import Workspace
 from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.sm90.bwd_load import rows_of
 from cuteflash.kernels.sm90.bwd_scores import cap_slope
+from cuteflash.kernels.sm90.load import key_rows, query_rows
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP, WGMMA_M
@@ -80,6 +82,18 @@ class Rings:
     do: TmaRing
     k: TmaRing
     v: TmaRing
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The values that all warps of a block use."""
+
+    tma: Tma
+    tiles: Tiles
+    rings: Rings
+    launch: Launch
+    workspace: WorkspaceTensors
+    softmax_scale: Float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,19 +150,22 @@ class DqPass:
         rows = WGMMA_M if name in ("q", "do") else self.rows.dq_tile_n
         return rows, self.rows.head_dim if name in ("q", "k") else self.rows.head_dim_v
 
-    def launch(self, tensors: BwdTensors, workspace: Workspace, scalars: BwdScalars, stream) -> None:
-        """Launch it."""
+    def launch(
+        self, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace, scalars: BwdScalars, stream
+    ) -> None:
+        """Launch it; `tensors` as `batched` returns them."""
 
         def tma(make, tensor: cute.Tensor, name: str):
-            return make(rows_first(tensor), cute.select(self.smem_layout(name), mode=[0, 1]), self.box(name))
+            view = rows_of(self.problem.storage.q if name in ("q", "do") else self.problem.storage.k)
+            return make(view(tensor), cute.select(self.smem_layout(name), mode=[0, 1]), self.box(name))
 
         load_q, gQ = tma(atoms.tma_load, tensors.q, "q")
         load_do, gdO = tma(atoms.tma_load, tensors.do, "do")
         load_k, gK = tma(atoms.tma_load, tensors.k, "k")
         load_v, gV = tma(atoms.tma_load, tensors.v, "v")
         store_dq, gdQ = tma(atoms.tma_store, tensors.dq, "q")
-        launch = Launch.of(self, tensors, PackedTensors(), scalars, persistent=False)
-        views = WorkspaceTensors.of(tensors.workspace, workspace)
+        launch = Launch.of(self, tensors, packed, scalars, persistent=False)
+        views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         self.kernel(
             Tma(load_q, load_do, load_k, load_v, store_dq, gQ, gdO, gK, gV, gdQ), views, launch, scalars.softmax_scale
         ).launch(
@@ -182,14 +199,24 @@ class DqPass:
                     ring.init(CONSUMERS * WARPGROUP // 32)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        block = Block(tma, tiles, rings, launch, workspace, softmax_scale)
         tile = launch.tile(cute.arch.block_idx()[0])
+        if const_expr(self.problem.storage.q == "dense"):
+            self.work(block, tile, warp)
+        elif tile.exists():
+            self.work(block, tile, warp)
+
+    @cute.jit
+    def work(self, block: Block, tile: QueryTile, warp: Int32):
+        """The part of a warp in a query tile that exists."""
+        traits = self.rows
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
             if warp == 0:
-                load(self, tma, tiles, rings, tile)
+                load(self, block.tma, block.tiles, block.rings, tile)
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
-            consume(self, tma, tiles, rings, launch, workspace, tile, softmax_scale)
+            consume(self, block, tile)
 
 
 @cute.jit
@@ -197,14 +224,13 @@ def load(kernel: cutlass.Constexpr, tma: Tma, tiles: Tiles, rings: Rings, tile: 
     """Load Q and dO once, K and V block by block, last block first; a whole warp calls it."""
     blocks = tile.visited_blocks()
 
-    def partition(atom, sX, gX, name, head):
-        boxes = cute.local_tile(gX[None, None, head, tile.batch], kernel.box(name), (None, 0))
-        return atoms.tma_partition(atom, sX, boxes)
+    def partition(atom, sX, rows, name):
+        return atoms.tma_partition(atom, sX, cute.local_tile(rows, kernel.box(name), (None, 0)))
 
-    tQsQ, tQgQ = partition(tma.load_q, tiles.sQ, tma.gQ, "q", tile.head)
-    tOsdO, tOgdO = partition(tma.load_do, tiles.sdO, tma.gdO, "do", tile.head)
-    tKsK, tKgK = partition(tma.load_k, tiles.sK, tma.gK, "k", tile.kv_head)
-    tVsV, tVgV = partition(tma.load_v, tiles.sV, tma.gV, "v", tile.kv_head)
+    tQsQ, tQgQ = partition(tma.load_q, tiles.sQ, query_rows(kernel, tma.gQ, tile), "q")
+    tOsdO, tOgdO = partition(tma.load_do, tiles.sdO, query_rows(kernel, tma.gdO, tile), "do")
+    tKsK, tKgK = partition(tma.load_k, tiles.sK, key_rows(kernel, tma.gK, tile), "k")
+    tVsV, tVgV = partition(tma.load_v, tiles.sV, key_rows(kernel, tma.gV, tile), "v")
     if blocks.hi > blocks.lo:
         barrier = rings.q.acquire(Int32(0))
         for wg in cutlass.range_constexpr(CONSUMERS):
@@ -278,15 +304,11 @@ def make_query_warpgroup(kernel: DqPass, tiles: Tiles, launch: Launch) -> QueryW
 @cute.jit
 def consume(
     kernel: cutlass.Constexpr,
-    tma: Tma,
-    tiles: Tiles,
-    rings: Rings,
-    launch: Launch,
-    workspace: WorkspaceTensors,
+    block: Block,
     tile: QueryTile,
-    softmax_scale: Float32,
 ):
     """dQ of a query tile."""
+    tiles, rings, launch, workspace = block.tiles, block.rings, block.launch, block.workspace
     wg = make_query_warpgroup(kernel, tiles, launch)
     own = tile.part(wg.index, WGMMA_M)
     wg.scores.set_bounds(wg.bounds, own)
@@ -295,7 +317,7 @@ def consume(
         token = own.first_token + wg.scores.row(r)
         wg.lse[r], wg.delta[r] = Float32.inf, Float32(0.0)
         if token < tile.mask.seqlen_q:
-            row = workspace.row(token, tile.batch)
+            row = workspace.row(token, tile.sequence)
             wg.lse[r], wg.delta[r] = workspace.lse_log2[row, tile.head], workspace.delta[row, tile.head]
     blocks = tile.visited_blocks()
     full_lo, full_hi = own.full_blocks()
@@ -307,7 +329,7 @@ def consume(
         for position in cutlass.range(blocks.hi - blocks.lo, unroll=1):
             n_block = blocks.hi - 1 - position
             step(kernel, wg, rings, launch, n_block, position, n_block < full_lo or n_block >= full_hi)
-    write_dq(kernel, wg, tma, tiles, tile, softmax_scale)
+    write_dq(kernel, wg, block.tma, tiles, tile, block.softmax_scale)
 
 
 @cute.jit
@@ -373,7 +395,7 @@ def write_dq(
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
     if cute.arch.make_warp_uniform(wg.thread // 32) == 0:
-        boxes = cute.local_tile(tma.gdQ[None, None, tile.head, tile.batch], kernel.box("q"), (None, 0))
+        boxes = cute.local_tile(query_rows(kernel, tma.gdQ, tile), kernel.box("q"), (None, 0))
         tQsQ, tQgQ = atoms.tma_partition(tma.store_dq, tiles.sQ, boxes)
         cute.copy(tma.store_dq, tQsQ[None, wg.index], tQgQ[None, tile.m_block * CONSUMERS + wg.index])
         cute.arch.cp_async_bulk_commit_group()

@@ -24,7 +24,7 @@ from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.core.views import acc_as_operand_a, transposed
 from cuteflash.kernels.sm90.bwd_bundles import Block, NamedBarrier, Rings, Tiles
-from cuteflash.kernels.sm90.bwd_load import key_partition
+from cuteflash.kernels.sm90.bwd_load import key_partition, key_rows
 from cuteflash.kernels.sm90.bwd_scores import column_statistics, differentiate, prepare_scores, probabilities
 from cuteflash.kernels.sm90.bwd_warpgroup import ROWS, KeyWarpgroup, fetch, make_key_warpgroup
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
@@ -291,7 +291,7 @@ def write_gradients(kernel: cutlass.Constexpr, wg: KeyWarpgroup, block: Block, t
     if wg.index == 0:
         if cute.arch.make_warp_uniform(wg.thread // 32) == 0:
             for _, _, atom, gX, sX, box in staged:
-                tXsX, tXgX = key_partition(atom, gX, sX, tile, box)
+                tXsX, tXgX = key_partition(atom, key_rows(kernel, gX, tile), sX, tile.n_block, box)
                 cute.copy(atom, tXsX, tXgX)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

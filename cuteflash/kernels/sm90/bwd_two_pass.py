@@ -18,7 +18,9 @@ import cutlass.cute as cute
 
 from cuteflash.arguments import BwdArguments
 from cuteflash.core.bwd_signature import bwd_fake_args
+from cuteflash.core.launch import batched
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
+from cuteflash.kernels.common.workspace import workspace_of
 from cuteflash.kernels.sm90.bwd_dkv import DkvPass
 from cuteflash.kernels.sm90.bwd_dq import DqPass
 from cuteflash.problem import BwdProblem
@@ -40,9 +42,9 @@ class FlashBwdTwoPassSm90:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, scalars, stream = BwdArguments.of(arguments)
-        batch, seqlen_q, heads, _ = tensors.q.shape
-        workspace = self.traits.workspace(batch, heads, seqlen_q)
-        BwdPrepare(self.traits, self.problem).launch(tensors, workspace, stream)
-        DkvPass(self.traits, self.problem).launch(tensors, workspace, scalars, stream)
-        DqPass(self.traits, self.problem).launch(tensors, workspace, scalars, stream)
+        tensors, packed, scalars, stream = BwdArguments.of(arguments)
+        tensors = batched(tensors, self.problem.storage)
+        workspace = workspace_of(self.traits, tensors, packed)
+        BwdPrepare(self.traits, self.problem).launch(tensors, packed, workspace, stream)
+        for one_pass in (DkvPass(self.traits, self.problem), DqPass(self.traits, self.problem)):
+            one_pass.launch(tensors, packed, workspace, scalars, stream)
