@@ -20,13 +20,15 @@ from cuteflash.kernels.common.bwd_prepare import THREADS, lanes_of_row
 from cuteflash.kernels.sm80.bwd import FlashBwdSm80
 from tests.cross_compile import KernelStore
 
-SMALL = BwdTraitsSm80(64, 64, 64, 64, num_warps=4, dq_warps=4)
+ROW = BwdTraitsSm80(64, 128, 64, 64, dq_warps=4)  # shipped for sm_80, so that it is compiled anyway
+HARDEST = BwdProblem.dense("bf16", 64, 64, "window", softcap=True, deterministic=True)
 STAGED = BwdTraitsSm80(64, 64, 96, 32, num_warps=4, s_warps=2, dkv_warps=2, stages=1)
+ALONG_KEYS = BwdTraitsSm80(32, 128, 64, 64, num_warps=4)
 
 
 @pytest.mark.slow
 def test_a_kernel_uses_ampere_instructions_and_does_not_spill(kernels: KernelStore) -> None:
-    compiled = kernels(FlashBwdSm80, SMALL, BwdProblem.dense("bf16", 64, 64, "causal"), "sm_80")
+    compiled = kernels(FlashBwdSm80, ROW, HARDEST, "sm_80")
     for instruction in (
         "LDGSTS.E.BYPASS",  # cp.async past L1
         "LDSM.16.M88.4",  # ldmatrix
@@ -95,12 +97,12 @@ def test_traits_say_why_they_cannot_run(change: dict[str, int], reason: str) -> 
 
 def test_p_goes_through_shared_memory_unless_warps_divide_the_keys_only() -> None:
     assert not STAGED.p_in_regs and "p" in STAGED.smem_plan
-    assert SMALL.p_in_regs and "p" not in SMALL.smem_plan
+    assert ALONG_KEYS.p_in_regs and "p" not in ALONG_KEYS.smem_plan
 
 
 def test_a_workspace_holds_statistics_the_sum_and_turns_of_whole_tiles() -> None:
-    assert SMALL.workspace(2, 3, 65) == Workspace(batch=2, heads=3, tiles=2, tile_m=64, head_dim=64)
-    assert SMALL.workspace(2, 3, 65).size == 3 * (2 * 128 * (2 + 64) + 2 * 2)
+    assert ROW.workspace(2, 3, 65) == Workspace(batch=2, heads=3, tiles=2, tile_m=64, head_dim=64)
+    assert ROW.workspace(2, 3, 65).size == 3 * (2 * 128 * (2 + 64) + 2 * 2)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

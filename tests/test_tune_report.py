@@ -156,11 +156,11 @@ def test_a_compilers_colours_are_no_part_of_a_reason() -> None:
     assert reasons.templates == ["error: insufficient registers (#)"]
 
 
-@pytest.mark.parametrize("family", TRAITS)
-def test_every_trait_is_explained_by_its_class(family: Any) -> None:
-    docs = attribute_docs(TRAITS[family])
-    assert docs.keys() == {field.name for field in dataclasses.fields(TRAITS[family])}
-    assert docs["tile_n"] == "key rows of one step of the main loop."
+@pytest.mark.parametrize("made_for", TRAITS, ids="-".join)
+def test_every_trait_is_explained_by_its_class(made_for: Any) -> None:
+    docs = attribute_docs(TRAITS[made_for])
+    assert docs.keys() == {field.name for field in dataclasses.fields(TRAITS[made_for])}
+    assert docs["tile_n"] == {"fwd": "key rows of one step of the main loop.", "bwd": "keys of one block."}[made_for[0]]
     assert all(text.endswith((".", ")")) and "\n" not in text for text in docs.values())
 
 

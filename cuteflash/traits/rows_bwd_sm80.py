@@ -1,7 +1,4 @@
-"""Rows of bwd/sm_80/sm80.
-
-`cuteflash sweep apply --shipped` rewrites this file; `measured` says what a sweep found for a row.
-"""
+"""Rows of bwd/sm_80/sm80."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows of bwd/sm_86/sm80, bwd/sm_89/sm80, bwd/sm_120/sm80.
-
-`cuteflash sweep apply --shipped` rewrites this file; `measured` says what a sweep found for a row.
-"""
+"""Rows of bwd/sm_86/sm80, bwd/sm_89/sm80, bwd/sm_120/sm80."""
 
 from __future__ import annotations
 

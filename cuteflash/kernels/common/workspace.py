@@ -59,8 +59,8 @@ class WorkspaceTensors:
         dq = None
         if const_expr(head_dim > 0):
             elements = tile_m * head_dim
-            stride = 1, elements, cute.assume(rows * head_dim, divby=elements)
-            layout = cute.make_layout((elements, tiles, workspace.heads), stride=stride)
+            strides = (cute.assume(stride, divby=elements) for stride in (Int64(elements), rows * head_dim))
+            layout = cute.make_layout((elements, tiles, workspace.heads), stride=(1, *strides))
             dq = cute.make_tensor(mW.iterator + 2 * part, layout)
         turns = cute.recast_ptr(mW.iterator + (2 + head_dim) * part, dtype=Int32)
         return cls(

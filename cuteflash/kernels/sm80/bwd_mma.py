@@ -36,7 +36,6 @@ def make_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -> Gra
     """Partition the block's tiles for this thread."""
     traits = kernel.traits
     mma_s, mma_dkv, mma_dq = kernel.tiled_mma_s(), kernel.tiled_mma_dkv(), kernel.tiled_mma_dq()
-
     acc_S, acc_dP = (accumulator(mma_s, thread, traits.tile_n, traits.tile_m) for _ in range(2))
     shape = traits.tile_n, traits.tile_m
     scores = ScoreTile.of(mma_s, thread, acc_S, shape, work.launch.inner_scale, 1)
