@@ -28,7 +28,7 @@ CAUSAL = ("causal",)
 WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 FP16, BF16 = ("fp16",), ("bf16",)
 DECODE, SHORT, LONG = ("decode",), ("short",), ("long",)
-SOFTCAP, LSE = ("softcap",), ("lse",)
+SOFTCAP, LSE, VARLEN = ("softcap",), ("lse",), ("varlen",)
 
 
 class TableKey(NamedTuple):
