@@ -84,12 +84,17 @@ def options_of(
     family: Family | None,
 ) -> FwdOptions:
     """The options of a call, as an operator takes them."""
-    left, right = UNBOUNDED_WINDOW if window_size is None else window_of(window_size)
-    if flag("causal", causal):
+    if window_size is None or window_size is UNBOUNDED_WINDOW:
+        left, right = UNBOUNDED_WINDOW
+    else:
+        left, right = window_of(window_size)
+    if causal is not False and flag("causal", causal):
         right = 0
-    if softmax_scale is not None:
+    if softmax_scale is not None and type(softmax_scale) is not float:  # NumPy's float64 is one of its subclasses
         softmax_scale = number("softmax_scale", softmax_scale, SCALES)
     if pack_gqa is not None:
         pack_gqa = flag("pack_gqa", pack_gqa, "None, ")
+    if type(softcap) is not float:
+        softcap = number("softcap", softcap, SOFTCAPS)
     check_family(family)
-    return FwdOptions(softmax_scale, left, right, number("softcap", softcap, SOFTCAPS), pack_gqa, family)
+    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family)

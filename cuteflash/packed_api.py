@@ -135,8 +135,9 @@ def flash_attn_varlen_func(
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is not None and not isinstance(used, Tensor):
             raise TypeError(f"{name} is a {type(used).__name__}; allowed: None, a torch.Tensor")
-    _check_limit("max_seqlen_q", max_seqlen_q)
-    _check_limit("max_seqlen_k", max_seqlen_k)
+    for name, limit in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if limit is not None:
+            _check_limit(name, limit)
     flag("deterministic", deterministic)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -156,7 +157,7 @@ def _check_limit(name: str, value: object) -> None:
     if isinstance(value, Tensor):
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool or value.numel() != 1:
             raise TypeError(f"{name} is a tensor, {value.dtype} of shape {tuple(value.shape)}; allowed: {allowed}")
-    elif value is not None and not isinstance(value, torch.SymInt):
+    elif not isinstance(value, torch.SymInt):
         if not is_int(value):
             raise TypeError(f"{name} is {shown(value)}; allowed: {allowed}")
         if value < 0:  # type: ignore[operator]

@@ -52,6 +52,8 @@ def test_every_part_of_a_problem_is_part_of_the_key() -> None:
         PROBLEM.packed(4),
         dataclasses.replace(PROBLEM, storage=Storage("varlen", "dense")),
         dataclasses.replace(PROBLEM, storage=Storage("dense", "varlen")),
+        dataclasses.replace(PROBLEM, storage=Storage(used_q=True)),
+        dataclasses.replace(PROBLEM, storage=Storage(used_k=True)),
     ]
     assert len({digest(TRAITS, problem) for problem in problems}) == len(problems)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.problem import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, BwdProblem, FwdProblem
+from cuteflash.problem import DENSE, DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, BwdProblem, FwdProblem, Storage
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, TableKey
@@ -57,10 +58,12 @@ def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None
 
 
 @EACH_TABLE
-def test_every_problem_has_a_row_that_serves_all_features(table: TableKey) -> None:
+@pytest.mark.parametrize("storage", [DENSE, Storage("varlen", "varlen", True, True)], ids=["dense", "packed"])
+def test_every_problem_has_a_row_that_serves_all_features(table: TableKey, storage: Storage) -> None:
     for head_dim, head_dim_v in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS):
         for mask, dtype, lengths in itertools.product(MASK_KINDS, DTYPES, LENGTH_CLASSES):
             problem = PROBLEMS[table.operation].dense(dtype, head_dim, head_dim_v, mask, **FEATURES[table.operation])
+            problem = dataclasses.replace(problem, storage=storage)
             row = choose_shipped(problem, table.target, table.family, lengths).row
             assert problem.features.isdisjoint(row.without)
 

@@ -32,7 +32,7 @@ CAUSAL = ("causal",)
 WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 FP16, BF16 = ("fp16",), ("bf16",)
 DECODE, SHORT, LONG = ("decode",), ("short",), ("long",)
-SOFTCAP, LSE, DETERMINISTIC = ("softcap",), ("lse",), ("deterministic",)
+SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 
 
 class TableKey(NamedTuple):

@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
-from cuteflash.traits.row import BF16, CAUSAL, FP16, FULL, LONG, LSE, SHORT, SOFTCAP, WINDOW, Row, fwd_sm80
+from cuteflash.traits.row import BF16, CAUSAL, FP16, FULL, LONG, LSE, SHORT, SOFTCAP, VARLEN, WINDOW, Row, fwd_sm80
 
 ROWS: tuple[Row, ...] = (
     fwd_sm80(
-        32, 128, 64, 4, FULL, lengths=SHORT + LONG, without=SOFTCAP, kv_stage=3, q_in_regs=True, blocks_per_sm=3
+        32,
+        128,
+        64,
+        4,
+        FULL,
+        lengths=SHORT + LONG,
+        without=SOFTCAP + VARLEN,
+        kv_stage=3,
+        q_in_regs=True,
+        blocks_per_sm=3,
     ).measured("NVIDIA H200", "2026-11-21", 261),
     fwd_sm80(
         32,
@@ -39,24 +48,24 @@ ROWS: tuple[Row, ...] = (
     fwd_sm80(64, 128, 64, 4, lengths=SHORT + LONG, kv_stage=2, blocks_per_sm=2).measured(
         "NVIDIA H200", "2026-11-21", 262
     ),
-    fwd_sm80(96, 64, 128, 4, CAUSAL, dtypes=FP16, lengths=SHORT, without=SOFTCAP + LSE, blocks_per_sm=3).measured(
-        "NVIDIA H200", "2026-11-21", 226
-    ),
-    fwd_sm80(96, 64, 128, 4, CAUSAL, dtypes=BF16, lengths=SHORT, without=SOFTCAP, blocks_per_sm=3).measured(
+    fwd_sm80(
+        96, 64, 128, 4, CAUSAL, dtypes=FP16, lengths=SHORT, without=SOFTCAP + LSE + VARLEN, blocks_per_sm=3
+    ).measured("NVIDIA H200", "2026-11-21", 226),
+    fwd_sm80(96, 64, 128, 4, CAUSAL, dtypes=BF16, lengths=SHORT, without=SOFTCAP + VARLEN, blocks_per_sm=3).measured(
         "NVIDIA H200", "2026-11-21", 226
     ),
     fwd_sm80(96, 256, 64, 8, FULL, dtypes=FP16, lengths=SHORT + LONG, without=SOFTCAP + LSE, kv_stage=2).measured(
         "NVIDIA H200", "2026-11-21", 317
     ),
-    fwd_sm80(96, 256, 64, 8, CAUSAL, dtypes=FP16, lengths=SHORT + LONG, kv_stage=2).measured(
+    fwd_sm80(96, 256, 64, 8, CAUSAL, dtypes=FP16, lengths=SHORT + LONG, without=VARLEN, kv_stage=2).measured(
         "NVIDIA H200", "2026-11-21", 317
     ),
     fwd_sm80(96, 128, 96, 4, FULL, dtypes=BF16, lengths=SHORT + LONG, without=SOFTCAP, kv_stage=2).measured(
         "NVIDIA H200", "2026-11-21", 343
     ),
-    fwd_sm80(96, 128, 96, 4, CAUSAL, dtypes=BF16, lengths=SHORT + LONG, without=SOFTCAP + LSE, kv_stage=2).measured(
-        "NVIDIA H200", "2026-11-21", 343
-    ),
+    fwd_sm80(
+        96, 128, 96, 4, CAUSAL, dtypes=BF16, lengths=SHORT + LONG, without=SOFTCAP + LSE + VARLEN, kv_stage=2
+    ).measured("NVIDIA H200", "2026-11-21", 343),
     fwd_sm80(
         96,
         64,
@@ -65,7 +74,7 @@ ROWS: tuple[Row, ...] = (
         WINDOW,
         dtypes=FP16,
         lengths=SHORT + LONG,
-        without=SOFTCAP,
+        without=SOFTCAP + VARLEN,
         kv_stage=2,
         q_in_regs=True,
         blocks_per_sm=3,
@@ -78,15 +87,15 @@ ROWS: tuple[Row, ...] = (
         WINDOW,
         dtypes=BF16,
         lengths=SHORT + LONG,
-        without=LSE,
+        without=LSE + VARLEN,
         kv_stage=2,
         q_in_regs=True,
         blocks_per_sm=3,
     ).measured("NVIDIA H200", "2026-11-21", 261),
     fwd_sm80(
-        128, 128, 48, 4, FULL, dtypes=FP16, lengths=SHORT, without=SOFTCAP + LSE, kv_stage=2, blocks_per_sm=2
+        128, 128, 48, 4, FULL, dtypes=FP16, lengths=SHORT, without=SOFTCAP + LSE + VARLEN, kv_stage=2, blocks_per_sm=2
     ).measured("NVIDIA H200", "2026-11-21", 334),
-    fwd_sm80(128, 128, 48, 4, FULL, dtypes=BF16, kv_stage=2, blocks_per_sm=2).measured(
+    fwd_sm80(128, 128, 48, 4, FULL, dtypes=BF16, without=VARLEN, kv_stage=2, blocks_per_sm=2).measured(
         "NVIDIA H200", "2026-11-21", 334
     ),
     fwd_sm80(
@@ -97,16 +106,16 @@ ROWS: tuple[Row, ...] = (
         CAUSAL,
         dtypes=BF16,
         lengths=LONG,
-        without=SOFTCAP + LSE,
+        without=SOFTCAP + LSE + VARLEN,
         kv_stage=2,
         q_in_regs=True,
         cutlass_symbol=True,
     ).measured("NVIDIA H200", "2026-11-21", 351),
     fwd_sm80(192, 128, 128, 8, CAUSAL, lengths=SHORT, without=SOFTCAP).measured("NVIDIA H200", "2026-11-21", 243),
-    fwd_sm80(192, 128, 96, 8, FULL, dtypes=FP16, lengths=LONG, without=SOFTCAP, kv_stage=2, q_in_regs=True).measured(
-        "NVIDIA H200", "2026-11-21", 359
-    ),
-    fwd_sm80(192, 128, 96, 8, CAUSAL, dtypes=FP16, lengths=LONG, kv_stage=2, q_in_regs=True).measured(
+    fwd_sm80(
+        192, 128, 96, 8, FULL, dtypes=FP16, lengths=LONG, without=SOFTCAP + VARLEN, kv_stage=2, q_in_regs=True
+    ).measured("NVIDIA H200", "2026-11-21", 359),
+    fwd_sm80(192, 128, 96, 8, CAUSAL, dtypes=FP16, lengths=LONG, without=VARLEN, kv_stage=2, q_in_regs=True).measured(
         "NVIDIA H200", "2026-11-21", 359
     ),
     fwd_sm80(
@@ -118,9 +127,9 @@ ROWS: tuple[Row, ...] = (
     fwd_sm80(256, 128, 96, 8, FULL, dtypes=FP16, lengths=LONG, cutlass_symbol=True).measured(
         "NVIDIA H200", "2026-11-21", 356
     ),
-    fwd_sm80(256, 128, 96, 8, CAUSAL, dtypes=BF16, lengths=LONG, without=SOFTCAP + LSE, cutlass_symbol=True).measured(
-        "NVIDIA H200", "2026-11-21", 314
-    ),
+    fwd_sm80(
+        256, 128, 96, 8, CAUSAL, dtypes=BF16, lengths=LONG, without=SOFTCAP + LSE + VARLEN, cutlass_symbol=True
+    ).measured("NVIDIA H200", "2026-11-21", 314),
     fwd_sm80(
         256, 64, 64, 4, CAUSAL, dtypes=FP16, lengths=SHORT + LONG, without=SOFTCAP, cutlass_symbol=True, blocks_per_sm=2
     ).measured("NVIDIA H200", "2026-11-21", 275),
@@ -128,10 +137,20 @@ ROWS: tuple[Row, ...] = (
         256, 64, 64, 4, CAUSAL, dtypes=BF16, lengths=SHORT + LONG, without=LSE, cutlass_symbol=True, blocks_per_sm=2
     ).measured("NVIDIA H200", "2026-11-21", 275),
     fwd_sm80(
-        256, 64, 64, 4, WINDOW, lengths=SHORT + LONG, without=SOFTCAP + LSE, cutlass_symbol=True, blocks_per_sm=2
+        256,
+        64,
+        64,
+        4,
+        WINDOW,
+        lengths=SHORT + LONG,
+        without=SOFTCAP + LSE + VARLEN,
+        cutlass_symbol=True,
+        blocks_per_sm=2,
     ).measured("NVIDIA H200", "2026-11-21", 275),
     fwd_sm80(256, 64, 64, 4, FULL + CAUSAL, without=SOFTCAP + LSE, cutlass_symbol=True, blocks_per_sm=2).measured(
         "NVIDIA H200", "2026-11-21", 275
     ),
-    fwd_sm80(256, 64, 64, 4, FULL, cutlass_symbol=True, blocks_per_sm=2).measured("NVIDIA H200", "2026-11-21", 275),
+    fwd_sm80(256, 64, 64, 4, FULL, without=VARLEN, cutlass_symbol=True, blocks_per_sm=2).measured(
+        "NVIDIA H200", "2026-11-21", 275
+    ),
 )
