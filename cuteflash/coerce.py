@@ -82,6 +82,7 @@ def options_of(
     softcap: float,
     pack_gqa: bool | None,
     family: Family | None,
+    deterministic: bool,
 ) -> FwdOptions:
     """The options of a call, as an operator takes them."""
     left, right = UNBOUNDED_WINDOW if window_size is None else window_of(window_size)
@@ -92,4 +93,5 @@ def options_of(
     if pack_gqa is not None:
         pack_gqa = flag("pack_gqa", pack_gqa, "None, ")
     check_family(family)
-    return FwdOptions(softmax_scale, left, right, number("softcap", softcap, SOFTCAPS), pack_gqa, family)
+    softcap = number("softcap", softcap, SOFTCAPS)
+    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, flag("deterministic", deterministic))
