@@ -82,6 +82,7 @@ def options_of(
     softcap: float,
     pack_gqa: bool | None,
     family: Family | None,
+    deterministic: bool,
 ) -> FwdOptions:
     """The options of a call, as an operator takes them."""
     if window_size is None or window_size is UNBOUNDED_WINDOW:
@@ -97,4 +98,6 @@ def options_of(
     if type(softcap) is not float:
         softcap = number("softcap", softcap, SOFTCAPS)
     check_family(family)
-    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family)
+    if deterministic is not False:
+        deterministic = flag("deterministic", deterministic)
+    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic)

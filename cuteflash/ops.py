@@ -150,13 +150,14 @@ def is_determinism_enforced() -> bool:
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
     check_fwd(q, k, v, options)
-    _check_target("fwd", q, options.family)
+    check_target("fwd", q, options.family)
     b, s_q, h, _ = q.shape
     o = q.new_empty((b, s_q, h, v.shape[3]))
     return (o, q.new_empty((b, h, s_q), dtype=lse_dtype(q))) if has_lse else o
 
 
-def _check_target(operation: Operation, q: Tensor, family: str | None) -> None:
+def check_target(operation: Operation, q: Tensor, family: str | None) -> None:
+    """Raise NotImplementedError if a fake call's operation has no kernel for the GPU of its tensors."""
     if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
         table_of(q.device, family, operation)
 
@@ -171,7 +172,7 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool
 def _bwd_fake(*arguments: Any) -> Result:
     check_bwd(*arguments)
     _, q, k, v, *_, options = arguments
-    _check_target("bwd", q, options.family)
+    check_target("bwd", q, options.family)
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from cuteflash.coerce import UNBOUNDED_WINDOW, Window, flag, is_int, not_tensors, options_of
-from cuteflash.packed_ops import varlen_fwd, varlen_fwd_cuda, varlen_fwd_lse, varlen_fwd_lse_cuda
+from cuteflash.packed_ops import (
+    attend_plain_packed,
+    varlen_fwd,
+    varlen_fwd_cuda,
+    varlen_fwd_lse,
+    varlen_fwd_lse_cuda,
+)
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.validate import shown
@@ -104,18 +110,20 @@ def flash_attn_varlen_func(
         k, v: (total_k, kv_heads, head_dim), and head_dim_v.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on q's device; begin with 0 and never decrease.
             Rows after the last element's may follow in q, k and v: those of k and v are not read, and in the result
-            they get O = 0 and LSE = -inf.
+            they get O = 0 and LSE = -inf. Their gradients are 0, and what flows into their O and LSE is not read.
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; int, int tensor of one element, or None. Nothing
             depends on them: other libraries need them.
         seqused_q, seqused_k: (batch,), int32, how many rows of each sequence count, the first ones; None is all. The
-            others are as if they were not there; in the result they get O = 0 and LSE = -inf.
+            others are as if they were not there; in the result they get O = 0 and LSE = -inf, and their gradients are
+            0.
         softmax_scale, causal, window_size, softcap, pack_gqa, family: as for `flash_attn_func`.
-        deterministic: gradients are bitwise repeatable. The forward always is.
+        deterministic: as for `flash_attn_func`: gradients are bitwise repeatable. The forward always is.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         O, (total_q, heads, head_dim_v), contiguous, in q's dtype; with `return_lse` also LSE, (heads, total_q), fp32,
-        natural logarithm.
+        natural logarithm. Both are differentiable. Selective checkpointing knows a call with gradients as
+        ``torch.ops.cuteflash.varlen_fwd_lse``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; also for a vector of another dtype, shape,
@@ -138,17 +146,19 @@ def flash_attn_varlen_func(
     for name, limit in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if limit is not None:
             _check_limit(name, limit)
-    flag("deterministic", deterministic)
-    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family)
+    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q):
         check_packed(inputs, options)
         check_longest(inputs, {"q": max_seqlen_q, "k": max_seqlen_k})
-    if flag("return_lse", return_lse):
-        op = varlen_fwd_lse_cuda if is_plain else varlen_fwd_lse
+    return_lse = flag("return_lse", return_lse)
+    result: Tensor | tuple[Tensor, Tensor]
+    if not is_plain:
+        result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
+    elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        result = attend_plain_packed(inputs, options, return_lse)
     else:
-        op = varlen_fwd_cuda if is_plain else varlen_fwd
-    result: Tensor | tuple[Tensor, Tensor] = op(*inputs, *options)
+        result = (varlen_fwd_lse_cuda if return_lse else varlen_fwd_cuda)(*inputs, *options)
     return result
 
 

@@ -1,151 +1,48 @@
-"""The forward operators of packed sequences, `torch.ops.cuteflash.varlen_fwd` and `varlen_fwd_lse`.
+"""The operators of packed sequences, `torch.ops.cuteflash.varlen_fwd`, `varlen_fwd_lse` and `varlen_bwd`.
 
 They differ from `cuteflash.ops` in what they are given: sequences lie one after the other in q, k and v, without a
-batch dimension, and int32 vectors on the same device say where each begins. The host never reads these vectors, so
-which kernel runs depends on sizes alone, and a CUDA graph replays with other lengths.
+batch dimension, and int32 vectors on the same device say where each begins. The host never reads these vectors.
 
 Rows after the last sequence's end, and those that `seqused_q` leaves out, get O = 0 and LSE = -inf. The kernels write
 the former themselves. The latter lie between rows that a kernel writes, so the results are then filled beforehand.
+Neither they nor the keys that do not count get or give a gradient: theirs are 0, whatever flows into them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuteflash.arguments import FwdOptions, PackedTensors
-from cuteflash.compile import compiled
-from cuteflash.dispatch import choose
+from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options
+from cuteflash.autograd import Dispatched, attend
 from cuteflash.operators import Operator, define
-from cuteflash.planning import DTYPE_NAMES, Result, fwd_scalars, should_pack, table_of, usable_strides
-from cuteflash.problem import FwdProblem, Operands, Scores, Storage, mask_of_window
-from cuteflash.reference.fa2 import flash_attention_2
-from cuteflash.torch_internals import OpOverload
-from cuteflash.traits.length_class import LengthClass, length_class_of
+from cuteflash.ops import ALIGNMENT_MASK, check_target, is_determinism_enforced, keep
+from cuteflash.packed_planning import Planner, bwd_launch
+from cuteflash.planning import Result, compacted
+from cuteflash.reference import flash_attention_2, flash_attention_2_backward
+from cuteflash.torch_internals import OpOverload, is_plain_backward
 from cuteflash.transforms import register_autocast
-from cuteflash.validate import ALIGNMENT, check_alignment, lse_dtype
-from cuteflash.validate_packed import PackedInputs, check_packed, check_values, differences, reads_values
-
-ALIGNMENT_MASK = ALIGNMENT - 1
-LAUNCHES_MAX = 4096
-COUNTERS_MAX = 1024
-LONG_CACHE = 16  # keys a query, at least
-SEVERAL = 2  # queries: a mask is never simplified as for a single one, since lengths are not known
-
-Launch = Callable[[PackedInputs], Result]
-
-
-def length_class_of_mean(rows_q: int, rows_k: int, batch: int) -> LengthClass:
-    """The length class of sequences whose lengths are not known: that of the mean lengths.
-
-    `decode` is a few queries against a long cache; a few queries with few keys are short sequences.
-    """
-    mean_q, mean_k = (-(-rows // batch) for rows in (rows_q, rows_k))
-    found = length_class_of(mean_q, mean_k)
-    return "short" if found == "decode" and mean_k < LONG_CACHE * mean_q else found
-
-
-class TileCounters:
-    """The counters from which a launch's blocks draw their tiles, one for each stream of a device.
-
-    Each launch leaves its counter at 0, and those on one stream follow each other. A graph that is being captured gets
-    one of its own, as it may be replayed on any stream.
-    """
-
-    def __init__(self) -> None:
-        self._counters: dict[tuple[int, int], Tensor] = {}
-
-    def of(self, device: torch.device) -> Tensor:
-        """The counter for a launch on the device's current stream."""
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        stream = torch.cuda.current_stream(device)
-        key = stream.device_index, stream.cuda_stream
-        counter = self._counters.get(key)
-        if counter is None:
-            if len(self._counters) >= COUNTERS_MAX:
-                self._counters.clear()
-            counter = self._counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-        return counter
-
-
-counters = TileCounters()
-
-
-class Planner:
-    """The launches of one forward operator on packed sequences.
-
-    Args:
-        has_lse: whether it returns the log-sum-exp, too.
-    """
-
-    def __init__(self, has_lse: bool) -> None:
-        self.has_lse = has_lse
-
-    def launch(self, inputs: PackedInputs, options: FwdOptions) -> Launch:
-        """A checked launch for calls with the same sizes, strides and options; what it keeps holds no tensor.
-
-        Raises:
-            TypeError, ValueError, NotImplementedError: as `check_packed`, `table_of` and `choose` do.
-        """
-        check_packed(inputs, options)
-        q, k, v = inputs[:3]
-        table = table_of(q.device, options.family)
-        rows, heads, head_dim = q.shape
-        shapes = (rows, heads, v.shape[2]), (heads, rows)
-        if q.numel() == 0 or k.shape[0] == 0 or inputs.batch == 0:
-            return functools.partial(self._results, shapes=shapes, fill=True)
-        lengths = length_class_of_mean(rows, k.shape[0], inputs.batch)
-        mask, *window = mask_of_window(options.window_left, options.window_right, SEVERAL)
-        dtype = DTYPE_NAMES[q.dtype]
-        has_used = tuple(x is not None for x in (inputs.seqused_q, inputs.seqused_k))
-        problem = FwdProblem(
-            Operands(dtype, dtype, dtype, head_dim, v.shape[2]),
-            Scores(mask, softcap=options.softcap > 0),
-            Storage("varlen", "varlen", *has_used),
-            self.has_lse,
-        )
-        choice = choose(problem, table.target, table.family, lengths)
-        heads_per_kv = heads // k.shape[1]
-        packs = options.pack_gqa
-        if packs is None:
-            packs = should_pack(-(-rows // inputs.batch), heads_per_kv, choice.traits.tile_m)
-        kernel = compiled(
-            choice.kernel_cls, choice.traits, problem.packed(heads_per_kv) if packs else problem, table.target
-        )
-        scalars = fwd_scalars(options, (window[0], window[1]), head_dim, q.device)
-        step = ALIGNMENT // q.element_size()
-        restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
-
-        def launch(inputs: PackedInputs) -> Result:
-            result = self._results(inputs, shapes, fill=has_used[0])
-            o, lse = result if self.has_lse else (result, None)
-            q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], counters.of(o.device)), *scalars)
-            return result
-
-        return launch
-
-    def _results(self, inputs: PackedInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]], fill: bool) -> Result:
-        """O and LSE, uninitialised or filled with what a query gets that sees no key."""
-        o_shape, lse_shape = shapes
-        q = inputs.q
-        o = q.new_zeros(o_shape) if fill else q.new_empty(o_shape)
-        if not self.has_lse:
-            return o
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
-        return o, lse.fill_(float("-inf")) if fill else lse
+from cuteflash.validate import check_alignment, lse_dtype
+from cuteflash.validate_packed import (
+    PackedBwdInputs,
+    PackedInputs,
+    check_packed,
+    check_packed_bwd,
+    check_values,
+    differences,
+    reads_values,
+)
 
 
 def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     """The CUDA implementation: look the launch of an equal call up, or plan one."""
     planner = Planner(has_lse)
-    launches: dict[Hashable, Launch] = {}
+    launches: dict[Hashable, Any] = {}
 
     def cuda(
         q: Tensor,
@@ -158,22 +55,54 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
         *options: Any,
     ) -> Result:
         inputs = PackedInputs(q, k, v, cu_q, cu_k, used_q, used_k)
-        try:
-            looks = tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs)
-        except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
-            check_packed(inputs, FwdOptions(*options))
-            raise
-        call = looks, options
+        call = _call_of(inputs, options, check_packed, FwdOptions)
         launch = launches.get(call)
         if launch is None:
-            launch = planner.launch(inputs, FwdOptions(*options))
-            if len(launches) >= LAUNCHES_MAX:
-                launches.clear()
-            launches[call] = launch
+            launch = keep(launches, call, planner.launch(inputs, FwdOptions(*options)))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         if reads_values():
             check_values(inputs, complete=True)
+        return launch(inputs)
+
+    return cuda
+
+
+def _call_of(
+    inputs: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    check: Callable[..., None],
+    options_cls: Callable[..., Any],
+) -> Hashable:
+    """What a launch depends on."""
+    try:
+        looks = tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs)
+    except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
+        check(inputs, options_cls(*options))
+        raise
+    return looks, options
+
+
+def cuda_backward() -> Callable[..., Result]:
+    """The CUDA implementation of the backward, likewise."""
+    launches: dict[Hashable, Any] = {}
+
+    def cuda(*arguments: Any) -> Result:
+        end = len(PackedBwdInputs._fields)
+        inputs, options = PackedBwdInputs(*arguments[:end]), arguments[end:]
+        if is_determinism_enforced():
+            options = tuple(BwdOptions(*options)._replace(deterministic=True))
+        call = _call_of(inputs, options, check_packed_bwd, BwdOptions)
+        launch = launches.get(call)
+        if launch is None:
+            launch = keep(launches, call, bwd_launch(inputs, BwdOptions(*options)))
+        dout, q, k, v, out = inputs[:5]
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & ALIGNMENT_MASK:
+            check_alignment(q, k, v, out=out)
+        if dout.data_ptr() & ALIGNMENT_MASK:
+            inputs = inputs._replace(dout=compacted(dout))
+        if reads_values():
+            check_values(inputs.forward, complete=True)
         return launch(inputs)
 
     return cuda
@@ -184,11 +113,15 @@ def _check(*arguments: Any) -> None:
     check_packed(PackedInputs(*tensors), options)
 
 
+def _check_backward(*arguments: Any) -> None:
+    *tensors, options = arguments
+    check_packed_bwd(PackedBwdInputs(*tensors), options)
+
+
 def _fake(*arguments: Any, has_lse: bool) -> Result:
     _check(*arguments)
     q, _, v, *_, options = arguments
-    if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
-        table_of(q.device, options.family)
+    check_target("fwd", q, options.family)
     rows, heads, _ = q.shape
     o = q.new_empty((rows, heads, v.shape[2]))
     return (o, q.new_empty((heads, rows), dtype=lse_dtype(q))) if has_lse else o
@@ -206,19 +139,49 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     o = q.new_zeros(rows, heads, v.shape[2])
     lse = q.new_full((heads, rows), float("-inf"), dtype=lse_dtype(q))
     definition = options.definition(head_dim)
-    for of_q, of_k in zip(
-        _spans(inputs.cu_seqlens_q, inputs.seqused_q), _spans(inputs.cu_seqlens_k, inputs.seqused_k), strict=True
-    ):
+    for of_q, of_k in _spans(inputs):
         o_part, lse_part = flash_attention_2(q[None, of_q], k[None, of_k], v[None, of_k], **definition)
         o[of_q], lse[:, of_q] = o_part[0], lse_part[0]
     return (o, lse) if has_lse else o
 
 
-def _spans(cu_seqlens: Tensor, used: Tensor | None) -> list[slice]:
-    """The rows of each sequence that count."""
-    ends = cu_seqlens.tolist()
-    lengths = differences(ends) if used is None else used.tolist()
-    return [slice(begin, begin + length) for begin, length in zip(ends, lengths, strict=False)]
+def _bwd_fake(*arguments: Any) -> Result:
+    _check_backward(*arguments)
+    _, q, k, v, *_, options = arguments
+    check_target("bwd", q, options.family)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _bwd_cpu(*arguments: Any) -> Result:
+    """One sequence after the other through the reference; the gradients of all other rows are 0."""
+    _check_backward(*arguments)
+    *tensors, options = arguments
+    inputs = PackedBwdInputs(*tensors)
+    dout, q, k, v, out, lse = inputs[:6]
+    check_alignment(q, k, v, out=out)
+    check_values(inputs.forward, complete=reads_values())
+    definition = options.definition(q.shape[2])
+    dq, dk, dv = gradients = tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    for of_q, of_k in _spans(inputs.forward):
+        parts = flash_attention_2_backward(
+            *(x[None, of_q] for x in (dout, q)),
+            *(x[None, of_k] for x in (k, v)),
+            out[None, of_q],
+            *(x if x is None else x[None, :, of_q] for x in (lse, inputs.dlse)),
+            **definition,
+        )
+        dq[of_q], dk[of_k], dv[of_k] = (part[0] for part in parts)
+    return gradients
+
+
+def _spans(inputs: PackedInputs) -> Iterator[tuple[slice, slice]]:
+    """The rows of each sequence that count, those of its queries and those of its keys."""
+    sides = []
+    for cu_seqlens, used in ((inputs.cu_seqlens_q, inputs.seqused_q), (inputs.cu_seqlens_k, inputs.seqused_k)):
+        ends = cu_seqlens.tolist()
+        lengths = differences(ends) if used is None else used.tolist()
+        sides.append([slice(begin, begin + length) for begin, length in zip(ends, lengths, strict=False)])
+    return zip(*sides, strict=True)
 
 
 def register_packed_transforms(library: torch.library.Library, op: OpOverload) -> None:
@@ -226,6 +189,12 @@ def register_packed_transforms(library: torch.library.Library, op: OpOverload) -
     torch.library.register_vmap(op.name(), functools.partial(_mapped, op), lib=library)
     register_autocast(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
+
+
+def register_packed_backward_transforms(library: torch.library.Library, op: OpOverload) -> None:
+    """Likewise of a backward, which runs in the dtype of its forward and has no rule for autocast."""
+    torch.library.register_vmap(op.name(), functools.partial(_mapped, op), lib=library)
+    register_flop_formula(op.overloadpacket, get_raw=True)(count_backward_flops)
 
 
 def _mapped(op: OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
@@ -238,7 +207,7 @@ def _mapped(op: OpOverload, info: Any, in_dims: tuple[int | None, ...], *argumen
     results = list(calls)
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
-    return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)
+    return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0,) * len(results[0])
 
 
 def count_flops(
@@ -246,16 +215,42 @@ def count_flops(
 ) -> int:
     """Floating-point operations of a forward: two for each product of Q K^T and of P V, whatever the mask leaves out.
 
-    Reads the lengths. Those of fake tensors are taken to be equal.
+    Reads the lengths, see `_pairs`.
     """
+    return 2 * q.shape[1] * _pairs(q, k, cu_q, cu_k) * (q.shape[2] + v.shape[2])
+
+
+def count_backward_flops(*tensors: Any, out_val: Any = None, **named: Any) -> int:
+    """Floating-point operations of a backward: Q K^T again, dS K and dS^T Q, then dO V^T and P^T dO."""
+    _, q, k, v, _, _, cu_q, cu_k, *_ = tensors
+    return 2 * q.shape[1] * _pairs(q, k, cu_q, cu_k) * (3 * q.shape[2] + 2 * v.shape[2])
+
+
+def _pairs(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> int:
+    """Pairs of a query and a key of the same sequence. Lengths of fake tensors are taken to be equal."""
     if type(cu_q) is Tensor and cu_q.device.type != "meta":
-        pairs = int((cu_q.diff().long() * cu_k.diff().long()).sum())
-    else:
-        pairs = q.shape[0] * k.shape[0] // max(cu_q.shape[0] - 1, 1)
-    return 2 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
+        return int((cu_q.diff().long() * cu_k.diff().long()).sum())
+    return q.shape[0] * k.shape[0] // max(cu_q.shape[0] - 1, 1)
 
 
-def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool) -> Operator:
+def _differentiable_forward(
+    implementation: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    used_q: Tensor | None = None,
+    used_k: Tensor | None = None,
+    *options: Any,
+    has_lse: bool,
+) -> Result:
+    return attend(q, k, v, (cu_q, cu_k, used_q, used_k), Dispatched(implementation, varlen_bwd, options), has_lse)
+
+
+def _forward(
+    name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool, with_gradients: Operator | None = None
+) -> Operator:
     return Operator(
         name=name,
         tensors=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
@@ -266,11 +261,51 @@ def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool
         cuda=cuda,
         cpu=functools.partial(_cpu, has_lse=has_lse),
         fake=functools.partial(_fake, has_lse=has_lse),
+        differentiable=functools.partial(_differentiable_forward, has_lse=has_lse),
         transforms=register_packed_transforms,
+        with_gradients=with_gradients,
     )
 
 
 varlen_fwd_cuda, varlen_fwd_lse_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True)
-VARLEN_FWD = _forward("varlen_fwd", Tensor, varlen_fwd_cuda, has_lse=False)
+varlen_bwd_cuda = cuda_backward()
+VARLEN_BWD = Operator(
+    name="varlen_bwd",
+    tensors=("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"),
+    optional=("seqused_q", "seqused_k", "dlse"),
+    options=BwdOptions,
+    returns=tuple[Tensor, Tensor, Tensor],
+    check=_check_backward,
+    cuda=varlen_bwd_cuda,
+    cpu=_bwd_cpu,
+    fake=_bwd_fake,
+    transforms=register_packed_backward_transforms,
+)
 VARLEN_FWD_LSE = _forward("varlen_fwd_lse", tuple[Tensor, Tensor], varlen_fwd_lse_cuda, has_lse=True)
-varlen_fwd, varlen_fwd_lse = define(VARLEN_FWD), define(VARLEN_FWD_LSE)
+VARLEN_FWD = _forward("varlen_fwd", Tensor, varlen_fwd_cuda, has_lse=False, with_gradients=VARLEN_FWD_LSE)
+varlen_bwd, varlen_fwd_lse, varlen_fwd = define(VARLEN_BWD), define(VARLEN_FWD_LSE), define(VARLEN_FWD)
+
+
+class PlainPackedRoute(NamedTuple):
+    """The route past the dispatcher, of calls with plain CUDA tensors; see `cuteflash.autograd.Route`.
+
+    Attributes:
+        options: of the forward, flat.
+    """
+
+    options: tuple[Any, ...]
+
+    def forward(self, *tensors: Tensor | None) -> Result:
+        """See `cuteflash.autograd.Route`."""
+        return varlen_fwd_lse_cuda(*tensors, *self.options)
+
+    def backward(self, dout: Tensor, *saved: Tensor | None) -> Result:
+        """See `cuteflash.autograd.Route`. Through the dispatcher if something there has to see it."""
+        run = varlen_bwd_cuda if is_plain_backward(dout) else varlen_bwd
+        return run(dout, *saved, *bwd_options(self.options))
+
+
+def attend_plain_packed(inputs: PackedInputs, options: tuple[Any, ...], has_lse: bool) -> Result:
+    """A forward with gradients past the dispatcher, for plain CUDA tensors."""
+    q, k, v, *others = inputs
+    return attend(q, k, v, tuple(others), PlainPackedRoute(options), has_lse)

@@ -7,6 +7,7 @@ shapes): a check then becomes a guard of the compiled graph, and one that cannot
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -68,16 +69,26 @@ def check_bwd(
     """
     check_operands(q, k, v, options, DIMS)
     batch, seqlen_q, heads, _ = q.shape
-    for name, tensor in (("out", out), ("dout", dout)):
-        _check_kind(name, tensor, DIMS)
+    check_outputs(q, {"out": out, "dout": dout}, (batch, seqlen_q, heads, v.shape[3]), DIMS)
+    check_statistics(q, {"lse": lse, "dlse": dlse}, (batch, heads, seqlen_q))
+
+
+def check_outputs(q: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dims: Dims) -> None:
+    """Raise if O, named "out", or its gradient is not as a backward takes it; errors as `check_operands`."""
+    for name, tensor in tensors.items():
+        _check_kind(name, tensor, dims)
         _check_same_kind(name, tensor, q)
-        _check_shape(name, tensor, (batch, seqlen_q, heads, v.shape[3]))
-    _check_strides("out", out)
-    for name, statistic in (("lse", lse), ("dlse", dlse)):
-        if statistic is not None:
-            check_strided(name, statistic)
-            _check_statistic(name, statistic, q)
-            _check_shape(name, statistic, (batch, heads, seqlen_q))
+        _check_shape(name, tensor, shape)
+    _check_strides("out", tensors["out"])
+
+
+def check_statistics(q: Tensor, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...]) -> None:
+    """Likewise of LSE and its gradient, either of which may be missing."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_strided(name, tensor)
+            _check_statistic(name, tensor, q)
+            _check_shape(name, tensor, shape)
 
 
 def check_alignment(q: Tensor, k: Tensor, v: Tensor, **others: Tensor) -> None:

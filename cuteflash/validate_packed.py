@@ -10,8 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import FwdOptions
-from cuteflash.validate import PACKED_DIMS, check_operands, check_strided, holds
+from cuteflash.arguments import BwdOptions, FwdOptions
+from cuteflash.validate import (
+    PACKED_DIMS,
+    check_operands,
+    check_outputs,
+    check_statistics,
+    check_strided,
+    holds,
+)
 
 CHECK_VARIABLE = "CUTEFLASH_CHECK"
 
@@ -33,7 +40,30 @@ class PackedInputs(NamedTuple):
         return self.cu_seqlens_q.shape[0] - 1
 
 
-def check_packed(inputs: PackedInputs, options: FwdOptions) -> None:
+class PackedBwdInputs(NamedTuple):
+    """The tensors of a backward operator on packed sequences, in its order."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    dlse: Tensor | None = None
+
+    @property
+    def forward(self) -> PackedInputs:
+        """The tensors of the forward."""
+        return PackedInputs(
+            self.q, self.k, self.v, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
+        )
+
+
+def check_packed(inputs: PackedInputs, options: FwdOptions | BwdOptions) -> None:
     """Raise if no kernel and no reference can take these arguments; reads no element.
 
     Raises:
@@ -57,6 +87,15 @@ def check_packed(inputs: PackedInputs, options: FwdOptions) -> None:
                 raise ValueError(
                     f"{name}.shape is {tuple(used.shape)}; allowed: ({inputs.batch},), one less than cu_seqlens_q"
                 )
+
+
+def check_packed_bwd(inputs: PackedBwdInputs, options: BwdOptions) -> None:
+    """Raise if no kernel and no reference can take these arguments of a backward, as `check_packed` and `check_bwd`."""
+    check_packed(inputs.forward, options)
+    q = inputs.q
+    rows, heads, _ = q.shape
+    check_outputs(q, {"out": inputs.out, "dout": inputs.dout}, (rows, heads, inputs.v.shape[2]), PACKED_DIMS)
+    check_statistics(q, {"lse": inputs.lse, "dlse": inputs.dlse}, (heads, rows))
 
 
 def check_vector(name: str, vector: Tensor, device: torch.device) -> None:

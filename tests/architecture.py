@@ -46,18 +46,19 @@ RANKS: dict[str, int] = {
     "planning": 7,
     "operators": 7,
     "ops": 8,
-    "packed_ops": 8,
+    "packed_planning": 8,
+    "packed_ops": 9,
     "api": 9,
-    "packed_api": 9,
-    "packing": 10,
-    "nn": 11,
-    "integrations": 11,
-    "compat": 11,
-    "tune": 12,
-    "companions": 12,  # what lies beside cuteflash/ is the command line's to load, nobody else's
-    "cli": 13,
-    "__main__": 14,
-    "": 14,  # cuteflash/__init__.py, the public face
+    "packed_api": 10,
+    "packing": 11,
+    "nn": 12,
+    "integrations": 12,
+    "compat": 12,
+    "tune": 13,
+    "companions": 13,  # what lies beside cuteflash/ is the command line's to load, nobody else's
+    "cli": 14,
+    "__main__": 15,
+    "": 15,  # cuteflash/__init__.py, the public face
 }
 STDLIB_ONLY = (
     "arguments",

@@ -1,0 +1,197 @@
+"""From a call with packed sequences on a GPU to its launch, see `cuteflash.planning`.
+
+The host does not know the lengths, so which kernel runs depends on sizes alone, and a CUDA graph replays with others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuteflash.arguments import BwdOptions, BwdTensors, FwdOptions, PackedTensors
+from cuteflash.compile import compiled
+from cuteflash.dispatch import choose
+from cuteflash.planning import (
+    DTYPE_NAMES,
+    Result,
+    bwd_scalars,
+    compacted,
+    fwd_scalars,
+    should_pack,
+    table_of,
+    usable_strides,
+)
+from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
+from cuteflash.traits.length_class import LengthClass, length_class_of
+from cuteflash.validate import ALIGNMENT
+from cuteflash.validate_packed import PackedBwdInputs, PackedInputs, check_packed, check_packed_bwd
+
+COUNTERS_MAX = 1024
+LONG_CACHE = 16  # keys a query, at least
+SEVERAL = 2  # queries: a mask is never simplified as for a single one, since lengths are not known
+
+Launch = Callable[[PackedInputs], Result]
+BwdLaunch = Callable[[PackedBwdInputs], Result]
+
+
+def length_class_of_mean(rows_q: int, rows_k: int, batch: int) -> LengthClass:
+    """The length class of sequences whose lengths are not known: that of the mean lengths.
+
+    `decode` is a few queries against a long cache; a few queries with few keys are short sequences.
+    """
+    mean_q, mean_k = (-(-rows // batch) for rows in (rows_q, rows_k))
+    found = length_class_of(mean_q, mean_k)
+    return "short" if found == "decode" and mean_k < LONG_CACHE * mean_q else found
+
+
+class TileCounters:
+    """The counters from which a launch's blocks draw their tiles, one for each stream of a device.
+
+    Each launch leaves its counter at 0, and those on one stream follow each other. A graph that is being captured gets
+    one of its own, as it may be replayed on any stream.
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, device: torch.device) -> Tensor:
+        """The counter for a launch on the device's current stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        stream = torch.cuda.current_stream(device)
+        key = stream.device_index, stream.cuda_stream
+        counter = self._counters.get(key)
+        if counter is None:
+            if len(self._counters) >= COUNTERS_MAX:
+                self._counters.clear()
+            counter = self._counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        return counter
+
+
+counters = TileCounters()
+
+
+class Planner:
+    """The launches of one forward operator on packed sequences.
+
+    Args:
+        has_lse: whether it returns the log-sum-exp, too.
+    """
+
+    def __init__(self, has_lse: bool) -> None:
+        self.has_lse = has_lse
+
+    def launch(self, inputs: PackedInputs, options: FwdOptions) -> Launch:
+        """A checked launch for calls with the same sizes, strides and options; what it keeps holds no tensor.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `check_packed`, `table_of` and `choose` do.
+        """
+        check_packed(inputs, options)
+        q, k, v = inputs[:3]
+        table = table_of(q.device, options.family)
+        rows, heads, head_dim = q.shape
+        shapes = (rows, heads, v.shape[2]), (heads, rows)
+        if _is_empty(inputs):
+            return functools.partial(self._results, shapes=shapes, fill=True)
+        lengths = length_class_of_mean(rows, k.shape[0], inputs.batch)
+        operands, scores, storage, window = _parts_of_problem(inputs, options)
+        problem = FwdProblem(operands, scores, storage, self.has_lse)
+        choice = choose(problem, table.target, table.family, lengths)
+        heads_per_kv = heads // k.shape[1]
+        packs = options.pack_gqa
+        if packs is None:
+            packs = should_pack(-(-rows // inputs.batch), heads_per_kv, choice.traits.tile_m)
+        kernel = compiled(
+            choice.kernel_cls, choice.traits, problem.packed(heads_per_kv) if packs else problem, table.target
+        )
+        scalars = fwd_scalars(options, window, head_dim, q.device)
+        step = ALIGNMENT // q.element_size()
+        restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
+
+        def launch(inputs: PackedInputs) -> Result:
+            result = self._results(inputs, shapes, fill=storage.used_q)
+            o, lse = result if self.has_lse else (result, None)
+            q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
+            kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], counters.of(o.device)), *scalars)
+            return result
+
+        return launch
+
+    def _results(self, inputs: PackedInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]], fill: bool) -> Result:
+        """O and LSE, uninitialised or filled with what a query gets that sees no key."""
+        o_shape, lse_shape = shapes
+        q = inputs.q
+        o = q.new_zeros(o_shape) if fill else q.new_empty(o_shape)
+        if not self.has_lse:
+            return o
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        return o, lse.fill_(float("-inf")) if fill else lse
+
+
+def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
+    """A checked launch of the backward for calls with the same sizes, strides and options, as `Planner.launch`.
+
+    The kernels write the gradients of rows that belong to a sequence and count; those of all others are zeros.
+    """
+    check_packed_bwd(inputs, options)
+    packed = inputs.forward
+    q, k, v = packed[:3]
+    table = table_of(q.device, options.family, "bwd")
+    if _is_empty(packed):
+        return _zeros
+    rows, heads, head_dim = q.shape
+    operands, scores, storage, window = _parts_of_problem(packed, options)
+    problem = BwdProblem(operands, scores, storage, inputs.dlse is not None, options.deterministic)
+    choice = choose(problem, table.target, table.family, length_class_of_mean(rows, k.shape[0], packed.batch))
+    kernel = compiled(choice.kernel_cls, choice.traits, problem, table.target)
+    traits: Any = choice.traits
+    workspace_shape = (traits.workspace_packed(packed.batch, heads, rows).size,)
+    scalars = bwd_scalars(options, window, head_dim, q.device)
+    step = ALIGNMENT // q.element_size()
+    restrides = [usable_strides(x.stride(), step) for x in (q, k, v, inputs.out)]
+    *dout_strides, dout_last = inputs.dout.stride()
+    copies_dout = dout_last != 1 or any(stride % step for stride in dout_strides)
+    copies_lse, copies_dlse = (x is not None and x.stride() != (rows, 1) for x in (inputs.lse, inputs.dlse))
+
+    def launch(inputs: PackedBwdInputs) -> Result:
+        gradients = _zeros(inputs)
+        tensors = zip((inputs.q, inputs.k, inputs.v, inputs.out), restrides, strict=True)
+        q, k, v, out = (x.as_strided(x.shape, s) if s else x for x, s in tensors)
+        dout = compacted(inputs.dout) if copies_dout else inputs.dout
+        lse = compacted(inputs.lse) if copies_lse else inputs.lse
+        dlse = compacted(inputs.dlse) if inputs.dlse is not None and copies_dlse else inputs.dlse
+        workspace = lse.new_empty(workspace_shape)
+        vectors = PackedTensors(*inputs.forward[3:])
+        kernel(*BwdTensors(q, k, v, out, lse, dout, dlse, *gradients, workspace), *vectors, *scalars)
+        return gradients
+
+    return launch
+
+
+def _parts_of_problem(
+    inputs: PackedInputs, options: FwdOptions | BwdOptions
+) -> tuple[Operands, Scores, Storage, tuple[int, int]]:
+    """What forward and backward problems have in common, and the window as a kernel takes it."""
+    mask, left, right = mask_of_window(options.window_left, options.window_right, SEVERAL)
+    dtype = DTYPE_NAMES[inputs.q.dtype]
+    return (
+        Operands(dtype, dtype, dtype, inputs.q.shape[2], inputs.v.shape[2]),
+        Scores(mask, softcap=options.softcap > 0),
+        Storage("varlen", "varlen", inputs.seqused_q is not None, inputs.seqused_k is not None),
+        (left, right),
+    )
+
+
+def _is_empty(inputs: PackedInputs) -> bool:
+    """Whether no query sees a key, whatever the lengths and the mask."""
+    return inputs.q.numel() == 0 or inputs.k.shape[0] == 0 or inputs.batch == 0
+
+
+def _zeros(inputs: PackedBwdInputs) -> Result:
+    """Gradients that are 0."""
+    return tuple(x.new_zeros(x.shape) for x in inputs.forward[:3])
