@@ -4,13 +4,15 @@
     python -m tests.cubins record after.json
     python -m tests.cubins compare before.json after.json
 
-Needs no GPU. `record --only REGEX` takes the kernels whose name matches; `compare` looks at what both records have.
+Needs no GPU. `record --only REGEX` takes the kernels whose name matches, for example all backwards by the word `bwd`;
+`compare` looks at what both records have.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -22,17 +24,22 @@ import re
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
+from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS, BwdProblem, FwdProblem, Operation, Problem, problem_id
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Traits
-from cuteflash.traits.tables import tables_of
+from cuteflash.traits.tables import TABLES
 
 ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
 SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
+# How an operation's problems are made, and what of it they may have or not, as keyword arguments.
+PROBLEMS: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
+    "fwd": (FwdProblem.dense, ("softcap", "lse")),
+    "bwd": (BwdProblem.dense, ("softcap", "deterministic")),
+}
 PACKED = 4  # query heads for each KV head of the cases that fold them
 
 
@@ -41,7 +48,7 @@ class Case(NamedTuple):
 
     target: str
     traits: Traits
-    problem: FwdProblem
+    problem: Problem
 
     @property
     def name(self) -> str:
@@ -49,26 +56,33 @@ class Case(NamedTuple):
         fields = dataclasses.fields(self.traits)
         values = ((field.name, getattr(self.traits, field.name), field.default) for field in fields)
         told = " ".join(f"{name}={value}" for name, value, default in values if value != default)
-        return f"{self.target}/{self.traits.family} {problem_id(self.problem)} | {told}"
+        operation = "" if self.problem.operation == "fwd" else f"{self.problem.operation} "
+        return f"{self.target}/{self.traits.family} {operation}{problem_id(self.problem)} | {told}"
 
 
-def row_kernels(hardest: bool = True) -> list[Case]:
+def row_kernels(hardest: bool = True, operations: Sequence[Operation] = OPERATIONS) -> list[Case]:
     """Each kernel of the tables once, with the most or the least demanding of the problems that it runs."""
-    features = itertools.product((True, False), (True, False), reversed(MASK_KINDS), reversed(DTYPES), LENGTH_CLASSES)
-    order = list(features) if hardest else list(features)[::-1]
-    kernels: dict[tuple[str, Traits], FwdProblem] = {}
-    for (_, target, family), rows in tables_of("fwd").items():
+    switches = itertools.product((True, False), (True, False), reversed(MASK_KINDS), reversed(DTYPES), LENGTH_CLASSES)
+    order = list(switches) if hardest else list(switches)[::-1]
+    kernels: dict[tuple[str, Traits], Problem] = {}
+    for (operation, target, family), rows in TABLES.items():
+        if operation not in operations:
+            continue
+        make, features = PROBLEMS[operation]
         made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
-        for (softcap, lse, mask, dtype, lengths), head_dims in itertools.product(order, made_for):
-            problem = FwdProblem.dense(dtype, *head_dims, mask, softcap=softcap, lse=lse)
-            kernels.setdefault((target, choose_shipped(problem, target, family, lengths).traits), problem)
+        for (*on, mask, dtype, lengths), head_dims in itertools.product(order, made_for):
+            problem = make(dtype, *head_dims, mask, **dict(zip(features, on, strict=True)))
+            with contextlib.suppress(NotImplementedError):  # tests/test_tables.py finds problems without a row
+                kernels.setdefault((target, choose_shipped(problem, target, family, lengths).traits), problem)
     return [Case(*key, problem) for key, problem in kernels.items()]
 
 
 def all_cases() -> list[Case]:
-    """What a record holds: of each row's kernel two problems, and the least demanding one with packed heads, too."""
+    """What a record holds: of each row's kernel two problems, and a forward's easier one with packed heads, too."""
     light = row_kernels(hardest=False)
-    packed = [case._replace(problem=case.problem.packed(PACKED)) for case in light]
+    packed = [
+        case._replace(problem=case.problem.packed(PACKED)) for case in light if isinstance(case.problem, FwdProblem)
+    ]
     return list(dict.fromkeys([*row_kernels(), *light, *packed]))
 
 
