@@ -4,15 +4,13 @@
     python -m tests.cubins record after.json
     python -m tests.cubins compare before.json after.json
 
-Needs no GPU. `record --only REGEX` takes the kernels whose name matches, for example all backwards by the word `bwd`;
-`compare` looks at what both records have.
+Needs no GPU. `record --only REGEX` takes the kernels whose name matches; `compare` looks at what both records have.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -24,23 +22,25 @@ import re
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import NamedTuple
 
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS, BwdProblem, FwdProblem, Operation, Problem, problem_id
+from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, FwdProblem, Operation, Problem, problem_id
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import Traits
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.row import TableKey, Traits
+from cuteflash.traits.tables import MODULES, TABLES, tables_of
 
 ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
 SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
-# How an operation's problems are made, and what of it they may have or not, as keyword arguments.
+PACKED = 4  # query heads for each KV head of the cases that fold them
+
+# How an operation's problems are made, and which of their features cost registers.
 PROBLEMS: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
     "fwd": (FwdProblem.dense, ("softcap", "lse")),
     "bwd": (BwdProblem.dense, ("softcap", "deterministic")),
 }
-PACKED = 4  # query heads for each KV head of the cases that fold them
 
 
 class Case(NamedTuple):
@@ -57,28 +57,34 @@ class Case(NamedTuple):
         values = ((field.name, getattr(self.traits, field.name), field.default) for field in fields)
         told = " ".join(f"{name}={value}" for name, value, default in values if value != default)
         operation = "" if self.problem.operation == "fwd" else f"{self.problem.operation} "
-        return f"{self.target}/{self.traits.family} {operation}{problem_id(self.problem)} | {told}"
+        return f"{operation}{self.target}/{self.traits.family} {problem_id(self.problem)} | {told}"
 
 
-def row_kernels(hardest: bool = True, operations: Sequence[Operation] = OPERATIONS) -> list[Case]:
-    """Each kernel of the tables once, with the most or the least demanding of the problems that it runs."""
-    switches = itertools.product((True, False), (True, False), reversed(MASK_KINDS), reversed(DTYPES), LENGTH_CLASSES)
-    order = list(switches) if hardest else list(switches)[::-1]
+def row_kernels(hardest: bool = True) -> list[Case]:
+    """Each kernel of the tables once, with the most or the least demanding of the problems that it runs.
+
+    Of backward tables that share their rows only the first is taken: a kernel compiles for several seconds.
+    """
+    backward: dict[tuple[ModuleType, ...], TableKey] = {}
+    for key in tables_of("bwd"):
+        backward.setdefault(MODULES[key], key)
     kernels: dict[tuple[str, Traits], Problem] = {}
-    for (operation, target, family), rows in TABLES.items():
-        if operation not in operations:
-            continue
-        make, features = PROBLEMS[operation]
-        made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
-        for (*on, mask, dtype, lengths), head_dims in itertools.product(order, made_for):
-            problem = make(dtype, *head_dims, mask, **dict(zip(features, on, strict=True)))
-            with contextlib.suppress(NotImplementedError):  # tests/test_tables.py finds problems without a row
-                kernels.setdefault((target, choose_shipped(problem, target, family, lengths).traits), problem)
+    for key in (*tables_of("fwd"), *backward.values()):
+        make, features = PROBLEMS[key.operation]
+        every = itertools.product(
+            *((True, False) for _ in features), reversed(MASK_KINDS), reversed(DTYPES), LENGTH_CLASSES
+        )
+        order = list(every) if hardest else list(every)[::-1]
+        made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in TABLES[key])
+        for (*asked, mask, dtype, lengths), head_dims in itertools.product(order, made_for):
+            problem = make(dtype, *head_dims, mask, **dict(zip(features, asked, strict=True)))
+            traits = choose_shipped(problem, key.target, key.family, lengths).traits
+            kernels.setdefault((key.target, traits), problem)
     return [Case(*key, problem) for key, problem in kernels.items()]
 
 
 def all_cases() -> list[Case]:
-    """What a record holds: of each row's kernel two problems, and a forward's easier one with packed heads, too."""
+    """What a record holds: of each row's kernel two problems, and the least demanding one with packed heads, too."""
     light = row_kernels(hardest=False)
     packed = [
         case._replace(problem=case.problem.packed(PACKED)) for case in light if isinstance(case.problem, FwdProblem)

@@ -20,8 +20,11 @@ from cuteflash.problem import UNBOUNDED, BwdProblem
 from tests.test_ops import BWD, FWD_LSE, NUM_SMS, Gpu, qkv
 
 TILE_M, HEAD_DIM = 64, 32
-TILE_ELEMENTS = TILE_M * (2 + HEAD_DIM) + 1  # of the workspace: LSE, delta and dQ of its rows, and its turn
 COUNT = len(BwdTensors._fields)
+
+
+def workspace(batch: int, heads: int, seqlen_q: int) -> Workspace:
+    return Workspace.dense(batch, heads, seqlen_q, TILE_M, HEAD_DIM)
 
 
 class BwdGpu(Gpu):
@@ -29,7 +32,7 @@ class BwdGpu(Gpu):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        traits = types.SimpleNamespace(workspace=lambda *sizes: Workspace.dense(*sizes, TILE_M, HEAD_DIM))
+        traits = types.SimpleNamespace(workspace=workspace)
         choose = planning.choose
         row = types.SimpleNamespace(traits=traits, kernel_cls=None)
         monkeypatch.setattr(
@@ -68,7 +71,7 @@ def test_a_launch_gets_tensors_scalars_and_the_number_of_sms(gpu: BwdGpu) -> Non
     for gradient, x in zip(gradients, (q, k, v), strict=True):
         assert gradient.shape == x.shape and gradient.dtype == x.dtype and gradient.is_contiguous()
     assert tensors.workspace.dtype == torch.float32
-    assert tensors.workspace.shape == (2 * 4 * TILE_ELEMENTS,)
+    assert tensors.workspace.shape == (workspace(2, 4, 6).size,)
 
 
 def test_without_a_gradient_of_lse_its_problem_has_none(gpu: BwdGpu) -> None:
@@ -90,8 +93,7 @@ def test_a_new_shape_of_a_known_kind_asks_nothing_again(gpu: BwdGpu, monkeypatch
         gpu.bwd(*given, None)
         _, tensors, _ = gpu.last()
         assert tensors.q is given[1] and tensors.dk.shape == given[2].shape
-        tiles = given[1].shape[0] * -(-given[1].shape[1] // TILE_M)
-        assert tensors.workspace.numel() == given[1].shape[2] * tiles * TILE_ELEMENTS
+        assert tensors.workspace.numel() == workspace(given[1].shape[0], given[1].shape[2], given[1].shape[1]).size
     with pytest.raises(AssertionError, match="asked"):
         gpu.bwd(*saved(s_q=40, s_k=50), torch.zeros(2, 4, 40))  # another problem
     with pytest.raises(AssertionError, match="asked"):

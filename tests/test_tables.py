@@ -64,12 +64,8 @@ def test_every_problem_has_a_row_that_serves_all_features(table: TableKey) -> No
             assert problem.features.isdisjoint(row.without)
 
 
-# The backward's kernels take longest to compile: sm_89 and sm_120 have the rows of sm_86.
-COMPILED = [case for case in row_kernels() if case.problem.operation == "fwd" or case.target not in ("sm_89", "sm_120")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", row_kernels(), ids=lambda case: case.name)
 def test_a_row_compiles_without_complaint(case: Case, kernels: KernelStore) -> None:
     compiled = kernels(kernel_class(case.traits), case.traits, case.problem, case.target)
     compiled.assert_no_complaint()

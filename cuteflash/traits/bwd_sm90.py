@@ -141,8 +141,9 @@ class BwdTraitsSm90:
             return f"tile_n {self.tile_n} is not {2 * WGMMA_M}: {WGMMA_M} keys for each of 2 warpgroups"
         rows, cols = self.dq_part
         if (cols if self.dq == "transposed" else rows) != WGMMA_M:
-            part = f"a warpgroup gets {rows}x{cols}, not {WGMMA_M} rows of a product"
-            return f"dq {self.dq!r} with tile_m {self.tile_m}: {part}"
+            return (
+                f"dq {self.dq!r}, tile_m {self.tile_m}: a warpgroup gets {rows}x{cols}, not {WGMMA_M} rows of a product"
+            )
         if cols % swizzle_width(self.head_dim):
             return f"dq {self.dq!r} gives a warpgroup {cols} columns, not whole slabs of {swizzle_width(self.head_dim)}"
         if self.overlap and min(self.q_stage, self.do_stage) < 3:
