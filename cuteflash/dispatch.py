@@ -62,12 +62,11 @@ class Choice:
 
 def kernel_class(traits: Traits) -> type[Any]:
     """The class of the kernel that traits are for; the first call imports the compiler."""
-    return _kernel_class(type(traits))
+    return _kernel_class(*KERNELS[type(traits)])
 
 
 @functools.cache
-def _kernel_class(kind: type[Any]) -> type[Any]:
-    module, name = KERNELS[kind]
+def _kernel_class(module: str, name: str) -> type[Any]:
     kernel: type[Any] = getattr(importlib.import_module(module), name)
     return kernel
 

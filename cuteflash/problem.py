@@ -246,19 +246,24 @@ def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[
     return "window", left, right
 
 
-def problem_id(problem: Problem) -> str:
-    """Identity of a problem, readable: `"bf16 128x128 causal"`, then what applies of `softcap`, `lse`, `varlen`,
-    `deterministic`, `used_q`, `used_k` and `packed 4`."""
-    operands = problem.operands
+def extras_of(problem: Problem) -> list[str]:
+    """What a problem has beyond operands and mask, in words: its features, `used_q`, `used_k`, `dlse`, `packed 4`."""
     extras: list[str] = [name for name in FEATURES if name in problem.features]
     extras += [name for name in ("used_q", "used_k") if getattr(problem.storage, name)]
-    if operands.packed_heads > 1:
-        extras.append(f"packed {operands.packed_heads}")
+    if isinstance(problem, BwdProblem) and problem.has_dlse:
+        extras.append("dlse")
+    if problem.operands.packed_heads > 1:
+        extras.append(f"packed {problem.operands.packed_heads}")
+    return extras
+
+
+def problem_id(problem: Problem) -> str:
+    """Identity of an operation's problem, readable: `"bf16 128x128 causal"`, then `extras_of`."""
     return " ".join(
         [
             problem.operands.qk_dtype,
             f"{problem.operands.head_dim}x{problem.operands.head_dim_v}",
             problem.scores.mask,
-            *extras,
+            *extras_of(problem),
         ]
     )

@@ -22,7 +22,7 @@ from typing import Any
 from cuteflash.files import NoDirectoryError, replace_file, user_directory
 from cuteflash.problem import OPERATIONS
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.row import ROW_HEAD_DIMS, TRAITS, Row, TableKey, Traits
+from cuteflash.traits.row import ROW_HEAD_DIMS, TRAITS, FwdRowTraits, Row, TableKey
 
 FORMAT = 2
 VARIABLE = "CUTEFLASH_CONFIG_DIR"
@@ -199,6 +199,9 @@ def _parse(content: bytes, key: TableKey) -> tuple[MeasuredRow, ...]:
     for name, value in expected.items():
         if table.get(name) != value:
             raise ValueError(f"it is outdated or of another table: its {name} is {table.get(name)!r}, not {value!r}")
+    if (key.operation, key.family) not in TRAITS:
+        swept = ", ".join(dict.fromkeys(operation for operation, _ in TRAITS))
+        raise ValueError(f"its operation is {key.operation!r}; allowed: {swept}, which sweeps measure")
     parsed = []
     for index, values in enumerate(_field(table, "rows", list), start=1):
         try:
@@ -227,9 +230,10 @@ def _measured_row(values: Any, key: TableKey) -> MeasuredRow:
     return MeasuredRow(row, _field(values, "gpu", str), _field(values, "date", str), tflops)
 
 
-def _traits(values: dict[str, Any], key: TableKey) -> Traits:
+def _traits(values: dict[str, Any], key: TableKey) -> FwdRowTraits:
     """The traits; missing fields get their defaults."""
-    fields = {field.name: field.default for field in dataclasses.fields(TRAITS[key.operation, key.family])}
+    kind = TRAITS[key.operation, key.family]
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = sorted(values.keys() - fields.keys())
     if unknown:
         raise ValueError(f"its traits have {', '.join(unknown)}, which this version does not know")
@@ -238,7 +242,7 @@ def _traits(values: dict[str, Any], key: TableKey) -> Traits:
         for name, default in fields.items()
         if name in values or default is dataclasses.MISSING
     }
-    return TRAITS[key.operation, key.family](**needed)
+    return kind(**needed)
 
 
 def _field(values: Any, name: str, *kinds: type) -> Any:

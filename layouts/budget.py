@@ -7,8 +7,8 @@ from typing import Any
 from cuteflash.compile import BuildReport
 from cuteflash.compile.resources import Resources
 from cuteflash.traits.arch import ArchSpec
-from cuteflash.traits.row import Traits
-from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80
+from cuteflash.traits.row import FwdRowTraits
+from cuteflash.traits.sm80 import MMA_K
 from cuteflash.traits.sm90 import WARPGROUP, FwdTraitsSm90
 
 from .scene import Fragment
@@ -18,7 +18,7 @@ REGISTER_STEP = 8  # the hardware allocates registers to a warp in units of 8 a 
 
 
 def budget(
-    traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], report: BuildReport | None
+    traits: FwdRowTraits, arch: ArchSpec, fragments: tuple[Fragment, ...], report: BuildReport | None
 ) -> dict[str, Any]:
     """The budgets of a row as JSON values; `report` is the compiler's, if the row has been compiled."""
     used = report.resources if report else None
@@ -30,14 +30,14 @@ def budget(
     }
 
 
-def launch_registers(traits: Traits, arch: ArchSpec) -> int:
+def launch_registers(traits: FwdRowTraits, arch: ArchSpec) -> int:
     """Registers a thread may have at most for the block, or all blocks that must be resident, to be launched."""
     blocks = 1 if isinstance(traits, FwdTraitsSm90) else traits.blocks_per_sm
     share = arch.regs_per_sm // (traits.num_threads * blocks)
     return min(arch.max_regs_per_thread, share // REGISTER_STEP * REGISTER_STEP)
 
 
-def _shared_memory(traits: Traits, arch: ArchSpec) -> dict[str, Any]:
+def _shared_memory(traits: FwdRowTraits, arch: ArchSpec) -> dict[str, Any]:
     plan = traits.smem_plan
     regions = []
     for name, region in plan.items():
@@ -61,7 +61,7 @@ def _shared_memory(traits: Traits, arch: ArchSpec) -> dict[str, Any]:
 
 
 def _registers(
-    traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], used: Resources | None
+    traits: FwdRowTraits, arch: ArchSpec, fragments: tuple[Fragment, ...], used: Resources | None
 ) -> dict[str, Any]:
     launch = launch_registers(traits, arch)
     parts = [{"name": item.id, "registers": live_registers(traits, item)} for item in fragments]
@@ -89,12 +89,12 @@ def _role(name: str, warpgroups: int, threads: int, limit: int, parts: list[dict
     return {"name": name, "warpgroups": warpgroups, "threads": threads, "limit": limit, "parts": parts}
 
 
-def live_registers(traits: Traits, fragment: Fragment) -> int:
+def live_registers(traits: FwdRowTraits, fragment: Fragment) -> int:
     """Registers of a fragment that are live at a time.
 
     On sm80 the operands that come by ldmatrix live for as many k-blocks as are fetched ahead, and one more.
     """
-    if not isinstance(traits, FwdTraitsSm80) or fragment.id not in ("rQ", "rK", "rV"):
+    if isinstance(traits, FwdTraitsSm90) or fragment.id not in ("rQ", "rK", "rV"):
         return fragment.registers
     if fragment.id == "rQ" and traits.q_in_regs:
         return fragment.registers
@@ -103,7 +103,7 @@ def live_registers(traits: Traits, fragment: Fragment) -> int:
     return fragment.registers * min(1 + traits.ahead, k_blocks) // k_blocks
 
 
-def _occupancy(traits: Traits, arch: ArchSpec, registers: int) -> dict[str, Any]:
+def _occupancy(traits: FwdRowTraits, arch: ArchSpec, registers: int) -> dict[str, Any]:
     reserved = arch.smem_per_sm - arch.smem_per_block
     per_warp = -(-registers // REGISTER_STEP) * REGISTER_STEP * WARP
     warps = traits.num_threads // WARP

@@ -14,7 +14,7 @@ from cuteflash.dispatch import KERNELS, Choice, choose_shipped
 from cuteflash.problem import FEATURES, FwdProblem
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, fwd_traits
 from cuteflash.traits.tables import tables_of
 
 from .banks import WARP, ways
@@ -95,7 +95,7 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
     from .read_sm80 import ReaderSm80
     from .read_sm90 import ReaderSm90
 
-    traits, arch = choice.traits, get_arch(target)
+    traits, arch = fwd_traits(choice.traits), get_arch(target)
     module, name = KERNELS[type(traits)]
     with context(target):
         kernel = choice.kernel_cls(traits, problem)

@@ -24,7 +24,7 @@ from cuteflash.cli.build import Outcome, Selection, Task, build_task, grid_tasks
 from cuteflash.compile import BuildReport, Resources
 from cuteflash.dispatch import choose
 from cuteflash.install import how_to_install
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, FwdProblem
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -99,6 +99,17 @@ def test_info_of_a_problem_with_everything() -> None:
     assert "causal, softcap, lse, long" in call(*arguments).stdout
 
 
+def test_info_of_a_backward() -> None:
+    arguments = ("info", "--kernel", "fwd,bwd", "--arch", "sm_90a", "--head-dim", "64", "--lse", "--lengths", "long")
+    forward, backward = json.loads(call(*arguments, "--json").stdout)["choices"]
+    problem = BwdProblem.dense("bf16", 64, 64, dlse=True)
+    assert (forward["operation"], backward["operation"]) == ("fwd", "bwd")
+    assert backward["problem"] == dataclasses.asdict(problem)
+    assert backward["source"] == choose(problem, "sm_90a").source
+    text = call("info", "--kernel", "bwd", "--arch", "sm_90a", "--deterministic", "--lse").stdout
+    assert "bwd, sm_90a: bf16, head_dim 128, head_dim_v 128, full, deterministic, dlse" in text
+
+
 def test_the_command_says_its_version() -> None:
     assert call("--version").stdout == f"cuteflash {cuteflash.__version__}\n"
 
@@ -128,6 +139,12 @@ def test_info_of_another_family_and_value_head_dim() -> None:
         (("info", "--head-dim", "x"), "head_dim is 'x'; allowed: comma-separated integers"),
         (("info", "--head-dim", "64,96", "--head-dim-v", "64,96,128"), "head_dim_v has 3 values; allowed: one, or 2"),
         (("info", "--arch", "sm_80", "--family", "sm90"), "family is 'sm90', which sm_80 does not run; it runs: sm80"),
+        (("info", "--kernel", "decode"), "kernel is 'decode'; allowed: fwd, bwd"),
+        (("info", "--deterministic"), "deterministic is given for kernel fwd; allowed: with kernel bwd"),
+        (
+            ("compile", "--kernel", "fwd,bwd", "--arch", "sm_90a", "--head-dim", "64", "--deterministic", "0,1"),
+            "deterministic is given for kernel fwd; allowed: with kernel bwd",
+        ),
         (("compile",), "compile needs --head-dim"),
         (("compile", "--head-dim", "64", "--arch", "sm_90"), "arch is 'sm_90'; allowed:"),
         (("compile", "--head-dim", "64", "--arch", "sm_80", "--causal", "2"), "causal is '2'; allowed: 0, 1"),
@@ -253,6 +270,30 @@ def test_a_grid_is_the_product_of_its_options() -> None:
     )
     assert len(tasks) == len(set(tasks)) == 16
     assert {(task.target, task.family) for task in tasks} == {("sm_80", "sm80"), ("sm_90a", "sm90")}
+
+
+def test_backwards_are_built_ahead_too() -> None:
+    selection = selected(
+        operations=["fwd", "bwd"], targets=["sm_90a"], families=["sm90"], head_dims=[(64, 64)], lengths=["long"]
+    )
+    forwards, backwards = (
+        [task for task in table_tasks(selection) if task.problem.operation == operation] for operation in ("fwd", "bwd")
+    )
+    assert len(forwards) == len(backwards) == len(MASK_KINDS) * len(DTYPES)
+    assert {task.problem for task in backwards} == {
+        BwdProblem.dense(dtype, 64, 64, mask) for dtype in DTYPES for mask in MASK_KINDS
+    }
+    assert all(task.traits == choose(task.problem, "sm_90a").traits for task in backwards)
+    assert set(forwards + backwards) == set(grid_tasks(selection))
+    assert backwards[0].cells()[:2] == ["bwd", "sm_90a"]
+    assert Outcome(backwards[0], error="no").as_dict()["operation"] == "bwd"
+
+
+def test_repeatable_backwards_are_kernels_of_their_own() -> None:
+    given = {"targets": ["sm_90a"], "families": [None], "head_dims": [(64, 64)], "masks": ["full"], "dtypes": ["bf16"]}
+    tasks = grid_tasks(selected(**given, operations=["bwd"], deterministic=[False, True], lengths=["long"]))
+    assert [task.problem.is_deterministic for task in tasks] == [False, True]
+    assert "full deterministic" in tasks[1].cells()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.tables import TABLES
 from tests import cubins
 from tests.cross_compile import KernelStore
 from tests.toy_kernel import ToyKernel
@@ -51,6 +52,13 @@ def test_every_case_has_a_name_of_its_own() -> None:
     cases = cubins.all_cases()
     assert len({case.name for case in cases}) == len(cases)
     assert set(cubins.row_kernels()) <= set(cases)
+
+
+def test_forwards_and_backwards_of_every_family_are_recorded() -> None:
+    recorded = {(case.problem.operation, case.traits.family) for case in cubins.all_cases()}
+    assert recorded == {(table.operation, table.family) for table in TABLES}
+    hardest, lightest = ({(case.target, case.traits) for case in cubins.row_kernels(one)} for one in (True, False))
+    assert hardest == lightest
 
 
 def test_differences_are_those_of_names_in_both_records() -> None:

@@ -8,16 +8,14 @@ import itertools
 import pytest
 
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.problem import DENSE, DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, BwdProblem, FwdProblem, Storage
+from cuteflash.problem import DENSE, DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, OPERATIONS, Storage
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, TableKey
-from cuteflash.traits.tables import TABLES, tables_of
+from cuteflash.traits.tables import TABLES
 from tests.cross_compile import KernelStore
-from tests.cubins import Case, row_kernels
+from tests.cubins import PROBLEMS, Case, row_kernels
 
-PROBLEMS: dict[str, type[FwdProblem] | type[BwdProblem]] = {"fwd": FwdProblem, "bwd": BwdProblem}
-FEATURES = {"fwd": {"softcap": True, "lse": True}, "bwd": {"softcap": True}}
 EACH_TABLE = pytest.mark.parametrize("table", TABLES, ids=str)
 HEAD_DIMS = range(HEAD_DIM_STEP, HEAD_DIM_MAX + 1, HEAD_DIM_STEP)
 # Head dims choose a row by what they are padded to: all pairs of that, and every head dim with itself and the smallest.
@@ -31,8 +29,7 @@ HEAD_DIM_PAIRS = [
 
 def test_every_arch_has_a_table_for_each_of_its_families() -> None:
     every = {(arch.name, family) for arch in ARCHS.values() for family in arch.families}
-    assert {key[1:] for key in tables_of("fwd")} == every
-    assert {key[1:] for key in tables_of("bwd")} == {(target, family) for target, family in every if family == "sm80"}
+    assert set(TABLES) == {TableKey(operation, *one) for operation in OPERATIONS for one in every}
 
 
 @EACH_TABLE
@@ -48,8 +45,9 @@ def test_every_row_can_run(table: TableKey) -> None:
 @pytest.mark.parametrize("mask", MASK_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None:
+    make, _ = PROBLEMS[table.operation]
     for (head_dim, head_dim_v), lengths in itertools.product(HEAD_DIM_PAIRS, LENGTH_CLASSES):
-        problem = PROBLEMS[table.operation].dense(dtype, head_dim, head_dim_v, mask)
+        problem = make(dtype, head_dim, head_dim_v, mask)
         traits = choose_shipped(problem, table.target, table.family, lengths).traits
         assert traits.family == table.family
         assert 0 <= traits.head_dim - head_dim < 32
@@ -60,9 +58,10 @@ def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None
 @EACH_TABLE
 @pytest.mark.parametrize("storage", [DENSE, Storage("varlen", "varlen", True, True)], ids=["dense", "packed"])
 def test_every_problem_has_a_row_that_serves_all_features(table: TableKey, storage: Storage) -> None:
+    make, features = PROBLEMS[table.operation]
     for head_dim, head_dim_v in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS):
         for mask, dtype, lengths in itertools.product(MASK_KINDS, DTYPES, LENGTH_CLASSES):
-            problem = PROBLEMS[table.operation].dense(dtype, head_dim, head_dim_v, mask, **FEATURES[table.operation])
+            problem = make(dtype, head_dim, head_dim_v, mask, **dict.fromkeys(features, True))
             problem = dataclasses.replace(problem, storage=storage)
             row = choose_shipped(problem, table.target, table.family, lengths).row
             assert problem.features.isdisjoint(row.without)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cuteflash import usertable
-from cuteflash.traits.row import Row
+from cuteflash.traits.row import Row, TableKey
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.usertable import MeasuredRow, TableError, TableWarning
@@ -44,6 +44,11 @@ def test_a_table_is_read_once_a_process_and_again_after_writing(own_tables: OwnT
     assert usertable.load(SM80) == ROWS80
     usertable.write(SM80, ROWS80[:1])
     assert usertable.load(SM80) == ROWS80[:1]
+
+
+def test_a_table_of_an_operation_that_is_not_swept_cannot_be_written(own_tables: OwnTables) -> None:
+    with pytest.raises(TableError, match="its operation is 'bwd'; allowed: fwd, which sweeps measure"):
+        usertable.write(TableKey("bwd", "sm_90a", "sm90"), [])
 
 
 def test_removing_takes_every_table_and_nothing_else(own_tables: OwnTables) -> None:

@@ -12,9 +12,9 @@ from cuteflash.cli import build as building
 from cuteflash.cli import info as information
 from cuteflash.cli.bench import bench
 from cuteflash.cli.layouts import layouts
-from cuteflash.cli.options import Usage, flags, head_dims, names
+from cuteflash.cli.options import Usage, flags, head_dims, names, problem_of
 from cuteflash.cli.sweep import app as sweep
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.version import VERSION
@@ -38,9 +38,11 @@ Lengths = Annotated[
 ]
 HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q and K, multiples of 8 up to 256.")]
 HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O, one for each --head-dim; default: the same.")]
+Kernel = Annotated[str, typer.Option(help=f"Comma-separated operations of {', '.join(OPERATIONS)}.")]
 WHOLE_TABLE = (
     "The whole tables: the head dims of every row with every mask, dtype and length class, each for the row's own "
-    "target (some 300 kernels, ten minutes on two cores). --lse and --softcap add kernels; the other options select."
+    "target (some 300 forwards, ten minutes on two cores). --kernel, --lse, --softcap and --deterministic add kernels; "
+    "the other options select."
 )
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
@@ -69,19 +71,24 @@ def info(
     dtype: Dtype = "bf16",
     mask: Mask = None,
     causal: Annotated[bool, typer.Option("--causal", help="Short for --mask causal.")] = False,
-    lse: Annotated[bool, typer.Option("--lse", help="With the log-sum-exp.")] = False,
+    kernel: Kernel = "fwd",
+    lse: Annotated[bool, typer.Option("--lse", help="With the log-sum-exp; bwd: with a gradient into it.")] = False,
     softcap: Annotated[bool, typer.Option("--softcap", help="With softcap.")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="bwd: with the same bits in every run.")
+    ] = False,
     family: Family = None,
     lengths: Lengths = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the environment, and which kernel and traits run a forward problem. --arch defaults to the GPU or to all."""
+    """Show the environment, and which kernel and traits run a problem. --arch defaults to the GPU or to all."""
     with Usage():
         if mask is not None and causal:
             raise ValueError("mask and causal are both given; allowed: one of them")
         problems = [
-            FwdProblem.dense(kind, d, d_v, masking, softcap=softcap, lse=lse)
-            for d, d_v in head_dims(head_dim, head_dim_v)
+            problem_of(operation, kind, dims, masking, softcap=softcap, lse=lse, deterministic=deterministic)
+            for operation in names("kernel", kernel, OPERATIONS)
+            for dims in head_dims(head_dim, head_dim_v)
             for masking in names("mask", mask, MASK_KINDS) or ["causal" if causal else "full"]
             for kind in names("dtype", dtype, DTYPES)
         ]
@@ -107,8 +114,14 @@ def compile_(
     dtype: Dtype = None,
     mask: Mask = None,
     causal: Annotated[str | None, typer.Option(help="0, 1 or 0,1: short for --mask full, causal.")] = None,
-    lse: Annotated[str, typer.Option(help="0, 1 or 0,1: without and with the log-sum-exp.")] = "0",
+    kernel: Kernel = "fwd",
+    lse: Annotated[
+        str, typer.Option(help="0, 1 or 0,1: without and with the log-sum-exp; bwd: with a gradient into it.")
+    ] = "0",
     softcap: Annotated[str, typer.Option(help="0, 1 or 0,1: without and with softcap.")] = "0",
+    deterministic: Annotated[
+        str, typer.Option(help="0, 1 or 0,1: bwd without and with the same bits in every run.")
+    ] = "0",
     family: Family = None,
     lengths: Lengths = None,
     everything: Annotated[bool, typer.Option("--all", help=WHOLE_TABLE)] = False,
@@ -135,6 +148,8 @@ def compile_(
             lse=flags("lse", lse),
             softcap=flags("softcap", softcap),
             lengths=names("lengths", lengths, LENGTH_CLASSES) or LENGTH_CLASSES,
+            operations=names("kernel", kernel, OPERATIONS),
+            deterministic=flags("deterministic", deterministic),
         )
         tasks = building.table_tasks(selection) if everything else building.grid_tasks(selection)
     outcomes = building.run(tasks, jobs)

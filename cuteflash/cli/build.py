@@ -14,16 +14,17 @@ from rich.table import Table
 
 from cuteflash import usertable
 from cuteflash.cli.bar import progress_bar
+from cuteflash.cli.options import problem_of
 from cuteflash.compile import BuildReport, build
 from cuteflash.dispatch import choose, kernel_class
-from cuteflash.problem import FEATURES, FwdProblem
+from cuteflash.problem import Operation, Problem, extras_of
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import Traits
-from cuteflash.traits.tables import tables_of
+from cuteflash.traits.tables import TABLES
 
 PLAIN_WIDTH = 200  # columns of the table if stdout is not a terminal
-TASK_COLUMNS = ("target", "family", "dims", "mask", "dtype", "lengths")
+TASK_COLUMNS = ("kernel", "target", "family", "dims", "mask", "dtype", "lengths")
 COST_COLUMNS = ("tile", "sec", "regs", "stack", "spills", "smem", "used")
 
 
@@ -39,13 +40,17 @@ class Selection:
     lse: list[bool]
     softcap: list[bool]
     lengths: Sequence[LengthClass] = LENGTH_CLASSES
+    operations: Sequence[Operation] = ("fwd",)
+    deterministic: Sequence[bool] = (False,)
 
-    def problems(self, head_dims: Sequence[tuple[int, int]]) -> list[FwdProblem]:
-        """The selected problems of these (head_dim, head_dim_v) pairs."""
-        combinations = itertools.product(head_dims, self.masks, self.dtypes, self.softcap, self.lse)
+    def problems(self, operation: Operation, head_dims: Sequence[tuple[int, int]]) -> list[Problem]:
+        """The selected problems of an operation and these (head_dim, head_dim_v) pairs."""
+        switches = self.softcap, self.lse, self.deterministic
         return [
-            FwdProblem.dense(dtype, d, d_v, mask, softcap=softcap, lse=lse)
-            for (d, d_v), mask, dtype, softcap, lse in combinations
+            problem_of(operation, dtype, dims, mask, softcap=softcap, lse=lse, deterministic=deterministic)
+            for dims, mask, dtype, softcap, lse, deterministic in itertools.product(
+                head_dims, self.masks, self.dtypes, *switches
+            )
         ]
 
 
@@ -55,17 +60,17 @@ class Task:
 
     target: str
     family: Family
-    problem: FwdProblem
+    problem: Problem
     traits: Traits
     lengths: tuple[LengthClass, ...] = LENGTH_CLASSES
 
     def cells(self) -> list[str]:
-        """Target, family, head dims, mask and extras, dtype, length classes: how a table names a task."""
+        """Kernel, target, family, head dims, mask and extras, dtype, length classes: how a table names a task."""
         problem = self.problem
-        extras = "".join(f" {name}" for name in FEATURES if name in problem.features)
         head_dims = f"{problem.operands.head_dim}x{problem.operands.head_dim_v}"
         lengths = "all" if self.lengths == LENGTH_CLASSES else ", ".join(self.lengths)
-        return [self.target, self.family, head_dims, problem.scores.mask + extras, problem.operands.qk_dtype, lengths]
+        mask, dtype = " ".join([problem.scores.mask, *extras_of(problem)]), problem.operands.qk_dtype
+        return [problem.operation, self.target, self.family, head_dims, mask, dtype, lengths]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +88,8 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: the task, then either the report's fields or the error."""
-        result = {**dataclasses.asdict(self.task), "error": self.error}
+        operation = self.task.problem.operation
+        result = {"operation": operation, **dataclasses.asdict(self.task), "error": self.error}
         if self.report is not None:
             result |= self.report.as_dict() | {"complaints": list(self.report.complaints)}
         return result
@@ -92,8 +98,8 @@ class Outcome:
 def grid_tasks(selection: Selection) -> list[Task]:
     """The kernels of the selected combinations. ValueError, NotImplementedError: a combination has no row."""
     tasks = []
-    for target, family in itertools.product(selection.targets, selection.families):
-        for problem in selection.problems(selection.head_dims or []):
+    for operation, target, family in itertools.product(selection.operations, selection.targets, selection.families):
+        for problem in selection.problems(operation, selection.head_dims or []):
             tasks += _tasks(problem, target, family, selection.lengths)
     return tasks
 
@@ -101,19 +107,20 @@ def grid_tasks(selection: Selection) -> list[Task]:
 def table_tasks(selection: Selection) -> list[Task]:
     """The kernels of the selected combinations and each pair of head dims that the selected tables have a row for."""
     tasks = []
-    for key, shipped in tables_of("fwd").items():
-        if key.target in selection.targets and key.family in selection.families:
+    for key, shipped in TABLES.items():
+        asked = key.operation in selection.operations and key.target in selection.targets
+        if asked and key.family in selection.families:
             rows = (*(own.row for own in usertable.load(key)), *shipped)
             made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
             pairs = [pair for pair in made_for if selection.head_dims is None or pair in selection.head_dims]
-            for problem in selection.problems(pairs):
+            for problem in selection.problems(key.operation, pairs):
                 tasks += _tasks(problem, key.target, key.family, selection.lengths)
     if not tasks:
         raise ValueError("no row of the tables is left by the given options")
     return tasks
 
 
-def _tasks(problem: FwdProblem, target: str, family: Family | None, lengths: Sequence[LengthClass]) -> list[Task]:
+def _tasks(problem: Problem, target: str, family: Family | None, lengths: Sequence[LengthClass]) -> list[Task]:
     """The kernels that run a problem, each once however many length classes share it."""
     kernels: dict[Traits, list[LengthClass]] = {}
     for one in sorted(lengths, key=LENGTH_CLASSES.index):

@@ -12,7 +12,7 @@ from cuteflash import usertable
 from cuteflash.compile import cache_dir
 from cuteflash.compile.cache import cache_size
 from cuteflash.dispatch import KERNELS, Choice, choose, current_target
-from cuteflash.problem import FEATURES, FwdProblem
+from cuteflash.problem import Problem, extras_of
 from cuteflash.traits.arch import ARCHS, Family, get_arch
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
@@ -70,7 +70,7 @@ def _user_tables(key: TableKey) -> Iterator[dict[str, Any]]:
 
 
 def describe(
-    problem: FwdProblem, target: str, family: Family | None, lengths: Sequence[LengthClass] = LENGTH_CLASSES
+    problem: Problem, target: str, family: Family | None, lengths: Sequence[LengthClass] = LENGTH_CLASSES
 ) -> list[dict[str, Any]]:
     """The dispatcher's choices with everything that follows from them, as JSON values.
 
@@ -82,7 +82,7 @@ def describe(
     return [_describe(problem, target, choice, served) for choice, served in choices.items()]
 
 
-def _describe(problem: FwdProblem, target: str, choice: Choice, lengths: Sequence[LengthClass]) -> dict[str, Any]:
+def _describe(problem: Problem, target: str, choice: Choice, lengths: Sequence[LengthClass]) -> dict[str, Any]:
     traits = choice.traits
     arch = get_arch(target)
     registers: dict[str, int]
@@ -91,9 +91,10 @@ def _describe(problem: FwdProblem, target: str, choice: Choice, lengths: Sequenc
     else:
         registers = {"limit": min(arch.max_regs_per_thread, arch.regs_per_sm // traits.num_threads)}
     return {
+        "operation": problem.operation,
         "arch": target,
         "problem": dataclasses.asdict(problem),
-        "features": [name for name in FEATURES if name in problem.features],
+        "features": extras_of(problem),
         "lengths": list(lengths),
         "family": choice.family,
         "kernel": ".".join(KERNELS[type(traits)]),
@@ -137,7 +138,7 @@ def _choice_lines(choice: dict[str, Any]) -> list[str]:
     operands = problem["operands"]
     registers = ", ".join(f"{role} {count}" for role, count in choice["registers_per_thread"].items())
     return [
-        f"{choice['arch']}: {operands['qk_dtype']}, head_dim {operands['head_dim']}, "
+        f"{choice['operation']}, {choice['arch']}: {operands['qk_dtype']}, head_dim {operands['head_dim']}, "
         f"head_dim_v {operands['head_dim_v']}, "
         f"{', '.join([problem['scores']['mask'], *choice['features']])}, "
         f"{'all lengths' if len(lengths) == len(LENGTH_CLASSES) else ' and '.join(lengths)}",

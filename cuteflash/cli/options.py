@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from cuteflash.problem import BwdProblem, FwdProblem, Operation, Problem
+
 
 class Usage:
     """Turns a ValueError or NotImplementedError of its block into one line on stderr and exit code 2."""
@@ -40,7 +42,7 @@ def flags(option: str, text: str) -> list[bool]:
 
 
 def head_dims(head_dim: str | None, head_dim_v: str | None) -> list[tuple[int, int]]:
-    """(head_dim, head_dim_v) pairs; FwdProblem checks the values themselves."""
+    """(head_dim, head_dim_v) pairs; a problem checks the values themselves."""
     columns = integers("head_dim", head_dim or "")
     columns_v = integers("head_dim_v", head_dim_v) or columns
     if len(columns_v) == 1:
@@ -48,6 +50,24 @@ def head_dims(head_dim: str | None, head_dim_v: str | None) -> list[tuple[int, i
     if len(columns) != len(columns_v):
         raise ValueError(f"head_dim_v has {len(columns_v)} values; allowed: one, or {len(columns)} as head_dim has")
     return list(dict.fromkeys(zip(columns, columns_v, strict=True)))
+
+
+def problem_of(
+    operation: Operation,
+    dtype: Any,
+    dims: tuple[int, int],
+    mask: Any,
+    *,
+    softcap: bool,
+    lse: bool,
+    deterministic: bool,
+) -> Problem:
+    """A dense problem; `lse` of a backward is a gradient into the log-sum-exp."""
+    if operation == "bwd":
+        return BwdProblem.dense(dtype, *dims, mask, softcap=softcap, dlse=lse, deterministic=deterministic)
+    if deterministic:
+        raise ValueError(f"deterministic is given for kernel {operation}; allowed: with kernel bwd")
+    return FwdProblem.dense(dtype, *dims, mask, softcap=softcap, lse=lse)
 
 
 def integers(option: str, text: str | None) -> list[int]:

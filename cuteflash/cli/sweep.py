@@ -24,7 +24,7 @@ from cuteflash.compile import cache_dir
 from cuteflash.problem import DTYPES, MASK_KINDS, Operation
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.length_class import DECODE_QUERIES
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FwdRowTraits
 from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
@@ -255,7 +255,7 @@ def _families(text: str | None, target: str) -> tuple[Family, ...]:
     return tuple(names("family", text, FAMILIES)) or runs[:1]
 
 
-def _traits(text: str | None, cells: Sequence[Cell], families: Sequence[Family]) -> tuple[Traits, ...] | None:
+def _traits(text: str | None, cells: Sequence[Cell], families: Sequence[Family]) -> tuple[FwdRowTraits, ...] | None:
     if text is None:
         return None
     variants = parse_variants(text, families[0])

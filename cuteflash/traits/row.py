@@ -18,10 +18,11 @@ from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
-Traits = FwdTraitsSm80 | FwdTraitsSm90 | BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
-# What a sweep tunes. The backward in two passes is written into tables by hand.
-TRAITS: dict[tuple[Operation, Family], type[Traits]] = {
-    (kind.operation, kind.family): kind for kind in (FwdTraitsSm80, FwdTraitsSm90, BwdTraitsSm80, BwdTraitsSm90)
+FwdRowTraits = FwdTraitsSm80 | FwdTraitsSm90
+Traits = FwdRowTraits | BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
+# What a sweep tunes, and what a user's table holds. Rows of the backward are written by hand.
+TRAITS: dict[tuple[Operation, Family], type[FwdRowTraits]] = {
+    (kind.operation, kind.family): kind for kind in (FwdTraitsSm80, FwdTraitsSm90)
 }
 
 ROW_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -112,6 +113,13 @@ class Row:
         words = [", ".join(some) for some, every in served if some != every]
         words += [f"no {name}" for name in self.without]
         return f"{self.traits.head_dim}x{self.traits.head_dim_v}" + (f" ({'; '.join(words)})" if words else "")
+
+
+def fwd_traits(traits: Traits) -> FwdRowTraits:
+    """The same traits, known to be a forward's. TypeError if they are a backward's."""
+    if not isinstance(traits, FwdRowTraits):
+        raise TypeError(f"traits are {type(traits).__name__}; allowed: those of a forward kernel")
+    return traits
 
 
 def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:

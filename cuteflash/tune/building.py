@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 from cuteflash.compile import BuildReport, cache_dir
 from cuteflash.problem import problem_id
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FwdRowTraits
 from cuteflash.tune.backend import Backend
 from cuteflash.tune.operations import Problem
 from cuteflash.tune.plan import Candidate, Group, Limits, Plan
@@ -24,7 +24,7 @@ from cuteflash.tune.progress import Display
 from cuteflash.tune.store import Stage, Store, Verdict
 from cuteflash.tune.worker import RequestFailed, Worker
 
-Kernel = tuple[Traits, Problem]
+Kernel = tuple[FwdRowTraits, Problem]
 
 
 def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Display, backend: Backend) -> list[Group]:

@@ -17,7 +17,7 @@ from cuteflash.dispatch import kernel_class, kernel_modules
 from cuteflash.planning import fwd_scalars
 from cuteflash.problem import Operation
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.base import FwdTraits
+from cuteflash.traits.row import FwdRowTraits
 from cuteflash.tune import accuracy, machine
 from cuteflash.tune.backend import Backend, Machine
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
@@ -61,7 +61,7 @@ class CacheBuilder:
     def __init__(self, target: str):
         self.target = target
 
-    def build(self, traits: FwdTraits, problem: Problem) -> BuildReport:
+    def build(self, traits: FwdRowTraits, problem: Problem) -> BuildReport:
         """Compiles into the disk cache; what the compiler said, now or when the kernel came there.
 
         Raises if it does not compile or cannot be kept.
@@ -105,7 +105,7 @@ class Scene:
     # the first output that was found right; compared with every later one if not all heads have a reference
     right: torch.Tensor | None = None
     # by traits, or a peer's name; each has run and was right
-    runners: dict[FwdTraits | str, Runner] = dataclasses.field(default_factory=dict)
+    runners: dict[FwdRowTraits | str, Runner] = dataclasses.field(default_factory=dict)
 
 
 class TorchBench:
@@ -149,7 +149,7 @@ class TorchBench:
             return False
         return True
 
-    def check(self, traits: FwdTraits, problem: Problem) -> dict[str, Any]:
+    def check(self, traits: FwdRowTraits, problem: Problem) -> dict[str, Any]:
         """Of each gate cell the largest error, what is allowed, the rms error, what is allowed.
 
         WrongResult names what is wrong.
@@ -167,7 +167,7 @@ class TorchBench:
             found[scene.inputs.cell.label] = [errors.maximum, allowed.maximum, errors.rms, allowed.rms]
         return {"errors": found}
 
-    def sample(self, subject: FwdTraits | str, cell: Cell) -> float:
+    def sample(self, subject: FwdRowTraits | str, cell: Cell) -> float:
         """Milliseconds per call of a batch. A subject's first output of a cell is judged before it is timed."""
         if self._cell is None or self._cell.inputs.cell != cell:
             self._cell = None  # its memory first
@@ -188,7 +188,7 @@ class TorchBench:
         reference = trial.reference(inputs, cell.batch * cell.heads if heads is None else heads)
         return Scene(inputs, reference, inputs.empty_out(), Sampler(clock_for(self.device), SAMPLE_MS))
 
-    def _runner(self, subject: FwdTraits | str, scene: Scene) -> Runner:
+    def _runner(self, subject: FwdRowTraits | str, scene: Scene) -> Runner:
         trial = TRIALS[scene.inputs.cell.operation]
         if isinstance(subject, str):
             return trial.peer(subject, scene.inputs)
@@ -205,7 +205,7 @@ class TorchBench:
             self._hung = True
             raise
 
-    def _judge(self, subject: FwdTraits | str, out: torch.Tensor, scene: Scene) -> None:
+    def _judge(self, subject: FwdRowTraits | str, out: torch.Tensor, scene: Scene) -> None:
         complaint = accuracy.complaint(out, scene.reference, scene.right)
         if complaint is None and not isinstance(subject, str):
             complaint = accuracy.imprecision(out, scene.reference)
@@ -213,7 +213,7 @@ class TorchBench:
             raise WrongResult(f"{scene.inputs.cell.label}: {complaint}")
 
 
-def direct_runner(traits: FwdTraits, inputs: Inputs, target: str, out: torch.Tensor | None = None) -> Runner:
+def direct_runner(traits: FwdRowTraits, inputs: Inputs, target: str, out: torch.Tensor | None = None) -> Runner:
     """A forward kernel over a cell's inputs, without the dispatcher and the operator around it.
 
     Compiles what the disk cache does not have. `out`: where it writes; by default a tensor of its own, full of NaN.
@@ -242,7 +242,7 @@ class Trial:
     inputs: Callable[[Cell, torch.device], Inputs]  # (cell, device) → the tensors to read
     reference: Callable[[Inputs, int], accuracy.Reference]  # (inputs, how many heads) → what outputs are judged by
     # (traits, inputs, target, out) → what repeats a kernel, which writes to `out`
-    runner: Callable[[FwdTraits, Inputs, str, torch.Tensor], Runner]
+    runner: Callable[[FwdRowTraits, Inputs, str, torch.Tensor], Runner]
     peer: Callable[[str, Inputs], Runner]  # (name, inputs) → what repeats another implementation
 
 

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, get_arch
-from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
-from cuteflash.traits.row import TRAITS, TableKey, Traits
+from cuteflash.traits.row import TRAITS, FwdRowTraits, TableKey, Traits
 from cuteflash.traits.sm80 import WARP
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.rank import BEYOND
@@ -99,7 +98,7 @@ def explain(
 
 def _report(
     name: str,
-    candidates: Mapping[str, Traits],
+    candidates: Mapping[str, FwdRowTraits],
     took: Mapping[str, Footprint],
     cells: Iterable[Sequence[Run]],
     rejections: Sequence[Verdict],
@@ -158,7 +157,7 @@ def title(traits: Traits) -> str:
     return " ".join(words)
 
 
-def footprint(traits: Traits, arch: ArchSpec, compiled_regs: int | None = None) -> Footprint:
+def footprint(traits: FwdRowTraits, arch: ArchSpec, compiled_regs: int | None = None) -> Footprint:
     """What a candidate takes of a multiprocessor; `compiled_regs` registers a thread, if it was compiled."""
     if isinstance(traits, FwdTraitsSm90):
         registers, share = traits.mma_regs, arch.regs_per_sm // traits.num_threads
@@ -175,13 +174,13 @@ def footprint(traits: Traits, arch: ArchSpec, compiled_regs: int | None = None) 
         smem_limit=arch.smem_per_block,
         registers=registers,
         fragment_regs=traits.accumulator_regs,
-        stages=traits.stages if isinstance(traits, BwdTraitsSm80) else traits.kv_stage,
+        stages=traits.kv_stage,
         blocks=blocks,
         warps=blocks * traits.num_threads // WARP,
     )
 
 
-def differences(traits: Traits, own: Footprint, winner: Traits, best: Footprint) -> tuple[str, ...]:
+def differences(traits: FwdRowTraits, own: Footprint, winner: FwdRowTraits, best: Footprint) -> tuple[str, ...]:
     """In what a candidate differs from the winner, its own value first: traits, then what they cost."""
     words = [
         f"{field.name} {getattr(traits, field.name)} against {getattr(winner, field.name)}"
@@ -224,7 +223,7 @@ def compiled_registers(verdicts: Iterable[Verdict]) -> int | None:
     return max((verdict.details["registers"] for verdict in verdicts if "registers" in verdict.details), default=None)
 
 
-def _winner_line(group: Sequence[Run], candidates: Mapping[str, Traits]) -> str:
+def _winner_line(group: Sequence[Run], candidates: Mapping[str, FwdRowTraits]) -> str:
     """The fastest on a cell with its interval, and its margin before the second."""
     best = group[0]
     line = f"{best.cell}: {title(candidates[best.candidate])}, {_time_words(best)}"
@@ -234,7 +233,7 @@ def _winner_line(group: Sequence[Run], candidates: Mapping[str, Traits]) -> str:
     return f"{line}; {_margin_words(group[1], best, before)}"
 
 
-def _place_line(group: Sequence[Run], place: int, candidates: Mapping[str, Traits]) -> str:
+def _place_line(group: Sequence[Run], place: int, candidates: Mapping[str, FwdRowTraits]) -> str:
     """A candidate's time on one cell, and by how much it lost."""
     run, winner = group[place], group[0]
     line = f"  {run.cell}: {_time_words(run)}, {place + 1} of {len(group)}: "
@@ -283,7 +282,7 @@ def _check_asked(table: TableKey, fields: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not a trait of the {table.family} family; allowed: {', '.join(known)}")
 
 
-def _matching(candidates: Mapping[str, Traits], fields: Mapping[str, Any]) -> list[str]:
+def _matching(candidates: Mapping[str, FwdRowTraits], fields: Mapping[str, Any]) -> list[str]:
     found = [
         name
         for name, traits in candidates.items()

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from cuteflash.problem import problem_id
-from cuteflash.traits.row import Row
+from cuteflash.traits.row import Row, fwd_traits
 from cuteflash.tune.building import Kernel
 from cuteflash.tune.operations import SPECS
 from cuteflash.tune.results import Slot
@@ -70,7 +70,7 @@ def _lacking(kernel: Kernel, found: Complaints) -> dict[str, str]:
 
 def _kernels(row: Row) -> dict[tuple[str, str], Kernel]:
     """(mask, dtype) of a row → its kernel with softcap and lse, at the row's own head dims."""
-    traits = row.traits
+    traits = fwd_traits(row.traits)
     spec = SPECS[traits.operation]
     make = functools.partial(spec.problem, **dict.fromkeys(spec.features, True))
     return {

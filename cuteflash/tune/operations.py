@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from cuteflash.problem import Feature, FwdProblem, Operation
 from cuteflash.traits.arch import FAMILIES, Family
 from cuteflash.traits.candidates import fwd_candidates_sm80, fwd_candidates_sm90
-from cuteflash.traits.row import Row, Traits, fwd_sm80, fwd_sm90
+from cuteflash.traits.row import FwdRowTraits, Row, fwd_sm80, fwd_sm90
 
 Problem = FwdProblem  # of any operation
 DEFAULT: Operation = "fwd"  # of cells and commands that do not name one
@@ -25,7 +25,7 @@ class Spec:
     # (queries, keys, head_dim, head_dim_v) → of all tensors of a head, what has to be read or written once
     elements: Callable[[int, int, int, int], int]
     # by kernel family, padded (head_dim, head_dim_v) → the traits to consider; some come twice
-    candidates: Mapping[Family, Callable[[int, int], Iterator[Traits]]]
+    candidates: Mapping[Family, Callable[[int, int], Iterator[FwdRowTraits]]]
     # by kernel family, the function of `cuteflash.traits.row` that the files of shipped rows call
     rows: Mapping[Family, Callable[..., Row]]
 
@@ -43,7 +43,7 @@ SPECS: dict[Operation, Spec] = {
 SWEPT: tuple[Operation, ...] = tuple(SPECS)  # what a sweep offers
 
 
-def enumerate_traits(operation: Operation, family: Family, head_dim: int, head_dim_v: int) -> Iterator[Traits]:
+def enumerate_traits(operation: Operation, family: Family, head_dim: int, head_dim_v: int) -> Iterator[FwdRowTraits]:
     """The candidates of an operation's kernel family for padded head dims, each once. ValueError: no such family."""
     if family not in FAMILIES:
         raise ValueError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from cuteflash.traits.arch import ArchSpec
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FwdRowTraits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
@@ -50,19 +50,14 @@ WIDE = 192  # head dims from which rescaling O inside the product pays
 UNPINNED_BELOW = 128  # head dims below which fixed maxima want the wait for PV where ptxas puts it
 
 
-def estimate(traits: Traits, arch: ArchSpec) -> float:
-    """Clocks of a multiprocessor for 1000 scores and their share of both products; the smaller the better.
-
-    TypeError: not a forward's traits.
-    """
-    if isinstance(traits, FwdTraitsSm90):
-        return _sm90(traits)
-    if isinstance(traits, FwdTraitsSm80):
-        return _sm80(traits, arch)
-    raise TypeError(f"traits is {type(traits).__name__}; allowed: FwdTraitsSm80 or FwdTraitsSm90")
+def estimate(traits: FwdRowTraits, arch: ArchSpec) -> float:
+    """Clocks of a multiprocessor for 1000 scores and their share of both products; the smaller the better."""
+    return _sm90(traits) if isinstance(traits, FwdTraitsSm90) else _sm80(traits, arch)
 
 
-def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Traits] = ()) -> list[Traits]:
+def shortlist(
+    candidates: Iterable[FwdRowTraits], arch: ArchSpec, always: Sequence[FwdRowTraits] = ()
+) -> list[FwdRowTraits]:
     """`always` as it is, then the other candidates, most promising first.
 
     Candidates of one tile are much alike, so each one makes the next of its tile a little less promising.
@@ -116,7 +111,7 @@ def _sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
     return clocks * 1000 / (m * n)
 
 
-def _switches(traits: Traits, costs: dict[tuple[str, object], float]) -> float:
+def _switches(traits: FwdRowTraits, costs: dict[tuple[str, object], float]) -> float:
     return math.prod(cost for (name, value), cost in costs.items() if getattr(traits, name) == value)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 from cuteflash.problem import Operation, problem_id
 from cuteflash.traits.arch import ARCHS, Family
-from cuteflash.traits.row import TRAITS, Traits
+from cuteflash.traits.row import TRAITS, FwdRowTraits
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.store import Store, Timing
 from cuteflash.tune.timing import interval
@@ -50,7 +50,7 @@ def cells_of(store: Store) -> dict[str, Cell]:
     return {name: Cell(**fields) for name, fields in store.cells().items()}
 
 
-def all_candidates(store: Store) -> dict[str, Traits]:
+def all_candidates(store: Store) -> dict[str, FwdRowTraits]:
     """The store's candidates by id, without those of a version whose traits had fields that these do not have."""
     found = {}
     for one in store.candidates():
@@ -60,7 +60,9 @@ def all_candidates(store: Store) -> dict[str, Traits]:
     return found
 
 
-def candidates_of(store: Store, operation: Operation, family: Family, head_dims: tuple[int, int]) -> dict[str, Traits]:
+def candidates_of(
+    store: Store, operation: Operation, family: Family, head_dims: tuple[int, int]
+) -> dict[str, FwdRowTraits]:
     """Those of an operation's kernel family that are made for padded (head_dim, head_dim_v)."""
     wanted = operation, family, head_dims
     return {

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from cuteflash.files import copy_together
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FwdRowTraits, Traits
 
 Stage = Literal["prune", "compile", "gate", "time"]
 STAGES: tuple[str, ...] = get_args(Stage)
@@ -166,7 +166,7 @@ class Store:
 
     # Writing: each call is one transaction.
 
-    def add_candidates(self, candidates: Iterable[Traits]) -> list[str]:
+    def add_candidates(self, candidates: Iterable[FwdRowTraits]) -> list[str]:
         """Keeps the candidates' traits under their ids, which are returned."""
         rows = [
             (candidate_id(one), one.operation, one.family, json.dumps(dataclasses.asdict(one))) for one in candidates

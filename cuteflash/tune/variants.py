@@ -11,7 +11,7 @@ from typing import Any
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.problem import MASK_KINDS
 from cuteflash.traits.arch import FAMILIES, Family
-from cuteflash.traits.row import TRAITS, Traits
+from cuteflash.traits.row import TRAITS, FwdRowTraits
 from cuteflash.tune.cells import Cell
 
 
@@ -29,7 +29,7 @@ class Variant:
         padded = padded_head_dim(cell.head_dim)
         return self.mask in (None, cell.mask) and self.fields.get("head_dim", padded) == padded
 
-    def traits(self, cell: Cell) -> Traits:
+    def traits(self, cell: Cell) -> FwdRowTraits:
         """The traits for `cell`; ValueError names a field that the family does not have, or lacks."""
         padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
         kind = TRAITS[cell.operation, self.family]

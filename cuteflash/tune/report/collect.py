@@ -8,7 +8,7 @@ from typing import Any
 
 from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
-from cuteflash.traits.row import TRAITS, TableKey, Traits
+from cuteflash.traits.row import TRAITS, FwdRowTraits, TableKey
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import STAGE_WORDS, compiled_registers, footprint, newest_verdicts, ranked, where_lost
@@ -60,7 +60,7 @@ class Space:
 
     table: TableKey
     head_dims: tuple[int, int]
-    candidates: dict[str, Traits]
+    candidates: dict[str, FwdRowTraits]
 
     @property
     def title(self) -> str:
@@ -116,7 +116,7 @@ def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
     """The scope's candidates that were judged for the target."""
     judged = {verdict.candidate for verdict in store.verdicts(target=target)}
     judged |= {timing.candidate for timing in store.timings(target=target)}
-    groups: dict[tuple[TableKey, tuple[int, int]], dict[str, Traits]] = {}
+    groups: dict[tuple[TableKey, tuple[int, int]], dict[str, FwdRowTraits]] = {}
     for name, traits in all_candidates(store).items():  # by id
         if name in judged:
             table = TableKey(traits.operation, target, traits.family)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cuteflash.traits.docs import attribute_docs
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FwdRowTraits
 from cuteflash.tune.results import Run
 from cuteflash.tune.worker import plain
 
@@ -40,7 +40,7 @@ class Reasons:
         return [self._numbers[template], *found]
 
 
-def trait_columns(kind: type[Traits], candidates: Sequence[Traits]) -> list[dict[str, Any]]:
+def trait_columns(kind: type[FwdRowTraits], candidates: Sequence[FwdRowTraits]) -> list[dict[str, Any]]:
     """For each field of a family's traits: name, doc, default (if it has one), sorted values, and `column`.
 
     That has a character for each candidate: the index of its value, from "0" on. It is empty if all have one value.

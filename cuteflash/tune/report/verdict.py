@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import FwdRowTraits
 from cuteflash.tune.explain import percent, title
 from cuteflash.tune.peers import PEERS
 from cuteflash.tune.report.slots import FIRST, INCOMPLETE, REPLACED, UNCOMPARED
@@ -74,7 +74,7 @@ def _peers(slots: Sequence[Facts]) -> list[str]:
     return [", ".join(words)] if words else []
 
 
-def estimated(candidates: Mapping[str, Traits], scores: Sequence[float | None], shipped: Collection[str]) -> str:
+def estimated(candidates: Mapping[str, FwdRowTraits], scores: Sequence[float | None], shipped: Collection[str]) -> str:
     """What the analytic score says of candidates that were never timed.
 
     Args:
