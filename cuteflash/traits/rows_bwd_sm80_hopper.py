@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuteflash.traits.row import BF16, CAUSAL, DETERMINISTIC, FP16, FULL, SOFTCAP, Row, bwd_sm80
+from cuteflash.traits.row import BF16, CAUSAL, DETERMINISTIC, FP16, FULL, SOFTCAP, VARLEN, Row, bwd_sm80
 
 ROWS: tuple[Row, ...] = (
     bwd_sm80(32, 64, 128, 8, dq_warps=4, vector_add=True),
@@ -13,7 +13,7 @@ ROWS: tuple[Row, ...] = (
         4,
         FULL,
         dtypes=BF16,
-        without=SOFTCAP + DETERMINISTIC,
+        without=SOFTCAP + VARLEN + DETERMINISTIC,
         dq_warps=1,
         double_buffer=False,
         vector_add=True,
@@ -26,7 +26,7 @@ ROWS: tuple[Row, ...] = (
         4,
         CAUSAL,
         dtypes=BF16,
-        without=SOFTCAP + DETERMINISTIC,
+        without=SOFTCAP + VARLEN + DETERMINISTIC,
         dq_warps=1,
         fresh_addresses=True,
         vector_add=True,
@@ -39,7 +39,7 @@ ROWS: tuple[Row, ...] = (
         4,
         FULL + CAUSAL,
         dtypes=FP16,
-        without=SOFTCAP + DETERMINISTIC,
+        without=SOFTCAP + VARLEN + DETERMINISTIC,
         double_buffer=False,
         vector_add=True,
         blocks_per_sm=2,
@@ -47,9 +47,9 @@ ROWS: tuple[Row, ...] = (
     bwd_sm80(64, 64, 128, 8, dq_warps=4, vector_add=True),
     bwd_sm80(96, 64, 128, 8, without=SOFTCAP, dq_warps=4, vector_add=True),
     bwd_sm80(96, 64, 64, 8, dq_warps=4, vector_add=True),
-    bwd_sm80(128, 64, 128, 8, FULL, without=SOFTCAP + DETERMINISTIC, double_buffer=False, vector_add=True),
-    bwd_sm80(128, 64, 128, 8, CAUSAL, dtypes=BF16, without=SOFTCAP, double_buffer=False, vector_add=True),
-    bwd_sm80(128, 64, 128, 8, FULL + CAUSAL, without=SOFTCAP, s_warps=8, double_buffer=False, vector_add=True),
+    bwd_sm80(128, 64, 128, 8, FULL, without=SOFTCAP + VARLEN + DETERMINISTIC, double_buffer=False, vector_add=True),
+    bwd_sm80(128, 64, 128, 8, CAUSAL, dtypes=BF16, without=SOFTCAP + VARLEN, double_buffer=False, vector_add=True),
+    bwd_sm80(128, 64, 128, 8, FULL + CAUSAL, without=SOFTCAP + VARLEN, s_warps=8, double_buffer=False, vector_add=True),
     bwd_sm80(128, 64, 64, 8, dq_warps=4, vector_add=True),
     bwd_sm80(160, 64, 64, 8, dq_warps=4, vector_add=True),
     bwd_sm80(192, 64, 64, 8, dkv_warps=2, vector_add=True),

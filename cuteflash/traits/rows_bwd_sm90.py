@@ -6,7 +6,7 @@ deterministic calls: nothing is summed up in memory, so they repeat bit for bit.
 
 from __future__ import annotations
 
-from cuteflash.traits.row import CAUSAL, DETERMINISTIC, FULL, LONG, SOFTCAP, Row, bwd_sm90, bwd_two_pass_sm90
+from cuteflash.traits.row import CAUSAL, DETERMINISTIC, FULL, LONG, SOFTCAP, VARLEN, Row, bwd_sm90, bwd_two_pass_sm90
 
 ROWS: tuple[Row, ...] = (
     bwd_sm90(32, 128, without=SOFTCAP + DETERMINISTIC, dq="rows"),
@@ -15,7 +15,7 @@ ROWS: tuple[Row, ...] = (
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
     bwd_sm90(96, 64, without=SOFTCAP + DETERMINISTIC, dq="turns", pingpong=False),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
-    bwd_sm90(128, 80, FULL + CAUSAL, lengths=LONG, without=SOFTCAP + DETERMINISTIC, dq="transposed"),
+    bwd_sm90(128, 80, FULL + CAUSAL, lengths=LONG, without=SOFTCAP + VARLEN + DETERMINISTIC, dq="transposed"),
     bwd_sm90(128, 64, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),
     bwd_two_pass_sm90(160, 64, k_stage=3, v_stage=3),
