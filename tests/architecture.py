@@ -32,6 +32,7 @@ RANKS: dict[str, int] = {
     "coerce": 3,
     "reference": 2,
     "core": 2,
+    "core.tile_numbers": -1,
     "core.workspace": 0,  # sizes that traits, planning and kernels share
     "atoms": 2,
     "unsupported": 3,

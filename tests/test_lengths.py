@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuteflash.core.lengths import Lengths, Sequence, count_tiles, first_tile
+from cuteflash.core.lengths import Lengths, Sequence
+from cuteflash.core.tile_numbers import count_tiles, first_tile
 from cuteflash.problem import LENGTH_MAX
 from tests.int32 import Int32
 

@@ -1,4 +1,4 @@
-"""How long each sequence of a batch is, where it begins in memory, and which tiles it owns.
+"""How long each sequence of a batch is, and where it begins in memory.
 
 The source runs on Python ints and lists (in the tests) and on traced `Int32` values and tensors alike.
 """
@@ -12,21 +12,6 @@ import cutlass
 
 Index = Any  # a Python int or a traced cutlass.Int32
 Vector = Any  # a list of ints or a one-dimensional cute.Tensor of Int32
-
-
-def first_tile(first_row: Index, index: Index, tile_rows: int) -> Index:
-    """The number of the first tile of packed sequence `index`, whose rows begin at `first_row`.
-
-    Each sequence owns as many consecutive numbers as it has tiles of `tile_rows` rows, or one more. So its numbers
-    follow from where it begins: nothing is added up over the sequences before it. Times `tile_rows` this is where the
-    sequence begins in a buffer that pads each of them to whole tiles.
-    """
-    return first_row // tile_rows + index
-
-
-def count_tiles(rows: Index, batch: Index, tile_rows: int) -> Index:
-    """How many tile numbers `batch` packed sequences own in a tensor of `rows` rows, with those after the last one."""
-    return first_tile(rows, batch + 1, tile_rows)
 
 
 class Sequence(NamedTuple):

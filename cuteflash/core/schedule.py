@@ -9,7 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from cuteflash.core.lengths import Vector, count_tiles, first_tile
+from cuteflash.core.lengths import Vector
+from cuteflash.core.tile_numbers import count_tiles, first_tile
 
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
 # about half of it leaves room for Q, O and the heads that are about to end.
@@ -112,7 +113,7 @@ class TileOrder:
 class RaggedOrder:
     """The order of packed sequences, whose heads differ in their numbers of query tiles.
 
-    A head's tiles go by the numbers of `cuteflash.core.lengths.first_tile`, some of which belong to no tile: the host
+    A head's tiles go by their numbers (`cuteflash.core.tile_numbers`), some of which belong to no tile: the host
     knows how many numbers there are, but not the lengths. The query tile of such a number begins after its sequence's
     end. Heads are taken in groups, and inside a group the same tile of every head is a neighbour. With `longest_first`
     (causal masks and windows) the last query tiles of a sequence come first.

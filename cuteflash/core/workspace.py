@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cuteflash.core.lengths import count_tiles
+from cuteflash.core.tile_numbers import count_tiles
 
 Index = Any  # a Python int or a traced cutlass.Int32
 
@@ -44,7 +44,7 @@ class Workspace:
 
     @classmethod
     def packed(cls, batch: Index, heads: Index, rows: Index, tile_m: int, head_dim: int) -> Workspace:
-        """The workspace of `batch` packed sequences in tensors of `rows` rows; see `lengths.first_tile`."""
+        """The workspace of `batch` packed sequences in tensors of `rows` rows; see `tile_numbers.first_tile`."""
         return cls(1, heads, count_tiles(rows, batch, tile_m), tile_m, head_dim)
 
     @property

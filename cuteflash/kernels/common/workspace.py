@@ -11,8 +11,9 @@ from cutlass import Int32, Int64, const_expr
 
 from cuteflash.arguments import BwdTensors, PackedTensors
 from cuteflash.core.launch import flat_order, lengths_of
-from cuteflash.core.lengths import Index, Lengths, first_tile
+from cuteflash.core.lengths import Index, Lengths
 from cuteflash.core.schedule import Order, TileOrder
+from cuteflash.core.tile_numbers import first_tile
 from cuteflash.core.workspace import Workspace
 from cuteflash.traits.base import BwdTraits
 
