@@ -164,10 +164,13 @@ def _bwd_cpu(*arguments: Any) -> Result:
     dq, dk, dv = gradients = tuple(x.new_zeros(x.shape) for x in (q, k, v))
     for of_q, of_k in _spans(inputs.forward):
         parts = flash_attention_2_backward(
-            *(x[None, of_q] for x in (dout, q)),
-            *(x[None, of_k] for x in (k, v)),
+            dout[None, of_q],
+            q[None, of_q],
+            k[None, of_k],
+            v[None, of_k],
             out[None, of_q],
-            *(x if x is None else x[None, :, of_q] for x in (lse, inputs.dlse)),
+            lse[None, :, of_q],
+            None if inputs.dlse is None else inputs.dlse[None, :, of_q],
             **definition,
         )
         dq[of_q], dk[of_k], dv[of_k] = (part[0] for part in parts)
@@ -223,7 +226,8 @@ def count_flops(
 def count_backward_flops(*tensors: Any, out_val: Any = None, **named: Any) -> int:
     """Floating-point operations of a backward: Q K^T again, dS K and dS^T Q, then dO V^T and P^T dO."""
     _, q, k, v, _, _, cu_q, cu_k, *_ = tensors
-    return 2 * q.shape[1] * _pairs(q, k, cu_q, cu_k) * (3 * q.shape[2] + 2 * v.shape[2])
+    count: int = 2 * q.shape[1] * _pairs(q, k, cu_q, cu_k) * (3 * q.shape[2] + 2 * v.shape[2])
+    return count
 
 
 def _pairs(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> int:

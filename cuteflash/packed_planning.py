@@ -159,7 +159,7 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
     copies_lse, copies_dlse = (x is not None and x.stride() != (rows, 1) for x in (inputs.lse, inputs.dlse))
 
     def launch(inputs: PackedBwdInputs) -> Result:
-        gradients = _zeros(inputs)
+        dq, dk, dv = gradients = _zeros(inputs)
         tensors = zip((inputs.q, inputs.k, inputs.v, inputs.out), restrides, strict=True)
         q, k, v, out = (x.as_strided(x.shape, s) if s else x for x, s in tensors)
         dout = compacted(inputs.dout) if copies_dout else inputs.dout
@@ -167,7 +167,7 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
         dlse = compacted(inputs.dlse) if inputs.dlse is not None and copies_dlse else inputs.dlse
         workspace = lse.new_empty(workspace_shape)
         vectors = PackedTensors(*inputs.forward[3:])
-        kernel(*BwdTensors(q, k, v, out, lse, dout, dlse, *gradients, workspace), *vectors, *scalars)
+        kernel(*BwdTensors(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace), *vectors, *scalars)
         return gradients
 
     return launch

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu import packed_gradients
 from tests.gpu.checks import Case, rms
 from tests.gpu.gradients import Upstream, assert_right, gradients, reference, upstream
+from tests.gpu.packed import Packed
 
 CPU = torch.device("cpu")
 CASE = Case(40, 70, heads=4, kv_heads=2, causal=True, lse=True)
@@ -75,3 +77,28 @@ def test_many_small_errors_fail_although_none_is_large(times: float, right: bool
     dq = (exact + times * rms(low - exact) * signs).to(inputs[0].dtype)
     with contextlib.nullcontext() if right else pytest.raises(AssertionError, match=r"dq: rms error .* times torch's"):
         assert_right(inputs, given, CASE, (dq, dk, dv))
+
+
+def packed_case() -> tuple[Packed, tuple[Tensor, ...], Upstream, tuple[Tensor, ...]]:
+    """Gradients of packed sequences with all that they need to be judged."""
+    packed = Packed((9, 0, 20), (12, 5, 20), CASE, used_q=(7, 0, 20), rest_k=3)
+    inputs = packed.inputs(CPU)
+    given = packed_gradients.upstream(packed, inputs)
+    return packed, inputs, given, packed_gradients.gradients(packed, inputs, given, "sm80")
+
+
+@pytest.mark.parametrize(("which", "row"), [(0, 8), (0, 15), (1, 11), (1, 13), (1, 38), (2, 20)])
+def test_a_wrong_row_of_packed_sequences_fails(which: int, row: int) -> None:
+    packed, inputs, given, got = packed_case()
+    packed_gradients.assert_right(packed, inputs, given, got)
+    got[which][row] += 0.3
+    with pytest.raises(AssertionError):
+        packed_gradients.assert_right(packed, inputs, given, got)
+
+
+def test_only_the_sequences_asked_for_are_judged() -> None:
+    packed, inputs, given, got = packed_case()
+    got[0][:7] = float("nan")
+    packed_gradients.assert_right(packed, inputs, given, got, [1, 2])
+    with pytest.raises(AssertionError, match="not finite"):
+        packed_gradients.assert_right(packed, inputs, given, got, [0, 1])
