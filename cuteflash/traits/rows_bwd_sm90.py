@@ -5,7 +5,7 @@ One pass up to head dim 128; a softcap takes the registers that it has left, so 
 
 from __future__ import annotations
 
-from cuteflash.traits.row import CAUSAL, FULL, LONG, SOFTCAP, Row, bwd_sm90, bwd_two_pass_sm90
+from cuteflash.traits.row import CAUSAL, FULL, LONG, SOFTCAP, WINDOW, Row, bwd_sm90, bwd_two_pass_sm90
 
 ROWS: tuple[Row, ...] = (
     bwd_sm90(32, 128, without=SOFTCAP, dq="rows"),
@@ -17,6 +17,7 @@ ROWS: tuple[Row, ...] = (
     bwd_sm90(128, 80, FULL + CAUSAL, lengths=LONG, without=SOFTCAP, dq="transposed"),
     bwd_sm90(128, 64, without=SOFTCAP),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),
+    bwd_two_pass_sm90(160, 64, WINDOW, k_stage=4, v_stage=2),  # three stages of both: the producer spills
     bwd_two_pass_sm90(160, 64, k_stage=3, v_stage=3),
     bwd_two_pass_sm90(192, 64, k_stage=3, v_stage=2),
     bwd_two_pass_sm90(224, 48, k_stage=2, v_stage=2),
