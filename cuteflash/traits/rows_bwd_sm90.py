@@ -6,7 +6,18 @@ deterministic calls: nothing is summed up in memory, so they repeat bit for bit.
 
 from __future__ import annotations
 
-from cuteflash.traits.row import CAUSAL, DETERMINISTIC, FULL, LONG, SOFTCAP, VARLEN, Row, bwd_sm90, bwd_two_pass_sm90
+from cuteflash.traits.row import (
+    CAUSAL,
+    DETERMINISTIC,
+    FULL,
+    LONG,
+    SOFTCAP,
+    VARLEN,
+    WINDOW,
+    Row,
+    bwd_sm90,
+    bwd_two_pass_sm90,
+)
 
 ROWS: tuple[Row, ...] = (
     bwd_sm90(32, 128, without=SOFTCAP + DETERMINISTIC, dq="rows"),
@@ -18,6 +29,7 @@ ROWS: tuple[Row, ...] = (
     bwd_sm90(128, 80, FULL + CAUSAL, lengths=LONG, without=SOFTCAP + VARLEN + DETERMINISTIC, dq="transposed"),
     bwd_sm90(128, 64, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),
+    bwd_two_pass_sm90(160, 64, WINDOW, k_stage=4, v_stage=2),  # three stages of both: the producer spills
     bwd_two_pass_sm90(160, 64, k_stage=3, v_stage=3),
     bwd_two_pass_sm90(192, 64, k_stage=3, v_stage=2),
     bwd_two_pass_sm90(224, 48, k_stage=2, v_stage=2),
