@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuteflash.traits.row import BF16, CAUSAL, DETERMINISTIC, FP16, FULL, SOFTCAP, VARLEN, Row, bwd_sm80
+from cuteflash.traits.row import BF16, CAUSAL, DETERMINISTIC, FP16, FULL, SOFTCAP, VARLEN, WINDOW, Row, bwd_sm80
 
 ROWS: tuple[Row, ...] = (
     bwd_sm80(32, 64, 128, 8, dq_warps=4, vector_add=True),
@@ -55,6 +55,7 @@ ROWS: tuple[Row, ...] = (
     bwd_sm80(192, 64, 64, 8, dkv_warps=2, vector_add=True),
     bwd_sm80(192, 64, 64, 8, dq_warps=4, vector_add=True),
     bwd_sm80(224, 64, 64, 8, dq_warps=4, vector_add=True),
-    bwd_sm80(256, 64, 64, 8, s_warps=2, dkv_warps=2, double_buffer=False, vector_add=True),
+    bwd_sm80(256, 64, 64, 8, FULL + CAUSAL, s_warps=2, dkv_warps=2, double_buffer=False, vector_add=True),
+    bwd_sm80(256, 64, 64, 8, WINDOW, without=VARLEN, s_warps=2, dkv_warps=2, double_buffer=False, vector_add=True),
     bwd_sm80(256, 64, 64, 8, dq_warps=4, vector_add=True),
 )
