@@ -16,7 +16,7 @@ from cuteflash import usertable
 from cuteflash.compile.imports import files_imported_by
 from cuteflash.compile.key import PACKAGE
 from cuteflash.dispatch import kernel_modules, offers
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS, FwdProblem, Operation
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
@@ -97,8 +97,9 @@ def test_a_shipped_file_is_what_would_be_written(module: Any) -> None:
     assert render(heads_of(module), rows) == path.read_text()
 
 
-def test_rows_are_no_part_of_a_kernels_key() -> None:
-    imported = {path.stem for path in files_imported_by(kernel_modules("fwd"), PACKAGE)}
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_rows_are_no_part_of_a_kernels_key(operation: Operation) -> None:
+    imported = {path.stem for path in files_imported_by(kernel_modules(operation), PACKAGE)}
     for name in (*FILES, "cuteflash.traits.row", "cuteflash.traits.length_class"):
         assert name.rpartition(".")[2] not in imported
 
