@@ -36,6 +36,7 @@ from cuteflash.tune.variants import Variant
 from . import device, ladder_report
 from .contest import Maker, measure, progress, write
 from .implementations import target_of, unavailable, variant_runner
+from .judges import OutputJudge
 
 CELLS = "64:4096:causal,128:4096:causal,128:16384:full,256:4096:causal"
 
@@ -162,7 +163,7 @@ def climb(ladder: Ladder, cell: Cell, where: torch.device, rounds: int) -> dict[
     }
     if missing_peer(ladder.peer) is None:
         makers[ladder.peer] = functools.partial(peer_runner, ladder.peer)
-    return {"family": ladder.family, "peer": ladder.peer} | measure(cell, makers, where, rounds)
+    return {"family": ladder.family, "peer": ladder.peer} | measure(OutputJudge(cell, where), makers, where, rounds)
 
 
 def run(ladders: Sequence[Ladder], cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[str, Any]:

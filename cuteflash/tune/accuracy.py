@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from cuteflash.problem import UNBOUNDED
-from cuteflash.tune.cells import Inputs
+from cuteflash.tune.cells import Cell, Inputs
 
 CHUNK_ROWS = 2048  # query rows at a time: 16k keys make 128 MB of fp32 scores
 AGREEMENT = 0.02  # two correct bf16 outputs differ by less, relatively
@@ -54,27 +54,32 @@ def attention_of_head(
 
     `window`: keys a query sees before and after its own, `UNBOUNDED` for all; bottom-right aligned.
     """
-    (left, right), scale = window, q.shape[1] ** -0.5
     q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
-    keys = torch.arange(k.shape[0], device=q.device)
-    own = torch.arange(q.shape[0], device=q.device) + (k.shape[0] - q.shape[0])
-    chunks = []
-    for start in range(0, q.shape[0], CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        scores = (q[rows] * scale) @ k.T
-        if min(left, right) < UNBOUNDED:
-            distance = keys[None, :] - own[rows, None]
-            scores = scores.masked_fill((distance > right) | (distance < -left), float("-inf"))
-        chunks.append((torch.softmax(scores, dim=-1) @ v).float())
-    return torch.cat(chunks)
+    chunks = [torch.softmax(masked_scores(q, k, rows, window), dim=-1) @ v for rows in row_chunks(q)]
+    return torch.cat(chunks).float()
+
+
+def row_chunks(q: torch.Tensor) -> list[slice]:
+    """The rows of a head's queries in parts that a score matrix in memory is made for."""
+    return [slice(start, start + CHUNK_ROWS) for start in range(0, q.shape[0], CHUNK_ROWS)]
+
+
+def masked_scores(q: torch.Tensor, k: torch.Tensor, rows: slice, window: tuple[int, int]) -> torch.Tensor:
+    """Scores of some query rows of a head with all keys, -inf for those that the window hides."""
+    left, right = window
+    scores: torch.Tensor = (q[rows] * q.shape[1] ** -0.5) @ k.T
+    if min(left, right) < UNBOUNDED:
+        keys = torch.arange(k.shape[0], device=q.device)
+        own = torch.arange(q.shape[0], device=q.device)[rows] + (k.shape[0] - q.shape[0])
+        distance = keys[None, :] - own[:, None]
+        scores = scores.masked_fill((distance > right) | (distance < -left), float("-inf"))
+    return scores
 
 
 def make_reference(inputs: Inputs, heads: int = HEADS_CHECKED) -> Reference:
     """The reference of `heads` heads of a cell, spread from the first to the last."""
     cell = inputs.cell
-    count = cell.batch * cell.heads
-    chosen = [count - 1 - index * (count - 1) // max(1, heads - 1) for index in range(heads)] if heads < count else None
-    pairs = tuple(divmod(index, cell.heads) for index in sorted(set(chosen or range(count))))
+    pairs = chosen_heads(cell, heads)
     exact, low = [], []
     for batch, head in pairs:
         q, k, v = (tensor[batch, :, head] for tensor in (inputs.q, inputs.k, inputs.v))
@@ -88,10 +93,17 @@ def make_reference(inputs: Inputs, heads: int = HEADS_CHECKED) -> Reference:
     return Reference(pairs, out, torchs, tolerance, agreement)
 
 
+def chosen_heads(cell: Cell, heads: int = HEADS_CHECKED) -> tuple[tuple[int, int], ...]:
+    """(batch, head) of `heads` heads of a cell, spread from the first to the last."""
+    count = cell.batch * cell.heads
+    chosen = [count - 1 - index * (count - 1) // max(1, heads - 1) for index in range(heads)] if heads < count else None
+    return tuple(divmod(index, cell.heads) for index in sorted(set(chosen or range(count))))
+
+
 def torchs_errors(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Errors:
     """Errors of what torch computed in `dtype`, or what counts as such if it has next to none."""
-    found, eps = _errors(low - exact), torch.finfo(dtype).eps
-    least = EXACT_RMS * eps * _rms(exact)
+    found, eps = errors_of(low - exact), torch.finfo(dtype).eps
+    least = EXACT_RMS * eps * rms(exact)
     if found.rms >= least:
         return found
     return Errors(max(found.maximum, EXACT_MAXIMUM * eps * exact.abs().max().item()), least)
@@ -100,15 +112,17 @@ def torchs_errors(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) ->
 def errors(out: torch.Tensor, reference: Reference) -> Errors:
     """Errors of the checked heads; NaN and infinities count as infinite."""
     checked = torch.stack([out[batch, :, head] for batch, head in reference.index]).float()
-    return _errors(checked - reference.out)
+    return errors_of(checked - reference.out)
 
 
-def _errors(difference: torch.Tensor) -> Errors:
+def errors_of(difference: torch.Tensor) -> Errors:
+    """Of what outputs differ by from the reference; NaN counts as infinite."""
     size = torch.nan_to_num(difference.abs(), nan=float("inf"))
-    return Errors(float(size.max().item()), _rms(size))
+    return Errors(float(size.max().item()), rms(size))
 
 
-def _rms(values: torch.Tensor) -> float:
+def rms(values: torch.Tensor) -> float:
+    """Root mean square."""
     return float(values.double().square().mean().sqrt().item())
 
 
@@ -139,6 +153,6 @@ def imprecision(out: torch.Tensor, reference: Reference) -> str | None:
     return f"rms error {found.rms:.2e} over {allowed.rms:.2e}, {reference.rms_ratio(found):.1f} times torch's own"
 
 
-def poison(like: torch.Tensor) -> None:
-    """Leave NaN in the memory that the allocator will hand to the next tensor of this size."""
-    torch.full_like(like, float("nan"))
+def poison(*like: torch.Tensor) -> None:
+    """Leave NaN in the memory that the allocator will hand to the next tensors of these sizes."""
+    _ = [torch.full_like(tensor, float("nan")) for tensor in like]

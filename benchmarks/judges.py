@@ -1,0 +1,132 @@
+"""What a cell's implementations read, and how their results are judged."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from cuteflash.tune import accuracy, gradients
+from cuteflash.tune.accuracy import Errors
+from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.gradients import BwdInputs, Gradients, make_bwd_inputs
+
+
+class Judge(Protocol):
+    """The inputs of one cell with all that their results are compared with.
+
+    Attributes:
+        inputs: what the implementations read.
+        facts: of the cell, as JSON values.
+        flops: floating-point operations of one call.
+    """
+
+    inputs: Any
+    facts: dict[str, Any]
+    flops: float
+
+    def poison(self) -> None:
+        """Leave NaN in the memory that the next results are allocated in."""
+
+    def measured(self, result: Any) -> dict[str, Any]:
+        """Errors of a result, as JSON values."""
+
+    def complaint(self, result: Any, other: Any) -> str | None:
+        """None for a right result, else what is wrong with it; `other` is a result believed right, or None."""
+
+    def imprecision(self, result: Any) -> str | None:
+        """None if a result is as precise as ours have to be, else by how much it is not."""
+
+    def kept(self, result: Any) -> Any:
+        """A result that later calls do not write to."""
+
+
+class OutputJudge:
+    """Judges the output of a forward."""
+
+    def __init__(self, cell: Cell, device: torch.device):
+        self.inputs: Inputs = make_inputs(cell, device)
+        self.reference = accuracy.make_reference(self.inputs)
+        self.flops: float = cell.flops
+        low, allowed = self.reference.low_precision, self.reference.tolerance
+        self.facts = {
+            **facts_of(cell),
+            "torch_error": low.maximum,
+            "tolerance": allowed.maximum,
+            "torch_rms": low.rms,
+        }
+
+    def poison(self) -> None:
+        """See `Judge`, as for the other methods."""
+        accuracy.poison(self.inputs.q)
+
+    def measured(self, out: torch.Tensor) -> dict[str, Any]:
+        errors = accuracy.errors(out, self.reference)
+        return {"error": errors.maximum, "rms": errors.rms, "rms_ratio": self.reference.rms_ratio(errors)}
+
+    def complaint(self, out: torch.Tensor, other: torch.Tensor | None) -> str | None:
+        return accuracy.complaint(out, self.reference, other)
+
+    def imprecision(self, out: torch.Tensor) -> str | None:
+        return accuracy.imprecision(out, self.reference)
+
+    def kept(self, out: torch.Tensor) -> torch.Tensor:
+        return out.clone()
+
+
+class GradientJudge:
+    """Judges the gradients of Q, K and V that a backward of given products, in those of the forward, computes."""
+
+    products: ClassVar[float] = 2.5  # five for two
+
+    def __init__(self, cell: Cell, device: torch.device):
+        self.inputs: BwdInputs = make_bwd_inputs(cell, device)
+        self.reference = gradients.make_reference(self.inputs)
+        self.flops = self.products * cell.flops
+        low, allowed = self.reference.low_precision, self.reference.tolerance
+        torchs = {
+            name: {"torch_error": low[name].maximum, "tolerance": allowed[name].maximum, "torch_rms": low[name].rms}
+            for name in Gradients._fields
+        }
+        self.facts = {**facts_of(cell), "gradients": torchs}
+
+    def poison(self) -> None:
+        """See `Judge`, as for the other methods."""
+        accuracy.poison(self.inputs.forward.q, self.inputs.forward.k, self.inputs.forward.v)
+
+    def measured(self, found: Gradients) -> dict[str, Any]:
+        def figures(name: str, errors: Errors) -> dict[str, float]:
+            ratio = errors.rms / self.reference.low_precision[name].rms
+            return {"error": errors.maximum, "rms": errors.rms, "rms_ratio": ratio}
+
+        each = {name: figures(name, errors) for name, errors in self.reference.errors(found).items()}
+        return {"rms_ratio": max(one["rms_ratio"] for one in each.values()), "gradients": each}
+
+    def complaint(self, found: Gradients, other: Gradients | None) -> str | None:
+        return gradients.complaint(found, self.reference, other)
+
+    def imprecision(self, found: Gradients) -> str | None:
+        return gradients.imprecision(found, self.reference)
+
+    def kept(self, found: Gradients) -> Gradients:
+        return found  # new tensors each time, as autograd returns them
+
+
+class TrainingJudge(GradientJudge):
+    """Judges the gradients of a forward and a backward together."""
+
+    products = 3.5
+
+
+def facts_of(cell: Cell) -> dict[str, Any]:
+    """What a result says of its cell."""
+    return {
+        "label": cell.label,
+        "head_dim": cell.head_dim,
+        "mask": cell.mask,
+        "dtype": cell.dtype,
+        "inputs": cell.inputs,
+        "seqlen": cell.seqlen,
+        "batch": cell.batch,
+        "heads": cell.heads,
+    }
