@@ -61,8 +61,8 @@ def measure_cell(plan: Plan, cell: Cell, where: torch.device, matmul: Matmul | N
     makers = {name: functools.partial(backward_runner, name) for name in plan.names}
     both = {name: functools.partial(training_runner, name) for name in plan.names if not is_deterministic(name)}
     return {
-        "cells": contest.measure(GradientJudge(cell, where), makers, where, plan.rounds, matmul),
-        "both": contest.measure(TrainingJudge(cell, where), both, where, min(plan.rounds, TRAINING_ROUNDS)),
+        "cells": contest.measure(GradientJudge.of(cell, where), makers, where, plan.rounds, matmul),
+        "both": contest.measure(TrainingJudge.of(cell, where), both, where, min(plan.rounds, TRAINING_ROUNDS)),
     }
 
 

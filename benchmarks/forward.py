@@ -45,7 +45,7 @@ def host_times(plan: Plan, where: torch.device) -> Result:
 def measure_cell(plan: Plan, cell: Cell, where: torch.device, matmul: Matmul | None) -> dict[str, Result]:
     """See `running.Measures`."""
     makers = {name: maker(name, cell, plan.overrides) for name in plan.names}
-    return {"cells": contest.measure(OutputJudge(cell, where), makers, where, plan.rounds, matmul)}
+    return {"cells": contest.measure(OutputJudge.of(cell, where), makers, where, plan.rounds, matmul)}
 
 
 run = functools.partial(running.run, running.Measures(host_times, measure_cell))

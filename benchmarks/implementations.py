@@ -66,7 +66,7 @@ def materialised(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def runner(name: str, inputs: Inputs) -> Runner:
     """The forward of the implementation called `name`."""
-    return forward_runner(attention(name, inputs.cell), inputs)
+    return forward_runner(attention(name, inputs.cell), inputs.q, inputs.k, inputs.v)
 
 
 def backward_runner(name: str, inputs: BwdInputs) -> Runner:

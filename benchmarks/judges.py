@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
@@ -10,6 +10,8 @@ from cuteflash.tune import accuracy, gradients
 from cuteflash.tune.accuracy import Errors
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
 from cuteflash.tune.gradients import BwdInputs, Gradients, make_bwd_inputs
+
+from .packed import PackedCell, PackedInputs
 
 
 class Judge(Protocol):
@@ -44,17 +46,22 @@ class Judge(Protocol):
 class OutputJudge:
     """Judges the output of a forward."""
 
-    def __init__(self, cell: Cell, device: torch.device):
-        self.inputs: Inputs = make_inputs(cell, device)
-        self.reference = accuracy.make_reference(self.inputs)
-        self.flops: float = cell.flops
-        low, allowed = self.reference.low_precision, self.reference.tolerance
+    def __init__(self, inputs: Inputs | PackedInputs, reference: accuracy.Reference):
+        self.inputs, self.reference = inputs, reference
+        self.flops: float = inputs.cell.flops
+        low, allowed = reference.low_precision, reference.tolerance
         self.facts = {
-            **facts_of(cell),
+            **facts_of(inputs.cell),
             "torch_error": low.maximum,
             "tolerance": allowed.maximum,
             "torch_rms": low.rms,
         }
+
+    @classmethod
+    def of(cls, cell: Cell, device: torch.device) -> Self:
+        """The judge of a cell on fresh inputs."""
+        inputs = make_inputs(cell, device)
+        return cls(inputs, accuracy.make_reference(inputs))
 
     def poison(self) -> None:
         """See `Judge`, as for the other methods."""
@@ -79,16 +86,21 @@ class GradientJudge:
 
     products: ClassVar[float] = 2.5  # five for two
 
-    def __init__(self, cell: Cell, device: torch.device):
-        self.inputs: BwdInputs = make_bwd_inputs(cell, device)
-        self.reference = gradients.make_reference(self.inputs)
-        self.flops = self.products * cell.flops
-        low, allowed = self.reference.low_precision, self.reference.tolerance
+    def __init__(self, inputs: BwdInputs, reference: gradients.Reference):
+        self.inputs, self.reference = inputs, reference
+        self.flops = self.products * inputs.forward.cell.flops
+        low, allowed = reference.low_precision, reference.tolerance
         torchs = {
             name: {"torch_error": low[name].maximum, "tolerance": allowed[name].maximum, "torch_rms": low[name].rms}
             for name in Gradients._fields
         }
-        self.facts = {**facts_of(cell), "gradients": torchs}
+        self.facts = {**facts_of(inputs.forward.cell), "gradients": torchs}
+
+    @classmethod
+    def of(cls, cell: Cell, device: torch.device) -> Self:
+        """The judge of a cell on fresh inputs."""
+        inputs = make_bwd_inputs(cell, device)
+        return cls(inputs, gradients.make_reference(inputs))
 
     def poison(self) -> None:
         """See `Judge`, as for the other methods."""
@@ -118,15 +130,14 @@ class TrainingJudge(GradientJudge):
     products = 3.5
 
 
-def facts_of(cell: Cell) -> dict[str, Any]:
+def facts_of(cell: Cell | PackedCell) -> dict[str, Any]:
     """What a result says of its cell."""
     return {
         "label": cell.label,
         "head_dim": cell.head_dim,
         "mask": cell.mask,
         "dtype": cell.dtype,
-        "inputs": cell.inputs,
-        "seqlen": cell.seqlen,
         "batch": cell.batch,
         "heads": cell.heads,
+        **({"inputs": cell.inputs, "seqlen": cell.seqlen} if isinstance(cell, Cell) else {}),
     }

@@ -163,7 +163,7 @@ def climb(ladder: Ladder, cell: Cell, where: torch.device, rounds: int) -> dict[
     }
     if missing_peer(ladder.peer) is None:
         makers[ladder.peer] = functools.partial(peer_runner, ladder.peer)
-    return {"family": ladder.family, "peer": ladder.peer} | measure(OutputJudge(cell, where), makers, where, rounds)
+    return {"family": ladder.family, "peer": ladder.peer} | measure(OutputJudge.of(cell, where), makers, where, rounds)
 
 
 def run(ladders: Sequence[Ladder], cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The names of the implementations, in the results and on the command line.
 
 `sm90` and `sm80` are this project's kernel families, the others the peers of `cuteflash.tune.peers`. A name that ends
-in `-det` stands for the same with a deterministic backward.
+in `-det` stands for the same with a deterministic backward, one that ends in `-dense` for a dense batch of what others
+compute as packed sequences.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from cuteflash.tune.peers import PEERS
 
 OURS = ("sm90", "sm80")
 DETERMINISTIC = "-det"
+DENSE = "-dense"
 TITLES = {
     "sm90": "ours sm90",
     "sm80": "ours sm80",
     "sm90-det": "sm90 det.",
     "sm80-det": "sm80 det.",
+    "sm90-dense": "sm90 dense",
+    "sm80-dense": "sm80 dense",
     "fa4": "FA4",
     "fa4-det": "FA4 det.",
     "cudnn": "cuDNN",
@@ -24,8 +28,8 @@ TITLES = {
 
 
 def base_of(name: str) -> str:
-    """The name without `-det`."""
-    return name.removesuffix(DETERMINISTIC)
+    """The name without what it ends in."""
+    return name.removesuffix(DETERMINISTIC).removesuffix(DENSE)
 
 
 def is_deterministic(name: str) -> bool:

@@ -4,9 +4,9 @@
     python -m benchmarks.report benchmarks/results/forward.json --plot PATH.png
     python -m benchmarks.report benchmarks/results/forward.json --into README.md
 
-A result has one of three tables, which stand between markers of their own: a forward's on plain inputs; if some cells
-have others, each cell's speed beside that on plain inputs, with the error; a backward's, with the memory and with a
-summary of forward + backward, whose table only the terminal shows.
+A result has one of four tables, which stand between markers of their own: a forward's on plain inputs; if some cells
+have others, each cell's speed beside that on plain inputs, with the error; that of packed sequences; a backward's, with
+the memory and with a summary of forward + backward, whose table only the terminal shows.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sm90 det./sm90": ("sm90-det", ("sm90",)),
     "sm80 det./sm80": ("sm80-det", ("sm80",)),
     "sm90 det./FA4 det.": ("sm90-det", ("fa4-det",)),
+    "sm90/dense": ("sm90", ("sm90-dense",)),
+    "sm80/dense": ("sm80", ("sm80-dense",)),
 }
 COLOURS = {"sm90": "#0b6e4f", "sm80": "#7cb518", "fa4": "#d1495b", "cudnn": "#3066be", "fa2": "#8d99ae"}
 
@@ -59,7 +61,7 @@ def rate(cell: Result, name: str) -> float | None:
 def parts(result: Result) -> dict[str, str]:
     """The lists of cells that a result has, each with the words for what was timed."""
     if not is_backward(result):
-        return {"cells": "forward"}
+        return {"cells": "forward of packed sequences" if "packed" in result else "forward"}
     return {"cells": "backward", "both": "forward + backward"}
 
 
@@ -241,6 +243,7 @@ def _roof_lines(cells: Sequence[Result]) -> Iterator[str]:
         if (
             "matmul_tflops" in cell
             and cell["mask"] == "full"
+            and "seqlen" in cell
             and cell["seqlen"] >= longest.get(head_dim, cell)["seqlen"]
         ):
             longest[head_dim] = cell
@@ -259,7 +262,7 @@ def markdown(result: Result) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
     lines = [
         f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, {result['dtype']}, "
-        f"{parts(result)['cells']}; 16k tokens, hidden size 2048.",
+        f"{parts(result)['cells']}; {'64k' if 'packed' in result else '16k'} tokens, hidden size 2048.",
         "",
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",
@@ -276,6 +279,8 @@ def _table(result: Result, key: str = "cells") -> Iterator[list[str]]:
 
 def marker(result: Result) -> str:
     """What a result's table stands between in a markdown file."""
+    if "packed" in result:
+        return "varlen benchmark"
     if is_backward(result):
         return "backward benchmark"
     return "real inputs" if has_other_inputs(result) else "benchmark"
@@ -371,7 +376,7 @@ def _plot_panel(axis: Any, cells: Sequence[Result]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a result file as markdown; with --plot, draw it too."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="render a benchmark result")
-    parser.add_argument("json", type=pathlib.Path, help="a file written by benchmarks.forward or benchmarks.backward")
+    parser.add_argument("json", type=pathlib.Path, help="a file written by benchmarks.forward, .backward or .varlen")
     parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="also write the plot")
     parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the table between its markers")
     arguments = parser.parse_args(argv)

@@ -51,13 +51,13 @@ class Plan:
     """One run.
 
     Attributes:
-        cells: in the order of their measurement.
+        cells: in the order of their measurement; of the kind that the benchmark's `Measures.cell` takes.
         names: implementations.
         rounds: samples of each in a cell.
         overrides: traits that one of our families runs in place of its table's row; of a forward.
     """
 
-    cells: Sequence[Cell]
+    cells: Sequence[Any]
     names: Sequence[str]
     rounds: int
     overrides: Sequence[Variant] = ()
@@ -73,14 +73,14 @@ class Measures(NamedTuple):
     """
 
     once: Callable[[Plan, torch.device], Result]
-    cell: Callable[[Plan, Cell, torch.device, Matmul | None], dict[str, Result]]
+    cell: Callable[[Plan, Any, torch.device, Matmul | None], dict[str, Result]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watch:
     """What is called before a cell, and with its results after it."""
 
-    begin: Callable[[Cell], object] = lambda cell: None
+    begin: Callable[[Any], object] = lambda cell: None
     end: Callable[[Result], object] = lambda measured: None
 
 

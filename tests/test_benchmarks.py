@@ -134,7 +134,7 @@ def test_median_and_spread() -> None:
 
 def test_measured_cell_has_error_beside_speed() -> None:
     makers = {name: implementations.maker(name, SMALL) for name in ("sm90", "fa2")}
-    measured = contest.measure(OutputJudge(SMALL, CPU), makers, CPU, rounds=1)
+    measured = contest.measure(OutputJudge.of(SMALL, CPU), makers, CPU, rounds=1)
     assert list(measured["results"]) == ["sm90", "fa2"]
     for entry in measured["results"].values():
         assert "problem" not in entry
@@ -150,7 +150,7 @@ def test_what_slows_a_round_down_for_all_leaves_the_times(monkeypatch: pytest.Mo
     )
     makers = {name: implementations.maker("fa2", SMALL) for name in ("sm90", "fa2")}
     matmul = Matmul(lambda calls: torch.zeros(()), flops=13 * 10**8)
-    measured = contest.measure(OutputJudge(SMALL, CPU), makers, CPU, rounds=5, matmul=matmul)
+    measured = contest.measure(OutputJudge.of(SMALL, CPU), makers, CPU, rounds=5, matmul=matmul)
     assert {name: entry["ms"] for name, entry in measured["results"].items()} == pytest.approx(
         {"sm90": 2.0 * 1.3, "fa2": 3.0 * 1.3}
     )
@@ -163,7 +163,7 @@ def test_a_failing_implementation_is_reported_and_left_out() -> None:
         raise RuntimeError("no such\nkernel")
 
     measured = contest.measure(
-        OutputJudge(SMALL, CPU), {"sm90": broken, "fa2": implementations.maker("fa2", SMALL)}, CPU, rounds=1
+        OutputJudge.of(SMALL, CPU), {"sm90": broken, "fa2": implementations.maker("fa2", SMALL)}, CPU, rounds=1
     )
     assert measured["results"]["sm90"] == {"problem": "RuntimeError: no such kernel"}
     assert measured["results"]["fa2"]["tflops"] > 0
@@ -294,7 +294,7 @@ def rough(times: float) -> Any:
 
 def test_many_small_errors_are_a_problem_of_ours_and_told_of_a_peer() -> None:
     measured = contest.measure(
-        OutputJudge(SMALL, CPU), {"sm90": rough(2.0), "fa4": rough(2.0), "fa2": rough(0.5)}, CPU, rounds=1
+        OutputJudge.of(SMALL, CPU), {"sm90": rough(2.0), "fa4": rough(2.0), "fa2": rough(0.5)}, CPU, rounds=1
     )
     ours, peer, other = (measured["results"][name] for name in ("sm90", "fa4", "fa2"))
     assert "times torch's own" in ours["problem"]
@@ -306,7 +306,7 @@ def test_many_small_errors_are_a_problem_of_ours_and_told_of_a_peer() -> None:
 def test_a_peer_without_such_a_mask_is_left_out_and_no_problem() -> None:
     cell = dataclasses.replace(SMALL, mask="window")
     measured = contest.measure(
-        OutputJudge(cell, CPU), {name: implementations.maker(name, cell) for name in ("sm90", "fa2")}, CPU, 1
+        OutputJudge.of(cell, CPU), {name: implementations.maker(name, cell) for name in ("sm90", "fa2")}, CPU, 1
     )
     assert "no windows" in measured["results"]["fa2"]["left out"]
     assert measured["results"]["sm90"]["tflops"] > 0

@@ -82,7 +82,7 @@ def test_many_small_errors_are_imprecise_though_none_is_large() -> None:
 @pytest.mark.parametrize(("judge", "make"), [(GradientJudge, "backward_runner"), (TrainingJudge, "training_runner")])
 def test_gradients_of_ours_and_of_a_peer_are_checked_and_timed(judge: Any, make: str) -> None:
     makers = {name: functools.partial(getattr(implementations, make), name) for name in ("sm90", "sm80-det", "fa2")}
-    measured = contest.measure(judge(SMALL, CPU), makers, CPU, rounds=1)
+    measured = contest.measure(judge.of(SMALL, CPU), makers, CPU, rounds=1)
     assert list(measured["results"]) == ["sm90", "sm80-det", "fa2"]
     for entry in measured["results"].values():
         assert "problem" not in entry

@@ -8,6 +8,7 @@ is at most one and a half times torch's. A few large errors show in the one, man
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
@@ -24,6 +25,9 @@ TIMES_MAXIMUM, TIMES_RMS = 2.0, 1.5  # how many times torch's errors may be
 EXACT_RMS, EXACT_MAXIMUM = 0.05, 0.5
 
 
+Place = tuple[int | slice, ...]  # the subscript of one head's rows, (rows, columns), in Q, K, V and O alike
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Errors:
     """Of some outputs: the largest absolute error, and the root mean square of all."""
@@ -36,8 +40,8 @@ class Errors:
 class Reference:
     """What outputs are judged by."""
 
-    index: tuple[tuple[int, int], ...]  # (batch, head) of each checked head
-    out: torch.Tensor  # fp32 outputs of the checked heads, (heads checked, seqlen, head_dim_v)
+    index: tuple[Place, ...]  # the checked heads
+    out: torch.Tensor  # their fp32 outputs one after the other, (rows, head_dim_v)
     low_precision: Errors  # torch's errors in the low precision, not below those of `torchs_errors`
     tolerance: Errors  # what is allowed
     agreement: torch.Tensor  # (heads, head_dim_v), by how much two right outputs may differ, beside `AGREEMENT` of them
@@ -78,26 +82,32 @@ def masked_scores(q: torch.Tensor, k: torch.Tensor, rows: slice, window: tuple[i
 
 def make_reference(inputs: Inputs, heads: int = HEADS_CHECKED) -> Reference:
     """The reference of `heads` heads of a cell, spread from the first to the last."""
-    cell = inputs.cell
-    pairs = chosen_heads(cell, heads)
-    exact, low = [], []
-    for batch, head in pairs:
-        q, k, v = (tensor[batch, :, head] for tensor in (inputs.q, inputs.k, inputs.v))
-        exact.append(attention_of_head(q, k, v, cell.window, torch.float32))
-        low.append(attention_of_head(q, k, v, cell.window, inputs.q.dtype))
-    out = torch.stack(exact)
-    torchs = torchs_errors(torch.stack(low), out, inputs.q.dtype)
+    return reference_of((inputs.q, inputs.k, inputs.v), chosen_heads(inputs.cell, heads), inputs.cell.window)
+
+
+def reference_of(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], index: tuple[Place, ...], window: tuple[int, int]
+) -> Reference:
+    """The reference of the heads at some places of Q, K and V, whose last two dimensions are heads and columns."""
+    q, k, v = tensors
+
+    def attention(dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([attention_of_head(q[place], k[place], v[place], window, dtype) for place in index])
+
+    out = attention(torch.float32)
+    torchs = torchs_errors(attention(q.dtype), out, q.dtype)
     rounding = (out + 0.3 - 0.3 - out).abs().max().item()
     tolerance = Errors(TIMES_MAXIMUM * torchs.maximum + 2 * rounding, TIMES_RMS * torchs.rms)
-    agreement = AGREEMENT_OF_V * inputs.v.abs().amax(dim=(0, 1)).float()
-    return Reference(pairs, out, torchs, tolerance, agreement)
+    agreement = AGREEMENT_OF_V * v.abs().flatten(0, -3).amax(dim=0).float()
+    return Reference(index, out, torchs, tolerance, agreement)
 
 
-def chosen_heads(cell: Cell, heads: int = HEADS_CHECKED) -> tuple[tuple[int, int], ...]:
-    """(batch, head) of `heads` heads of a cell, spread from the first to the last."""
+def chosen_heads(cell: Cell, heads: int = HEADS_CHECKED) -> tuple[Place, ...]:
+    """`heads` heads of a cell, spread from the first to the last."""
     count = cell.batch * cell.heads
     chosen = [count - 1 - index * (count - 1) // max(1, heads - 1) for index in range(heads)] if heads < count else None
-    return tuple(divmod(index, cell.heads) for index in sorted(set(chosen or range(count))))
+    pairs = (divmod(index, cell.heads) for index in sorted(set(chosen or range(count))))
+    return tuple((batch, slice(None), head) for batch, head in pairs)
 
 
 def torchs_errors(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Errors:
@@ -111,8 +121,12 @@ def torchs_errors(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) ->
 
 def errors(out: torch.Tensor, reference: Reference) -> Errors:
     """Errors of the checked heads; NaN and infinities count as infinite."""
-    checked = torch.stack([out[batch, :, head] for batch, head in reference.index]).float()
-    return errors_of(checked - reference.out)
+    return errors_of(rows_at(out, reference.index) - reference.out)
+
+
+def rows_at(tensor: torch.Tensor, index: Iterable[Place]) -> torch.Tensor:
+    """The rows at some places, one after the other, in fp32."""
+    return torch.cat([tensor[place] for place in index]).float()
 
 
 def errors_of(difference: torch.Tensor) -> Errors:

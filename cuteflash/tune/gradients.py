@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.tune import accuracy
-from cuteflash.tune.accuracy import Errors
+from cuteflash.tune.accuracy import Errors, Place
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
 
 TIMES_MAXIMUM = 3.0  # how many times torch's largest error
@@ -51,17 +51,15 @@ class BwdInputs:
 class Reference:
     """What gradients are judged by; the mappings are by the fields of `Gradients`."""
 
-    index: tuple[tuple[int, int], ...]  # (batch, head) of each checked head
-    exact: Gradients  # fp32, of the checked heads, (heads checked, rows, columns)
+    index: tuple[Place, ...]  # the checked heads
+    exact: Gradients  # theirs in fp32 one after the other, (rows, columns)
     low_precision: Mapping[str, Errors]  # torch's errors
     tolerance: Mapping[str, Errors]  # what is allowed
 
     def errors(self, gradients: Gradients) -> dict[str, Errors]:
         """Of each gradient, over the checked heads."""
         return {
-            name: accuracy.errors_of(
-                torch.stack([found[batch, :, head] for batch, head in self.index]).float() - getattr(self.exact, name)
-            )
+            name: accuracy.errors_of(accuracy.rows_at(found, self.index) - getattr(self.exact, name))
             for name, found in gradients._asdict().items()
         }
 
@@ -109,12 +107,12 @@ def make_reference(inputs: BwdInputs, heads: int = accuracy.HEADS_CHECKED) -> Re
     cell, given = inputs.forward.cell, (inputs.forward.q, inputs.forward.k, inputs.forward.v, inputs.dout)
     dtype, index = inputs.forward.q.dtype, accuracy.chosen_heads(cell, heads)
     found: list[list[tuple[Tensor, ...]]] = [[], [], []]
-    for batch, head in index:
-        own = tuple(tensor[batch, :, head] for tensor in given)
+    for place in index:
+        own = tuple(tensor[place] for tensor in given)
         ways = ((torch.float32, None), (dtype, None), (torch.float32, dtype))
         for kept, (steps, rounded) in zip(found, ways, strict=True):
             kept.append(gradients_of_head(own, cell.window, steps, rounded))
-    exact, *others = (Gradients(*map(torch.stack, zip(*kept, strict=True))) for kept in found)
+    exact, *others = (Gradients(*map(torch.cat, zip(*kept, strict=True))) for kept in found)
     largest = max(tensor.abs().max().item() for tensor in given)
     torchs, tolerance = {}, {}
     for name, wanted in exact._asdict().items():

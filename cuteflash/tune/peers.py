@@ -61,12 +61,12 @@ def peer_attention(name: str, cell: Cell, deterministic: bool = False) -> Attent
 
 def peer_runner(name: str, inputs: Inputs) -> Runner:
     """The forward of the peer called `name`; errors as of `peer_attention`."""
-    return forward_runner(peer_attention(name, inputs.cell), inputs)
+    return forward_runner(peer_attention(name, inputs.cell), inputs.q, inputs.k, inputs.v)
 
 
-def forward_runner(attention: Attention, inputs: Inputs) -> Runner:
+def forward_runner(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Runner:
     """A runner that repeats the forward without gradients."""
-    q, k, v = (attention.turned(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (attention.turned(tensor) for tensor in (q, k, v))
     call = attention.call
 
     def run(calls: int) -> Tensor:
