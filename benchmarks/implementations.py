@@ -69,23 +69,15 @@ def runner(name: str, inputs: Inputs) -> Runner:
     return forward_runner(attention(name, inputs.cell), inputs.q, inputs.k, inputs.v)
 
 
-def backward_runner(name: str, inputs: BwdInputs) -> Runner:
-    """A runner that repeats the backward of a forward that is computed here, through autograd."""
-    chosen, leaves, dout = _differentiable(name, inputs)
-    with chosen.context():
-        out = chosen.call(*leaves)
-
-    def run(calls: int) -> Gradients:
-        for _ in range(calls):
-            found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        return Gradients(*map(chosen.turned, found))
-
-    return run
+def backward_runner(name: str, inputs: BwdInputs[Inputs]) -> Runner:
+    """The backward of the implementation called `name`."""
+    return repeated_backward(attention(name, inputs.forward.cell), inputs)
 
 
-def training_runner(name: str, inputs: BwdInputs) -> Runner:
-    """A runner that repeats forward and backward, through autograd."""
-    chosen, leaves, dout = _differentiable(name, inputs)
+def training_runner(name: str, inputs: BwdInputs[Inputs]) -> Runner:
+    """Forward and backward of the implementation called `name`."""
+    chosen = attention(name, inputs.forward.cell)
+    leaves, dout = _differentiable(chosen, inputs)
     call = chosen.call
 
     def run(calls: int) -> Gradients:
@@ -97,14 +89,25 @@ def training_runner(name: str, inputs: BwdInputs) -> Runner:
     return run
 
 
-def _differentiable(name: str, inputs: BwdInputs) -> tuple[Attention, tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The implementation, its leaves and the gradient of its output, as it takes them."""
-    chosen = attention(name, inputs.forward.cell)
-    q, k, v = (
-        chosen.turned(tensor).detach().requires_grad_()
-        for tensor in (inputs.forward.q, inputs.forward.k, inputs.forward.v)
-    )
-    return chosen, (q, k, v), chosen.turned(inputs.dout)
+def repeated_backward(chosen: Attention, inputs: BwdInputs[Any]) -> Runner:
+    """A runner that repeats the backward of a forward that is computed here, through autograd."""
+    leaves, dout = _differentiable(chosen, inputs)
+    with chosen.context():
+        out = chosen.call(*leaves)
+
+    def run(calls: int) -> Gradients:
+        for _ in range(calls):
+            found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return Gradients(*map(chosen.turned, found))
+
+    return run
+
+
+def _differentiable(chosen: Attention, inputs: BwdInputs[Any]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The leaves and the gradient of the output, as an implementation takes them."""
+    forward = inputs.forward
+    q, k, v = (chosen.turned(tensor).detach().requires_grad_() for tensor in (forward.q, forward.k, forward.v))
+    return (q, k, v), chosen.turned(inputs.dout)
 
 
 def variant_runner(variant: Variant, inputs: Inputs) -> Runner:

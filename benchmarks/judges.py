@@ -11,7 +11,7 @@ from cuteflash.tune.accuracy import Errors
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
 from cuteflash.tune.gradients import BwdInputs, Gradients, make_bwd_inputs
 
-from .packed import PackedCell, PackedInputs
+from .packed import PackedCell, PackedInputs, checked_places, make_packed_bwd_inputs, make_packed_inputs
 
 
 class Judge(Protocol):
@@ -63,6 +63,13 @@ class OutputJudge:
         inputs = make_inputs(cell, device)
         return cls(inputs, accuracy.make_reference(inputs))
 
+    @classmethod
+    def of_packed(cls, cell: PackedCell, device: torch.device) -> Self:
+        """The judge of packed sequences on fresh inputs."""
+        inputs = make_packed_inputs(cell, device)
+        tensors = inputs.q, inputs.k, inputs.v
+        return cls(inputs, accuracy.reference_of(tensors, checked_places(inputs), cell.window))
+
     def poison(self) -> None:
         """See `Judge`, as for the other methods."""
         accuracy.poison(self.inputs.q)
@@ -86,7 +93,7 @@ class GradientJudge:
 
     products: ClassVar[float] = 2.5  # five for two
 
-    def __init__(self, inputs: BwdInputs, reference: gradients.Reference):
+    def __init__(self, inputs: BwdInputs[Inputs] | BwdInputs[PackedInputs], reference: gradients.Reference):
         self.inputs, self.reference = inputs, reference
         self.flops = self.products * inputs.forward.cell.flops
         low, allowed = reference.low_precision, reference.tolerance
@@ -101,6 +108,13 @@ class GradientJudge:
         """The judge of a cell on fresh inputs."""
         inputs = make_bwd_inputs(cell, device)
         return cls(inputs, gradients.make_reference(inputs))
+
+    @classmethod
+    def of_packed(cls, cell: PackedCell, device: torch.device) -> Self:
+        """The judge of packed sequences on fresh inputs."""
+        inputs = make_packed_bwd_inputs(cell, device)
+        tensors = inputs.forward.q, inputs.forward.k, inputs.forward.v, inputs.dout
+        return cls(inputs, gradients.reference_of(tensors, checked_places(inputs.forward), cell.window))
 
     def poison(self) -> None:
         """See `Judge`, as for the other methods."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from cuteflash.problem import UNBOUNDED, Dtype, MaskKind
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import HIDDEN, TORCH_DTYPES
+from cuteflash.tune.gradients import BwdInputs
 
 TOKENS = 65536
 SEQUENCES = 64
@@ -133,11 +134,18 @@ def make_packed_inputs(cell: PackedCell, device: torch.device, seed: int = 0) ->
     return PackedInputs(cell, q, k, v, torch.tensor(ends, dtype=torch.int32, device=device))
 
 
-def make_packed_reference(inputs: PackedInputs) -> accuracy.Reference:
-    """The reference of the first, the longest and the last sequence, of a head each, the first and the last."""
+def make_packed_bwd_inputs(cell: PackedCell, device: torch.device, seed: int = 0) -> BwdInputs[PackedInputs]:
+    """Fresh normal inputs, and a normal gradient of O."""
+    forward = make_packed_inputs(cell, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    dout = torch.randn(forward.q.shape, device=device, dtype=forward.q.dtype, generator=generator)
+    return BwdInputs(forward, dout)
+
+
+def checked_places(inputs: PackedInputs) -> tuple[accuracy.Place, ...]:
+    """The first, the longest and the last sequence, of the first and of the last head."""
     lengths = inputs.cell.lengths
     ends = list(itertools.accumulate(lengths))
     chosen = sorted({0, lengths.index(max(lengths)), len(lengths) - 1})
     heads = sorted({0, inputs.cell.heads - 1})
-    index = tuple((slice(ends[i] - lengths[i], ends[i]), head) for i in chosen for head in heads)
-    return accuracy.reference_of((inputs.q, inputs.k, inputs.v), index, inputs.cell.window)
+    return tuple((slice(ends[i] - lengths[i], ends[i]), head) for i in chosen for head in heads)

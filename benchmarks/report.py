@@ -60,8 +60,10 @@ def rate(cell: Result, name: str) -> float | None:
 
 def parts(result: Result) -> dict[str, str]:
     """The lists of cells that a result has, each with the words for what was timed."""
+    if "packed" in result:
+        return {"cells": f"{result['packed']} of packed sequences"}
     if not is_backward(result):
-        return {"cells": "forward of packed sequences" if "packed" in result else "forward"}
+        return {"cells": "forward"}
     return {"cells": "backward", "both": "forward + backward"}
 
 
@@ -280,7 +282,7 @@ def _table(result: Result, key: str = "cells") -> Iterator[list[str]]:
 def marker(result: Result) -> str:
     """What a result's table stands between in a markdown file."""
     if "packed" in result:
-        return "varlen benchmark"
+        return f"varlen {result['packed']} benchmark"
     if is_backward(result):
         return "backward benchmark"
     return "real inputs" if has_other_inputs(result) else "benchmark"

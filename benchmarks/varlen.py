@@ -1,11 +1,12 @@
-"""The benchmark of packed sequences: the forward of our kernels against FlashAttention-4, by distribution of lengths.
+"""The benchmark of packed sequences: our kernels against FlashAttention-4, by distribution of lengths.
 
-    python -m benchmarks.varlen --json PATH      # all distributions
-    python -m benchmarks.varlen --help           # the options
+    python -m benchmarks.varlen --json PATH                # all distributions, forward
+    python -m benchmarks.varlen --backward --json PATH     # gradients of a saved forward
+    python -m benchmarks.varlen --help                     # the options
 
 65,536 tokens, hidden size 2048, in sequences of equal, uniformly or Zipf-distributed lengths, one long among many
-short, and 4,096 of 16 tokens (`packed.DISTRIBUTIONS`). Equal lengths also run as a dense batch. Each cell's outputs are
-checked before it is timed.
+short, and 4,096 of 16 tokens (`packed.DISTRIBUTIONS`). Equal lengths also run as a dense batch. Each cell's results are
+checked before it is timed; a backward runs through torch's autograd, as in `benchmarks.backward`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import functools
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +23,16 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash.problem import MaskKind
+from cuteflash.tune.gradients import BwdInputs
 from cuteflash.tune.machine import Matmul
 from cuteflash.tune.peers import Attention, forward_runner
 from cuteflash.tune.timing import Runner
 
 from . import contest, running
-from .judges import OutputJudge
+from .implementations import repeated_backward
+from .judges import GradientJudge, Judge, OutputJudge
 from .names import DENSE, OURS, base_of
-from .packed import DISTRIBUTIONS, PackedCell, PackedInputs, make_packed_inputs, make_packed_reference
+from .packed import DISTRIBUTIONS, PackedCell, PackedInputs
 from .running import Plan, Result
 
 ROUNDS = 10  # each of five implementations and the matrix product runs right after every other once, and more
@@ -42,6 +45,11 @@ NAMES = (*OURS, *(name + DENSE for name in OURS), "fa4")
 def packed_runner(name: str, inputs: PackedInputs) -> Runner:
     """The forward of the implementation called `name`."""
     return forward_runner(packed_attention(name, inputs), inputs.q, inputs.k, inputs.v)
+
+
+def packed_backward_runner(name: str, inputs: BwdInputs[PackedInputs]) -> Runner:
+    """The backward of the implementation called `name`."""
+    return repeated_backward(packed_attention(name, inputs.forward), inputs)
 
 
 def packed_attention(name: str, inputs: PackedInputs) -> Attention:
@@ -74,23 +82,30 @@ def dense(q: Tensor, k: Tensor, v: Tensor, batch: int, **options: Any) -> Tensor
     return out
 
 
-def measure_cell(plan: Plan, cell: PackedCell, where: torch.device, matmul: Matmul | None) -> dict[str, Result]:
+def measure_cell(
+    plan: Plan, cell: PackedCell, where: torch.device, matmul: Matmul | None, *, backward: bool
+) -> dict[str, Result]:
     """See `running.Measures`."""
-    inputs = make_packed_inputs(cell, where)
+    make = packed_backward_runner if backward else packed_runner
     equal = len(set(cell.lengths)) == 1
-    makers = {name: functools.partial(packed_runner, name) for name in plan.names if equal or not name.endswith(DENSE)}
-    judge = OutputJudge(inputs, make_packed_reference(inputs))
+    makers = {name: functools.partial(make, name) for name in plan.names if equal or not name.endswith(DENSE)}
+    judge: Judge = (GradientJudge if backward else OutputJudge).of_packed(cell, where)
     return {"cells": contest.measure(judge, makers, where, plan.rounds, matmul)}
 
 
-run = functools.partial(running.run, running.Measures(lambda plan, where: {"packed": True}, measure_cell))
+def run_of(backward: bool) -> Callable[..., Result]:
+    """`running.run` of the forward or of the backward."""
+    words = "backward" if backward else "forward"
+    cell = functools.partial(measure_cell, backward=backward)
+    return functools.partial(running.run, running.Measures(lambda plan, where: {"packed": words}, cell))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 1 if an output was wrong or an implementation failed, 2 without a GPU, else 0."""
+    """Measure, print, write; 1 if a result was wrong or an implementation failed, 2 without a GPU, else 0."""
     from cuteflash.cli.bench import measure
 
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.varlen", description="packed sequences, measured")
+    parser.add_argument("--backward", action="store_true", help="gradients of a saved forward")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here after every cell")
     parser.add_argument("--lengths", nargs="+", choices=tuple(DISTRIBUTIONS), default=list(DISTRIBUTIONS))
     parser.add_argument("--head-dim", nargs="+", type=int, choices=(64, 128, 256), default=list(HEAD_DIMS))
@@ -105,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = torch.device("cuda", torch.cuda.current_device())
     names = running.available(sorted(arguments.impls, key=NAMES.index), where)  # references last
     plan = Plan(cells, names, QUICK_ROUNDS if arguments.quick else ROUNDS)
-    return measure(run, plan, where, arguments.json)
+    return measure(run_of(arguments.backward), plan, where, arguments.json)
 
 
 if __name__ == "__main__":

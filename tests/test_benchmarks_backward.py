@@ -27,7 +27,7 @@ SMALL = Cell(32, "causal", 48, tokens=96, hidden=64)
 OF_FA2 = functools.partial(implementations.backward_runner, "fa2")
 
 
-def by_definition(inputs: BwdInputs) -> Gradients:
+def by_definition(inputs: BwdInputs[Inputs]) -> Gradients:
     """Gradients of all heads, from the mask's definition, in the inputs' precision."""
     cell = inputs.forward.cell
     q, k, v = (x.detach().requires_grad_() for x in (inputs.forward.q, inputs.forward.k, inputs.forward.v))
@@ -175,7 +175,7 @@ def test_the_report_goes_between_the_backwards_markers(tmp_path: pathlib.Path) -
 
 
 def test_peak_memory_is_told_by_length_and_one_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(name: str, inputs: BwdInputs) -> Any:
+    def failing(name: str, inputs: BwdInputs[Inputs]) -> Any:
         if name == "materialised":
             raise torch.OutOfMemoryError("no room")
         return lambda calls: None

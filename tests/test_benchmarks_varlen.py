@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -13,11 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import contest, packed, report, running, varlen
-from benchmarks.judges import OutputJudge
-from benchmarks.packed import DISTRIBUTIONS, PackedCell, make_packed_inputs, make_packed_reference
+from benchmarks.judges import GradientJudge, OutputJudge
+from benchmarks.packed import DISTRIBUTIONS, PackedCell
 from cuteflash.cli import bench
 from cuteflash.problem import MaskKind
-from cuteflash.tune import accuracy
 
 CPU = torch.device("cpu")
 
@@ -66,35 +66,44 @@ def test_flops_are_the_sum_over_the_sequences() -> None:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_ours_packed_and_dense_are_checked_and_timed(mask: MaskKind) -> None:
-    (cells,) = varlen.measure_cell(
-        running.Plan([], varlen.NAMES[:3], rounds=1), small("equal", mask), CPU, None
-    ).values()
+@pytest.mark.parametrize(("backward", "products"), [(False, 2), (True, 5)])
+def test_ours_packed_and_dense_are_checked_and_timed(mask: MaskKind, backward: bool, products: int) -> None:
+    cell, plan = small("equal", mask), running.Plan([], varlen.NAMES[:3], rounds=1)
+    cells = varlen.measure_cell(plan, cell, CPU, None, backward=backward)["cells"]
     assert list(cells["results"]) == ["sm90", "sm80", "sm90-dense"]
-    assert all("problem" not in entry and entry["tflops"] > 0 for entry in cells["results"].values())
+    for entry in cells["results"].values():
+        assert "problem" not in entry
+        assert entry["tflops"] * entry["ms"] * 1e9 == pytest.approx(products / 2 * cell.flops)
 
 
 def test_only_equal_lengths_run_dense() -> None:
-    (cells,) = varlen.measure_cell(
-        running.Plan([], ["sm90", "sm90-dense"], rounds=1), small("zipf"), CPU, None
-    ).values()
+    plan = running.Plan([], ["sm90", "sm90-dense"], rounds=1)
+    cells = varlen.measure_cell(plan, small("zipf"), CPU, None, backward=False)["cells"]
     assert list(cells["results"]) == ["sm90"] and "problem" not in cells["results"]["sm90"]
 
 
 @pytest.mark.parametrize("row", [3, 40, 95])
 def test_a_wrong_row_of_any_checked_sequence_is_caught(row: int) -> None:
-    inputs = make_packed_inputs(small("zipf"), CPU)
-    reference = make_packed_reference(inputs)
-    out = varlen.packed_runner("sm90", inputs)(1)
-    assert accuracy.complaint(out, reference, out) is None
+    judge = OutputJudge.of_packed(small("zipf"), CPU)
+    out = varlen.packed_runner("sm90", judge.inputs)(1)
+    assert judge.complaint(out, out) is None
     wrong = out.clone()
     wrong[row, 0] += 0.2
-    assert "error" in str(accuracy.complaint(wrong, reference, out))
+    assert "error" in str(judge.complaint(wrong, out))
+
+
+@pytest.mark.parametrize(("head", "words"), [(0, "error of dk"), (1, "dk differs from another implementation")])
+def test_a_wrong_gradient_is_caught_in_heads_that_are_compared_with_fp32_and_in_others(head: int, words: str) -> None:
+    judge = GradientJudge.of_packed(dataclasses.replace(small("zipf"), hidden=96), CPU)  # heads 0 and 2 of 3
+    found = varlen.packed_backward_runner("sm90", judge.inputs)(1)
+    assert judge.complaint(found, found) is judge.imprecision(found) is None
+    wrong = found._replace(dk=found.dk.clone())
+    wrong.dk[40, head] += 1.0
+    assert words in str(judge.complaint(wrong, found))
 
 
 def test_keys_of_a_neighbour_are_an_error() -> None:
-    inputs = make_packed_inputs(small("zipf", "full"), CPU)
-    judge = OutputJudge(inputs, make_packed_reference(inputs))
+    judge = OutputJudge.of_packed(small("zipf", "full"), CPU)
     whole = functools.partial(varlen.dense, batch=1, family="sm90", causal=False)
     makers = {"sm90": lambda inputs: lambda calls: whole(inputs.q, inputs.k, inputs.v)}
     assert "error" in contest.measure(judge, makers, CPU, rounds=1)["results"]["sm90"]["problem"]
@@ -103,12 +112,12 @@ def test_keys_of_a_neighbour_are_an_error() -> None:
 def test_run_writes_json_and_report(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, readme = tmp_path / "varlen.json", tmp_path / "README.md"
     plan = running.Plan([small(), small("zipf")], ["sm90", "sm90-dense"], rounds=1)
-    assert bench.measure(varlen.run, plan, CPU, path) == 0
+    assert bench.measure(varlen.run_of(backward=False), plan, CPU, path) == 0
     assert "forward of packed sequences, TFLOP/s, bf16" in capsys.readouterr().out
     stored = json.loads(path.read_text())
     assert [cell["label"] for cell in stored["cells"]] == ["D32 causal equal", "D32 causal zipf"]
     assert stored["summary"]["sm90/dense"]["cells"] == 1
-    readme.write_text("<!-- varlen benchmark: begin -->\n<!-- varlen benchmark: end -->\n")
+    readme.write_text("<!-- varlen forward benchmark: begin -->\n<!-- varlen forward benchmark: end -->\n")
     assert report.main([str(path), "--into", str(readme)]) == 0
     text = readme.read_text()
     assert "forward of packed sequences; 64k tokens" in text
@@ -121,14 +130,23 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
+def test_the_backwards_report_says_so() -> None:
+    result = varlen.run_of(backward=True)(running.Plan([small()], ["sm90"], rounds=1), CPU)
+    assert "backward of packed sequences; 64k tokens" in report.markdown(result)
+    assert report.marker(result) == "varlen backward benchmark"
+
+
 def test_the_command_measures_what_its_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(running, "unavailable", lambda name, where: None)
     monkeypatch.setattr(bench, "measure", lambda *arguments: given.append(arguments) or 0)
-    assert varlen.main(["--lengths", "tiny", "--head-dim", "128", "--impls", "fa4", "sm90", "--quick"]) == 0
+    monkeypatch.setattr(varlen, "run_of", lambda backward: f"run {backward}")
+    assert (
+        varlen.main(["--backward", "--lengths", "tiny", "--head-dim", "128", "--impls", "fa4", "sm90", "--quick"]) == 0
+    )
     ((run, plan, where, path),) = given
-    assert (run, where, path) == (varlen.run, torch.device("cuda", 0), None)
+    assert (run, where, path) == ("run True", torch.device("cuda", 0), None)
     assert plan.cells == [PackedCell("tiny", 128, "full"), PackedCell("tiny", 128, "causal")]
     assert (plan.names, plan.rounds) == (["sm90", "fa4"], varlen.QUICK_ROUNDS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,23 +27,26 @@ CANCELLED = 2e-6  # what fp32 leaves of sums that cancel, as a share of the larg
 
 
 class Gradients(NamedTuple):
-    """Of Q, K and V, each (batch, seqlen, heads, columns)."""
+    """Of Q, K and V, of their shapes."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BwdInputs:
+Forward = TypeVar("Forward")  # what a forward reads: an object with q, k and v
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdInputs(Generic[Forward]):
     """What a backward of a cell starts from.
 
     Attributes:
         forward: Q, K and V.
-        dout: gradient of O, (batch, seqlen_q, heads, head_dim_v).
+        dout: gradient of O, of O's shape.
     """
 
-    forward: Inputs
+    forward: Forward
     dout: Tensor
 
 
@@ -64,7 +67,7 @@ class Reference:
         }
 
 
-def make_bwd_inputs(cell: Cell, device: torch.device, seed: int = 0) -> BwdInputs:
+def make_bwd_inputs(cell: Cell, device: torch.device, seed: int = 0) -> BwdInputs[Inputs]:
     """Fresh inputs of the cell's kind, and a normal gradient of O."""
     forward = make_inputs(cell, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
@@ -102,18 +105,24 @@ def gradients_of_head(
     return tuple(sums)
 
 
-def make_reference(inputs: BwdInputs, heads: int = accuracy.HEADS_CHECKED) -> Reference:
+def make_reference(inputs: BwdInputs[Inputs], heads: int = accuracy.HEADS_CHECKED) -> Reference:
     """The reference of `heads` heads of a cell, spread from the first to the last."""
-    cell, given = inputs.forward.cell, (inputs.forward.q, inputs.forward.k, inputs.forward.v, inputs.dout)
-    dtype, index = inputs.forward.q.dtype, accuracy.chosen_heads(cell, heads)
+    cell = inputs.forward.cell
+    tensors = inputs.forward.q, inputs.forward.k, inputs.forward.v, inputs.dout
+    return reference_of(tensors, accuracy.chosen_heads(cell, heads), cell.window)
+
+
+def reference_of(tensors: tuple[Tensor, ...], index: tuple[Place, ...], window: tuple[int, int]) -> Reference:
+    """The reference of the heads at some places of Q, K, V and dO, whose last two dimensions are heads and columns."""
+    dtype = tensors[0].dtype
     found: list[list[tuple[Tensor, ...]]] = [[], [], []]
     for place in index:
-        own = tuple(tensor[place] for tensor in given)
+        own = tuple(tensor[place] for tensor in tensors)
         ways = ((torch.float32, None), (dtype, None), (torch.float32, dtype))
         for kept, (steps, rounded) in zip(found, ways, strict=True):
-            kept.append(gradients_of_head(own, cell.window, steps, rounded))
+            kept.append(gradients_of_head(own, window, steps, rounded))
     exact, *others = (Gradients(*map(torch.cat, zip(*kept, strict=True))) for kept in found)
-    largest = max(tensor.abs().max().item() for tensor in given)
+    largest = max(tensor.abs().max().item() for tensor in tensors)
     torchs, tolerance = {}, {}
     for name, wanted in exact._asdict().items():
         both = [accuracy.errors_of(getattr(other, name) - wanted) for other in others]
@@ -155,10 +164,10 @@ def imprecision(gradients: Gradients, reference: Reference) -> str | None:
 
 
 def largest_tile_difference(found: Tensor, other: Tensor) -> float:
-    """The largest difference of two (batch, rows, heads, columns) tensors over `TILE_ROWS` rows of a head, relative."""
+    """The largest difference of two (.., rows, heads, columns) tensors over `TILE_ROWS` rows of a head, relative."""
 
     def squares(tensor: Tensor) -> Tensor:
-        of_rows = tensor.float().square().mean(dim=-1).transpose(1, 2)  # (batch, heads, rows)
+        of_rows = tensor.float().square().mean(dim=-1).transpose(-2, -1)  # (.., heads, rows)
         return torch.nn.functional.avg_pool1d(of_rows, TILE_ROWS, ceil_mode=True)
 
     least = torch.finfo(torch.float32).tiny  # equal zeros do not differ
