@@ -6,15 +6,18 @@
 
 All implementations run through torch's autograd: what it adds on the device is nothing, and what it adds on the host is
 not charged to a kernel (see `cuteflash.tune.timing`). Every gradient of each cell is checked before it is timed. A
-backward counts as five products for the forward's two. The default measures 36 cells, in each seven implementations of
-the backward and five of forward + backward: some 70 seconds of timing on an H200, and as much again for what
-flash-attn-4 compiles, which it does not keep. `--quick` has two lengths, and three rounds instead of eight.
+backward counts as five products for the forward's two. The default measures 36 cells: in each, eight rounds of seven
+implementations of the backward and a matrix product, and five of forward + backward. Batches of 12 ms make that 40
+seconds of the device, to which come the checks, the idle time around batches, and what compiles: our kernels in
+parallel into the disk cache, flash-attn-4's one after the other in each process unless its own cache is on
+(FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1). `--quick` has two lengths and three rounds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +28,8 @@ from cuteflash.tune.gradients import make_bwd_inputs
 from cuteflash.tune.machine import Matmul
 
 from . import contest, device, memory, running
-from .implementations import backward_runner, training_runner
+from .ahead import compile_all, kernels_with_gradients
+from .implementations import backward_runner, target_of, training_runner
 from .judges import GradientJudge, TrainingJudge
 from .names import is_deterministic
 from .running import Choice, Plan, Result
@@ -46,7 +50,10 @@ SETS = {
 
 
 def once(plan: Plan, where: torch.device) -> Result:
-    """Host times of forward + backward, and peak memory."""
+    """Host times of forward + backward, and peak memory; before it, our kernels are compiled."""
+    if where.type == "cuda":
+        target = target_of(where)
+        compile_all(kernels_with_gradients(plan.cells, plan.names, target), target, os.cpu_count() or 1)
     names = [name for name in plan.names if not is_deterministic(name)]
     cell = dataclasses.replace(device.TINY, dtype=plan.cells[0].dtype)
     inputs = make_bwd_inputs(cell, where)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
 import pathlib
+import types
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import backward, contest, implementations, memory, report, running
+from benchmarks import ahead, backward, contest, implementations, memory, report, running
 from benchmarks.judges import GradientJudge, TrainingJudge
 from cuteflash.cli import bench
 from cuteflash.cli.app import app
-from cuteflash.problem import MASK_KINDS, MaskKind
+from cuteflash.problem import MASK_KINDS, BwdProblem, FwdProblem, MaskKind
 from cuteflash.tune import accuracy, cells, gradients
 from cuteflash.tune.cells import Cell, Inputs, grid
 from cuteflash.tune.gradients import BwdInputs, Gradients, make_bwd_inputs
@@ -118,6 +120,46 @@ def test_grid_is_that_of_the_forward() -> None:
     assert backward.SETS["grid"].cells == grid()
     assert set(backward.NAMES) < set(backward.ALLOWED)
     assert {cell.head_dim for cell in backward.SETS["more"].cells} == {96, 192}
+
+
+def test_kernels_to_compile_ahead_are_those_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "choose", lambda problem, *slot: types.SimpleNamespace(traits=slot))
+    cell, length = Cell(64, "full", 512, "fp16"), "short"
+    found = list(ahead.kernels_with_gradients([cell], ["sm90", "sm80-det", "fa2"], "sm_90a"))
+    forward = FwdProblem.dense("fp16", 64, 64, "full", lse=True)
+    assert found == [
+        (("sm_90a", "sm90", length), forward),
+        (("sm_90a", "sm90", length), BwdProblem.dense("fp16", 64, 64, "full")),
+        (("sm_90a", "sm80", length), forward),
+        (("sm_90a", "sm80", length), BwdProblem.dense("fp16", 64, 64, "full", deterministic=True)),
+    ]
+
+
+def test_each_kernel_is_compiled_once_by_processes_that_import_the_package_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[Any, ...]] = []
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, jobs: int, mp_context: Any) -> None:
+            super().__init__(1)
+
+        def submit(self, function: Any, *arguments: Any) -> Any:
+            given.append((function.__module__, *arguments))
+            return concurrent.futures.Future()
+
+    monkeypatch.setattr(ahead.concurrent.futures, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(concurrent.futures.Future, "exception", lambda future: None)
+    monkeypatch.setattr(ahead, "kernel_class", lambda traits: f"kernel of {traits}")
+    problem = FwdProblem.dense("bf16", 64, 64)
+    ahead.compile_all([("a", problem), ("b", problem), ("a", problem)], "sm_90a", jobs=2)
+    module = ahead.build.__module__
+    assert module.startswith("cuteflash.")
+    assert given == [(module, f"kernel of {name}", name, problem, "sm_90a") for name in ("a", "b")]
+
+
+def test_a_problem_without_a_row_is_left_to_the_run() -> None:
+    assert list(ahead.kernels_with_gradients([SMALL], ["sm90", "fa2"], "sm_80")) == []
 
 
 def test_run_writes_json_plot_and_both_tables(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
