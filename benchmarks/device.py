@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .implementations import runner
 
 COPY_BYTES = 2 << 30
 TINY = Cell(64, "full", 128, tokens=128, hidden=512)
+HOST_ROUNDS = 15
 LEAST_LENGTH = 20  # of the shapes that are new: below, calls are of another length class
 
 
@@ -67,7 +68,7 @@ class HostTimes:
 
 
 def host_microseconds(
-    names: Iterable[str], device: torch.device, dtype: Dtype, calls: int = 0, rounds: int = 15
+    names: Iterable[str], device: torch.device, dtype: Dtype, calls: int = 0, rounds: int = HOST_ROUNDS
 ) -> HostTimes:
     """What a call on a tiny problem costs the host.
 
@@ -82,13 +83,8 @@ def host_microseconds(
     calls = calls or (200 if device.type == "cuda" else 5)
     inputs = make_inputs(dataclasses.replace(TINY, dtype=dtype), device)
     runners = {name: runner(name, inputs) for name in names}
-    for run in runners.values():
-        first_call(run, device)
-    known: dict[str, list[float]] = {name: [] for name in runners}
+    usual = known_microseconds(runners, device, calls, rounds)
     more: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(rounds):
-        for name, run in runners.items():
-            known[name].append(_host_us([run], device, calls))
     for index in range(rounds):  # apart: what new shapes leave in the host's caches would slow the calls above
         lengths = range(TINY.seqlen - 1 - index, LEAST_LENGTH, -rounds)
         for name, run in runners.items():
@@ -96,8 +92,20 @@ def host_microseconds(
             run(calls)  # as in a server, its own code is in the host's caches, not another implementation's planning
             new = _host_us(news, device)
             more[name].append(new - _host_us(olds, device))
-    usual = {name: median(own) for name, own in known.items()}
     return HostTimes(usual, {name: usual[name] + median(own) for name, own in more.items()})
+
+
+def known_microseconds(
+    runners: Mapping[str, Runner], device: torch.device, calls: int, rounds: int = HOST_ROUNDS
+) -> dict[str, float]:
+    """What a call of each runner costs the host after its first: medians of interleaved rounds."""
+    for run in runners.values():
+        first_call(run, device)
+    known: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(rounds):
+        for name, run in runners.items():
+            known[name].append(_host_us([run], device, calls))
+    return {name: median(own) for name, own in known.items()}
 
 
 def _host_us(runners: Sequence[Runner], device: torch.device, calls: int = 1) -> float:

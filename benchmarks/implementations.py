@@ -1,7 +1,4 @@
-"""The implementations that are compared, each as a runner over given inputs.
-
-Names: `sm90` and `sm80` are this project's kernel families, the others the peers of `cuteflash.tune.peers`.
-"""
+"""The implementations that are compared, each as a runner over given inputs; `names` lists them."""
 
 from __future__ import annotations
 
@@ -10,46 +7,107 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import cuteflash
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.tune.cells import Cell, Inputs
 from cuteflash.tune.cuda_backend import direct_runner
-from cuteflash.tune.peers import PEERS, missing_peer, peer_runner, repeated
+from cuteflash.tune.gradients import BwdInputs, Gradients
+from cuteflash.tune.peers import PEERS, Attention, forward_runner, missing_peer, peer_attention
 from cuteflash.tune.timing import Runner
 from cuteflash.tune.variants import Variant
 
 from .contest import Maker
-from .report import OURS
+from .names import OURS, base_of, is_deterministic
 
 NAMES = OURS + PEERS
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
     """None if the implementation can run on `device`, else the reason in words."""
-    if name not in NAMES:
+    base = base_of(name)
+    if base not in NAMES:
         return f"implementation is {name!r}; allowed: {', '.join(NAMES)}"
-    if name in PEERS and (reason := missing_peer(name)):
+    if base in PEERS and (reason := missing_peer(base)):
         return reason
     if device.type != "cuda":
-        return None if name == "fa2" else "needs a CUDA device"
-    if name in OURS:
+        return None if base == "fa2" else "needs a CUDA device"
+    if base in OURS:
         arch = arch_of_capability(*torch.cuda.get_device_capability(device))
-        if name not in arch.families:
-            return f"{arch.name} does not run the {name} family"
+        if base not in arch.families:
+            return f"{arch.name} does not run the {base} family"
     return None
 
 
-def runner(name: str, inputs: Inputs) -> Runner:
+def attention(name: str, cell: Cell) -> Attention:
     """The implementation called `name` through its public interface."""
-    if name not in OURS:
-        return peer_runner(name, inputs)
-    cell = inputs.cell
+    base = base_of(name)
+    if base == "materialised":
+        return Attention(functools.partial(materialised, causal=cell.mask == "causal"), heads_first=True)
+    if base not in OURS:
+        return peer_attention(base, cell, is_deterministic(name))
     options: dict[str, Any] = (
         {"window_size": cell.window} if cell.mask == "window" else {"causal": cell.mask == "causal"}
     )
-    call = functools.partial(cuteflash.flash_attn_func, inputs.q, inputs.k, inputs.v, family=name, **options)
-    return repeated(call)
+    if is_deterministic(name):
+        options["deterministic"] = True
+    return Attention(functools.partial(cuteflash.flash_attn_func, family=base, **options))
+
+
+def materialised(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of torch's own operators, with the score matrix in memory."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + k.shape[-2] - q.shape[-2])
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def runner(name: str, inputs: Inputs) -> Runner:
+    """The forward of the implementation called `name`."""
+    return forward_runner(attention(name, inputs.cell), inputs.q, inputs.k, inputs.v)
+
+
+def backward_runner(name: str, inputs: BwdInputs[Inputs]) -> Runner:
+    """The backward of the implementation called `name`."""
+    return repeated_backward(attention(name, inputs.forward.cell), inputs)
+
+
+def training_runner(name: str, inputs: BwdInputs[Inputs]) -> Runner:
+    """Forward and backward of the implementation called `name`."""
+    chosen = attention(name, inputs.forward.cell)
+    leaves, dout = _differentiable(chosen, inputs)
+    call = chosen.call
+
+    def run(calls: int) -> Gradients:
+        with chosen.context():
+            for _ in range(calls):
+                found = torch.autograd.grad(call(*leaves), leaves, dout)
+        return Gradients(*map(chosen.turned, found))
+
+    return run
+
+
+def repeated_backward(chosen: Attention, inputs: BwdInputs[Any]) -> Runner:
+    """A runner that repeats the backward of a forward that is computed here, through autograd."""
+    leaves, dout = _differentiable(chosen, inputs)
+    with chosen.context():
+        out = chosen.call(*leaves)
+
+    def run(calls: int) -> Gradients:
+        for _ in range(calls):
+            found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return Gradients(*map(chosen.turned, found))
+
+    return run
+
+
+def _differentiable(chosen: Attention, inputs: BwdInputs[Any]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The leaves and the gradient of the output, as an implementation takes them."""
+    forward = inputs.forward
+    q, k, v = (chosen.turned(tensor).detach().requires_grad_() for tensor in (forward.q, forward.k, forward.v))
+    return (q, k, v), chosen.turned(inputs.dout)
 
 
 def variant_runner(variant: Variant, inputs: Inputs) -> Runner:

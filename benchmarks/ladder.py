@@ -10,11 +10,9 @@ All rungs of a cell are timed in one process, interleaved with the peer, after t
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import json
-import multiprocessing
 import os
 import pathlib
 import sys
@@ -24,8 +22,7 @@ from typing import Any
 
 import torch
 
-from cuteflash.compile import build
-from cuteflash.dispatch import choose_shipped, kernel_class
+from cuteflash.dispatch import choose_shipped
 from cuteflash.traits.arch import Family
 from cuteflash.tune import machine
 from cuteflash.tune.cells import Cell, parse_cell
@@ -34,8 +31,10 @@ from cuteflash.tune.timing import ROUNDS, HangError
 from cuteflash.tune.variants import Variant
 
 from . import device, ladder_report
+from .ahead import compile_all
 from .contest import Maker, measure, progress, write
 from .implementations import target_of, unavailable, variant_runner
+from .judges import OutputJudge
 
 CELLS = "64:4096:causal,128:4096:causal,128:16384:full,256:4096:causal"
 
@@ -141,19 +140,6 @@ LADDERS = (
 )
 
 
-def compile_all(variants: Sequence[tuple[Variant, Cell]], target: str, jobs: int) -> None:
-    """All kernels into the disk cache, in processes that never touch the GPU; one that fails is met again when run."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for future in [pool.submit(_build, variant, cell, target) for variant, cell in variants]:
-            future.exception()
-
-
-def _build(variant: Variant, cell: Cell, target: str) -> None:
-    traits = variant.traits(cell)
-    build(kernel_class(traits), traits, cell.problem, target)
-
-
 def climb(ladder: Ladder, cell: Cell, where: torch.device, rounds: int) -> dict[str, Any]:
     """One cell: every rung and the peer, as `benchmarks.contest.measure` gives them."""
     makers: dict[str, Maker] = {
@@ -162,15 +148,16 @@ def climb(ladder: Ladder, cell: Cell, where: torch.device, rounds: int) -> dict[
     }
     if missing_peer(ladder.peer) is None:
         makers[ladder.peer] = functools.partial(peer_runner, ladder.peer)
-    return {"family": ladder.family, "peer": ladder.peer} | measure(cell, makers, where, rounds)
+    return {"family": ladder.family, "peer": ladder.peer} | measure(OutputJudge.of(cell, where), makers, where, rounds)
 
 
 def run(ladders: Sequence[Ladder], cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[str, Any]:
     """All ladders on all cells; the file is rewritten after each, so that an interrupted run keeps what it has."""
     where = torch.device("cuda", torch.cuda.current_device())
     pairs = [(ladder, cell) for ladder in ladders for cell in cells]
-    variants = [(v, cell) for ladder, cell in pairs for v in ladder.variants(cell, target_of(where)).values()]
-    compile_all(variants, target_of(where), arguments.jobs)
+    target = target_of(where)
+    kernels = [(v.traits(cell), cell.problem) for ladder, cell in pairs for v in ladder.variants(cell, target).values()]
+    compile_all(kernels, target, arguments.jobs)
     result: dict[str, Any] = {
         "environment": device.environment(where),
         "matmul_tflops": machine.make_matmul(where).tflops(where),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import report
-from .report import TITLES
+from .names import TITLES
 
 Result = Mapping[str, Any]
 

@@ -4,8 +4,9 @@
     python -m benchmarks.report benchmarks/results/forward.json --plot PATH.png
     python -m benchmarks.report benchmarks/results/forward.json --into README.md
 
-A result has one of two tables, which stand between markers of their own: of plain inputs, or, if some cells have
-others, of each cell's speed beside that on plain inputs, with the error.
+A result has one of four tables, which stand between markers of their own: a forward's on plain inputs; if some cells
+have others, each cell's speed beside that on plain inputs, with the error; that of packed sequences; a backward's, with
+the memory and with a summary of forward + backward, whose table only the terminal shows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 from cuteflash.tune.inputs import PLAIN
 
+from .names import DETERMINISTIC, OURS, TITLES, base_of
+
 Result = dict[str, Any]
 
 # label → (ours, the peers of which the fastest counts)
@@ -28,9 +31,12 @@ RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sm90/cuDNN": ("sm90", ("cudnn",)),
     "sm90/best": ("sm90", ("fa4", "cudnn")),
     "sm80/FA2": ("sm80", ("fa2",)),
+    "sm90 det./sm90": ("sm90-det", ("sm90",)),
+    "sm80 det./sm80": ("sm80-det", ("sm80",)),
+    "sm90 det./FA4 det.": ("sm90-det", ("fa4-det",)),
+    "sm90/dense": ("sm90", ("sm90-dense",)),
+    "sm80/dense": ("sm80", ("sm80-dense",)),
 }
-OURS = ("sm90", "sm80")
-TITLES = {"sm90": "ours sm90", "sm80": "ours sm80", "fa4": "FA4", "cudnn": "cuDNN", "fa2": "FA2"}
 COLOURS = {"sm90": "#0b6e4f", "sm80": "#7cb518", "fa4": "#d1495b", "cudnn": "#3066be", "fa2": "#8d99ae"}
 
 
@@ -50,6 +56,25 @@ def rate(cell: Result, name: str) -> float | None:
     if entry is None or entry.get("problem") or "tflops" not in entry:
         return None
     return float(entry["tflops"])
+
+
+def parts(result: Result) -> dict[str, str]:
+    """The lists of cells that a result has, each with the words for what was timed."""
+    if "packed" in result:
+        return {"cells": f"{result['packed']} of packed sequences"}
+    if not is_backward(result):
+        return {"cells": "forward"}
+    return {"cells": "backward", "both": "forward + backward"}
+
+
+def is_backward(result: Result) -> bool:
+    """Whether a result is that of `benchmarks.backward`."""
+    return "both" in result
+
+
+def summaries(result: Result) -> Result:
+    """The summary of each list of cells, as entries of the result."""
+    return {"summary" if key == "cells" else f"summary_{key}": summary(result[key]) for key in parts(result)}
 
 
 def summary(cells: Sequence[Result]) -> dict[str, dict[str, Any]]:
@@ -140,11 +165,9 @@ def _rate_text(cell: Result, name: str) -> str:
 
 def summary_lines(result: Result) -> list[str]:
     """Geometric means and worst cells, the run's own ceilings, host times, and every problem."""
-    lines = [
-        f"{label}: geometric mean {entry['geomean']:.3f}, worst {entry['worst']:.3f} at {entry['worst_cell']} "
-        f"({entry['cells']} cells)"
-        for label, entry in summary(result["cells"]).items()
-    ]
+    lines: list[str] = []
+    for key, words in parts(result).items():
+        lines += _ratio_lines(result[key], f"{words}, " if is_backward(result) else "")
     device = result["device"]
     if "matmul_tflops" in device:
         lines.append(
@@ -154,18 +177,46 @@ def summary_lines(result: Result) -> list[str]:
     lines += _roof_lines(result["cells"])
     if has_other_inputs(result):
         lines += _inputs_lines(result["cells"])
+    call = "forward + backward under autograd" if is_backward(result) else "call"
     for key, shape in (("host_us", "of a known shape"), ("host_new_us", "of a shape not seen before")):
         if result.get(key):
             times = ", ".join(f"{TITLES[name]} {value:.1f}" for name, value in result[key].items())
-            lines.append(f"host time per call, µs, {shape}: {times}")
-    return lines + problem_lines(result)
+            lines.append(f"host time per {call}, µs, {shape}: {times}")
+    return [*lines, *_memory_lines(result), *problem_lines(result)]
+
+
+def _ratio_lines(cells: Sequence[Result], words: str) -> Iterator[str]:
+    """Geometric means and worst cells; of what determinism costs by mask, since its price differs."""
+    for label in labels_of(cells):
+        ours, peers = RATIOS[label]
+        of_itself = ours.endswith(DETERMINISTIC) and base_of(ours) in peers
+        masks = dict.fromkeys(cell["mask"] for cell in cells) if of_itself else [""]
+        for mask in masks:
+            entry = summary([cell for cell in cells if mask in ("", cell["mask"])]).get(label)
+            if entry:
+                yield (
+                    f"{words}{mask}{mask and ', '}{label}: geometric mean {entry['geomean']:.3f}, "
+                    f"worst {entry['worst']:.3f} at {entry['worst_cell']} ({entry['cells']} cells)"
+                )
+
+
+def _memory_lines(result: Result) -> Iterator[str]:
+    """Of each length the peak memory by implementation."""
+    for entry in result.get("memory", []):
+        used = ", ".join(f"{TITLES[name]} {mib:,.0f}" for name, mib in entry["mib"].items())
+        failed = "".join(f"; {TITLES[name]} failed: {why}" for name, why in entry["problems"].items())
+        where = f"{entry['label']}, batch {entry['batch']}, {entry['heads']} heads"
+        yield f"peak memory of forward + backward beside Q, K, V and dO, MiB, {where}: {used}{failed}"
 
 
 def problem_lines(result: Result) -> list[str]:
     """Everything that was wrong or failed, in words."""
     return [
-        f"{cell['label']}, {TITLES[name]}: {entry['problem']}"
-        for cell in result["cells"]
+        f"{cell['label']}, {words}{TITLES[name]}: {entry['problem']}"
+        for key, words in (
+            {"cells": "", "both": "forward + backward, "} if is_backward(result) else {"cells": ""}
+        ).items()
+        for cell in result[key]
         for name, entry in cell["results"].items()
         if entry.get("problem")
     ]
@@ -194,6 +245,7 @@ def _roof_lines(cells: Sequence[Result]) -> Iterator[str]:
         if (
             "matmul_tflops" in cell
             and cell["mask"] == "full"
+            and "seqlen" in cell
             and cell["seqlen"] >= longest.get(head_dim, cell)["seqlen"]
         ):
             longest[head_dim] = cell
@@ -211,8 +263,8 @@ def markdown(result: Result) -> str:
     environment = result["environment"]
     versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
     lines = [
-        f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, {result['dtype']}, forward; "
-        "16k tokens, hidden size 2048.",
+        f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, {result['dtype']}, "
+        f"{parts(result)['cells']}; {'64k' if 'packed' in result else '16k'} tokens, hidden size 2048.",
         "",
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",
@@ -223,12 +275,16 @@ def markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(result: Result) -> Iterator[list[str]]:
-    return (rows_by_inputs if has_other_inputs(result) else rows)(result["cells"])
+def _table(result: Result, key: str = "cells") -> Iterator[list[str]]:
+    return (rows_by_inputs if has_other_inputs(result) else rows)(result[key])
 
 
 def marker(result: Result) -> str:
     """What a result's table stands between in a markdown file."""
+    if "packed" in result:
+        return f"varlen {result['packed']} benchmark"
+    if is_backward(result):
+        return "backward benchmark"
     return "real inputs" if has_other_inputs(result) else "benchmark"
 
 
@@ -252,19 +308,21 @@ def print_table(result: Result) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    header, *body = _table(result)
-    table = Table(title=f"forward, TFLOP/s, {result['dtype']}, {result['environment']['gpu']}", box=box.SIMPLE_HEAD)
-    for title in header:
-        table.add_column(title, justify="left" if title in ("cell", "inputs") else "right", no_wrap=True)
-    against_peers = [title in RATIOS for title in header]
-    for row in body:
-        table.add_row(
-            *(
-                f"[red]{text}[/]" if mark and text[:2] == "0." else text
-                for mark, text in zip(against_peers, row, strict=True)
+    for key, words in parts(result).items():
+        header, *body = _table(result, key)
+        title = f"{words}, TFLOP/s, {result['dtype']}, {result['environment']['gpu']}"
+        table = Table(title=title, box=box.SIMPLE_HEAD)
+        for name in header:
+            table.add_column(name, justify="left" if name in ("cell", "inputs") else "right", no_wrap=True)
+        against_peers = [name in RATIOS for name in header]
+        for row in body:
+            table.add_row(
+                *(
+                    f"[red]{text}[/]" if mark and text[:2] == "0." else text
+                    for mark, text in zip(against_peers, row, strict=True)
+                )
             )
-        )
-    console.print(table)
+        console.print(table)
     for line in summary_lines(result):
         console.print(line, highlight=False, markup=False)
 
@@ -293,7 +351,9 @@ def plot(result: Result, path: pathlib.Path) -> None:
         axis.set_xlabel("sequence length")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(f"Attention forward, {result['dtype']}, {result['environment']['gpu']}", fontsize=12)
+    figure.suptitle(
+        f"Attention {parts(result)['cells']}, {result['dtype']}, {result['environment']['gpu']}", fontsize=12
+    )
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -302,6 +362,8 @@ def plot(result: Result, path: pathlib.Path) -> None:
 
 def _plot_panel(axis: Any, cells: Sequence[Result]) -> None:
     for name in names_of(cells):
+        if name.endswith(DETERMINISTIC):
+            continue  # a point of a table, and one line too many in a panel
         points = [(cell["seqlen"], value) for cell in cells if (value := rate(cell, name)) is not None]
         ours = name.startswith("sm")
         style = {"color": COLOURS[name], "linewidth": 2.2 if ours else 1.4, "linestyle": "-" if ours else "--"}
@@ -316,7 +378,7 @@ def _plot_panel(axis: Any, cells: Sequence[Result]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a result file as markdown; with --plot, draw it too."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="render a benchmark result")
-    parser.add_argument("json", type=pathlib.Path, help="a file written by benchmarks.forward")
+    parser.add_argument("json", type=pathlib.Path, help="a file written by benchmarks.forward, .backward or .varlen")
     parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="also write the plot")
     parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the table between its markers")
     arguments = parser.parse_args(argv)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import contest, device, forward, implementations, report
+from benchmarks import contest, device, forward, implementations, report, running
+from benchmarks.judges import OutputJudge
 from cuteflash.cli import bench
 from cuteflash.cli.app import app
 from cuteflash.problem import MaskKind
@@ -133,7 +134,7 @@ def test_median_and_spread() -> None:
 
 def test_measured_cell_has_error_beside_speed() -> None:
     makers = {name: implementations.maker(name, SMALL) for name in ("sm90", "fa2")}
-    measured = contest.measure(SMALL, makers, CPU, rounds=1)
+    measured = contest.measure(OutputJudge.of(SMALL, CPU), makers, CPU, rounds=1)
     assert list(measured["results"]) == ["sm90", "fa2"]
     for entry in measured["results"].values():
         assert "problem" not in entry
@@ -149,7 +150,7 @@ def test_what_slows_a_round_down_for_all_leaves_the_times(monkeypatch: pytest.Mo
     )
     makers = {name: implementations.maker("fa2", SMALL) for name in ("sm90", "fa2")}
     matmul = Matmul(lambda calls: torch.zeros(()), flops=13 * 10**8)
-    measured = contest.measure(SMALL, makers, CPU, rounds=5, matmul=matmul)
+    measured = contest.measure(OutputJudge.of(SMALL, CPU), makers, CPU, rounds=5, matmul=matmul)
     assert {name: entry["ms"] for name, entry in measured["results"].items()} == pytest.approx(
         {"sm90": 2.0 * 1.3, "fa2": 3.0 * 1.3}
     )
@@ -161,18 +162,20 @@ def test_a_failing_implementation_is_reported_and_left_out() -> None:
     def broken(inputs: Inputs) -> Any:
         raise RuntimeError("no such\nkernel")
 
-    measured = contest.measure(SMALL, {"sm90": broken, "fa2": implementations.maker("fa2", SMALL)}, CPU, rounds=1)
+    measured = contest.measure(
+        OutputJudge.of(SMALL, CPU), {"sm90": broken, "fa2": implementations.maker("fa2", SMALL)}, CPU, rounds=1
+    )
     assert measured["results"]["sm90"] == {"problem": "RuntimeError: no such kernel"}
     assert measured["results"]["fa2"]["tflops"] > 0
 
 
-def plan_of(*cells: Cell) -> forward.Plan:
-    return forward.Plan(cells, ["sm90", "fa2"], rounds=1)
+def plan_of(*cells: Cell) -> running.Plan:
+    return running.Plan(cells, ["sm90", "fa2"], rounds=1)
 
 
 def test_run_writes_json_plot_and_table(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plot = tmp_path / "results" / "forward.json", tmp_path / "plots" / "forward.png"
-    assert bench.measure(forward, plan_of(SMALL), CPU, path, plot) == 0
+    assert bench.measure(forward.run, plan_of(SMALL), CPU, path, plot) == 0
     stored = json.loads(path.read_text())
     assert stored["cells"][0]["label"] == "D32 causal 48"
     assert set(stored["host_us"]) == set(stored["host_new_us"]) == {"sm90", "fa2"}
@@ -219,14 +222,14 @@ def test_an_interrupted_run_shows_and_keeps_what_it_has(
     path = tmp_path / "forward.json"
     measure = contest.measure
 
-    def stopped(cell: Cell, *rest: Any) -> dict[str, Any]:
-        if cell.dtype == "fp16":
+    def stopped(judge: OutputJudge, *rest: Any) -> dict[str, Any]:
+        if judge.facts["dtype"] == "fp16":
             raise KeyboardInterrupt
-        return measure(cell, *rest)
+        return measure(judge, *rest)
 
     monkeypatch.setattr(contest, "measure", stopped)
     plan = plan_of(SMALL, dataclasses.replace(SMALL, dtype="fp16"))
-    assert bench.measure(forward, plan, CPU, path) == bench.INTERRUPTED
+    assert bench.measure(forward.run, plan, CPU, path) == bench.INTERRUPTED
     assert [cell["dtype"] for cell in json.loads(path.read_text())["cells"]] == ["bf16"]
     shown = capsys.readouterr()
     assert "D32 causal 48" in shown.out and str(path) in shown.err
@@ -243,7 +246,7 @@ def test_real_inputs_are_the_promised_cells() -> None:
 def test_real_inputs_are_checked_timed_and_reported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = [dataclasses.replace(SMALL, inputs=kind) for kind in forward.REAL_INPUTS]
     path = tmp_path / "real.json"
-    assert bench.measure(forward, plan_of(*cells), CPU, path) == 0
+    assert bench.measure(forward.run, plan_of(*cells), CPU, path) == 0
     result = json.loads(path.read_text())
     assert [cell["inputs"] for cell in result["cells"]] == list(forward.REAL_INPUTS)
     assert all(entry["rms_ratio"] <= 1.5 for cell in result["cells"] for entry in cell["results"].values())
@@ -290,7 +293,9 @@ def rough(times: float) -> Any:
 
 
 def test_many_small_errors_are_a_problem_of_ours_and_told_of_a_peer() -> None:
-    measured = contest.measure(SMALL, {"sm90": rough(2.0), "fa4": rough(2.0), "fa2": rough(0.5)}, CPU, rounds=1)
+    measured = contest.measure(
+        OutputJudge.of(SMALL, CPU), {"sm90": rough(2.0), "fa4": rough(2.0), "fa2": rough(0.5)}, CPU, rounds=1
+    )
     ours, peer, other = (measured["results"][name] for name in ("sm90", "fa4", "fa2"))
     assert "times torch's own" in ours["problem"]
     assert "problem" not in peer and "problem" not in other
@@ -300,7 +305,9 @@ def test_many_small_errors_are_a_problem_of_ours_and_told_of_a_peer() -> None:
 
 def test_a_peer_without_such_a_mask_is_left_out_and_no_problem() -> None:
     cell = dataclasses.replace(SMALL, mask="window")
-    measured = contest.measure(cell, {name: implementations.maker(name, cell) for name in ("sm90", "fa2")}, CPU, 1)
+    measured = contest.measure(
+        OutputJudge.of(cell, CPU), {name: implementations.maker(name, cell) for name in ("sm90", "fa2")}, CPU, 1
+    )
     assert "no windows" in measured["results"]["fa2"]["left out"]
     assert measured["results"]["sm90"]["tflops"] > 0
     assert report.problem_lines(result_of([measured])) == []
@@ -395,7 +402,7 @@ def test_the_command_measures_what_its_options_say(monkeypatch: pytest.MonkeyPat
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(forward, "unavailable", lambda name, where: "not here" if name == "fa4" else None)
+    monkeypatch.setattr(running, "unavailable", lambda name, where: "not here" if name == "fa4" else None)
     monkeypatch.setattr(bench, "measure", lambda *arguments: given.append(arguments) or 1)
     options = ["--head-dim", "64", "--mask", "window", "--inputs", "plain,sink:12.0", "--dtype", "fp16", "--quick"]
     assert call(*options, "--json", str(tmp_path / "x.json")).exit_code == 1

@@ -1,4 +1,4 @@
-"""`cuteflash bench`: the forward against its peers on this GPU."""
+"""`cuteflash bench`: the forward, or the backward, against its peers on this GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -28,7 +28,8 @@ Set = Annotated[
     typer.Option(
         "--set",
         help="What to measure; the other options change it. grid: the published cells (D64 to D256, full and causal, "
-        "512 to 16384, bf16). real: inputs like language models' (D64 and D128, causal, 8192, bf16 and fp16).",
+        "512 to 16384, bf16). real, of the forward: inputs like language models' (D64 and D128, causal, 8192, bf16 and "
+        "fp16). more, of the backward: D96 and D192.",
     ),
 ]
 HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q, K and V.")]
@@ -39,12 +40,19 @@ InputKinds = Annotated[
     str | None, typer.Option("--inputs", help=f"Comma-separated kinds of values, {', '.join(FORMS)}.")
 ]
 Impls = Annotated[
-    str | None, typer.Option(help=f"Comma-separated implementations of {', '.join((*FAMILIES, *PEERS))}.")
+    str | None,
+    typer.Option(
+        help=f"Comma-separated implementations of {', '.join((*FAMILIES, *PEERS))}; of the backward also sm90-det, "
+        "sm80-det and fa4-det, which are deterministic."
+    ),
 ]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Samples of each implementation in a cell.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Lengths 1024 and 8192 and three rounds, if not given.")]
 TraitsText = Annotated[
     str, typer.Option("--traits", help="JSON|@FILE: traits that our families run in place of their tables' rows.")
+]
+Backward = Annotated[
+    bool, typer.Option("--backward", help="Measure gradients of a saved forward, and forward + backward.")
 ]
 Json = Annotated[pathlib.Path | None, typer.Option("--json", help="Write the results here after every cell.")]
 Plot = Annotated[pathlib.Path | None, typer.Option(help="Draw them as PNG; needs matplotlib.")]
@@ -52,6 +60,7 @@ Plot = Annotated[pathlib.Path | None, typer.Option(help="Draw them as PNG; needs
 
 def bench(
     *,
+    backward: Backward = False,
     which: Set = "grid",
     head_dim: HeadDim = None,
     mask: Mask = None,
@@ -65,37 +74,40 @@ def bench(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Measure the forward against its peers on this GPU: outputs are checked, then timed side by side.
+    """Measure attention against its peers on this GPU: results are checked, then timed side by side.
 
-    Exits with 1 if an output was wrong or an implementation failed.
+    Exits with 1 if a result was wrong or an implementation failed.
     """
-    forward = companion("benchmarks.forward")
+    benchmark = companion(f"benchmarks.{'backward' if backward else 'forward'}")
+    running = companion("benchmarks.running")
     with Usage():
         given: dict[str, Sequence[Any]] = {
             "head_dims": integers("head_dim", head_dim),
             "masks": names("mask", mask, MASK_KINDS),
-            "seqlens": integers("seqlen", seqlen) or (forward.QUICK_SEQLENS if quick else ()),
+            "seqlens": integers("seqlen", seqlen) or (benchmark.QUICK_SEQLENS if quick else ()),
             "dtypes": names("dtype", dtype, DTYPES),
             "inputs": [str(parse_kind(kind)) for kind in inputs.split(",")] if inputs is not None else [],
-            "names": sorted(names("impls", impls, forward.NAMES), key=forward.NAMES.index),  # references last
+            "names": sorted(names("impls", impls, benchmark.ALLOWED), key=benchmark.ALLOWED.index),  # references last
         }
-        chosen = forward.SETS[names("set", which, forward.SETS)[0]]
+        chosen = benchmark.SETS[names("set", which, benchmark.SETS)[0]]
         chosen = dataclasses.replace(chosen, **{name: tuple(values) for name, values in given.items() if values})
         cells = chosen.cells
         _ = [cell.problem for cell in cells]  # raises for a head dim that is not supported
         overrides = parse_variants(traits)
+        if overrides and backward:
+            raise ValueError("traits is given with --backward; allowed: with the forward alone")
         if plot is not None:
             _check_plot(chosen.inputs)
         if not torch.cuda.is_available():
             raise ValueError("torch finds no GPU to measure on; the benchmark needs one")
         device = torch.device("cuda", torch.cuda.current_device())
-        plan = forward.Plan(
+        plan = running.Plan(
             cells,
-            forward.available(chosen.names, device),
-            rounds or (forward.QUICK_ROUNDS if quick else forward.FULL_ROUNDS),
+            running.available(chosen.names, device),
+            rounds or (benchmark.QUICK_ROUNDS if quick else benchmark.FULL_ROUNDS),
             overrides,
         )
-    raise typer.Exit(measure(forward, plan, device, json, plot))
+    raise typer.Exit(measure(benchmark.run, plan, device, json, plot))
 
 
 def _check_plot(inputs: Sequence[str]) -> None:
@@ -107,27 +119,35 @@ def _check_plot(inputs: Sequence[str]) -> None:
 
 
 def measure(
-    forward: Any, plan: Any, device: torch.device, path: pathlib.Path | None, plot: pathlib.Path | None = None
+    run: Callable[..., Any],
+    plan: Any,
+    device: torch.device,
+    path: pathlib.Path | None,
+    plot: pathlib.Path | None = None,
 ) -> int:
-    """Runs a plan with a progress bar and prints its results, also after Ctrl-C; returns the exit status."""
+    """Runs a plan with a progress bar and prints its results, also after Ctrl-C; returns the exit status.
+
+    `run`: of the benchmark, see `benchmarks.running.run`.
+    """
+    contest, report, running = (companion(f"benchmarks.{name}") for name in ("contest", "report", "running"))
     with progress_bar() as bar:
         task = bar.add_task("", total=len(plan.cells))
 
         def end(measured: Any) -> None:
-            bar.console.print(forward.contest.progress(measured), soft_wrap=True, highlight=False, markup=False)
+            bar.console.print(contest.progress(measured), soft_wrap=True, highlight=False, markup=False)
             bar.advance(task)
 
-        watch = forward.Watch(lambda cell: bar.update(task, description=cell.label), end)
-        result = forward.run(plan, device, path, watch)
+        watch = running.Watch(lambda cell: bar.update(task, description=cell.label), end)
+        result = run(plan, device, path, watch)
     if result["cells"]:
-        forward.report.print_table(result)
+        report.print_table(result)
         if plot is not None:
-            forward.report.plot(result, plot)
+            report.plot(result, plot)
     if path is not None:
         print(f"cuteflash: the results are in {path}", file=sys.stderr)
     if result.get("interrupted"):
         return INTERRUPTED
-    return 1 if forward.report.problem_lines(result) else 0
+    return 1 if report.problem_lines(result) else 0
 
 
 def run_alone(argv: Sequence[str] | None, name: str) -> NoReturn:

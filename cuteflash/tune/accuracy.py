@@ -8,11 +8,12 @@ is at most one and a half times torch's. A few large errors show in the one, man
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
 from cuteflash.problem import UNBOUNDED
-from cuteflash.tune.cells import Inputs
+from cuteflash.tune.cells import Cell, Inputs
 
 CHUNK_ROWS = 2048  # query rows at a time: 16k keys make 128 MB of fp32 scores
 AGREEMENT = 0.02  # two correct bf16 outputs differ by less, relatively
@@ -22,6 +23,9 @@ TIMES_MAXIMUM, TIMES_RMS = 2.0, 1.5  # how many times torch's errors may be
 # Rounding costs about a quarter of the type's epsilon, in root mean squares. If one key takes all the weight, torch
 # copies a value and has no error; a fifth of that cost then counts as its error, half an epsilon as its largest one.
 EXACT_RMS, EXACT_MAXIMUM = 0.05, 0.5
+
+
+Place = tuple[int | slice, ...]  # the subscript of one head's rows, (rows, columns), in Q, K, V and O alike
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,8 +40,8 @@ class Errors:
 class Reference:
     """What outputs are judged by."""
 
-    index: tuple[tuple[int, int], ...]  # (batch, head) of each checked head
-    out: torch.Tensor  # fp32 outputs of the checked heads, (heads checked, seqlen, head_dim_v)
+    index: tuple[Place, ...]  # the checked heads
+    out: torch.Tensor  # their fp32 outputs one after the other, (rows, head_dim_v)
     low_precision: Errors  # torch's errors in the low precision, not below those of `torchs_errors`
     tolerance: Errors  # what is allowed
     agreement: torch.Tensor  # (heads, head_dim_v), by how much two right outputs may differ, beside `AGREEMENT` of them
@@ -54,44 +58,62 @@ def attention_of_head(
 
     `window`: keys a query sees before and after its own, `UNBOUNDED` for all; bottom-right aligned.
     """
-    (left, right), scale = window, q.shape[1] ** -0.5
     q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
-    keys = torch.arange(k.shape[0], device=q.device)
-    own = torch.arange(q.shape[0], device=q.device) + (k.shape[0] - q.shape[0])
-    chunks = []
-    for start in range(0, q.shape[0], CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        scores = (q[rows] * scale) @ k.T
-        if min(left, right) < UNBOUNDED:
-            distance = keys[None, :] - own[rows, None]
-            scores = scores.masked_fill((distance > right) | (distance < -left), float("-inf"))
-        chunks.append((torch.softmax(scores, dim=-1) @ v).float())
-    return torch.cat(chunks)
+    chunks = [torch.softmax(masked_scores(q, k, rows, window), dim=-1) @ v for rows in row_chunks(q)]
+    return torch.cat(chunks).float()
+
+
+def row_chunks(q: torch.Tensor) -> list[slice]:
+    """The rows of a head's queries in parts that a score matrix in memory is made for."""
+    return [slice(start, start + CHUNK_ROWS) for start in range(0, q.shape[0], CHUNK_ROWS)]
+
+
+def masked_scores(q: torch.Tensor, k: torch.Tensor, rows: slice, window: tuple[int, int]) -> torch.Tensor:
+    """Scores of some query rows of a head with all keys, -inf for those that the window hides."""
+    left, right = window
+    scores: torch.Tensor = (q[rows] * q.shape[1] ** -0.5) @ k.T
+    if min(left, right) < UNBOUNDED:
+        keys = torch.arange(k.shape[0], device=q.device)
+        own = torch.arange(q.shape[0], device=q.device)[rows] + (k.shape[0] - q.shape[0])
+        distance = keys[None, :] - own[:, None]
+        scores = scores.masked_fill((distance > right) | (distance < -left), float("-inf"))
+    return scores
 
 
 def make_reference(inputs: Inputs, heads: int = HEADS_CHECKED) -> Reference:
     """The reference of `heads` heads of a cell, spread from the first to the last."""
-    cell = inputs.cell
-    count = cell.batch * cell.heads
-    chosen = [count - 1 - index * (count - 1) // max(1, heads - 1) for index in range(heads)] if heads < count else None
-    pairs = tuple(divmod(index, cell.heads) for index in sorted(set(chosen or range(count))))
-    exact, low = [], []
-    for batch, head in pairs:
-        q, k, v = (tensor[batch, :, head] for tensor in (inputs.q, inputs.k, inputs.v))
-        exact.append(attention_of_head(q, k, v, cell.window, torch.float32))
-        low.append(attention_of_head(q, k, v, cell.window, inputs.q.dtype))
-    out = torch.stack(exact)
-    torchs = torchs_errors(torch.stack(low), out, inputs.q.dtype)
+    return reference_of((inputs.q, inputs.k, inputs.v), chosen_heads(inputs.cell, heads), inputs.cell.window)
+
+
+def reference_of(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], index: tuple[Place, ...], window: tuple[int, int]
+) -> Reference:
+    """The reference of the heads at some places of Q, K and V, whose last two dimensions are heads and columns."""
+    q, k, v = tensors
+
+    def attention(dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([attention_of_head(q[place], k[place], v[place], window, dtype) for place in index])
+
+    out = attention(torch.float32)
+    torchs = torchs_errors(attention(q.dtype), out, q.dtype)
     rounding = (out + 0.3 - 0.3 - out).abs().max().item()
     tolerance = Errors(TIMES_MAXIMUM * torchs.maximum + 2 * rounding, TIMES_RMS * torchs.rms)
-    agreement = AGREEMENT_OF_V * inputs.v.abs().amax(dim=(0, 1)).float()
-    return Reference(pairs, out, torchs, tolerance, agreement)
+    agreement = AGREEMENT_OF_V * v.abs().flatten(0, -3).amax(dim=0).float()
+    return Reference(index, out, torchs, tolerance, agreement)
+
+
+def chosen_heads(cell: Cell, heads: int = HEADS_CHECKED) -> tuple[Place, ...]:
+    """`heads` heads of a cell, spread from the first to the last."""
+    count = cell.batch * cell.heads
+    chosen = [count - 1 - index * (count - 1) // max(1, heads - 1) for index in range(heads)] if heads < count else None
+    pairs = (divmod(index, cell.heads) for index in sorted(set(chosen or range(count))))
+    return tuple((batch, slice(None), head) for batch, head in pairs)
 
 
 def torchs_errors(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Errors:
     """Errors of what torch computed in `dtype`, or what counts as such if it has next to none."""
-    found, eps = _errors(low - exact), torch.finfo(dtype).eps
-    least = EXACT_RMS * eps * _rms(exact)
+    found, eps = errors_of(low - exact), torch.finfo(dtype).eps
+    least = EXACT_RMS * eps * rms(exact)
     if found.rms >= least:
         return found
     return Errors(max(found.maximum, EXACT_MAXIMUM * eps * exact.abs().max().item()), least)
@@ -99,16 +121,22 @@ def torchs_errors(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) ->
 
 def errors(out: torch.Tensor, reference: Reference) -> Errors:
     """Errors of the checked heads; NaN and infinities count as infinite."""
-    checked = torch.stack([out[batch, :, head] for batch, head in reference.index]).float()
-    return _errors(checked - reference.out)
+    return errors_of(rows_at(out, reference.index) - reference.out)
 
 
-def _errors(difference: torch.Tensor) -> Errors:
+def rows_at(tensor: torch.Tensor, index: Iterable[Place]) -> torch.Tensor:
+    """The rows at some places, one after the other, in fp32."""
+    return torch.cat([tensor[place] for place in index]).float()
+
+
+def errors_of(difference: torch.Tensor) -> Errors:
+    """Of what outputs differ by from the reference; NaN counts as infinite."""
     size = torch.nan_to_num(difference.abs(), nan=float("inf"))
-    return Errors(float(size.max().item()), _rms(size))
+    return Errors(float(size.max().item()), rms(size))
 
 
-def _rms(values: torch.Tensor) -> float:
+def rms(values: torch.Tensor) -> float:
+    """Root mean square."""
     return float(values.double().square().mean().sqrt().item())
 
 
@@ -139,6 +167,6 @@ def imprecision(out: torch.Tensor, reference: Reference) -> str | None:
     return f"rms error {found.rms:.2e} over {allowed.rms:.2e}, {reference.rms_ratio(found):.1f} times torch's own"
 
 
-def poison(like: torch.Tensor) -> None:
-    """Leave NaN in the memory that the allocator will hand to the next tensor of this size."""
-    torch.full_like(like, float("nan"))
+def poison(*like: torch.Tensor) -> None:
+    """Leave NaN in the memory that the allocator will hand to the next tensors of these sizes."""
+    _ = [torch.full_like(tensor, float("nan")) for tensor in like]

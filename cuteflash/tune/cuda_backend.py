@@ -200,7 +200,8 @@ class TorchBench:
     def _run_once(self, run: Runner, scene: Scene) -> torch.Tensor:
         scene.out.fill_(float("nan"))
         try:
-            return first_call(run, self.device)
+            out: torch.Tensor = first_call(run, self.device)
+            return out
         except HangError:
             self._hung = True
             raise

@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +29,8 @@ SPIN_MARGIN = 1.3
 T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 MEDIAN_WIDTH = math.sqrt(math.pi / 2)  # standard error of a normal sample's median over that of its mean
 
-Runner = Callable[[int], torch.Tensor]  # runs the implementation n times, returns the last output
+Output = TypeVar("Output")
+Runner = Callable[[int], Any]  # runs the implementation n times, returns the last output: a tensor or several
 
 
 class HangError(RuntimeError):
@@ -79,7 +81,7 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
-def first_call(runner: Runner, device: torch.device, seconds: float = HANG_SECONDS) -> torch.Tensor:
+def first_call(runner: Callable[[int], Output], device: torch.device, seconds: float = HANG_SECONDS) -> Output:
     """The output of one call (compiling included); HangError if the device is not done `seconds` after launch."""
     out = runner(1)
     if device.type == "cuda":

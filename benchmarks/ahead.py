@@ -1,0 +1,41 @@
+"""Kernels of ours that a benchmark is going to run, compiled in parallel before it begins."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from cuteflash.compile import build
+from cuteflash.dispatch import choose, kernel_class
+from cuteflash.problem import BwdProblem, FwdProblem, Problem
+from cuteflash.tune.cells import Cell
+
+from .names import OURS, base_of, is_deterministic
+
+Kernel = tuple[Any, Problem]  # traits and what they are compiled for
+
+
+def compile_all(kernels: Iterable[Kernel], target: str, jobs: int) -> None:
+    """All kernels into the disk cache, in processes that never touch the GPU; one that fails is met again when run.
+
+    The processes import `cuteflash` alone: this package may have been loaded from a folder that is not on their path.
+    """
+    calls = [(kernel_class(traits), traits, problem, target) for traits, problem in dict.fromkeys(kernels)]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for future in [pool.submit(build, *call) for call in calls]:
+            future.exception()
+
+
+def kernels_with_gradients(cells: Iterable[Cell], names: Sequence[str], target: str) -> Iterator[Kernel]:
+    """What forward and backward of cells run, by the tables; without those that no row serves, which fail when run."""
+    for cell in cells:
+        operands = cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask
+        for name in (name for name in names if base_of(name) in OURS):
+            backward = BwdProblem.dense(*operands, deterministic=is_deterministic(name))
+            for problem in (FwdProblem.dense(*operands, lse=True), backward):
+                with contextlib.suppress(NotImplementedError):
+                    yield choose(problem, target, base_of(name), cell.lengths).traits, problem

@@ -1,0 +1,42 @@
+"""The names of the implementations, in the results and on the command line.
+
+`sm90` and `sm80` are this project's kernel families, the others the peers of `cuteflash.tune.peers`. A name that ends
+in `-det` stands for the same with a deterministic backward, one that ends in `-dense` for a dense batch of what others
+compute as packed sequences.
+"""
+
+from __future__ import annotations
+
+from cuteflash.tune.peers import PEERS
+
+OURS = ("sm90", "sm80")
+DETERMINISTIC = "-det"
+DENSE = "-dense"
+TITLES = {
+    "sm90": "ours sm90",
+    "sm80": "ours sm80",
+    "sm90-det": "sm90 det.",
+    "sm80-det": "sm80 det.",
+    "sm90-dense": "sm90 dense",
+    "sm80-dense": "sm80 dense",
+    "fa4": "FA4",
+    "fa4-det": "FA4 det.",
+    "cudnn": "cuDNN",
+    "fa2": "FA2",
+    "materialised": "materialised",
+}
+
+
+def base_of(name: str) -> str:
+    """The name without what it ends in."""
+    return name.removesuffix(DETERMINISTIC).removesuffix(DENSE)
+
+
+def is_deterministic(name: str) -> bool:
+    """Whether a name asks for a deterministic backward."""
+    return name.endswith(DETERMINISTIC)
+
+
+def is_of_peer(name: str) -> bool:
+    """Whether a name is that of a peer."""
+    return base_of(name) in PEERS
