@@ -32,21 +32,3 @@ def rounded_fragment(source: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.
     target = cute.make_rmem_tensor_like(source, dtype)
     round_fragment(source, target)
     return target
-
-
-def weigh_pair(weights: Uint32, low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Uint32:
-    """Two fp32 values times the pair `weights` of `dtype` elements, rounded to `dtype`.
-
-    bf16 has the range of fp32: the values are rounded first, and one instruction multiplies both, which halves the
-    instructions. In fp16 they might overflow where their products, by weights of at most 1, do not.
-    """
-    if dtype is cutlass.BFloat16:
-        return cute.arch.inline_ptx(
-            "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
-            write_only_types=[Uint32],
-            read_only_args=[weights, round_pair(low, high, dtype)],
-        )
-    pair = cute.make_rmem_tensor((1,), Uint32)
-    pair[0] = weights
-    factors = cute.recast_tensor(pair, dtype)
-    return round_pair(factors[0].to(Float32) * low, factors[1].to(Float32) * high, dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from cuteflash.traits.row import (
     CAUSAL,
     DETERMINISTIC,
-    FULL,
     LONG,
     SOFTCAP,
     VARLEN,
@@ -26,7 +25,7 @@ ROWS: tuple[Row, ...] = (
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
     bwd_sm90(96, 64, without=SOFTCAP + DETERMINISTIC, dq="turns", pingpong=False),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
-    bwd_sm90(128, 80, FULL + CAUSAL, lengths=LONG, without=SOFTCAP + VARLEN + DETERMINISTIC, dq="transposed"),
+    bwd_sm90(128, 80, CAUSAL, lengths=LONG, without=SOFTCAP + VARLEN + DETERMINISTIC, dq="transposed"),
     bwd_sm90(128, 64, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),
     bwd_two_pass_sm90(160, 64, WINDOW, k_stage=4, v_stage=2),  # three stages of both: the producer spills

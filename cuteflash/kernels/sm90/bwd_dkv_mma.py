@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing, arrive, wait_phase
-from cuteflash.core.convert import round_fragment, rounded_fragment, weigh_pair
+from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import exp2
@@ -182,7 +182,6 @@ def step(
         issue_gradient(side, position - 1)
     statistics = column_statistics(side.statistics[None, stage], side.thread)
     warpgroup.wait_group(0 if is_first else 1)  # scores | gradient
-    pairs = cute.recast_tensor(side.tGrA, Uint32)
     if const_expr(of_p):
         prepare_scores(kernel, side.scores, side.bounds, blocks, m_block)
         for i in cutlass.range_constexpr(cute.size(acc)):
@@ -193,17 +192,14 @@ def step(
     else:
         weights = take_weights(kernel, side, block, position)
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] - statistics[i % 2, i // (2 * ROWS)]
+            acc[i] = weights[i].to(Float32) * (acc[i] - statistics[i % 2, i // (2 * ROWS)])
     if const_expr(not is_first):
         warpgroup.wait_group(0)
         side.second.release(position - 1)
     side.first.release(position)
+    round_fragment(acc_as_operand_a(acc), side.tGrA)
     if const_expr(of_p):
-        round_fragment(acc_as_operand_a(acc), side.tGrA)
         give_weights(kernel, side, block, position)
-    else:
-        for i in cutlass.range_constexpr(cute.size(pairs)):
-            pairs[i] = weigh_pair(weights[i], acc[2 * i], acc[2 * i + 1], kernel.dtype)
 
 
 @cute.jit
@@ -225,8 +221,8 @@ def take_weights(kernel: cutlass.Constexpr, side: Side, block: Block, position: 
     ring = block.rings.p
     stage = ring.stage(position)
     ring.wait(position)
-    weights = cute.make_rmem_tensor_like(cute.recast_tensor(side.tGrA, Uint32))
-    cute.autovec_copy(thread_weights(side, block, stage), weights)
+    weights = cute.make_rmem_tensor_like(side.tGrA, kernel.dtype)
+    cute.autovec_copy(thread_weights(side, block, stage), cute.recast_tensor(weights, Uint32))
     cute.arch.sync_warp()
     ring.release(position)
     return weights

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from cuteflash.core.convert import round_pair, weigh_pair
+from cuteflash.core.convert import round_pair
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile, stay_a_branch
 from cuteflash.core.softmax import exp2
@@ -58,7 +58,7 @@ def probabilities(kernel: cutlass.Constexpr, wg: KeyWarpgroup, lse: cute.Tensor,
 def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, delta: cute.Tensor):
     """dS of P and dP, rounded into the operand of dK."""
     p = wg.products
-    pairs, weights = cute.recast_tensor(p.tKrdS, Uint32), cute.recast_tensor(p.weights, Uint32)
+    pairs = cute.recast_tensor(p.tKrdS, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
-        low, high = (p.acc_dP[2 * i + j] - delta[j, i // ROWS] for j in range(2))
-        pairs[i] = weigh_pair(weights[i], low, high, kernel.dtype)
+        low, high = (p.weights[2 * i + j].to(Float32) * (p.acc_dP[2 * i + j] - delta[j, i // ROWS]) for j in range(2))
+        pairs[i] = round_pair(low, high, kernel.dtype)
