@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from cuteflash.problem import FwdProblem
 
@@ -21,6 +21,8 @@ WARPS = "every warp"
 
 class ReaderSm80:
     """Reads one sm80 kernel; make and use it inside `layouts.dsl.context`."""
+
+    loop: Final = "key blocks"
 
     def __init__(self, kernel: Any) -> None:
         from cutlass import Int32
@@ -65,12 +67,12 @@ class ReaderSm80:
         p_note = "The S accumulators, rounded: already in the threads that need them for A of the next product."
         make = self.frame.fragment
         return (
-            make("rQ", "Q", self.of["Q"], held.rQ, q_note),
-            make("rK", "K", self.of["K"], held.rK, f"{copies} {live}"),
-            make("acc_S", "S", self.of["S"], held.acc_S, "Four neighbouring lanes hold a row together."),
+            make("rQ", self.of["Q"], held.rQ, q_note),
+            make("rK", self.of["K"], held.rK, f"{copies} {live}"),
+            make("acc_S", self.of["S"], held.acc_S, "Four neighbouring lanes hold a row together."),
             self._p_fragment(p_note),
-            make("rV", "V", self.of["V"], held.rVt, f"{copies} {live}"),
-            make("acc_O", "O", self.of["O"], held.acc_O, "Stays for the whole tile."),
+            make("rV", self.of["V"], held.rVt, f"{copies} {live}"),
+            make("acc_O", self.of["O"], held.acc_O, "Stays for the whole tile."),
         )
 
     def _p_fragment(self, note: str) -> Fragment:
@@ -79,7 +81,7 @@ class ReaderSm80:
         from cuteflash.core.views import acc_as_operand_a
 
         rounded = cute.make_rmem_tensor_like(self.registers.acc_S, self.kernel.dtype)
-        return self.frame.fragment("rP", "P", self.of["P"], acc_as_operand_a(rounded), note)
+        return self.frame.fragment("rP", self.of["P"], acc_as_operand_a(rounded), note)
 
     def steps(self) -> tuple[Step, ...]:
         """In the order in which data passes through a tile."""

@@ -22,7 +22,7 @@ from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import tables_of
 
 from ..dsl import context
 from .replay import Anything, Replay
@@ -170,7 +170,7 @@ def tally(actions: Sequence[Action]) -> dict[str, int]:
 
 def rows_with(traits: FwdTraitsSm80) -> Iterator[str]:
     """The shipped sm80 rows of these stages and switches, as "sm_80 D128 full, causal"."""
-    for (_, target, family), rows in TABLES.items():
+    for (_, target, family), rows in tables_of("fwd").items():
         for row in rows:
             if family == "sm80" and all(
                 getattr(row.traits, name) == getattr(traits, name) for name in ("kv_stage", *SWITCHES)

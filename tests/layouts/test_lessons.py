@@ -43,7 +43,7 @@ def test_softmax_ends_at_the_result_of_flash_attention_2(mask: str) -> None:
     o, lse = softmax.expected(mask)
     traced = softmax.trace(mask)
     torch.testing.assert_close(torch.tensor(traced["o"], dtype=o.dtype), o, atol=ROUNDED, rtol=0)
-    torch.testing.assert_close(torch.tensor(traced["lse"]), lse, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(traced["lse"], dtype=lse.dtype), lse, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("mask", softmax.MASKS)
