@@ -80,7 +80,7 @@ def page_text(scene: Json, gallery: Sequence[Json] | None = None) -> str:
 @functools.cache
 def study_path() -> StudyPath:
     """The data that every page with the study path embeds for it."""
-    scenes = [scene_json(read_scene(*row)) for row in lesson_scenes()]
+    scenes = [scene_json(read_scene(*row)) for row in lesson_scenes().values()]
     return StudyPath(lesson_data(), {scene["id"]: scene for scene in scenes})
 
 

@@ -54,10 +54,10 @@
   }
 
   /** The command that compiles a kernel and reports its registers. */
-  function compileCommand({ operation, head_dim, head_dim_v, arch, dtype, mask, family }) {
+  function compileCommand({ operation, head_dim, head_dim_v, arch, dtype, mask, family, lengths }) {
     const own = head_dim_v === head_dim ? "" : ` --head-dim-v ${head_dim_v}`;
     const row = `--head-dim ${head_dim}${own} --arch ${arch} --dtype ${dtype} --mask ${mask} --family ${family}`;
-    return operation === "fwd" ? `cuteflash compile ${row}` : `cuteflash layouts --kernel ${operation} ${row} --compile -o row.html`;
+    return operation === "fwd" ? `cuteflash compile ${row}` : `cuteflash layouts --kernel ${operation} ${row} --lengths ${lengths[0]} --compile -o row.html`;
   }
 
   /* One part of a bar, from `start` of `scale` on; its label is inside if there is room. */
@@ -258,7 +258,7 @@
     const { used, left, limit } = roleUse(role);
     const rest =
       left >= 0
-        ? `${left} are left for addresses, the softmax's row maxima and sums, and the compiler's temporaries.`
+        ? `${left} are left for addresses, numbers of the rows, and the compiler's temporaries.`
         : `${-left} more than there are: the compiler cannot hold all of them at once.`;
     const own = role.warpgroups ? null : compiled;
     const words = role.parts.length
