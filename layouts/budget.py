@@ -109,6 +109,8 @@ def live_registers(traits: Traits, fragment: Fragment) -> int:
 
     In the sm80 forward the operands that come by ldmatrix live for as many k-blocks as are fetched ahead, and one more.
     """
+    if fragment.live:
+        return fragment.live
     if not isinstance(traits, FwdTraitsSm80) or fragment.id not in ("rQ", "rK", "rV"):
         return fragment.registers
     if fragment.id == "rQ" and traits.q_in_regs:

@@ -174,6 +174,18 @@ def products(frame: Frame, kernel: Any) -> dict[str, Placed]:
     }
 
 
+def fragment_order(tv: Layout, shape: tuple[int, int], threads: int, chunk: int) -> Layout:
+    """(row, col) to offset of a tile in memory that lies as threads hold it: parts of `threads` threads one after the
+    other, in each `chunk` elements of a thread beside those of the next one.
+
+    `tv` is (thread, register element) to element of the tile, of all threads that hold it together.
+    """
+    holders, values = (mode.size() for mode in tv.modes())
+    parts, chunks = holders // threads, values // chunk
+    memory = Layout(((threads, parts), (chunk, chunks)), ((chunk, threads * values), (1, chunk * threads)))
+    return composition(composition(memory, right_inverse(tv)), Layout(shape))
+
+
 def ptx_type(dtype: str) -> str:
     """An element type as PTX spells it."""
     return {"fp16": "f16", "bf16": "bf16"}[dtype]

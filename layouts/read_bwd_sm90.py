@@ -9,10 +9,10 @@ from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
-from .algebra import Layout, composition, concatenate, right_inverse
+from .algebra import Layout, composition, concatenate
 from .gradient_steps import STEP, GradientSteps
 from .hopper import WARPGROUPS, Factor, HopperSteps, Transfer, When, example_tensor
-from .read import Frame, Placed, global_tile, shared_tile, smem_start
+from .read import Frame, Placed, fragment_order, global_tile, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
 BULK_ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
@@ -104,12 +104,8 @@ class ReaderBwdSm90:
         """dQ in fp32 in the order in which the threads hold it: 16 bytes of a thread beside those of the next one."""
         rows, cols = self.traits.dq_part
         tv = self._dq_owners()
-        threads, chunks = tv.mode(0).size(), rows * cols // WARPGROUP // CHUNK
-        parts = threads // WARPGROUP
-        memory = Layout(((WARPGROUP, parts), (CHUNK, chunks)), ((CHUNK, rows * cols), (1, CHUNK * WARPGROUP)))
-        of_element = composition(memory, right_inverse(tv))
         shape = self.frame.shape("dQ")
-        layout = composition(of_element, Layout(shape))
+        layout = fragment_order(tv, shape, WARPGROUP, CHUNK)
         if staged:
             layout = concatenate(*layout.modes(), Layout(self.traits.mma_warpgroups, rows * cols))
         note = "fp32, in the order of the threads' registers: each stores 16 bytes beside its neighbour's."

@@ -14,6 +14,7 @@ from cuteflash.compile import BuildReport
 from cuteflash.dispatch import KERNELS, Choice, choose_shipped
 from cuteflash.problem import FEATURES, BwdProblem, FwdProblem, Operation, Problem
 from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
@@ -34,6 +35,7 @@ ASKED: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
 READERS: dict[type[Any], tuple[str, str]] = {
     FwdTraitsSm80: ("read_sm80", "ReaderSm80"),
     FwdTraitsSm90: ("read_sm90", "ReaderSm90"),
+    BwdTraitsSm80: ("read_bwd_sm80", "ReaderBwdSm80"),
     BwdTraitsSm90: ("read_bwd_sm90", "ReaderBwdSm90"),
 }
 
@@ -151,8 +153,19 @@ def make_scene(problem: Problem, target: str, choice: Choice, report: BuildRepor
         )
 
 
+def is_drawn(traits: Traits) -> bool:
+    """Whether a reader knows the kernel of these traits."""
+    return type(traits) in READERS
+
+
 def _reader_class(traits: Traits) -> type[Any]:
-    """What reads the kernel of these traits; the first call imports the compiler."""
+    """What reads the kernel of these traits; the first call imports the compiler.
+
+    Raises NotImplementedError if none does.
+    """
+    if not is_drawn(traits):
+        _, kernel = KERNELS[type(traits)]
+        raise NotImplementedError(f"{kernel} is not drawn; drawn are {', '.join(KERNELS[kind][1] for kind in READERS)}")
     module, name = READERS[type(traits)]
     reader: type[Any] = getattr(importlib.import_module(f".{module}", __package__), name)
     return reader

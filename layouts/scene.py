@@ -36,6 +36,7 @@ Kind = Literal[
     "differentiate",
     "stmatrix",
     "bulk add",
+    "red",
     "st.shared",
     "ld.shared",
     "st.global",
@@ -107,6 +108,7 @@ class Fragment:
         tv: (thread, register element) to element. A thread mode of stride 0 means copies.
         registers: 32-bit registers a thread.
         place_of: the fragment whose registers it takes over; empty if it has its own.
+        live: of `registers`, those that are live at a time; 0 is all.
     """
 
     id: str
@@ -118,6 +120,7 @@ class Fragment:
     tv: Layout
     registers: int
     place_of: str = ""
+    live: int = 0
     note: str = ""
 
 

@@ -13,7 +13,7 @@ from cuteflash.problem import Operation
 from .command import page_text, read_scene, scene_json, study_path
 from .measured import apart, kin, speed
 from .page import PAGE, page_data
-from .rows import ShippedRow, shipped_rows, worst_ways
+from .rows import ShippedRow, is_drawn, shipped_rows, worst_ways
 from .scene import Scene
 
 TITLE = "cuteflash layouts"
@@ -39,6 +39,8 @@ def chosen_rows(
 ) -> list[ShippedRow]:
     """The shipped rows of an operation, targets, families and head dims of Q and K (None: all), in the tables' order.
 
+    Rows whose kernels are not drawn are left out.
+
     ValueError if none is left.
     """
     rows = [
@@ -46,6 +48,7 @@ def chosen_rows(
         for row in shipped_rows(operation)
         if row.target in targets
         and row.family in families
+        and is_drawn(row.choice.traits)
         and (head_dims is None or row.problem.operands.head_dim in head_dims)
     ]
     if not rows:

@@ -12,7 +12,7 @@
 
   /* A tensor has the same colour in shared memory and in registers. */
   const HUES = { Q: 0, K: 1, V: 2, O: 3, dO: 3, S: 5, P: 6, dP: 4, dS: 5, dV: 2, dK: 1, dQ: 0 };
-  const hue = (name) => HUES[name.replace(/^(acc_|[sr])/, "")] ?? 7;
+  const hue = (name) => HUES[name.replace(/^(acc_|[sr])|t$/g, "")] ?? 7;
 
   const bytes = (n) => `${CF.number(n)} B`;
   const percent = (part, whole) => `${Math.round((1000 * part) / whole) / 10} %`;

@@ -67,7 +67,7 @@
         const steps = this.steps.filter((step) => step.phase === phase);
         if (!steps.length) return null;
         return [
-          CF.h("h3", {}, title),
+          CF.h("h3", {}, title(this.scene)),
           CF.h(
             "ol",
             {},

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cutlass import cute
 
+from cuteflash.atoms.sm80 import ldmatrix
 from cuteflash.dispatch import Choice
 from cuteflash.problem import BwdProblem
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.row import Row
 from layouts.dsl import context
@@ -24,6 +27,9 @@ from tests.slow import slow_but
 ROWS = {f"{row.target}-{row.family}-{row.choice.row.title}": row for row in shipped_rows("bwd")}
 ONE_PASS = [name for name, row in ROWS.items() if isinstance(row.choice.traits, BwdTraitsSm90)]
 FIRST = {row.choice.traits.dq: name for name, row in ROWS.items() if name in ONE_PASS}  # type: ignore[union-attr]
+AMPERE = [name for name, row in ROWS.items() if isinstance(row.choice.traits, BwdTraitsSm80)]
+ampere_rows = pytest.mark.parametrize("name", slow_but(AMPERE, AMPERE[0]))
+drawn_rows = pytest.mark.parametrize("name", slow_but([*ONE_PASS, *AMPERE], *FIRST.values(), AMPERE[0]))
 one_pass_rows = pytest.mark.parametrize("name", slow_but(ONE_PASS, *FIRST.values()))
 
 # The product, operand and orientation of each fragment of the one-pass kernel.
@@ -35,6 +41,7 @@ ONE_PASS_FRAGMENTS = {
     "acc_dV": ("tiled_mma_dv", "C", False),
     "acc_dK": ("tiled_mma_dk", "C", False),
 }
+ONE_EACH = ("tma", "cp.async", "stmatrix", "st.shared", "ld.shared", "st.global", "red")
 POINTWISE = ("exponentials", "differentiate", "convert")
 
 
@@ -76,7 +83,7 @@ def test_tiles_fill_the_plan_and_gradients_take_the_place_of_k_and_v(name: str) 
     assert drawn["sdQ"].layout.size() * 4 == regions["sdQ"][1]
 
 
-@one_pass_rows
+@drawn_rows
 def test_the_sum_of_dq_lies_as_the_kernel_that_rounds_it_reads_it(name: str) -> None:
     row, scene = ROWS[name], scene_of(name)
     with context(row.target):
@@ -88,7 +95,7 @@ def test_the_sum_of_dq_lies_as_the_kernel_that_rounds_it_reads_it(name: str) -> 
                 at = own[:, ::-1] if parts.is_transposed else own
                 element = np.arange(len(own))
                 expected = part * rows * cols + element // 4 * 4 * parts.threads + thread * 4 + element % 4
-                for tile in (scene.tile("gdQ"), scene.tile("sdQ")):
+                for tile in (tile for tile in scene.tiles if tile.tensor == "dQ"):
                     offsets = tile.offsets().reshape(-1, *tile.shape[::-1])[0]
                     assert np.array_equal(offsets[left + at[:, 1], top + at[:, 0]], expected)
 
@@ -127,19 +134,21 @@ def test_copies_are_the_dsls_partitions(name: str) -> None:
                 assert np.array_equal(named[:, :, 9].reshape(-1), expected), (step.id, side)
 
 
-@one_pass_rows
+@drawn_rows
 def test_steps_move_every_element_and_nothing_else(name: str) -> None:
     scene = scene_of(name)
+    in_turns = scene.kernel["traits"].get("dq") == "turns"  # either warpgroup may hold a tile of dQ
     for step in scene.steps:
+        copies = 2 if in_turns and step.id == "store_dq" else 1
         for touch in step.touches:
             rows, cols = shape_of(scene, touch.id)
             counts = np.bincount(by_issuer(touch).reshape(-1), minlength=rows * cols)
             assert len(counts) == rows * cols and counts.min() >= 1, (step.id, touch.id)
-            if step.kind in ("tma", "stmatrix", *POINTWISE):
-                assert counts.max() == 1, (step.id, touch.id)
+            if step.kind in (*ONE_EACH, *POINTWISE):
+                assert counts.max() == copies, (step.id, touch.id)
 
 
-@one_pass_rows
+@drawn_rows
 def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(name: str) -> None:
     scene = scene_of(name)
     assert worst_ways(scene) == 1
@@ -154,8 +163,7 @@ def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(n
 
 @one_pass_rows
 def test_the_drawn_registers_are_those_that_the_traits_count(name: str) -> None:
-    roles = scene_of(name).budget["registers"]["roles"]
-    producer, consumers = roles
+    producer, consumers = scene_of(name).budget["registers"]["roles"]
     traits = ROWS[name].choice.traits
     assert sum(part["registers"] for part in consumers["parts"]) == traits.accumulator_regs  # type: ignore[union-attr]
     assert (producer["limit"], consumers["limit"]) == (traits.producer_regs, traits.mma_regs)  # type: ignore[union-attr]
@@ -197,3 +205,94 @@ def test_a_deterministic_row_adds_in_turns() -> None:
 def test_the_first_product_waits_for_its_turn(pingpong: bool, words: str) -> None:
     scene = scene_of_own({"dq": "turns", "pingpong": pingpong})
     assert words in scene.step("wgmma_s").note
+
+
+# The product, operand and orientation of each fragment of the sm80 kernel, and whether ldmatrix transposes.
+AMPERE_FRAGMENTS = {
+    "rK": ("tiled_mma_s", "A", False, False),
+    "rQ": ("tiled_mma_s", "B", False, False),
+    "rV": ("tiled_mma_s", "A", False, False),
+    "rdO": ("tiled_mma_s", "B", False, False),
+    "rP": ("tiled_mma_dkv", "A", True, False),
+    "rdS": ("tiled_mma_dkv", "A", True, False),
+    "rdOt": ("tiled_mma_dkv", "B", True, True),
+    "rQt": ("tiled_mma_dkv", "B", True, True),
+    "rdSt": ("tiled_mma_dq", "A", False, True),
+    "rKt": ("tiled_mma_dq", "B", True, True),
+    "acc_S": ("tiled_mma_s", "C", True, False),
+    "acc_dP": ("tiled_mma_s", "C", True, False),
+    "acc_dV": ("tiled_mma_dkv", "C", False, False),
+    "acc_dK": ("tiled_mma_dkv", "C", False, False),
+    "acc_dQ": ("tiled_mma_dq", "C", False, False),
+}
+
+
+@functools.cache
+def ampere_of_own() -> tuple[Any, Scene]:
+    """The kernel and the scene of a row whose P stays in registers."""
+    traits = BwdTraitsSm80(64, 128, 64, 64, 8, s_warps=8, dkv_warps=8)
+    problem, choice = BwdProblem.dense("fp16", 64, 64), Choice("sm80", traits, Row(traits), "a table of one's own")
+    return choice.kernel_cls(traits, problem), make_scene(problem, "sm_80", choice)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shipped", "P in registers"])
+def test_sm80_fragments_and_fetches_are_the_dsls_partitions(own: bool) -> None:
+    kernel, scene = ampere_of_own() if own else (kernel_of(ROWS[AMPERE[0]]), scene_of(AMPERE[0]))
+    assert {fragment.id for fragment in scene.fragments} == set(AMPERE_FRAGMENTS)
+    steps = {step.id: step for step in scene.steps}
+    with context("sm_80"):
+        for id, (product, operand, turned, trans) in AMPERE_FRAGMENTS.items():
+            fragment, mma = scene.fragment(id), getattr(kernel, product)()
+            rows, cols = fragment.shape
+            part = (cols, rows) if turned else (rows, cols)
+            threads, values = (mode.size() for mode in fragment.tv.modes())
+            owned = fragment.tv.indices().reshape(values, threads)
+            fetch = steps.get(f"ldmatrix_{id[1:].lower()}")
+            assert (fetch is None) == (operand == "C" or (own and id in ("rP", "rdS")))
+
+            def expected(at: np.ndarray[Any, Any], rows: int = rows, turned: bool = turned) -> np.ndarray[Any, Any]:
+                return at[:, 1] + rows * at[:, 0] if turned else at[:, 0] + rows * at[:, 1]
+
+            for thread in (5, threads - 2):
+                mine = expected(owned_by(mma, thread, operand, part))
+                assert set(owned[:, thread]) == set(mine), id
+                if operand == "C":  # whose registers are in the partition's order
+                    assert np.array_equal(owned[:, thread], mine), id
+                if fetch is not None:
+                    copy = fetch_copy(kernel, mma, operand, trans)
+                    for side, touch in zip("SD", fetch.touches, strict=True):
+                        moved = expected(copied_by(copy, thread, side, part))
+                        assert np.array_equal(elements(touch)[:, :, thread].reshape(-1), moved), (id, side)
+
+
+def fetch_copy(kernel: Any, mma: Any, operand: str, trans: bool) -> Any:
+    make = {"A": cute.make_tiled_copy_A, "B": cute.make_tiled_copy_B}[operand]
+    return make(ldmatrix(kernel.dtype, trans), mma)
+
+
+@ampere_rows
+def test_sm80_registers_are_those_that_the_traits_count(name: str) -> None:
+    scene, traits = scene_of(name), ROWS[name].choice.traits
+    sums = [scene.fragment(f"acc_{tensor}").registers for tensor in ("S", "dP", "dV", "dK")]
+    assert sum(sums) == traits.accumulator_regs  # type: ignore[union-attr]
+    (warps,) = scene.budget["registers"]["roles"]
+    assert len(warps["parts"]) < len(scene.fragments)  # operands of one product take the place of another's
+
+
+def test_an_sm80_row_with_p_in_registers_has_no_tile_for_it() -> None:
+    _, scene = ampere_of_own()
+    assert "sP" not in {tile.id for tile in scene.tiles}
+    assert {"convert_p", "convert_ds"} <= {step.id for step in scene.steps}
+    assert {"stage_p", "ldmatrix_p"} <= {step.id for step in scene_of(AMPERE[0]).steps}
+    assert worst_ways(scene) == 1
+
+
+@ampere_rows
+def test_sm80_tiles_fill_the_plan(name: str) -> None:
+    scene = scene_of(name)
+    regions = {region["id"]: (region["start"], region["bytes"]) for region in scene.budget["smem"]["regions"]}
+    drawn = {tile.id: tile for tile in scene.tiles if tile.space == "shared"}
+    assert set(regions) == {"sLSE", "sDelta", *drawn} - {"sdK", "sdV"}
+    for tile in drawn.values():
+        assert (tile.base, tile.layout.size() * 2) == regions[{"sdK": "sK", "sdV": "sV"}.get(tile.id, tile.id)]
+        assert np.array_equal(np.sort(tile.offsets().reshape(-1)), np.arange(tile.layout.size()))

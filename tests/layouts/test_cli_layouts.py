@@ -88,6 +88,13 @@ def test_a_backward_row_has_its_own_lanes_and_the_words_of_its_own_traits(here: 
     assert "K and V" in data["traits"]["FlashFwdSm90"]["kv_stage"]  # not hidden by the backward's
 
 
+def test_a_kernel_that_is_not_drawn_is_refused(here: pathlib.Path) -> None:
+    result = call("--kernel", "bwd", "--arch", "sm_90a", "--head-dim", "256", "-o", "page.html")
+    assert result.exit_code == 2
+    assert "FlashBwdTwoPassSm90 is not drawn; drawn are FlashFwdSm80" in result.stderr
+    assert names_in(here) == set()
+
+
 def test_json_goes_to_stdout_or_into_a_file(here: pathlib.Path) -> None:
     options = ("--head-dim-v", "128", "--mask", "window", "--dtype", "fp16", "--family", "sm80", "--format", "json")
     shown = call("--arch", "sm_90a", "--head-dim", "192", *options)
