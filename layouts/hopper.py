@@ -15,6 +15,7 @@ from .scene import Descriptor, Phase, Step, Tile, Touch
 
 TMA_LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
 TMA_STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
+LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 STMATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
 STMATRIX_TRANS = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 WGMMA = "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
@@ -139,6 +140,25 @@ class HopperSteps:
             ),
             note=f"An instruction moves one box; the TMA unit applies the swizzle. {note}".strip(),
             box=(what.rows, touch.tv.mode(1).size() // what.rows),
+        )
+
+    def fetch(self, tensor: str, copy: Any, when: When) -> Step:
+        """`s{tensor}` to the registers of operand A, `r{tensor}`, by ldmatrix."""
+        reads = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, tensor)
+        writes = self.frame.copy(copy.layout_dst_tv_tiled, copy.tiler_mn, tensor)
+        return Step(
+            id=f"ldmatrix_{tensor.lower()}",
+            title=f"{tensor}: shared memory → registers",
+            kind="ldmatrix",
+            instruction=LDMATRIX,
+            role=when.role,
+            repeat=when.repeat,
+            phase=when.phase,
+            touches=(
+                Touch(f"s{tensor}", "read", reads, self.frame.first_thread, lane_bytes=16),
+                Touch(f"r{tensor}", "write", writes, self.frame.first_thread),
+            ),
+            note=MATRIX_ROWS,
         )
 
     def stage(self, tensor: str, copy: Any, source: str, when: When, note: str, transposed: bool = False) -> Step:

@@ -9,7 +9,6 @@ from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
 from .hopper import (
     CONSUMERS,
-    MATRIX_ROWS,
     WARPGROUPS,
     Factor,
     HopperSteps,
@@ -18,10 +17,9 @@ from .hopper import (
     example_tensor,
 )
 from .read import Frame, global_tile, no_launch, products, shared_tile, smem_start
-from .scene import Fragment, Role, Step, Tile, Touch
+from .scene import Fragment, Role, Step, Tile
 from .softmax_steps import SoftmaxSteps
 
-LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 TILE, BLOCK = "once a tile", "every key block"
 
 
@@ -119,7 +117,7 @@ class ReaderSm90:
         storing = When("epilogue", TILE, "warp 0 of every consumer warpgroup")
         moved_o = self._moved("O", tma.store_o, tma.gO, smem.sO)
         store_o = draw.store(moved_o, storing, "Clipped to the rows that exist.")
-        fetch = (self._fetch_q(),) if self.traits.q_in_regs else ()
+        fetch = (draw.fetch("Q", self.kernel.copy_q(), When("prologue", TILE)),) if self.traits.q_in_regs else ()
         qk, pv = self._products()
         rounded = "Divided by the row sums and rounded."
         stage_o = draw.stage("O", self.kernel.copy_o(), "acc_O", When("epilogue", TILE), rounded)
@@ -133,17 +131,6 @@ class ReaderSm90:
 
     def _moved(self, tensor: str, atom: Any, coords: Any, smem: Any) -> Transfer:
         return Transfer(tensor, atom, coords, smem, self.frame.part(tensor)[0])
-
-    def _fetch_q(self) -> Step:
-        copy = self.kernel.copy_q()
-        source = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, "Q")
-        target = self.frame.copy(copy.layout_dst_tv_tiled, copy.tiler_mn, "Q")
-        touches = (
-            Touch("sQ", "read", source, self.frame.first_thread, lane_bytes=16),
-            Touch("rQ", "write", target, self.frame.first_thread),
-        )
-        title = "Q: shared memory → registers"
-        return Step("ldmatrix_q", title, "ldmatrix", LDMATRIX, CONSUMERS, TILE, "prologue", touches, MATRIX_ROWS)
 
     def _products(self) -> tuple[Step, Step]:
         """S = Q K^T and O += P V of one key block, with the time of their issue according to the traits."""
