@@ -7,18 +7,22 @@ from typing import Any
 from cuteflash.compile import BuildReport
 from cuteflash.compile.resources import Resources
 from cuteflash.traits.arch import ArchSpec
-from cuteflash.traits.row import FwdRowTraits
-from cuteflash.traits.sm80 import MMA_K
-from cuteflash.traits.sm90 import WARPGROUP, FwdTraitsSm90
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
+from cuteflash.traits.row import Traits
+from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80
+from cuteflash.traits.sm90 import WARPGROUP
 
 from .scene import Fragment
 
 WARP = 32
+# What a tensor's region of the shared-memory plan is called on a page, beside "s" and its name in capitals.
+NAMES = {"barriers": "barriers", "delta": "sDelta", "do": "sdO", "ds": "sdS", "dq": "sdQ"}
 REGISTER_STEP = 8  # the hardware allocates registers to a warp in units of 8 a thread
 
 
 def budget(
-    traits: FwdRowTraits, arch: ArchSpec, fragments: tuple[Fragment, ...], report: BuildReport | None
+    traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], report: BuildReport | None
 ) -> dict[str, Any]:
     """The budgets of a row as JSON values; `report` is the compiler's, if the row has been compiled."""
     used = report.resources if report else None
@@ -30,25 +34,25 @@ def budget(
     }
 
 
-def launch_registers(traits: FwdRowTraits, arch: ArchSpec) -> int:
+def launch_registers(traits: Traits, arch: ArchSpec) -> int:
     """Registers a thread may have at most for the block, or all blocks that must be resident, to be launched."""
-    blocks = 1 if isinstance(traits, FwdTraitsSm90) else traits.blocks_per_sm
+    blocks = traits.blocks_per_sm if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80) else 1
     share = arch.regs_per_sm // (traits.num_threads * blocks)
     return min(arch.max_regs_per_thread, share // REGISTER_STEP * REGISTER_STEP)
 
 
-def _shared_memory(traits: FwdRowTraits, arch: ArchSpec) -> dict[str, Any]:
-    plan = traits.smem_plan
+def _shared_memory(traits: Traits, arch: ArchSpec) -> dict[str, Any]:
+    plan = {NAMES.get(name, f"s{name.upper()}"): region for name, region in traits.smem_plan.items()}
     regions = []
     for name, region in plan.items():
         shared = [other for other, r in plan.items() if other != name and r.start < region.end and region.start < r.end]
         regions.append(
             {
-                "id": name if name == "barriers" else f"s{name.upper()}",
+                "id": name,
                 "start": region.start,
                 "bytes": region.nbytes,
                 "stages": region.stages,
-                "note": f"over {', '.join(f's{other.upper()}' for other in shared)}" if shared else "",
+                "note": f"over {', '.join(shared)}" if shared else "",
             }
         )
     return {
@@ -61,18 +65,18 @@ def _shared_memory(traits: FwdRowTraits, arch: ArchSpec) -> dict[str, Any]:
 
 
 def _registers(
-    traits: FwdRowTraits, arch: ArchSpec, fragments: tuple[Fragment, ...], used: Resources | None
+    traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], used: Resources | None
 ) -> dict[str, Any]:
     launch = launch_registers(traits, arch)
-    parts = [{"name": item.id, "registers": live_registers(traits, item)} for item in fragments]
+    parts = _live_parts(traits, fragments)
     roles: list[dict[str, Any]]
-    if isinstance(traits, FwdTraitsSm90):
-        consumers = traits.mma_warpgroups
-        roles = [_role("consumer warpgroup", consumers, consumers * WARPGROUP, traits.mma_regs, parts)]
-        if traits.warp_specialized:
-            roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, []))
-    else:
+    if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
         roles = [_role("all warps", 0, traits.num_threads, launch, parts)]
+    else:
+        consumers = CONSUMERS if isinstance(traits, BwdTwoPassTraitsSm90) else traits.mma_warpgroups
+        roles = [_role("consumer warpgroup", consumers, consumers * WARPGROUP, traits.mma_regs, parts)]
+        if traits.num_threads > consumers * WARPGROUP:
+            roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, []))
     compiled = None
     if used is not None:
         compiled = {
@@ -89,12 +93,25 @@ def _role(name: str, warpgroups: int, threads: int, limit: int, parts: list[dict
     return {"name": name, "warpgroups": warpgroups, "threads": threads, "limit": limit, "parts": parts}
 
 
-def live_registers(traits: FwdRowTraits, fragment: Fragment) -> int:
+def _live_parts(traits: Traits, fragments: tuple[Fragment, ...]) -> list[dict[str, Any]]:
+    """Registers of each fragment that has its own; of those that take turns in one place, of the largest."""
+    live = {item.id: live_registers(traits, item) for item in fragments}
+    parts = []
+    for owner in (item for item in fragments if not item.place_of):
+        sharing = [owner.id, *(item.id for item in fragments if item.place_of == owner.id)]
+        largest = max(sharing, key=lambda id: live[id])
+        parts.append({"name": largest, "registers": live[largest]})
+    return parts
+
+
+def live_registers(traits: Traits, fragment: Fragment) -> int:
     """Registers of a fragment that are live at a time.
 
-    On sm80 the operands that come by ldmatrix live for as many k-blocks as are fetched ahead, and one more.
+    In the sm80 forward the operands that come by ldmatrix live for as many k-blocks as are fetched ahead, and one more.
     """
-    if isinstance(traits, FwdTraitsSm90) or fragment.id not in ("rQ", "rK", "rV"):
+    if fragment.live:
+        return fragment.live
+    if not isinstance(traits, FwdTraitsSm80) or fragment.id not in ("rQ", "rK", "rV"):
         return fragment.registers
     if fragment.id == "rQ" and traits.q_in_regs:
         return fragment.registers
@@ -103,7 +120,7 @@ def live_registers(traits: FwdRowTraits, fragment: Fragment) -> int:
     return fragment.registers * min(1 + traits.ahead, k_blocks) // k_blocks
 
 
-def _occupancy(traits: FwdRowTraits, arch: ArchSpec, registers: int) -> dict[str, Any]:
+def _occupancy(traits: Traits, arch: ArchSpec, registers: int) -> dict[str, Any]:
     reserved = arch.smem_per_sm - arch.smem_per_block
     per_warp = -(-registers // REGISTER_STEP) * REGISTER_STEP * WARP
     warps = traits.num_threads // WARP

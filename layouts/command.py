@@ -15,7 +15,7 @@ from cuteflash.compile.cache import Entry
 from cuteflash.compile.key import cache_key
 from cuteflash.dispatch import Choice
 from cuteflash.output import make_directory, write_file
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import Problem
 
 from .lessons import lesson_data, lesson_scenes
 from .page import PAGE, ROW_VIEWS, page_data
@@ -51,7 +51,7 @@ class StudyPath:
     scenes: dict[str, Json]
 
 
-def read_scene(problem: FwdProblem, target: str, choice: Choice, compile_now: bool = False) -> Scene:
+def read_scene(problem: Problem, target: str, choice: Choice, compile_now: bool = False) -> Scene:
     """The scene of a problem on a target, as the dispatcher chose to run it.
 
     It includes the compiler's register count if the disk cache has the kernel, and always with `compile_now`.
@@ -80,7 +80,7 @@ def page_text(scene: Json, gallery: Sequence[Json] | None = None) -> str:
 @functools.cache
 def study_path() -> StudyPath:
     """The data that every page with the study path embeds for it."""
-    scenes = [scene_json(read_scene(*row)) for row in lesson_scenes()]
+    scenes = [scene_json(read_scene(*row)) for row in lesson_scenes().values()]
     return StudyPath(lesson_data(), {scene["id"]: scene for scene in scenes})
 
 

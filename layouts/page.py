@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cuteflash.dispatch import KERNELS
 from cuteflash.page import Page
 from cuteflash.traits.docs import attribute_docs
-from cuteflash.traits.row import TRAITS
 
 SCHEMA = 1
 PAGE = Page(
@@ -45,12 +45,14 @@ PAGE = Page(
         "playgrid.js",
         "playground.js",
         "lessons-kit.js",
+        "lessons-timeline.js",
         "lessons-layouts.js",
         "lessons-banks.js",
         "lessons-pipelines.js",
         "lessons-warpgroups.js",
         "lessons-softmax.js",
         "lessons-loops.js",
+        "lessons-backward.js",
         "lessons.js",
         "app.js",
     ),
@@ -69,7 +71,7 @@ def page_data(
     gallery: Sequence[Mapping[str, Any]] | None = None,
     lessons: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The data that the page's script reads; descriptions of each family's traits are included.
+    """The data that the page's script reads; descriptions of each kernel's traits are included.
 
     Args:
         view: the view that opens if the address has no hash.
@@ -87,5 +89,5 @@ def page_data(
         "scene": scene,
         "gallery": None if gallery is None else list(gallery),
         "lessons": lessons,
-        "traits": {family: attribute_docs(kind) for (_, family), kind in TRAITS.items()},
+        "traits": {name: attribute_docs(kind) for kind, (_, name) in KERNELS.items()},
     }

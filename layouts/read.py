@@ -1,4 +1,4 @@
-"""From a kernel's DSL objects to the parts of a scene: the code that both kernel families share."""
+"""From a kernel's DSL objects to the parts of a scene: the code that all kernels share."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ class Placed:
 
     Attributes:
         operand: which one.
+        tensor: whose tile.
+        transposed: the operand's rows are the tile's columns.
         threads: thread of the consumers to element.
         values: (atom values, and the two of (tiles of M, tiles of N, k-blocks) that the operand has) to element.
     """
 
     operand: Operand
+    tensor: str
+    transposed: bool
     threads: Layout
     values: Layout
 
@@ -51,19 +55,21 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """A block's tile and the consumers that share its rows.
+    """A block's tile and the consumers that divide it.
 
     Attributes:
         sizes: extent of each axis.
-        groups: warpgroups that share tile_m, 64 rows each; 1 on sm80, whose tiled MMA spans all warps.
+        groups: warpgroups that divide the tile; 1 on sm80, whose tiled MMA spans all warps.
         first_thread: of the first consumer.
         group_threads: threads of one group.
+        split: the axis that the groups divide equally; None if each has the whole.
     """
 
     sizes: dict[Axis, int]
     groups: int
     first_thread: int
     group_threads: int
+    split: Axis | None = "m"
 
     def shape(self, tensor: str) -> tuple[int, int]:
         """(rows, cols) of a tensor's tile."""
@@ -72,26 +78,28 @@ class Frame:
 
     def part(self, tensor: str) -> tuple[int, int]:
         """(rows, cols) of one group's part of a tensor's tile."""
-        rows, cols = self.shape(tensor)
-        return (rows // self.groups if AXES[tensor][0] == "m" else rows), cols
+        rows, cols = (self.sizes[axis] // (self.groups if axis == self.split else 1) for axis in AXES[tensor])
+        return rows, cols
 
     def all_groups(self, threads: Layout, tensor: str) -> Layout:
-        """The thread mode of all groups, derived from that of one; groups share K and V."""
+        """The thread mode of all groups, derived from that of one; groups share tensors without the split axis."""
         if self.groups == 1:
             return threads
-        step = self.part(tensor)[0] if AXES[tensor][0] == "m" else 0
+        row, col = AXES[tensor]
+        rows, cols = self.part(tensor)
+        step = rows if row == self.split else cols * self.shape(tensor)[0] if col == self.split else 0
         return concatenate(threads, Layout(self.groups, step))
 
-    def placed(self, mma: Any, operand: Operand, tensor: str) -> Placed:
-        """An operand of a tiled MMA; the B operand of PV is V transposed."""
+    def placed(self, mma: Any, operand: Operand, tensor: str, transposed: bool = False) -> Placed:
+        """An operand of a tiled MMA; `transposed` if its rows are the tile's columns, as V's in PV."""
         import cutlass.cute as cute
 
-        tile, strides = self.oriented(tensor, transposed=tensor == "V")
+        tile, strides = self.oriented(tensor, transposed)
         tv = plain(getattr(mma, f"tv_layout_{operand}_tiled"))
         sizes = [mma.get_tile_size(axis) for axis in OPERAND_AXES[operand]]
         partition = getattr(mma.get_slice(0), f"partition_{operand}")(cute.make_identity_tensor(tile))
         threads = self.all_groups(composition(Layout(tuple(sizes), strides), tv.mode(0)), tensor)
-        return Placed(operand, threads, coordinates(partition.layout, strides))
+        return Placed(operand, tensor, transposed, threads, coordinates(partition.layout, strides))
 
     def copy(self, tv: Any, tiler: Any, tensor: str, transposed: bool = False, everyone: bool = False) -> Layout:
         """(thread, value, instruction) to element of a tiled copy's source or destination.
@@ -124,19 +132,20 @@ class Frame:
         step = self.shape(tensor)[0]
         return ((cols, rows), (step, 1)) if transposed else ((rows, cols), (1, step))
 
-    def fragment(self, id: str, tensor: str, placed: Placed, registers: Any, note: str) -> Fragment:
+    def fragment(self, id: str, placed: Placed, registers: Any, note: str, place_of: str = "") -> Fragment:
         """A register tensor of the kernel; value v of a thread is element v of its registers."""
         values = composition(placed.values, right_inverse(plain(registers.layout)))
         width = registers.element_type.width
         return Fragment(
             id=id,
-            tensor=tensor,
-            shape=self.shape(tensor),
+            tensor=placed.tensor,
+            shape=self.shape(placed.tensor),
             operand=placed.operand,
             dtype={"Float32": "f32", "Float16": "f16", "BFloat16": "bf16"}[registers.element_type.__name__],
             first_thread=self.first_thread,
             tv=concatenate(placed.threads, values),
             registers=values.size() * width // 32,
+            place_of=place_of,
             note=note,
         )
 
@@ -153,16 +162,28 @@ class Frame:
 
 
 def products(frame: Frame, kernel: Any) -> dict[str, Placed]:
-    """The operands of both products by tensor: S = Q K^T and O += P V."""
+    """The operands of a forward kernel's products by tensor: S = Q K^T and O += P V."""
     qk, pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
     return {
         "Q": frame.placed(qk, "A", "Q"),
         "K": frame.placed(qk, "B", "K"),
         "S": frame.placed(qk, "C", "S"),
         "P": frame.placed(pv, "A", "P"),
-        "V": frame.placed(pv, "B", "V"),
+        "V": frame.placed(pv, "B", "V", transposed=True),
         "O": frame.placed(pv, "C", "O"),
     }
+
+
+def fragment_order(tv: Layout, shape: tuple[int, int], threads: int, chunk: int) -> Layout:
+    """(row, col) to offset of a tile in memory that lies as threads hold it: parts of `threads` threads one after the
+    other, in each `chunk` elements of a thread beside those of the next one.
+
+    `tv` is (thread, register element) to element of the tile, of all threads that hold it together.
+    """
+    holders, values = (mode.size() for mode in tv.modes())
+    parts, chunks = holders // threads, values // chunk
+    memory = Layout(((threads, parts), (chunk, chunks)), ((chunk, threads * values), (1, chunk * threads)))
+    return composition(composition(memory, right_inverse(tv)), Layout(shape))
 
 
 def ptx_type(dtype: str) -> str:

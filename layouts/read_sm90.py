@@ -1,45 +1,32 @@
-"""The scene of an sm90 row: TMA, WGMMA, one producer and its consumers, read from the kernel's own objects."""
+"""The scene of an sm90 forward row: TMA, WGMMA, one producer and its consumers, read from the kernel's own objects."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.sm90 import WARPGROUP, WGMMA_K, WGMMA_M
+from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
-from .algebra import Layout, concatenate
-from .dsl import coordinates, plain
-from .read import (
-    ELEMENT_BYTES,
-    EXAMPLE_HEADS,
-    Frame,
-    Operand,
-    Placed,
-    global_tile,
-    no_launch,
-    products,
-    ptx_type,
-    shared_tile,
-    smem_start,
+from .hopper import (
+    CONSUMERS,
+    WARPGROUPS,
+    Factor,
+    HopperSteps,
+    Transfer,
+    When,
+    example_tensor,
 )
-from .scene import Descriptor, Fragment, Role, Step, Tile, Touch
+from .read import Frame, global_tile, no_launch, products, shared_tile, smem_start
+from .scene import Fragment, Role, Step, Tile
 from .softmax_steps import SoftmaxSteps
 
-TMA_LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-TMA_STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
-LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
-STMATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
-WGMMA = "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
-CONSUMERS = "every consumer warp"
-WARPGROUPS = "every consumer warpgroup"
-UNIT = 16  # bytes that descriptors count in
-CORE_ROWS = 8  # a core matrix is 8 rows of 16 bytes
-CORE_COLS = UNIT // ELEMENT_BYTES
-EXAMPLE_TOKENS = 4096
+TILE, BLOCK = "once a tile", "every key block"
 
 
 class ReaderSm90:
     """Reads one sm90 kernel; make and use it inside `layouts.dsl.context`."""
+
+    loop: Final = "key blocks"
 
     def __init__(self, kernel: Any) -> None:
         from cuteflash.kernels.sm90.warpgroup import make_warpgroup
@@ -52,6 +39,8 @@ class ReaderSm90:
         self.smem = kernel.make_tiles(smem_start())
         self.warpgroup = make_warpgroup(kernel, self.smem, no_launch(1))
         self.of = products(self.frame, kernel)
+        shared = {tile.id: tile for tile in self.tiles() if tile.space == "shared"}
+        self.draw = HopperSteps(self.frame, shared, self.problem.operands.qk_dtype)
 
     def roles(self) -> tuple[Role, ...]:
         """The producer warpgroup, if there is one, then the consumers."""
@@ -95,18 +84,17 @@ class ReaderSm90:
         """Operands and accumulators in registers; products read other operands from shared memory."""
         wg, make = self.warpgroup, self.frame.fragment
         found = [
-            make("acc_S", "S", self.of["S"], wg.acc_S, "Four neighbouring lanes hold a row together."),
-            make("acc_O", "O", self.of["O"], wg.acc_O, "Stays for the whole tile."),
+            make("acc_S", self.of["S"], wg.acc_S, "Four neighbouring lanes hold a row together."),
+            make("acc_O", self.of["O"], wg.acc_O, "Stays for the whole tile."),
         ]
         if self.traits.p_in_regs:
             note = "The S accumulators, rounded: already in the threads that need them for A of the next product."
-            found.insert(1, make("rP", "P", self.of["P"], wg.tOrP, note))
+            found.insert(1, make("rP", self.of["P"], wg.tOrP, note))
         if self.traits.q_in_regs:
             found.insert(
                 0,
                 make(
                     "rQ",
-                    "Q",
                     self.of["Q"],
                     wg.tSrQ,
                     "Stays for the whole tile; its shared memory is free for the next one.",
@@ -120,83 +108,29 @@ class ReaderSm90:
         if not self.traits.warp_specialized:
             count = self.traits.kv_stage - 1
             ahead = f"{count} block{'s' if count > 1 else ''} ahead of the products, between two steps of this warp."
-        load_q = self._transfer("Q", tma.load_q, tma.gQ, "Once for each warpgroup.")
-        load_k, load_v = self._transfer("K", tma.load_k, tma.gK, ahead), self._transfer("V", tma.load_v, tma.gV, ahead)
-        store_o = self._transfer("O", tma.store_o, tma.gO, "Clipped to the rows that exist.")
-        fetch = (self._fetch_q(),) if self.traits.q_in_regs else ()
+        draw, smem = self.draw, self.smem
+        loader = "one thread of the producer warp" if self.traits.warp_specialized else "one thread of consumer 0"
+        once, often = When("prologue", TILE, loader), When("loop", BLOCK, loader)
+        load_q = draw.load(self._moved("Q", tma.load_q, tma.gQ, smem.sQ), once, "Once for each warpgroup.")
+        load_k = draw.load(self._moved("K", tma.load_k, tma.gK, smem.sK), often, ahead)
+        load_v = draw.load(self._moved("V", tma.load_v, tma.gV, smem.sV), often, ahead)
+        storing = When("epilogue", TILE, "warp 0 of every consumer warpgroup")
+        moved_o = self._moved("O", tma.store_o, tma.gO, smem.sO)
+        store_o = draw.store(moved_o, storing, "Clipped to the rows that exist.")
+        fetch = (draw.fetch("Q", self.kernel.copy_q(), When("prologue", TILE)),) if self.traits.q_in_regs else ()
         qk, pv = self._products()
-        stage_o = self._stage("O", self.kernel.copy_o())
+        rounded = "Divided by the row sums and rounded."
+        stage_o = draw.stage("O", self.kernel.copy_o(), "acc_O", When("epilogue", TILE), rounded)
         return (load_q, *fetch, load_k, qk, *self._softmax(), load_v, pv, stage_o, store_o)
 
     def _tma(self) -> Any:
         """The kernel's TMA atoms over example tensors."""
-        import cutlass.cute as cute
+        operands, dtype = self.problem.operands, self.kernel.dtype
+        wide, narrow = (example_tensor(dtype, head_dim) for head_dim in (operands.head_dim, operands.head_dim_v))
+        return self.kernel.make_tma(wide, wide, narrow, narrow)
 
-        def example(head_dim: int) -> Any:
-            shape = (1, EXAMPLE_TOKENS, EXAMPLE_HEADS, head_dim)
-            stride = (EXAMPLE_TOKENS * EXAMPLE_HEADS * head_dim, EXAMPLE_HEADS * head_dim, head_dim, 1)
-            start = cute.make_ptr(self.kernel.dtype, 0, cute.AddressSpace.gmem, assumed_align=16)
-            return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
-
-        wide, narrow = self.problem.operands.head_dim, self.problem.operands.head_dim_v
-        return self.kernel.make_tma(example(wide), example(wide), example(narrow), example(narrow))
-
-    def _transfer(self, tensor: str, atom: Any, coords: Any, note: str) -> Step:
-        """A TMA load or store: its instructions are boxes, as wide as the swizzle."""
-        import cutlass.cute as cute
-
-        from cuteflash.atoms.sm90 import tma_partition
-
-        rows, cols = self.frame.part(tensor)
-        smem = {"Q": self.smem.sQ, "K": self.smem.sK, "V": self.smem.sV, "O": self.smem.sO}[tensor]
-        boxes = cute.local_tile(coords[None, None, 0, 0], (rows, cols), (None, 0))
-        _, partition = tma_partition(atom, smem, boxes)
-        step = self.frame.shape(tensor)[0]
-        # TMA counts coordinates from the contiguous one: 0 is the column, 1 the row.
-        box, slabs = coordinates(partition.layout, (step, 1, 0, 0)).mode(0).modes()
-        parts = Layout(step // rows, rows if step > rows else 0)
-        if tensor == "O":  # every warpgroup stores its own rows
-            first_thread, tv = self.frame.first_thread, concatenate(self.warpgroups("O"), box, slabs)
-        else:
-            first_thread, tv = 0, concatenate(Layout(1, 0), box, concatenate(slabs, parts))
-        is_load, once = tensor != "O", tensor in ("Q", "O")
-        source, target = (f"g{tensor}", f"s{tensor}") if is_load else (f"s{tensor}", f"g{tensor}")
-        return Step(
-            id=f"{'load' if is_load else 'store'}_{tensor.lower()}",
-            title=f"{tensor}: " + ("global → shared memory" if is_load else "shared memory → global"),
-            kind="tma",
-            instruction=TMA_LOAD if is_load else TMA_STORE,
-            role=self._loader() if is_load else "warp 0 of every consumer warpgroup",
-            repeat="once a tile" if once else "every key block",
-            phase="epilogue" if not is_load else "prologue" if once else "loop",
-            touches=(Touch(source, "read", tv, first_thread), Touch(target, "write", tv, first_thread)),
-            note=f"An instruction moves one box; the TMA unit applies the swizzle. {note}",
-            box=(rows, box.size() // rows),
-        )
-
-    def _loader(self) -> str:
-        return "one thread of the producer warp" if self.traits.warp_specialized else "one thread of consumer 0"
-
-    def _fetch_q(self) -> Step:
-        copy = self.kernel.copy_q()
-        source = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, "Q")
-        target = self.frame.copy(copy.layout_dst_tv_tiled, copy.tiler_mn, "Q")
-        touches = (
-            Touch("sQ", "read", source, self.frame.first_thread, lane_bytes=16),
-            Touch("rQ", "write", target, self.frame.first_thread),
-        )
-        note = "Lane i gives the address of a row of 8 elements; a phase is the 8 rows of one matrix."
-        return Step(
-            "ldmatrix_q",
-            "Q: shared memory → registers",
-            "ldmatrix",
-            LDMATRIX,
-            CONSUMERS,
-            "once a tile",
-            "prologue",
-            touches,
-            note,
-        )
+    def _moved(self, tensor: str, atom: Any, coords: Any, smem: Any) -> Transfer:
+        return Transfer(tensor, atom, coords, smem, self.frame.part(tensor)[0])
 
     def _products(self) -> tuple[Step, Step]:
         """S = Q K^T and O += P V of one key block, with the time of their issue according to the traits."""
@@ -209,17 +143,21 @@ class ReaderSm90:
             if overlap
             else "Waited for at once"
         )
-        s, o = (self.of["S"], "acc_S"), (self.of["O"], "acc_O")
+        of, wg, when = self.of, self.warpgroup, When("loop", BLOCK, WARPGROUPS)
+        q = Factor(of["Q"], "rQ") if self.traits.q_in_regs else Factor(of["Q"], "sQ", wg.tSrQ)
+        p = Factor(of["P"], "rP") if self.traits.p_in_regs else Factor(of["P"], "sP", wg.tOrP)
+        k, v = Factor(of["K"], "sK", wg.tSrK), Factor(of["V"], "sV", wg.tOrV)
+        s, o = Factor(of["S"], "acc_S"), Factor(of["O"], "acc_O")
         return (
-            self._product("wgmma_qk", "S = Q K^T", (self.of["Q"], "Q"), (self.of["K"], "K"), s, f"{before}."),
-            self._product("wgmma_pv", "O += P V", (self.of["P"], "P"), (self.of["V"], "V"), o, f"{after}."),
+            self.draw.product("wgmma_qk", "S = Q K^T", (q, k, s), when, f"{before}."),
+            self.draw.product("wgmma_pv", "O += P V", (p, v, o), when, f"{after}."),
         )
 
     def _softmax(self) -> tuple[Step, ...]:
         """The steps that turn the scores of a block into P and rescale O to the new maxima."""
         traits = self.traits
         softmax = SoftmaxSteps(self.frame, self.of, self.problem, CONSUMERS, traits.fixed_max)
-        hand_over = softmax.convert() if traits.p_in_regs else self._stage("P", self.kernel.copy_p())
+        hand_over = softmax.convert() if traits.p_in_regs else self._stage_p()
         between = "After the next QK product has been issued and before the PV product is."
         steps = [
             softmax.moving(early_rows=traits.exp_rows_before_wait if traits.overlap else None),
@@ -230,108 +168,5 @@ class ReaderSm90:
             steps += [softmax.fixed(traits.exp_rows_before_wait), softmax.repair()]
         return tuple(steps)
 
-    def _stage(self, tensor: str, copy: Any) -> Step:
-        """Accumulators to shared memory by stmatrix."""
-        source = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, tensor)
-        target = self.frame.copy(copy.layout_dst_tv_tiled, copy.tiler_mn, tensor)
-        acc = "acc_S" if tensor == "P" else "acc_O"
-        note = "Lane i gives the address of a row of 8 elements; a phase is the 8 rows of one matrix."
-        if tensor == "O":
-            note = f"Divided by the row sums and rounded. {note}"
-        touches = (
-            Touch(acc, "read", source, self.frame.first_thread),
-            Touch(f"s{tensor}", "write", target, self.frame.first_thread, lane_bytes=16),
-        )
-        once = tensor == "O"
-        return Step(
-            f"stmatrix_{tensor.lower()}",
-            f"{tensor}: registers → shared memory",
-            "stmatrix",
-            STMATRIX,
-            CONSUMERS,
-            "once a tile" if once else "every key block",
-            "epilogue" if once else "loop",
-            touches,
-            note,
-        )
-
-    def _product(
-        self, id: str, title: str, a: tuple[Placed, str], b: tuple[Placed, str], c: tuple[Placed, str], note: str
-    ) -> Step:
-        """A WGMMA: an instruction is one k-block of 16."""
-        k_blocks = a[0].values.mode(2).size()
-        counts = (1, 1, k_blocks)
-        in_regs = {"Q": self.traits.q_in_regs, "P": self.traits.p_in_regs}[a[1]]
-        touches = [
-            a[0].touch(f"r{a[1]}", "read", counts, self.frame.first_thread)
-            if in_regs
-            else self._from_shared(*a, counts),
-            self._from_shared(*b, counts),
-            c[0].touch(c[1], "write", counts, self.frame.first_thread),
-        ]
-        n = self.frame.shape(b[1])[0 if b[1] == "K" else 1]
-        return Step(
-            id=id,
-            title=title,
-            kind="wgmma",
-            instruction=WGMMA.format(n=n, dtype=ptx_type(self.problem.operands.qk_dtype)),
-            role=WARPGROUPS,
-            repeat="every key block",
-            phase="loop",
-            touches=tuple(touches),
-            note=f"An instruction is one k-block of 16. {note}".strip(),
-            descriptor={"a": None if in_regs else self._descriptor(a[1], "A"), "b": self._descriptor(b[1], "B")},
-        )
-
-    def _from_shared(self, placed: Placed, tensor: str, counts: tuple[int, int, int]) -> Touch:
-        """An operand that the product reads from shared memory: the warpgroup reads it, not single threads."""
-        whole = placed.touch(f"s{tensor}", "read", counts, self.frame.first_thread).tv
-        return Touch(
-            f"s{tensor}",
-            "read",
-            concatenate(self.warpgroups(tensor), whole.mode(1), whole.mode(2)),
-            self.frame.first_thread,
-        )
-
-    def warpgroups(self, tensor: str) -> Layout:
-        """A thread mode in which a warpgroup's threads all name the first element of its rows."""
-        return self.frame.all_groups(Layout(WARPGROUP, 0), tensor)
-
-    def _descriptor(self, tensor: str, operand: Operand) -> Descriptor:
-        """The matrix descriptor of an operand: starts from the kernel's own fragment, offsets from its layout.
-
-        Canonical layouts of swizzled operands, PTX ISA "Asynchronous warpgroup level matrix instructions": 8 rows of
-        one swizzle width are an atom; K-major, atoms follow each other along M or N by the stride offset; MN-major,
-        along K by the stride offset and along M or N by the leading one.
-        """
-        wg = self.warpgroup
-        views = {"Q": wg.tSrQ, "K": wg.tSrK, "P": wg.tOrP, "V": wg.tOrV}
-        tile = next(tile for tile in self.tiles() if tile.id == f"s{tensor}")
-        k_mode = plain(views[tensor].layout).mode(2)
-        assert tile.swizzle is not None
-        width = UNIT << tile.swizzle.bits
-        rows, cols = (mode for mode in tile.layout.modes()[:2])
-        atom_step = rows.flat_modes()[1][1] if len(rows.flat_modes()) > 1 else 0
-        slabs = [(count, step) for count, step in cols.flat_modes()[1:] if count > 1]
-        major = "MN" if tensor == "V" else "K"
-        leading = slabs[0][1] * ELEMENT_BYTES if major == "MN" and slabs else UNIT
-        return Descriptor(
-            tile=tile.id,
-            major=major,  # type: ignore[arg-type]
-            swizzle_bytes=width,
-            leading_bytes=leading,
-            stride_bytes=atom_step * ELEMENT_BYTES,
-            starts=tuple(int(start) * UNIT for start in k_mode.indices()),
-            core=self._core_matrices(tensor, operand),
-        )
-
-    def _core_matrices(self, tensor: str, operand: Operand) -> Layout:
-        """(row, element, core matrix) to element of the tile, of the first instruction and warpgroup."""
-        step = self.frame.shape(tensor)[0]
-        if tensor == "V":
-            rows, cols = WGMMA_K, self.frame.shape("V")[1]
-        else:
-            rows, cols = (WGMMA_M if operand == "A" else step), WGMMA_K
-        down = Layout(rows // CORE_ROWS, CORE_ROWS)
-        across = Layout(cols // CORE_COLS, CORE_COLS * step)
-        return concatenate(Layout(CORE_ROWS, 1), Layout(CORE_COLS, step), concatenate(down, across))
+    def _stage_p(self) -> Step:
+        return self.draw.stage("P", self.kernel.copy_p(), "acc_S", When("loop", BLOCK), "")

@@ -1,26 +1,43 @@
-"""From a forward problem, or a row of the shipped tables, to its scene."""
+"""From a problem, or a row of the shipped tables, to its scene."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
 
 from cuteflash.compile import BuildReport
 from cuteflash.dispatch import KERNELS, Choice, choose_shipped
-from cuteflash.problem import FEATURES, FwdProblem
+from cuteflash.problem import FEATURES, BwdProblem, FwdProblem, Operation, Problem
 from cuteflash.traits.arch import Family, get_arch
-from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, fwd_traits
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
+from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import tables_of
 
 from .banks import WARP, ways
 from .budget import budget
 from .dsl import context
 from .scene import Scene, Step, Touch
+
+# How a problem of an operation is made, and the features that one may ask for.
+ASKED: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
+    "fwd": (FwdProblem.dense, ("lse", "softcap")),
+    "bwd": (BwdProblem.dense, ("softcap", "deterministic")),
+}
+READERS: dict[type[Any], tuple[str, str]] = {
+    FwdTraitsSm80: ("read_sm80", "ReaderSm80"),
+    FwdTraitsSm90: ("read_sm90", "ReaderSm90"),
+    BwdTraitsSm80: ("read_bwd_sm80", "ReaderBwdSm80"),
+    BwdTraitsSm90: ("read_bwd_sm90", "ReaderBwdSm90"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +52,7 @@ class ShippedRow:
 
     target: str
     family: Family
-    problem: FwdProblem
+    problem: Problem
     masks: tuple[str, ...]
     dtypes: tuple[str, ...]
     lengths: tuple[str, ...]
@@ -46,9 +63,9 @@ class ShippedRow:
         return TableKey(self.problem.operation, self.target, self.family)
 
 
-def shipped_rows() -> Iterator[ShippedRow]:
+def shipped_rows(operation: Operation = "fwd") -> Iterator[ShippedRow]:
     """Every row of every table, each with a problem that the shipped tables run with it; user tables are ignored."""
-    for (_, target, family), rows in tables_of("fwd").items():
+    for (_, target, family), rows in tables_of(operation).items():
         for row in rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
                 served = _served(row, head_dim_v, target, family)
@@ -66,40 +83,46 @@ def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
     return (size for size in reversed(ROW_HEAD_DIMS) if size <= head_dim_v)
 
 
-def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tuple[FwdProblem, str, Choice]]:
+def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tuple[Problem, str, Choice]]:
     """The problems that the row runs at its head_dim and this head_dim_v, bf16 and long first, with length class and
     choice.
 
-    Problems with a log-sum-exp or a softcap count only if the row runs no other.
+    Problems with a feature count only if the row runs no other.
     """
+    dense, extras = ASKED[row.traits.operation]
     dtypes = sorted(row.dtypes, key=lambda name: name != "bf16")
-    for extra in ({}, {"lse": True}, {"softcap": True}):
+    for extra in ({}, *({name: True} for name in extras)):
         served = []
         for dtype, mask, lengths in itertools.product(dtypes, row.masks, reversed(row.lengths)):
-            problem = FwdProblem.dense(cast(Any, dtype), row.traits.head_dim, head_dim_v, cast(Any, mask), **extra)
-            choice = choose_shipped(problem, target, family, cast(Any, lengths))
-            if choice.row == row:
+            problem = dense(dtype, row.traits.head_dim, head_dim_v, mask, **extra)
+            choice = _shipped_choice(problem, target, family, cast(Any, lengths))
+            if choice is not None and choice.row == row:
                 served.append((problem, lengths, choice))
         if served:
             return served
     return []
 
 
-def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildReport | None = None) -> Scene:
+def _shipped_choice(problem: Problem, target: str, family: Family, lengths: LengthClass) -> Choice | None:
+    """The choice of the shipped tables; None if none of their rows runs the problem."""
+    try:
+        return choose_shipped(problem, target, family, lengths)
+    except NotImplementedError:
+        return None
+
+
+def make_scene(problem: Problem, target: str, choice: Choice, report: BuildReport | None = None) -> Scene:
     """The scene of a problem on a target.
 
     Args:
         choice: the dispatcher's.
         report: the compiler's numbers, if the kernel has been compiled for the target.
     """
-    from .read_sm80 import ReaderSm80
-    from .read_sm90 import ReaderSm90
-
-    traits, arch = fwd_traits(choice.traits), get_arch(target)
+    traits, arch = choice.traits, get_arch(target)
     module, name = KERNELS[type(traits)]
     with context(target):
         kernel = choice.kernel_cls(traits, problem)
-        reader = ReaderSm90(kernel) if choice.family == "sm90" else ReaderSm80(kernel)
+        reader = _reader_class(traits)(kernel)
         fragments = reader.fragments()
         return Scene(
             id=scene_id(problem, target, choice),
@@ -107,10 +130,11 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
             kernel={
                 "name": name,
                 "module": module,
+                "operation": problem.operation,
+                "element_bytes": 2,
                 "family": choice.family,
                 "arch": target,
                 "dtype": problem.operands.qk_dtype,
-                "element_bytes": 2,
                 "head_dim": problem.operands.head_dim,
                 "head_dim_v": problem.operands.head_dim_v,
                 "mask": problem.scores.mask,
@@ -120,6 +144,7 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
                 "threads": traits.num_threads,
             },
             sizes=reader.frame.sizes,
+            loop=reader.loop,
             roles=reader.roles(),
             tiles=reader.tiles(),
             fragments=fragments,
@@ -128,17 +153,36 @@ def make_scene(problem: FwdProblem, target: str, choice: Choice, report: BuildRe
         )
 
 
-def scene_id(problem: FwdProblem, target: str, choice: Choice) -> str:
+def is_drawn(traits: Traits) -> bool:
+    """Whether a reader knows the kernel of these traits."""
+    return type(traits) in READERS
+
+
+def _reader_class(traits: Traits) -> type[Any]:
+    """What reads the kernel of these traits; the first call imports the compiler.
+
+    Raises NotImplementedError if none does.
+    """
+    if not is_drawn(traits):
+        _, kernel = KERNELS[type(traits)]
+        raise NotImplementedError(f"{kernel} is not drawn; drawn are {', '.join(KERNELS[kind][1] for kind in READERS)}")
+    module, name = READERS[type(traits)]
+    reader: type[Any] = getattr(importlib.import_module(f".{module}", __package__), name)
+    return reader
+
+
+def scene_id(problem: Problem, target: str, choice: Choice) -> str:
     """The name of a row's scene in links and file names."""
-    return "-".join((target, choice.family, _dims(problem), *_words(problem, choice)))
+    operation = () if problem.operation == "fwd" else (problem.operation,)
+    return "-".join((target, choice.family, *operation, _dims(problem), *_words(problem, choice)))
 
 
-def _dims(problem: FwdProblem) -> str:
+def _dims(problem: Problem) -> str:
     wide, narrow = problem.operands.head_dim, problem.operands.head_dim_v
     return f"{wide}" if wide == narrow else f"{wide}x{narrow}"
 
 
-def _words(problem: FwdProblem, choice: Choice) -> list[str]:
+def _words(problem: Problem, choice: Choice) -> list[str]:
     """Mask, dtype and special features; length classes only if the row does not run all of them."""
     special: list[str] = [name for name in FEATURES if name in problem.features]
     special += choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else []
@@ -156,7 +200,7 @@ def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) ->
     offsets = tile.offsets(swizzled).reshape(-1)  # stage 0 comes first
     threads, values, instructions = (mode.size() for mode in touch.tv.modes())
     first = touch.tv.indices().reshape(instructions, values, threads)[:, 0, :]  # a lane's first element
-    addresses = tile.base + offsets[first] * scene.kernel["element_bytes"]
+    addresses = tile.base + offsets[first] * tile.element_bytes
     warps = addresses.reshape(instructions, threads // WARP, WARP)
     asynchronous = step.kind == "cp.async"
     return np.array([[ways(lanes, touch.lane_bytes, asynchronous) for lanes in instruction] for instruction in warps])

@@ -1,8 +1,8 @@
 """The scene of one kernel row: its tiles, fragments, steps and budgets, as plain values.
 
-Axes are m (query row), n (key row), d (column of Q and K) and e (column of V and O); a tensor is a pair of them. An
-element of a tile or fragment is the number `row + rows * col`. `layouts/read_sm80.py` and `layouts/read_sm90.py` fill a
-scene from the kernel's own classes; pages and pictures are made from `as_dict`.
+Axes are m (query row), n (key row), d (column of Q and K) and e (column of V and O); a tensor is a pair of them, and
+its gradient has the same. An element of a tile or fragment is the number `row + rows * col`. The readers
+(`layouts/read_*.py`) fill a scene from the kernel's own classes; pages and pictures are made from `as_dict`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from cuteflash.problem import Operation
 
 from .algebra import ComposedLayout, Layout, Swizzle
 
@@ -30,7 +32,11 @@ Kind = Literal[
     "repair",
     "convert",
     "rescale",
+    "exponentials",
+    "differentiate",
     "stmatrix",
+    "bulk add",
+    "red",
     "st.shared",
     "ld.shared",
     "st.global",
@@ -38,13 +44,19 @@ Kind = Literal[
 
 Named = TypeVar("Named", "Tile", "Fragment", "Step")
 
-AXES: dict[str, tuple[Axis, Axis]] = {
+_AXES: dict[str, tuple[Axis, Axis]] = {
     "Q": ("m", "d"),
     "K": ("n", "d"),
     "S": ("m", "n"),
     "P": ("m", "n"),
     "V": ("n", "e"),
     "O": ("m", "e"),
+}
+AXES = _AXES | {f"d{tensor}": axes for tensor, axes in _AXES.items()}
+# The tensors that a page draws together, in the order of its lanes and sections.
+LANES: dict[Operation, tuple[tuple[str, ...], ...]] = {
+    "fwd": (("Q",), ("K",), ("S", "P"), ("V",), ("O",)),
+    "bwd": (("Q",), ("K",), ("S", "P"), ("V",), ("dO",), ("dP", "dS"), ("dV",), ("dK",), ("dQ",)),
 }
 AXIS_LABELS: dict[Axis, str] = {
     "m": "query",
@@ -63,6 +75,7 @@ class Tile:
         swizzle: on element offsets; None if there is none.
         base: byte address of the tile: in the block's shared memory, or 0.
         valid: rows and columns that exist in global memory; the others are filled with zeros.
+        element_bytes: 2, or 4 of sums in fp32.
     """
 
     id: str
@@ -75,6 +88,7 @@ class Tile:
     stages: int = 1
     valid: tuple[int, int] | None = None
     note: str = ""
+    element_bytes: int = 2
 
     def offsets(self, swizzled: bool = True) -> npt.NDArray[np.int64]:
         """Element offset of every element, (cols, rows) or (stages, cols, rows): colexicographic order, reversed."""
@@ -93,6 +107,8 @@ class Fragment:
         first_thread: thread of the block that thread 0 of `tv` is.
         tv: (thread, register element) to element. A thread mode of stride 0 means copies.
         registers: 32-bit registers a thread.
+        place_of: the fragment whose registers it takes over; empty if it has its own.
+        live: of `registers`, those that are live at a time; 0 is all.
     """
 
     id: str
@@ -103,6 +119,8 @@ class Fragment:
     first_thread: int
     tv: Layout
     registers: int
+    place_of: str = ""
+    live: int = 0
     note: str = ""
 
 
@@ -191,8 +209,9 @@ class Scene:
 
     Attributes:
         id: unique among the rows, usable as a file name.
-        kernel: name, module, family, arch, dtype, head dims, mask, traits and where they come from.
+        kernel: name, module, operation, family, arch, dtype, head dims, mask, traits and where they come from.
         sizes: extent of each axis in one tile.
+        loop: what the loop of a tile runs over, "key blocks" or "query blocks".
         budget: see `layouts.budget`.
     """
 
@@ -200,6 +219,7 @@ class Scene:
     title: str
     kernel: Mapping[str, Any]
     sizes: Mapping[Axis, int]
+    loop: str
     roles: tuple[Role, ...]
     tiles: tuple[Tile, ...]
     fragments: tuple[Fragment, ...]
@@ -224,6 +244,8 @@ class Scene:
             "id": self.id,
             "title": self.title,
             "kernel": dict(self.kernel) | {"roles": _json(self.roles)},
+            "loop": self.loop,
+            "lanes": LANES[self.kernel["operation"]],
             "axes": {axis: {"label": AXIS_LABELS[axis], "size": size} for axis, size in self.sizes.items()},
             "tiles": [_json(tile) | {"axes": AXES[tile.tensor]} for tile in self.tiles],
             "fragments": [_json(fragment) | {"axes": AXES[fragment.tensor]} for fragment in self.fragments],

@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from cuteflash.output import make_directory, write_file
+from cuteflash.problem import Operation
 
 from .command import page_text, read_scene, scene_json, study_path
 from .measured import apart, kin, speed
 from .page import PAGE, page_data
-from .rows import ShippedRow, shipped_rows, worst_ways
+from .rows import ShippedRow, is_drawn, shipped_rows, worst_ways
 from .scene import Scene
 
 TITLE = "cuteflash layouts"
@@ -34,17 +35,20 @@ class Entry:
 
 
 def chosen_rows(
-    targets: Collection[str], families: Collection[str], head_dims: Collection[int] | None
+    operation: Operation, targets: Collection[str], families: Collection[str], head_dims: Collection[int] | None
 ) -> list[ShippedRow]:
-    """The shipped rows of these targets, families and head dims of Q and K (None: all), in the tables' order.
+    """The shipped rows of an operation, targets, families and head dims of Q and K (None: all), in the tables' order.
+
+    Rows whose kernels are not drawn are left out.
 
     ValueError if none is left.
     """
     rows = [
         row
-        for row in shipped_rows()
+        for row in shipped_rows(operation)
         if row.target in targets
         and row.family in families
+        and is_drawn(row.choice.traits)
         and (head_dims is None or row.problem.operands.head_dim in head_dims)
     ]
     if not rows:
@@ -93,6 +97,7 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "title": scene.title,
         "arch": row.target,
         "family": row.family,
+        "kernel": kernel["name"],
         "head_dim": kernel["head_dim"],
         "head_dim_v": kernel["head_dim_v"],
         "mask": ", ".join(row.masks),

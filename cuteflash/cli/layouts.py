@@ -20,18 +20,17 @@ from cuteflash.companions import companion
 from cuteflash.dispatch import Choice, choose
 from cuteflash.install import how_to_install
 from cuteflash.output import check_directory, check_file, write_file
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS, BwdProblem, FwdProblem, Operation, Problem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.length_class import LENGTH_CLASSES
 
-KERNELS = ("fwd",)
 PICTURES = ("svg", "png", "ascii")
 FORMATS = ("html", "json", *PICTURES)
 COLORS = ("owner", "bank", "value", "address", "core", "plain")
 PACKAGES = {"numpy": "numpy", "PIL": "pillow"}  # module -> its package; both are part of the extra
 
 Item = TypeVar("Item")
-Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(KERNELS)}.")]
+Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}; also which rows --all shows.")]
 Arch = Annotated[str | None, typer.Option(help=f"One of {', '.join(ARCHS)}; default: this GPU's. With --all, several.")]
 HeadDim = Annotated[
     str | None, typer.Option(help="Columns of Q and K, a multiple of 8 up to 256. With --all, several.")
@@ -83,7 +82,7 @@ def layouts(
     --arch and --head-dim choose the row. JSON, and one panel as ascii, go to stdout without -o.
     """
     with Usage(), _extra():
-        _one("kernel", kernel, KERNELS)
+        operation = _one("kernel", kernel, OPERATIONS)
         _one("format", form, FORMATS)
         if color is not None:
             _one("color", color, COLORS)
@@ -100,9 +99,9 @@ def layouts(
                 "with --all, which shows every row",
                 {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype, "lengths": lengths},
             )
-            good = _gallery(arch, head_dim, family, _needed(output, "site/"), compile_now)
+            good = _gallery(operation, (arch, head_dim, family), _needed(output, "site/"), compile_now)
             raise typer.Exit(0 if good else 1)
-        problem, target = _problem(arch, head_dim, head_dim_v, mask or "full", dtype or "bf16")
+        problem, target = _problem(operation, arch, (head_dim, head_dim_v), mask or "full", dtype or "bf16")
         checked_family = None if family is None else _one("family", family, FAMILIES)
         row = (
             problem,
@@ -116,19 +115,21 @@ def layouts(
 
 
 def _problem(
-    arch: str | None, head_dim: str | None, head_dim_v: str | None, mask: str, dtype: str
-) -> tuple[FwdProblem, str]:
-    """(problem, target) of one row, checked."""
+    operation: Operation, arch: str | None, dims: tuple[str | None, str | None], mask: str, dtype: str
+) -> tuple[Problem, str]:
+    """(problem, target) of one row, checked; `dims` are head_dim and head_dim_v."""
+    head_dim, head_dim_v = dims
     if head_dim is None:
         raise ValueError("layouts needs --head-dim, e.g. --head-dim 128, or --all")
     pairs = head_dims(head_dim, head_dim_v)
     if len(pairs) > 1:
         raise ValueError(f"head_dim is {head_dim!r}; allowed: one, or --all")
-    problem = FwdProblem.dense(_one("dtype", dtype, DTYPES), *pairs[0], _one("mask", mask, MASK_KINDS))
+    dense = FwdProblem.dense if operation == "fwd" else BwdProblem.dense
+    problem = dense(_one("dtype", dtype, DTYPES), *pairs[0], _one("mask", mask, MASK_KINDS))
     return problem, information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
 
 
-def _whole(row: tuple[FwdProblem, str, Choice], form: str, output: pathlib.Path | None, compile_now: bool) -> None:
+def _whole(row: tuple[Problem, str, Choice], form: str, output: pathlib.Path | None, compile_now: bool) -> None:
     """The page, or the scene as JSON, to `output`; JSON without it to stdout."""
     command = companion("layouts.command")
     if form == "html":
@@ -145,7 +146,7 @@ def _whole(row: tuple[FwdProblem, str, Choice], form: str, output: pathlib.Path 
 
 
 def _pictures(
-    row: tuple[FwdProblem, str, Choice],
+    row: tuple[Problem, str, Choice],
     form: str,
     panel: str | None,
     look: tuple[str | None, int | None, bool],
@@ -173,11 +174,16 @@ def _pictures(
 
 
 def _gallery(
-    arch: str | None, head_dim: str | None, family: str | None, output: pathlib.Path, compile_now: bool
+    operation: Operation, selected: tuple[str | None, str | None, str | None], output: pathlib.Path, compile_now: bool
 ) -> bool:
-    """Writes the gallery of the selected rows; False if a kernel that should be compiled was not."""
+    """Writes the gallery of the selected rows; False if a kernel that should be compiled was not.
+
+    `selected` are the texts of --arch, --head-dim and --family.
+    """
     site = companion("layouts.site")
+    arch, head_dim, family = selected
     rows = site.chosen_rows(
+        operation,
         targets=names("arch", arch, ARCHS) or list(ARCHS),
         families=names("family", family, FAMILIES) or list(FAMILIES),
         head_dims=[columns for columns, _ in head_dims(head_dim, None)] if head_dim is not None else None,

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 from cuteflash.dispatch import Choice, choose_shipped
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import FwdProblem, Problem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass
 from cuteflash.traits.sm80 import FwdTraitsSm80
 
 from ..rows import scene_id
+from .gradients import backward_row, gradient_data
 from .loops import loop_data
 from .pipeline import pipeline_data
 from .ring import ring_data
@@ -26,28 +27,33 @@ _LESSON_ROWS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "s
 _LESSON_LENGTHS: LengthClass = (
     "short"  # its rows keep Q in registers and share no memory, which makes the lessons simpler
 )
+_BACKWARD_HEAD_DIM = 128
 
 
-def lesson_scenes() -> list[tuple[FwdProblem, str, Choice]]:
-    """The rows that a page embeds for its lessons: (problem, target, choice) of one row of each family.
+def lesson_scenes() -> dict[str, tuple[Problem, str, Choice]]:
+    """The rows that a page embeds for its lessons: (problem, target, choice) of one row of each family's forward, and
+    of one backward, by the name that lessons give them.
 
-    Both are rows of the gallery, so that a page with all rows does not embed them twice.
+    They are rows of the galleries, so that a page with all rows does not embed them twice.
     """
     problem = _LESSON_PROBLEM
-    return [
-        (problem, target, choose_shipped(problem, target, family, _LESSON_LENGTHS)) for target, family in _LESSON_ROWS
-    ]
+    forward: dict[str, tuple[Problem, str, Choice]] = {
+        family: (problem, target, choose_shipped(problem, target, family, _LESSON_LENGTHS))
+        for target, family in _LESSON_ROWS
+    }
+    return forward | {"backward": backward_row(_BACKWARD_HEAD_DIM)}
 
 
 def lesson_data() -> dict[str, Any]:
     """All data of the lessons beside the scenes, as JSON values without NaN or infinity."""
     scenes = lesson_scenes()
-    problem, ampere, choice = scenes[0]
+    _, ampere, choice = scenes["sm80"]
     return {
-        "scenes": {scene[2].family: scene_id(*scene) for scene in scenes},
+        "scenes": {name: scene_id(*scene) for name, scene in scenes.items()},
         "softmax": softmax_data(),
         "loops": loop_data(),
-        "pipeline": pipeline_data(cast(FwdTraitsSm80, choice.traits), problem, ampere),
+        "pipeline": pipeline_data(cast(FwdTraitsSm80, choice.traits), _LESSON_PROBLEM, ampere),
         "ring": ring_data(),
         "turns": turn_data(),
+        "gradients": gradient_data(),
     }

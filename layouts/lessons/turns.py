@@ -13,35 +13,10 @@ from cuteflash.dispatch import choose
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm90 import WGMMA_M, FwdTraitsSm90
 
-FLOPS_PER_CLOCK = 4096  # dense bf16, one multiprocessor
-EXPONENTIALS_PER_CLOCK = 16
+from .timeline import EXPONENTIAL, EXPONENTIALS_PER_CLOCK, FLOPS_PER_CLOCK, TENSOR, Key, Task, simulate, spans_data
+
 HEAD_DIMS = (64, 128, 256)
 BLOCKS = 4
-TENSOR, EXPONENTIAL = "tensor", "exponential"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Task:
-    """Work of one warpgroup on one unit; it starts when the tasks `after` are done.
-
-    Attributes:
-        key: (warpgroup, "QK" | "softmax" | "PV", block).
-        clocks: how long it takes if the unit does nothing else.
-    """
-
-    key: tuple[int, str, int]
-    unit: str
-    clocks: int
-    after: tuple[tuple[int, str, int], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """A task as it ran: [start, end) in clocks."""
-
-    task: Task
-    start: float
-    end: float
 
 
 def tasks(warpgroups: int, overlap: bool, pingpong: bool, product: int, softmax: int) -> list[Task]:
@@ -54,7 +29,7 @@ def tasks(warpgroups: int, overlap: bool, pingpong: bool, product: int, softmax:
     """
     found = []
     for wg in range(warpgroups):
-        queue: list[tuple[int, str, int]] = []  # products of a warpgroup run in the order of issue
+        queue: list[Key] = []  # products of a warpgroup run in the order of issue
         for stage in _issue_order(overlap):
             name, block = stage
             after = list(queue[-1:]) if name != "softmax" else [(wg, "QK", block)]
@@ -86,7 +61,7 @@ def _issue_order(overlap: bool) -> list[tuple[str, int]]:
 def _in_turns(found: list[Task], warpgroups: int, overlap: bool) -> list[Task]:
     """The same tasks; the first product of a turn also waits for the last product of the turn before it."""
 
-    def turn_before(wg: int, block: int) -> tuple[tuple[int, str, int], ...]:
+    def turn_before(wg: int, block: int) -> tuple[Key, ...]:
         wg, block = (wg - 1, block) if wg > 0 else (warpgroups - 1, block - 1)
         if block < 0:
             return ()
@@ -100,39 +75,12 @@ def _in_turns(found: list[Task], warpgroups: int, overlap: bool) -> list[Task]:
     ]
 
 
-def simulate(work: list[Task]) -> list[Span]:
-    """When each task runs, in order of their ends. A unit is shared equally by all tasks that run on it."""
-    waiting = list(work)
-    running: dict[tuple[int, str, int], tuple[Task, float, float]] = {}  # task, start, clocks left
-    done: dict[tuple[int, str, int], Span] = {}
-    now = 0.0
-    while waiting or running:
-        ready = [task for task in waiting if all(key in done for key in task.after)]
-        waiting = [task for task in waiting if task not in ready]
-        running |= {task.key: (task, now, float(task.clocks)) for task in ready}
-        if not running:
-            raise ValueError("these tasks wait for each other")
-        share = {unit: sum(task.unit == unit for task, _, _ in running.values()) for unit in (TENSOR, EXPONENTIAL)}
-        advance = min(left * share[task.unit] for task, _, left in running.values())
-        now += advance
-        for key, (task, start, left) in list(running.items()):
-            left -= advance / share[task.unit]
-            running[key] = (task, start, left)
-            if left < 1e-9:
-                done[key] = Span(task, start, now)
-                del running[key]
-    return list(done.values())
-
-
 def schedule(head_dim: int, warpgroups: int, overlap: bool, pingpong: bool) -> dict[str, Any]:
     """Spans `[warpgroup, what, block, start, end]` of the row of a head dim, the clocks of all, the tensor share."""
     traits = row_traits(head_dim)
     product, softmax = clocks(head_dim, traits.tile_n)
     spans = simulate(tasks(warpgroups, overlap, pingpong, product, softmax))
-    total = max(span.end for span in spans)
-    used = 2 * product * BLOCKS * warpgroups
-    listed = [[*span.task.key, round(span.start), round(span.end)] for span in spans]
-    return {"spans": listed, "clocks": round(total), "tensor": round(used / total, 4)}
+    return spans_data(spans)
 
 
 def clocks(head_dim: int, tile_n: int) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class Part:
         offsets = Layout(**self.spec["layout"]).indices()[stage * cells : (stage + 1) * cells]
         if swizzled and self.spec.get("swizzle"):
             offsets = Swizzle(*self.spec["swizzle"])(offsets)
-        addresses: Numbers = (self.spec.get("base") or 0) + self.scene["kernel"]["element_bytes"] * offsets
+        addresses: Numbers = (self.spec.get("base") or 0) + self.spec["element_bytes"] * offsets
         return addresses.reshape(self.shape, order="F")
 
     def owners(self) -> Owners | None:

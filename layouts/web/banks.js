@@ -83,11 +83,11 @@
      * `group` counts the access's warps or warpgroups from 0; `swizzle` null: none.
      */
     addresses(group, instruction, swizzle) {
-      const { offsets, spec } = this.part;
+      const { offsets, spec, elementBytes } = this.part;
       const place = swizzle ? CF.algebra.swizzle(swizzle) : (offset) => offset;
       return Int32Array.from(
         { length: this.lanes },
-        (_, lane) => spec.base + this.scene.elementBytes * place(offsets[this.cell(group, instruction, lane)]),
+        (_, lane) => spec.base + elementBytes * place(offsets[this.cell(group, instruction, lane)]),
       );
     }
 
@@ -180,7 +180,7 @@
   }
 
   /** The swizzles of 0 to 3 bits with a tile's own base and shift: `[null, [1, m, s], [2, m, s], [3, m, s]]`. */
-  function alternatives({ swizzle }, elementBytes) {
+  function alternatives({ spec: { swizzle }, elementBytes }) {
     const chunk = Math.log2(CORE_BYTES / elementBytes);
     const [, base, shift] = swizzle ?? [0, chunk, MOST_BITS];
     return Array.from({ length: MOST_BITS + 1 }, (_, bits) => (bits ? [bits, base, shift] : null));

@@ -84,7 +84,7 @@
     }
 
     #alternatives() {
-      return CF.banks.alternatives(this.access.part.spec, this.scene.elementBytes);
+      return CF.banks.alternatives(this.access.part);
     }
 
     choose(access) {
@@ -202,7 +202,7 @@
       const { part } = this.access;
       const stage = CF.state.get("stage");
       const numbers = Float64Array.from({ length: part.size }, (_, cell) => {
-        const { after } = CF.bits.offsets(part, cell, this.shown, this.scene.elementBytes, stage);
+        const { after } = CF.bits.offsets(part, cell, this.shown, stage);
         return this.scene.bank(part.spec.base + after);
       });
       const rgb = (bank) => CF.palette.ramp(bank / (CF.banks.BANKS - 1));

@@ -22,7 +22,8 @@
   }
 
   /** Byte offsets of an element before and after a swizzle: `{before, after}`. */
-  function offsets(part, cell, swizzle, elementBytes, stage = 0) {
+  function offsets(part, cell, swizzle, stage = 0) {
+    const { elementBytes } = part;
     const offset = part.offsets[cell + part.size * (stage % part.stages)];
     const after = swizzle ? CF.algebra.swizzle(swizzle)(offset) : offset;
     return { before: offset * elementBytes, after: after * elementBytes };
@@ -114,10 +115,10 @@
    * The swizzle acts on the offset within the tile; tiles start at multiples of its period, so banks agree.
    */
   function figure({ scene, part, cell, swizzle, name, stage = 0 }) {
-    const { before, after } = offsets(part, cell, swizzle, scene.elementBytes, stage);
-    const bytes = scene.elementBytes * part.offsets.length;
+    const { before, after } = offsets(part, cell, swizzle, stage);
+    const bytes = part.elementBytes * part.offsets.length;
     const width = Math.max(Math.ceil(Math.log2(bytes)), 10);
-    const xors = pairs(swizzle, scene.elementBytes);
+    const xors = pairs(swizzle, part.elementBytes);
     const { base } = part.spec;
     const say = (offset) =>
       `offset ${CF.hex(offset)}, address ${CF.hex(base + offset)}, bank ${scene.bank(base + offset)}`;
@@ -134,7 +135,7 @@
           "p",
           { class: "hint" },
           xors.length
-            ? `${CF.banks.swizzleText(swizzle)} counts elements of ${scene.elementBytes} bytes; `
+            ? `${CF.banks.swizzleText(swizzle)} counts elements of ${part.elementBytes} bytes; `
             : "Without a swizzle the offset is the layout's own. ",
           xors.length ? `in bytes it XORs bits ${rules}. ` : null,
           `${part.id} starts at ${CF.hex(base)}, ${aligned(base)}.`,

@@ -11,8 +11,8 @@
   const ROOM = 0.75; // place in a bar up to which a mark has room for its name
 
   /* A tensor has the same colour in shared memory and in registers. */
-  const HUES = { Q: 0, K: 1, V: 2, O: 3, S: 5, P: 6 };
-  const hue = (name) => HUES[name.replace(/^(acc_|[a-z])/, "")] ?? 7;
+  const HUES = { Q: 0, K: 1, V: 2, O: 3, dO: 3, S: 5, P: 6, dP: 4, dS: 5, dV: 2, dK: 1, dQ: 0 };
+  const hue = (name) => HUES[name.replace(/^(acc_|[sr])|t$/g, "")] ?? 7;
 
   const bytes = (n) => `${CF.number(n)} B`;
   const percent = (part, whole) => `${Math.round((1000 * part) / whole) / 10} %`;
@@ -54,10 +54,10 @@
   }
 
   /** The command that compiles a kernel and reports its registers. */
-  function compileCommand({ head_dim, head_dim_v, arch, dtype, mask, family }) {
+  function compileCommand({ operation, head_dim, head_dim_v, arch, dtype, mask, family, lengths }) {
     const own = head_dim_v === head_dim ? "" : ` --head-dim-v ${head_dim_v}`;
     const row = `--head-dim ${head_dim}${own} --arch ${arch} --dtype ${dtype} --mask ${mask} --family ${family}`;
-    return `cuteflash compile ${row}`;
+    return operation === "fwd" ? `cuteflash compile ${row}` : `cuteflash layouts --kernel ${operation} ${row} --lengths ${lengths[0]} --compile -o row.html`;
   }
 
   /* One part of a bar, from `start` of `scale` on; its label is inside if there is room. */
@@ -258,7 +258,7 @@
     const { used, left, limit } = roleUse(role);
     const rest =
       left >= 0
-        ? `${left} are left for addresses, the softmax's row maxima and sums, and the compiler's temporaries.`
+        ? `${left} are left for addresses, numbers of the rows, and the compiler's temporaries.`
         : `${-left} more than there are: the compiler cannot hold all of them at once.`;
     const own = role.warpgroups ? null : compiled;
     const words = role.parts.length

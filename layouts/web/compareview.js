@@ -4,7 +4,6 @@
 
   const { h } = CF;
   const SIDES = ["a", "b"];
-  const TENSORS = ["Q", "K", "S", "P", "V", "O"];
   const HEIGHT = 300; // pixels of a panel's grid
   const FIRST_TENSOR = "K"; // its tiles and fragments differ most between the families
   const HOW = "Move over a panel, tap a cell or use the arrow keys in one: its element is marked in both rows.";
@@ -48,11 +47,16 @@
       return SIDES.map((side, i) => CF.scene.of(CF.state.get(side)) ?? CF.scene.of(start[i].id));
     }
 
+    /** The tensors of either row, in the first row's order. */
+    get known() {
+      return [...new Set(this.scenes.flatMap(({ lanes }) => lanes.flat()))];
+    }
+
     /** The tensor whose panels are shown: the state's, else that of the panel that a link names. */
     get tensor() {
       const [wanted, panel] = [CF.state.get("tensor"), CF.state.get("panel")];
       const named = this.scenes.map((scene) => scene.part(panel)?.tensor).find(Boolean);
-      return [wanted, named].find((tensor) => TENSORS.includes(tensor)) ?? FIRST_TENSOR;
+      return [wanted, named].find((tensor) => this.known.includes(tensor)) ?? FIRST_TENSOR;
     }
 
     #head({ gallery }) {
@@ -142,7 +146,7 @@
       const choose = (name) => CF.state.set({ tensor: name, panel: null });
       const focused = this.tensors.contains(document.activeElement);
       this.tensors.replaceChildren(
-        ...TENSORS.map((name) =>
+        ...this.known.map((name) =>
           h("button", { type: "button", "aria-pressed": String(name === tensor), onclick: () => choose(name) }, name),
         ),
       );
@@ -225,8 +229,8 @@
 
   /* A trait of either row has an explanation; other names do not. */
   const explained = (scenes) => (name) => {
-    const families = scenes.map((scene) => scene.data.kernel.family);
-    return CF.explain.trait(families.find((family) => CF.explain.traitWords(family, name)), name);
+    const kernels = scenes.map((scene) => scene.data.kernel.name);
+    return CF.explain.trait(kernels.find((kernel) => CF.explain.traitWords(kernel, name)), name);
   };
 
   /* Lines of CF.compare as a table; lines that differ have a sign and another background. */

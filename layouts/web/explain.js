@@ -19,6 +19,12 @@
     S: "S, the scores Q Kᵀ",
     P: "P, the exponentials of the scores, rounded to the element type",
     O: "O, the output, the sum of P V over the key blocks",
+    dO: "dO, the gradient of the output",
+    dP: "dP, the gradient of P, dO Vᵀ",
+    dS: "dS, the gradient of the scores, P (dP - delta), rounded to the element type",
+    dQ: "dQ, the gradient of the queries, the sum of dS K over the key blocks",
+    dK: "dK, the gradient of the keys, the sum of dSᵀ Q over the query blocks",
+    dV: "dV, the gradient of the values, the sum of Pᵀ dO over the query blocks",
   };
 
   let page = {};
@@ -80,11 +86,11 @@
 
   const isOpen = () => Boolean(box?.matches(":popover-open"));
 
-  /** The description of a trait of a kernel family. */
-  const traitWords = (family, name) => page.traits?.[family]?.[name] ?? null;
+  /** The description of a trait of a kernel. */
+  const traitWords = (kernel, name) => page.traits?.[kernel]?.[name] ?? null;
 
   /** `kv_stage`, with its description. */
-  const trait = (family, name, text = name) => term(text, traitWords(family, name), name);
+  const trait = (kernel, name, text = name) => term(text, traitWords(kernel, name), name);
 
   function axisWords(scene, axis) {
     const { label, size } = scene.data.axes[axis];
@@ -104,7 +110,7 @@
     );
 
   function partWords({ id, tensor, spec, owned, stages, kind }) {
-    const prefix = id?.match(/^(acc|[gsr])_?[A-Z]$/)?.[1];
+    const prefix = id?.match(/^(acc|[gsr])_?d?[A-Z]t?$/)?.[1];
     if (!prefix || kind === "grid") return null;
     const words = [`${TENSORS[tensor]}: ${PLACES[prefix]}.`];
     if (owned) words.push(`${spec.registers} registers of each thread.`);

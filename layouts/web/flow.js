@@ -2,12 +2,10 @@
 (() => {
   "use strict";
 
-  const LANES = [["Q"], ["K"], ["S", "P"], ["V"], ["O"]];
-
-  const lane = (tensor) =>
+  const lane = (scene, tensor) =>
     Math.max(
       0,
-      LANES.findIndex((tensors) => tensors.includes(tensor)),
+      scene.lanes.findIndex((tensors) => tensors.includes(tensor)),
     );
 
   /**
@@ -94,7 +92,7 @@
   /* The lane of a step is that of the tensor it writes, else of the one it reads. */
   function stepLane(scene, { reads, writes }) {
     const part = scene.part(writes[0] ?? reads[0]);
-    return part ? lane(part.tensor) : 0;
+    return part ? lane(scene, part.tensor) : 0;
   }
 
   class Flow {
@@ -138,13 +136,13 @@
           boxes.set(where, CF.h("div", { class: "flow-cell", style: `grid-row:${row + 1};grid-column:${at}` }));
         return boxes.get(where);
       };
-      for (const part of this.scene.parts) box(part.id, lane(part.tensor)).append(this.#partNode(part));
+      for (const part of this.scene.parts) box(part.id, lane(this.scene, part.tensor)).append(this.#partNode(part));
       for (const link of this.links) box(link.key, stepLane(this.scene, link)).append(this.#stepNode(link));
       for (const { key, reads } of this.links) {
         const before = reads[0]?.startsWith("step ") ? this.nodes.get(reads[0]).parentElement : null;
         if (before?.children.length > 1) this.nodes.get(key).parentElement.classList.add("following");
       }
-      const names = LANES.map((tensors, row) =>
+      const names = this.scene.lanes.map((tensors, row) =>
         CF.h("div", { class: "flow-lane", style: `grid-row:${row + 1}` }, tensors.join(", ")),
       );
       this.grid.append(...names, ...boxes.values());
@@ -244,5 +242,5 @@
   }
 
   CF.Flow = Flow;
-  CF.flow = { columns, links: linksIn, lane, LANES };
+  CF.flow = { columns, links: linksIn };
 })();

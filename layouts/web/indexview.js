@@ -60,7 +60,7 @@
 
   function apartCell(row) {
     const entries = Object.entries(row.apart);
-    const chip = ([name, value]) => CF.explain.trait(row.family, name, CF.gallery.traitText(name, value));
+    const chip = ([name, value]) => CF.explain.trait(row.kernel, name, CF.gallery.traitText(name, value));
     const ways = row.worst_ways > 1 ? h("span", { class: "bad" }, `${row.worst_ways}-way bank conflicts`) : null;
     if (!entries.length && !ways) return cell(h("span", { class: "hint" }, "as most"));
     return cell(h("span", { class: "apart" }, ways, entries.map(chip)));

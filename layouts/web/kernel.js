@@ -2,14 +2,6 @@
 (() => {
   "use strict";
 
-  const GROUPS = [
-    { title: "Q", tensors: ["Q"] },
-    { title: "K", tensors: ["K"] },
-    { title: "S and P", tensors: ["S", "P"] },
-    { title: "V", tensors: ["V"] },
-    { title: "O", tensors: ["O"] },
-  ];
-
   const LEAST_ROOM = 240; // pixels of grids in sight, below which the page scrolls to them
   const LEAST_GRID = 150;
   const TALLEST_GRID = 440;
@@ -35,7 +27,7 @@
       this.inspector = new CF.Inspector(side, scene, { openPanel });
       this.parts.push(this.inspector);
       this.panels = new Map();
-      for (const group of GROUPS) this.#group(panels, group);
+      for (const tensors of scene.lanes) this.#group(panels, tensors);
       this.keys = (event) => this.#key(event);
       document.addEventListener("keydown", this.keys);
       this.fitSide = CF.perFrame(() => fill(side));
@@ -97,7 +89,8 @@
       return room / Math.ceil(shown / columns) - AROUND_GRID;
     }
 
-    #group(container, { title, tensors }) {
+    #group(container, tensors) {
+      const title = tensors.join(" and ");
       const parts = this.scene.parts.filter((part) => tensors.includes(part.tensor)).sort(this.#inOrder());
       if (!parts.length) return;
       const row = CF.h("div", { class: "panel-row" });
@@ -149,7 +142,7 @@
     const role = ({ name, first_thread: first, threads, does }) =>
       CF.h("span", {}, CF.explain.term(name, does), ` ${first}–${first + threads - 1}`);
     const traits = Object.entries(kernel.traits ?? {}).map(([name, value]) =>
-      CF.h("span", {}, CF.explain.trait(kernel.family, name), " ", CF.h("b", {}, String(value))),
+      CF.h("span", {}, CF.explain.trait(kernel.name, name), " ", CF.h("b", {}, String(value))),
     );
     return CF.h(
       "div",

@@ -3,10 +3,6 @@
   "use strict";
 
   const { prose, figure, slider, choice, checks } = CF.lessons;
-  const ROW = 26; // pixels of a lane in the schedule
-  const LEFT = 104;
-  const LABEL_FROM = 36; // width of a task that has room for its name
-  const SCALE = 1000; // the drawing's width in its own units
   const WGMMA_K = 16; // extent of the sum in one instruction, for 16-bit elements
 
   /** `TmaRing` with its mbarriers: which actor may proceed, which waits for which parity. Positions count all tiles. */
@@ -271,62 +267,17 @@
       const groups = this.groups === "1" ? 1 : row.warpgroups;
       const turns = groups === 1 ? 0 : this.turns;
       const schedule = row.schedules[`${groups} ${this.overlap} ${turns}`];
-      this.host.replaceChildren(this.#drawing(schedule, groups));
+      const longest = Math.max(...Object.values(row.schedules).map(({ clocks }) => clocks));
+      this.host.replaceChildren(
+        CF.lessons.timeline(schedule, {
+          groups,
+          longest,
+          beside: { name: "softmax", tasks: { softmax: "exp" } },
+          unit: "block",
+        }),
+      );
       const alone = groups === 1 && this.turns ? " A single warpgroup has no other to take turns with." : "";
       this.line.textContent = `${row.tile_n} keys a block: a product takes ${row.product} clocks, its exponentials ${row.softmax}. ${groups} warpgroup${groups > 1 ? "s" : ""}: ${CF.number(schedule.clocks)} clocks, tensor cores busy ${Math.round(schedule.tensor * 100)} %.${alone}`;
-    }
-
-    #drawing({ spans, clocks }, groups) {
-      const longest = Math.max(...Object.values(this.data[this.dim].schedules).map((schedule) => schedule.clocks));
-      const x = (clock) => LEFT + ((SCALE - LEFT) * clock) / longest;
-      const lanes = Array.from({ length: groups }, (_, wg) => [`wg ${wg} products`, `wg ${wg} softmax`]).flat();
-      const box = ([wg, what, block, start, end]) => {
-        const rgb = CF.palette.category(block);
-        const y = (2 * wg + (what === "softmax" ? 1 : 0)) * ROW;
-        return CF.svg(
-          "g",
-          {},
-          CF.svg("title", {}, `${what} of block ${block}, warpgroup ${wg}: clocks ${start} to ${end}`),
-          CF.svg("rect", {
-            x: x(start),
-            y: y + 2,
-            width: Math.max(x(end) - x(start) - 1, 1),
-            height: ROW - 4,
-            rx: 2,
-            fill: CF.palette.css(rgb, what === "softmax" ? 0.55 : 1),
-          }),
-          x(end) - x(start) > LABEL_FROM
-            ? CF.svg(
-                "text",
-                {
-                  x: (x(start) + x(end)) / 2,
-                  y: y + ROW / 2 + 4,
-                  "text-anchor": "middle",
-                  fill: what === "softmax" ? CF.palette.theme("ink") : CF.palette.ink(rgb),
-                },
-                what === "softmax" ? `exp ${block}` : `${what} ${block}`,
-              )
-            : null,
-        );
-      };
-      const height = lanes.length * ROW;
-      return CF.svg(
-        "svg",
-        {
-          viewBox: `0 0 ${SCALE} ${height + 18}`,
-          class: "lesson-turns",
-          role: "img",
-          "aria-label": `Schedule of ${groups} warpgroups over ${clocks} clocks`,
-        },
-        lanes.map((name, i) => CF.svg("text", { x: 0, y: i * ROW + ROW / 2 + 4, class: "lane" }, name)),
-        spans.map(box),
-        CF.svg("line", { x1: x(clocks), x2: x(clocks), y1: 0, y2: height, class: "end" }),
-        CF.svg(
-          "text",
-          { x: x(clocks), y: height + 13, "text-anchor": "end", class: "lane" },
-          `${CF.number(clocks)} clocks`,
-        ),
-      );
     }
   }
 

@@ -156,6 +156,7 @@
       this.axes = spec.axes;
       [this.rows, this.cols] = spec.shape;
       this.stages = spec.stages ?? 1;
+      this.elementBytes = spec.element_bytes;
       this.space = kind === "fragment" ? "registers" : spec.space;
       this.owned = kind === "fragment" ? new ThreadValues(spec.tv, spec.first_thread ?? 0, this.size) : null;
     }
@@ -214,6 +215,11 @@
       return this.data.steps;
     }
 
+    /** The tensors that are drawn together: `[["Q"], ["S", "P"], ...]`. */
+    get lanes() {
+      return this.data.lanes;
+    }
+
     part(id) {
       return this.#parts.get(id) ?? null;
     }
@@ -248,7 +254,7 @@
       const offset = part.offsets[row + part.rows * (col + part.cols * (stage % part.stages))];
       const { swizzle, base } = part.spec;
       const placed = swizzled && swizzle ? CF.algebra.swizzle(swizzle)(offset) : offset;
-      return (base ?? 0) + this.elementBytes * placed;
+      return (base ?? 0) + part.elementBytes * placed;
     }
 
     /** Shared-memory bank of a byte address. */

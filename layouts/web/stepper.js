@@ -3,9 +3,9 @@
   "use strict";
 
   const PHASES = {
-    prologue: "Prologue, once a tile",
-    loop: "Loop over key blocks",
-    epilogue: "Epilogue, once a tile",
+    prologue: () => "Prologue, once a tile",
+    loop: (scene) => `Loop over ${scene.data.loop}`,
+    epilogue: () => "Epilogue, once a tile",
   };
   const PLAY_MS = 450;
   const SWIZZLE_CODES = { 0: 0, 128: 1, 64: 2, 32: 3 };
@@ -67,7 +67,7 @@
         const steps = this.steps.filter((step) => step.phase === phase);
         if (!steps.length) return null;
         return [
-          CF.h("h3", {}, title),
+          CF.h("h3", {}, title(this.scene)),
           CF.h(
             "ol",
             {},

@@ -37,6 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         ["--all", "--arch", "sm_90a", "--family", "sm90", "--head-dim", "64,128", "-o", str(folder)],
         ["--arch", "sm_90a", "--head-dim", "128", "--causal", "-o", str(folder / "page.html")],
         ["--arch", "sm_80", "--head-dim", "128", "-o", str(folder / "ampere.html")],
+        ["--kernel", "bwd", "--arch", "sm_90a", "--head-dim", "64", "-o", str(folder / "backward.html")],
     ):
         done = CliRunner().invoke(app, ["layouts", *arguments])
         assert done.exit_code == 0, done.output
@@ -184,6 +185,14 @@ def test_steps_are_walked_instruction_by_instruction(site: pathlib.Path, browser
         assert "1024" in text  # the stride byte offset of its descriptor
         visit.page.get_by_role("button", name="Next instruction").click()
         assert visit.state("instruction") == 4
+
+
+def test_a_backward_row_loops_over_query_blocks(site: pathlib.Path, browser: Any) -> None:
+    with Visit(browser, site / "backward.html", "#view=kernel&panel=sdQ") as visit:
+        headings = visit.page.locator(".stepper h3").all_inner_texts()
+        assert headings == ["Prologue, once a tile", "Loop over query blocks", "Epilogue, once a tile"]
+        assert visit.panel("sdQ").is_visible()
+        assert visit.fits()
 
 
 def test_a_deep_link_opens_its_panel(site: pathlib.Path, browser: Any) -> None:

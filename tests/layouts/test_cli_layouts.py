@@ -75,6 +75,26 @@ def test_html_is_one_page_with_the_row(here: pathlib.Path) -> None:
     assert scene["title"] in result.stdout
 
 
+def test_a_backward_row_has_its_own_lanes_and_the_words_of_its_own_traits(here: pathlib.Path) -> None:
+    result = call("--kernel", "bwd", "--arch", "sm_90a", "--head-dim", "64", "-o", "page.html")
+    assert result.exit_code == 0, result.output
+    data = data_of((here / "page.html").read_text())
+    scene = data["scenes"][data["scene"]]
+    kernel = scene["kernel"]
+    assert (kernel["operation"], kernel["name"], scene["loop"]) == ("bwd", "FlashBwdSm90", "query blocks")
+    assert ["dQ"] in scene["lanes"]
+    assert {part["tensor"] for part in scene["tiles"]} <= {tensor for lane in scene["lanes"] for tensor in lane}
+    assert "product dQ" in data["traits"]["FlashBwdSm90"]["dq"]
+    assert "K and V" in data["traits"]["FlashFwdSm90"]["kv_stage"]  # not hidden by the backward's
+
+
+def test_a_kernel_that_is_not_drawn_is_refused(here: pathlib.Path) -> None:
+    result = call("--kernel", "bwd", "--arch", "sm_90a", "--head-dim", "256", "-o", "page.html")
+    assert result.exit_code == 2
+    assert "FlashBwdTwoPassSm90 is not drawn; drawn are FlashFwdSm80" in result.stderr
+    assert names_in(here) == set()
+
+
 def test_json_goes_to_stdout_or_into_a_file(here: pathlib.Path) -> None:
     options = ("--head-dim-v", "128", "--mask", "window", "--dtype", "fp16", "--family", "sm80", "--format", "json")
     shown = call("--arch", "sm_90a", "--head-dim", "192", *options)
@@ -179,7 +199,7 @@ def test_the_gallery_has_a_page_for_every_row_chosen(here: pathlib.Path) -> None
 
 
 def test_the_gallery_is_every_table_row_that_a_problem_reaches() -> None:
-    rows = site.chosen_rows([key.target for key in tables_of("fwd")], ["sm80", "sm90"], None)
+    rows = site.chosen_rows("fwd", [key.target for key in tables_of("fwd")], ["sm80", "sm90"], None)
     assert {row.table for row in rows} == set(tables_of("fwd"))
     assert len({(row.target, row.family, row.choice.row) for row in rows}) == len(rows)
 
@@ -207,7 +227,7 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
     ("arguments", "complaint"),
     [
         (("-o", "x.html"), "layouts needs --head-dim, e.g. --head-dim 128, or --all"),
-        ((*ROW, "--kernel", "bwd", "-o", "x"), "kernel is 'bwd'; allowed: fwd"),
+        ((*ROW, "--kernel", "both", "-o", "x"), "kernel is 'both'; allowed: fwd, bwd"),
         (("--arch", "sm_75", "--head-dim", "64"), "arch is 'sm_75'; allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
         (("--arch", "sm_80,sm_86", "--head-dim", "64"), "arch is 'sm_80,sm_86'; allowed: one of sm_80"),
         (("--arch", "sm_80", "--head-dim", "264"), "head_dim is 264; allowed: multiples of 8 up to 256"),

@@ -49,6 +49,7 @@ def tile(rows: int = 2, cols: int = 4, **changes: Any) -> dict[str, Any]:
         "layout": layout([rows, cols, 2], [cols, 1, rows * cols]),
         "swizzle": None,
         "base": 256,
+        "element_bytes": 2,
         "valid": None,
         "note": "K waits here.",
     }

@@ -19,15 +19,14 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import tables_of
 from layouts.dsl import context
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
-from layouts.scene import Descriptor, Fragment, Scene, Step, Touch
+from layouts.scene import Fragment, Scene, Step
 from tests.cross_compile import KernelStore
 from tests.cubins import row_kernels
+from tests.layouts.drawings import WARPGROUP, by_issuer, descriptors_in, descriptors_of, elements
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 from tests.slow import slow_but
 
-WARPGROUP = 128
 SIZES = {"tile_m", "tile_n", "head_dim", "head_dim_v"}
-DESCRIPTOR = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
 
 
 def name_of(row: ShippedRow) -> str:
@@ -69,19 +68,6 @@ def scene_of(name: str) -> Scene:
 
 def kernel_of(row: ShippedRow) -> Any:
     return row.choice.kernel_cls(row.choice.traits, row.problem)
-
-
-def elements(touch: Touch) -> np.ndarray[Any, Any]:
-    """(instructions, values, threads) elements that a touch names."""
-    threads, values, instructions = (mode.size() for mode in touch.tv.modes())
-    return touch.tv.indices().reshape(instructions, values, threads)
-
-
-def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
-    """The same with one entry for each warpgroup where its threads issue together."""
-    named = elements(touch)
-    together = named.shape[2] % WARPGROUP == 0 and (named[:, :, 0] == named[:, :, 1]).all()
-    return named[:, :, ::WARPGROUP] if together else named
 
 
 with_lse, with_softcap = (functools.partial(FwdProblem.dense, **{name: True}) for name in ("lse", "softcap"))
@@ -274,18 +260,10 @@ def test_budgets_and_descriptors_are_the_compilers(name: str, kernels: KernelSto
         assert compiled.resources.registers == registers["launch"]
         setmax = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", compiled.ptx)}
         assert setmax == {role["limit"] for role in registers["roles"]}
-        encoded = {int(text) % (1 << 64) for text in DESCRIPTOR.findall(compiled.ptx)}
-        descriptors = [step.descriptor[side] for step in scene.steps if step.descriptor for side in "ab"]
-        assert encoded >= {constant(descriptor) for descriptor in descriptors if descriptor}
+        assert descriptors_in(compiled.ptx) >= descriptors_of(scene)
     else:
         held = sum(part["registers"] for part in registers["roles"][0]["parts"] if part["name"].startswith("acc"))
         assert held < compiled.resources.registers <= registers["launch"]
-
-
-def constant(descriptor: Descriptor) -> int:
-    """The fields of a matrix descriptor that do not depend on the address: PTX ISA, "Matrix descriptor"."""
-    mode = {128: 1, 64: 2, 32: 3}[descriptor.swizzle_bytes]
-    return mode << 62 | (descriptor.stride_bytes >> 4) << 32 | (descriptor.leading_bytes >> 4) << 16
 
 
 def touched(step: Step) -> set[tuple[str, str]]:

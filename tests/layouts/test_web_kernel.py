@@ -61,6 +61,7 @@ def scene() -> dict[str, Any]:
     def tile(name: str, space: str, stages: int, swizzle: list[int] | None, base: int) -> dict[str, Any]:
         grid = layout([ROWS, COLS, stages], [COLS, 1, ROWS * COLS])
         shape = {"axes": ["m", "d"], "shape": [ROWS, COLS], "stages": stages, "valid": [ROWS, COLS - 2]}
+        shape["element_bytes"] = ELEMENT_BYTES
         return {"id": name, "tensor": "Q", "space": space, "layout": grid, "swizzle": swizzle, "base": base, **shape}
 
     fragment = {
@@ -83,6 +84,8 @@ def scene() -> dict[str, Any]:
             "roles": [{"name": "w", "first_thread": 32, "threads": 32}],
         },
         "axes": {},
+        "loop": "key blocks",
+        "lanes": [["Q"]],
         "tiles": [tile("gQ", "global", 1, None, 0), tile("sQ", "shared", 2, [2, 3, 3], BASE)],
         "fragments": [fragment],
         "steps": [

@@ -23,7 +23,7 @@ FILES = (
     BASE_JS,
     *(name for name in PAGE.scripts if name in NEEDED or name.startswith("lessons")),
 )  # in the page's order
-IDS = ["layout", "tv", "swizzle", "mma", "cp-async", "tma", "wgmma", "softmax", "loops"]
+IDS = ["layout", "tv", "swizzle", "mma", "cp-async", "tma", "wgmma", "softmax", "loops", "backward"]
 
 # As much of a document as the lessons touch; texts, attributes and listeners are kept, nothing is laid out.
 BROWSER = """
@@ -98,7 +98,7 @@ MOUNT = """
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    scenes = (make_scene(*row) for row in lesson_scenes())
+    scenes = (make_scene(*row) for row in lesson_scenes().values())
     held = {scene.id: json.loads(json.dumps(scene.as_dict())) for scene in scenes}
     views = ["kernel", "playground", "learn"]
     return {"scenes": held, "scene": None, "views": views, "gallery": None, "lessons": lesson_data()}
@@ -211,7 +211,7 @@ def test_links_lead_to_the_gallery_where_the_page_has_no_kernel_view(page: dict[
 
 @pytest.mark.parametrize("swizzled", [True, False])
 def test_ways_are_those_of_the_bank_model(page: dict[str, Any], swizzled: bool) -> None:
-    scene = make_scene(*lesson_scenes()[0])
+    scene = make_scene(*lesson_scenes()["sm80"])
     step = next(step for step in scene.steps if step.id == "ldmatrix_k")
     touch = next(touch for touch in step.touches if touch.id == "sK")
     expected = touch_ways(scene, step, touch, swizzled)[3, 0].tolist()

@@ -136,7 +136,9 @@ def test_a_phase_of_an_asynchronous_copy_takes_a_pass_for_each_line() -> None:
 
 def test_alternatives_have_none_to_three_bits_with_the_tiles_base_and_shift() -> None:
     found = run_js(
-        FILES, "[[3, 3, 3], [2, 3, 4], null].map((s) => CF.banks.alternatives({ swizzle: s }, 2))", prelude=BROWSER
+        FILES,
+        "[[3, 3, 3], [2, 3, 4], null].map((swizzle) => CF.banks.alternatives({ spec: { swizzle }, elementBytes: 2 }))",
+        prelude=BROWSER,
     )
     assert found[0] == [None, [1, 3, 3], [2, 3, 3], [3, 3, 3]]
     assert found[1] == [None, [1, 3, 4], [2, 3, 4], [3, 3, 4]]
@@ -182,6 +184,9 @@ def test_the_compile_command_is_one_that_the_cli_takes(scene: Scene) -> None:
     options = inspect.signature(compile_).parameters
     for option in command.split()[2::2]:
         assert option.removeprefix("--").replace("-", "_") in options
+    backward = budget("CF.budget.compileCommand(data)", {**scene.kernel, "operation": "bwd"})
+    assert backward.startswith("cuteflash layouts --kernel bwd --head-dim ")
+    assert "--compile" in backward  # `cuteflash compile` knows the forward alone
 
 
 COMPARED = (*FILES, "budget.js", "compare.js", "gallery.js", "explain.js")
@@ -289,7 +294,7 @@ def test_the_summary_names_the_traits_that_both_rows_have() -> None:
 @pytest.fixture(scope="module")
 def gallery() -> list[dict[str, Any]]:
     """What the index knows of some rows that differ in all that it filters by."""
-    rows = chosen_rows({"sm_90a", "sm_80"}, {"sm90", "sm80"}, {64, 128, 192})
+    rows = chosen_rows("fwd", {"sm_90a", "sm_80"}, {"sm90", "sm80"}, {64, 128, 192})
     return [make_entry(row).summary for row in rows]
 
 
@@ -358,7 +363,7 @@ def test_the_search_finds_rows_by_what_is_said_of_them(gallery: list[dict[str, A
 
 
 def test_rows_that_targets_share_stand_once_with_all_targets() -> None:
-    rows = [make_entry(row).summary for row in chosen_rows({"sm_80", "sm_86", "sm_120"}, {"sm80"}, {64})]
+    rows = [make_entry(row).summary for row in chosen_rows("fwd", {"sm_80", "sm_86", "sm_120"}, {"sm80"}, {64})]
     groups = [[row["arch"] for row in group] for group in of_gallery(rows, "CF.gallery.kin(data)")]
     assert ["sm_86", "sm_120"] in groups
     assert all(group == ["sm_80"] for group in groups if "sm_80" in group)

@@ -1,0 +1,142 @@
+"""Ampere's instructions as steps of a scene: cp.async, ldmatrix, mma.sync, and rows on their way out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .read import Frame, Placed, ptx_type
+from .scene import Phase, Step, Touch
+
+CP_ASYNC = "cp.async.cg.shared.global [dst], [src], 16"
+THROUGH_REGISTERS = "ld.global.v4.b32, then st.shared.v4.b32"
+LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+LDMATRIX_TRANS = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32"
+ALL = "every thread"
+WARPS = "every warp"
+ONCE = "once a tile"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AmpereSteps:
+    """The instructions of one kernel, all of whose warps do the same.
+
+    Attributes:
+        frame: the block's tile.
+        dtype: element type of the operands.
+        often: how often the loop's steps run, "every key block".
+    """
+
+    frame: Frame
+    dtype: str
+    often: str
+
+    def _when(self, once: bool) -> tuple[str, Phase]:
+        return (ONCE, "prologue") if once else (self.often, "loop")
+
+    def load(self, tensor: str, copy: Any, note: str, once: bool, past_registers: bool = True) -> Step:
+        """Global to shared memory by all threads."""
+        source = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, tensor, everyone=True)
+        target = self.frame.copy(copy.layout_dst_tv_tiled, copy.tiler_mn, tensor, everyone=True)
+        repeat, phase = self._when(once)
+        way = "past L1 and past the registers"
+        if not past_registers:
+            way = "through registers, so that every load is waited for"
+        return Step(
+            id=f"load_{tensor.lower()}",
+            title=f"{tensor}: global → shared memory",
+            kind="cp.async" if past_registers else "st.shared",
+            instruction=CP_ASYNC if past_registers else THROUGH_REGISTERS,
+            role=ALL,
+            repeat=repeat,
+            phase=phase,
+            touches=(Touch(f"g{tensor}", "read", source), Touch(f"s{tensor}", "write", target, lane_bytes=16)),
+            note=f"{note}Neighbouring lanes take neighbouring 16 bytes of a row, {way}.",
+        )
+
+    def fetch(
+        self, fragment: str, tensor: str, copy: Any, orientation: tuple[bool, bool], once: bool = False, why: str = ""
+    ) -> Step:
+        """ldmatrix: an operand's fragments from `s{tensor}`.
+
+        Args:
+            orientation: whether the operand's rows are the tile's columns, and whether ldmatrix transposes.
+            why: of a transposition.
+        """
+        transposed, trans = orientation
+        source = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, tensor, transposed)
+        target = self.frame.copy(copy.layout_dst_tv_tiled, copy.tiler_mn, tensor, transposed)
+        repeat, phase = self._when(once)
+        note = "Lane i gives the address of a row of 8 elements; a phase is the 8 rows of one matrix."
+        return Step(
+            id=f"ldmatrix_{fragment[1:].lower()}",
+            title=f"{tensor}: shared memory → registers",
+            kind="ldmatrix",
+            instruction=LDMATRIX_TRANS if trans else LDMATRIX,
+            role=WARPS,
+            repeat=repeat,
+            phase=phase,
+            touches=(Touch(f"s{tensor}", "read", source, lane_bytes=16), Touch(fragment, "write", target)),
+            note=f"{note} {why}".strip() if trans else note,
+        )
+
+    def product(self, id: str, title: str, *operands: tuple[Placed, str]) -> Step:
+        """mma.sync of operands A, B and an accumulator, each with its fragment."""
+        (a, a_id), (b, b_id), (c, c_id) = operands
+        counts = (a.values.mode(1).size(), b.values.mode(1).size(), a.values.mode(2).size())
+        touches = (
+            a.touch(a_id, "read", counts, 0),
+            b.touch(b_id, "read", counts, 0),
+            c.touch(c_id, "write", counts, 0),
+        )
+        note = "An instruction is a tile of 16 x 8 and a k-block of 16, for all warps at once."
+        return Step(id, title, "mma", MMA.format(ptx_type(self.dtype)), WARPS, self.often, "loop", touches, note)
+
+    def stage(
+        self, tensor: str, copy: Any, source: str, note: str, loop: bool = False, transposed: bool = False
+    ) -> Step:
+        """An accumulator, rounded, to shared memory, two neighbouring columns of the product at a time."""
+        pairs = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, tensor, transposed)
+        touches = (Touch(source, "read", pairs), Touch(f"s{tensor}", "write", pairs, lane_bytes=4))
+        epilogue: tuple[str, Phase] = (ONCE, "epilogue")
+        repeat, phase = self._when(once=False) if loop else epilogue
+        return Step(
+            f"stage_{tensor.lower()}",
+            f"{tensor}: registers → shared memory",
+            "st.shared",
+            "st.shared.b32",
+            ALL,
+            repeat,
+            phase,
+            touches,
+            note,
+        )
+
+    def store(self, tensor: str, copy: Any) -> tuple[Step, Step]:
+        """Rows from shared memory to registers, and from there to global memory."""
+        rows = self.frame.copy(copy.layout_src_tv_tiled, copy.tiler_mn, tensor, everyone=True)
+        return (
+            Step(
+                f"read_{tensor.lower()}",
+                f"{tensor}: shared memory → registers",
+                "ld.shared",
+                "ld.shared.v4.b32",
+                ALL,
+                ONCE,
+                "epilogue",
+                (Touch(f"s{tensor}", "read", rows, lane_bytes=16),),
+                "So that the store below takes whole rows.",
+            ),
+            Step(
+                f"store_{tensor.lower()}",
+                f"{tensor}: registers → global memory",
+                "st.global",
+                "st.global.v4.b32",
+                ALL,
+                ONCE,
+                "epilogue",
+                (Touch(f"g{tensor}", "write", rows),),
+                "Rows and columns that do not exist are left out.",
+            ),
+        )

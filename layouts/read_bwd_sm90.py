@@ -1,0 +1,303 @@
+"""The scene of an sm90 backward row in one pass: five WGMMA products and the sum of dQ in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from cuteflash.problem import BwdProblem
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
+
+from .algebra import Layout, composition, concatenate
+from .gradient_steps import STEP, GradientSteps
+from .hopper import WARPGROUPS, Factor, HopperSteps, Transfer, When, example_tensor
+from .read import Frame, Placed, fragment_order, global_tile, shared_tile, smem_start
+from .scene import Axis, Fragment, Role, Step, Tile, Touch
+
+BULK_ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+TILE = "once a tile"
+LOADER = "one thread of warp 0"
+CHUNK = 4  # fp32 elements that a thread stores at once
+FP32 = 4  # bytes
+WARP = 32
+
+
+class ReaderBwdSm90:
+    """Reads one kernel; make and use it inside `layouts.dsl.context`."""
+
+    loop: Final = "query blocks"
+
+    def __init__(self, kernel: Any) -> None:
+        from cuteflash.kernels.sm90.bwd_warpgroup import make_products
+
+        self.kernel = kernel
+        self.traits: BwdTraitsSm90 = kernel.traits
+        self.problem: BwdProblem = kernel.problem
+        t = self.traits
+        sizes: dict[Axis, int] = {"m": t.tile_m, "n": t.tile_n, "d": t.head_dim, "e": t.head_dim_v}
+        self.frame = Frame(sizes, t.mma_warpgroups, WARPGROUP, WARPGROUP, split="n")
+        shares: dict[str, Axis | None] = {"rows": "m", "columns": "d", "transposed": "d", "turns": None}
+        self.dq_frame = dataclasses.replace(self.frame, split=shares[t.dq])
+        self.smem = kernel.make_tiles(smem_start())
+        self.held = make_products(kernel, self.smem, 0, 0)
+        self.of = self._operands()
+        shared = {tile.id: tile for tile in self.tiles() if tile.space == "shared"}
+        self.draw = HopperSteps(self.frame, shared, self.problem.operands.qk_dtype)
+
+    def _operands(self) -> dict[str, tuple[Placed, Placed, Placed]]:
+        """The operands and the accumulator of each product."""
+        kernel, frame, dq = self.kernel, self.frame, self.dq_frame
+        s, dv, dk = kernel.tiled_mma_s(), kernel.tiled_mma_dv(), kernel.tiled_mma_dk()
+        mma_dq, is_transposed = kernel.tiled_mma_dq(), self.traits.dq == "transposed"
+        ds, k = "BA" if is_transposed else "AB"
+        operands_dq = dq.placed(mma_dq, ds, "dS"), dq.placed(mma_dq, k, "K", transposed=True)  # type: ignore[arg-type]
+        return {
+            "S": (frame.placed(s, "A", "K"), frame.placed(s, "B", "Q"), frame.placed(s, "C", "S", True)),
+            "dP": (frame.placed(s, "A", "V"), frame.placed(s, "B", "dO"), frame.placed(s, "C", "dP", True)),
+            "dV": (frame.placed(dv, "A", "P", True), frame.placed(dv, "B", "dO", True), frame.placed(dv, "C", "dV")),
+            "dK": (frame.placed(dk, "A", "dS", True), frame.placed(dk, "B", "Q", True), frame.placed(dk, "C", "dK")),
+            "dQ": (
+                *(operands_dq[::-1] if is_transposed else operands_dq),
+                dq.placed(mma_dq, "C", "dQ", is_transposed),
+            ),
+        }
+
+    def roles(self) -> tuple[Role, ...]:
+        """The producer warpgroup, then the consumers."""
+        traits = self.traits
+        adders = ", ".join(str(1 + part) for part in range(traits.mma_warpgroups))
+        does = f"warp 0 issues every TMA load, warps {adders} add dQ to memory, one for each consumer warpgroup"
+        consumers = (
+            Role(f"consumer {i}", (1 + i) * WARPGROUP, WARPGROUP, f"keys {i * WGMMA_M} to {i * WGMMA_M + WGMMA_M - 1}")
+            for i in range(traits.mma_warpgroups)
+        )
+        return (Role("producer", 0, WARPGROUP, does), *consumers)
+
+    def tiles(self) -> tuple[Tile, ...]:
+        """Global tiles, then shared memory."""
+        kernel, plan, frame = self.kernel, self.traits.smem_plan, self.frame
+        wide, narrow = self.problem.operands.head_dim, self.problem.operands.head_dim_v
+        k = shared_tile("K", kernel.smem_layout_k(), plan["k"].start, True, "")
+        v = shared_tile("V", kernel.smem_layout_v(), plan["v"].start, True, "")
+        ds_note = "Rows are queries, as dQ needs them: the transpose of what the threads hold."
+        do_note = "Each stage comes with its rows' delta."
+        return (
+            global_tile(frame, "Q", wide, "The queries of one step, of one query head."),
+            global_tile(frame, "K", wide, "A block's keys of one head."),
+            global_tile(frame, "V", narrow, "The values of its keys."),
+            global_tile(frame, "dO", narrow, "The gradient of the output, of one step."),
+            global_tile(frame, "dV", narrow, "The gradient of the block's values."),
+            global_tile(frame, "dK", wide, "The gradient of the block's keys."),
+            self._dq_tile("gdQ", "global", 0, False),
+            shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, "Each stage comes with its rows' LSE."),
+            k,
+            v,
+            shared_tile("dO", kernel.smem_layout_do(), plan["do"].start, True, do_note),
+            shared_tile("dS", kernel.smem_layout_ds(), plan["ds"].start, True, ds_note),
+            self._dq_tile("sdQ", "shared", plan["dq"].start, self.traits.dq == "turns"),
+            dataclasses.replace(v, id="sdV", tensor="dV", note="In the place of V, which has been read."),
+            dataclasses.replace(k, id="sdK", tensor="dK", note="In the place of K, which has been read."),
+        )
+
+    def _dq_tile(self, id: str, space: Any, base: int, staged: bool) -> Tile:
+        """dQ in fp32 in the order in which the threads hold it: 16 bytes of a thread beside those of the next one."""
+        rows, cols = self.traits.dq_part
+        tv = self._dq_owners()
+        shape = self.frame.shape("dQ")
+        layout = fragment_order(tv, shape, WARPGROUP, CHUNK)
+        if staged:
+            layout = concatenate(*layout.modes(), Layout(self.traits.mma_warpgroups, rows * cols))
+        note = "fp32, in the order of the threads' registers: each stores 16 bytes beside its neighbour's."
+        if space == "global":
+            note = f"The sum over all key blocks: {note} A kernel after this one rounds it to dQ."
+        return Tile(
+            id,
+            "dQ",
+            space,
+            shape,
+            layout,
+            base=base,
+            stages=self.traits.mma_warpgroups if staged else 1,
+            note=note,
+            element_bytes=FP32,
+        )
+
+    def _dq_owners(self) -> Layout:
+        """(thread, register element) to element of dQ, of all threads that hold a tile together."""
+        acc = self.dq_frame.fragment("acc_dQ", self.of["dQ"][2], self.held.acc_dQ, "").tv
+        return concatenate(acc.mode(0).mode(0), acc.mode(1)) if self.dq_frame.split is None else acc
+
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Operands and accumulators in registers; products read other operands from shared memory."""
+        held, of, make = self.held, self.of, self.frame.fragment
+        overlap = self.traits.overlap
+        transposed = "Held transposed, keys as the product's rows: four neighbouring lanes hold a key's row together."
+        rounded = "rounded: already in the threads that need it for A of the next product."
+        whose = {
+            None: "Whole tiles in turns: one warpgroup in even steps, the other in odd ones.",
+            "m": "Each warpgroup has half of the rows.",
+            "d": "Each warpgroup has half of the columns.",
+        }[self.dq_frame.split]
+        stays = "Summed up over all query blocks."
+        return (
+            make("acc_S", of["S"][2], held.acc_S, transposed),
+            make("rP", of["dV"][0], held.tVrP, f"P, {rounded}"),
+            make("acc_dP", of["dP"][2], held.acc_dP, transposed),
+            make("rdS", of["dK"][0], held.tKrdS, f"dS, {rounded}", "" if overlap else "acc_dP"),
+            make("acc_dV", of["dV"][2], held.acc_dV, stays),
+            make("acc_dK", of["dK"][2], held.acc_dK, stays),
+            self.dq_frame.fragment("acc_dQ", of["dQ"][2], held.acc_dQ, whose, "" if overlap else "acc_S"),
+        )
+
+    def steps(self) -> tuple[Step, ...]:
+        """In the order in which data passes through a tile."""
+        gradient = GradientSteps(self.frame, {key: value[2] for key, value in self.of.items()}, self.problem)
+        load_k, load_q, load_v, load_do = self._loads()
+        s, dp, dv, dk, dq = self._products()
+        rp, rds = self.of["dV"][0], self.of["dK"][0]
+        p: tuple[Step, ...]
+        ds: tuple[Step, ...]
+        if self.traits.overlap:
+            p = (gradient.exponentials_in_place(),)
+            ds = (gradient.differentiate_in_place(), gradient.convert(rp, "acc_S"), gradient.convert(rds, "acc_dP"))
+        else:
+            p, ds = (gradient.exponentials(rp),), (gradient.differentiate(rp, rds),)
+        copy_ds = self.kernel.copy_ds()
+        stage_ds = self.draw.stage(
+            "dS",
+            copy_ds,
+            "rdS",
+            When("loop", STEP),
+            "Transposed on the way, so that rows are queries.",
+            transposed=True,
+        )
+        return (
+            *(load_k, load_q, s, *p, load_v, load_do, dp, *ds, dv, stage_ds, dk, dq),
+            self._store_dq(),
+            self._add_dq(),
+            *self._epilogue(),
+        )
+
+    def _loads(self) -> tuple[Step, ...]:
+        """K and V once, Q and dO step by step."""
+        tma, smem, traits = self._tma(), self.smem, self.traits
+        once, often = When("prologue", TILE, LOADER), When("loop", STEP, LOADER)
+        found = []
+        for tensor, atom, coords, tile, stages in (
+            ("K", tma.load_k, tma.gK, smem.sK, 0),
+            ("Q", tma.load_q, tma.gQ, smem.sQ, traits.q_stage),
+            ("V", tma.load_v, tma.gV, smem.sV, 0),
+            ("dO", tma.load_do, tma.gdO, smem.sdO, traits.do_stage),
+        ):
+            what = Transfer(tensor, atom, coords, tile, self.frame.shape(tensor)[0])
+            ahead = f"Up to {stages} tiles ahead of the products." if stages else ""
+            found.append(self.draw.load(what, often if stages else once, ahead))
+        return tuple(found)
+
+    def _tma(self) -> Any:
+        """The kernel's TMA atoms over example tensors."""
+        from cuteflash.arguments import BwdTensors
+        from cuteflash.kernels.sm90.bwd_load import make_tma
+
+        operands, dtype = self.problem.operands, self.kernel.dtype
+        wide, narrow = (example_tensor(dtype, head_dim) for head_dim in (operands.head_dim, operands.head_dim_v))
+        by_name = {"q": wide, "k": wide, "dk": wide, "v": narrow, "do": narrow, "dv": narrow}
+        return make_tma(self.kernel, BwdTensors(**{name: by_name.get(name) for name in BwdTensors._fields}))
+
+    def _products(self) -> tuple[Step, ...]:
+        """The five products, with the time of their issue according to the traits."""
+        held, overlap, turn = self.held, self.traits.overlap, self.traits.pingpong
+        first = "Issued in the warpgroup's turn." if turn and not overlap else "Issued at the start of a step."
+        beside = "Beside the next step's scores." if overlap else ""
+        when, of = When("loop", STEP, WARPGROUPS), self.of
+        parts = {
+            "S": (("sK", held.tSrK), ("sQ", held.tSrQ)),
+            "dP": (("sV", held.tPrV), ("sdO", held.tPrdO)),
+            "dV": (("rP", None), ("sdO", held.tVrdO)),
+            "dK": (("rdS", None), ("sQ", held.tKrQ)),
+            "dQ": (("sdS", held.tQrdS), ("sK", held.tQrK)),
+        }
+        is_transposed = self.traits.dq == "transposed"
+        if is_transposed:
+            parts["dQ"] = parts["dQ"][::-1]
+        told = {
+            "S": ("Sᵀ = K Qᵀ", first),
+            "dP": ("dPᵀ = V dOᵀ", "Runs beside the exponentials of S."),
+            "dV": ("dV += Pᵀ dO", beside or "Issued as soon as P is rounded; beside dS."),
+            "dK": ("dK += dSᵀ Q", beside or "Beside the copies of dS and of dQ to shared memory."),
+            "dQ": (
+                "dQᵀ = Kᵀ dSᵀ" if is_transposed else "dQ = dS K",
+                "Of the step before: the other warpgroup's dS has had a step of time to arrive.",
+            ),
+        }
+        found = []
+        for name, (title, note) in told.items():
+            (a, view_a), (b, view_b) = parts[name]
+            factors = (
+                Factor(of[name][0], a, view_a),
+                Factor(of[name][1], b, view_b),
+                Factor(of[name][2], f"acc_{name}"),
+            )
+            more = {"frame": self.dq_frame} if name == "dQ" else {}
+            found.append(self.draw.product(f"wgmma_{name.lower()}", title, factors, when, note, **more))
+        return tuple(found)
+
+    def _store_dq(self) -> Step:
+        """Fragments to shared memory, for the warps that add them."""
+        tv = self.dq_frame.fragment("acc_dQ", self.of["dQ"][2], self.held.acc_dQ, "").tv
+        registers = tv.mode(1)
+        chunk, rest = composition(registers, Layout((CHUNK, registers.size() // CHUNK))).modes()
+        split = concatenate(tv.mode(0), chunk, rest)
+        return Step(
+            "store_dq",
+            "dQ: registers → shared memory",
+            "st.shared",
+            "st.shared.v4.f32",
+            "every consumer thread",
+            STEP,
+            "loop",
+            (
+                Touch("acc_dQ", "read", split, WARPGROUP),
+                Touch("sdQ", "write", split, WARPGROUP, lane_bytes=CHUNK * FP32),
+            ),
+            "Of the step before. Each thread stores 16 bytes beside its neighbour's, so that no bank is hit twice.",
+        )
+
+    def _add_dq(self) -> Step:
+        """One bulk addition for each part of a tile."""
+        rows, cols = self.dq_frame.part("dQ")
+        block = Layout((rows, cols), (1, self.frame.shape("dQ")[0]))
+        lanes = self.dq_frame.all_groups(Layout(WARP, 0), "dQ")
+        tv = concatenate(lanes, block, Layout(1, 0))
+        note = "One instruction adds a warpgroup's part to the sum in memory, which L2 does."
+        if self.problem.is_deterministic:
+            note += (
+                " Key blocks take turns at a tile, in ascending order, so that the sum has the same bits every time."
+            )
+        return Step(
+            "add_dq",
+            "dQ: added to the sum in global memory",
+            "bulk add",
+            BULK_ADD,
+            "one thread of a producer warp for each part",
+            STEP,
+            "loop",
+            (Touch("sdQ", "read", tv, WARP), Touch("gdQ", "write", tv, WARP)),
+            note,
+        )
+
+    def _epilogue(self) -> tuple[Step, ...]:
+        """dV and dK to shared memory, then to global memory."""
+        kernel, tma, smem = self.kernel, self._tma(), self.smem
+        staging, storing = When("epilogue", TILE), When("epilogue", TILE, "one warp of consumer 0")
+        copies = (
+            ("dV", kernel.copy_dv(), tma.store_dv, tma.gdV, smem.sV, "Rounded, into the place of V."),
+            ("dK", kernel.copy_dk(), tma.store_dk, tma.gdK, smem.sK, "Scaled and rounded, into the place of K."),
+        )
+        found = []
+        for tensor, copy, atom, coords, tile, note in copies:
+            found.append(self.draw.stage(tensor, copy, f"acc_{tensor}", staging, note))
+            what = Transfer(tensor, atom, coords, tile, self.frame.shape(tensor)[0])
+            found.append(self.draw.store(what, storing, "Clipped to the rows that exist.", by_group=False))
+        return tuple(found)

@@ -1,0 +1,43 @@
+"""What tests read out of a scene: the elements that a touch names, the descriptors of its products."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from layouts.scene import Descriptor, Scene, Touch
+
+WARPGROUP = 128
+ENCODED = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
+
+
+def elements(touch: Touch) -> np.ndarray[Any, Any]:
+    """(instructions, values, threads) elements that a touch names."""
+    threads, values, instructions = (mode.size() for mode in touch.tv.modes())
+    return touch.tv.indices().reshape(instructions, values, threads)
+
+
+def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
+    """The same with one entry for each warpgroup where its threads issue together."""
+    named = elements(touch)
+    together = named.shape[2] % WARPGROUP == 0 and (named[:, :, 0] == named[:, :, 1]).all()
+    return named[:, :, ::WARPGROUP] if together else named
+
+
+def descriptors_of(scene: Scene) -> set[int]:
+    """The constant fields of the matrix descriptors of all products."""
+    found = [step.descriptor[side] for step in scene.steps if step.descriptor for side in "ab"]
+    return {constant(descriptor) for descriptor in found if descriptor}
+
+
+def descriptors_in(ptx: str) -> set[int]:
+    """The constant fields of the matrix descriptors that PTX makes."""
+    return {int(text) % (1 << 64) for text in ENCODED.findall(ptx)}
+
+
+def constant(descriptor: Descriptor) -> int:
+    """The fields of a matrix descriptor that do not depend on the address: PTX ISA, "Matrix descriptor"."""
+    mode = {128: 1, 64: 2, 32: 3}[descriptor.swizzle_bytes]
+    return mode << 62 | (descriptor.stride_bytes >> 4) << 32 | (descriptor.leading_bytes >> 4) << 16
