@@ -1,6 +1,7 @@
 """The ablation ladder: from a plain kernel to the shipped one, one optimisation at a time, checked and timed.
 
     python -m benchmarks.ladder --json benchmarks/results/ladder.json [--plot PNG] [--into docs/ladder.md]
+    python -m benchmarks.ladder --backward --json PATH [--plot PNG]
     python -m benchmarks.ladder --render benchmarks/results/ladder.json --plot PNG --into docs/ladder.md
 
 Every rung is a trait of the shipped kernels (`cuteflash/traits/`): the ladder shows the code that runs, no copy of it.
@@ -23,15 +24,18 @@ from typing import Any
 import torch
 
 from cuteflash.dispatch import choose_shipped
+from cuteflash.problem import Problem
 from cuteflash.traits.arch import Family
+from cuteflash.traits.row import Traits
 from cuteflash.tune import machine
 from cuteflash.tune.cells import Cell, parse_cell
 from cuteflash.tune.peers import missing_peer, peer_runner
 from cuteflash.tune.timing import ROUNDS, HangError
 from cuteflash.tune.variants import Variant
 
-from . import device, ladder_report
+from . import backward_ladder, device, ladder_report
 from .ahead import compile_all
+from .backward_ladder import BackwardLadder
 from .contest import Maker, measure, progress, write
 from .implementations import target_of, unavailable, variant_runner
 from .judges import OutputJudge
@@ -65,6 +69,34 @@ class Ladder:
             fields = shipped if rung is SHIPPED else {**fields, **rung.fields}
             found[rung.title] = Variant(self.family, fields)
         return found
+
+    @property
+    def name(self) -> str:
+        """In results and reports."""
+        return self.family
+
+    def serves(self, cell: Cell, target: str) -> bool:
+        """Every cell: all forward rows of a family are of one kernel."""
+        return True
+
+    def told(self) -> list[dict[str, Any]]:
+        """Its rungs, as a result has them."""
+        return [dataclasses.asdict(rung) for rung in self.rungs]
+
+    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, Problem]]:
+        """What has to be compiled for a cell."""
+        return [(variant.traits(cell), cell.problem) for variant in self.variants(cell, target).values()]
+
+    def makers(self, cell: Cell, target: str) -> dict[str, Maker]:
+        """Title → what makes a rung's runner, then the peer's."""
+        found: dict[str, Maker] = {
+            title: functools.partial(variant_runner, variant) for title, variant in self.variants(cell, target).items()
+        }
+        return found | {self.peer: functools.partial(peer_runner, self.peer)}
+
+    def judge(self, cell: Cell, where: torch.device) -> OutputJudge:
+        """What the outputs of all rungs are compared with."""
+        return OutputJudge.of(cell, where)
 
 
 SHIPPED = Rung("shipped row", {}, "the table's own row: also more stages, and the repair outside of the loop")
@@ -140,28 +172,27 @@ LADDERS = (
 )
 
 
-def climb(ladder: Ladder, cell: Cell, where: torch.device, rounds: int) -> dict[str, Any]:
+def climb(ladder: Ladder | BackwardLadder, cell: Cell, where: torch.device, rounds: int) -> dict[str, Any]:
     """One cell: every rung and the peer, as `benchmarks.contest.measure` gives them."""
-    makers: dict[str, Maker] = {
-        title: functools.partial(variant_runner, variant)
-        for title, variant in ladder.variants(cell, target_of(where)).items()
-    }
-    if missing_peer(ladder.peer) is None:
-        makers[ladder.peer] = functools.partial(peer_runner, ladder.peer)
-    return {"family": ladder.family, "peer": ladder.peer} | measure(OutputJudge.of(cell, where), makers, where, rounds)
+    makers = ladder.makers(cell, target_of(where))
+    if missing_peer(ladder.peer) is not None:
+        del makers[ladder.peer]
+    told = {"family": ladder.name, "peer": ladder.peer}
+    return told | measure(ladder.judge(cell, where), makers, where, rounds)
 
 
-def run(ladders: Sequence[Ladder], cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[str, Any]:
+def run(
+    ladders: Sequence[Ladder | BackwardLadder], cells: Sequence[Cell], arguments: argparse.Namespace
+) -> dict[str, Any]:
     """All ladders on all cells; the file is rewritten after each, so that an interrupted run keeps what it has."""
     where = torch.device("cuda", torch.cuda.current_device())
-    pairs = [(ladder, cell) for ladder in ladders for cell in cells]
     target = target_of(where)
-    kernels = [(v.traits(cell), cell.problem) for ladder, cell in pairs for v in ladder.variants(cell, target).values()]
-    compile_all(kernels, target, arguments.jobs)
+    pairs = [(ladder, cell) for ladder in ladders for cell in cells if ladder.serves(cell, target)]
+    compile_all([kernel for ladder, cell in pairs for kernel in ladder.kernels(cell, target)], target, arguments.jobs)
     result: dict[str, Any] = {
         "environment": device.environment(where),
         "matmul_tflops": machine.make_matmul(where).tflops(where),
-        "rungs": {item.family: [dataclasses.asdict(rung) for rung in item.rungs] for item in ladders},
+        "rungs": {item.name: item.told() for item in ladders},
         "cells": [],
     }
     try:
@@ -185,7 +216,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--render", type=pathlib.Path, metavar="PATH", help="a result file to render, no GPU needed")
     parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the ladders")
     parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the tables between its markers")
-    parser.add_argument("--family", choices=[item.family for item in LADDERS], help="only this ladder")
+    parser.add_argument("--backward", action="store_true", help="the ladders of the backward")
+    parser.add_argument("--family", choices=[item.family for item in LADDERS], help="only this family's")
     parser.add_argument("--cells", default=CELLS, metavar="D:S:MASK,...", help=f"default: {CELLS}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compiler processes")
@@ -194,7 +226,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.cells = [parse_cell(text) for text in arguments.cells.split(",")]
     except ValueError as failure:
         parser.error(f"--cells: {failure}")
-    arguments.ladders = [item for item in LADDERS if arguments.family in (None, item.family)]
+    ladders: Sequence[Ladder | BackwardLadder] = backward_ladder.LADDERS if arguments.backward else LADDERS
+    arguments.ladders = [item for item in ladders if arguments.family in (None, item.family)]
     return arguments
 
 
@@ -219,10 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _left_out(ladder: Ladder, where: torch.device) -> bool:
+def _left_out(ladder: Ladder | BackwardLadder, where: torch.device) -> bool:
     reason = unavailable(ladder.family, where)
     if reason:
-        print(f"{ladder.family}: left out, {reason}", file=sys.stderr)
+        print(f"{ladder.name}: left out, {reason}", file=sys.stderr)
     return reason is not None
 
 

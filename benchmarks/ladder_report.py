@@ -91,7 +91,8 @@ def _plot_ladder(axis: Any, family: str, rungs: Sequence[Result], cells: Sequenc
             value = report.rate(dict(cell), rung["title"])
             if value is not None:
                 x = group + (at - (len(rungs) - 1) / 2) * width
-                axis.bar(x, value, width * 0.92, color=FAMILY_COLOURS[family], alpha=0.25 + 0.75 * share)
+                colour = FAMILY_COLOURS[family.partition(" ")[0]]  # of a ladder's name
+                axis.bar(x, value, width * 0.92, color=colour, alpha=0.25 + 0.75 * share)
                 axis.text(x, value, f" {rung['title']} {value:.0f}", rotation=90, ha="center", va="bottom", fontsize=6)
     for group, cell in enumerate(cells):
         value = report.rate(dict(cell), cell["peer"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import backward_ladder
+from benchmarks.backward_ladder import BackwardLadder
+from benchmarks.judges import GradientJudge
 from benchmarks.ladder import LADDERS, Ladder
 from cuteflash.problem import MaskKind
 from cuteflash.traits.arch import arch_of_capability
@@ -30,3 +33,21 @@ def test_a_rung_is_right(steps: Ladder, title: str, mask: MaskKind, cuda: torch.
     out = first_call(direct_runner(traits, inputs, arch.name), cuda)
     reference = accuracy.make_reference(inputs, cell.batch * cell.heads)
     assert accuracy.complaint(out, reference, None) is None
+
+
+BACKWARD_RUNGS = [(item, rung.title) for item in backward_ladder.LADDERS for rung in item.rungs[:-1]]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize(
+    ("steps", "title"), BACKWARD_RUNGS, ids=[f"{item.name}-{title}" for item, title in BACKWARD_RUNGS]
+)
+def test_a_rung_of_the_backward_is_right(steps: BackwardLadder, title: str, mask: MaskKind, cuda: torch.device) -> None:
+    arch = arch_of_capability(*torch.cuda.get_device_capability(cuda))
+    if steps.family not in arch.families:
+        pytest.skip(f"{arch.name} does not run the {steps.family} family")
+    head_dim = 256 if "two passes" in steps.name else 128
+    cell = Cell(head_dim, mask, 1363, seqlen_q=1111, tokens=2 * 1363, hidden=256)
+    judge = GradientJudge.of(cell, cuda)
+    run = backward_ladder.direct_runner(steps.traits(cell, arch.name)[title], arch.name, judge.inputs)
+    assert judge.complaint(first_call(run, cuda), None) is None

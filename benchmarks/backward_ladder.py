@@ -1,0 +1,211 @@
+"""The ladders of the backward: what each trait of a shipped row is worth, switched on one by one above a plain kernel.
+
+A ladder climbs on the cells whose shipped row is of its kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+import cuteflash
+from cuteflash.arguments import BwdOptions, BwdScalars, BwdTensors
+from cuteflash.compile import compiled
+from cuteflash.dispatch import choose_shipped, kernel_class
+from cuteflash.planning import scalars_of
+from cuteflash.problem import BwdProblem, Problem
+from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.row import Traits
+from cuteflash.tune.cells import Cell, Inputs
+from cuteflash.tune.gradients import BwdInputs, Gradients
+from cuteflash.tune.timing import Runner
+
+from .contest import Maker
+from .implementations import backward_runner
+from .judges import GradientJudge
+
+BwdTraits = BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rung:
+    """One optimisation: the traits that get the shipped row's values, and what they do."""
+
+    title: str
+    traits: tuple[str, ...]
+    does: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BackwardLadder:
+    """The rungs of one kernel.
+
+    Attributes:
+        name: in results and reports.
+        peer: the yardstick.
+        kind: of the kernel's traits.
+        plain: the traits of the lowest rung that differ from the shipped row's, in one or more ways; a cell takes the
+            first with which all rungs can run.
+        rungs: the first is the plain kernel; above the others stands the shipped row.
+    """
+
+    name: str
+    family: Family
+    peer: str
+    kind: type[BwdTraits]
+    plain: tuple[Mapping[str, Any], ...]
+    rungs: tuple[Rung, ...]
+
+    def serves(self, cell: Cell, target: str) -> bool:
+        """Whether the shipped row of a cell is of this kernel."""
+        return isinstance(_shipped(problem_of(cell), cell, target, self.family), self.kind)
+
+    def traits(self, cell: Cell, target: str) -> dict[str, BwdTraits]:
+        """Title → traits of each rung, for a cell that it serves; last, where a row has one, the other way."""
+        shipped = _shipped(problem_of(cell), cell, target, self.family)
+        if not isinstance(shipped, self.kind):
+            raise ValueError(f"cell is {cell.label}; its row on {target} is not one of {self.kind.__name__}")
+        ways = [self._climbed(shipped, plain) for plain in self.plain]
+        can_run = (way for way in ways if all(traits.check(get_arch(target)) is None for traits in way.values()))
+        found = next(can_run, ways[-1])
+        other = _shipped(problem_of(cell, softcap=True), cell, target, self.family)
+        if self.kind is BwdTraitsSm90 and isinstance(other, BwdTwoPassTraitsSm90):
+            found[TWO_PASSES.title] = other
+        return found
+
+    def _climbed(self, shipped: BwdTraits, plain: Mapping[str, Any]) -> dict[str, BwdTraits]:
+        """Title → traits of each rung from one of the plain kernels up."""
+        found: dict[str, BwdTraits] = {}
+        fields = dict(plain)
+        for rung in self.rungs[:-1]:
+            fields = {name: value for name, value in fields.items() if name not in rung.traits}
+            found[rung.title] = dataclasses.replace(shipped, **fields)
+        return found | {SHIPPED.title: shipped}
+
+    def told(self) -> list[dict[str, Any]]:
+        """Titles and words of its rungs, as a result has them."""
+        extra = (TWO_PASSES,) if self.kind is BwdTraitsSm90 else ()
+        return [{"title": rung.title, "does": rung.does} for rung in (*self.rungs, *extra)]
+
+    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, Problem]]:
+        """What has to be compiled for a cell."""
+        return [(traits, problem_of(cell)) for traits in self.traits(cell, target).values()]
+
+    def makers(self, cell: Cell, target: str) -> dict[str, Maker]:
+        """Title → what makes a rung's runner, then the peer's."""
+        found: dict[str, Maker] = {
+            title: functools.partial(direct_runner, traits, target)
+            for title, traits in self.traits(cell, target).items()
+        }
+        return found | {self.peer: functools.partial(backward_runner, self.peer)}
+
+    def judge(self, cell: Cell, where: torch.device) -> GradientJudge:
+        """What the gradients of all rungs are compared with."""
+        return GradientJudge.of(cell, where)
+
+
+SHIPPED = Rung("shipped row", (), "the table's own row")
+TWO_PASSES = Rung("two passes", (), "in place of one: seven products, and no sum in memory")
+LOADS_AHEAD = "Q and dO of later steps load while this one computes"
+
+LADDERS = (
+    BackwardLadder(
+        "sm80",
+        "sm80",
+        "fa2",
+        BwdTraitsSm80,
+        ({"stages": 1, "double_buffer": False, "vector_add": False},),
+        (
+            Rung("plain", (), "each step waits for its loads; fragments are fetched when needed; dQ added by 4 bytes"),
+            Rung("loads ahead", ("stages",), LOADS_AHEAD),
+            Rung("double buffer", ("double_buffer",), "fragments are fetched one k-block ahead of the product"),
+            Rung("vector add", ("vector_add",), "16 bytes of dQ are added at once"),
+            SHIPPED,
+        ),
+    ),
+    BackwardLadder(
+        "sm90",
+        "sm90",
+        "fa4",
+        BwdTraitsSm90,
+        # Whole tiles of dQ if registers suffice for them.
+        tuple(
+            {"q_stage": 1, "do_stage": 1, "tile_m": 64, "dq": dq, "overlap": False, "pingpong": False}
+            for dq in ("turns", "columns")
+        ),
+        (
+            Rung(
+                "plain",
+                (),
+                "one stage; 64 queries a step; whole dQ tiles in turns, from head dim 128 on half ones",
+            ),
+            Rung("loads ahead", ("q_stage", "do_stage"), LOADS_AHEAD),
+            Rung("dQ share", ("tile_m", "dq"), "the row's own tile and division of dQ among the warpgroups"),
+            Rung("ping-pong", ("pingpong",), "one warpgroup's products run beside the other's exponentials"),
+            Rung("overlap", ("overlap",), "what needs P and dS of a step runs beside the next step's scores"),
+            SHIPPED,
+        ),
+    ),
+    BackwardLadder(
+        "sm90 two passes",
+        "sm90",
+        "fa4",
+        BwdTwoPassTraitsSm90,
+        ({"q_stage": 2, "do_stage": 2, "k_stage": 1, "v_stage": 1, "pingpong": False},),
+        (
+            Rung("plain", (), "the fewest stages that either pass runs with"),
+            Rung("dK, dV loads ahead", ("q_stage", "do_stage"), LOADS_AHEAD),
+            Rung("dQ loads ahead", ("k_stage", "v_stage"), "the same of K and V in the pass for dQ"),
+            Rung("ping-pong", ("pingpong",), "in the pass for dQ, one warpgroup's products beside the other's rest"),
+            SHIPPED,
+        ),
+    ),
+)
+
+
+def problem_of(cell: Cell, softcap: bool = False) -> BwdProblem:
+    """The backward's problem of a cell."""
+    return BwdProblem.dense(cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask, softcap=softcap)
+
+
+def _shipped(problem: BwdProblem, cell: Cell, target: str, family: Family) -> BwdTraits | None:
+    """The traits of the shipped row, None if no row runs the problem."""
+    try:
+        return cast(BwdTraits, choose_shipped(problem, target, family, cell.lengths).traits)
+    except NotImplementedError:
+        return None
+
+
+def direct_runner(traits: BwdTraits, target: str, inputs: BwdInputs[Inputs]) -> Runner:
+    """A backward kernel over a cell's inputs and their forward, without the dispatcher and the operator around it.
+
+    Compiles what the disk cache does not have. ValueError if the traits cannot run on `target`.
+    """
+    reason = traits.check(get_arch(target))
+    if reason:
+        raise ValueError(reason)
+    forward, cell = inputs.forward, inputs.forward.cell
+    mask: dict[str, Any] = {"window_size": cell.window} if cell.mask == "window" else {"causal": cell.mask == "causal"}
+    with torch.no_grad():
+        out, lse = cuteflash.flash_attn_func(forward.q, forward.k, forward.v, return_lse=True, **mask)
+    kernel = compiled(kernel_class(traits), traits, problem_of(cell), target)
+    scalars = BwdScalars(**scalars_of(BwdOptions(), cell.window, cell.head_dim, out.device))
+    batch, seqlen_q, heads, _ = forward.q.shape
+    size = traits.workspace(batch, heads, seqlen_q).size
+
+    def run(calls: int) -> Gradients:
+        for _ in range(calls):
+            dq, dk, dv = (torch.empty_like(tensor) for tensor in (forward.q, forward.k, forward.v))
+            given = {"q": forward.q, "k": forward.k, "v": forward.v, "o": out, "lse": lse, "do": inputs.dout}
+            made = {"dlse": None, "dq": dq, "dk": dk, "dv": dv, "workspace": lse.new_empty(size)}
+            kernel(*BwdTensors(**given, **made), *scalars)
+        return Gradients(dq, dk, dv)
+
+    return run
