@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 
 import cuteflash
-from cuteflash.arguments import BwdOptions, BwdScalars, BwdTensors
+from cuteflash.arguments import BwdOptions, BwdTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.planning import scalars_of
+from cuteflash.planning import bwd_scalars
 from cuteflash.problem import BwdProblem, Problem
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
@@ -196,7 +196,7 @@ def direct_runner(traits: BwdTraits, target: str, inputs: BwdInputs[Inputs]) -> 
     with torch.no_grad():
         out, lse = cuteflash.flash_attn_func(forward.q, forward.k, forward.v, return_lse=True, **mask)
     kernel = compiled(kernel_class(traits), traits, problem_of(cell), target)
-    scalars = BwdScalars(**scalars_of(BwdOptions(), cell.window, cell.head_dim, out.device))
+    scalars = bwd_scalars(BwdOptions(), cell.window, cell.head_dim, out.device)
     batch, seqlen_q, heads, _ = forward.q.shape
     size = traits.workspace(batch, heads, seqlen_q).size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Final
 
 from cuteflash.problem import BwdProblem
@@ -48,13 +49,14 @@ class ReaderBwdSm90:
     def _operands(self) -> dict[str, tuple[Placed, Placed, Placed]]:
         """The operands and the accumulator of each product."""
         kernel, frame, dq = self.kernel, self.frame, self.dq_frame
-        s, dv, dk = kernel.tiled_mma_s(), kernel.tiled_mma_dv(), kernel.tiled_mma_dk()
+        s, dp = kernel.tiled_mma_s(), kernel.tiled_mma_dp()
+        dv, dk = kernel.tiled_mma_dv(), kernel.tiled_mma_dk()
         mma_dq, is_transposed = kernel.tiled_mma_dq(), self.traits.dq == "transposed"
         ds, k = "BA" if is_transposed else "AB"
         operands_dq = dq.placed(mma_dq, ds, "dS"), dq.placed(mma_dq, k, "K", transposed=True)  # type: ignore[arg-type]
         return {
             "S": (frame.placed(s, "A", "K"), frame.placed(s, "B", "Q"), frame.placed(s, "C", "S", True)),
-            "dP": (frame.placed(s, "A", "V"), frame.placed(s, "B", "dO"), frame.placed(s, "C", "dP", True)),
+            "dP": (frame.placed(dp, "A", "V"), frame.placed(dp, "B", "dO"), frame.placed(dp, "C", "dP", True)),
             "dV": (frame.placed(dv, "A", "P", True), frame.placed(dv, "B", "dO", True), frame.placed(dv, "C", "dV")),
             "dK": (frame.placed(dk, "A", "dS", True), frame.placed(dk, "B", "Q", True), frame.placed(dk, "C", "dK")),
             "dQ": (
@@ -140,7 +142,12 @@ class ReaderBwdSm90:
             "d": "Each warpgroup has half of the columns.",
         }[self.dq_frame.split]
         stays = "Summed up over all query blocks."
+        kept = "Stays for the whole tile."
+        keys = (make("rK", of["S"][0], held.tSrK, kept),) if self.traits.k_in_regs else ()
+        values = (make("rV", of["dP"][0], held.tPrV, kept),) if self.traits.v_in_regs else ()
         return (
+            *keys,
+            *values,
             make("acc_S", of["S"][2], held.acc_S, transposed),
             make("rP", of["dV"][0], held.tVrP, f"P, {rounded}"),
             make("acc_dP", of["dP"][2], held.acc_dP, transposed),
@@ -172,8 +179,11 @@ class ReaderBwdSm90:
             "Transposed on the way, so that rows are queries.",
             transposed=True,
         )
+        fetch = functools.partial(self.draw.fetch, when=When("prologue", TILE))
+        fetch_k = (fetch("K", self.kernel.copy_k()),) if self.traits.k_in_regs else ()
+        fetch_v = (fetch("V", self.kernel.copy_v()),) if self.traits.v_in_regs else ()
         return (
-            *(load_k, load_q, s, *p, load_v, load_do, dp, *ds, dv, stage_ds, dk, dq),
+            *(load_k, *fetch_k, load_q, s, *p, load_v, *fetch_v, load_do, dp, *ds, dv, stage_ds, dk, dq),
             self._store_dq(),
             self._add_dq(),
             *self._epilogue(),
@@ -212,8 +222,8 @@ class ReaderBwdSm90:
         beside = "Beside the next step's scores." if overlap else ""
         when, of = When("loop", STEP, WARPGROUPS), self.of
         parts = {
-            "S": (("sK", held.tSrK), ("sQ", held.tSrQ)),
-            "dP": (("sV", held.tPrV), ("sdO", held.tPrdO)),
+            "S": (("rK", None) if self.traits.k_in_regs else ("sK", held.tSrK), ("sQ", held.tSrQ)),
+            "dP": (("rV", None) if self.traits.v_in_regs else ("sV", held.tPrV), ("sdO", held.tPrdO)),
             "dV": (("rP", None), ("sdO", held.tVrdO)),
             "dK": (("rdS", None), ("sQ", held.tKrQ)),
             "dQ": (("sdS", held.tQrdS), ("sK", held.tQrK)),

@@ -28,7 +28,7 @@ def test_the_first_snippet_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert names["lse"].shape == (2, 8, 512) and names["lse"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS[1:], ids=lambda text: re.search(r"cuteflash\.\S+", text)[0])
+@pytest.mark.parametrize("snippet", SNIPPETS[1:], ids=lambda text: re.search(r"cuteflash[. ]\S+", text)[0])
 def test_the_other_snippets_run(snippet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "transformers" in snippet:
         pytest.importorskip("transformers")

@@ -201,6 +201,18 @@ def test_an_overlapped_row_holds_p_and_ds_beside_the_next_scores() -> None:
     assert sum(part["registers"] for part in consumers["parts"]) == 32 + 32 + 32 + 32 + 16 + 16 + 32
 
 
+def test_k_and_v_may_stay_in_registers() -> None:
+    scene = scene_of_own({"tile_m": 64, "dq": "turns", "k_in_regs": True, "v_in_regs": True})
+    for tensor, step, fetch in (("K", "wgmma_s", "ldmatrix_k"), ("V", "wgmma_dp", "ldmatrix_v")):
+        assert scene.step(step).touches[0].id == f"r{tensor}"
+        assert scene.step(step).descriptor["a"] is None  # type: ignore[index]
+        assert [touch.id for touch in scene.step(fetch).touches] == [f"s{tensor}", f"r{tensor}"]
+    (consumers,) = (role for role in scene.budget["registers"]["roles"] if role["parts"])
+    traits = BwdTraitsSm90(64, 128, 64, 64, dq="turns", k_in_regs=True, v_in_regs=True)
+    assert sum(part["registers"] for part in consumers["parts"]) == traits.accumulator_regs
+    assert worst_ways(scene) == 1
+
+
 def test_a_deterministic_row_adds_in_turns() -> None:
     assert "take turns" not in scene_of_own({"dq": "turns"}).step("add_dq").note
     assert "take turns" in scene_of_own({"dq": "turns"}, deterministic=True).step("add_dq").note

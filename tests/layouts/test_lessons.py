@@ -13,7 +13,7 @@ import torch
 from cuteflash.kernels.sm80 import fwd_mma
 from cuteflash.reference import fa1, fa2
 from cuteflash.traits.tables import tables_of
-from layouts.lessons import lesson_data, lesson_scenes, loops, pipeline, softmax, turns
+from layouts.lessons import gradients, lesson_data, lesson_scenes, loops, pipeline, softmax, timeline, turns
 from layouts.lessons.replay import Anything, Replay
 from layouts.lessons.sources import source_of
 from layouts.rows import make_scene, shipped_rows
@@ -32,10 +32,10 @@ def test_is_json_without_nan(data: dict[str, Any]) -> None:
 
 
 def test_scenes_are_those_of_the_gallery(data: dict[str, Any]) -> None:
-    gallery = [(row.problem, row.target, row.choice.row) for row in shipped_rows()]
-    for problem, target, choice in lesson_scenes():
+    gallery = [(row.problem, row.target, row.choice.row) for row in (*shipped_rows(), *shipped_rows("bwd"))]
+    for name, (problem, target, choice) in lesson_scenes().items():
         assert (problem, target, choice.row) in gallery
-        assert make_scene(problem, target, choice).id == data["scenes"][choice.family]
+        assert make_scene(problem, target, choice).id == data["scenes"][name]
 
 
 @pytest.mark.parametrize("mask", softmax.MASKS)
@@ -118,7 +118,7 @@ def test_causal_halves_the_tiles_of_flash_attention_2_only() -> None:
     assert len(loops.fa1_visits(n, n, 1, 1, -1, 0)) == n * n
 
 
-PROBLEM, _, CHOICE = lesson_scenes()[0]
+PROBLEM, _, CHOICE = lesson_scenes()["sm80"]
 ORDERS = [(off, stages) for off in pipeline.ORDERS.values() for stages in pipeline.SHOWN if off is None or stages == 1]
 EVERY_ORDER = pytest.mark.parametrize(("off", "stages"), ORDERS)
 
@@ -235,11 +235,11 @@ def test_turns_keep_units_and_order(head_dim: int) -> None:
     product, softmax_clocks = turns.clocks(head_dim, traits.tile_n)
     for overlap in (False, True):
         work = turns.tasks(traits.mma_warpgroups, overlap, True, product, softmax_clocks)
-        spans = {span.task.key: span for span in turns.simulate(work)}
+        spans = {span.task.key: span for span in timeline.simulate(work)}
         assert len(spans) == len(work)
         for task in work:
             assert all(spans[key].end <= spans[task.key].start for key in task.after)
-        for unit in (turns.TENSOR, turns.EXPONENTIAL):
+        for unit in (timeline.TENSOR, timeline.EXPONENTIAL):
             clocks = sum(task.clocks for task in work if task.unit == unit)
             assert clocks <= max(span.end for span in spans.values())
 
@@ -249,10 +249,35 @@ def test_floor_is_that_of_the_performance_notes() -> None:
     assert turns.clocks(64, 128) == (256, 512)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("head_dim", gradients.HEAD_DIMS)
+def test_the_backwards_timeline_keeps_the_kernels_order(head_dim: int, overlap: bool) -> None:
+    traits = gradients.row_traits(head_dim)
+    work = gradients.tasks(traits, overlap, not overlap)
+    spans = {span.task.key: span for span in timeline.simulate(work)}
+    assert len(spans) == 7 * traits.mma_warpgroups * gradients.STEPS
+    for (wg, what, step), span in spans.items():
+        assert span.end - span.start >= span.task.clocks - 1e-6
+        if what == "dQ":  # sums over the keys of all warpgroups
+            assert span.start >= max(spans[other, "dS", step].end for other in range(traits.mma_warpgroups)) - 1e-6
+        if what == "dK":
+            assert span.start >= spans[wg, "dS", step].end - 1e-6
+    busy = [span.task.clocks for span in spans.values() if span.task.unit == timeline.TENSOR]
+    assert sum(busy) == 10 * traits.tile_m * traits.tile_n * head_dim * gradients.STEPS // timeline.FLOPS_PER_CLOCK
+
+
+def test_delta_is_the_sum_of_p_dp() -> None:
+    shown = gradients.example()
+    assert shown["sum"] == shown["delta"]
+    for p, dp, delta, ds in zip(shown["p"], shown["dp"], shown["delta"], shown["ds"], strict=True):
+        assert sum(ds) == pytest.approx(0, abs=0.005)
+        assert ds == pytest.approx([x * (y - delta[0]) for x, y in zip(p, dp, strict=True)], abs=0.005)
+
+
 def test_turns_that_wait_for_each_other_are_refused() -> None:
     a, b = (0, "QK", 0), (1, "QK", 0)
     with pytest.raises(ValueError, match="wait for each other"):
-        turns.simulate([turns.Task(a, turns.TENSOR, 1, (b,)), turns.Task(b, turns.TENSOR, 1, (a,))])
+        timeline.simulate([timeline.Task(a, timeline.TENSOR, 1, (b,)), timeline.Task(b, timeline.TENSOR, 1, (a,))])
 
 
 def test_a_line_that_is_not_there_once_is_refused() -> None:
