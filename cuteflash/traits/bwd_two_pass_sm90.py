@@ -33,21 +33,19 @@ class BwdTwoPassTraitsSm90:
         head_dim: columns of the Q and K tiles, the problem's head dim padded up to a multiple of 16.
         head_dim_v: columns of the V and O tiles, padded likewise.
         q_stage, do_stage: Q and dO tiles in flight in the dK, dV pass.
-        dq_tile_m: query rows of one block of the dQ pass, 64 for each warpgroup.
-        dq_tile_n: keys of one of its steps.
+        dq_tile_n: keys of one step of the dQ pass, whose blocks have 64 query rows for each warpgroup.
         k_stage, v_stage: K and V tiles in flight in the dQ pass.
         pingpong: named barriers let one warpgroup's products run while the other does its pointwise part (dQ pass).
     """
 
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm90"
-    features: ClassVar[frozenset[Feature]] = frozenset(
-        {"softcap", "deterministic", "varlen"}
-    )  # those that the kernels implement
+    # Those that the kernels implement.
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic", "varlen"})
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
-    dq_tile_m: ClassVar[int] = CONSUMERS * WGMMA_M
-    p_stage: ClassVar[int] = 2
+    dq_tile_m: ClassVar[int] = CONSUMERS * WGMMA_M  # query rows of a block of the dQ pass
+    p_stage: ClassVar[int] = 2  # P of one step is read while that of the next is written
 
     tile_m: int
     tile_n: int

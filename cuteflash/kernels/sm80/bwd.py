@@ -8,8 +8,7 @@
 
 A kernel before this one computes delta = rowsum(dO O) and clears the sum, one after it rounds the sum to dQ. The query
 heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. In a
-deterministic backward blocks take turns at adding to a tile of dQ (`bwd_turns.py`). Not here: dropout, ALiBi, variable
-lengths.
+deterministic backward blocks take turns at adding to a tile of dQ (`bwd_turns.py`). Not here: dropout, ALiBi.
 """
 
 from __future__ import annotations
