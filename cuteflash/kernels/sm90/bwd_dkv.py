@@ -75,11 +75,9 @@ class DkvPass:
     def smem_layout_weights(self) -> cute.Layout:
         """(pairs, 128 threads, p_stage): pieces of 16 bytes, of neighbouring threads side by side."""
         traits = self.traits
-        pairs = traits.tile_m * traits.tile_n // 2 // WARPGROUP  # of one thread
-        chunk = 4 if pairs % 4 == 0 else 2
+        pairs = traits.tile_m * traits.tile_n // 2 // WARPGROUP  # of one thread, a multiple of 4 as tile_m is one of 16
         return cute.make_layout(
-            ((chunk, pairs // chunk), WARPGROUP, traits.p_stage),
-            stride=((1, chunk * WARPGROUP), chunk, pairs * WARPGROUP),
+            ((4, pairs // 4), WARPGROUP, traits.p_stage), stride=((1, 4 * WARPGROUP), 4, pairs * WARPGROUP)
         )
 
     def launch(
