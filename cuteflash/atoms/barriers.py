@@ -66,12 +66,54 @@ class TmaRing:
         """Consumer: wait until tile `position` has landed."""
         wait_phase(self.full + self.stage(position), self.phase(position))
 
-    def landed(self, position: Int32) -> Boolean:
-        """Consumer: whether tile `position` has landed."""
-        return cute.arch.mbarrier_try_wait(self.full + self.stage(position), self.phase(position))
-
     def release(self, position: Int32) -> None:
         """Consumer warp: it has finished reading tile `position`."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + self.stage(position))
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRing:
+    """`stages` shared-memory tiles that warps fill and warps drain; positions as those of `TmaRing`.
+
+    Attributes:
+        full: mbarriers, one a stage; a phase completes when every filling warp has written.
+        empty: mbarriers, one a stage; a phase completes when every draining warp has released the tile.
+        stages: tiles in flight.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: cutlass.Constexpr[int]
+
+    def init(self, filling_warps: int, draining_warps: int) -> None:
+        """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, filling_warps)
+            cute.arch.mbarrier_init(self.empty + stage, draining_warps)
+
+    def stage(self, position: Int32) -> Int32:
+        """The stage that tile `position` lives in."""
+        return Int32(Uint32(position) % self.stages)
+
+    def phase(self, position: Int32) -> Int32:
+        """The parity of the phase that completes when tile `position` is written."""
+        return Int32(Uint32(position) // self.stages & 1)
+
+    def acquire(self, position: Int32) -> None:
+        """Filling thread: wait until the stage is free."""
+        wait_phase(self.empty + self.stage(position), self.phase(position) ^ 1)
+
+    def publish(self, position: Int32) -> None:
+        """Filling warp: its part of the tile is written, and visible to the async proxy."""
+        arrive(self.full + self.stage(position))
+
+    def wait(self, position: Int32) -> None:
+        """Draining thread: wait until the tile is written."""
+        wait_phase(self.full + self.stage(position), self.phase(position))
+
+    def release(self, position: Int32) -> None:
+        """Draining warp: it has finished reading the tile."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(position))
 
@@ -98,8 +140,7 @@ class Handover:
         wait_phase(self.empty, (position & 1) ^ 1)
 
     def publish(self) -> None:
-        """Filling warp: its part is written; bulk copies may read it."""
-        cute.arch.fence_view_async_shared()
+        """Filling warp: its part is written, and visible to the async proxy."""
         arrive(self.full)
 
     def wait(self, position: Int32) -> None:

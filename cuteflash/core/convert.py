@@ -20,6 +20,17 @@ def round_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Uin
     )
 
 
+def unpack_pair(pair: Uint32, dtype: type[cutlass.Numeric]) -> tuple[Float32, Float32]:
+    """The two values of `dtype` (fp16 or bf16) in a register, as fp32; bf16 takes one instruction a value."""
+    halves = cute.make_rmem_tensor((2,), Uint32 if dtype is cutlass.BFloat16 else dtype)
+    if dtype is cutlass.BFloat16:
+        halves[0], halves[1] = pair << Uint32(16), pair & Uint32(0xFFFF0000)
+        values = cute.recast_tensor(halves, Float32)
+        return values[0], values[1]
+    cute.recast_tensor(halves, Uint32)[0] = pair
+    return halves[0].to(Float32), halves[1].to(Float32)
+
+
 def round_fragment(source: cute.Tensor, target: cute.Tensor) -> None:
     """Round `source` (fp32) into `target` (fp16 or bf16), both register tensors with pairs of neighbours adjacent."""
     pairs = cute.recast_tensor(target, Uint32)

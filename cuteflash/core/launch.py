@@ -14,7 +14,7 @@ from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.tile import KeyTile, QueryTile
+from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
 from cuteflash.core.views import with_batch
 from cuteflash.problem import MaskKind, Storage
 
@@ -236,6 +236,10 @@ class BwdLaunch:
             tile_m=self.tile_m,
             tile_n=self.tile_n,
         )
+
+    def steps(self, blocks: QueryBlocks) -> Int32:
+        """Steps of a tile with these query blocks: each block of each query head."""
+        return self.heads_per_kv * cutlass.max(blocks.count, 0)
 
 
 def flat_order(cu: cute.Tensor, rows: Int32, heads: Int32, tile: int) -> RaggedOrder:

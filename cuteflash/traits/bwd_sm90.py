@@ -20,9 +20,11 @@ from cuteflash.traits.sm90 import (
 )
 
 STATISTIC_BYTES = 4  # fp32
+REGISTERS = 65536  # of a multiprocessor
+DQ_ADDRESS_REGS = 32  # registers a thread of a warpgroup that only computes dQ needs beside the accumulator
 BWD_ADDRESS_REGS = 12  # registers a thread needs at least beside its fragments: most addresses are uniform
 
-DqShare = Literal["rows", "columns", "transposed", "turns"]
+DqShare = Literal["rows", "columns", "transposed", "turns", "apart"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,13 +38,13 @@ class BwdTraitsSm90:
         head_dim_v: columns of the V and O tiles, padded likewise.
         q_stage: Q tiles in flight.
         do_stage: dO tiles in flight.
-        overlap: the products that need P and dS of a step run beside the next step's scores; otherwise only dQ does.
         k_in_regs, v_in_regs: K is in registers for the product S, V for dP; otherwise both are read from shared
             memory.
         pingpong: named barriers let one warpgroup's products run while another does its pointwise part.
         dq: how the warpgroups share the product dQ. ``"rows"``, ``"columns"``: each computes half of the rows (`tile_m`
             128) or columns (64) of every tile. ``"transposed"``: half of the columns, as rows of dQ^T = K^T dS^T, which
-            takes any `tile_m`. ``"turns"``: step by step one after the other a whole tile (`tile_m` 64).
+            takes any `tile_m`. ``"turns"``: step by step one after the other a whole tile (`tile_m` 64). ``"apart"``: a
+            third warpgroup computes dQ of every step (`tile_m` 64), and the two with the keys never wait for each other.
     """
 
     operation: ClassVar[Operation] = "bwd"
@@ -60,29 +62,55 @@ class BwdTraitsSm90:
     head_dim_v: int
     q_stage: int = 2
     do_stage: int = 2
-    overlap: bool = False
     k_in_regs: bool = False
     v_in_regs: bool = False
     pingpong: bool = True
     dq: DqShare = "columns"
+    delta_early: int = 1
+    persistent: bool = False
+    kv_stage: int = 1
+    opaque: bool = True
 
     @property
     def mma_warpgroups(self) -> int:
         return self.tile_n // WGMMA_M
 
     @property
+    def is_dq_apart(self) -> bool:
+        """Whether a warpgroup of its own computes dQ."""
+        return self.dq == "apart"
+
+    @property
+    def is_dq_whole(self) -> bool:
+        """Whether one warpgroup computes a whole tile of dQ, which goes through the two stages in turn."""
+        return self.dq in ("turns", "apart")
+
+    @property
     def num_threads(self) -> int:
-        return (1 + self.mma_warpgroups) * WARPGROUP
+        return (1 + self.mma_warpgroups + self.is_dq_apart) * WARPGROUP
 
     @property
     def producer_regs(self) -> int:
         """Registers a thread of the warpgroup that loads and adds dQ."""
-        return REGISTER_SPLIT[self.mma_warpgroups][0]
+        return 32 if self.is_dq_apart else REGISTER_SPLIT[self.mma_warpgroups][0]
+
+    @property
+    def dq_regs(self) -> int:
+        """Registers a thread of the warpgroup that computes dQ; 0 if there is none."""
+        return self.dq_accumulator_regs + DQ_ADDRESS_REGS if self.is_dq_apart else 0
 
     @property
     def mma_regs(self) -> int:
         """Registers a thread of a consumer warpgroup."""
-        return REGISTER_SPLIT[self.mma_warpgroups][1]
+        split = REGISTER_SPLIT[self.mma_warpgroups][1]
+        left = REGISTERS // WARPGROUP - self.producer_regs - self.dq_regs
+        return left // self.mma_warpgroups // 8 * 8 if self.is_dq_apart else split
+
+    @property
+    def dq_accumulator_regs(self) -> int:
+        """Registers a thread of what computes dQ needs for its accumulator."""
+        rows, cols = self.dq_part
+        return rows * cols // WARPGROUP
 
     @property
     def dq_part(self) -> tuple[int, int]:
@@ -94,7 +122,7 @@ class BwdTraitsSm90:
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, row statistics, K, V, Q, dO, dS and dQ as it waits to be added."""
-        barriers = 2 * (1 + 1 + self.q_stage + self.do_stage) + 1 + 2 * self.mma_warpgroups
+        barriers = 2 * (2 * self.kv_stage + self.q_stage + self.do_stage + self.ds_stage + self.mma_warpgroups) + 1
         plan = {"barriers": SmemRegion(0, barriers * MBARRIER_BYTES)}
 
         def append(name: str, nbytes: int, stages: int, align: int = SWIZZLE_ALIGN) -> None:
@@ -103,8 +131,8 @@ class BwdTraitsSm90:
 
         append("lse", self.tile_m * STATISTIC_BYTES, self.q_stage, 128)
         append("delta", self.tile_m * STATISTIC_BYTES, self.do_stage, 128)
-        append("k", self.tile_n * self.head_dim * self.element_bytes, 1)
-        append("v", self.tile_n * self.head_dim_v * self.element_bytes, 1)
+        append("k", self.tile_n * self.head_dim * self.element_bytes, self.kv_stage)
+        append("v", self.tile_n * self.head_dim_v * self.element_bytes, self.kv_stage)
         append("q", self.tile_m * self.head_dim * self.element_bytes, self.q_stage)
         append("do", self.tile_m * self.head_dim_v * self.element_bytes, self.do_stage)
         append("ds", self.tile_m * self.tile_n * self.element_bytes, self.ds_stage)
@@ -120,14 +148,11 @@ class BwdTraitsSm90:
     def accumulator_regs(self) -> int:
         """Registers a thread needs for the accumulators dK and dV, S, dP and dQ, and for the operands P, dS, K and V.
 
-        Without `overlap` dQ takes the place of S, and dS replaces dP element by element.
+        dQ takes the place of S, and dS replaces dP element by element.
         """
         gradients, scores, operand = (self.head_dim + self.head_dim_v) // 2, self.tile_m // 2, self.tile_m // 4
-        rows, cols = self.dq_part
-        dq = rows * cols // WARPGROUP
+        dq = 0 if self.is_dq_apart else self.dq_accumulator_regs
         keys = self.head_dim // 4 * self.k_in_regs + self.head_dim_v // 4 * self.v_in_regs
-        if self.overlap:
-            return keys + gradients + 2 * scores + 2 * operand + dq
         return keys + gradients + scores + max(scores, dq) + operand
 
     def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
@@ -157,10 +182,6 @@ class BwdTraitsSm90:
             )
         if cols % swizzle_width(self.head_dim):
             return f"dq {self.dq!r} gives a warpgroup {cols} columns, not whole slabs of {swizzle_width(self.head_dim)}"
-        if self.overlap and self.pingpong:
-            return "overlap with pingpong: a step that overlaps the one before has no products to take turns at"
-        if self.overlap and min(self.q_stage, self.do_stage) < 3:
-            return "overlap needs q_stage and do_stage 3: two tiles are read while one is loaded"
         if self.accumulator_regs > self.mma_regs - BWD_ADDRESS_REGS:
             return (
                 f"dK, dV, S, dP, dQ and P fragments take {self.accumulator_regs} registers a thread, "

@@ -16,6 +16,7 @@ the same bits in every run, blocks take turns at adding to a tile, by ascending 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import cutlass
@@ -26,17 +27,19 @@ from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import BwdArguments
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import Handover, TmaRing
+from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
 from cuteflash.core.bwd_signature import bwd_fake_args
 from cuteflash.core.launch import BwdLaunch, batched
 from cuteflash.core.signature import CUTE_DTYPES
-from cuteflash.core.tile import KeyTile
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
 from cuteflash.kernels.sm90.bwd_bundles import Block, Rings, Tiles, Tma
-from cuteflash.kernels.sm90.bwd_load import add_dq, load, make_tma
-from cuteflash.kernels.sm90.bwd_mma import consume
+from cuteflash.kernels.sm90.bwd_dq_product import compute_dq, make_dq_product
+from cuteflash.kernels.sm90.bwd_load import add_dq, load, make_tma, store_gradients
+from cuteflash.kernels.sm90.bwd_mma import consume, pass_turn
+from cuteflash.kernels.sm90.bwd_visit import visit_tiles
+from cuteflash.kernels.sm90.bwd_warpgroup import make_key_warpgroup
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES, BwdTraitsSm90
 from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP
@@ -55,6 +58,11 @@ class FlashBwdSm90:
     def dtype(self) -> type[cutlass.Numeric]:
         """Element type of all operands, of P and of dS."""
         return CUTE_DTYPES[self.problem.operands.qk_dtype]
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether a block works on several tiles. Packed sequences' tiles differ too much for being dealt in advance."""
+        return self.traits.persistent and self.problem.storage.k == "dense"
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with: fakes of `BwdArguments`."""
@@ -86,12 +94,12 @@ class FlashBwdSm90:
         return atoms.tiled_mma(self.dtype, cols, OperandMajorMode.MN, a_from_regs=False)
 
     def smem_layout_k(self) -> cute.ComposedLayout:
-        """(tile_n, head_dim, 1)"""
-        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim)
+        """(tile_n, head_dim, kv_stage)"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim, self.traits.kv_stage)
 
     def smem_layout_v(self) -> cute.ComposedLayout:
-        """(tile_n, head_dim_v, 1)"""
-        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim_v)
+        """(tile_n, head_dim_v, kv_stage)"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim_v, self.traits.kv_stage)
 
     def smem_layout_q(self) -> cute.ComposedLayout:
         """(tile_m, head_dim, q_stage)"""
@@ -133,9 +141,12 @@ class FlashBwdSm90:
         workspace = workspace_of(traits, tensors, packed)
         launch = BwdLaunch.of(self, tensors, packed, scalars)
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
+        blocks = launch.order.size()
+        if const_expr(self.is_persistent):
+            blocks = cutlass.min(blocks, scalars.num_sms)
         BwdPrepare(traits, self.problem).launch(tensors, packed, workspace, stream)
         self.kernel(make_tma(self, tensors), views, launch).launch(
-            grid=(launch.order.size(), 1, 1),
+            grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
@@ -161,37 +172,45 @@ class FlashBwdSm90:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
-                for ring in (rings.k, rings.v, rings.q, rings.do):
+                for ring in (rings.q, rings.do):
                     ring.init(consumer_warps)
-                cute.arch.mbarrier_init(rings.ds, consumer_warps)
+                for ring in (rings.k, rings.v):
+                    ring.init(1)  # the warp that stores what takes their place
+                rings.ds.init(consumer_warps, WARPGROUP // 32)
                 for handover in rings.dq:
                     handover.init(WARPGROUP // 32)
+                cute.arch.mbarrier_init(rings.gradients, consumer_warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        tile = launch.tile(cute.arch.block_idx()[0])
-        if const_expr(self.problem.storage.k == "dense"):
-            self.work(block, tile, warp)
-        elif tile.exists():
-            self.work(block, tile, warp)
+        first_consumer, dq_warp = WARPGROUP // 32, (1 + traits.mma_warpgroups) * WARPGROUP // 32
+        if warp < first_consumer:
+            cute.arch.setmaxregister_decrease(traits.producer_regs)
+            self.produce(block, warp)
+        elif warp < dq_warp:
+            cute.arch.setmaxregister_increase(traits.mma_regs)
+            wg = make_key_warpgroup(self, block)
+            if const_expr(traits.pingpong):
+                if wg.index == traits.mma_warpgroups - 1:
+                    pass_turn(self, wg)
+            visit_tiles(self, launch, functools.partial(consume, self, block, wg))
+        elif const_expr(traits.is_dq_apart):
+            cute.arch.setmaxregister_decrease(traits.dq_regs)
+            dq = make_dq_product(self, block.tiles, Int32(0), cute.arch.thread_idx()[0] % WARPGROUP)
+            visit_tiles(self, launch, functools.partial(compute_dq, self, block, dq))
 
     @cute.jit
-    def work(self, block: Block, tile: KeyTile, warp: Int32):
-        """The part of a warp in a key tile that exists."""
-        traits = self.traits
-        blocks = tile.query_blocks(is_descending=self.problem.is_deterministic)
-        if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(traits.producer_regs)
-            if blocks.hi > blocks.lo:
-                if warp == 0:
-                    load(self, block, tile, blocks)
-                for part in cutlass.range_constexpr(traits.mma_warpgroups):
-                    if warp == 1 + part:
-                        if cute.arch.lane_idx() == 0:
-                            add_dq(self, block, tile, blocks, part)
-        else:
-            cute.arch.setmaxregister_increase(traits.mma_regs)
-            consume(self, block, tile, blocks)
+    def produce(self, block: Block, warp: Int32):
+        """The warps that feed the others with tiles and take results from them."""
+        visit, stages = functools.partial(visit_tiles, self, block.launch), self.traits.mma_warpgroups
+        if warp == 0:
+            visit(functools.partial(load, self, block))
+        for stage in cutlass.range_constexpr(stages):
+            if warp == 1 + stage:
+                visit(functools.partial(add_dq, self, block, stage))
+                cute.arch.cp_async_bulk_wait_group(0)
+        if warp == 1 + stages:
+            visit(functools.partial(store_gradients, self, block))
 
     def make_rings(self, base: cute.Pointer) -> Rings:
         """The rings and barriers over the mbarriers at the start of the block's shared memory."""
@@ -203,12 +222,13 @@ class FlashBwdSm90:
             tile_bytes = region.nbytes // region.stages + (traits.tile_m * STATISTIC_BYTES if statistic else 0)
             rings[name] = TmaRing.create(barriers + position, region.stages, tile_bytes)
             position += 2 * region.stages
-        ds, position = barriers + position, position + 1
+        ds = StageRing(barriers + position, barriers + position + traits.ds_stage, traits.ds_stage)
+        position += 2 * traits.ds_stage
         dq = tuple(
             Handover(barriers + position + 2 * part, barriers + position + 2 * part + 1)
             for part in range(traits.mma_warpgroups)
         )
-        return Rings(**rings, ds=ds, dq=dq)
+        return Rings(**rings, ds=ds, dq=dq, gradients=barriers + position + 2 * traits.mma_warpgroups)
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan."""

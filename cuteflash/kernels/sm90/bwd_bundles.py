@@ -8,15 +8,18 @@ import enum
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cuteflash.atoms.barriers import Handover, TmaRing
+from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
 from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.sm90 import WARPGROUP
 
 
 class NamedBarrier(enum.IntEnum):
     """Hardware barriers in use; 0 is `__syncthreads`."""
 
-    EPILOGUE = 1  # all consumers: K and V have been read; dK and dV are in their place
+    KEYS_READ = 1  # all consumers, and a warpgroup for dQ: K and V have been read, dK and dV may take their place
     TURN = 2  # + warpgroup: this warpgroup may issue its products (ping-pong)
 
 
@@ -42,8 +45,8 @@ class Tma:
 class Tiles:
     """Shared-memory tensors; dK and dV are staged in the place of K and V."""
 
-    sK: cute.Tensor  # (tile_n, head_dim, 1)
-    sV: cute.Tensor  # (tile_n, head_dim_v, 1)
+    sK: cute.Tensor  # (tile_n, head_dim, kv_stage)
+    sV: cute.Tensor  # (tile_n, head_dim_v, kv_stage)
     sQ: cute.Tensor  # (tile_m, head_dim, q_stage)
     sdO: cute.Tensor  # (tile_m, head_dim_v, do_stage)
     sdS: cute.Tensor  # (tile_m, tile_n, ds_stage)
@@ -54,17 +57,18 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Rings:
-    """TMA rings (K and V have one tile each), and what passes between the consumers and the warps that add dQ."""
+    """TMA rings, and what passes between the consumers and the warps that add dQ and store dK and dV."""
 
     k: TmaRing
     v: TmaRing
     q: TmaRing
     do: TmaRing
-    ds: cute.Pointer  # an mbarrier: all consumers have written dS of a step
-    dq: tuple[Handover, ...]  # one a consumer warpgroup, side by side in memory
+    ds: StageRing  # from the consumers to what computes dQ; those do not wait for a free stage who compute it themselves
+    dq: tuple[Handover, ...]  # one a stage of sdQ, side by side in memory
+    gradients: cute.Pointer  # an mbarrier: dK and dV of a tile are in the place of K and V
 
     def dq_of(self, index: Int32) -> Handover:
-        """That of a warpgroup known at run time."""
+        """That of a stage known at run time."""
         first = self.dq[0]
         return Handover(first.full + 2 * index, first.empty + 2 * index)
 
@@ -78,3 +82,24 @@ class Block:
     rings: Rings
     launch: BwdLaunch
     workspace: WorkspaceTensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A block's visit to a key tile.
+
+    Attributes:
+        tile, blocks: its keys, and the query blocks that see some of them.
+        wave: position of its K and V in their rings: how many tiles the block visited before.
+        start: position of its first Q and dO in theirs: how many steps the block did before.
+    """
+
+    tile: KeyTile
+    blocks: QueryBlocks
+    wave: Int32
+    start: Int32
+
+
+def readers_of_keys(traits: BwdTraitsSm90) -> int:
+    """Threads that read K or V from shared memory."""
+    return (traits.mma_warpgroups + traits.is_dq_apart) * WARPGROUP

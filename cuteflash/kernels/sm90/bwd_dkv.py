@@ -27,7 +27,7 @@ from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.tile import KeyTile
 from cuteflash.core.workspace import Workspace
 from cuteflash.kernels.common.workspace import WorkspaceTensors
-from cuteflash.kernels.sm90.bwd_bundles import Tma
+from cuteflash.kernels.sm90.bwd_bundles import Tma, Visit
 from cuteflash.kernels.sm90.bwd_dkv_mma import WARPS, Block, Rings, Tiles, consume
 from cuteflash.kernels.sm90.bwd_load import load, make_tma
 from cuteflash.problem import BwdProblem
@@ -123,18 +123,18 @@ class DkvPass:
     def work(self, block: Block, tile: KeyTile, warp: Int32):
         """The part of a warp in a key tile that exists."""
         traits = self.traits
-        blocks = tile.query_blocks()
+        visit = Visit(tile, tile.query_blocks(), Int32(0), Int32(0))
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
-            if blocks.hi > blocks.lo:
+            if visit.blocks.hi > visit.blocks.lo:
                 if warp == 0:
-                    load(self, block, tile, blocks)
+                    load(self, block, visit)
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
             if warp < 2 * WARPS:
-                consume(self, block, tile, blocks, True)
+                consume(self, block, visit, True)
             else:
-                consume(self, block, tile, blocks, False)
+                consume(self, block, visit, False)
 
     def make_rings(self, base: cute.Pointer) -> Rings:
         """The rings over the mbarriers at the start of the block's shared memory."""

@@ -20,10 +20,10 @@ from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import exp2
-from cuteflash.core.tile import KeyTile, QueryBlocks
+from cuteflash.core.tile import KeyTile
 from cuteflash.core.views import acc_as_operand_a, transposed
 from cuteflash.kernels.common.workspace import WorkspaceTensors
-from cuteflash.kernels.sm90.bwd_bundles import Tma
+from cuteflash.kernels.sm90.bwd_bundles import Tma, Visit
 from cuteflash.kernels.sm90.bwd_load import key_partition, key_rows
 from cuteflash.kernels.sm90.bwd_scores import cap_slope, column_statistics, prepare_scores
 from cuteflash.kernels.sm90.bwd_warpgroup import ROWS
@@ -84,7 +84,6 @@ class Side:
         acc, gradient: accumulators.
         scores: `acc` as (keys, queries).
         weights: fp32, what dP is multiplied with if it is not P.
-        bounds: (keys, 2) queries [lo, hi) that see each key of this thread.
         first, second: rings of what the two products read.
         statistics: (tile_m, stages) of the row statistic that belongs to the first ring.
     """
@@ -100,7 +99,6 @@ class Side:
     gradient: cute.Tensor
     scores: ScoreTile
     weights: cute.Tensor | None
-    bounds: cute.Tensor
     first: TmaRing
     second: TmaRing
     statistics: cute.Tensor
@@ -127,7 +125,6 @@ def make_side(kernel, block: Block, of_p: bool) -> Side:
         gradient=cute.make_rmem_tensor(thr_gradient.partition_shape_C((WGMMA_M, cols)), Float32),
         scores=ScoreTile.of(mma_s, thread, acc, (WGMMA_M, traits.tile_m), block.launch.inner_scale, 1),
         weights=cute.make_rmem_tensor_like(acc) if of_p and kernel.problem.scores.softcap else None,
-        bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         first=rings.q if of_p else rings.do,
         second=rings.do if of_p else rings.q,
         statistics=tiles.sLSE if of_p else tiles.sDelta,
@@ -135,24 +132,23 @@ def make_side(kernel, block: Block, of_p: bool) -> Side:
 
 
 @cute.jit
-def consume(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks, of_p: cutlass.Constexpr[bool]):
+def consume(kernel: cutlass.Constexpr, block: Block, visit: Visit, of_p: cutlass.Constexpr[bool]):
     """dV of a key tile, or dK."""
+    blocks = visit.blocks
     side = make_side(kernel, block, of_p)
-    for r in cutlass.range_constexpr(ROWS):
-        side.bounds[r, 0], side.bounds[r, 1] = tile.q_bounds(side.scores.row(r))
     side.gradient.fill(0.0)
     if blocks.hi > blocks.lo:
         keys = block.rings.k if const_expr(of_p) else block.rings.v
         keys.wait(0)
         m_block = blocks.first
-        step(kernel, side, block, blocks, m_block, Int32(0), of_p, True)
+        step(kernel, side, block, visit, m_block, Int32(0), of_p, True)
         count = block.launch.heads_per_kv * blocks.count
         for position in cutlass.range(1, count, unroll=1):
             m_block = blocks.following(m_block)
-            step(kernel, side, block, blocks, m_block, position, of_p, False)
+            step(kernel, side, block, visit, m_block, position, of_p, False)
         issue_gradient(side, count - 1)
         warpgroup.wait_group(0)
-    write_gradient(kernel, side, block, tile, of_p)
+    write_gradient(kernel, side, block, visit.tile, of_p)
 
 
 def issue_gradient(side: Side, position: Int32) -> None:
@@ -166,7 +162,7 @@ def step(
     kernel: cutlass.Constexpr,
     side: Side,
     block: Block,
-    blocks: QueryBlocks,
+    visit: Visit,
     m_block: Int32,
     position: Int32,
     of_p: cutlass.Constexpr[bool],
@@ -176,14 +172,14 @@ def step(
     acc, launch = side.acc, block.launch
     stage = side.first.stage(position)
     side.first.wait(position)
+    statistics = column_statistics(side.statistics[None, stage], side.thread)  # before products keep the port busy
     atoms.gemm(side.mma_s, acc, side.tSrA, side.tSrB[None, None, None, stage], accumulate=False)
     if const_expr(not is_first):
         side.second.wait(position - 1)
         issue_gradient(side, position - 1)
-    statistics = column_statistics(side.statistics[None, stage], side.thread)
     warpgroup.wait_group(0 if is_first else 1)  # scores | gradient
     if const_expr(of_p):
-        prepare_scores(kernel, side.scores, side.bounds, blocks, m_block)
+        prepare_scores(kernel, side.scores, visit, Int32(0), m_block)
         for i in cutlass.range_constexpr(cute.size(acc)):
             p = exp2(acc[i] * launch.scale_log2 - statistics[i % 2, i // (2 * ROWS)])
             if const_expr(kernel.problem.scores.softcap):
@@ -256,7 +252,7 @@ def write_gradient(kernel: cutlass.Constexpr, side: Side, block: Block, tile: Ke
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE + 1 + int(of_p), number_of_threads=WARPGROUP)
     if cute.arch.make_warp_uniform(side.thread // 32) == 0:
-        tXsX, tXgX = key_partition(atom, key_rows(kernel, gX, tile), sX, tile.n_block, box)
+        tXsX, tXgX = key_partition(atom, key_rows(kernel, gX, tile), sX, Int32(0), tile.n_block, box)
         cute.copy(atom, tXsX, tXgX)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)

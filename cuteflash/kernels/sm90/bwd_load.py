@@ -1,9 +1,10 @@
-"""The producer warpgroup of the backward: one warp loads with TMA, one for each part of dQ adds it to memory."""
+"""The producer warpgroup of the backward: a warp that loads, one for each part of dQ that adds it, one that stores."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -11,12 +12,12 @@ from cutlass import Int32, const_expr
 
 from cuteflash.arguments import BwdTensors
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import TmaRing
-from cuteflash.core.tile import KeyTile, QueryBlocks
+from cuteflash.atoms.barriers import TmaRing, wait_phase
+from cuteflash.core.tile import KeyTile
 from cuteflash.core.turns import turn_of
 from cuteflash.core.views import rows_first
 from cuteflash.kernels.common.turns import await_turn, pass_turn
-from cuteflash.kernels.sm90.bwd_bundles import Block, Tma
+from cuteflash.kernels.sm90.bwd_bundles import Block, Tma, Visit
 from cuteflash.kernels.sm90.ragged import ragged, sequence_rows
 from cuteflash.problem import StorageKind
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
@@ -61,15 +62,18 @@ def key_rows(kernel, gX: cute.Tensor, tile: KeyTile) -> cute.Tensor:
 
 
 @cute.jit
-def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks):
+def load(kernel: cutlass.Constexpr, block: Any, visit: Visit):
     """Load K and V once, then Q, dO and their row statistics block by block; a whole warp calls it.
 
     What the first product needs comes first.
     """
     traits, tma, tiles, rings = kernel.traits, block.tma, block.tiles, block.rings
+    tile, blocks, wave, start = visit.tile, visit.blocks, visit.wave, visit.start
     gK, gV = key_rows(kernel, tma.gK, tile), key_rows(kernel, tma.gV, tile)
-    load_once(tma.load_k, rings.k, gK, tiles.sK, tile.n_block, (traits.tile_n, traits.head_dim))
-    position = Int32(0)
+    load_once(tma.load_k, rings.k, wave, gK, tiles.sK, tile.n_block, (traits.tile_n, traits.head_dim))
+    if blocks.hi <= blocks.lo:
+        load_once(tma.load_v, rings.v, wave, gV, tiles.sV, tile.n_block, (traits.tile_n, traits.head_dim_v))
+    position = start
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
         head = tile.head * block.launch.heads_per_kv + i
         gQ = cute.local_tile(query_rows(kernel, tma.gQ, tile, head), (traits.tile_m, traits.head_dim), (None, 0))
@@ -82,8 +86,8 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
             barrier, stage = rings.q.acquire(position), rings.q.stage(position)
             cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.lse_log2, tiles.sLSE[None, stage], barrier)
-            if position == 0:
-                load_once(tma.load_v, rings.v, gV, tiles.sV, tile.n_block, (traits.tile_n, traits.head_dim_v))
+            if position == start:
+                load_once(tma.load_v, rings.v, wave, gV, tiles.sV, tile.n_block, (traits.tile_n, traits.head_dim_v))
             barrier, stage = rings.do.acquire(position), rings.do.stage(position)
             cute.copy(tma.load_do, tOgdO[None, m_block], tOsdO[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.delta, tiles.sDelta[None, stage], barrier)
@@ -92,19 +96,44 @@ def load(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBl
 
 
 def load_once(
-    atom: cute.CopyAtom, ring: TmaRing, gX: cute.Tensor, sX: cute.Tensor, n_block: Int32, box: cute.Tiler
+    atom: cute.CopyAtom,
+    ring: TmaRing,
+    wave: Int32,
+    gX: cute.Tensor,
+    sX: cute.Tensor,
+    n_block: Int32,
+    box: cute.Tiler,
 ) -> None:
-    """Load a block of K or V, of rows `gX`."""
-    tXsX, tXgX = key_partition(atom, gX, sX, n_block, box)
-    cute.copy(atom, tXgX, tXsX, tma_bar_ptr=ring.acquire(Int32(0)))
+    """Load a block of K or V, of rows `gX`, as tile `wave` of its ring."""
+    tXsX, tXgX = key_partition(atom, gX, sX, ring.stage(wave), n_block, box)
+    cute.copy(atom, tXgX, tXsX, tma_bar_ptr=ring.acquire(wave))
 
 
 def key_partition(
-    atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, n_block: Int32, box: cute.Tiler
+    atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, stage: Int32, n_block: Int32, box: cute.Tiler
 ) -> tuple[cute.Tensor, cute.Tensor]:
     """A block of K, V or their gradients, of rows `gX`, in shared and in global memory."""
     tXsX, tXgX = atoms.tma_partition(atom, sX, cute.local_tile(gX, box, (None, 0)))
-    return tXsX[None, 0], tXgX[None, n_block]
+    return tXsX[None, stage], tXgX[None, n_block]
+
+
+@cute.jit
+def store_gradients(kernel: cutlass.Constexpr, block: Block, visit: Visit):
+    """Store dK and dV, which TMA clips, once the consumers have put them in the place of K and V; a whole warp."""
+    traits, tma, tiles, rings = kernel.traits, block.tma, block.tiles, block.rings
+    tile, wave = visit.tile, visit.wave
+    wait_phase(rings.gradients, wave & 1)
+    for atom, gX, sX, cols in (
+        (tma.store_dv, tma.gdV, tiles.sV, traits.head_dim_v),
+        (tma.store_dk, tma.gdK, tiles.sK, traits.head_dim),
+    ):
+        stage, box = rings.k.stage(wave), (traits.tile_n, cols)
+        tXsX, tXgX = key_partition(atom, key_rows(kernel, gX, tile), sX, stage, tile.n_block, box)
+        cute.copy(atom, tXsX, tXgX)
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    rings.k.release(wave)
+    rings.v.release(wave)
 
 
 def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> None:
@@ -114,26 +143,33 @@ def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> N
 
 
 @cute.jit
-def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: QueryBlocks, index: cutlass.Constexpr[int]):
-    """Add what consumer warpgroup `index` computes of dQ to memory, step by step; one thread calls it."""
-    warpgroups, whole = kernel.traits.mma_warpgroups, kernel.traits.dq == "turns"
-    handover = block.rings.dq[index]
+def add_dq(kernel: cutlass.Constexpr, block: Block, stage: cutlass.Constexpr[int], visit: Visit):
+    """Add a stage of sdQ to memory, step by step; a whole warp calls it, one thread works."""
+    if cute.arch.lane_idx() == 0:
+        add_stage(kernel, block, stage, visit)
+
+
+@cute.jit
+def add_stage(kernel: cutlass.Constexpr, block: Block, stage: cutlass.Constexpr[int], visit: Visit):
+    """`add_dq` of one thread."""
+    tile, blocks, position = visit.tile, visit.blocks, visit.start
+    stages, whole = kernel.traits.mma_warpgroups, kernel.traits.is_dq_whole
+    handover = block.rings.dq[stage]
     rows, cols = kernel.traits.dq_part
-    sdQ = block.tiles.sdQ[None, index]
-    position = Int32(0)
+    sdQ = block.tiles.sdQ[None, stage]
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
         head = tile.head * block.launch.heads_per_kv + i
         m_block = blocks.first
         for _ in cutlass.range(blocks.count, unroll=1):
-            if not whole or position % warpgroups == index:
+            if not whole or position % stages == stage:
                 workspace = block.workspace.tile(m_block, head, tile.sequence)
                 target = workspace.dq.iterator
                 if const_expr(not whole):
-                    target = target + index * (rows * cols)
-                handover.wait(position // warpgroups if whole else position)
+                    target = target + stage * (rows * cols)
+                handover.wait(position // stages if whole else position)
                 if const_expr(kernel.problem.is_deterministic):
                     turn = turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
-                    await_turn(workspace.turn, turn if whole else turn * warpgroups)
+                    await_turn(workspace.turn, turn if whole else turn * stages)
                 atoms.bulk_add(target, sdQ.iterator, rows * cols * 4)
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(kernel.problem.is_deterministic):
@@ -144,4 +180,3 @@ def add_dq(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, blocks: Query
                 handover.release()
             m_block = blocks.following(m_block)
             position += 1
-    cute.arch.cp_async_bulk_wait_group(0)

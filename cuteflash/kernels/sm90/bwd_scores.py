@@ -6,11 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from cuteflash.core.convert import round_pair
+from cuteflash.core.convert import round_pair, unpack_pair
 from cuteflash.core.launch import BwdLaunch
-from cuteflash.core.scores import ScoreTile, stay_a_branch
+from cuteflash.core.scores import ScoreTile, computed_here, stay_a_branch
 from cuteflash.core.softmax import exp2
-from cuteflash.core.tile import QueryBlocks
+from cuteflash.kernels.sm90.bwd_bundles import Visit
 from cuteflash.kernels.sm90.bwd_warpgroup import ROWS, KeyWarpgroup
 
 
@@ -25,13 +25,17 @@ def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
 
 @cute.jit
 def prepare_scores(
-    kernel: cutlass.Constexpr, scores: ScoreTile, bounds: cute.Tensor, blocks: QueryBlocks, m_block: Int32
+    kernel: cutlass.Constexpr, scores: ScoreTile, visit: Visit, first_key: Int32, m_block: Int32
 ):
-    """Apply softcap and mask to the transposed scores of a query block, in place; `bounds` are those of its keys."""
+    """Apply softcap and mask to the transposed scores of a query block, in place; they begin at a key of the tile."""
     if const_expr(kernel.problem.scores.softcap):
         scores.apply_softcap()
-    if blocks.is_cut(m_block):
+    if visit.blocks.is_cut(m_block):
         stay_a_branch()
+        first_key = computed_here(first_key)
+        bounds = cute.make_rmem_tensor((ROWS, 2), Int32)
+        for r in cutlass.range_constexpr(ROWS):
+            bounds[r, 0], bounds[r, 1] = visit.tile.q_bounds(first_key + scores.row(r))
         scores.hide(m_block * kernel.traits.tile_m, bounds, True, kernel.problem.scores.mask == "window")
 
 
@@ -58,7 +62,10 @@ def probabilities(kernel: cutlass.Constexpr, wg: KeyWarpgroup, lse: cute.Tensor,
 def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, delta: cute.Tensor):
     """dS of P and dP, rounded into the operand of dK."""
     p = wg.products
-    pairs = cute.recast_tensor(p.tKrdS, Uint32)
+    pairs, weights = cute.recast_tensor(p.tKrdS, Uint32), cute.recast_tensor(p.weights, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
-        low, high = (p.weights[2 * i + j].to(Float32) * (p.acc_dP[2 * i + j] - delta[j, i // ROWS]) for j in range(2))
+        low, high = (
+            w * (p.acc_dP[2 * i + j] - delta[j, i // ROWS])
+            for j, w in enumerate(unpack_pair(weights[i], kernel.dtype))
+        )
         pairs[i] = round_pair(low, high, kernel.dtype)
