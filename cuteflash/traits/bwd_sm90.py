@@ -21,6 +21,7 @@ from cuteflash.traits.sm90 import (
 
 STATISTIC_BYTES = 4  # fp32
 REGISTERS = 65536  # of a multiprocessor
+APART_PRODUCER_REGS = 32  # registers a thread of the producer beside a warpgroup that only computes dQ
 DQ_ADDRESS_REGS = 32  # registers a thread of a warpgroup that only computes dQ needs beside the accumulator
 BWD_ADDRESS_REGS = 12  # registers a thread needs at least beside its fragments: most addresses are uniform
 
@@ -36,11 +37,16 @@ class BwdTraitsSm90:
         tile_n: keys of one block, 64 for each consumer warpgroup.
         head_dim: columns of the Q and K tiles, the problem's head dim padded up to a multiple of 16.
         head_dim_v: columns of the V and O tiles, padded likewise.
+        kv_stage: K and V tiles in flight; more than one only of persistent blocks.
         q_stage: Q tiles in flight.
         do_stage: dO tiles in flight.
         k_in_regs, v_in_regs: K is in registers for the product S, V for dP; otherwise both are read from shared
             memory.
+        delta_early: delta is fetched before the exponentials, in a register for every 4 queries; otherwise after them.
+        keep_thread: the thread's index stays in a register; otherwise it is read again in each step.
         pingpong: named barriers let one warpgroup's products run while another does its pointwise part.
+        persistent: a block works on many key tiles of a dense batch, and the next one's loads overlap with this one's
+            end; otherwise each tile has a block. Packed sequences' tiles, which differ in what they cost, always have.
         dq: how the warpgroups share the product dQ. ``"rows"``, ``"columns"``: each computes half of the rows (`tile_m`
             128) or columns (64) of every tile. ``"transposed"``: half of the columns, as rows of dQ^T = K^T dS^T, which
             takes any `tile_m`. ``"turns"``: step by step one after the other a whole tile (`tile_m` 64). ``"apart"``: a
@@ -60,16 +66,16 @@ class BwdTraitsSm90:
     tile_n: int
     head_dim: int
     head_dim_v: int
+    kv_stage: int = 1
     q_stage: int = 2
     do_stage: int = 2
     k_in_regs: bool = False
     v_in_regs: bool = False
+    delta_early: bool = True
+    keep_thread: bool = False
     pingpong: bool = True
-    dq: DqShare = "columns"
-    delta_early: int = 1
     persistent: bool = False
-    kv_stage: int = 1
-    opaque: bool = True
+    dq: DqShare = "columns"
 
     @property
     def mma_warpgroups(self) -> int:
@@ -92,7 +98,7 @@ class BwdTraitsSm90:
     @property
     def producer_regs(self) -> int:
         """Registers a thread of the warpgroup that loads and adds dQ."""
-        return 32 if self.is_dq_apart else REGISTER_SPLIT[self.mma_warpgroups][0]
+        return APART_PRODUCER_REGS if self.is_dq_apart else REGISTER_SPLIT[self.mma_warpgroups][0]
 
     @property
     def dq_regs(self) -> int:
@@ -175,6 +181,8 @@ class BwdTraitsSm90:
             return f"tile_m {self.tile_m} is not a multiple of {WGMMA_K}, the k extent of the dK and dV products"
         if self.tile_n != 2 * WGMMA_M:
             return f"tile_n {self.tile_n} is not {2 * WGMMA_M}: {WGMMA_M} keys for each of 2 warpgroups"
+        if self.kv_stage > 1 and not self.persistent:
+            return f"kv_stage {self.kv_stage} without persistent: a block loads K and V once"
         rows, cols = self.dq_part
         if (cols if self.dq == "transposed" else rows) != WGMMA_M:
             return (

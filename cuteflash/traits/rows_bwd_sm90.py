@@ -18,14 +18,26 @@ from cuteflash.traits.row import (
     bwd_two_pass_sm90,
 )
 
+PERSISTENT = {"kv_stage": 2, "q_stage": 3, "do_stage": 3, "persistent": True}
+APART = {"dq": "apart", "pingpong": False}
+KEYS_IN_REGS = {"k_in_regs": True, "v_in_regs": True}
+
 ROWS: tuple[Row, ...] = (
-    bwd_sm90(32, 128, without=SOFTCAP + DETERMINISTIC, dq="rows"),
+    bwd_sm90(32, 64, without=SOFTCAP + DETERMINISTIC, keep_thread=True, **APART, **KEYS_IN_REGS, **PERSISTENT),
     bwd_two_pass_sm90(32, 64, k_stage=3, v_stage=3),
-    bwd_sm90(64, 128, without=SOFTCAP + DETERMINISTIC, dq="rows"),
+    bwd_sm90(64, 64, without=SOFTCAP + DETERMINISTIC, **APART, **KEYS_IN_REGS, **PERSISTENT),
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
-    bwd_sm90(96, 64, without=SOFTCAP + DETERMINISTIC, dq="turns", pingpong=False),
+    bwd_sm90(96, 64, without=SOFTCAP + DETERMINISTIC, delta_early=False, keep_thread=True, **APART),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
-    bwd_sm90(128, 80, CAUSAL, lengths=LONG, without=SOFTCAP + VARLEN + DETERMINISTIC, dq="transposed"),
+    bwd_sm90(
+        128,
+        80,
+        CAUSAL,
+        lengths=LONG,
+        without=SOFTCAP + VARLEN + DETERMINISTIC,
+        delta_early=False,
+        dq="transposed",
+    ),
     bwd_sm90(128, 64, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),
     bwd_two_pass_sm90(160, 64, WINDOW, k_stage=4, v_stage=2),  # three stages of both: the producer spills

@@ -90,12 +90,10 @@ def step(
         if const_expr(traits.v_in_regs):
             fetch(wg, kernel.copy_v(), tiles.sV, kv_stage, p.tPrV)
     rings.do.wait(position)
-    if const_expr(traits.delta_early == 1):
-        delta = column_statistics(tiles.sDelta[None, do_stage], wg.thread)
     v = of_stage(p.tPrV, traits.v_in_regs, kv_stage)
     atoms.gemm(p.mma_dp, p.acc_dP, v, p.tPrdO[None, None, None, do_stage], accumulate=False)
     warpgroup.wait_group(1)  # S | dP
-    if const_expr(traits.delta_early == 2):
+    if const_expr(traits.delta_early):
         delta = column_statistics(tiles.sDelta[None, do_stage], wg.thread)
     prepare_scores(kernel, wg.scores, visit, wg.index * WGMMA_M, m_block)
     probabilities(kernel, wg, lse, block.launch)

@@ -24,9 +24,7 @@ def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
 
 
 @cute.jit
-def prepare_scores(
-    kernel: cutlass.Constexpr, scores: ScoreTile, visit: Visit, first_key: Int32, m_block: Int32
-):
+def prepare_scores(kernel: cutlass.Constexpr, scores: ScoreTile, visit: Visit, first_key: Int32, m_block: Int32):
     """Apply softcap and mask to the transposed scores of a query block, in place; they begin at a key of the tile."""
     if const_expr(kernel.problem.scores.softcap):
         scores.apply_softcap()
@@ -65,7 +63,6 @@ def differentiate(kernel: cutlass.Constexpr, wg: KeyWarpgroup, delta: cute.Tenso
     pairs, weights = cute.recast_tensor(p.tKrdS, Uint32), cute.recast_tensor(p.weights, Uint32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
         low, high = (
-            w * (p.acc_dP[2 * i + j] - delta[j, i // ROWS])
-            for j, w in enumerate(unpack_pair(weights[i], kernel.dtype))
+            w * (p.acc_dP[2 * i + j] - delta[j, i // ROWS]) for j, w in enumerate(unpack_pair(weights[i], kernel.dtype))
         )
         pairs[i] = round_pair(low, high, kernel.dtype)

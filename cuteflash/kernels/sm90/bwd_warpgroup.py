@@ -122,7 +122,7 @@ def fetch(wg: KeyWarpgroup, copy: cute.TiledCopy, sX: cute.Tensor, stage: Int32,
 def make_key_warpgroup(kernel, block: Block) -> KeyWarpgroup:
     """This thread's warpgroup."""
     thread = cute.arch.thread_idx()[0] % WARPGROUP
-    if kernel.traits.opaque:
+    if kernel.traits.keep_thread:  # ptxas would read it again wherever it is used, but does not shuffle again
         thread = cute.arch.shuffle_sync(thread, cute.arch.lane_idx())
     index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
     products = make_products(kernel, block.tiles, index, thread)
