@@ -146,6 +146,21 @@ def test_boundaries_of_queries_and_of_keys_may_differ_in_full_attention():
     torch.testing.assert_close(o, by_definition(q, k, v, sees))
 
 
+def test_a_mask_of_one_query_serves_any_number_of_queries():
+    """As some models make masks of full attention; each number has boundaries of its own."""
+    mask = make_mask(1, 1, 7, mask_function=masks.bidirectional_mask_function)
+    ends = {"cu_seq_lens_q": torch.tensor([0, 2, 5]), "cu_seq_lens_k": torch.tensor([0, 6, 7])}
+    for queries in (5, 4):
+        _, q, k, v = random_inputs(1, queries, 7)
+        o, _ = attention(torch.nn.Module(), q, k, v, mask)
+        torch.testing.assert_close(o, by_definition(q, k, v, torch.ones(queries, 7, dtype=torch.bool)))
+        if queries == 5:
+            attention(torch.nn.Module(), q, k, v, mask, **ends)
+        else:
+            with pytest.raises(ValueError, match="cu_seq_lens_q goes from 0 to 5; allowed: from 0 to 4"):
+                attention(torch.nn.Module(), q, k, v, mask, **ends)
+
+
 def test_the_layers_share_one_inspection(monkeypatch):
     inspected = []
     init = Sequences.__init__

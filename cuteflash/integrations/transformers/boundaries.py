@@ -35,11 +35,11 @@ def sequences_of(mask: Mask, queries: int, kwargs: dict[str, Any]) -> Sequences 
     given = tuple(kwargs.get(name) for name in ENDS + LONGEST)
     if all(ends is None for ends in given[:2]):
         return mask.sequences
-    for known, sequences in mask.answers:
-        if all(x is y for x, y in zip(known, given, strict=True)):
+    for known, of_length, sequences in mask.answers:
+        if of_length == queries and all(x is y for x, y in zip(known, given, strict=True)):
             return sequences
     answer = _answer(mask, queries, given)
-    mask.answers.append((given, answer))
+    mask.answers.append((given, queries, answer))
     return answer
 
 

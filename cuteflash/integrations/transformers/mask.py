@@ -36,7 +36,7 @@ class Mask:
             one document.
         has_padding: whether some of the keys up to `used` hold no token.
         sequences: the documents without padding; None if every row is one document and has no padding.
-        answers: boundaries that were given beside the mask, and the sequences of a call with them.
+        answers: boundaries that were given beside the mask, a number of queries, and the sequences of a call with them.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Mask:
         self.documents = documents
         self.has_padding = padding is not None
         self.sequences = self._inspected(padding)
-        self.answers: list[tuple[tuple[Any, ...], Sequences | None]] = []
+        self.answers: list[tuple[tuple[Any, ...], int, Sequences | None]] = []
         self.dtype = torch.bool
         self.ndim = 4
 
@@ -66,14 +66,13 @@ class Mask:
         """What the layers of a model share; `padding` is True for tokens, (batch, used), on the CPU."""
         if self.documents is None and padding is None:
             return None
-        batch, _, queries, _ = self.shape
-        documents = torch.zeros(batch, self.used, dtype=torch.long) if self.documents is None else self.documents
+        documents = (
+            torch.zeros(self.shape[0], self.used, dtype=torch.long) if self.documents is None else self.documents
+        )
         keys = documents if padding is None else documents.where(padding, HIDDEN)
         if self.interval == FULL:  # a query on padding sees what others see, as in eager attention
             return Sequences(self.documents, keys)
-        # The last query stands on the last key: the queries are the last positions.
-        first = self.used - queries
-        return Sequences(keys if first == 0 else pad(keys, (-first, 0), value=HIDDEN), keys)
+        return Sequences(pad(keys, (-self.offset, 0), value=HIDDEN) if self.offset else keys, keys)
 
     def dim(self) -> int:
         return self.ndim
