@@ -13,7 +13,6 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from cuteflash.integrations import transformers as integration  # noqa: E402
-from cuteflash.integrations.transformers.padding import attend_groups, groups  # noqa: E402
 
 VOCABULARY, LENGTH = 97, 24
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -191,7 +190,6 @@ def attention_inputs() -> tuple[torch.nn.Module, Tensor, Tensor, Tensor]:
         ({"s_aux": torch.zeros(2)}, NotImplementedError, "attention sinks"),
         ({"indices": torch.zeros(2)}, NotImplementedError, "sparse attention"),
         ({"position_bias": torch.zeros(1)}, NotImplementedError, "position bias"),
-        ({"cu_seq_lens_q": torch.zeros(3)}, NotImplementedError, "packed"),
         ({"output_attentions": True}, ValueError, "output_attentions is True"),
     ],
 )
@@ -244,15 +242,6 @@ def test_the_operator_names_what_it_refuses():
         integration.attention(module, q[..., :12], k[..., :12], v[..., :12], None)
 
 
-def test_packed_sequences_are_refused_and_not_mixed():
-    integration.register()
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    with pytest.raises(ValueError, match="does not support"):
-        model("llama", "cuteflash")(
-            input_ids=torch.ones(1, 6, dtype=torch.long), position_ids=positions, use_cache=False
-        )
-
-
 def test_dropout_in_training_is_refused():
     settings = transformers.LlamaConfig(**DECODER, attention_dropout=0.1)
     settings._attn_implementation = "cuteflash"
@@ -264,26 +253,6 @@ def test_dropout_in_training_is_refused():
 def test_attention_weights_are_refused_and_not_left_out():
     with pytest.raises(ValueError, match="output_attentions"):
         model("bert", "cuteflash")(input_ids=batch("none")[0], output_attentions=True)
-
-
-def test_groups_partition_the_tokens():
-    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 1, 1]]).bool()
-    seen = torch.zeros_like(mask)
-    for group in groups(mask):
-        part = torch.zeros_like(mask)
-        for row in torch.arange(5)[group.rows].tolist():
-            part[row, group.keys] = True
-        assert not (seen & part).any() and part.any()
-        seen |= part
-    assert torch.equal(seen, mask)
-
-
-def test_positions_on_padding_give_zeros():
-    _, q, k, v = attention_inputs()
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 0, 1, 1, 0, 0]]).bool()
-    o = attend_groups(lambda q, k, v: torch.ones_like(q), q, k, v, groups(mask), query_offset=0)
-    assert (o[mask] == 1).all() and (o[~mask] == 0).all()
 
 
 def test_register_twice_and_other_implementations_still_load():

@@ -41,7 +41,8 @@ def test_operators_pass_opcheck(name: str, options: tuple[Any, ...], family: str
     torch.library.opcheck(operator, (*CASE.inputs(device), *arguments))
 
 
-def test_a_language_model_agrees_with_eager(device: torch.device) -> None:
+@pytest.mark.parametrize("batch", ["left padding", "right padding", "cached", "packed"])
+def test_a_language_model_agrees_with_eager(batch: str, device: torch.device) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     from cuteflash.integrations import transformers as integration
 
@@ -58,16 +59,32 @@ def test_a_language_model_agrees_with_eager(device: torch.device) -> None:
     exact = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").to(device).eval()
     tokens = torch.randint(0, 128, (2, 50), device=device)
     mask = torch.ones_like(tokens)
-    mask[1, :17] = 0  # left padding
-    logits = {}
+    positions = torch.arange(50, device=device).expand(2, -1)
+    if batch == "packed":
+        positions = torch.stack([positions[0] % 20, positions[1] % 33])
+    elif batch == "right padding":
+        mask[1, 33:] = 0
+    else:
+        mask[1, :17] = 0
+
+    def logits(model: Any) -> torch.Tensor:
+        if batch == "packed":
+            return model(tokens, position_ids=positions, use_cache=False).logits
+        if batch != "cached":
+            return model(tokens, attention_mask=mask).logits
+        first = model(tokens[:, :40], attention_mask=mask[:, :40], use_cache=True)
+        rest = model(tokens[:, 40:], attention_mask=mask, past_key_values=first.past_key_values)
+        return torch.cat([first.logits, rest.logits], dim=1)
+
+    results = {}
     with torch.no_grad():
-        logits["exact"] = exact(tokens, attention_mask=mask).logits
+        results["exact"] = logits(exact)
         for name in ("eager", "cuteflash"):
             model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=name, dtype=torch.bfloat16)
             model = model.to(device).eval()
             model.load_state_dict(exact.state_dict())
-            logits[name] = model(tokens, attention_mask=mask).logits.float()
-    errors = {name: (value - logits["exact"])[mask.bool()].abs().max().item() for name, value in logits.items()}
+            results[name] = logits(model).float()
+    errors = {name: (value - results["exact"])[mask.bool()].abs().max().item() for name, value in results.items()}
     assert errors["cuteflash"] <= 2 * errors["eager"] + 1e-3
 
 

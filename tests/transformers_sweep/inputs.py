@@ -92,6 +92,14 @@ def padded(inputs: dict[str, Any], side: str, batch: int) -> tuple[dict[str, Any
     return {**kept, "attention_mask": mask[2 - batch :]}, mask[2 - batch :].bool()
 
 
+def packed(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with several sequences in each row, as position ids tell that restart, which count without a cache."""
+    lengths = (SHORT, LENGTH - SHORT), (2, LENGTH - 2)
+    positions = torch.tensor([[position for length in row for position in range(length)] for row in lengths])
+    uncached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return {**inputs, "position_ids": positions, **uncached}
+
+
 def _hidden(config: Any) -> int:
     found = getattr(config, "hidden_size", None) or getattr(config, "d_model", None)
     return found if isinstance(found, int) else 64

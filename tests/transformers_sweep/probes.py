@@ -17,7 +17,7 @@ import cuteflash
 from cuteflash.integrations import transformers as integration
 
 from . import configs
-from .inputs import candidates, padded
+from .inputs import candidates, packed, padded
 
 RIGHT, NO_ATTENTION, REFUSED = "right", "no attention", "refused"
 WRONG, FAILS, NO_REFERENCE = "wrong", "fails", "no reference"
@@ -178,6 +178,8 @@ def _probes(pair: Pair, inputs: dict[str, Any], cls: type, config: Any) -> list[
         for side in ("right", "left"):
             for batch in (2, 1):
                 found.append(_padding(pair, inputs, side, batch))
+        if "position_ids" in inspect.signature(pair.ours.forward).parameters:
+            found.append(_compare("packed", pair, lambda model: _tensors(_run(model, packed(model, inputs)))))
         if re.search("CausalLM|LMHead", cls.__name__):
             found.append(_leak(pair, inputs))
             found += [_generate(pair, inputs, cache) for cache in ("dynamic", "static")]

@@ -2,12 +2,12 @@
 
     model = AutoModel.from_pretrained(name, attn_implementation="cuteflash", dtype=torch.bfloat16)
 
-Encoders and decoders, grouped heads, sliding windows, softcap, key-value caches (also static and sliding ones) and
-padding on either side. A padded batch makes one operator call for every distinct row of its padding mask.
+Encoders and decoders, grouped heads, sliding windows, softcap, key-value caches (also static and sliding ones), padding
+on either side and several sequences packed into one row. A layer makes one operator call, whatever the padding.
 
 Refused, by name, are models whose attention does not go through transformers' attention interface; dropout, attention
-weights as an output, sinks, position biases, sparse attention, sequences packed into one row, paged caches; and masks
-that are not causal, sliding or full with padding. docs/transformers.md lists every architecture.
+weights as an output, sinks, position biases, sparse attention, paged caches; and masks that are not causal, sliding or
+full, with padding or packed sequences. docs/transformers.md lists every architecture.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def register() -> None:
 def _tell_apart_from_flash_attn() -> None:
     """Keep transformers from treating us as one of the flash-attn packages, as it treats every name with "flash".
 
-    For those it loads functions of the package and packs sequences into one row, which we refuse; for any other name a
-    model gives the interface one sequence at a time. Its modules import the function that decides this by name.
+    For those it loads functions of the package, and vision towers pack images into one row without a mask; for any
+    other name they give the interface one image at a time. Its modules import the function that decides this by name.
     """
     from transformers.utils import generic
 

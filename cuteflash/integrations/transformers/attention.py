@@ -1,22 +1,22 @@
 """The entry of transformers' attention interface: it applies the mask, and refuses arguments that it does not support.
 
-The mask alone decides what a query sees, as in eager attention: layers and masks of a model do not always agree
-on windows and causality. Without a mask nothing is hidden, unless the layer says that it is causal.
+The mask decides what a query sees, as in eager attention: layers and masks of a model do not always agree on windows
+and causality. Without a mask nothing is hidden, unless the layer says that it is causal.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuteflash.api import flash_attn_func
+from cuteflash.integrations.transformers.boundaries import ENDS, sequences_of
 from cuteflash.integrations.transformers.mask import Mask
-from cuteflash.integrations.transformers.padding import attend_groups
 from cuteflash.integrations.transformers.rules import FULL
+from cuteflash.packed_api import flash_attn_varlen_func
 
 INSTEAD = 'use attn_implementation="sdpa" or "eager"'
 
@@ -29,7 +29,6 @@ _REFUSED = {
     "indices": "sparse attention to selected keys",
     "block_indices": "sparse attention to selected blocks",
     "cache": "a paged cache (continuous batching)",
-    "cu_seq_lens_q": "sequences packed into one row",
 }
 
 
@@ -52,29 +51,29 @@ def attention(
         attention_mask: the result of `make_mask`, or None.
         dropout: 0.
         scaling: None is 1 / sqrt(head_dim).
-        **kwargs: `softcap` counts, and without a mask `is_causal` and `sliding_window`.
+        **kwargs: `softcap` counts, without a mask `is_causal` and `sliding_window`, and with one `cu_seq_lens_q`,
+            `cu_seq_lens_k`, `max_length_q` and `max_length_k`, see `sequences_of`.
 
     Returns:
         O (batch, query length, heads, head_dim_v), and None for the attention weights.
 
     Raises:
         NotImplementedError: dropout, or an argument that cuteflash does not support.
-        ValueError: attention weights are asked for, a mask that is not ours or for other lengths, or inputs that the
-            operator refuses.
+        ValueError: attention weights are asked for, a mask that is not ours or for other lengths, sequences that are
+            not those of the mask, or inputs that the operator refuses.
         TypeError: a dtype that the operator refuses.
     """
     _refuse_unsupported(module, dropout, kwargs)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    attend = functools.partial(flash_attn_func, softmax_scale=scaling, softcap=kwargs.get("softcap") or 0.0)
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": kwargs.get("softcap") or 0.0}
     if attention_mask is None:
         _check_no_mask(module, q.shape[1], k.shape[1], kwargs)
-        return attend(q, k, v), None
+        return flash_attn_func(q, k, v, **options), None
     mask = _ours_for(attention_mask, q, k)
-    left, right = mask.interval
-    attend = functools.partial(attend, window_size=(-1 if left is None else left, -1 if right is None else right))
-    if mask.groups is None and mask.used == k.shape[1]:
-        return attend(q, k, v), None
-    return _attend_tokens(attend, q, k, v, mask), None
+    options["window_size"] = tuple(-1 if bound is None else bound for bound in mask.interval)
+    if mask.sequences is None and mask.used == k.shape[1] and all(kwargs.get(name) is None for name in ENDS):
+        return flash_attn_func(q, k, v, **options), None
+    return _attend_sequences(q, k, v, mask, options, kwargs), None
 
 
 def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -106,6 +105,12 @@ def _weights_are_collected() -> bool:
 
 def _check_no_mask(module: torch.nn.Module, queries: int, keys: int, kwargs: dict[str, Any]) -> None:
     """Our masks are never None. Without one, eager attention hides nothing; ours does the same or refuses."""
+    for name in ENDS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} is given and {type(module).__name__} gives no attention mask: sequences packed into one row "
+                f"are supported by cuteflash only if transformers' masking_utils make the mask; {INSTEAD}"
+            )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
     window = kwargs.get("sliding_window")
@@ -132,17 +137,20 @@ def _ours_for(mask: Mask | Tensor, q: Tensor, k: Tensor) -> Mask:
     return mask
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the mask's values decide which calls are made
-def _attend_tokens(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads values on the host
+def _attend_sequences(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: dict[str, Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Attention over the keys that hold tokens: unused cache slots and padding are cut off, row by row if need be."""
-    if mask.groups is None:
-        return attend(q, k[:, : mask.used], v[:, : mask.used])
+    """Attention over the keys that hold tokens, each sequence for itself; unused cache slots are cut off."""
+    k, v = k[:, : mask.used], v[:, : mask.used]
+    sequences = sequences_of(mask, q.shape[1], kwargs)
+    if sequences is None:
+        o: Tensor = flash_attn_func(q, k, v, **options)
+        return o
     left, right = mask.interval
-    if (left is not None or right not in (None, 0)) and any(isinstance(group.keys, Tensor) for group in mask.groups):
+    if sequences.are_gathered and (left is not None or right not in (None, 0)):
         raise ValueError(
             f"attention_mask has padding between tokens; with a sliding window ({left}, {right}) it is allowed "
             "only before or after them"
         )
-    return attend_groups(attend, q, k, v, mask.groups, None if mask.interval == FULL else mask.offset)
+    return sequences.attend(functools.partial(flash_attn_varlen_func, **options), q, k, v)

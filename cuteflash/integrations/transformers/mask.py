@@ -7,14 +7,16 @@ would otherwise drop the causal mask or take booleans for a bias.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from cuteflash.integrations.transformers.padding import Group, groups
-from cuteflash.integrations.transformers.rules import FULL, Interval, MaskFunction, interval_of
+from cuteflash.integrations.transformers.rules import FULL, Interval, MaskFunction, rule_of
+from cuteflash.integrations.transformers.sequences import HIDDEN, Sequences
 
 
 class MaskMisuseError(NotImplementedError, AttributeError):
@@ -29,8 +31,12 @@ class Mask:
         shape: (batch, 1, q_length, kv_length); `kv_length` counts unused cache slots, too.
         offset: index of the key that stands at the position of query 0.
         used: how many keys there are for the last query and its window; the others are unused cache slots.
-        padding: bool (batch, used), True for tokens, or None if every key up to `used` holds one.
         device: the device that the model wants its mask on.
+        documents: the number of each position's document in its row, (batch, used), on the CPU; None if every row is
+            one document.
+        has_padding: whether some of the keys up to `used` hold no token.
+        sequences: the documents without padding; None if every row is one document and has no padding.
+        answers: boundaries that were given beside the mask, a number of queries, and the sequences of a call with them.
     """
 
     def __init__(
@@ -39,21 +45,34 @@ class Mask:
         shape: tuple[int, int, int],
         offset: int,
         used: int,
-        padding: Tensor | None,
         device: torch.device,
-        found: list[Group] | None = None,
+        documents: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> None:
         batch, q_length, kv_length = shape
         self.interval = interval
         self.shape = torch.Size((batch, 1, q_length, kv_length))
         self.offset = offset
         self.used = used
-        self.padding = padding
         self.device = device
+        self.documents = documents
+        self.has_padding = padding is not None
+        self.sequences = self._inspected(padding)
+        self.answers: list[tuple[tuple[Any, ...], int, Sequences | None]] = []
         self.dtype = torch.bool
         self.ndim = 4
-        # The layers of a model share one inspection of the padding.
-        self.groups = groups(padding) if found is None and padding is not None else found
+
+    def _inspected(self, padding: Tensor | None) -> Sequences | None:
+        """What the layers of a model share; `padding` is True for tokens, (batch, used), on the CPU."""
+        if self.documents is None and padding is None:
+            return None
+        documents = (
+            torch.zeros(self.shape[0], self.used, dtype=torch.long) if self.documents is None else self.documents
+        )
+        keys = documents if padding is None else documents.where(padding, HIDDEN)
+        if self.interval == FULL:  # a query on padding sees what others see, as in eager attention
+            return Sequences(self.documents, keys)
+        return Sequences(pad(keys, (-self.offset, 0), value=HIDDEN) if self.offset else keys, keys)
 
     def dim(self) -> int:
         return self.ndim
@@ -69,10 +88,9 @@ class Mask:
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is None or device == self.device:
             return self
-        padding = None if self.padding is None else self.padding.to(device)
-        found = None if self.groups is None else [group.to(device) for group in self.groups]
-        batch, _, q_length, kv_length = self.shape
-        return Mask(self.interval, (batch, q_length, kv_length), self.offset, self.used, padding, device, found)
+        moved = copy.copy(self)
+        moved.device = device
+        return moved
 
     def __getitem__(self, index: Any) -> Mask:
         """`mask[:, :, :, :n]` with every key: some layers cut a mask to their keys."""
@@ -139,26 +157,47 @@ def make_mask(
         **kwargs: `device` counts.
 
     Raises:
-        ValueError: the mask function is not causal, full or a sliding window, queries stand behind the last key, or
-            the padding is not of this batch.
+        ValueError: the mask function is not causal, full or a sliding window, queries stand behind the last key, rows
+            of several documents have a cache, or the padding is not of this batch.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
     offset = int(q_offset) - kv_offset
     end = offset + q_length
-    interval = interval_of(mask_function, max(end, kv_length) + kv_offset)
+    rule = rule_of(mask_function, max(end, kv_length) + kv_offset)
+    interval = rule.interval
     used = min(end, kv_length) if interval.right == 0 else kv_length
     if interval != FULL and used != end:
         raise ValueError(
             f"the model asks for a mask with a bound on positions, queries at {offset}..{end - 1} and keys at "
             f"0..{kv_length - 1}; cuteflash allows the last query on the last key, and in causal attention before it"
         )
-    device = torch.device(kwargs.get("device") or "cpu")
+    documents = None
+    if rule.documents is not None:
+        if (q_length, kv_length, offset, kv_offset) != (kv_length, rule.documents.shape[1], 0, 0):
+            raise ValueError(
+                f"the model asks for a mask of {tuple(rule.documents.shape)} positions of several sequences, with "
+                f"queries at {offset}..{end - 1} and {kv_length} keys; cuteflash allows no key-value cache then: give "
+                "use_cache=False"
+            )
+        documents = _numbered(rule.documents).expand(batch_size, -1)
     padding = None
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[0] not in (1, batch_size):
             raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}; allowed: ({batch_size}, length)")
         padding = attention_mask[:, kv_offset : kv_offset + used].bool()
-        padding = torch.nn.functional.pad(padding, (0, used - padding.shape[1]))
-        padding = None if bool(padding.all()) else padding
-    return Mask(interval, (batch_size, q_length, kv_length), offset, used, padding, device)
+        padding = pad(padding, (0, used - padding.shape[1]))
+        padding = None if bool(padding.all()) else padding.cpu().expand(batch_size, -1)
+    device = torch.device(kwargs.get("device") or "cpu")
+    return Mask(interval, (batch_size, q_length, kv_length), offset, used, device, documents, padding)
+
+
+def _numbered(documents: Tensor) -> Tensor:
+    """The documents of each row with the numbers 0, 1, 2 and so on, on the CPU."""
+    steps = documents.cpu().diff(dim=1)
+    if bool((steps < 0).any()):
+        raise ValueError(
+            "the model asks for a mask of several sequences in a row that do not lie one after the other; cuteflash "
+            'does not support it. Use attn_implementation="sdpa" or "eager" for this input'
+        )
+    return pad((steps != 0).long().cumsum(1), (1, 0))
