@@ -6,7 +6,7 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Int32, Uint32
 
 
 @cute.jit

@@ -20,7 +20,7 @@ def stay_a_branch() -> None:
 
 
 def computed_here(value: Int32) -> Int32:
-    """`value`, of which nothing is computed before the branch that this stands in is taken: that would take registers."""
+    """`value`, of which nothing is computed before the branch that this stands in: that would take registers."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 

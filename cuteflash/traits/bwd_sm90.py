@@ -50,7 +50,7 @@ class BwdTraitsSm90:
         dq: how the warpgroups share the product dQ. ``"rows"``, ``"columns"``: each computes half of the rows (`tile_m`
             128) or columns (64) of every tile. ``"transposed"``: half of the columns, as rows of dQ^T = K^T dS^T, which
             takes any `tile_m`. ``"turns"``: step by step one after the other a whole tile (`tile_m` 64). ``"apart"``: a
-            third warpgroup computes dQ of every step (`tile_m` 64), and the two with the keys never wait for each other.
+            third warpgroup computes dQ (`tile_m` 64), and the two that have the keys never wait for each other.
     """
 
     operation: ClassVar[Operation] = "bwd"

@@ -18,16 +18,37 @@ from cuteflash.traits.row import (
     bwd_two_pass_sm90,
 )
 
-PERSISTENT = {"kv_stage": 2, "q_stage": 3, "do_stage": 3, "persistent": True}
-APART = {"dq": "apart", "pingpong": False}
-KEYS_IN_REGS = {"k_in_regs": True, "v_in_regs": True}
-
 ROWS: tuple[Row, ...] = (
-    bwd_sm90(32, 64, without=SOFTCAP + DETERMINISTIC, keep_thread=True, **APART, **KEYS_IN_REGS, **PERSISTENT),
+    bwd_sm90(
+        32,
+        64,
+        without=SOFTCAP + DETERMINISTIC,
+        k_in_regs=True,
+        v_in_regs=True,
+        keep_thread=True,
+        dq="apart",
+        pingpong=False,
+        kv_stage=2,
+        q_stage=3,
+        do_stage=3,
+        persistent=True,
+    ),
     bwd_two_pass_sm90(32, 64, k_stage=3, v_stage=3),
-    bwd_sm90(64, 64, without=SOFTCAP + DETERMINISTIC, **APART, **KEYS_IN_REGS, **PERSISTENT),
+    bwd_sm90(
+        64,
+        64,
+        without=SOFTCAP + DETERMINISTIC,
+        k_in_regs=True,
+        v_in_regs=True,
+        dq="apart",
+        pingpong=False,
+        kv_stage=2,
+        q_stage=3,
+        do_stage=3,
+        persistent=True,
+    ),
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
-    bwd_sm90(96, 64, without=SOFTCAP + DETERMINISTIC, delta_early=False, keep_thread=True, **APART),
+    bwd_sm90(96, 64, without=SOFTCAP + DETERMINISTIC, delta_early=False, keep_thread=True, dq="apart", pingpong=False),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
     bwd_sm90(
         128,

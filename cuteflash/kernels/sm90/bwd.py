@@ -1,12 +1,13 @@
-"""FlashAttention backward for Hopper in one pass: one block for 128 keys, dQ summed up in memory by bulk reduction.
+"""FlashAttention backward for Hopper in one pass: dK and dV of 128 keys at a time, dQ summed up in memory.
 
     producer warpgroup           two consumer warpgroups (64 keys each)
-    K, V ──TMA──► sK, sV         S^T = K Q^T       WGMMA from shared memory
-    Q, LSE ──TMA──► sQ[s]        dP^T = V dO^T
+    K, V ──TMA──► sK, sV         S^T = K Q^T       K from shared memory or registers
+    Q, LSE ──TMA──► sQ[s]        dP^T = V dO^T     V likewise
     dO, delta ──TMA──► sdO[s]    P = exp2(S - LSE), dS = P (dP - delta)
                                  dV += P^T dO      P^T and dS^T from registers
                                  dK += dS^T Q
-    sdQ ──bulk add──► fp32 dQ    dQ = dS K         dS through shared memory, each warpgroup a part of dQ
+    sdQ ──bulk add──► fp32 dQ    dQ = dS K         dS through shared memory; a part for each, or by a third warpgroup
+    sdK, sdV ──TMA──► dK, dV
 
 A kernel before this one computes delta = rowsum(dO O) and clears the sum, one after it rounds the sum to dQ. The query
 heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. If dQ has to be
@@ -61,7 +62,7 @@ class FlashBwdSm90:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether a block works on several tiles. Packed sequences' tiles differ too much for being dealt in advance."""
+        """Whether a block works on several tiles, dealt in advance; those of packed sequences differ too much."""
         return self.traits.persistent and self.problem.storage.k == "dense"
 
     def fake_args(self) -> tuple:

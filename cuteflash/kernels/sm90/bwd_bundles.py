@@ -63,7 +63,7 @@ class Rings:
     v: TmaRing
     q: TmaRing
     do: TmaRing
-    ds: StageRing  # from the consumers to what computes dQ; those do not wait for a free stage who compute it themselves
+    ds: StageRing  # to what computes dQ; consumers that do so themselves know when a stage is free
     dq: tuple[Handover, ...]  # one a stage of sdQ, side by side in memory
     gradients: cute.Pointer  # an mbarrier: dK and dV of a tile are in the place of K and V
 
