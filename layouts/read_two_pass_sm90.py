@@ -13,21 +13,17 @@ from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 from .algebra import Layout, composition, concatenate
 from .gradient_steps import STEP, GradientSteps
 from .hopper import WARPGROUPS, Factor, HopperSteps, Transfer, When, example_tensor
+from .key_tiles import TILE, ahead, global_tiles, load_steps, make_example_tma
 from .read import ELEMENT_BYTES, Frame, Placed, fragment_order, global_tile, no_launch, shared_tile, smem_start
 from .scene import Axis, Fragment, Kind, Role, Step, Tile, Touch
 
-TILE, KEYS = "once a tile", "every key block"
+KEYS = "every key block"
 LOADER = "one thread of the producer warp"
 OF_P, OF_DS = "the warpgroup of P", "the warpgroup of dS"
 CHUNK = 8  # elements that a thread passes to the other warpgroup at once
 STAYS = "Summed up over all blocks of the loop."
 TRANSPOSED = "Held transposed, keys as the product's rows: four neighbouring lanes hold a key's row together."
 PRODUCER = Role("producer", 0, WARPGROUP, "warp 0 issues every TMA load; the others give up registers")
-
-
-def ahead(stages: int) -> str:
-    """How far loads run ahead."""
-    return f"Up to {stages} tile{'s' if stages > 1 else ''} ahead of the products."
 
 
 class ReaderDkv:
@@ -81,17 +77,11 @@ class ReaderDkv:
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
         kernel, plan, frame = self.kernel, self.traits.smem_plan, self.frame
-        wide, narrow = self.problem.operands.head_dim, self.problem.operands.head_dim_v
         k = shared_tile("K", kernel.smem_layout_k(), plan["k"].start, True, "")
         v = shared_tile("V", kernel.smem_layout_v(), plan["v"].start, True, "")
         lse, delta = (f"Each stage comes with its rows' {name}." for name in ("LSE", "delta"))
         return (
-            global_tile(frame, "Q", wide, "The queries of one step, of one query head."),
-            global_tile(frame, "K", wide, "A block's keys of one head."),
-            global_tile(frame, "V", narrow, "The values of its keys."),
-            global_tile(frame, "dO", narrow, "The gradient of the output, of one step."),
-            global_tile(frame, "dV", narrow, "The gradient of the block's values."),
-            global_tile(frame, "dK", wide, "The gradient of the block's keys."),
+            *global_tiles(frame, self.problem),
             shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, lse),
             k,
             self._weights_tile(),
@@ -140,7 +130,7 @@ class ReaderDkv:
         of = {key: value[2] for key, value in self.of.items()}
         of_p = GradientSteps(self.frame, of, self.problem, f"every warp of {OF_P}")
         of_ds = GradientSteps(self.frame_ds, of, self.problem, f"every warp of {OF_DS}")
-        load_k, load_q, load_v, load_do = self._loads()
+        load_k, load_q, load_v, load_do = load_steps(self.draw, self.kernel, self.smem, LOADER)
         s, dv, dp, dk = self._products()
         exponentials = of_p.exponentials_in_place()
         if self.problem.scores.softcap:
@@ -152,31 +142,6 @@ class ReaderDkv:
             *(load_k, load_q, s, exponentials, of_p.convert(rp, "acc_S"), self._give(), load_v, load_do, dp),
             *(self._take(), differentiate, of_ds.convert(rds, "acc_dP"), dv, dk, *self._epilogue()),
         )
-
-    def _loads(self) -> tuple[Step, ...]:
-        """K and V once, Q and dO step by step."""
-        tma, smem, traits = self._tma(), self.smem, self.traits
-        once, often = When("prologue", TILE, LOADER), When("loop", STEP, LOADER)
-        found = []
-        for tensor, atom, coords, tile, stages in (
-            ("K", tma.load_k, tma.gK, smem.sK, 0),
-            ("Q", tma.load_q, tma.gQ, smem.sQ, traits.q_stage),
-            ("V", tma.load_v, tma.gV, smem.sV, 0),
-            ("dO", tma.load_do, tma.gdO, smem.sdO, traits.do_stage),
-        ):
-            what = Transfer(tensor, atom, coords, tile, self.frame.shape(tensor)[0])
-            found.append(self.draw.load(what, often if stages else once, ahead(stages) if stages else ""))
-        return tuple(found)
-
-    def _tma(self) -> Any:
-        """The pass's TMA atoms over example tensors."""
-        from cuteflash.arguments import BwdTensors
-        from cuteflash.kernels.sm90.bwd_load import make_tma
-
-        operands, dtype = self.problem.operands, self.kernel.dtype
-        wide, narrow = (example_tensor(dtype, head_dim) for head_dim in (operands.head_dim, operands.head_dim_v))
-        by_name = {"q": wide, "k": wide, "dk": wide, "v": narrow, "do": narrow, "dv": narrow}
-        return make_tma(self.kernel, BwdTensors(**{name: by_name.get(name) for name in BwdTensors._fields}))
 
     def _products(self) -> tuple[Step, ...]:
         """Two of each warpgroup."""
@@ -228,7 +193,7 @@ class ReaderDkv:
         """dV and dK to shared memory, then to global memory."""
         from cuteflash.atoms.sm90 import store_copy
 
-        tma, smem, dtype = self._tma(), self.smem, self.kernel.dtype
+        tma, smem, dtype = make_example_tma(self.kernel), self.smem, self.kernel.dtype
         found = []
         for tensor, side, atom, coords, tile, note in (
             ("dV", self.p, tma.store_dv, tma.gdV, smem.sV, "Rounded, into the place of V."),
