@@ -406,6 +406,7 @@ def test_a_backward_is_swept_explained_reported_applied_and_dispatched(
 
     told = call("explain", "--kernel", "bwd", "--head-dim", "128", "--where", "dq=transposed")
     assert told.exit_code == 0, told.output
+    assert told.stdout.startswith("sm_90a, bwd, family sm90, head dims 128x128: ")
     assert "bwd_sm90 80x128 dq=transposed" in told.stdout and ": the winner" in told.stdout
     assert (
         "bound  dQ, dK and dV: tensor cores, 3200 clocks a step of 80 x 128 scores; shared memory 2848" in told.stdout

@@ -13,7 +13,7 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.row import TableKey, Traits, kind_of, kinds_of
 from cuteflash.traits.sm80 import WARP, FwdTraitsSm80
 from cuteflash.traits.values import field_types, values_of
-from cuteflash.tune.operations import SPECS
+from cuteflash.tune.operations import DEFAULT, SPECS
 from cuteflash.tune.rank import BEYOND
 from cuteflash.tune.results import Run, candidates_of, lead, load_runs, measured_gpu
 from cuteflash.tune.store import STAGES, Store, Verdict
@@ -66,10 +66,11 @@ def explain(
     """
     operation, target, family = table
     arch, fields, columns = get_arch(target), fields or {}, f"{head_dims[0]}x{head_dims[1]}"
+    other = "" if operation == DEFAULT else f"{operation}, "
     _check_asked(table, fields)
     candidates = candidates_of(store, operation, family, head_dims)
     if not candidates:
-        raise ValueError(f"{store.path} has no {family} candidates for head dims {columns}; sweep them first")
+        raise ValueError(f"{store.path} has no {other}{family} candidates for head dims {columns}; sweep them first")
     matching = _matching(candidates, fields)
     verdicts = newest_verdicts(store, target, candidates)
     took = {
@@ -84,7 +85,7 @@ def explain(
             if timing.error is not None:
                 errors.setdefault(timing.candidate, []).append(f"  failed: {timing.cell}: {timing.error}")
     cells = ranked(runs)
-    lines = [f"{target}, family {family}, head dims {columns}: {len(candidates)} candidates considered"]
+    lines = [f"{target}, {other}family {family}, head dims {columns}: {len(candidates)} candidates considered"]
     lines += funnel_lines(candidates, verdicts, {run.candidate for run in runs})
     if cells:
         lines += ["", "winners", *(f"  {_winner_line(group, candidates)}" for group in cells.values())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -108,6 +108,7 @@ class BwdTrial:
         forward = self.inputs.forward
         self.saved = saved_forward(forward)
         self.gradients = Gradients(*map(torch.empty_like, (forward.q, forward.k, forward.v)))
+        self.workspace = self.saved.lse.new_empty(0)  # of all candidates: at 16k tokens each takes some 130 MB
 
     @property
     def written(self) -> tuple[Tensor, ...]:
@@ -115,7 +116,11 @@ class BwdTrial:
         return self.gradients
 
     def kernel(self, traits: Any, target: str) -> Runner:
-        return bwd_runner(traits, target, self.inputs, self.saved, self.gradients)
+        size = workspace_size(traits, self.inputs)
+        if size > self.workspace.numel():
+            self.workspace = self.workspace.new_empty(size)
+        memory = BwdMemory(self.saved, self.gradients, self.workspace[:size].fill_(float("nan")))
+        return bwd_runner(traits, target, self.inputs, memory)
 
     def peer(self, name: str) -> Runner:
         return backward_runner(peer_attention(name, self.inputs.forward.cell), self.inputs)
@@ -162,31 +167,35 @@ def fwd_runner(traits: Traits, target: str, inputs: Inputs, out: Tensor | None =
     return run
 
 
-def bwd_runner(
-    traits: Any,
-    target: str,
-    inputs: BwdInputs[Inputs],
-    saved: Saved | None = None,
-    into: Gradients | None = None,
-) -> Runner:
+class BwdMemory(NamedTuple):
+    """What a backward kernel gets beside its inputs."""
+
+    saved: Saved  # what the forward left
+    gradients: Gradients  # where it writes
+    workspace: Tensor  # (`workspace_size`,) fp32, whatever it holds
+
+
+def workspace_size(traits: Any, inputs: BwdInputs[Inputs]) -> int:
+    """Elements of a backward's workspace."""
+    batch, seqlen_q, heads, _ = inputs.forward.q.shape
+    size: int = traits.workspace(batch, heads, seqlen_q).size
+    return size
+
+
+def bwd_runner(traits: Any, target: str, inputs: BwdInputs[Inputs], memory: BwdMemory | None = None) -> Runner:
     """A backward kernel over a cell's inputs, with its prepare and finish kernels.
 
-    Compiles what the disk cache does not have. The workspace is full of NaN at first.
-
-    Args:
-        saved: what the forward left; None computes it.
-        into: where it writes; by default tensors of its own, full of NaN.
-
-    Raises:
-        ValueError: the traits cannot run on `target`.
+    Compiles what the disk cache does not have. `memory` None computes the forward and makes tensors full of NaN.
+    ValueError if the traits cannot run on `target`.
     """
     forward = inputs.forward
     kernel = compiled_for(traits, target, forward.cell)
-    out, lse = saved_forward(forward) if saved is None else saved
-    nan = float("nan")
-    written = into or Gradients(*(torch.full_like(one, nan) for one in (forward.q, forward.k, forward.v)))
-    batch, seqlen_q, heads, _ = forward.q.shape
-    workspace = lse.new_full((traits.workspace(batch, heads, seqlen_q).size,), nan)
+    if memory is None:
+        made = (torch.full_like(one, float("nan")) for one in (forward.q, forward.k, forward.v))
+        saved = saved_forward(forward)
+        workspace = saved.lse.new_full((workspace_size(traits, inputs),), float("nan"))
+        memory = BwdMemory(saved, Gradients(*made), workspace)
+    (out, lse), written, workspace = memory
     scalars = bwd_scalars(BwdOptions(), forward.cell.window, forward.cell.head_dim, forward.q.device)
     read = {"q": forward.q, "k": forward.k, "v": forward.v, "o": out, "lse": lse, "do": inputs.dout, "dlse": None}
     arguments = (*BwdTensors(**read, **written._asdict(), workspace=workspace), *scalars)

@@ -35,14 +35,15 @@ class Variant:
         """The traits for `cell`; ValueError names what is wrong with the fields, or the kinds that have them."""
         padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
         kinds = kinds_of(cell.operation, self.family)
-        asked = [kind for kind in kinds if self.kind in (None, kind)]
-        fitting = [kind for kind in asked if self.fields.keys() <= field_types(kind).keys()]
-        if len(fitting) != 1:
+        if self.kind is not None and self.kind not in kinds:
+            raise ValueError(f"kind is {self.kind!r}; allowed for {cell.operation} {self.family}: {', '.join(kinds)}")
+        fitting = [kind for kind in kinds if self.fields.keys() <= field_types(kind).keys()]
+        if self.kind is None and len(fitting) != 1:
             what = "several kinds have these fields, name one as `kind`" if fitting else "no kind has these fields"
             every = "; ".join(f"fields of {kind}: {', '.join(field_types(kind))}" for kind in kinds)
-            raise ValueError(f"traits are {dict(self.fields)}, kind {self.kind}: {what}; {every}")
+            raise ValueError(f"traits are {dict(self.fields)}: {what}; {every}")
         try:
-            return make_traits(fitting[0], padded | dict(self.fields))
+            return make_traits(self.kind or fitting[0], padded | dict(self.fields))
         except ValueError as error:
             raise ValueError(f"traits are {dict(self.fields)}: {error}") from error
 
