@@ -391,12 +391,12 @@ def test_a_backward_is_swept_explained_reported_applied_and_dispatched(
 ) -> None:
     problem = BwdProblem.dense("bf16", 128, 128, "causal")
     spilling = (f"{problem_id(problem)} softcap varlen deterministic used_q used_k",)
-    hopper = dataclasses.replace(world, target="sm_90a", gpu_target="sm_90a", fast=(80,), spilling_on=spilling)
+    hopper = dataclasses.replace(world, target="sm_90a", gpu_target="sm_90a", fast=(48,), spilling_on=spilling)
     for module in (command, sweep_apply):
         monkeypatch.setattr(module, "backend", lambda target: hopper.backend)
     traits = [
-        {"kind": "bwd_sm90", "tile_m": 80, "tile_n": 128, "dq": "transposed"},
-        {"kind": "bwd_two_pass_sm90", "tile_m": 48, "tile_n": 64},
+        {"kind": "bwd_sm90", "tile_m": 48, "tile_n": 128, "dq": "transposed"},
+        {"kind": "bwd_two_pass_sm90", "tile_m": 32, "tile_n": 64},
         {"tile_m": 112, "tile_n": 128, "dq": "rows"},
     ]
     chosen = ("--operation", "bwd", "--arch", "sm_90a", "--head-dim", "128", "--causal", "1", "--seqlen", "512")
@@ -407,26 +407,26 @@ def test_a_backward_is_swept_explained_reported_applied_and_dispatched(
     told = call("explain", "--kernel", "bwd", "--head-dim", "128", "--where", "dq=transposed")
     assert told.exit_code == 0, told.output
     assert told.stdout.startswith("sm_90a, bwd, family sm90, head dims 128x128: ")
-    assert "bwd_sm90 80x128 dq=transposed" in told.stdout and ": the winner" in told.stdout
+    assert "bwd_sm90 48x128 dq=transposed" in told.stdout and ": the winner" in told.stdout
     assert (
-        "bound  dQ, dK and dV: tensor cores, 3200 clocks a step of 80 x 128 scores; shared memory 2848" in told.stdout
+        "bound  dQ, dK and dV: shared memory, 2016 clocks a step of 48 x 128 scores; tensor cores 1920" in told.stdout
     )
-    told = call("explain", "--kernel", "bwd", "--head-dim", "128", "--where", "kind=bwd_two_pass_sm90,tile_m=48")
-    assert "bound  dK and dV: tensor cores, 768 clocks a step of 48 x 64 scores" in told.stdout
+    told = call("explain", "--kernel", "bwd", "--head-dim", "128", "--where", "kind=bwd_two_pass_sm90,tile_m=32")
+    assert "bound  dK and dV: shared memory, 576 clocks a step of 32 x 64 scores" in told.stdout
     assert "bound  dQ: tensor cores" in told.stdout and "kind bwd_two_pass_sm90 against bwd_sm90" in told.stdout
     assert call("report", "-o", "report.html").exit_code == 0
 
     applied = call("apply")
     assert applied.exit_code == 0, applied.output
-    assert "bwd/sm_90a/sm90: 128x128 (causal; bf16; short; no softcap): bwd_sm90 80x128 dq=transposed" in applied.stdout
+    assert "bwd/sm_90a/sm90: 128x128 (causal; bf16; short; no softcap): bwd_sm90 48x128 dq=transposed" in applied.stdout
     choose.cache_clear()
-    assert choose(problem, "sm_90a", lengths="short").traits.tile_m == 80
-    assert choose(problem.asking(["varlen", "deterministic"]), "sm_90a", lengths="short").traits.tile_m == 80
-    assert choose(problem.asking(["softcap"]), "sm_90a", lengths="short").traits.tile_m != 80
+    assert choose(problem, "sm_90a", lengths="short").traits.tile_m == 48
+    assert choose(problem.asking(["varlen", "deterministic"]), "sm_90a", lengths="short").traits.tile_m == 48
+    assert choose(problem.asking(["softcap"]), "sm_90a", lengths="short").traits.tile_m != 48
     folder = tmp_path / "traits"
     folder.mkdir()
     assert call("apply", "--shipped", str(folder)).exit_code == 0
-    row = 'bwd_sm90(128, 80, CAUSAL, dtypes=BF16, lengths=SHORT, without=SOFTCAP, dq="transposed").measured('
+    row = 'bwd_sm90(128, 48, CAUSAL, dtypes=BF16, lengths=SHORT, without=SOFTCAP, dq="transposed").measured('
     assert row in (folder / "rows_bwd_sm90.py").read_text()
 
 

@@ -64,7 +64,7 @@ def test_variants_are_of_the_kind_that_has_their_fields_or_of_the_one_they_name(
     ("text", "complaint"),
     [
         ('[{"tile_m": 64, "tile_n": 64}]', "several kinds have these fields, name one as `kind`; fields of bwd_sm90"),
-        ('[{"tile_m": 64, "tile_n": 64, "kv_stage": 2}]', "no kind has these fields; fields of bwd_sm90"),
+        ('[{"tile_m": 64, "tile_n": 64, "tile_k": 2}]', "no kind has these fields; fields of bwd_sm90"),
         ('[{"kind": "fwd_sm90", "tile_m": 64, "tile_n": 64}]', "kind is 'fwd_sm90'; allowed for bwd sm90: bwd_sm90"),
         ('[{"kind": "bwd_sm90", "tile_m": 64, "tile_n": 64, "k_stage": 1}]', "bwd_sm90 does not have k_stage; fields"),
         ('[{"kind": "fwd", "tile_m": 64, "tile_n": 64}]', "kind is 'fwd' in .*; allowed: fwd_sm80"),

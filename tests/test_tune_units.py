@@ -11,7 +11,6 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import KINDS
-from cuteflash.traits.tables import TABLES
 from cuteflash.tune.operations import SPECS, enumerate_traits
 from cuteflash.tune.rank import ESTIMATES, shortlist
 from cuteflash.tune.units import LOOPS, POINTWISE, SMEM, SUMS, TENSOR, loops
@@ -61,9 +60,18 @@ def test_products_are_the_operations(operation: Any) -> None:
     assert loop.clocks[POINTWISE] > loop.scores / 16
 
 
-@pytest.mark.parametrize(("head_dim", "place"), [(64, 0), (128, 0), (128, 1), (192, 0), (256, 0)])
-def test_the_fastest_rows_of_the_sm90_backward_are_among_the_first(head_dim: int, place: int) -> None:
+@pytest.mark.parametrize(
+    "traits",
+    [
+        BwdTraitsSm90(128, 128, 64, 64, dq="rows"),
+        BwdTraitsSm90(64, 128, 128, 128),
+        BwdTraitsSm90(80, 128, 128, 128, dq="transposed"),
+        BwdTwoPassTraitsSm90(64, 64, 192, 192, k_stage=3, v_stage=2),
+        BwdTwoPassTraitsSm90(48, 64, 256, 256),
+    ],
+    ids=lambda traits: f"{traits.head_dim}-{traits.tile_m}",
+)
+def test_what_won_on_a_gpu_is_among_the_first(traits: BwdTraitsSm90 | BwdTwoPassTraitsSm90) -> None:
     arch = get_arch("sm_90a")
-    rows = [row.traits for row in TABLES["bwd", "sm_90a", "sm90"] if row.traits.head_dim == head_dim]
-    found = enumerate_traits("bwd", "sm90", head_dim, head_dim)
-    assert rows[place] in shortlist([one for one in found if one.check(arch) is None], arch)[:DOZENS]
+    found = enumerate_traits("bwd", "sm90", traits.head_dim, traits.head_dim_v)
+    assert traits in shortlist([one for one in found if one.check(arch) is None], arch)[:DOZENS]

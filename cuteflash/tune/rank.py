@@ -16,9 +16,10 @@ from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BWD_ADDRESS_REGS, BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import Traits, kind_of
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
+from cuteflash.traits.values import default_values
 from cuteflash.tune.units import Loop, loops
 
 STEP_CLOCKS = 150  # barriers and address arithmetic of a step
@@ -46,8 +47,8 @@ SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("cutlass_symbol", True): 1.02,
 }
 # Of the sm90 backward in one pass.
-EXPOSED_BWD = {"pingpong": 0.15, "overlap": 0.14, "neither": 0.18}
-DEPTH_BWD = {1: 1.1, 2: 1.0, 3: 0.99}  # by Q tiles, and by dO tiles in flight
+EXPOSED_BWD = {True: 0.15, False: 0.17}  # by whether warpgroups take turns
+DEPTH_BWD = {1: 1.1, 2: 1.0}  # by Q tiles, and by dO tiles in flight
 # In two passes.
 EXPOSED_DKV = 0.16
 DEPTH_DKV = {2: 1.15, 3: 1.0}  # by Q tiles, and by dO tiles: the warpgroups share each, and wait for one another
@@ -70,15 +71,22 @@ def estimate(traits: Traits, arch: ArchSpec) -> float:
 def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Traits] = ()) -> list[Traits]:
     """`always` as it is, then the other candidates, most promising first.
 
-    Candidates of one tile are much alike, so each one makes the next of its tile a little less promising.
+    Candidates of one tile are much alike, so each one makes the next of its tile a little less promising. Of those with
+    the same estimate the one comes first that is closest to the defaults of its kind.
     """
     clocks = {traits: estimate(traits, arch) for traits in candidates if traits not in always}
     before: collections.Counter[tuple[int, int, int]] = collections.Counter()
-    for traits in sorted(clocks, key=lambda one: clocks[one]):
+    for traits in sorted(clocks, key=lambda one: (clocks[one], _changes(one))):
         tile = traits.tile_m, traits.tile_n, traits.num_threads
         clocks[traits] *= 1 + VARIETY * before[tile]
         before[tile] += 1
     return [*always, *sorted(clocks, key=lambda one: clocks[one])]
+
+
+def _changes(traits: Traits) -> int:
+    """How many fields are not at their defaults."""
+    defaults = default_values(kind_of(traits))
+    return sum(getattr(traits, name) != value for name, value in defaults.items())
 
 
 def beyond(place: int, total: int) -> str:
@@ -109,8 +117,7 @@ def _fwd_sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
 
 def _bwd_sm90(traits: BwdTraitsSm90, arch: ArchSpec) -> float:
     (loop,) = loops(traits)
-    order = "pingpong" if traits.pingpong else "overlap" if traits.overlap else "neither"
-    clocks = _step(loop, EXPOSED_BWD[order], STEP_CLOCKS)
+    clocks = _step(loop, EXPOSED_BWD[traits.pingpong], STEP_CLOCKS)
     clocks *= _depth(DEPTH_BWD, traits.q_stage, traits.do_stage)
     return clocks * _spill_factor(traits.accumulator_regs + BWD_ADDRESS_REGS, traits.mma_regs)
 
