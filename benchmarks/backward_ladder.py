@@ -12,20 +12,15 @@ from typing import Any, cast
 
 import torch
 
-import cuteflash
-from cuteflash.arguments import BwdOptions, BwdTensors
-from cuteflash.compile import compiled
-from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.planning import bwd_scalars
+from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import BwdProblem, Problem
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Traits
-from cuteflash.tune.cells import Cell, Inputs
-from cuteflash.tune.gradients import BwdInputs, Gradients
-from cuteflash.tune.timing import Runner
+from cuteflash.tune.cells import Cell
+from cuteflash.tune.trials import bwd_runner
 
 from .contest import Maker
 from .implementations import backward_runner
@@ -101,8 +96,7 @@ class BackwardLadder:
     def makers(self, cell: Cell, target: str) -> dict[str, Maker]:
         """Title → what makes a rung's runner, then the peer's."""
         found: dict[str, Maker] = {
-            title: functools.partial(direct_runner, traits, target)
-            for title, traits in self.traits(cell, target).items()
+            title: functools.partial(bwd_runner, traits, target) for title, traits in self.traits(cell, target).items()
         }
         return found | {self.peer: functools.partial(backward_runner, self.peer)}
 
@@ -181,31 +175,3 @@ def _shipped(problem: BwdProblem, cell: Cell, target: str, family: Family) -> Bw
         return cast(BwdTraits, choose_shipped(problem, target, family, cell.lengths).traits)
     except NotImplementedError:
         return None
-
-
-def direct_runner(traits: BwdTraits, target: str, inputs: BwdInputs[Inputs]) -> Runner:
-    """A backward kernel over a cell's inputs and their forward, without the dispatcher and the operator around it.
-
-    Compiles what the disk cache does not have. ValueError if the traits cannot run on `target`.
-    """
-    reason = traits.check(get_arch(target))
-    if reason:
-        raise ValueError(reason)
-    forward, cell = inputs.forward, inputs.forward.cell
-    mask: dict[str, Any] = {"window_size": cell.window} if cell.mask == "window" else {"causal": cell.mask == "causal"}
-    with torch.no_grad():
-        out, lse = cuteflash.flash_attn_func(forward.q, forward.k, forward.v, return_lse=True, **mask)
-    kernel = compiled(kernel_class(traits), traits, problem_of(cell), target)
-    scalars = bwd_scalars(BwdOptions(), cell.window, cell.head_dim, out.device)
-    batch, seqlen_q, heads, _ = forward.q.shape
-    size = traits.workspace(batch, heads, seqlen_q).size
-
-    def run(calls: int) -> Gradients:
-        for _ in range(calls):
-            dq, dk, dv = (torch.empty_like(tensor) for tensor in (forward.q, forward.k, forward.v))
-            given = {"q": forward.q, "k": forward.k, "v": forward.v, "o": out, "lse": lse, "do": inputs.dout}
-            made = {"dlse": None, "dq": dq, "dk": dk, "dv": dv, "workspace": lse.new_empty(size)}
-            kernel(*BwdTensors(**given, **made), *scalars)
-        return Gradients(dq, dk, dv)
-
-    return run

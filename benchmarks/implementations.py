@@ -11,11 +11,12 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash.traits.arch import arch_of_capability
+from cuteflash.tune import peers
 from cuteflash.tune.cells import Cell, Inputs
-from cuteflash.tune.cuda_backend import direct_runner
 from cuteflash.tune.gradients import BwdInputs, Gradients
 from cuteflash.tune.peers import PEERS, Attention, forward_runner, missing_peer, peer_attention
 from cuteflash.tune.timing import Runner
+from cuteflash.tune.trials import fwd_runner
 from cuteflash.tune.variants import Variant
 
 from .contest import Maker
@@ -71,13 +72,13 @@ def runner(name: str, inputs: Inputs) -> Runner:
 
 def backward_runner(name: str, inputs: BwdInputs[Inputs]) -> Runner:
     """The backward of the implementation called `name`."""
-    return repeated_backward(attention(name, inputs.forward.cell), inputs)
+    return peers.backward_runner(attention(name, inputs.forward.cell), inputs)
 
 
 def training_runner(name: str, inputs: BwdInputs[Inputs]) -> Runner:
     """Forward and backward of the implementation called `name`."""
     chosen = attention(name, inputs.forward.cell)
-    leaves, dout = _differentiable(chosen, inputs)
+    leaves, dout = peers.differentiable(chosen, inputs)
     call = chosen.call
 
     def run(calls: int) -> Gradients:
@@ -89,30 +90,9 @@ def training_runner(name: str, inputs: BwdInputs[Inputs]) -> Runner:
     return run
 
 
-def repeated_backward(chosen: Attention, inputs: BwdInputs[Any]) -> Runner:
-    """A runner that repeats the backward of a forward that is computed here, through autograd."""
-    leaves, dout = _differentiable(chosen, inputs)
-    with chosen.context():
-        out = chosen.call(*leaves)
-
-    def run(calls: int) -> Gradients:
-        for _ in range(calls):
-            found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        return Gradients(*map(chosen.turned, found))
-
-    return run
-
-
-def _differentiable(chosen: Attention, inputs: BwdInputs[Any]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The leaves and the gradient of the output, as an implementation takes them."""
-    forward = inputs.forward
-    q, k, v = (chosen.turned(tensor).detach().requires_grad_() for tensor in (forward.q, forward.k, forward.v))
-    return (q, k, v), chosen.turned(inputs.dout)
-
-
 def variant_runner(variant: Variant, inputs: Inputs) -> Runner:
     """A variant launched directly, without the operator around it."""
-    return direct_runner(variant.traits(inputs.cell), inputs, target_of(inputs.q.device))
+    return fwd_runner(variant.traits(inputs.cell), target_of(inputs.q.device), inputs)
 
 
 def target_of(device: torch.device) -> str:

@@ -29,7 +29,7 @@ from cuteflash.traits.arch import Family
 from cuteflash.traits.row import Traits
 from cuteflash.tune import machine
 from cuteflash.tune.cells import Cell, parse_cell
-from cuteflash.tune.peers import missing_peer, peer_runner
+from cuteflash.tune.peers import missing_peer
 from cuteflash.tune.timing import ROUNDS, HangError
 from cuteflash.tune.variants import Variant
 
@@ -37,7 +37,7 @@ from . import backward_ladder, device, ladder_report
 from .ahead import compile_all
 from .backward_ladder import BackwardLadder
 from .contest import Maker, measure, progress, write
-from .implementations import target_of, unavailable, variant_runner
+from .implementations import runner, target_of, unavailable, variant_runner
 from .judges import OutputJudge
 
 CELLS = "64:4096:causal,128:4096:causal,128:16384:full,256:4096:causal"
@@ -92,7 +92,7 @@ class Ladder:
         found: dict[str, Maker] = {
             title: functools.partial(variant_runner, variant) for title, variant in self.variants(cell, target).items()
         }
-        return found | {self.peer: functools.partial(peer_runner, self.peer)}
+        return found | {self.peer: functools.partial(runner, self.peer)}
 
     def judge(self, cell: Cell, where: torch.device) -> OutputJudge:
         """What the outputs of all rungs are compared with."""

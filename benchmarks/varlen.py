@@ -25,11 +25,10 @@ import cuteflash
 from cuteflash.problem import MaskKind
 from cuteflash.tune.gradients import BwdInputs
 from cuteflash.tune.machine import Matmul
-from cuteflash.tune.peers import Attention, forward_runner
+from cuteflash.tune.peers import Attention, backward_runner, forward_runner
 from cuteflash.tune.timing import Runner
 
 from . import contest, running
-from .implementations import repeated_backward
 from .judges import GradientJudge, Judge, OutputJudge
 from .names import DENSE, OURS, base_of
 from .packed import DISTRIBUTIONS, PackedCell, PackedInputs
@@ -49,7 +48,7 @@ def packed_runner(name: str, inputs: PackedInputs) -> Runner:
 
 def packed_backward_runner(name: str, inputs: BwdInputs[PackedInputs]) -> Runner:
     """The backward of the implementation called `name`."""
-    return repeated_backward(packed_attention(name, inputs.forward), inputs)
+    return backward_runner(packed_attention(name, inputs.forward), inputs)
 
 
 def packed_attention(name: str, inputs: PackedInputs) -> Attention:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import ClassVar, Literal, Self, cast, get_args
 
 Operation = Literal["fwd", "bwd"]
@@ -124,6 +125,7 @@ class Storage:
 
 
 DENSE = Storage()
+PACKED = Storage("varlen", "varlen", used_q=True, used_k=True)  # what asks the most of a kernel of packed sequences
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,9 +174,11 @@ class FwdProblem:
         """The same problem with `heads` query heads of one KV head in the rows of a tile."""
         return dataclasses.replace(self, operands=dataclasses.replace(self.operands, packed_heads=heads))
 
-    def asking(self, *, softcap: bool, lse: bool) -> Self:
-        """The same with these optional features on or off."""
-        return dataclasses.replace(self, scores=dataclasses.replace(self.scores, softcap=softcap), has_lse=lse)
+    def asking(self, features: Collection[Feature]) -> Self:
+        """The same with just these optional features."""
+        scores = dataclasses.replace(self.scores, softcap="softcap" in features)
+        storage = PACKED if "varlen" in features else DENSE
+        return dataclasses.replace(self, scores=scores, storage=storage, has_lse="lse" in features)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,6 +219,12 @@ class BwdProblem:
     def features(self) -> frozenset[Feature]:
         """The features in use, beyond a mask, which not every row serves."""
         return _features(softcap=self.scores.softcap, varlen=self.storage != DENSE, deterministic=self.is_deterministic)
+
+    def asking(self, features: Collection[Feature]) -> Self:
+        """The same with just these optional features."""
+        scores = dataclasses.replace(self.scores, softcap="softcap" in features)
+        storage = PACKED if "varlen" in features else DENSE
+        return dataclasses.replace(self, scores=scores, storage=storage, is_deterministic="deterministic" in features)
 
 
 Problem = FwdProblem | BwdProblem

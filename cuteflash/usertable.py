@@ -22,9 +22,10 @@ from typing import Any
 from cuteflash.files import NoDirectoryError, replace_file, user_directory
 from cuteflash.problem import OPERATIONS
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.row import ROW_HEAD_DIMS, TRAITS, FwdRowTraits, Row, TableKey
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, kind_of, kinds_of
+from cuteflash.traits.values import make_traits
 
-FORMAT = 2
+FORMAT = 3
 VARIABLE = "CUTEFLASH_CONFIG_DIR"
 MOVES = f"{VARIABLE} moves it"
 
@@ -138,17 +139,17 @@ def write(key: TableKey, rows: Iterable[MeasuredRow]) -> pathlib.Path:
         TableError: a row is not one of this table, or the directory cannot be written.
     """
     path = check_writable() / _file_name(key)
-    table = {
-        "format": FORMAT,
-        "cuteflash": version(),
-        **key._asdict(),
-        "rows": [_values(measured) for measured in rows],
-    }
-    content = json.dumps(table, indent=1).encode()
     try:
+        table = {
+            "format": FORMAT,
+            "cuteflash": version(),
+            **key._asdict(),
+            "rows": [_values(measured) for measured in rows],
+        }
+        content = json.dumps(table, indent=1).encode()
         _parse(content, key)  # never write what cannot be read
         replace_file(path, content)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise TableError(f"the user's table {path} is not written: {error}") from error
     load.cache_clear()
     return path
@@ -184,7 +185,7 @@ def _values(measured: MeasuredRow) -> dict[str, Any]:
     values = dataclasses.asdict(measured)
     row: dict[str, Any] = values.pop("row")
     del row["measurement"]  # of shipped rows; here gpu, date and tflops say it
-    return row | values
+    return {"kind": kind_of(measured.row.traits)} | row | values
 
 
 def _parse(content: bytes, key: TableKey) -> tuple[MeasuredRow, ...]:
@@ -199,9 +200,6 @@ def _parse(content: bytes, key: TableKey) -> tuple[MeasuredRow, ...]:
     for name, value in expected.items():
         if table.get(name) != value:
             raise ValueError(f"it is outdated or of another table: its {name} is {table.get(name)!r}, not {value!r}")
-    if (key.operation, key.family) not in TRAITS:
-        swept = ", ".join(dict.fromkeys(operation for operation, _ in TRAITS))
-        raise ValueError(f"its operation is {key.operation!r}; allowed: {swept}, which sweeps measure")
     parsed = []
     for index, values in enumerate(_field(table, "rows", list), start=1):
         try:
@@ -212,7 +210,10 @@ def _parse(content: bytes, key: TableKey) -> tuple[MeasuredRow, ...]:
 
 
 def _measured_row(values: Any, key: TableKey) -> MeasuredRow:
-    traits = _traits(_field(values, "traits", dict), key)
+    kind, kinds = _field(values, "kind", str), kinds_of(key.operation, key.family)
+    if kind not in kinds:
+        raise ValueError(f"its kind is {kind!r}; allowed in {key}: {', '.join(kinds)}")
+    traits = make_traits(kind, _field(values, "traits", dict))
     for name in ("head_dim", "head_dim_v"):
         if getattr(traits, name) not in ROW_HEAD_DIMS:
             allowed = ", ".join(map(str, ROW_HEAD_DIMS))
@@ -228,21 +229,6 @@ def _measured_row(values: Any, key: TableKey) -> MeasuredRow:
         raise ValueError(f"its tflops is {tflops}; allowed: a positive number")
     row = Row(traits, **served)
     return MeasuredRow(row, _field(values, "gpu", str), _field(values, "date", str), tflops)
-
-
-def _traits(values: dict[str, Any], key: TableKey) -> FwdRowTraits:
-    """The traits; missing fields get their defaults."""
-    kind = TRAITS[key.operation, key.family]
-    fields = {field.name: field.default for field in dataclasses.fields(kind)}
-    unknown = sorted(values.keys() - fields.keys())
-    if unknown:
-        raise ValueError(f"its traits have {', '.join(unknown)}, which this version does not know")
-    needed = {
-        name: _field(values, name, int if default is dataclasses.MISSING else type(default))
-        for name, default in fields.items()
-        if name in values or default is dataclasses.MISSING
-    }
-    return kind(**needed)
 
 
 def _field(values: Any, name: str, *kinds: type) -> Any:

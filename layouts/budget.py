@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cuteflash.compile import BuildReport
 from cuteflash.compile.resources import Resources
 from cuteflash.traits.arch import ArchSpec
+from cuteflash.traits.base import SmemRegion
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Traits
@@ -22,13 +24,22 @@ REGISTER_STEP = 8  # the hardware allocates registers to a warp in units of 8 a 
 
 
 def budget(
-    traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], report: BuildReport | None
+    traits: Traits,
+    arch: ArchSpec,
+    fragments: tuple[Fragment, ...],
+    report: BuildReport | None,
+    plan: Mapping[str, SmemRegion],
 ) -> dict[str, Any]:
-    """The budgets of a row as JSON values; `report` is the compiler's, if the row has been compiled."""
+    """The budgets of a row as JSON values.
+
+    Args:
+        report: the compiler's, if the row has been compiled.
+        plan: of the shared memory that the fragments' kernel uses.
+    """
     used = report.resources if report else None
     registers = _registers(traits, arch, fragments, used)
     return {
-        "smem": _shared_memory(traits, arch),
+        "smem": _shared_memory(traits, arch, plan),
         "registers": registers,
         "occupancy": _occupancy(traits, arch, used.registers if used else registers["launch"]),
     }
@@ -41,8 +52,8 @@ def launch_registers(traits: Traits, arch: ArchSpec) -> int:
     return min(arch.max_regs_per_thread, share // REGISTER_STEP * REGISTER_STEP)
 
 
-def _shared_memory(traits: Traits, arch: ArchSpec) -> dict[str, Any]:
-    plan = {NAMES.get(name, f"s{name.upper()}"): region for name, region in traits.smem_plan.items()}
+def _shared_memory(traits: Traits, arch: ArchSpec, regions_of: Mapping[str, SmemRegion]) -> dict[str, Any]:
+    plan = {NAMES.get(name, f"s{name.upper()}"): region for name, region in regions_of.items()}
     regions = []
     for name, region in plan.items():
         shared = [other for other, r in plan.items() if other != name and r.start < region.end and region.start < r.end]
@@ -68,13 +79,19 @@ def _registers(
     traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], used: Resources | None
 ) -> dict[str, Any]:
     launch = launch_registers(traits, arch)
-    parts = _live_parts(traits, fragments)
     roles: list[dict[str, Any]]
     if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
-        roles = [_role("all warps", 0, traits.num_threads, launch, parts)]
+        roles = [_role("all warps", 0, traits.num_threads, launch, _live_parts(traits, fragments))]
     else:
         consumers = CONSUMERS if isinstance(traits, BwdTwoPassTraitsSm90) else traits.mma_warpgroups
-        roles = [_role("consumer warpgroup", consumers, consumers * WARPGROUP, traits.mma_regs, parts)]
+        # Warpgroups that compute different things have fragments of their own.
+        first_threads = list(dict.fromkeys(fragment.first_thread for fragment in fragments))
+        alike = consumers // len(first_threads)
+        roles = []
+        for number, first in enumerate(first_threads):
+            parts = _live_parts(traits, tuple(fragment for fragment in fragments if fragment.first_thread == first))
+            name = "consumer warpgroup" if len(first_threads) == 1 else f"consumer warpgroup {number}"
+            roles.append(_role(name, alike, alike * WARPGROUP, traits.mma_regs, parts))
         if traits.num_threads > consumers * WARPGROUP:
             roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, []))
     compiled = None

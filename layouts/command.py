@@ -51,8 +51,11 @@ class StudyPath:
     scenes: dict[str, Json]
 
 
-def read_scene(problem: Problem, target: str, choice: Choice, compile_now: bool = False) -> Scene:
-    """The scene of a problem on a target, as the dispatcher chose to run it.
+def read_scene(
+    problem: Problem, target: str, choice: Choice, compile_now: bool = False, part: str | None = None
+) -> Scene:
+    """The scene of a problem on a target, as the dispatcher chose to run it; of a part of its kernel, by default the
+    first.
 
     It includes the compiler's register count if the disk cache has the kernel, and always with `compile_now`.
     """
@@ -60,7 +63,7 @@ def read_scene(problem: Problem, target: str, choice: Choice, compile_now: bool 
     root = cache_dir()
     cached = root is not None and Entry(root, cache_key(*request)).read()[0] is not None
     report = build(*request) if cached or compile_now else None
-    return make_scene(problem, target, choice, report)
+    return make_scene(problem, target, choice, report, part)
 
 
 def scene_json(scene: Scene) -> Json:

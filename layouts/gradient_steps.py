@@ -24,12 +24,14 @@ class GradientSteps:
         frame: the tile as the consumers divide it.
         of: the accumulators of the products, by tensor.
         role: the warps that execute the steps.
+        each: how often.
     """
 
     frame: Frame
     of: Mapping[str, Placed]
     problem: BwdProblem
     role: str = "every consumer warp"
+    each: str = STEP
 
     def exponentials(self, rounded: Placed) -> Step:
         """P from the scores, rounded into the operand of dV."""
@@ -58,9 +60,14 @@ class GradientSteps:
         is_wide = self.problem.operands.qk_dtype == "bf16"  # has the range of fp32, see `weigh_pair`
         return self._differentiate(("rP", weights), ("rdS", rounded), pairs if is_wide else fp32)
 
-    def differentiate_in_place(self) -> Step:
-        """dS in fp32 in the place of dP."""
-        return self._differentiate(("acc_S", self.of["S"]), ("acc_dP", self.of["dP"]), "sub.f32, mul.f32")
+    def differentiate_in_place(self, weights: tuple[str, Placed] | None = None) -> Step:
+        """dS in fp32 in the place of dP; `weights` is a fragment that has P, by default that of the scores."""
+        return self._differentiate(weights or ("acc_S", self.of["S"]), ("acc_dP", self.of["dP"]), "sub.f32, mul.f32")
+
+    def differentiate_rounded(self, rounded: Placed) -> Step:
+        """dS of P in fp32, rounded into the operand of the next product."""
+        target = f"r{rounded.tensor}", rounded
+        return self._differentiate(("acc_S", self.of["S"]), target, f"sub.f32, mul.f32, {self._rounding()}")
 
     def _differentiate(self, weights: tuple[str, Placed], target: tuple[str, Placed], instruction: str) -> Step:
         return self._step(
@@ -89,7 +96,7 @@ class GradientSteps:
         )
 
     def _step(self, id: str, title: str, kind: Kind, instruction: str, touches: tuple[Touch, ...], note: str) -> Step:
-        return Step(id, title, kind, instruction, self.role, STEP, "loop", touches, note)
+        return Step(id, title, kind, instruction, self.role, self.each, "loop", touches, note)
 
     def _all(self, id: str, placed: Placed, mode: Literal["read", "write"]) -> Touch:
         return placed.touch_k_blocks(id, mode, self.frame.first_thread)

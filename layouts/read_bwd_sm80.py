@@ -11,7 +11,8 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from .algebra import Layout, composition, concatenate
 from .ampere import ALL, WARPS, AmpereSteps
 from .gradient_steps import STEP, GradientSteps
-from .read import Frame, Operand, Placed, fragment_order, global_tile, shared_tile, smem_start
+from .key_tiles import global_tiles
+from .read import Frame, Operand, Placed, fragment_order, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
 GROUP = 4  # fp32 elements that a thread adds side by side
@@ -79,19 +80,13 @@ class ReaderBwdSm80:
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
-        wide, narrow = self.problem.operands.head_dim, self.problem.operands.head_dim_v
-        frame, plan = self.frame, self.traits.smem_plan
+        plan = self.traits.smem_plan
         k, v = self._shared("K", "k", self.smem.sK), self._shared("V", "v", self.smem.sV)
         scores = [self._scores("dS", plan["ds"].start, self.smem.sdS)]
         if self.smem.sP is not None:
             scores.insert(0, self._scores("P", plan["p"].start, self.smem.sP))
         return (
-            global_tile(frame, "Q", wide, "The queries of one step, of one query head."),
-            global_tile(frame, "K", wide, "A block's keys of one head."),
-            global_tile(frame, "V", narrow, "The values of its keys."),
-            global_tile(frame, "dO", narrow, "The gradient of the output, of one step."),
-            global_tile(frame, "dV", narrow, "The gradient of the block's values."),
-            global_tile(frame, "dK", wide, "The gradient of the block's keys."),
+            *global_tiles(self.frame, self.problem),
             self._sum_of_dq(),
             self._shared("Q", "q", self.smem.sQ, "Each stage comes with its rows' LSE."),
             k,

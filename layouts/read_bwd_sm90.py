@@ -12,12 +12,12 @@ from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
 from .algebra import Layout, composition, concatenate
 from .gradient_steps import STEP, GradientSteps
-from .hopper import WARPGROUPS, Factor, HopperSteps, Transfer, When, example_tensor
-from .read import Frame, Placed, fragment_order, global_tile, shared_tile, smem_start
+from .hopper import WARPGROUPS, Factor, HopperSteps, Transfer, When
+from .key_tiles import TILE, global_tiles, load_steps, make_example_tma
+from .read import Frame, Placed, fragment_order, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
 BULK_ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
-TILE = "once a tile"
 LOADER = "one thread of warp 0"
 CHUNK = 4  # fp32 elements that a thread stores at once
 FP32 = 4  # bytes
@@ -79,18 +79,12 @@ class ReaderBwdSm90:
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
         kernel, plan, frame = self.kernel, self.traits.smem_plan, self.frame
-        wide, narrow = self.problem.operands.head_dim, self.problem.operands.head_dim_v
         k = shared_tile("K", kernel.smem_layout_k(), plan["k"].start, True, "")
         v = shared_tile("V", kernel.smem_layout_v(), plan["v"].start, True, "")
         ds_note = "Rows are queries, as dQ needs them: the transpose of what the threads hold."
         do_note = "Each stage comes with its rows' delta."
         return (
-            global_tile(frame, "Q", wide, "The queries of one step, of one query head."),
-            global_tile(frame, "K", wide, "A block's keys of one head."),
-            global_tile(frame, "V", narrow, "The values of its keys."),
-            global_tile(frame, "dO", narrow, "The gradient of the output, of one step."),
-            global_tile(frame, "dV", narrow, "The gradient of the block's values."),
-            global_tile(frame, "dK", wide, "The gradient of the block's keys."),
+            *global_tiles(frame, self.problem),
             self._dq_tile("gdQ", "global", 0, False),
             shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, "Each stage comes with its rows' LSE."),
             k,
@@ -160,7 +154,7 @@ class ReaderBwdSm90:
     def steps(self) -> tuple[Step, ...]:
         """In the order in which data passes through a tile."""
         gradient = GradientSteps(self.frame, {key: value[2] for key, value in self.of.items()}, self.problem)
-        load_k, load_q, load_v, load_do = self._loads()
+        load_k, load_q, load_v, load_do = load_steps(self.draw, self.kernel, self.smem, LOADER)
         s, dp, dv, dk, dq = self._products()
         rp, rds = self.of["dV"][0], self.of["dK"][0]
         p: tuple[Step, ...]
@@ -188,32 +182,6 @@ class ReaderBwdSm90:
             self._add_dq(),
             *self._epilogue(),
         )
-
-    def _loads(self) -> tuple[Step, ...]:
-        """K and V once, Q and dO step by step."""
-        tma, smem, traits = self._tma(), self.smem, self.traits
-        once, often = When("prologue", TILE, LOADER), When("loop", STEP, LOADER)
-        found = []
-        for tensor, atom, coords, tile, stages in (
-            ("K", tma.load_k, tma.gK, smem.sK, 0),
-            ("Q", tma.load_q, tma.gQ, smem.sQ, traits.q_stage),
-            ("V", tma.load_v, tma.gV, smem.sV, 0),
-            ("dO", tma.load_do, tma.gdO, smem.sdO, traits.do_stage),
-        ):
-            what = Transfer(tensor, atom, coords, tile, self.frame.shape(tensor)[0])
-            ahead = f"Up to {stages} tiles ahead of the products." if stages else ""
-            found.append(self.draw.load(what, often if stages else once, ahead))
-        return tuple(found)
-
-    def _tma(self) -> Any:
-        """The kernel's TMA atoms over example tensors."""
-        from cuteflash.arguments import BwdTensors
-        from cuteflash.kernels.sm90.bwd_load import make_tma
-
-        operands, dtype = self.problem.operands, self.kernel.dtype
-        wide, narrow = (example_tensor(dtype, head_dim) for head_dim in (operands.head_dim, operands.head_dim_v))
-        by_name = {"q": wide, "k": wide, "dk": wide, "v": narrow, "do": narrow, "dv": narrow}
-        return make_tma(self.kernel, BwdTensors(**{name: by_name.get(name) for name in BwdTensors._fields}))
 
     def _products(self) -> tuple[Step, ...]:
         """The five products, with the time of their issue according to the traits."""
@@ -299,7 +267,7 @@ class ReaderBwdSm90:
 
     def _epilogue(self) -> tuple[Step, ...]:
         """dV and dK to shared memory, then to global memory."""
-        kernel, tma, smem = self.kernel, self._tma(), self.smem
+        kernel, tma, smem = self.kernel, make_example_tma(self.kernel), self.smem
         staging, storing = When("epilogue", TILE), When("epilogue", TILE, "one warp of consumer 0")
         copies = (
             ("dV", kernel.copy_dv(), tma.store_dv, tma.gdV, smem.sV, "Rounded, into the place of V."),

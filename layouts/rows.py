@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from cuteflash.problem import FEATURES, BwdProblem, FwdProblem, Operation, Probl
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -32,11 +33,34 @@ ASKED: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
     "fwd": (FwdProblem.dense, ("lse", "softcap")),
     "bwd": (BwdProblem.dense, ("softcap", "deterministic")),
 }
-READERS: dict[type[Any], tuple[str, str]] = {
-    FwdTraitsSm80: ("read_sm80", "ReaderSm80"),
-    FwdTraitsSm90: ("read_sm90", "ReaderSm90"),
-    BwdTraitsSm80: ("read_bwd_sm80", "ReaderBwdSm80"),
-    BwdTraitsSm90: ("read_bwd_sm90", "ReaderBwdSm90"),
+
+
+class Part(NamedTuple):
+    """One of the launches that make up a kernel, which has a scene of its own.
+
+    Attributes:
+        module, reader: what reads it.
+        name: in ids and on the command line; empty if there is no other.
+        title: in words.
+        plan: the traits' property with its shared memory.
+    """
+
+    module: str
+    reader: str
+    name: str = ""
+    title: str = ""
+    plan: str = "smem_plan"
+
+
+PARTS: dict[type[Any], tuple[Part, ...]] = {
+    FwdTraitsSm80: (Part("read_sm80", "ReaderSm80"),),
+    FwdTraitsSm90: (Part("read_sm90", "ReaderSm90"),),
+    BwdTraitsSm80: (Part("read_bwd_sm80", "ReaderBwdSm80"),),
+    BwdTraitsSm90: (Part("read_bwd_sm90", "ReaderBwdSm90"),),
+    BwdTwoPassTraitsSm90: (
+        Part("read_two_pass_sm90", "ReaderDkv", "dkv", "pass for dK and dV"),
+        Part("read_two_pass_sm90", "ReaderDq", "dq", "pass for dQ", "dq_smem_plan"),
+    ),
 }
 
 
@@ -48,6 +72,7 @@ class ShippedRow:
         masks, dtypes, lengths: those that the row serves and no row above it does; `problem` has the first mask and
             dtype.
         choice: that of the shipped tables for `problem` and the first of `lengths`.
+        part: the name of one of its kernel's parts.
     """
 
     target: str
@@ -57,6 +82,7 @@ class ShippedRow:
     dtypes: tuple[str, ...]
     lengths: tuple[str, ...]
     choice: Choice
+    part: str = ""
 
     @property
     def table(self) -> TableKey:
@@ -64,7 +90,10 @@ class ShippedRow:
 
 
 def shipped_rows(operation: Operation = "fwd") -> Iterator[ShippedRow]:
-    """Every row of every table, each with a problem that the shipped tables run with it; user tables are ignored."""
+    """Every part of every row of every table, with a problem that the shipped tables run with the row.
+
+    User tables are ignored.
+    """
     for (_, target, family), rows in tables_of(operation).items():
         for row in rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
@@ -74,7 +103,8 @@ def shipped_rows(operation: Operation = "fwd") -> Iterator[ShippedRow]:
                     masks = tuple(dict.fromkeys(problem.scores.mask for problem in problems))
                     dtypes = tuple(dict.fromkeys(problem.operands.qk_dtype for problem in problems))
                     lengths = tuple(one for one in LENGTH_CLASSES if one in classes)
-                    yield ShippedRow(target, family, problems[0], masks, dtypes, lengths, choices[0])
+                    for part in parts_of(row.traits):
+                        yield ShippedRow(target, family, problems[0], masks, dtypes, lengths, choices[0], part.name)
                     break
 
 
@@ -111,22 +141,30 @@ def _shipped_choice(problem: Problem, target: str, family: Family, lengths: Leng
         return None
 
 
-def make_scene(problem: Problem, target: str, choice: Choice, report: BuildReport | None = None) -> Scene:
+def make_scene(
+    problem: Problem, target: str, choice: Choice, report: BuildReport | None = None, part: str | None = None
+) -> Scene:
     """The scene of a problem on a target.
 
     Args:
         choice: the dispatcher's.
         report: the compiler's numbers, if the kernel has been compiled for the target.
+        part: which part of the kernel; None is the first.
+
+    Raises:
+        ValueError: the kernel does not have that part.
     """
     traits, arch = choice.traits, get_arch(target)
     module, name = KERNELS[type(traits)]
+    chosen = part_named(traits, part)
     with context(target):
         kernel = choice.kernel_cls(traits, problem)
-        reader = _reader_class(traits)(kernel)
+        reader = getattr(importlib.import_module(f".{chosen.module}", __package__), chosen.reader)(kernel)
         fragments = reader.fragments()
+        words = [chosen.title] if chosen.title else []
         return Scene(
-            id=scene_id(problem, target, choice),
-            title=" · ".join((name, target, f"head dim {_dims(problem)}", *_words(problem, choice))),
+            id=scene_id(problem, target, choice, chosen.name),
+            title=" · ".join((name, *words, target, f"head dim {_dims(problem)}", *_words(problem, choice))),
             kernel={
                 "name": name,
                 "module": module,
@@ -140,6 +178,7 @@ def make_scene(problem: Problem, target: str, choice: Choice, report: BuildRepor
                 "mask": problem.scores.mask,
                 "lengths": list(choice.row.lengths),
                 "source": choice.source,
+                "part": chosen.title,
                 "traits": dataclasses.asdict(traits),
                 "threads": traits.num_threads,
             },
@@ -149,32 +188,30 @@ def make_scene(problem: Problem, target: str, choice: Choice, report: BuildRepor
             tiles=reader.tiles(),
             fragments=fragments,
             steps=reader.steps(),
-            budget=budget(traits, arch, fragments, report),
+            budget=budget(traits, arch, fragments, report, getattr(traits, chosen.plan)),
         )
 
 
-def is_drawn(traits: Traits) -> bool:
-    """Whether a reader knows the kernel of these traits."""
-    return type(traits) in READERS
+def parts_of(traits: Traits) -> tuple[Part, ...]:
+    """The parts of the kernel of these traits."""
+    return PARTS[type(traits)]
 
 
-def _reader_class(traits: Traits) -> type[Any]:
-    """What reads the kernel of these traits; the first call imports the compiler.
-
-    Raises NotImplementedError if none does.
-    """
-    if not is_drawn(traits):
+def part_named(traits: Traits, name: str | None) -> Part:
+    """The part of that name, the first if it is None. ValueError if there is none."""
+    parts = parts_of(traits)
+    found = parts[0] if name is None else next((part for part in parts if part.name == name), None)
+    if found is None:
         _, kernel = KERNELS[type(traits)]
-        raise NotImplementedError(f"{kernel} is not drawn; drawn are {', '.join(KERNELS[kind][1] for kind in READERS)}")
-    module, name = READERS[type(traits)]
-    reader: type[Any] = getattr(importlib.import_module(f".{module}", __package__), name)
-    return reader
+        names = ", ".join(part.name for part in parts if part.name)
+        raise ValueError(f"part is {name!r}; {kernel} has {f'the parts {names}' if names else 'no parts'}")
+    return found
 
 
-def scene_id(problem: Problem, target: str, choice: Choice) -> str:
-    """The name of a row's scene in links and file names."""
-    operation = () if problem.operation == "fwd" else (problem.operation,)
-    return "-".join((target, choice.family, *operation, _dims(problem), *_words(problem, choice)))
+def scene_id(problem: Problem, target: str, choice: Choice, part: str = "") -> str:
+    """The name of the scene of a row's part in links and file names."""
+    operation, parts = () if problem.operation == "fwd" else (problem.operation,), (part,) if part else ()
+    return "-".join((target, choice.family, *operation, _dims(problem), *_words(problem, choice), *parts))
 
 
 def _dims(problem: Problem) -> str:

@@ -238,6 +238,11 @@ class Scene:
         """The step of that id; KeyError if there is none."""
         return _named(self.steps, id)
 
+    def _lanes(self) -> tuple[tuple[str, ...], ...]:
+        """The operation's lanes that this scene has tensors of."""
+        drawn = {tile.tensor for tile in self.tiles} | {fragment.tensor for fragment in self.fragments}
+        return tuple(lane for lane in LANES[self.kernel["operation"]] if not drawn.isdisjoint(lane))
+
     def as_dict(self) -> dict[str, Any]:
         """The scene as JSON values; layouts are {"shape", "stride"}, swizzles [bits, base, shift]."""
         return {
@@ -245,7 +250,7 @@ class Scene:
             "title": self.title,
             "kernel": dict(self.kernel) | {"roles": _json(self.roles)},
             "loop": self.loop,
-            "lanes": LANES[self.kernel["operation"]],
+            "lanes": self._lanes(),
             "axes": {axis: {"label": AXIS_LABELS[axis], "size": size} for axis, size in self.sizes.items()},
             "tiles": [_json(tile) | {"axes": AXES[tile.tensor]} for tile in self.tiles],
             "fragments": [_json(fragment) | {"axes": AXES[fragment.tensor]} for fragment in self.fragments],

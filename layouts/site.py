@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from cuteflash.output import make_directory, write_file
-from cuteflash.problem import Operation
+from cuteflash.problem import FEATURES, Operation
 
 from .command import page_text, read_scene, scene_json, study_path
 from .measured import apart, kin, speed
 from .page import PAGE, page_data
-from .rows import ShippedRow, is_drawn, shipped_rows, worst_ways
+from .rows import ShippedRow, shipped_rows, worst_ways
 from .scene import Scene
 
 TITLE = "cuteflash layouts"
@@ -39,16 +39,13 @@ def chosen_rows(
 ) -> list[ShippedRow]:
     """The shipped rows of an operation, targets, families and head dims of Q and K (None: all), in the tables' order.
 
-    Rows whose kernels are not drawn are left out.
-
-    ValueError if none is left.
+    A row whose kernel has several parts comes with each of them. ValueError if none is left.
     """
     rows = [
         row
         for row in shipped_rows(operation)
         if row.target in targets
         and row.family in families
-        and is_drawn(row.choice.traits)
         and (head_dims is None or row.problem.operands.head_dim in head_dims)
     ]
     if not rows:
@@ -58,7 +55,7 @@ def chosen_rows(
 
 def make_entry(row: ShippedRow) -> Entry:
     """Reads one row; with the compiler's register count if the disk cache has the kernel."""
-    scene = read_scene(row.problem, row.target, row.choice)
+    scene = read_scene(row.problem, row.target, row.choice, part=row.part)
     return Entry(scene_json(scene), _summary(row, scene))
 
 
@@ -91,7 +88,7 @@ def write_site(directory: pathlib.Path, entries: Iterable[Entry]) -> Iterator[pa
 
 
 def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
-    kernel, traits = scene.kernel, scene.kernel["traits"]
+    kernel = scene.kernel
     return {
         "id": scene.id,
         "title": scene.title,
@@ -103,12 +100,14 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "mask": ", ".join(row.masks),
         "dtype": ", ".join(row.dtypes),
         "lengths": ", ".join(row.lengths),
+        "features": ", ".join(name for name in FEATURES if name in row.problem.features),
+        "part": kernel["part"],
         "file": f"{scene.id}.html",
-        "tile": f"{traits['tile_m']}x{traits['tile_n']}",
+        "tile": f"{scene.sizes['m']}x{scene.sizes['n']}",
         "threads": kernel["threads"],
         "smem_bytes": scene.budget["smem"]["total"],
         "worst_ways": worst_ways(scene),
         "apart": apart(row.table, row.choice.traits),
         "speed": speed(row.choice.row),
-        "kin": kin(row.table, row.choice.row),
+        "kin": kin(row.table, row.choice.row, row.part),
     }

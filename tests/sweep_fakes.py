@@ -19,7 +19,8 @@ import time
 from typing import Any
 
 from cuteflash.compile import BuildReport, Resources
-from cuteflash.problem import FwdProblem, problem_id
+from cuteflash.problem import Problem, problem_id
+from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.backend import Backend, Machine
 from cuteflash.tune.cells import Cell
@@ -50,6 +51,8 @@ class World:
         hold: how many requests there are at most; the last one takes `HELD_SECONDS`. None is all.
         full_disk: tile_n of candidates whose compiled kernel the disk has no room for.
         changed: tile_n of candidates whose sources are other ones now.
+        fast: tile_m of candidates that are twice as fast.
+        target: what kernels are compiled for.
         gpu_target: what the GPU is.
     """
 
@@ -68,6 +71,8 @@ class World:
     hold: int | None = None
     full_disk: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
+    fast: tuple[int, ...] = ()
+    target: str = TARGET
     gpu_target: str = TARGET
 
     @property
@@ -90,23 +95,23 @@ class World:
         lines = self.journal.read_text().splitlines() if self.journal.exists() else []
         return [tuple(words[1:]) for line in lines for words in [json.loads(line)] if words[0] == kind]
 
-    def key(self, traits: Any, problem: FwdProblem) -> str:
+    def key(self, traits: Any, problem: Problem) -> str:
         return hashlib.sha256(f"{traits} {problem} {traits.tile_n in self.changed}".encode()).hexdigest()[:32]
 
-    def object_path(self, traits: Any, problem: FwdProblem) -> pathlib.Path:
+    def object_path(self, traits: Any, problem: Problem) -> pathlib.Path:
         return self.folder / f"{self.key(traits, problem)}.o"
 
-    def report(self, traits: Any, problem: FwdProblem) -> BuildReport | None:
+    def report(self, traits: Any, problem: Problem) -> BuildReport | None:
         if not self.object_path(traits, problem).exists():
             return None
         spilled = 8 if traits.tile_n in self.spilling or problem_id(problem) in self.spilling_on else 0
         resources = Resources(168, 0, spilled, spilled)
-        return BuildReport("k.K", TARGET, traits, problem, 1.0, resources, traits.smem_bytes, cached=True)
+        return BuildReport("k.K", self.target, traits, problem, 1.0, resources, traits.smem_bytes, cached=True)
 
     @property
     def backend(self) -> Backend:
         builder, bench = functools.partial(FakeBuilder, self), functools.partial(FakeBench, self)
-        return Backend(TARGET, lambda operation: "source", self.key, self.report, builder, bench)
+        return Backend(self.target, lambda operation: "source", self.key, self.report, builder, bench)
 
 
 class FakeBuilder:
@@ -115,7 +120,7 @@ class FakeBuilder:
     def __init__(self, world: World):
         self.world = world
 
-    def build(self, traits: FwdTraitsSm80, problem: FwdProblem) -> BuildReport | None:
+    def build(self, traits: Traits, problem: Problem) -> BuildReport | None:
         self.world.note("build", traits.tile_n)
         if traits.tile_n in self.world.uncompilable or problem_id(problem) in self.world.uncompilable_on:
             raise ValueError("no such instruction")
@@ -146,7 +151,7 @@ class FakeBench:
     def usable(self) -> bool:
         return not self.lost
 
-    def check(self, traits: FwdTraitsSm80, problem: FwdProblem) -> dict[str, Any]:
+    def check(self, traits: Traits, problem: Problem) -> dict[str, Any]:
         self.world.note("check", traits.tile_n)
         if traits.tile_n in self.world.wrong:
             raise RuntimeError("error 1 over 0.1")
@@ -159,7 +164,7 @@ class FakeBench:
             raise RuntimeError("an illegal memory access was encountered")
         return {"errors": {}}
 
-    def sample(self, subject: FwdTraitsSm80 | str, cell: Cell) -> float:
+    def sample(self, subject: Traits | str, cell: Cell) -> float:
         if isinstance(subject, str):
             self.world.note("sample", subject, cell.id)
             return 1e-3
@@ -167,7 +172,7 @@ class FakeBench:
         if subject.tile_n in self.world.crashing_in_race:
             os.kill(os.getpid(), signal.SIGKILL)
         self.count += 1
-        return (200 - subject.tile_n + 0.001 * (self.count % 3)) / 100
+        return (200 - subject.tile_n + 0.001 * (self.count % 3)) / (200 if subject.tile_m in self.world.fast else 100)
 
 
 def make_plan(**changes: Any) -> Plan:

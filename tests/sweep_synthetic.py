@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import DTYPES, MASK_KINDS, problem_id
+from cuteflash.problem import DTYPES, MASK_KINDS, Operation, problem_id
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES, length_class_of
 from cuteflash.traits.row import Traits
@@ -41,6 +41,7 @@ class Sweep:
     """
 
     target: str = "sm_90a"
+    operation: Operation = "fwd"
     families: tuple[Family, ...] = ("sm90",)
     head_dims: tuple[int, ...] = (128,)
     masks: tuple[Any, ...] = ("full", "causal")
@@ -71,22 +72,25 @@ class Filler:
                 continue
             for mask, dtype in itertools.product(self.sweep.masks, self.sweep.dtypes):
                 cells = [
-                    Cell(head_dim, mask, keys, dtype, seqlen_q=queries)
+                    self._cell(head_dim, mask, keys, dtype, seqlen_q=queries)
                     for queries, keys in self.sweep.lengths
                     if mask == "full" or queries > 1
                 ]
                 self._problem(family, chosen, cells)
+
+    def _cell(self, *sizes: Any, **more: Any) -> Cell:
+        return Cell(*sizes, **more, operation=self.sweep.operation)
 
     def _now(self) -> str:
         self.seconds += 1
         return (START + datetime.timedelta(seconds=self.seconds)).isoformat(timespec="milliseconds")
 
     def _prune(self, family: Family, head_dim: int) -> dict[str, Traits]:
-        problems = [Cell(head_dim, mask, 4096, dtype).problem for mask in MASK_KINDS for dtype in DTYPES]
+        problems = [self._cell(head_dim, mask, 4096, dtype).problem for mask in MASK_KINDS for dtype in DTYPES]
         rows = itertools.product(problems, LENGTH_CLASSES)
         always = dict.fromkeys(choose_shipped(one, self.sweep.target, family, lengths).traits for one, lengths in rows)
         self.always = {candidate_id(traits) for traits in always}
-        found = dict.fromkeys([*enumerate_traits("fwd", family, head_dim, head_dim), *always])
+        found = dict.fromkeys([*enumerate_traits(self.sweep.operation, family, head_dim, head_dim), *always])
         judged = [(one, one.check(self.arch)) for one in found]
         order = shortlist([one for one, reason in judged if reason is None], self.arch, list(always))
         refused = [(one, reason) for one, reason in judged if reason is not None]

@@ -25,7 +25,7 @@ from cuteflash.cli import sweep_apply
 from cuteflash.cli.app import app
 from cuteflash.compile import cache_dir
 from cuteflash.dispatch import choose
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import BwdProblem, FwdProblem, problem_id
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel
 from cuteflash.tune.plan import Plan
@@ -154,12 +154,15 @@ def test_cells_and_candidates_can_be_given_one_by_one(plans: list[Plan]) -> None
         (("--arch", "sm_75", "--dry-run", "--head-dim", "64"), "arch is 'sm_75'; allowed: sm_80"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "260"), "head_dim is 260; allowed: multiples of 8"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--family", "sm90"), "which sm_80 does not run"),
-        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--kernel", "bwd"), "kernel is 'bwd'; allowed: fwd"),
+        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--kernel", "jvp"), "kernel is 'jvp'; allowed: fwd, bwd"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--seqlen", "4k"), "seqlen is '4k'; allowed: KEYS"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--budget", "soon"), "budget is 'soon'; allowed:"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--peers", "fa9"), "peers is 'fa9'; allowed: fa4"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--traits", "{"), "allowed: a JSON list"),
-        (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--traits", '[{"tile": 1}]'), "fields of sm80: tile_m"),
+        (
+            ("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--traits", '[{"tile": 1}]'),
+            "fields of fwd_sm80: tile_m",
+        ),
         (("--arch", "sm_80", "--no-compile", "--head-dim", "64"), "no_compile is given without dry_run"),
         (("--arch", "sm_80", "--dry-run", "--compile-only", "--head-dim", "64"), "both given"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--mask", "full", "--causal", "1"), "both given"),
@@ -383,6 +386,50 @@ def test_what_won_is_applied_dispatched_and_reset(world: World) -> None:
     assert "no tables of your own" in call("--reset").stdout
 
 
+def test_a_backward_is_swept_explained_reported_applied_and_dispatched(
+    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = BwdProblem.dense("bf16", 128, 128, "causal")
+    spilling = (f"{problem_id(problem)} softcap varlen deterministic used_q used_k",)
+    hopper = dataclasses.replace(world, target="sm_90a", gpu_target="sm_90a", fast=(48,), spilling_on=spilling)
+    for module in (command, sweep_apply):
+        monkeypatch.setattr(module, "backend", lambda target: hopper.backend)
+    traits = [
+        {"kind": "bwd_sm90", "tile_m": 48, "tile_n": 128, "dq": "transposed"},
+        {"kind": "bwd_two_pass_sm90", "tile_m": 32, "tile_n": 64},
+        {"tile_m": 112, "tile_n": 128, "dq": "rows"},
+    ]
+    chosen = ("--operation", "bwd", "--arch", "sm_90a", "--head-dim", "128", "--causal", "1", "--seqlen", "512")
+    result = call(*chosen, "--traits", json.dumps(traits), "--jobs", "1", "--show-rejected")
+    assert result.exit_code == 0, result.output
+    assert "prune  bwd sm90 128x128  bwd_sm90 112x128 dq=rows: dq 'rows', tile_m 112: a warpgroup gets" in result.stdout
+
+    told = call("explain", "--kernel", "bwd", "--head-dim", "128", "--where", "dq=transposed")
+    assert told.exit_code == 0, told.output
+    assert told.stdout.startswith("sm_90a, bwd, family sm90, head dims 128x128: ")
+    assert "bwd_sm90 48x128 dq=transposed" in told.stdout and ": the winner" in told.stdout
+    assert (
+        "bound  dQ, dK and dV: shared memory, 2016 clocks a step of 48 x 128 scores; tensor cores 1920" in told.stdout
+    )
+    told = call("explain", "--kernel", "bwd", "--head-dim", "128", "--where", "kind=bwd_two_pass_sm90,tile_m=32")
+    assert "bound  dK and dV: shared memory, 576 clocks a step of 32 x 64 scores" in told.stdout
+    assert "bound  dQ: tensor cores" in told.stdout and "kind bwd_two_pass_sm90 against bwd_sm90" in told.stdout
+    assert call("report", "-o", "report.html").exit_code == 0
+
+    applied = call("apply")
+    assert applied.exit_code == 0, applied.output
+    assert "bwd/sm_90a/sm90: 128x128 (causal; bf16; short; no softcap): bwd_sm90 48x128 dq=transposed" in applied.stdout
+    choose.cache_clear()
+    assert choose(problem, "sm_90a", lengths="short").traits.tile_m == 48
+    assert choose(problem.asking(["varlen", "deterministic"]), "sm_90a", lengths="short").traits.tile_m == 48
+    assert choose(problem.asking(["softcap"]), "sm_90a", lengths="short").traits.tile_m != 48
+    folder = tmp_path / "traits"
+    folder.mkdir()
+    assert call("apply", "--shipped", str(folder)).exit_code == 0
+    row = 'bwd_sm90(128, 48, CAUSAL, dtypes=BF16, lengths=SHORT, without=SOFTCAP, dq="transposed").measured('
+    assert row in (folder / "rows_bwd_sm90.py").read_text()
+
+
 def test_shipped_tables_are_written_where_they_are_wanted(world: World, tmp_path: pathlib.Path) -> None:
     sweep()
     target = tmp_path / "traits"
@@ -401,7 +448,7 @@ def test_what_is_applied_serves_softcap_and_lse_where_they_compile_clean(
     swept_kernels = len(world.journaled("build"))
     result = call("apply")
     assert result.exit_code == 0, result.output
-    assert "compile with softcap and lse: 1 of 1: 1 clean" in result.stderr
+    assert "compile with all features: 1 of 1: 1 clean" in result.stderr
     assert "no softcap" not in result.stdout and "no lse" not in result.stdout
     assert len(world.journaled("build")) == swept_kernels + 1
     assert choose(problem, "sm_80", lengths="short").traits.tile_n == 96
@@ -412,12 +459,14 @@ def test_what_is_applied_serves_softcap_and_lse_where_they_compile_clean(
 def test_what_spills_with_softcap_or_lse_is_said_and_left_to_other_rows(
     swept: pathlib.Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, softcap, lse = (f"bf16 128x128 full {extras}" for extras in ("softcap lse", "softcap", "lse"))
-    spilling = dataclasses.replace(world, spilling_on=(both, lse), uncompilable_on=(softcap,))
+    every = ("softcap lse varlen", "softcap lse", "lse varlen", "lse", "softcap varlen", "softcap")
+    problems = [f"bf16 128x128 full {extras}".replace("varlen", "varlen used_q used_k") for extras in every]
+    lse, softcap = problems[3], problems[5]
+    spilling = dataclasses.replace(world, spilling_on=tuple(problems[:-1]), uncompilable_on=(softcap,))
     monkeypatch.setattr(sweep_apply, "backend", lambda target: spilling.backend)
     result = call("apply", "--jobs", "1")
     assert result.exit_code == 0, result.output
-    assert "compile with softcap or lse: 2 of 2: 2 with complaints" in result.stderr
+    assert "compile with all features but 2: 3 of 3: 2 with complaints, 1 clean" in result.stderr
     (line, _) = result.stdout.splitlines()
     assert "128x128 (full; bf16; short; no softcap; no lse): 64x96" in line
     assert f"no softcap, because of {softcap}: ValueError: no such instruction" in line

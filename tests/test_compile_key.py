@@ -13,7 +13,7 @@ from cuteflash.compile.imports import files_imported_by
 from cuteflash.compile.key import PACKAGE, cache_key, source_fingerprint
 from cuteflash.dispatch import KERNELS, kernel_modules
 from cuteflash.problem import FwdProblem, Storage
-from cuteflash.traits.row import TRAITS as KINDS
+from cuteflash.traits.row import KINDS
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.slow_kernels import WgmmaKernel
@@ -170,7 +170,7 @@ def test_a_kernel_outside_the_package_counts_with_its_own_file_and_what_that_imp
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_a_kernels_sources(family: str) -> None:
-    module, _ = KERNELS[KINDS["fwd", family]]
+    module, _ = KERNELS[KINDS[f"fwd_{family}"]]
     names = {path.relative_to(PACKAGE).as_posix() for path in files_imported_by([module], PACKAGE)}
     other = {"sm80": "sm90", "sm90": "sm80"}[family]
     assert {"problem.py", "arguments.py", "core/mask.py", "core/signature.py", "core/softmax.py"} <= names

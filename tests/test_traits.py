@@ -10,10 +10,9 @@ import pytest
 
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.arch import KIB, arch_of_capability, get_arch
-from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.docs import attribute_docs
 from cuteflash.traits.length_class import length_class_of
-from cuteflash.traits.row import Row, fwd_traits
+from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
@@ -160,9 +159,3 @@ def test_a_docstring_says_the_same_with_and_without_its_indentation() -> None:
     )
     assert attribute_docs(plain) == attribute_docs(FwdTraitsSm90) and "pingpong" in attribute_docs(plain)
     assert attribute_docs(indented) == {"a": "first second.", "b": "first second."}
-
-
-def test_a_backwards_traits_are_not_a_forwards() -> None:
-    assert fwd_traits(GOOD80) is GOOD80
-    with pytest.raises(TypeError, match="traits are BwdTraitsSm80; allowed: those of a forward kernel"):
-        fwd_traits(BwdTraitsSm80(64, 128, 128, 128))

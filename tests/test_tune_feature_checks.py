@@ -13,8 +13,10 @@ import pytest
 
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.building import Kernel, complaints
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.feature_checks import settle
@@ -23,7 +25,13 @@ from cuteflash.tune.select import Pick
 from tests.sweep_fakes import TRAITS, World
 
 NARROW = Row(FwdTraitsSm80(64, 64, 192, 128), ("causal",), ("bf16",), ("long",))
-BOTH, SOFTCAP, LSE = (f"bf16 192x128 causal {extras}" for extras in ("softcap lse", "softcap", "lse"))
+PACKED = "varlen used_q used_k"
+LSE, SOFTCAP, VARLEN = (f"bf16 192x128 causal {extras}" for extras in ("lse", "softcap", PACKED))
+ALL, BOTH, CAPPED, SAVED = (
+    f"bf16 192x128 causal {extras}"
+    for extras in (f"softcap lse {PACKED}", "softcap lse", f"softcap {PACKED}", f"lse {PACKED}")
+)
+PAIRS, SINGLES = [CAPPED, BOTH, SAVED], [SOFTCAP, VARLEN, LSE]  # in the order in which they are asked for
 
 
 class Compiler:
@@ -42,41 +50,61 @@ def pick(row: Row) -> Pick:
     return Pick("id", row, 100.0, 0.1, False, "2026-01-31")
 
 
-def served(one: Pick) -> tuple[bool, bool]:
-    return "softcap" not in one.row.without, "lse" not in one.row.without
+def served(one: Pick) -> set[str]:
+    return {"softcap", "lse", "varlen"} - set(one.row.without)
 
 
 @pytest.mark.parametrize(
-    ("spilling", "flags", "lacking"),
+    ("spilling", "lacking", "asked"),
     [
-        ((), (True, True), {}),
-        ((SOFTCAP, LSE), (True, True), {}),  # what both together leave room for, one of them does
-        ((BOTH,), (False, True), {"softcap": BOTH}),
-        ((BOTH, SOFTCAP), (False, True), {"softcap": SOFTCAP}),
-        ((BOTH, LSE), (True, False), {"lse": LSE}),
-        ((BOTH, SOFTCAP, LSE), (False, False), {"softcap": SOFTCAP, "lse": LSE}),
+        ((), {}, [[ALL]]),
+        (PAIRS, {}, [[ALL]]),  # what all together leave room for, some of them do
+        ((ALL,), {"softcap": ALL}, [[ALL], PAIRS]),  # of what can be spared the first feature is
+        ((ALL, SAVED), {"varlen": SAVED}, [[ALL], PAIRS]),
+        ((ALL, BOTH, SAVED), {"lse": BOTH}, [[ALL], PAIRS]),
+        ((ALL, *PAIRS), {"softcap": BOTH, "varlen": SAVED}, [[ALL], PAIRS, SINGLES]),
+        ((ALL, *PAIRS, LSE), {"softcap": CAPPED, "lse": LSE}, [[ALL], PAIRS, SINGLES]),
+        ((ALL, *PAIRS, *SINGLES), {"softcap": SOFTCAP, "varlen": VARLEN, "lse": LSE}, [[ALL], PAIRS, SINGLES]),
     ],
 )
 def test_a_row_serves_what_is_clean_and_says_what_is_not(
-    spilling: tuple[str, ...], flags: tuple[bool, bool], lacking: dict[str, str]
+    spilling: Sequence[str], lacking: dict[str, str], asked: list[list[str]]
 ) -> None:
     compiler = Compiler(spilling)
     (found,) = settle([pick(NARROW)], compiler)
-    assert served(found) == flags
+    assert served(found) == {"softcap", "lse", "varlen"} - lacking.keys()
     assert found.lacking == {name: f"{problem}: spills 8 bytes" for name, problem in lacking.items()}
     assert dataclasses.replace(found.row, without=()) == NARROW
-    assert compiler.asked == [[BOTH]] + [[SOFTCAP, LSE]] * (BOTH in spilling)
+    assert compiler.asked == asked
+
+
+def test_of_a_backward_the_features_are_its_own() -> None:
+    row = Row(BwdTwoPassTraitsSm90(64, 64, 128, 128), ("causal",), ("bf16",))
+    hard = "bf16 128x128 causal softcap varlen deterministic used_q used_k"
+    compiler = Compiler((hard, "bf16 128x128 causal softcap deterministic"))
+    (found,) = settle([pick(row)], compiler)
+    assert compiler.asked[0] == [hard] and len(compiler.asked[1]) == 3
+    assert found.row.without == ("softcap",)
+    assert "bf16 128x128 causal varlen deterministic used_q used_k" in compiler.asked[1]
+
+
+def test_what_a_kernel_does_not_implement_is_not_compiled() -> None:
+    plain = FwdTraitsSm90(64, 64, 64, 64, warp_specialized=False, pingpong=False, overlap=False)
+    compiler = Compiler(())
+    (found,) = settle([pick(Row(plain, ("full",), ("bf16",)))], compiler)
+    assert compiler.asked == [["bf16 64x64 full softcap lse"]]
+    assert found.row.without == () and not found.row.serves(FwdProblem.dense("bf16", 64, 64).asking(["varlen"]), "long")
 
 
 def test_features_that_a_pick_came_without_count_for_nothing() -> None:
-    for without in ((), ("softcap",), ("lse",), ("softcap", "lse")):
+    for without in ((), ("softcap",), ("lse",), ("softcap", "lse", "varlen")):
         (found,) = settle([pick(dataclasses.replace(NARROW, without=without))], Compiler(()))
-        assert served(found) == (True, True)
+        assert found.row.without == ()
 
 
 def test_a_row_is_split_where_its_masks_and_dtypes_differ() -> None:
     row = Row(FwdTraitsSm80(64, 64, 64, 64), ("full", "causal"), lengths=("short", "long"))
-    causal = {f"bf16 64x64 causal {extras}" for extras in ("softcap lse", "lse")}
+    causal = {f"bf16 64x64 causal {extras}" for extras in (f"softcap lse {PACKED}", f"lse {PACKED}", "softcap lse")}
     compiler = Compiler({*causal, "fp16 64x64 full softcap"})
     found = [one.row for one in settle([pick(row), pick(NARROW)], compiler)]
     assert found == [
@@ -85,22 +113,30 @@ def test_a_row_is_split_where_its_masks_and_dtypes_differ() -> None:
         dataclasses.replace(row, masks=("causal",), dtypes=("bf16",), without=("lse",)),
         NARROW,
     ]
-    assert compiler.asked[1] == ["bf16 64x64 causal softcap", "bf16 64x64 causal lse"]  # nobody doubts the others
+    # Nobody doubts the others.
+    extras = (f"softcap {PACKED}", "softcap lse", f"lse {PACKED}")
+    assert compiler.asked[1:] == [[f"bf16 64x64 causal {one}" for one in extras]]
 
 
 def test_rows_of_the_same_traits_share_their_kernels() -> None:
-    compiler = Compiler([BOTH, LSE])
+    compiler = Compiler([ALL, SAVED, BOTH])
     rows = [dataclasses.replace(NARROW, lengths=(lengths,)) for lengths in ("short", "long")]
-    assert [served(one) for one in settle([pick(row) for row in rows], compiler)] == [(True, False)] * 2
-    assert compiler.asked == [[BOTH], [SOFTCAP, LSE]]
+    assert [one.row.without for one in settle([pick(row) for row in rows], compiler)] == [("lse",)] * 2
+    assert compiler.asked == [[ALL], PAIRS]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_that_a_row_admits_was_compiled_clean_and_no_more_could_be(seed: int) -> None:
     choose = random.Random(seed)
     masks, dtypes = (tuple(choose.sample(names, choose.randint(1, len(names)))) for names in (MASK_KINDS, DTYPES))
-    extras = ("softcap", "lse", "softcap lse")
-    problems = [f"{dtype} 64x64 {mask} {extra}" for mask in MASK_KINDS for dtype in DTYPES for extra in extras]
+    names = ("softcap", "varlen", "lse")
+    every = [some for size in (1, 2, 3) for some in itertools.combinations(names, size)]
+
+    def problem(dtype: str, mask: str, some: Collection[str]) -> str:
+        words = [word for name, word in (("softcap", "softcap"), ("lse", "lse"), ("varlen", PACKED)) if name in some]
+        return " ".join([dtype, "64x64", mask, *words])
+
+    problems = [problem(dtype, mask, some) for mask in MASK_KINDS for dtype in DTYPES for some in every]
     compiler = Compiler(choose.sample(problems, choose.randint(0, len(problems))))
     row = Row(FwdTraitsSm80(64, 64, 64, 64), masks, dtypes)
     found = settle([pick(row)], compiler)
@@ -113,13 +149,12 @@ def test_all_that_a_row_admits_was_compiled_clean_and_no_more_could_be(seed: int
             flags[pair] = served(one)
     assert flags.keys() == set(itertools.product(row.masks, row.dtypes))
     asked = set(itertools.chain(*compiler.asked))
-    for (mask, dtype), (softcap, lse) in flags.items():
-        clean = {extra for extra in extras if f"{dtype} 64x64 {mask} {extra}" not in compiler.spilling}
-        admitted = " ".join(name for name, flag in (("softcap", softcap), ("lse", lse)) if flag)
-        assert not admitted or (admitted in clean and f"{dtype} 64x64 {mask} {admitted}" in asked)
-        assert admitted == "softcap lse" or "softcap lse" not in clean
-        assert admitted or not clean & {"softcap", "lse"}
-        assert admitted != "softcap" or "lse" not in clean
+    for (mask, dtype), admitted in flags.items():
+        clean = [some for some in every if problem(dtype, mask, some) not in compiler.spilling]
+        assert not admitted or problem(dtype, mask, admitted) in asked
+        assert len(admitted) == max(map(len, clean), default=0)
+        # Combinations come in order, so that the last one has the last features.
+        assert admitted == set(max(clean, key=lambda some: (len(some), every.index(some)), default=()))
 
 
 # What the compiler says.
@@ -186,6 +221,6 @@ def test_a_shipped_rows_kernel_is_judged_by_the_real_compiler(
                 return complaints(kernels, what, 1, watch, compiler)
 
             (found,) = settle([pick(row)], ask)
-        assert served(found) == (True, True)
+        assert found.row.without == ()
     (entry,) = tmp_path.rglob("*.o")
     assert entry.stat().st_size

@@ -119,7 +119,7 @@ def test_cells_of_other_inputs_are_timed_beside_plain_ones(world: World) -> None
 
 
 def test_traits_by_which_speed_depends_on_values_exist() -> None:
-    assert all(any(hasattr(traits, name) for traits in row.TRAITS.values()) for name in VALUE_DEPENDENT)
+    assert all(any(hasattr(traits, name) for traits in row.KINDS.values()) for name in VALUE_DEPENDENT)
 
 
 def test_a_changed_candidate_runs_again_alone_beside_the_yardsticks(world: World) -> None:

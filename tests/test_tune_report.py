@@ -18,8 +18,9 @@ import pytest
 from cuteflash.page import data_of
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.docs import attribute_docs
-from cuteflash.traits.row import TRAITS
+from cuteflash.traits.row import KINDS
 from cuteflash.traits.tables import TABLES
+from cuteflash.traits.values import values_of
 from cuteflash.tune import report
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import newest_verdicts, title, where_lost
@@ -102,7 +103,7 @@ def test_every_candidate_is_there_with_its_traits(store: Store, data: dict[str, 
         for trait in space["traits"]:
             column = [ord(letter) - ord("0") for letter in trait["column"]] or [0] * len(space["ids"])
             values = [trait["values"][index] for index in column]
-            assert values == [getattr(expected[name], trait["name"]) for name in space["ids"]]
+            assert values == [values_of(expected[name])[trait["name"]] for name in space["ids"]]
 
 
 def test_the_states_are_those_of_the_verdicts(store: Store, data: dict[str, Any]) -> None:
@@ -156,11 +157,11 @@ def test_a_compilers_colours_are_no_part_of_a_reason() -> None:
     assert reasons.templates == ["error: insufficient registers (#)"]
 
 
-@pytest.mark.parametrize("made_for", TRAITS, ids="-".join)
-def test_every_trait_is_explained_by_its_class(made_for: Any) -> None:
-    docs = attribute_docs(TRAITS[made_for])
-    assert docs.keys() == {field.name for field in dataclasses.fields(TRAITS[made_for])}
-    assert docs["tile_n"] == {"fwd": "key rows of one step of the main loop.", "bwd": "keys of one block."}[made_for[0]]
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trait_is_explained_by_its_class(kind: str) -> None:
+    docs = attribute_docs(KINDS[kind])
+    assert docs.keys() == {field.name for field in dataclasses.fields(KINDS[kind])}
+    assert docs["tile_n"].startswith(("key rows of one step", "keys of one"))
     assert all(text.endswith((".", ")")) and "\n" not in text for text in docs.values())
 
 
@@ -339,8 +340,9 @@ def test_the_headline_is_the_verdict_on_all_spaces_of_a_family(data: dict[str, A
     assert sentence.lower() == f"{measured(slots)}.".lower() and len(slots) == 10
     assert f"{sum(slot['outcome'] == REPLACED for slot in slots)} of 10 problems" in sentence
     assert [space["verdict"] for space in data["spaces"]] == [measured(space["slots"]) for space in data["spaces"]]
-    two = [space | {"family": family} for space, family in zip(data["spaces"], ("sm90", "sm80"), strict=True)]
-    assert headline(two) == [f"{space['family']}: {space['verdict']}." for space in two]
+    spaces = ("sm90", "bwd sm90")
+    two = [space | {"title": f"{name} 64x64"} for space, name in zip(data["spaces"], spaces, strict=True)]
+    assert headline(two) == [f"{name}: {space['verdict']}." for space, name in zip(two, spaces, strict=True)]
 
 
 # What the page computes.
@@ -352,6 +354,30 @@ def test_titles_are_those_of_the_explanations(store: Store, data: dict[str, Any]
     assert script("s.ids.map((_, who) => R.model.title(s, who))", data) == [
         title(traits[name]) for name in space["ids"]
     ]
+
+
+def test_candidates_of_two_kinds_share_a_space(tmp_path: pathlib.Path) -> None:
+    with Store(tmp_path / "sweep.db") as store:
+        Filler(store, Sweep(operation="bwd", masks=("causal",), lengths=((512, 512), (4096, 4096)), limit=140)).fill()
+        data = collect(store, Scope())
+        traits = candidates_of(store, "bwd", "sm90", (128, 128))
+    (space,) = data["spaces"]
+    assert space["title"] == "bwd sm90 128x128" and data["verdict"] == [f"{upper_first(space['verdict'])}."]
+    every = {trait["name"]: trait for trait in space["traits"]}
+    assert every["kind"]["values"] == ["bwd_sm90", "bwd_two_pass_sm90"] and every["dq"]["values"][-1] is None
+    assert every["q_stage"]["defaults"] == {"bwd_sm90": 2, "bwd_two_pass_sm90": 3} and not every["tile_m"]["defaults"]
+    titles, own = script(
+        "[s.ids.map((_, who) => R.model.title(s, who)),"
+        " s.ids.map((_, who) => R.model.traitsOf(s, who).map((trait) => trait.name))]",
+        data,
+    )
+    # In the order of the page's columns, which both kinds share.
+    assert [sorted(one.split()) for one in titles] == [sorted(title(traits[name]).split()) for name in space["ids"]]
+    assert [set(one) for one in own] == [values_of(traits[name]).keys() for name in space["ids"]]
+
+
+def upper_first(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def test_shares_are_geometric_means_over_the_lengths(store: Store, data: dict[str, Any]) -> None:

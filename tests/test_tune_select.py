@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import pathlib
 from typing import Any
@@ -263,10 +264,9 @@ def test_the_gpu_must_be_one_that_was_used(store: Store) -> None:
 
 def test_candidates_come_back_as_traits_unless_another_version_made_them(store: Store) -> None:
     name = store.add_candidates([TRAITS["a"]])[0]
-    store._write(
-        "INSERT INTO candidates VALUES (?, ?, ?, ?)",
-        [("old", "fwd", "sm80", '{"head_dim": 64, "head_dim_v": 64, "x": 1}')],
-    )
+    fields = json.dumps({"tile_m": 64, "tile_n": 16, "head_dim": 64, "head_dim_v": 64})
+    old = [("field", "fwd_sm80", fields.replace("}", ', "x": 1}')), ("kind", "fwd_sm70", fields)]
+    store._write("INSERT INTO candidates VALUES (?, ?, ?)", old)
     assert candidates_of(store, "fwd", "sm80", (64, 64)) == {name: TRAITS["a"]}
     assert candidates_of(store, "fwd", "sm80", (64, 32)) == candidates_of(store, "fwd", "sm90", (64, 64)) == {}
 

@@ -25,7 +25,7 @@ from cuteflash.tune.store import SCHEMA_VERSION, STAGES, Store, StoreError, Timi
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TRAITS = FwdTraitsSm80(128, 64, 128, 128)
-CANDIDATE = {"operation": "fwd", "family": "sm80", "traits": dataclasses.asdict(TRAITS)}
+CANDIDATE = {"kind": "fwd_sm80", "traits": dataclasses.asdict(TRAITS)}
 NUMBERS: dict[str, Any] = {"samples": (1.0, 1.5, 2.0), "ms": 1.5, "low": 1.25, "high": 1.75, "tflops": 300.0}
 
 

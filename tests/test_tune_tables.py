@@ -8,6 +8,7 @@ import pathlib
 import random
 import subprocess
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -16,14 +17,18 @@ from cuteflash import usertable
 from cuteflash.compile.imports import files_imported_by
 from cuteflash.compile.key import PACKAGE
 from cuteflash.dispatch import kernel_modules, offers
-from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS, FwdProblem, Operation
+from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, OPERATIONS, Feature, Operation
 from cuteflash.traits import row as vocabulary
-from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import ROW_HEAD_DIMS, Measurement, Row, TableKey, Traits
+from cuteflash.traits.row import ROW_HEAD_DIMS, Measurement, Row, TableKey, Traits, kinds_of
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import MODULES, TABLES
+from cuteflash.traits.values import default_values, field_types, literals, make_traits
 from cuteflash.tune import tables
 from cuteflash.tune.operations import SPECS
 from cuteflash.tune.tables import (
@@ -37,55 +42,55 @@ from tests.user_tables import MEASURED, SM80, SM80_HOPPER, SM89, SM90, OwnTables
 
 TRAITS = pathlib.Path(vocabulary.__file__).parent
 FILES = {module.__name__: module for modules in MODULES.values() for module in modules}
-# Sweeps write rows of their own operations; the others are written by hand.
-SWEPT = dict.fromkeys(module for table, modules in MODULES.items() if table.operation in SPECS for module in modules)
-every_file = pytest.mark.parametrize("module", SWEPT, ids=lambda module: module.__name__.rpartition(".")[2])
+every_file = pytest.mark.parametrize("module", FILES.values(), ids=lambda module: module.__name__.rpartition(".")[2])
 CARD = Measurement("Card", "2026-01-31", 123)
 NOTE = '"Card", "2026-01-31", 123'
+
+BWD80, BWD90 = TableKey("bwd", "sm_80", "sm80"), TableKey("bwd", "sm_90a", "sm90")
 
 Key = tuple[int, int, str, str, str]
 
 
-def choices(rows: Any, target: str, softcap: bool = False, lse: bool = False) -> dict[Key, Traits]:
-    """What runs every problem with these extras on every length class, by these rows alone."""
+def choices(
+    rows: Any, target: str, features: Collection[Feature] = (), operation: Operation = "fwd"
+) -> dict[Key, Traits]:
+    """What runs every problem with these features on every length class, by these rows alone."""
     found = {}
     for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2):
         for mask, dtype, lengths in itertools.product(MASK_KINDS, DTYPES, LENGTH_CLASSES):
-            problem = FwdProblem.dense(dtype, *head_dims, mask, softcap=softcap, lse=lse)
+            problem = SPECS[operation].problem(dtype, *head_dims, mask).asking(features)
             offered = offers(rows, problem, lengths, get_arch(target))
             found[(*head_dims, mask, dtype, lengths)] = next(traits for _, traits, reason in offered if reason is None)
     return found
 
 
-def all_choices(rows: Any, target: str) -> list[dict[Key, Traits]]:
-    """`choices` without and with softcap and lse."""
-    return [choices(rows, target, *extras) for extras in itertools.product((False, True), repeat=2)]
+def all_choices(rows: Any, target: str, operation: Operation) -> list[dict[Key, Traits]]:
+    """`choices` without features, with each of them and with all."""
+    features = SPECS[operation].features
+    return [choices(rows, target, some, operation) for some in ((), *((name,) for name in features), features)]
 
 
 def heads_of(module: Any) -> list[TableKey]:
     return [table for table, modules in MODULES.items() if modules[0] is module]
 
 
-def random_row(family: Family, choose: random.Random) -> Row:
+def random_row(kind: str, choose: random.Random) -> Row:
     """Any row at all: what a row serves, and fields away from their defaults; it need not run."""
 
     def some(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(choose.sample(names, choose.randint(1, len(names))))
 
-    traits: Any = FwdTraitsSm80(64, 64, 64, 64) if family == "sm80" else FwdTraitsSm90(128, 64, 64, 64)
-    changes = {}
-    names = [field.name for field in dataclasses.fields(traits)]
-    for name in names:
-        value = getattr(traits, name)
+    values: dict[str, Any] = {"tile_m": 64, "tile_n": 64, "head_dim": 64, "head_dim_v": 64, **default_values(kind)}
+    for name, type_ in field_types(kind).items():
         if choose.random() < 0.4:
-            changes[name] = not value if isinstance(value, bool) else value + choose.randint(1, 3)
-    return Row(type(traits)(**{**{n: getattr(traits, n) for n in names}, **changes}),
-                  some(MASK_KINDS), some(DTYPES), some(LENGTH_CLASSES),
-                  tuple(name for name in ("softcap", "lse") if choose.random() < 0.5))  # fmt: skip
+            others = literals(type_) or ((not values[name],) if type_ is bool else range(1, 4))
+            values[name] = choose.choice(others)
+    without = tuple(name for name in FEATURES if choose.random() < 0.5)
+    return Row(make_traits(kind, values), some(MASK_KINDS), some(DTYPES), some(LENGTH_CLASSES), without)
 
 
 def test_every_word_is_the_vocabularys() -> None:
-    for name in {*tables.WORDS} - {"varlen"}:  # which every row lacks
+    for name in tables.WORDS:
         assert getattr(vocabulary, tables.WORDS[name]) == (name,)
 
 
@@ -94,7 +99,8 @@ def test_a_shipped_file_is_what_would_be_written(module: Any) -> None:
     path = pathlib.Path(module.__file__)
     rows = read_shipped(path)
     assert [(row, row.measurement) for row in rows] == [(row, row.measurement) for row in module.ROWS]
-    assert render(heads_of(module), rows) == path.read_text()
+    if "rewrites this file" in module.__doc__:  # otherwise a person wrote it
+        assert render(heads_of(module), rows) == path.read_text()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -111,16 +117,16 @@ def test_what_was_measured_is_no_part_of_what_a_row_is() -> None:
     assert (other.measurement, other.traits) == (("another card", "2026-02-01", 1), row.traits)
 
 
-@pytest.mark.parametrize("family", ["sm80", "sm90"])
-def test_generated_source_gives_the_rows_back_and_is_formatted(family: Family, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("table", [SM80, SM90, BWD80, BWD90], ids=str)
+def test_generated_source_gives_the_rows_back_and_is_formatted(table: TableKey, tmp_path: pathlib.Path) -> None:
     choose = random.Random(0)
-    rows = [random_row(family, choose) for _ in range(200)]
+    kinds = list(kinds_of(table.operation, table.family))
+    rows = [random_row(choose.choice(kinds), choose) for _ in range(200)]
     rows = [choose.choice([row, row.measured(*CARD), row.measured("NVIDIA H100", "2026-01-31", 612)]) for row in rows]
-    target = {"sm80": "sm_80", "sm90": "sm_90a"}[family]
     path = tmp_path / "rows.py"
-    path.write_text(render([TableKey("fwd", target, family)], rows))
+    path.write_text(render([table], rows))
     assert [(row, row.measurement) for row in read_shipped(path)] == [(row, row.measurement) for row in rows]
-    assert render([TableKey("fwd", target, family)], read_shipped(path)) == path.read_text()
+    assert render([table], read_shipped(path)) == path.read_text()
     for command in (("format", "--check"), ("check",)):
         config = str(TRAITS.parents[1] / "pyproject.toml")
         ruff = [sys.executable, "-m", "ruff", *command, "--config", config, str(path)]
@@ -193,7 +199,8 @@ def test_nothing_measured_changes_nothing_that_runs(module: Any, tmp_path: pathl
     table = heads_of(module)[0]
     path = write_shipped(table, [], tmp_path)
     others = [row for other in MODULES[table][1:] for row in other.ROWS]
-    assert all_choices([*read_shipped(path), *others], table.target) == all_choices(TABLES[table], table.target)
+    before, after = TABLES[table], [*read_shipped(path), *others]
+    assert all_choices(after, table.target, table.operation) == all_choices(before, table.target, table.operation)
 
 
 def test_a_row_that_the_target_does_not_run_is_refused(own_tables: OwnTables, tmp_path: pathlib.Path) -> None:
@@ -204,8 +211,10 @@ def test_a_row_that_the_target_does_not_run_is_refused(own_tables: OwnTables, tm
     ):
         with pytest.raises(TableError, match=r"row 96x96 \(causal\) is not for fwd/sm_80/sm80: 128 threads"):
             write()
-    with pytest.raises(TableError, match=r"row 128x128 is not for fwd/sm_90a/sm80: it is of the sm90 family"):
+    with pytest.raises(TableError, match=r"row 128x128 is not for fwd/sm_90a/sm80: it is of the sm90 family's fwd"):
         write_user(SM80_HOPPER, [MEASURED(Row(FwdTraitsSm90(128, 96, 128, 128)))])
+    with pytest.raises(TableError, match=r"row 128x128 is not for fwd/sm_90a/sm80: it is of the sm80 family's bwd"):
+        write_user(SM80_HOPPER, [MEASURED(Row(BwdTraitsSm80(64, 128, 128, 128)))])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -258,14 +267,14 @@ def test_whatever_is_measured_every_problem_keeps_a_row(module: Any, tmp_path: p
     for _ in range(2):  # the second time on top of the first one's rows
         measured = []
         for row in choose.sample(module.ROWS, min(8, len(module.ROWS))):
-            without = tuple(name for name in ("softcap", "lse") if choose.random() < 0.6)
+            without = tuple(name for name in SPECS[table.operation].features if choose.random() < 0.6)
             masks = tuple(choose.sample(MASK_KINDS, choose.randint(1, 3)))
             measured.append(MEASURED(dataclasses.replace(row, masks=masks, dtypes=DTYPES, without=without)))
         path = write_shipped(table, measured, tmp_path)
         for heads, modules in MODULES.items():
             if module in modules:
                 runs = [row for one in modules for row in (read_shipped(path) if one is module else one.ROWS)]
-                choices(runs, heads.target, softcap=True, lse=True)  # raises where there is no row
+                choices(runs, heads.target, SPECS[table.operation].features, table.operation)  # raises without a row
 
 
 def test_a_shipped_file_that_leaves_a_problem_without_a_row_is_not_written(tmp_path: pathlib.Path) -> None:
@@ -275,10 +284,24 @@ def test_a_shipped_file_that_leaves_a_problem_without_a_row_is_not_written(tmp_p
     ]
     path.write_text(render([SM80], rows))
     before = path.read_text()
-    complaint = r"rows_sm80\.py has no row of fwd/sm_90a/sm80 for fp16 32x160 full softcap lse, lengths decode; add one"
+    problem = "fp16 32x160 full softcap lse varlen used_q used_k"
+    complaint = rf"rows_sm80\.py has no row of fwd/sm_90a/sm80 for {problem}, lengths decode; add one"
     with pytest.raises(TableError, match=complaint):
         write_shipped(SM80, [MEASURED(Row(FwdTraitsSm80(64, 32, 64, 64)))], tmp_path)
     assert path.read_text() == before
+
+
+def test_rows_of_two_kinds_make_up_one_file(tmp_path: pathlib.Path) -> None:
+    one = Row(BwdTraitsSm90(80, 128, 128, 128, dq="transposed"), ("causal",), without=("softcap", "deterministic"))
+    two = Row(BwdTwoPassTraitsSm90(48, 64, 128, 128, k_stage=3), lengths=("short",))
+    path = write_shipped(BWD90, [MEASURED(one), MEASURED(two)], tmp_path)
+    text = path.read_text()
+    assert path.name == "rows_bwd_sm90.py" and "Rows of bwd/sm_90a/sm90." in text
+    assert 'bwd_sm90(128, 80, CAUSAL, without=SOFTCAP + DETERMINISTIC, dq="transposed")' in text
+    assert f"bwd_two_pass_sm90(128, 48, lengths=SHORT, k_stage=3).measured({NOTE})" in text
+    after = read_shipped(path)
+    assert {one, two} <= set(after)
+    assert {row for row in TABLES[BWD90] if row.traits.head_dim != 128} <= set(after)
 
 
 def test_softcap_and_lse_are_written_where_a_row_lacks_them() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,6 +15,10 @@ from typing import Any
 import pytest
 
 from cuteflash import usertable
+from cuteflash.dispatch import choose
+from cuteflash.problem import BwdProblem
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Row, TableKey
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
@@ -24,6 +30,7 @@ ROWS80 = (
     MEASURED(Row(FwdTraitsSm80(128, 64, 64, 64, q_in_regs=True), ("causal",), ("bf16",), ("decode", "short"))),
     MeasuredRow(Row(FwdTraitsSm80(64, 32, 128, 96, num_warps=4)), "NVIDIA A100-SXM4-80GB", "2026-02-28", 201),
 )
+TWO_PASS = BwdTwoPassTraitsSm90(64, 64, 64, 64, k_stage=3, v_stage=3)
 ROWS90 = (MEASURED(Row(FwdTraitsSm90(128, 128, 128, 128, q_in_regs=True, exp_rows_before_wait=1))),)
 
 
@@ -46,9 +53,44 @@ def test_a_table_is_read_once_a_process_and_again_after_writing(own_tables: OwnT
     assert usertable.load(SM80) == ROWS80[:1]
 
 
-def test_a_table_of_an_operation_that_is_not_swept_cannot_be_written(own_tables: OwnTables) -> None:
-    with pytest.raises(TableError, match="its operation is 'bwd'; allowed: fwd, which sweeps measure"):
-        usertable.write(TableKey("bwd", "sm_90a", "sm90"), [])
+def test_a_table_of_the_backward_holds_rows_of_several_kinds(own_tables: OwnTables) -> None:
+    table, rows = (
+        TableKey("bwd", "sm_90a", "sm90"),
+        (MEASURED(Row(BwdTraitsSm90(80, 128, 128, 128, dq="transposed"))), MEASURED(Row(TWO_PASS))),
+    )
+    path = usertable.write(table, rows)
+    assert path.name == "bwd-sm_90a-sm90.json"
+    assert usertable.read(table) == rows
+    problem = BwdProblem.dense("bf16", 128, 128, softcap=True)
+    choice = choose(problem, "sm_90a")
+    assert choice.traits == rows[0].row.traits and "user's table" in choice.source
+    written = json.loads(path.read_text())
+    for field, value, complaint in (
+        ("dq", "sideways", "row 1: dq is 'sideways'; allowed: 'rows', 'columns'"),
+        ("dq_tile_n", 64, "row 1: bwd_sm90 does not have dq_tile_n; fields of bwd_sm90: tile_m, tile_n"),
+    ):
+        changed = copy.deepcopy(written)
+        changed["rows"][0]["traits"][field] = value
+        path.write_text(json.dumps(changed))
+        with pytest.raises(TableError, match=complaint):
+            usertable.read(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnknownTraits:
+    """Of a kernel that nobody registered."""
+
+    tile_m: int = 64
+    tile_n: int = 64
+    head_dim: int = 64
+    head_dim_v: int = 64
+
+
+def test_traits_of_an_unknown_class_are_refused_by_name(own_tables: OwnTables) -> None:
+    row: Any = Row(UnknownTraits())  # type: ignore[arg-type]
+    with pytest.raises(TableError, match=r"is not written: traits are UnknownTraits, .*; kinds: fwd_sm80, fwd_sm90"):
+        usertable.write(SM80, [MEASURED(row)])
+    assert not own_tables.root.exists() or os.listdir(own_tables.root) == []
 
 
 def test_removing_takes_every_table_and_nothing_else(own_tables: OwnTables) -> None:
@@ -75,12 +117,13 @@ def changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 0}, "its format is 0, not 2"),
+        ({"format": 0}, "its format is 0, not 3"),
         ({"cuteflash": "0.0.9"}, "its cuteflash is '0.0.9', not"),
         ({"target": "sm_86"}, "its target is 'sm_86', not 'sm_80'"),
         ({"family": "sm90"}, "its family is 'sm90', not 'sm80'"),
         ({"rows": {}}, r"its rows is \{\}; allowed: list"),
-        ({"rows": [7]}, "row 1: its traits is None; allowed: dict"),
+        ({"rows": [7]}, "row 1: its kind is None; allowed: str"),
+        ({"row__kind": "bwd_sm80"}, "row 1: its kind is 'bwd_sm80'; allowed in fwd/sm_80/sm80: fwd_sm80"),
         ({"row__traits": []}, r"row 1: its traits is \[\]; allowed: dict"),
         ({"row__masks": []}, r"row 1: masks is \(\); allowed: one or more of full, causal, window"),
         ({"row__masks": [["full"]]}, "row 1: "),
@@ -89,10 +132,10 @@ def changed(**changes: Any) -> str:
         ({"row__gpu": None}, "row 1: its gpu is None; allowed: str"),
         ({"row__tflops": "fast"}, "row 1: its tflops is 'fast'; allowed: float or int"),
         ({"row__tflops": float("nan")}, "row 1: its tflops is nan; allowed: a positive number"),
-        ({"traits__tile_m": "128"}, "row 1: its tile_m is '128'; allowed: int"),
-        ({"traits__q_in_regs": 1}, "row 1: its q_in_regs is 1; allowed: bool"),
-        ({"traits__kv_stage": True}, "row 1: its kv_stage is True; allowed: int"),
-        ({"traits__warp_speed": 9}, "row 1: its traits have warp_speed, which this version does not know"),
+        ({"traits__tile_m": "128"}, "row 1: tile_m is '128'; allowed: int"),
+        ({"traits__q_in_regs": 1}, "row 1: q_in_regs is 1; allowed: bool"),
+        ({"traits__kv_stage": True}, "row 1: kv_stage is True; allowed: int"),
+        ({"traits__warp_speed": 9}, "row 1: fwd_sm80 does not have warp_speed; fields of fwd_sm80: tile_m"),
         ({"traits__head_dim": 48}, "row 1: its traits' head_dim is 48; allowed: 32, 64, 96"),
         ({"traits__kv_stage": 40}, r"row 1: sm_80 does not run it: needs \d+ bytes of shared memory"),
         ({"traits__num_warps": 0}, "row 1: "),
@@ -116,7 +159,7 @@ def test_a_table_that_cannot_be_believed_says_why(own_tables: OwnTables, changes
         (b"\xff\xfe\x00", "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
         ("[]", "it holds a list, not a table"),
-        ("{}", "its format is None, not 2"),
+        ("{}", "its format is None, not 3"),
     ],
     ids=lambda value: str(value)[:12],
 )
@@ -150,7 +193,7 @@ def test_fields_that_a_table_lacks_are_at_their_defaults(own_tables: OwnTables) 
     assert usertable.read(SM80) == ROWS80
     del table["rows"][0]["traits"]["tile_m"]
     own_tables.put("sm_80", "sm80", json.dumps(table))
-    with pytest.raises(TableError, match="its tile_m is None; allowed: int"):
+    with pytest.raises(TableError, match="row 1: tile_m is missing; fields of fwd_sm80: tile_m"):
         usertable.read(SM80)
 
 

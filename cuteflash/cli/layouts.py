@@ -30,6 +30,7 @@ COLORS = ("owner", "bank", "value", "address", "core", "plain")
 PACKAGES = {"numpy": "numpy", "PIL": "pillow"}  # module -> its package; both are part of the extra
 
 Item = TypeVar("Item")
+Shown = tuple[Problem, str, Choice, bool, str | None]  # arguments of `layouts.command.read_scene`
 Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}; also which rows --all shows.")]
 Arch = Annotated[str | None, typer.Option(help=f"One of {', '.join(ARCHS)}; default: this GPU's. With --all, several.")]
 HeadDim = Annotated[
@@ -42,6 +43,9 @@ Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; de
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
 Lengths = Annotated[
     str | None, typer.Option(help=f"Class of sequence lengths, one of {', '.join(LENGTH_CLASSES)}; default: long.")
+]
+Part = Annotated[
+    str | None, typer.Option(help="Of a backward in two passes, dkv or dq; default: dkv. Other kernels have no parts.")
 ]
 Format = Annotated[str, typer.Option("--format", help="html: the page; json: its data; svg, png, ascii: its panels.")]
 Panel = Annotated[
@@ -68,6 +72,7 @@ def layouts(
     dtype: Dtype = None,
     family: Family = None,
     lengths: Lengths = None,
+    part: Part = None,
     form: Format = "html",
     panel: Panel = None,
     color: Color = None,
@@ -97,7 +102,7 @@ def layouts(
                 raise ValueError(f"format is {form!r}; with --all allowed: html")
             _refuse(
                 "with --all, which shows every row",
-                {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype, "lengths": lengths},
+                {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype, "lengths": lengths, "part": part},
             )
             good = _gallery(operation, (arch, head_dim, family), _needed(output, "site/"), compile_now)
             raise typer.Exit(0 if good else 1)
@@ -109,9 +114,9 @@ def layouts(
             choose(problem, target, checked_family, _one("lengths", lengths or "long", LENGTH_CLASSES)),
         )
         if form in PICTURES:
-            _pictures(row, form, panel, (color, stage, swizzle), output, compile_now)
+            _pictures((*row, compile_now, part), form, panel, (color, stage, swizzle), output)
         else:
-            _whole(row, form, output, compile_now)
+            _whole((*row, compile_now, part), form, output)
 
 
 def _problem(
@@ -129,14 +134,14 @@ def _problem(
     return problem, information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
 
 
-def _whole(row: tuple[Problem, str, Choice], form: str, output: pathlib.Path | None, compile_now: bool) -> None:
+def _whole(shown: Shown, form: str, output: pathlib.Path | None) -> None:
     """The page, or the scene as JSON, to `output`; JSON without it to stdout."""
     command = companion("layouts.command")
     if form == "html":
         output = _needed(output, "page.html")
     if output is not None:
         check_file(output)
-    scene = command.scene_json(command.read_scene(*row, compile_now))
+    scene = command.scene_json(command.read_scene(*shown))
     text = command.page_text(scene) if form == "html" else command.scene_text(scene)
     if output is None:
         typer.echo(text, nl=False)
@@ -146,12 +151,11 @@ def _whole(row: tuple[Problem, str, Choice], form: str, output: pathlib.Path | N
 
 
 def _pictures(
-    row: tuple[Problem, str, Choice],
+    shown: Shown,
     form: str,
     panel: str | None,
     look: tuple[str | None, int | None, bool],
     output: pathlib.Path | None,
-    compile_now: bool,
 ) -> None:
     """One panel to `output`, all panels into the directory `output`, or one panel as text to stdout."""
     command = companion("layouts.command")
@@ -160,7 +164,7 @@ def _pictures(
     if output is not None:
         (check_file if panel else check_directory)(output)
     command.require(form)
-    scene = command.scene_json(command.read_scene(*row, compile_now))
+    scene = command.scene_json(command.read_scene(*shown))
     view = command.View(*look)
     if output is None:
         width = shutil.get_terminal_size().columns
@@ -191,13 +195,15 @@ def _gallery(
     check_directory(output)
     failed = []
     if compile_now:
-        tasks = [building.Task(row.target, row.family, row.problem, row.choice.traits) for row in rows]
+        kernels = [building.Task(row.target, row.family, row.problem, row.choice.traits) for row in rows]
+        tasks = list(dict.fromkeys(kernels))  # its parts are compiled together
         failed = [outcome for outcome in building.run(tasks, os.cpu_count() or 1) if outcome.error]
     entries = list(_tracked("reading", map(site.make_entry, rows), len(rows)))
     pages = list(_tracked("writing", site.write_site(output, entries), site.page_count(len(rows))))
     for outcome in failed:
         print(f"cuteflash: {' '.join(outcome.task.cells())}: {outcome.error}", file=sys.stderr)
-    typer.echo(f"{len(pages)} pages of {len(rows)} rows; open {output / 'index.html'}")
+    count = len({(row.table, row.choice.row) for row in rows})
+    typer.echo(f"{len(pages)} pages of {count} rows; open {output / 'index.html'}")
     return not failed
 
 

@@ -24,12 +24,12 @@ from cuteflash.compile import cache_dir
 from cuteflash.problem import DTYPES, MASK_KINDS, Operation
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.length_class import DECODE_QUERIES
-from cuteflash.traits.row import FwdRowTraits
+from cuteflash.traits.row import Traits
 from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
-from cuteflash.tune.operations import DEFAULT, SWEPT
+from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT
 from cuteflash.tune.peers import PEERS, missing_peer
 from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display
@@ -37,7 +37,6 @@ from cuteflash.tune.store import Store, StoreError
 from cuteflash.tune.timing import Rules
 from cuteflash.tune.variants import parse_variants
 
-LENGTHS = "1x8192,512,1024,4096,16384"  # one of a decode step, two short and two long ones
 DECODE_TOKENS = 1 << 17  # of all sequences of a decode cell: enough of them that every multiprocessor has work
 LIMIT = 64
 ROUNDS = 9
@@ -57,7 +56,13 @@ HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O, one for 
 Mask = Annotated[str | None, typer.Option(help=f"Of {', '.join(MASK_KINDS)}; default: full, causal.")]
 Causal = Annotated[str | None, typer.Option(help="0, 1 or 0,1: short for --mask full, causal.")]
 Dtype = Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")]
-Seqlen = Annotated[str, typer.Option(help="Keys of a sequence, or QUERIESxKEYS.")]
+Seqlen = Annotated[
+    str | None,
+    typer.Option(
+        help="Keys of a sequence, or QUERIESxKEYS; default: "
+        + "; ".join(f"{name} {spec.lengths}" for name, spec in SPECS.items())
+    ),
+]
 InputKinds = Annotated[
     str | None,
     typer.Option(
@@ -98,7 +103,7 @@ def sweep(
     mask: Mask = None,
     causal: Causal = None,
     dtype: Dtype = "bf16",
-    seqlen: Seqlen = LENGTHS,
+    seqlen: Seqlen = None,
     inputs: InputKinds = None,
     cells: Cells = None,
     traits: TraitsText = None,
@@ -223,7 +228,7 @@ def _cells(
     pairs: Sequence[tuple[int, int]],
     masks: Sequence[Any],
     dtype: str,
-    seqlen: str,
+    seqlen: str | None,
     inputs: str | None,
     operation: Operation,
 ) -> tuple[Cell, ...]:
@@ -234,7 +239,8 @@ def _cells(
             raise ValueError("cells and inputs are both given; allowed: inputs of a cell behind its mask")
         return tuple(parse_cell(text, kind, operation) for text in cells.split(",") for kind in dtypes)
     found = []
-    for (d, d_v), masking, kind, text in itertools.product(pairs, masks, dtypes, seqlen.split(",")):
+    lengths = (SPECS[operation].lengths if seqlen is None else seqlen).split(",")
+    for (d, d_v), masking, kind, text in itertools.product(pairs, masks, dtypes, lengths):
         first, _, second = text.strip().partition("x")
         if not all(part.isdecimal() for part in (first, second or first)):
             raise ValueError(f"seqlen is {text!r}; allowed: KEYS or QUERIESxKEYS, e.g. 4096 or 1x8192")
@@ -255,7 +261,7 @@ def _families(text: str | None, target: str) -> tuple[Family, ...]:
     return tuple(names("family", text, FAMILIES)) or runs[:1]
 
 
-def _traits(text: str | None, cells: Sequence[Cell], families: Sequence[Family]) -> tuple[FwdRowTraits, ...] | None:
+def _traits(text: str | None, cells: Sequence[Cell], families: Sequence[Family]) -> tuple[Traits, ...] | None:
     if text is None:
         return None
     variants = parse_variants(text, families[0])

@@ -43,7 +43,8 @@ def apply(
 ) -> None:
     """Write the rows that the timings speak for: into your own table, which dispatch prefers, or the shipped ones'.
 
-    Their kernels are compiled with softcap and log-sum-exp as well: a row serves what ptxas has no complaint about.
+    Their kernels are compiled with all features as well, such as a softcap: a row serves what ptxas has no complaint
+    about.
     """
     with results.opened(database) as store, Usage():
         target = results.swept(store, arch)

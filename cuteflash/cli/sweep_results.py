@@ -45,7 +45,7 @@ FamilyName = Annotated[
 Families = Annotated[str | None, typer.Option("--family", help="Comma-separated families; default: those swept.")]
 HeadDims = Annotated[str | None, typer.Option("--head-dim", help="Comma-separated; default: those swept.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
-Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(SWEPT)}.")]
+Kernel = Annotated[str, typer.Option("--kernel", "--operation", help=f"One of {', '.join(SWEPT)}.")]
 Gpu = Annotated[str | None, typer.Option(help="Whose timings, if there are several GPUs'.")]
 
 
@@ -288,11 +288,11 @@ def _fields(where: str | None) -> dict[str, Any]:
     """`"tile_m=128,q_in_regs=true"` as fields; `explain` checks the names."""
     found: dict[str, Any] = {}
     for item in where.split(",") if where else ():
-        name, _, value = item.partition("=")
+        name, _, value = (part.strip().lower() for part in item.partition("="))
         try:
-            found[name.strip()] = json.loads(value.strip().lower())
+            found[name] = value if value.isidentifier() and value not in ("true", "false") else json.loads(value)
         except ValueError:
             raise ValueError(
-                f"where is {where!r}; allowed: TRAIT=NUMBER or TRAIT=true|false, comma-separated"
+                f"where is {where!r}; allowed: TRAIT=NUMBER, TRAIT=true|false or TRAIT=WORD, comma-separated"
             ) from None
     return found

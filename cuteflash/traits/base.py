@@ -72,6 +72,24 @@ class BwdTraits(FwdTraits, Protocol):
         ...
 
 
+def head_dims_complaint(traits: FwdTraits, arch: ArchSpec, step: int) -> str | None:
+    """What speaks against a family on `arch`, or against head dims that have to be multiples of `step`."""
+    if traits.family not in arch.families:
+        return f"{arch.name} does not run the {traits.family} family"
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(traits, name)
+        if value % step or not 0 < value <= traits.max_head_dim:
+            return f"{name} {value} is not a multiple of {step} up to {traits.max_head_dim}"
+    return None
+
+
+def memory_complaint(traits: FwdTraits, arch: ArchSpec) -> str | None:
+    """What speaks against the shared memory of a block."""
+    if traits.smem_bytes > arch.smem_per_block:
+        return f"needs {traits.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
+    return None
+
+
 def plan_bytes(plan: dict[str, SmemRegion]) -> int:
     """Bytes of shared memory that a plan takes."""
     return max(region.end for region in plan.values())

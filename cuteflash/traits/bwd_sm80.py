@@ -7,9 +7,17 @@ from typing import Any, ClassVar
 
 from cuteflash.core.workspace import Workspace
 from cuteflash.problem import Feature, Operation
-from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
-from cuteflash.traits.base import SmemRegion, plan_bytes
-from cuteflash.traits.sm80 import ADDRESS_REGS, CHUNK, MMA_K, MMA_M, MMA_N, REGS_STEP, WARP, swizzle_width
+from cuteflash.traits.arch import ArchSpec, Family
+from cuteflash.traits.base import SmemRegion, head_dims_complaint, plan_bytes
+from cuteflash.traits.sm80 import (
+    MMA_K,
+    MMA_M,
+    MMA_N,
+    WARP,
+    copies_complaint,
+    registers_a_thread,
+    residency_complaint,
+)
 
 STATISTIC_BYTES = 4  # fp32
 
@@ -102,15 +110,12 @@ class BwdTraitsSm80:
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
-        if self.family not in arch.families:
-            return f"{arch.name} does not run the {self.family} family"
-        for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if value % MMA_K or not 0 < value <= self.max_head_dim:
-                return f"{name} {value} is not a multiple of {MMA_K} up to {self.max_head_dim}"
+        complaint = head_dims_complaint(self, arch, MMA_K)
+        if complaint is not None:
+            return complaint
         if self.stages not in (1, 2) or self.blocks_per_sm < 1:
             return f"stages {self.stages} is not 1 or 2, or blocks_per_sm {self.blocks_per_sm} is below 1"
-        return self._check_warps() or self._check_copies() or self._check_limits(arch)
+        return self._check_warps() or copies_complaint(self) or self._check_limits(arch)
 
     def _check_warps(self) -> str | None:
         """Whether the warps divide each product into whole instructions."""
@@ -131,42 +136,15 @@ class BwdTraitsSm80:
                 )
         return None
 
-    def _check_copies(self) -> str | None:
-        """Whether the threads copy whole tiles."""
-        for name in ("head_dim", "head_dim_v"):
-            rows = self.num_threads * CHUNK // swizzle_width(getattr(self, name))
-            if self.tile_m % rows or self.tile_n % rows:
-                tiles = f"tile_m {self.tile_m} or tile_n {self.tile_n} is not a multiple"
-                return f"{self.num_threads} threads copy {rows} rows of {name} at once: {tiles}"
-        return None
-
     def _check_limits(self, arch: ArchSpec) -> str | None:
         """Whether the multiprocessor has what the block needs."""
         if self.vector_add and arch.capability < (9, 0):
             return f"vector_add needs sm_90 or later, the target is {arch.name}"
-        if self.smem_bytes > arch.smem_per_block:
-            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
-        if self.blocks_per_sm * self.num_threads > arch.max_threads_per_sm:
-            return f"{self.blocks_per_sm} blocks of {self.num_threads} threads do not fit into one SM of {arch.name}"
-        resident_bytes = self.blocks_per_sm * (self.smem_bytes + BLOCK_SMEM)
-        if resident_bytes > arch.smem_per_sm:
-            return (
-                f"{self.blocks_per_sm} blocks of {self.smem_bytes} + {BLOCK_SMEM} bytes of shared memory need "
-                f"{resident_bytes}, one SM of {arch.name} has {arch.smem_per_sm}"
-            )
-        limit = self.register_limit(arch)
-        if self.accumulator_regs > limit - ADDRESS_REGS:
-            return (
-                f"dK, dV, S and dP fragments take {self.accumulator_regs} registers a thread, "
-                f"{limit} less {ADDRESS_REGS} for addresses are there with {self.blocks_per_sm} x {self.num_threads} "
-                f"threads on an SM"
-            )
-        return None
+        return residency_complaint(self, arch, "dK, dV, S and dP")
 
     def register_limit(self, arch: ArchSpec) -> int:
         """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""
-        share = arch.regs_per_sm // (self.blocks_per_sm * self.num_threads)
-        return min(arch.max_regs_per_thread, share // REGS_STEP * REGS_STEP)
+        return registers_a_thread(self, arch)
 
     @property
     def accumulator_regs(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from cuteflash.core.workspace import Workspace
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.base import SmemRegion, plan_bytes
+from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
 from cuteflash.traits.sm90 import (
     ADDRESS_REGS,
@@ -116,12 +116,9 @@ class BwdTwoPassTraitsSm90:
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
-        if self.family not in arch.families:
-            return f"{arch.name} does not run the {self.family} family"
-        for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if value % WGMMA_K or not 0 < value <= self.max_head_dim:
-                return f"{name} {value} is not a multiple of {WGMMA_K} up to {self.max_head_dim}"
+        complaint = head_dims_complaint(self, arch, WGMMA_K)
+        if complaint is not None:
+            return complaint
         for name in ("tile_m", "dq_tile_n"):
             value = getattr(self, name)
             if value % WGMMA_K or not 0 < value <= 2 * WGMMA_M:
@@ -135,9 +132,7 @@ class BwdTwoPassTraitsSm90:
                 f"accumulators and operands take {self.accumulator_regs} registers a thread, "
                 f"{self.mma_regs} less {ADDRESS_REGS} for addresses are there"
             )
-        if self.smem_bytes > arch.smem_per_block:
-            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
-        return None
+        return memory_complaint(self, arch)
 
 
 def _barriers(count: int) -> dict[str, SmemRegion]:

@@ -20,7 +20,7 @@ from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.sm80 import CHUNK, FwdTraitsSm80, swizzle_width
 from cuteflash.traits.sm90 import WGMMA_M, FwdTraitsSm90
 
-AnyTraits = TypeVar("AnyTraits", FwdTraitsSm80, FwdTraitsSm90)
+AnyTraits = TypeVar("AnyTraits")
 
 # (tile_m, warps): 16 rows a warp is the instruction's own height, 32 halve the reads of K and V from shared memory.
 SM80_WARPS = ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8))
@@ -70,8 +70,8 @@ def fwd_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm8
         yield from _resident(plain)
         in_regs = dataclasses.replace(plain, q_in_regs=True)
         yield from _resident(in_regs)
-        if stages == 1 and _runs_somewhere(plain):
-            yield from _changed(plain, switches)
+        if stages == 1 and runs_somewhere(plain):
+            yield from changed(plain, switches)
 
 
 def _resident(base: FwdTraitsSm80) -> Iterator[FwdTraitsSm80]:
@@ -86,7 +86,7 @@ def _resident(base: FwdTraitsSm80) -> Iterator[FwdTraitsSm80]:
         if limit not in limits:
             limits.add(limit)
             yield traits
-            if not _runs_somewhere(traits):
+            if not runs_somewhere(traits):
                 return
             yield dataclasses.replace(traits, cutlass_symbol=True)
 
@@ -106,18 +106,20 @@ def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm9
                 **places,
             )
             yield base
-            if not _runs_somewhere(base):
+            if not runs_somewhere(base):
                 continue
             if base.p_in_regs:
-                yield from _changed(base, (FIXED_MAX,))
+                yield from changed(base, (FIXED_MAX,))
             if stages == SM90_STAGES[0]:
-                yield from _changed(base, SM90_ORDERS if base.p_in_regs else ())
-                yield from _changed(base, () if places else SM90_SWITCHES)
+                yield from changed(base, SM90_ORDERS if base.p_in_regs else ())
+                yield from changed(base, () if places else SM90_SWITCHES)
 
 
-def _changed(base: AnyTraits, changes: tuple[dict[str, Any], ...]) -> Iterator[AnyTraits]:
-    return (dataclasses.replace(base, **change) for change in changes)
+def changed(base: AnyTraits, changes: tuple[dict[str, Any], ...]) -> Iterator[AnyTraits]:
+    """Traits with each of these changes."""
+    return (dataclasses.replace(base, **change) for change in changes)  # type: ignore[type-var]
 
 
-def _runs_somewhere(traits: FwdTraits) -> bool:
+def runs_somewhere(traits: FwdTraits) -> bool:
+    """Whether an architecture runs traits."""
     return any(traits.check(arch) is None for arch in ARCHS.values())

@@ -18,11 +18,14 @@ from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
-FwdRowTraits = FwdTraitsSm80 | FwdTraitsSm90
-Traits = FwdRowTraits | BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
-# What a sweep tunes, and what a user's table holds. Rows of the backward are written by hand.
-TRAITS: dict[tuple[Operation, Family], type[FwdRowTraits]] = {
-    (kind.operation, kind.family): kind for kind in (FwdTraitsSm80, FwdTraitsSm90)
+Traits = FwdTraitsSm80 | FwdTraitsSm90 | BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
+# The kinds of traits: each is called as the function below that makes its rows, also in databases and users' tables.
+KINDS: dict[str, type[Traits]] = {
+    "fwd_sm80": FwdTraitsSm80,
+    "fwd_sm90": FwdTraitsSm90,
+    "bwd_sm80": BwdTraitsSm80,
+    "bwd_sm90": BwdTraitsSm90,
+    "bwd_two_pass_sm90": BwdTwoPassTraitsSm90,
 }
 
 ROW_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -115,11 +118,18 @@ class Row:
         return f"{self.traits.head_dim}x{self.traits.head_dim_v}" + (f" ({'; '.join(words)})" if words else "")
 
 
-def fwd_traits(traits: Traits) -> FwdRowTraits:
-    """The same traits, known to be a forward's. TypeError if they are a backward's."""
-    if not isinstance(traits, FwdRowTraits):
-        raise TypeError(f"traits are {type(traits).__name__}; allowed: those of a forward kernel")
-    return traits
+def kind_of(traits: Traits) -> str:
+    """The name in `KINDS` of traits' class. TypeError: it is not there."""
+    for name, kind in KINDS.items():
+        if type(traits) is kind:
+            return name
+    raise TypeError(f"traits are {type(traits).__name__}, which no kind of rows is made of; kinds: {', '.join(KINDS)}")
+
+
+def kinds_of(operation: Operation, family: Family) -> dict[str, type[Traits]]:
+    """Those of `KINDS` that rows of an operation and kernel family may have."""
+    wanted = operation, family
+    return {name: kind for name, kind in KINDS.items() if (kind.operation, kind.family) == wanted}
 
 
 def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
@@ -148,14 +158,16 @@ def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tup
     return _row(BwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
 
 
-def bwd_sm90(head_dim: int, tile_m: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
+def bwd_sm90(head_dim: int, tile_m: int, masks: tuple[str, ...] = ALL, *, tile_n: int = 128, **more: Any) -> Row:
     """A row of the sm90 backward in one pass; `more` are keyword arguments of `_row`."""
-    return _row(BwdTraitsSm90, (head_dim, tile_m, 128), masks, **more)
+    return _row(BwdTraitsSm90, (head_dim, tile_m, tile_n), masks, **more)
 
 
-def bwd_two_pass_sm90(head_dim: int, tile_m: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
+def bwd_two_pass_sm90(
+    head_dim: int, tile_m: int, masks: tuple[str, ...] = ALL, *, tile_n: int = 64, **more: Any
+) -> Row:
     """A row of the sm90 backward in two passes; `more` are keyword arguments of `_row`."""
-    return _row(BwdTwoPassTraitsSm90, (head_dim, tile_m, 64), masks, **more)
+    return _row(BwdTwoPassTraitsSm90, (head_dim, tile_m, tile_n), masks, **more)
 
 
 def _row(

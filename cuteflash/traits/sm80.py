@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
-from cuteflash.traits.base import SmemRegion, plan_bytes
+from cuteflash.traits.base import FwdTraits, SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
@@ -20,6 +20,59 @@ REGS_STEP = 8  # the compiler's register limit is a multiple of this
 def swizzle_width(cols: int) -> int:
     """Columns of the slabs a shared-memory tile is swizzled in: the widest of 64, 32, 16 that divides `cols`."""
     return math.gcd(cols, 64)
+
+
+class BlockTraits(FwdTraits, Protocol):
+    """What traits of this family have beyond a forward's: blocks that are resident together."""
+
+    @property
+    def blocks_per_sm(self) -> int: ...
+    @property
+    def accumulator_regs(self) -> int: ...
+
+
+def copy_rows(traits: BlockTraits, cols: int) -> int:
+    """Rows of a tile of `cols` columns that one access of every thread covers."""
+    return traits.num_threads * CHUNK // swizzle_width(cols)
+
+
+def copies_complaint(traits: BlockTraits) -> str | None:
+    """Why the threads do not copy whole tiles, None if they do."""
+    for name in ("head_dim", "head_dim_v"):
+        rows = copy_rows(traits, getattr(traits, name))
+        if traits.tile_m % rows or traits.tile_n % rows:
+            tiles = f"tile_m {traits.tile_m} or tile_n {traits.tile_n} is not a multiple"
+            return f"{traits.num_threads} threads copy {rows} rows of {name} at once: {tiles}"
+    return None
+
+
+def registers_a_thread(traits: BlockTraits, arch: ArchSpec) -> int:
+    """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""
+    share = arch.regs_per_sm // (traits.blocks_per_sm * traits.num_threads)
+    return min(arch.max_regs_per_thread, share // REGS_STEP * REGS_STEP)
+
+
+def residency_complaint(traits: BlockTraits, arch: ArchSpec, fragments: str) -> str | None:
+    """Why the resident blocks do not fit into a multiprocessor, None if they do; `fragments` names what they hold."""
+    blocks, threads = traits.blocks_per_sm, traits.num_threads
+    complaint = memory_complaint(traits, arch)
+    if complaint is not None:
+        return complaint
+    if blocks * threads > arch.max_threads_per_sm:
+        return f"{blocks} blocks of {threads} threads do not fit into one SM of {arch.name}"
+    resident_bytes = blocks * (traits.smem_bytes + BLOCK_SMEM)
+    if resident_bytes > arch.smem_per_sm:
+        return (
+            f"{blocks} blocks of {traits.smem_bytes} + {BLOCK_SMEM} bytes of shared memory need {resident_bytes}, "
+            f"one SM of {arch.name} has {arch.smem_per_sm}"
+        )
+    limit = registers_a_thread(traits, arch)
+    if traits.accumulator_regs > limit - ADDRESS_REGS:
+        return (
+            f"{fragments} fragments take {traits.accumulator_regs} registers a thread, {limit} less {ADDRESS_REGS} "
+            f"for addresses are there with {blocks} x {threads} threads on an SM"
+        )
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,49 +142,27 @@ class FwdTraitsSm80:
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
-        if self.family not in arch.families:
-            return f"{arch.name} does not run the {self.family} family"
-        for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if value % MMA_K or not 0 < value <= self.max_head_dim:
-                return f"{name} {value} is not a multiple of {MMA_K} up to {self.max_head_dim}"
+        complaint = head_dims_complaint(self, arch, MMA_K)
+        if complaint is not None:
+            return complaint
         if self.tile_m % (MMA_M * self.num_warps):
             return f"tile_m {self.tile_m} is not a multiple of {MMA_M} rows x {self.num_warps} warps"
         if self.tile_n % MMA_K:
             return f"tile_n {self.tile_n} is not a multiple of {MMA_K}, the k extent of the PV product"
         if self.kv_stage < 1 or self.blocks_per_sm < 1:
             return f"kv_stage {self.kv_stage} or blocks_per_sm {self.blocks_per_sm} is below 1"
-        for name in ("head_dim", "head_dim_v"):
-            rows = self.copy_rows(getattr(self, name))
-            if self.tile_m % rows or self.tile_n % rows:
-                tiles = f"tile_m {self.tile_m} or tile_n {self.tile_n} is not a multiple"
-                return f"{self.num_threads} threads copy {rows} rows of {name} at once: {tiles}"
+        complaint = copies_complaint(self)
+        if complaint is not None:
+            return complaint
         if not 0 <= self.swizzle_bits <= 3:
             return f"swizzle_bits {self.swizzle_bits} is not 0 to 3"
         if self.kv_stage > 1 and not (self.eager_loads and self.async_copy):
             return f"kv_stage {self.kv_stage} needs eager_loads and async_copy: without them no load runs ahead"
-        if self.smem_bytes > arch.smem_per_block:
-            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
-        if self.blocks_per_sm * self.num_threads > arch.max_threads_per_sm:
-            return f"{self.blocks_per_sm} blocks of {self.num_threads} threads do not fit into one SM of {arch.name}"
-        resident_bytes = self.blocks_per_sm * (self.smem_bytes + BLOCK_SMEM)
-        if resident_bytes > arch.smem_per_sm:
-            return (
-                f"{self.blocks_per_sm} blocks of {self.smem_bytes} + {BLOCK_SMEM} bytes of shared memory need "
-                f"{resident_bytes}, one SM of {arch.name} has {arch.smem_per_sm}"
-            )
-        limit = self.register_limit(arch)
-        if self.accumulator_regs > limit - ADDRESS_REGS:
-            return (
-                f"Q, S and O fragments take {self.accumulator_regs} registers a thread, {limit} less {ADDRESS_REGS} "
-                f"for addresses are there with {self.blocks_per_sm} x {self.num_threads} threads on an SM"
-            )
-        return None
+        return residency_complaint(self, arch, "Q, S and O")
 
     def register_limit(self, arch: ArchSpec) -> int:
         """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""
-        share = arch.regs_per_sm // (self.blocks_per_sm * self.num_threads)
-        return min(arch.max_regs_per_thread, share // REGS_STEP * REGS_STEP)
+        return registers_a_thread(self, arch)
 
     @property
     def accumulator_regs(self) -> int:
@@ -147,4 +178,4 @@ class FwdTraitsSm80:
 
     def copy_rows(self, cols: int) -> int:
         """Rows of a tile of `cols` columns that one access of every thread covers."""
-        return self.num_threads * CHUNK // swizzle_width(cols)
+        return copy_rows(self, cols)

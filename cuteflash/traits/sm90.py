@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.base import SmemRegion, plan_bytes
+from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 
 WARPGROUP = 128
 WGMMA_M, WGMMA_K = 64, 16
@@ -144,12 +144,9 @@ class FwdTraitsSm90:
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
-        if self.family not in arch.families:
-            return f"{arch.name} does not run the {self.family} family"
-        for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if value % WGMMA_K or not 0 < value <= self.max_head_dim:
-                return f"{name} {value} is not a multiple of {WGMMA_K} up to {self.max_head_dim}"
+        complaint = head_dims_complaint(self, arch, WGMMA_K)
+        if complaint is not None:
+            return complaint
         if self.tile_m % WGMMA_M or self.mma_warpgroups not in REGISTER_SPLIT:
             return f"tile_m {self.tile_m} is not {WGMMA_M} rows for each of 1 to 3 warpgroups"
         if self.tile_n % WGMMA_K or not 0 < self.tile_n <= WGMMA_MAX_N:
@@ -183,9 +180,7 @@ class FwdTraitsSm90:
                 f"Q, S, P and O fragments take {self.accumulator_regs} registers a thread, "
                 f"{self.mma_regs} less {ADDRESS_REGS} for addresses are there"
             )
-        if self.smem_bytes > arch.smem_per_block:
-            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
-        return None
+        return memory_complaint(self, arch)
 
     @property
     def accumulator_regs(self) -> int:

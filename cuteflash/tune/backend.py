@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cuteflash.compile import BuildReport
-from cuteflash.problem import Operation
-from cuteflash.tune.operations import Problem
+from cuteflash.problem import Operation, Problem
 from cuteflash.tune.worker import Tool
 
 PEER = "peer:"  # before the name of a peer, in place of a candidate's id

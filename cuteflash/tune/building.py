@@ -15,16 +15,15 @@ import queue
 from collections.abc import Generator, Iterable, Sequence
 
 from cuteflash.compile import BuildReport, cache_dir
-from cuteflash.problem import problem_id
-from cuteflash.traits.row import FwdRowTraits
+from cuteflash.problem import Problem, problem_id
+from cuteflash.traits.row import Traits
 from cuteflash.tune.backend import Backend
-from cuteflash.tune.operations import Problem
 from cuteflash.tune.plan import Candidate, Group, Limits, Plan
 from cuteflash.tune.progress import Display
 from cuteflash.tune.store import Stage, Store, Verdict
 from cuteflash.tune.worker import RequestFailed, Worker
 
-Kernel = tuple[FwdRowTraits, Problem]
+Kernel = tuple[Traits, Problem]
 
 
 def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Display, backend: Backend) -> list[Group]:

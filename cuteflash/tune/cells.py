@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import torch
 
-from cuteflash.problem import DTYPES, MASK_KINDS, UNBOUNDED, Dtype, MaskKind, Operation
+from cuteflash.problem import DTYPES, MASK_KINDS, UNBOUNDED, Dtype, MaskKind, Operation, Problem
 from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.inputs import PLAIN, of_kind, parse_kind
-from cuteflash.tune.operations import DEFAULT, SPECS, Problem
+from cuteflash.tune.operations import DEFAULT, SPECS
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)

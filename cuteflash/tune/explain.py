@@ -9,12 +9,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, get_arch
-from cuteflash.traits.row import TRAITS, FwdRowTraits, TableKey, Traits
-from cuteflash.traits.sm80 import WARP
-from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.row import TableKey, Traits, kind_of, kinds_of
+from cuteflash.traits.sm80 import WARP, FwdTraitsSm80
+from cuteflash.traits.values import field_types, values_of
+from cuteflash.tune.operations import DEFAULT, SPECS
 from cuteflash.tune.rank import BEYOND
 from cuteflash.tune.results import Run, candidates_of, lead, load_runs, measured_gpu
 from cuteflash.tune.store import STAGES, Store, Verdict
+from cuteflash.tune.units import Loop, loops
 
 LIMIT = "limit"  # the stage of a candidate that the prune lets through and a limit does not
 STAGE_WORDS = {
@@ -36,7 +39,7 @@ class Footprint:
     smem_limit: int  # what one block may ask for
     registers: int  # a thread may use; of a kernel that splits them by role, those of its consumers
     fragment_regs: int  # of those, what the accumulators and operand fragments need at least
-    stages: int  # K and V tiles in flight
+    stages: int  # tiles in flight of what the main loop loads
     blocks: int  # that fit on one multiprocessor together
     warps: int  # resident on it then
 
@@ -63,10 +66,11 @@ def explain(
     """
     operation, target, family = table
     arch, fields, columns = get_arch(target), fields or {}, f"{head_dims[0]}x{head_dims[1]}"
+    other = "" if operation == DEFAULT else f"{operation}, "
     _check_asked(table, fields)
     candidates = candidates_of(store, operation, family, head_dims)
     if not candidates:
-        raise ValueError(f"{store.path} has no {family} candidates for head dims {columns}; sweep them first")
+        raise ValueError(f"{store.path} has no {other}{family} candidates for head dims {columns}; sweep them first")
     matching = _matching(candidates, fields)
     verdicts = newest_verdicts(store, target, candidates)
     took = {
@@ -81,7 +85,7 @@ def explain(
             if timing.error is not None:
                 errors.setdefault(timing.candidate, []).append(f"  failed: {timing.cell}: {timing.error}")
     cells = ranked(runs)
-    lines = [f"{target}, family {family}, head dims {columns}: {len(candidates)} candidates considered"]
+    lines = [f"{target}, {other}family {family}, head dims {columns}: {len(candidates)} candidates considered"]
     lines += funnel_lines(candidates, verdicts, {run.candidate for run in runs})
     if cells:
         lines += ["", "winners", *(f"  {_winner_line(group, candidates)}" for group in cells.values())]
@@ -98,7 +102,7 @@ def explain(
 
 def _report(
     name: str,
-    candidates: Mapping[str, FwdRowTraits],
+    candidates: Mapping[str, Traits],
     took: Mapping[str, Footprint],
     cells: Iterable[Sequence[Run]],
     rejections: Sequence[Verdict],
@@ -118,7 +122,8 @@ def _report(
         order = 0, sum(behind) / len(behind)
     else:
         order = 1 + bool(rejections), -float(max((STAGES.index(one.stage) for one in rejections), default=0))
-    return order, [f"{title(candidates[name])}  [{name}]", _footprint_line(took[name]), *lines]
+    head = [f"{title(candidates[name])}  [{name}]", _footprint_line(took[name])]
+    return order, [*head, *map(_bound_line, loops(candidates[name])), *lines]
 
 
 def newest_verdicts(store: Store, target: str, names: Collection[str]) -> dict[str, list[Verdict]]:
@@ -148,8 +153,9 @@ def margin(run: Run, winner: Run) -> tuple[float, float, float]:
 
 
 def title(traits: Traits) -> str:
-    """A candidate in few words: its tile, and every trait that is not the default."""
-    words = [f"{traits.tile_m}x{traits.tile_n}"]
+    """A candidate in few words: its kind if there are several, its tile, and every trait that is not the default."""
+    several = len(kinds_of(traits.operation, traits.family)) > 1
+    words = [*([kind_of(traits)] if several else []), f"{traits.tile_m}x{traits.tile_n}"]
     for field in dataclasses.fields(traits):
         value = getattr(traits, field.name)
         if field.default is not dataclasses.MISSING and value != field.default:
@@ -157,12 +163,12 @@ def title(traits: Traits) -> str:
     return " ".join(words)
 
 
-def footprint(traits: FwdRowTraits, arch: ArchSpec, compiled_regs: int | None = None) -> Footprint:
+def footprint(traits: Traits, arch: ArchSpec, compiled_regs: int | None = None) -> Footprint:
     """What a candidate takes of a multiprocessor; `compiled_regs` registers a thread, if it was compiled."""
-    if isinstance(traits, FwdTraitsSm90):
-        registers, share = traits.mma_regs, arch.regs_per_sm // traits.num_threads
-    else:
+    if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
         registers = share = compiled_regs or traits.register_limit(arch)
+    else:
+        registers, share = traits.mma_regs, arch.regs_per_sm // traits.num_threads
     blocks = min(
         arch.smem_per_sm // (traits.smem_bytes + BLOCK_SMEM),
         arch.max_threads_per_sm // traits.num_threads,
@@ -174,18 +180,19 @@ def footprint(traits: FwdRowTraits, arch: ArchSpec, compiled_regs: int | None = 
         smem_limit=arch.smem_per_block,
         registers=registers,
         fragment_regs=traits.accumulator_regs,
-        stages=traits.kv_stage,
+        stages=traits.smem_plan[SPECS[traits.operation].streamed].stages,
         blocks=blocks,
         warps=blocks * traits.num_threads // WARP,
     )
 
 
-def differences(traits: FwdRowTraits, own: Footprint, winner: FwdRowTraits, best: Footprint) -> tuple[str, ...]:
+def differences(traits: Traits, own: Footprint, winner: Traits, best: Footprint) -> tuple[str, ...]:
     """In what a candidate differs from the winner, its own value first: traits, then what they cost."""
+    mine, others = values_of(traits), values_of(winner)
     words = [
-        f"{field.name} {getattr(traits, field.name)} against {getattr(winner, field.name)}"
-        for field in dataclasses.fields(traits)
-        if getattr(traits, field.name) != getattr(winner, field.name)
+        f"{name} {value} against {others[name]}"
+        for name, value in mine.items()
+        if name in others and value != others[name]
     ]
     costs = (
         ("bytes of shared memory", own.smem_bytes, best.smem_bytes),
@@ -194,7 +201,7 @@ def differences(traits: FwdRowTraits, own: Footprint, winner: FwdRowTraits, best
         ("blocks on an SM", own.blocks, best.blocks),
         ("warps on an SM", own.warps, best.warps),
     )
-    return (*words, *(f"{mine} {what} against {other}" for what, mine, other in costs if mine != other))
+    return (*words, *(f"{cost} {what} against {other}" for what, cost, other in costs if cost != other))
 
 
 def funnel_lines(
@@ -223,7 +230,7 @@ def compiled_registers(verdicts: Iterable[Verdict]) -> int | None:
     return max((verdict.details["registers"] for verdict in verdicts if "registers" in verdict.details), default=None)
 
 
-def _winner_line(group: Sequence[Run], candidates: Mapping[str, FwdRowTraits]) -> str:
+def _winner_line(group: Sequence[Run], candidates: Mapping[str, Traits]) -> str:
     """The fastest on a cell with its interval, and its margin before the second."""
     best = group[0]
     line = f"{best.cell}: {title(candidates[best.candidate])}, {_time_words(best)}"
@@ -233,7 +240,7 @@ def _winner_line(group: Sequence[Run], candidates: Mapping[str, FwdRowTraits]) -
     return f"{line}; {_margin_words(group[1], best, before)}"
 
 
-def _place_line(group: Sequence[Run], place: int, candidates: Mapping[str, FwdRowTraits]) -> str:
+def _place_line(group: Sequence[Run], place: int, candidates: Mapping[str, Traits]) -> str:
     """A candidate's time on one cell, and by how much it lost."""
     run, winner = group[place], group[0]
     line = f"  {run.cell}: {_time_words(run)}, {place + 1} of {len(group)}: "
@@ -262,6 +269,15 @@ def _footprint_line(took: Footprint) -> str:
     )
 
 
+def _bound_line(loop: Loop) -> str:
+    """What keeps a main loop from being faster, by what its steps ask of each unit."""
+    others = [f"{unit} {clocks:.0f}" for unit, clocks in loop.clocks.items() if unit != loop.bound]
+    return (
+        f"  bound  {loop.title}: {loop.bound}, {loop.clocks[loop.bound]:.0f} clocks a step of {loop.rows} x "
+        f"{loop.columns} scores; {', '.join(others)}"
+    )
+
+
 def _time_words(run: Run) -> str:
     """Median, interval and rate."""
     high = f"{run.high:.4f}" if math.isfinite(run.high) else "unknown"
@@ -276,22 +292,20 @@ def percent(share: float) -> str:
 def _check_asked(table: TableKey, fields: Mapping[str, Any]) -> None:
     if table.family not in FAMILIES:
         raise ValueError(f"family is {table.family!r}; allowed: {', '.join(FAMILIES)}")
-    known = [field.name for field in dataclasses.fields(TRAITS[table.operation, table.family])]
+    kinds = kinds_of(table.operation, table.family)
+    known = dict.fromkeys([*(name for kind in kinds for name in field_types(kind)), "kind"])
     for name in fields:
         if name not in known:
             raise ValueError(f"{name} is not a trait of the {table.family} family; allowed: {', '.join(known)}")
 
 
-def _matching(candidates: Mapping[str, FwdRowTraits], fields: Mapping[str, Any]) -> list[str]:
-    found = [
-        name
-        for name, traits in candidates.items()
-        if all(getattr(traits, field) == value for field, value in fields.items())
-    ]
+def _matching(candidates: Mapping[str, Traits], fields: Mapping[str, Any]) -> list[str]:
+    values = {name: values_of(traits) for name, traits in candidates.items()}
+    found = [name for name, own in values.items() if all(own.get(field) == value for field, value in fields.items())]
     if not found:
         wanted = ", ".join(f"{name}={value}" for name, value in fields.items())
         considered = "; ".join(
-            f"{name}: {', '.join(map(str, sorted({getattr(traits, name) for traits in candidates.values()})))}"
+            f"{name}: {', '.join(map(str, sorted({own[name] for own in values.values() if name in own})))}"
             for name in fields
         )
         raise ValueError(f"no candidate has {wanted}; considered, in other combinations too: {considered}")

@@ -17,13 +17,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from cuteflash.problem import Problem
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.row import FwdRowTraits, TableKey, fwd_traits
+from cuteflash.traits.row import TableKey, Traits
 from cuteflash.traits.tables import TABLES
 from cuteflash.tune.backend import Backend
 from cuteflash.tune.building import compile_all
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.operations import Problem, enumerate_traits
+from cuteflash.tune.operations import enumerate_traits
 from cuteflash.tune.plan import Candidate, Group, Plan, Space, default_traits, padded
 from cuteflash.tune.progress import Display
 from cuteflash.tune.racing import Racing
@@ -115,7 +116,7 @@ def make_space(plan: Plan, table: TableKey, head_dims: tuple[int, int]) -> Space
     arch = get_arch(table.target)
     always = list(dict.fromkeys(defaults(plan.cells, table, head_dims)))
     made_for = table.operation, table.family, *head_dims
-    found: Iterable[FwdRowTraits] = enumerate_traits(*made_for)
+    found: Iterable[Traits] = enumerate_traits(*made_for)
     if plan.traits is not None:
         found = (one for one in plan.traits if (one.operation, one.family, one.head_dim, one.head_dim_v) == made_for)
     judged = [(traits, traits.check(arch)) for traits in dict.fromkeys([*found, *always])]
@@ -127,11 +128,11 @@ def make_space(plan: Plan, table: TableKey, head_dims: tuple[int, int]) -> Space
     return Space(table, head_dims, tuple(refused), tuple(order[:count]), frozenset(always))
 
 
-def defaults(cells: Iterable[Cell], table: TableKey, head_dims: tuple[int, int]) -> Iterator[FwdRowTraits]:
+def defaults(cells: Iterable[Cell], table: TableKey, head_dims: tuple[int, int]) -> Iterator[Traits]:
     """What dispatch runs the cells of these padded head dims with, then every shipped row that is made for them."""
     for cell in cells:
         if (cell.operation, padded(cell)) == (table.operation, head_dims):
             yield from default_traits(cell, table.target, table.family)
     for row in TABLES[table]:
         if (row.traits.head_dim, row.traits.head_dim_v) == head_dims and not row.traits.check(get_arch(table.target)):
-            yield fwd_traits(row.traits)
+            yield row.traits

@@ -8,6 +8,7 @@ attention uses, which takes the row sums of dO * O from the rounded O; of each f
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Generic, NamedTuple, TypeVar
 
@@ -32,6 +33,13 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    out: Tensor  # (batch, seqlen_q, heads, head_dim_v), rounded
+    lse: Tensor  # (batch, heads, seqlen_q), fp32, natural log
 
 
 Forward = TypeVar("Forward")  # what a forward reads: an object with q, k and v
@@ -73,6 +81,19 @@ def make_bwd_inputs(cell: Cell, device: torch.device, seed: int = 0) -> BwdInput
     generator = torch.Generator(device).manual_seed(seed + 1)
     shape = (*forward.q.shape[:3], cell.head_dim_v)
     return BwdInputs(forward, torch.randn(shape, device=device, dtype=forward.q.dtype, generator=generator))
+
+
+def saved_forward(inputs: Inputs) -> Saved:
+    """The forward of a cell, all steps in fp32, head by head."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    saved = Saved(inputs.empty_out(), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32))
+    for batch, head in itertools.product(range(q.shape[0]), range(q.shape[2])):
+        queries, keys, values = (tensor[batch, :, head].float() for tensor in (q, k, v))
+        for rows in accuracy.row_chunks(queries):
+            scores = accuracy.masked_scores(queries, keys, rows, inputs.cell.window)
+            saved.lse[batch, head, rows] = torch.logsumexp(scores, dim=-1)
+            saved.out[batch, rows, head] = (torch.softmax(scores, dim=-1) @ values).to(q.dtype)
+    return saved
 
 
 def gradients_of_head(

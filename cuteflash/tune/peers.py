@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cuteflash.tune.cells import Cell, Inputs
+from cuteflash.tune.cells import Cell
+from cuteflash.tune.gradients import BwdInputs, Gradients
 from cuteflash.tune.timing import Runner
 
 PEERS = ("fa4", "cudnn", "fa2")
@@ -59,11 +60,6 @@ def peer_attention(name: str, cell: Cell, deterministic: bool = False) -> Attent
     return _sdpa(cell, BACKENDS[name])
 
 
-def peer_runner(name: str, inputs: Inputs) -> Runner:
-    """The forward of the peer called `name`; errors as of `peer_attention`."""
-    return forward_runner(peer_attention(name, inputs.cell), inputs.q, inputs.k, inputs.v)
-
-
 def forward_runner(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Runner:
     """A runner that repeats the forward without gradients."""
     q, k, v = (attention.turned(tensor) for tensor in (q, k, v))
@@ -76,6 +72,27 @@ def forward_runner(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Run
         return attention.turned(out)
 
     return run
+
+
+def backward_runner(attention: Attention, inputs: BwdInputs[Any]) -> Runner:
+    """A runner that repeats the backward of a forward that is computed here, through autograd."""
+    leaves, dout = differentiable(attention, inputs)
+    with attention.context():
+        out = attention.call(*leaves)
+
+    def run(calls: int) -> Gradients:
+        for _ in range(calls):
+            found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return Gradients(*map(attention.turned, found))
+
+    return run
+
+
+def differentiable(attention: Attention, inputs: BwdInputs[Any]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The leaves and the gradient of the output, as an implementation takes them."""
+    forward = inputs.forward
+    q, k, v = (attention.turned(tensor).detach().requires_grad_() for tensor in (forward.q, forward.k, forward.v))
+    return (q, k, v), attention.turned(inputs.dout)
 
 
 def _fa4(cell: Cell, deterministic: bool) -> Attention:

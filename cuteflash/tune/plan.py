@@ -8,12 +8,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
-from cuteflash.problem import Operation
+from cuteflash.problem import Operation, Problem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass
-from cuteflash.traits.row import TRAITS, FwdRowTraits, TableKey, fwd_traits
+from cuteflash.traits.row import TableKey, Traits, kinds_of
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.operations import DEFAULT, Problem
+from cuteflash.tune.operations import DEFAULT
 from cuteflash.tune.timing import Rules
 
 # Traits by which a kernel's speed depends on the values that it is given.
@@ -40,7 +40,7 @@ class Plan:
     families: tuple[Family, ...]  # kernel families
     cells: tuple[Cell, ...]  # the problems to time
     # candidates in place of the enumerated ones; of each family and head dims those made for them
-    traits: tuple[FwdRowTraits, ...] | None = None
+    traits: tuple[Traits, ...] | None = None
     # candidates per family and head dims that are compiled, beside those that always are; None is all
     limit: int | None = None
     budget: float | None = None  # seconds that the GPU's stages may take; None is as long as they need
@@ -57,9 +57,9 @@ class Space:
 
     table: TableKey  # operation, target and kernel family
     head_dims: tuple[int, int]  # padded (head_dim, head_dim_v)
-    refused: tuple[tuple[FwdRowTraits, str], ...]  # (traits, reason) of those that left
-    chosen: tuple[FwdRowTraits, ...]  # the others, those that always take part first, then the most promising
-    always: frozenset[FwdRowTraits]  # those that always take part
+    refused: tuple[tuple[Traits, str], ...]  # (traits, reason) of those that left
+    chosen: tuple[Traits, ...]  # the others, those that always take part first, then the most promising
+    always: frozenset[Traits]  # those that always take part
 
     @property
     def title(self) -> str:
@@ -77,7 +77,7 @@ def space_title(operation: Operation, family: Family, head_dims: tuple[int, int]
 class Candidate:
     """Traits on one problem."""
 
-    traits: FwdRowTraits
+    traits: Traits
     problem: Problem
     id: str  # `store.candidate_id`
     key: str  # digest of the compile cache's key; what was found with another one does not count any more
@@ -101,7 +101,7 @@ def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
     fast on both.
     """
     operations = {cell.operation for cell in cells}
-    kinds = [TRAITS[pair] for pair in itertools.product(operations, families) if pair in TRAITS]
+    kinds = [kind for pair in itertools.product(operations, families) for kind in kinds_of(*pair).values()]
     if VALUE_DEPENDENT.isdisjoint(field.name for kind in kinds for field in dataclasses.fields(kind)):
         return list(cells)
     longest: dict[tuple[Problem, LengthClass], Cell] = {}
@@ -113,11 +113,11 @@ def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
     return [one for cell in cells for one in (cell, sinks.get(cell)) if one is not None]
 
 
-def default_traits(cell: Cell, target: str, family: Family) -> Iterator[FwdRowTraits]:
+def default_traits(cell: Cell, target: str, family: Family) -> Iterator[Traits]:
     """What dispatch runs a cell with, and what it would without a table of the user's."""
     for chosen in (choose, choose_shipped):
         with contextlib.suppress(NotImplementedError):  # a problem without a row is one more reason to sweep it
-            yield fwd_traits(chosen(cell.problem, target, family, cell.lengths).traits)
+            yield chosen(cell.problem, target, family, cell.lengths).traits
 
 
 def padded(cell: Cell) -> tuple[int, int]:

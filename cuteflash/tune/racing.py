@@ -18,10 +18,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cuteflash.problem import problem_id
+from cuteflash.problem import Problem, problem_id
 from cuteflash.tune.backend import GATE, PEER, Backend, Machine
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.operations import Problem
 from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
 from cuteflash.tune.progress import Display
 from cuteflash.tune.race_plan import Field, Past, Race, arrange, past_of

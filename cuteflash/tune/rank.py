@@ -1,29 +1,30 @@
 """Which candidates to measure first if time is short: a rough estimate of each one's speed, from its traits alone.
 
-The estimate counts the clocks of a main loop's step by unit (tensor cores, shared memory, exponentials, L2), lets the
-slowest hide most of the others, and multiplies by what the switches were measured to cost (docs/performance.md). It
-orders tiles rightly enough to keep the winner among the first dozens, and is never used to judge.
+The estimate takes the clocks of a main loop's step by unit (`units`), lets the slowest hide most of the others, and
+multiplies by what the switches were measured to cost (docs/performance.md, docs/backward.md). It orders tiles rightly
+enough to keep the winner among the first dozens, and is never used to judge.
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from cuteflash.traits.arch import ArchSpec
-from cuteflash.traits.row import FwdRowTraits
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BWD_ADDRESS_REGS, BwdTraitsSm90
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.row import Traits, kind_of
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.sm90 import FwdTraitsSm90
-
-# Of one multiprocessor, a clock.
-WGMMA_FLOPS, MMA_FLOPS = 4096, 2048  # dense 16-bit: Hopper's wgmma, Ampere's mma.sync
-SMEM_BYTES, L2_BYTES = 128, 64
-EXPONENTIALS = 16
-SCORES = 21  # by all other instructions of the softmax: six a score on 128 lanes
+from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
+from cuteflash.traits.values import default_values
+from cuteflash.tune.units import Loop, loops
 
 STEP_CLOCKS = 150  # barriers and address arithmetic of a step
 EXPOSED = {2: 0.1, 3: 0.05}  # of the units that are not the slowest, by warpgroups that take turns
+EXPOSED_ALONE = 0.14  # by warpgroups that do not
 Q_GAP = 1.03  # until the next tile's Q is there, if its memory is only free once this tile's products have ended
 SCRATCH_SM90, SCRATCH_SM80 = 28, 56  # registers beside S, P, O and Q; mma.sync also has K and V fragments in flight
 SPILL_PENALTY = 0.01  # for each register that is not there
@@ -45,30 +46,47 @@ SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("longest_first", False): 1.02,
     ("cutlass_symbol", True): 1.02,
 }
+# Of the sm90 backward in one pass.
+EXPOSED_BWD = {True: 0.15, False: 0.17}  # by whether warpgroups take turns
+DEPTH_BWD = {1: 1.1, 2: 1.0}  # by Q tiles, and by dO tiles in flight
+# In two passes.
+EXPOSED_DKV = 0.16
+DEPTH_DKV = {2: 1.15, 3: 1.0}  # by Q tiles, and by dO tiles: the warpgroups share each, and wait for one another
+DEPTH_DQ = {1: 1.05, 2: 1.0}  # by K tiles, and by V tiles
+SWITCHES_BWD_SM80: dict[tuple[str, object], float] = {
+    ("double_buffer", False): 1.03,
+    ("fresh_addresses", True): 1.05,
+}
+SCALAR_ADDS = 1.05  # if 16 bytes could be added at once
 BEYOND = "beyond the limit"  # how the reason of a candidate ends that could run but was not promising enough
 WIDE = 192  # head dims from which rescaling O inside the product pays
 UNPINNED_BELOW = 128  # head dims below which fixed maxima want the wait for PV where ptxas puts it
 
 
-def estimate(traits: FwdRowTraits, arch: ArchSpec) -> float:
-    """Clocks of a multiprocessor for 1000 scores and their share of both products; the smaller the better."""
-    return _sm90(traits) if isinstance(traits, FwdTraitsSm90) else _sm80(traits, arch)
+def estimate(traits: Traits, arch: ArchSpec) -> float:
+    """Clocks of a multiprocessor for 1000 scores and their share of all products; the smaller the better."""
+    return ESTIMATES[type(traits)](traits, arch)
 
 
-def shortlist(
-    candidates: Iterable[FwdRowTraits], arch: ArchSpec, always: Sequence[FwdRowTraits] = ()
-) -> list[FwdRowTraits]:
+def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Traits] = ()) -> list[Traits]:
     """`always` as it is, then the other candidates, most promising first.
 
-    Candidates of one tile are much alike, so each one makes the next of its tile a little less promising.
+    Candidates of one tile are much alike, so each one makes the next of its tile a little less promising. Of those with
+    the same estimate the one comes first that is closest to the defaults of its kind.
     """
     clocks = {traits: estimate(traits, arch) for traits in candidates if traits not in always}
     before: collections.Counter[tuple[int, int, int]] = collections.Counter()
-    for traits in sorted(clocks, key=lambda one: clocks[one]):
+    for traits in sorted(clocks, key=lambda one: (clocks[one], _changes(one))):
         tile = traits.tile_m, traits.tile_n, traits.num_threads
         clocks[traits] *= 1 + VARIETY * before[tile]
         before[tile] += 1
     return [*always, *sorted(clocks, key=lambda one: clocks[one])]
+
+
+def _changes(traits: Traits) -> int:
+    """How many fields are not at their defaults."""
+    defaults = default_values(kind_of(traits))
+    return sum(getattr(traits, name) != value for name, value in defaults.items())
 
 
 def beyond(place: int, total: int) -> str:
@@ -76,42 +94,77 @@ def beyond(place: int, total: int) -> str:
     return f"number {place} of {total} by the analytic score, {BEYOND}"
 
 
-def _sm90(traits: FwdTraitsSm90) -> float:
-    m, n, columns = traits.tile_m, traits.tile_n, traits.head_dim + traits.head_dim_v
+def _fwd_sm90(traits: FwdTraitsSm90, arch: ArchSpec) -> float:
+    (loop,) = loops(traits)
     warpgroups = traits.mma_warpgroups
-    product = 2 * m * n * columns / WGMMA_FLOPS
-    operands = warpgroups * 2 * n * columns  # every warpgroup reads K and V, and what it does not hold in registers
-    operands += 0 if traits.q_in_regs else 2 * m * traits.head_dim
-    operands += 0 if traits.p_in_regs else 4 * m * n
-    units = (product, operands / SMEM_BYTES, m * n / EXPONENTIALS + m * n / SCORES, 2 * n * columns / L2_BYTES)
-    hidden = EXPOSED[warpgroups] if traits.pingpong else 0.14
-    clocks = max(units) + hidden * (sum(units) - max(units)) + STEP_CLOCKS * warpgroups / 2
+    clocks = _step(loop, EXPOSED[warpgroups] if traits.pingpong else EXPOSED_ALONE, STEP_CLOCKS * warpgroups / 2)
     clocks *= _switches(traits, SWITCHES_SM90)
     clocks *= Q_GAP if traits.q_stage == 1 and not traits.q_in_regs else 1.0
     if not traits.fixed_max:
         clocks *= 1.03 if traits.rescale_in_product != (traits.head_dim_v >= WIDE) else 1.0
     unpinned = traits.fixed_max and traits.head_dim_v < UNPINNED_BELOW
     clocks *= 1.05 if traits.exp_rows_before_wait != (0 if unpinned else 1) else 1.0
-    return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs) * 1000 / (m * n)
+    return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs)
 
 
-def _sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
-    m, n, columns = traits.tile_m, traits.tile_n, traits.head_dim + traits.head_dim_v
-    product = 2 * m * n * columns / MMA_FLOPS
-    operands = traits.num_warps * 2 * n * columns + 2 * n * columns  # every warp reads K and V; cp.async writes them
-    operands += 0 if traits.q_in_regs else 2 * m * traits.head_dim
-    units = (product, operands / SMEM_BYTES, m * n / EXPONENTIALS + m * n / SCORES, 2 * n * columns / L2_BYTES)
-    warps = traits.blocks_per_sm * traits.num_warps
-    # A block's warps run in step, so it is other blocks, or loads further ahead, that fill its gaps.
-    hidden = 1.2 / (math.sqrt(warps) * (1 + 0.25 * (traits.blocks_per_sm > 1)) * (1 + 0.1 * (traits.kv_stage > 1)))
-    clocks = max(units) + hidden * (sum(units) - max(units)) + STEP_CLOCKS / traits.blocks_per_sm
+def _fwd_sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
+    (loop,) = loops(traits)
+    clocks = _step(loop, _exposed_sm80(traits, traits.kv_stage), STEP_CLOCKS / traits.blocks_per_sm)
     clocks *= _switches(traits, SWITCHES_SM80)
     clocks *= 1 + 0.5 * max(0, min(3, traits.head_dim.bit_length() - 5) - traits.swizzle_bits)
-    clocks *= _spill_factor(traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch))
-    return clocks * 1000 / (m * n)
+    return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch))
 
 
-def _switches(traits: FwdRowTraits, costs: dict[tuple[str, object], float]) -> float:
+def _bwd_sm90(traits: BwdTraitsSm90, arch: ArchSpec) -> float:
+    (loop,) = loops(traits)
+    clocks = _step(loop, EXPOSED_BWD[traits.pingpong], STEP_CLOCKS)
+    clocks *= _depth(DEPTH_BWD, traits.q_stage, traits.do_stage)
+    return clocks * _spill_factor(traits.accumulator_regs + BWD_ADDRESS_REGS, traits.mma_regs)
+
+
+def _bwd_two_pass_sm90(traits: BwdTwoPassTraitsSm90, arch: ArchSpec) -> float:
+    dkv, dq = loops(traits)
+    clocks = _step(dkv, EXPOSED_DKV, STEP_CLOCKS) * _depth(DEPTH_DKV, traits.q_stage, traits.do_stage)
+    exposed = EXPOSED[2] if traits.pingpong else EXPOSED_ALONE
+    clocks += _step(dq, exposed, STEP_CLOCKS) * _depth(DEPTH_DQ, traits.k_stage, traits.v_stage)
+    return clocks * _spill_factor(traits.accumulator_regs + ADDRESS_REGS, traits.mma_regs)
+
+
+def _bwd_sm80(traits: BwdTraitsSm80, arch: ArchSpec) -> float:
+    (loop,) = loops(traits)
+    clocks = _step(loop, _exposed_sm80(traits, traits.stages), STEP_CLOCKS / traits.blocks_per_sm)
+    clocks *= _switches(traits, SWITCHES_BWD_SM80)
+    clocks *= SCALAR_ADDS if arch.capability >= (9, 0) and not traits.vector_add else 1.0
+    return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch))
+
+
+ESTIMATES: dict[type[Any], Callable[[Any, ArchSpec], float]] = {
+    FwdTraitsSm80: _fwd_sm80,
+    FwdTraitsSm90: _fwd_sm90,
+    BwdTraitsSm80: _bwd_sm80,
+    BwdTraitsSm90: _bwd_sm90,
+    BwdTwoPassTraitsSm90: _bwd_two_pass_sm90,
+}
+
+
+def _step(loop: Loop, exposed: float, overhead: float) -> float:
+    """Clocks for 1000 scores, if that share of the units that are not the slowest is not hidden behind it."""
+    units = loop.clocks.values()
+    return (max(units) + exposed * (sum(units) - max(units)) + overhead) * 1000 / loop.scores
+
+
+def _exposed_sm80(traits: FwdTraitsSm80 | BwdTraitsSm80, stages: int) -> float:
+    """A block's warps run in step, so it is other blocks, or loads further ahead, that fill its gaps."""
+    warps = traits.blocks_per_sm * traits.num_warps
+    return 1.2 / (math.sqrt(warps) * (1 + 0.25 * (traits.blocks_per_sm > 1)) * (1 + 0.1 * (stages > 1)))
+
+
+def _depth(costs: Mapping[int, float], *stages: int) -> float:
+    """What tiles in flight cost, by the fewest and the most that `costs` knows."""
+    return math.prod(costs[min(max(costs), max(min(costs), count))] for count in stages)
+
+
+def _switches(traits: Traits, costs: dict[tuple[str, object], float]) -> float:
     return math.prod(cost for (name, value), cost in costs.items() if getattr(traits, name) == value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -10,7 +11,8 @@ from typing import NamedTuple, Self
 
 from cuteflash.problem import Operation, problem_id
 from cuteflash.traits.arch import ARCHS, Family
-from cuteflash.traits.row import TRAITS, FwdRowTraits
+from cuteflash.traits.row import Traits
+from cuteflash.traits.values import make_traits
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.store import Store, Timing
 from cuteflash.tune.timing import interval
@@ -50,19 +52,17 @@ def cells_of(store: Store) -> dict[str, Cell]:
     return {name: Cell(**fields) for name, fields in store.cells().items()}
 
 
-def all_candidates(store: Store) -> dict[str, FwdRowTraits]:
-    """The store's candidates by id, without those of a version whose traits had fields that these do not have."""
+def all_candidates(store: Store) -> dict[str, Traits]:
+    """The store's candidates by id, without those of a version whose traits had kinds, fields or values that these do
+    not have."""
     found = {}
     for one in store.candidates():
-        kind = TRAITS[one["operation"], one["family"]]
-        if one["traits"].keys() <= {field.name for field in dataclasses.fields(kind)}:
-            found[one["id"]] = kind(**one["traits"])
+        with contextlib.suppress(ValueError):
+            found[one["id"]] = make_traits(one["kind"], one["traits"])
     return found
 
 
-def candidates_of(
-    store: Store, operation: Operation, family: Family, head_dims: tuple[int, int]
-) -> dict[str, FwdRowTraits]:
+def candidates_of(store: Store, operation: Operation, family: Family, head_dims: tuple[int, int]) -> dict[str, Traits]:
     """Those of an operation's kernel family that are made for padded (head_dim, head_dim_v)."""
     wanted = operation, family, head_dims
     return {

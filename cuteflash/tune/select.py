@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import DTYPES, MASK_KINDS, Operation
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import FwdRowTraits, Row, TableKey
+from cuteflash.traits.row import Row, TableKey, Traits
 from cuteflash.tune.plan import padded
 from cuteflash.tune.results import Run, Slot, candidates_of, cells_of, lead, load_runs
 from cuteflash.tune.store import Store, candidate_id
@@ -93,7 +93,7 @@ def decide(runs: Iterable[Run], defaults: Mapping[Slot, str]) -> list[Decision]:
     return [_decide(slot, slots[slot], defaults.get(slot)) for slot in sorted(slots, key=_order)]
 
 
-def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[str, FwdRowTraits]) -> list[Pick]:
+def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[str, Traits]) -> list[Pick]:
     """The rows of a table, in an order in which the first that fits is the right one.
 
     Args:

@@ -23,18 +23,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from cuteflash.files import copy_together
-from cuteflash.traits.row import FwdRowTraits, Traits
+from cuteflash.traits.row import Traits, kind_of
 
 Stage = Literal["prune", "compile", "gate", "time"]
 STAGES: tuple[str, ...] = get_args(Stage)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x63666C73  # "cfls" in the file's header: a sweep's database and no other
 BUSY_SECONDS = 30.0  # how long a writer waits for another one
 
 SCHEMA = (
     """CREATE TABLE candidates (
-        id TEXT PRIMARY KEY, operation TEXT NOT NULL, family TEXT NOT NULL, traits TEXT NOT NULL) WITHOUT ROWID""",
+        id TEXT PRIMARY KEY, kind TEXT NOT NULL, traits TEXT NOT NULL) WITHOUT ROWID""",
     "CREATE TABLE cells (id TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE verdicts (
         candidate TEXT NOT NULL, target TEXT NOT NULL, problem TEXT NOT NULL, stage TEXT NOT NULL, key TEXT NOT NULL,
@@ -54,8 +54,8 @@ class StoreError(RuntimeError):
 
 
 def candidate_id(traits: Traits) -> str:
-    """Identity of a candidate: 16 hex digits over its operation, its family and all fields of its traits."""
-    text = json.dumps([traits.operation, traits.family, dataclasses.asdict(traits)], sort_keys=True)
+    """Identity of a candidate: 16 hex digits over the kind and all fields of its traits."""
+    text = json.dumps([kind_of(traits), dataclasses.asdict(traits)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -166,12 +166,10 @@ class Store:
 
     # Writing: each call is one transaction.
 
-    def add_candidates(self, candidates: Iterable[FwdRowTraits]) -> list[str]:
+    def add_candidates(self, candidates: Iterable[Traits]) -> list[str]:
         """Keeps the candidates' traits under their ids, which are returned."""
-        rows = [
-            (candidate_id(one), one.operation, one.family, json.dumps(dataclasses.asdict(one))) for one in candidates
-        ]
-        self._write("INSERT OR IGNORE INTO candidates VALUES (?, ?, ?, ?)", rows)
+        rows = [(candidate_id(one), kind_of(one), json.dumps(dataclasses.asdict(one))) for one in candidates]
+        self._write("INSERT OR IGNORE INTO candidates VALUES (?, ?, ?)", rows)
         return [row[0] for row in rows]
 
     def add_cell(self, cell_id: str, fields: Mapping[str, Any]) -> None:
@@ -198,7 +196,7 @@ class Store:
         return [json.loads(value) for (value,) in self._read("SELECT value FROM runs ORDER BY at")]
 
     def candidates(self) -> list[dict[str, Any]]:
-        """All candidates: `id`, `operation`, `family` and the fields of their `traits`."""
+        """All candidates: `id`, `kind` and the fields of their `traits`."""
         return [row | {"traits": json.loads(row["traits"])} for row in self._select("candidates", {}, "id")]
 
     def cells(self) -> dict[str, dict[str, Any]]:

@@ -1,16 +1,16 @@
 """Puts measured rows into tables: the user's own, which dispatch prefers, and the shipped ones, as readable Python.
 
 A sweep measures some head dims, masks, dtypes and length classes. Its rows go above those that a table has; a row that
-no problem reaches any more goes, and everything that was not measured stays as it is. Rows need not serve softcap or
-lse, but a table does, for every problem.
+no problem reaches any more goes, and everything that was not measured stays as it is. Rows need not serve all features,
+but a table does, for every problem.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import pathlib
+import re
 import runpy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,12 +21,12 @@ from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, problem_id
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, kind_of
 from cuteflash.traits.tables import MODULES, TABLES
+from cuteflash.traits.values import default_values
 from cuteflash.tune.operations import SPECS
 from cuteflash.usertable import MeasuredRow, TableError
 
-POSITIONAL = ("head_dim", "tile_m", "tile_n", "num_warps")  # arguments that every call that makes a row gives
 # What `cuteflash.traits.row` calls a row's masks, dtypes, lengths and features.
 WORDS = {name: name.upper() for name in (*MASK_KINDS, *DTYPES, *LENGTH_CLASSES, *FEATURES)}
 LINE = 120  # columns of a source line
@@ -99,26 +99,37 @@ def render(tables: Sequence[TableKey], rows: Iterable[Row]) -> str:
         tables: those whose own rows these are, of one operation and family.
         rows: in order.
     """
-    maker = SPECS[tables[0].operation].rows[tables[0].family].__name__
-    body = "".join(_lines(maker, _arguments(row), row) for row in rows)
-    used = sorted(word for word in WORDS.values() if word in body)
+    kept = list(rows)
+    body = "".join(_lines(kind_of(row.traits), _arguments(row), row) for row in kept)
+    makers = sorted({kind_of(row.traits) for row in kept})
+    names = [*sorted(word for word in WORDS.values() if re.search(rf"\b{word}\b", body)), "Row", *makers]
     titles = ", ".join(map(str, tables))
     return (
         f'"""Rows of {titles}.\n\n'
         "`cuteflash sweep apply --shipped` rewrites this file; `measured` says what a sweep found for a row.\n"
         '"""\n\n'
         "from __future__ import annotations\n\n"
-        f"from {vocabulary.__name__} import {', '.join([*used, 'Row', maker])}\n\n"
+        f"{_import(names)}\n"
         f"ROWS: tuple[Row, ...] = (\n{body})\n"
     )
 
 
+def _import(names: Sequence[str]) -> str:
+    """The import of `names` from the rows' vocabulary, as ruff breaks its lines."""
+    start = f"from {vocabulary.__name__} import "
+    line = start + ", ".join(names)
+    if len(line) > LINE:
+        line = start + "(\n" + "".join(f"    {name},\n" for name in names) + ")"
+    return f"{line}\n"
+
+
 def _check(table: TableKey, measured: Iterable[MeasuredRow]) -> None:
     for row in (own.row for own in measured):
-        made_for = row.traits.family
-        reason = (
-            f"it is of the {made_for} family" if made_for != table.family else row.traits.check(get_arch(table.target))
-        )
+        traits = row.traits
+        if (traits.operation, traits.family) != (table.operation, table.family):
+            reason: str | None = f"it is of the {traits.family} family's {traits.operation}"
+        else:
+            reason = traits.check(get_arch(table.target))
         if reason is not None:
             raise TableError(f"row {row.title} is not for {table}: {reason}")
 
@@ -132,11 +143,11 @@ def _reached(rows: Iterable[Row], tables: Mapping[TableKey, Sequence[Row]]) -> l
 def _choices(table: TableKey, rows: Sequence[Row]) -> Iterator[Row]:
     """The rows that run each problem and length class of a table, first those with all features."""
     arch, make, features = get_arch(table.target), SPECS[table.operation].problem, SPECS[table.operation].features
-    problems = itertools.product(
-        itertools.product((True, False), repeat=len(features)), ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES
-    )
+    sizes = range(len(features), -1, -1)
+    every = [some for size in sizes for some in itertools.combinations(features, size)]
+    problems = itertools.product(every, ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES)
     for asked, head_dim, head_dim_v, mask, dtype in problems:
-        problem = make(dtype, head_dim, head_dim_v, mask, **dict(zip(features, asked, strict=True)))
+        problem = make(dtype, head_dim, head_dim_v, mask).asking(asked)
         for lengths in LENGTH_CLASSES:
             found = next((row for row, _, reason in offers(rows, problem, lengths, arch) if reason is None), None)
             if found is None:
@@ -147,27 +158,33 @@ def _choices(table: TableKey, rows: Sequence[Row]) -> Iterator[Row]:
 def _arguments(row: Row) -> list[str]:
     """Of the call that makes a row, without what the function does by itself."""
     traits = row.traits
-    maker = inspect.signature(SPECS[traits.operation].rows[traits.family])
-    positional = [name for name in POSITIONAL if name in maker.parameters]
+    kind = kind_of(traits)
+    maker = inspect.signature(getattr(vocabulary, kind))
+    parameters = {name: one for name, one in maker.parameters.items() if one.kind is not one.VAR_KEYWORD}
+    positional = [name for name, one in parameters.items() if one.default is one.empty]
     arguments = [str(getattr(traits, name)) for name in positional]
     for name, every in (("masks", MASK_KINDS), ("dtypes", DTYPES), ("lengths", LENGTH_CLASSES), ("without", ())):
         served = getattr(row, name)
         if served != every:
             words = " + ".join(WORDS[one] for one in served)
             arguments.append(words if name == "masks" else f"{name}={words}")
-    defaults: dict[str, Any] = {"head_dim_v": traits.head_dim}
-    defaults |= {field.name: field.default for field in dataclasses.fields(traits) if field.name not in defaults}
-    defaults |= {name: parameter.default for name, parameter in maker.parameters.items() if name in defaults}
+    defaults: dict[str, Any] = {"head_dim_v": traits.head_dim, **default_values(kind)}
+    defaults |= {name: one.default for name, one in parameters.items() if hasattr(traits, name)}
     for name, default in defaults.items():
         if name not in positional and getattr(traits, name) != default:
-            arguments.append(f"{name}={getattr(traits, name)!r}")
+            arguments.append(f"{name}={_source(getattr(traits, name))}")
     return arguments
+
+
+def _source(value: Any) -> str:
+    """A value in Python, as ruff quotes it."""
+    return repr(value).replace("'", '"')
 
 
 def _lines(maker: str, arguments: Sequence[str], row: Row) -> str:
     """One row in the tuple, as ruff breaks its lines."""
     call, every = f"    {maker}({', '.join(arguments)})", f"        {', '.join(arguments)}\n"
-    measured = ", ".join(map(repr, row.measurement or ())).replace("'", '"')
+    measured = ", ".join(map(_source, row.measurement or ()))
     end = f".measured({measured})" if measured else ""
     if len(f"{call}{end},") <= LINE:
         return f"{call}{end},\n"

@@ -11,7 +11,8 @@ from typing import Any
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.problem import MASK_KINDS
 from cuteflash.traits.arch import FAMILIES, Family
-from cuteflash.traits.row import TRAITS, FwdRowTraits
+from cuteflash.traits.row import KINDS, Traits, kinds_of
+from cuteflash.traits.values import field_types, make_traits
 from cuteflash.tune.cells import Cell
 
 
@@ -23,21 +24,28 @@ class Variant:
     # trait fields; `head_dim` and `head_dim_v` default to the cell's, padded as tables pad them
     fields: Mapping[str, Any]
     mask: str | None = None  # the mask the variant is meant for; None is any
+    kind: str | None = None  # of `KINDS`; None is the only one of the operation and family that has the fields
 
     def applies(self, cell: Cell) -> bool:
         """Whether the variant is meant for `cell`."""
         padded = padded_head_dim(cell.head_dim)
         return self.mask in (None, cell.mask) and self.fields.get("head_dim", padded) == padded
 
-    def traits(self, cell: Cell) -> FwdRowTraits:
-        """The traits for `cell`; ValueError names a field that the family does not have, or lacks."""
+    def traits(self, cell: Cell) -> Traits:
+        """The traits for `cell`; ValueError names what is wrong with the fields, or the kinds that have them."""
         padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
-        kind = TRAITS[cell.operation, self.family]
+        kinds = kinds_of(cell.operation, self.family)
+        if self.kind is not None and self.kind not in kinds:
+            raise ValueError(f"kind is {self.kind!r}; allowed for {cell.operation} {self.family}: {', '.join(kinds)}")
+        fitting = [kind for kind in kinds if self.fields.keys() <= field_types(kind).keys()]
+        if self.kind is None and len(fitting) != 1:
+            what = "several kinds have these fields, name one as `kind`" if fitting else "no kind has these fields"
+            every = "; ".join(f"fields of {kind}: {', '.join(field_types(kind))}" for kind in kinds)
+            raise ValueError(f"traits are {dict(self.fields)}: {what}; {every}")
         try:
-            return kind(**padded | dict(self.fields))
-        except TypeError as error:
-            allowed = ", ".join(field.name for field in dataclasses.fields(kind))
-            raise ValueError(f"traits are {dict(self.fields)}: {error}; fields of {self.family}: {allowed}") from error
+            return make_traits(self.kind or fitting[0], padded | dict(self.fields))
+        except ValueError as error:
+            raise ValueError(f"traits are {dict(self.fields)}: {error}") from error
 
     @property
     def label(self) -> str:
@@ -51,7 +59,7 @@ class Variant:
 def parse_variants(text: str, family: str | None = None) -> list[Variant]:
     """Variants from JSON text, or from the file named after an "@".
 
-    A list of objects of trait fields, with `family` (unless given for all) and optionally `mask` among them.
+    A list of objects of trait fields, with `family` (unless given for all) and optionally `mask` and `kind` among them.
     """
     try:
         rows = json.loads(pathlib.Path(text[1:]).read_text() if text.startswith("@") else text)
@@ -63,10 +71,12 @@ def parse_variants(text: str, family: str | None = None) -> list[Variant]:
     variants = []
     for row in rows:
         fields = dict(row)
-        own_family, mask = fields.pop("family", family), fields.pop("mask", None)
+        own_family, mask, kind = fields.pop("family", family), fields.pop("mask", None), fields.pop("kind", None)
         if own_family not in FAMILIES:
             raise ValueError(f"family is {own_family!r} in {row}; allowed: {', '.join(FAMILIES)}")
         if mask not in (None, *MASK_KINDS):
             raise ValueError(f"mask is {mask!r} in {row}; allowed: {', '.join(MASK_KINDS)}")
-        variants.append(Variant(own_family, fields, mask))
+        if kind not in (None, *KINDS):
+            raise ValueError(f"kind is {kind!r} in {row}; allowed: {', '.join(KINDS)}")
+        variants.append(Variant(own_family, fields, mask, kind))
     return variants

@@ -38,7 +38,7 @@
     const { head_dim: own, head_dim_v: other } = kernel;
     const role = ({ name, first_thread: first, threads }) => `${name} ${first}–${first + threads - 1}`;
     return [
-      plain("kernel", kernel.name),
+      plain("kernel", [kernel.name, kernel.part].filter(Boolean).join(", ")),
       plain("arch", kernel.arch),
       plain("family", kernel.family),
       plain("dtype", kernel.dtype),

@@ -212,7 +212,8 @@
   /* All rows by arch. */
   function rowSelect(rows, side) {
     const archs = [...new Set(rows.map(({ arch }) => arch))];
-    const words = (row) => [row.arch, row.family, dims(row), row.mask, row.dtype, row.lengths].join(" · ");
+    const facts = (row) => [row.arch, row.family, dims(row), row.mask, row.dtype, row.lengths, row.part];
+    const words = (row) => facts(row).filter(Boolean).join(" · ");
     const option = (row) => h("option", { value: row.id }, words(row));
     const group = (arch) => h("optgroup", { label: arch }, rows.filter((row) => row.arch === arch).map(option));
     return h(

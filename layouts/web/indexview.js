@@ -37,7 +37,9 @@
   }
 
   function servesCell(row) {
-    return cell(h("span", {}, row.mask), h("small", {}, `${row.dtype} · ${row.lengths}`));
+    const masks = row.features ? `${row.mask}, with ${row.features}` : row.mask;
+    const more = [row.dtype, row.lengths, row.part].filter(Boolean).join(" · ");
+    return cell(h("span", {}, masks), h("small", {}, more));
   }
 
   /* The tiles of S and O to one scale for all rows, and the size of the former. */

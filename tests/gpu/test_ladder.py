@@ -13,8 +13,8 @@ from cuteflash.problem import MaskKind
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.tune import accuracy
 from cuteflash.tune.cells import Cell, make_inputs
-from cuteflash.tune.cuda_backend import direct_runner
 from cuteflash.tune.timing import first_call
+from cuteflash.tune.trials import bwd_runner, fwd_runner
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def test_a_rung_is_right(steps: Ladder, title: str, mask: MaskKind, cuda: torch.
     cell = Cell(128, mask, 1363, seqlen_q=1111, tokens=2 * 1363, hidden=256)
     inputs = make_inputs(cell, cuda)
     traits = steps.variants(cell, arch.name)[title].traits(cell)
-    out = first_call(direct_runner(traits, inputs, arch.name), cuda)
+    out = first_call(fwd_runner(traits, arch.name, inputs), cuda)
     reference = accuracy.make_reference(inputs, cell.batch * cell.heads)
     assert accuracy.complaint(out, reference, None) is None
 
@@ -49,5 +49,5 @@ def test_a_rung_of_the_backward_is_right(steps: BackwardLadder, title: str, mask
     head_dim = 256 if "two passes" in steps.name else 128
     cell = Cell(head_dim, mask, 1363, seqlen_q=1111, tokens=2 * 1363, hidden=256)
     judge = GradientJudge.of(cell, cuda)
-    run = backward_ladder.direct_runner(steps.traits(cell, arch.name)[title], arch.name, judge.inputs)
+    run = bwd_runner(steps.traits(cell, arch.name)[title], arch.name, judge.inputs)
     assert judge.complaint(first_call(run, cuda), None) is None

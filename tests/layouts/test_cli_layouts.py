@@ -88,10 +88,23 @@ def test_a_backward_row_has_its_own_lanes_and_the_words_of_its_own_traits(here: 
     assert "K and V" in data["traits"]["FlashFwdSm90"]["kv_stage"]  # not hidden by the backward's
 
 
-def test_a_kernel_that_is_not_drawn_is_refused(here: pathlib.Path) -> None:
-    result = call("--kernel", "bwd", "--arch", "sm_90a", "--head-dim", "256", "-o", "page.html")
-    assert result.exit_code == 2
-    assert "FlashBwdTwoPassSm90 is not drawn; drawn are FlashFwdSm80" in result.stderr
+def test_a_kernel_in_two_passes_has_a_page_for_each(here: pathlib.Path) -> None:
+    chosen = ("--kernel", "bwd", "--arch", "sm_90a", "--head-dim", "256")
+    for options, part, loop in (
+        ((), "pass for dK and dV", "query blocks"),
+        (("--part", "dkv"), "pass for dK and dV", "query blocks"),
+        (("--part", "dq"), "pass for dQ", "key blocks"),
+    ):
+        result = call(*chosen, *options, "--format", "json")
+        assert result.exit_code == 0, result.output
+        scene = json.loads(result.stdout)
+        assert (scene["kernel"]["part"], scene["loop"]) == (part, loop)
+        assert f"FlashBwdTwoPassSm90 · {part} · sm_90a" in scene["title"]
+        assert {one["tensor"] for one in scene["tiles"]} <= {tensor for lane in scene["lanes"] for tensor in lane}
+    refused = call(*chosen, "--part", "dk", "-o", "page.html")
+    assert refused.exit_code == 2 and "FlashBwdTwoPassSm90 has the parts dkv, dq" in refused.stderr
+    refused = call("--arch", "sm_90a", "--head-dim", "64", "--part", "dq", "-o", "page.html")
+    assert refused.exit_code == 2 and "FlashFwdSm90 has no parts" in refused.stderr
     assert names_in(here) == set()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
-from cuteflash.traits.row import TRAITS, FwdRowTraits, TableKey
+from cuteflash.traits.row import TableKey, Traits, kinds_of
 from cuteflash.tune.backend import PEER
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import STAGE_WORDS, compiled_registers, footprint, newest_verdicts, ranked, where_lost
@@ -25,7 +25,7 @@ from cuteflash.tune.results import Run, all_candidates, cells_of, load_runs, mea
 from cuteflash.tune.select import shipped_defaults
 from cuteflash.tune.store import STAGES, Store, Timing, Verdict, candidate_id
 
-SCHEMA = 2
+SCHEMA = 3
 # One letter a candidate and problem: rejected by a stage, timed, neither, or not even compiled.
 STATES = {stage: stage[0] for stage in STAGE_WORDS}
 TIMED, WAITING, UNTOUCHED = "T", "w", "u"
@@ -60,7 +60,7 @@ class Space:
 
     table: TableKey
     head_dims: tuple[int, int]
-    candidates: dict[str, FwdRowTraits]
+    candidates: dict[str, Traits]
 
     @property
     def title(self) -> str:
@@ -116,7 +116,7 @@ def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
     """The scope's candidates that were judged for the target."""
     judged = {verdict.candidate for verdict in store.verdicts(target=target)}
     judged |= {timing.candidate for timing in store.timings(target=target)}
-    groups: dict[tuple[TableKey, tuple[int, int]], dict[str, FwdRowTraits]] = {}
+    groups: dict[tuple[TableKey, tuple[int, int]], dict[str, Traits]] = {}
     for name, traits in all_candidates(store).items():  # by id
         if name in judged:
             table = TableKey(traits.operation, target, traits.family)
@@ -181,7 +181,7 @@ def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Se
         "head_dim": space.head_dims[0],
         "head_dim_v": space.head_dims[1],
         "ids": list(number),
-        "traits": trait_columns(TRAITS[space.table.operation, space.table.family], list(space.candidates.values())),
+        "traits": trait_columns(kinds_of(space.table.operation, space.table.family), list(space.candidates.values())),
         "costs": costs,
         "shipped": [number[name] for name in number if name in rows],
         "base": base,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from cuteflash.traits.docs import attribute_docs
-from cuteflash.traits.row import FwdRowTraits
+from cuteflash.traits.row import KINDS, Traits
+from cuteflash.traits.values import default_values, field_types, values_of
 from cuteflash.tune.results import Run
 from cuteflash.tune.worker import plain
 
+KIND_DOC = "the kernel, as the function is called that makes its rows."
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)")
 DIGITS = 5  # of a time: a hundredth of what two runs of one kernel differ by
 FINE = 10_000  # parts of a time in which the ends of its interval are counted
@@ -40,23 +41,36 @@ class Reasons:
         return [self._numbers[template], *found]
 
 
-def trait_columns(kind: type[FwdRowTraits], candidates: Sequence[FwdRowTraits]) -> list[dict[str, Any]]:
-    """For each field of a family's traits: name, doc, default (if it has one), sorted values, and `column`.
+def trait_columns(kinds: Collection[str], candidates: Sequence[Traits]) -> list[dict[str, Any]]:
+    """For `kind` and each field of the traits of some kinds: name, doc, defaults by kind, sorted values, and `column`.
 
     That has a character for each candidate: the index of its value, from "0" on. It is empty if all have one value.
+    Traits whose kind does not have a field have the value None, which comes last.
     """
-    words = attribute_docs(kind)
+    every = [values_of(one) for one in candidates]
     columns = []
-    for field in dataclasses.fields(kind):
-        own = [getattr(one, field.name) for one in candidates]
-        values = sorted(set(own))
+    for name in dict.fromkeys(["kind", *(field for kind in kinds for field in field_types(kind))]):
+        own = [values.get(name) for values in every]
+        values = sorted(set(own), key=lambda value: (value is None, value))
         index = {value: number for number, value in enumerate(values)}
-        column: dict[str, Any] = {"name": field.name, "doc": words.get(field.name, ""), "values": values}
-        if field.default is not dataclasses.MISSING:
-            column["default"] = field.default
         letters = "".join(chr(ord("0") + index[value]) for value in own)
-        columns.append(column | {"column": letters if len(values) > 1 else ""})
+        defaults = {kind: default_values(kind) for kind in kinds}
+        columns.append(
+            {
+                "name": name,
+                "doc": KIND_DOC if name == "kind" else _doc(name, kinds),
+                "defaults": {kind: known[name] for kind, known in defaults.items() if name in known},
+                "values": values,
+                "column": letters if len(values) > 1 else "",
+            }
+        )
     return columns
+
+
+def _doc(name: str, kinds: Iterable[str]) -> str:
+    """What the kinds that have a field say of it, each text once."""
+    texts = (attribute_docs(KINDS[kind]).get(name, "") for kind in kinds)
+    return " / ".join(dict.fromkeys(text for text in texts if text))
 
 
 def short(value: float | None) -> float | None:

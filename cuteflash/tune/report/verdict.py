@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import FwdRowTraits
+from cuteflash.traits.row import Traits
 from cuteflash.tune.explain import percent, title
 from cuteflash.tune.peers import PEERS
 from cuteflash.tune.report.slots import FIRST, INCOMPLETE, REPLACED, UNCOMPARED
@@ -26,10 +26,10 @@ Facts = Mapping[str, Any]
 
 def headline(spaces: Sequence[Facts]) -> list[str]:
     """The verdict on all spaces of a page, a sentence for each kernel family; without any timing on the candidates."""
-    families: dict[str, list[Facts]] = {}
+    families: dict[str, list[Facts]] = {}  # by the space's title without its head dims
     for space in spaces:
         if space["slots"]:
-            families.setdefault(space["family"], []).extend(space["slots"])
+            families.setdefault(space["title"].rpartition(" ")[0], []).extend(space["slots"])
     if not families:
         considered = sum(len(space["ids"]) for space in spaces)
         left = sum(clocks is not None for space in spaces for clocks in space["costs"]["clocks"])
@@ -74,7 +74,7 @@ def _peers(slots: Sequence[Facts]) -> list[str]:
     return [", ".join(words)] if words else []
 
 
-def estimated(candidates: Mapping[str, FwdRowTraits], scores: Sequence[float | None], shipped: Collection[str]) -> str:
+def estimated(candidates: Mapping[str, Traits], scores: Sequence[float | None], shipped: Collection[str]) -> str:
     """What the analytic score says of candidates that were never timed.
 
     Args:

@@ -55,8 +55,8 @@ const R = { ...Base };
 
   const minus = (text) => text.replace("-", "−");
 
-  /** Any value of a trait. */
-  const value = (one) => (one === true ? "on" : one === false ? "off" : String(one));
+  /** Any value of a trait; null is that of a candidate of a kind without it. */
+  const value = (one) => ({ true: "on", false: "off", null: "–" })[one] ?? String(one);
 
   /** "2026-03-02 09:30" of a moment in ISO form. */
   const moment = (text) => text.slice(0, 16).replace("T", " ");

@@ -16,16 +16,16 @@
   const fact = (name, ...value) => h("div", null, h("dt", null, name), h("dd", null, value));
 
   function traits(space, who) {
-    return space.traits.map((trait) => {
-      const value = R.model.valueOf(trait, who);
-      const own = !("default" in trait) || value !== trait.default;
-      return h(
-        "span",
-        { class: own ? "own" : "", title: trait.doc },
-        `${trait.name} `,
-        h("b", null, words.value(value)),
+    return R.model
+      .traitsOf(space, who)
+      .map((trait) =>
+        h(
+          "span",
+          { class: R.model.isOwn(space, trait, who) ? "own" : "", title: trait.doc },
+          `${trait.name} `,
+          h("b", null, words.value(R.model.valueOf(trait, who))),
+        ),
       );
-    });
   }
 
   function costs(space, who) {

@@ -37,12 +37,21 @@
   /** A candidate's value of a trait. */
   const valueOf = (trait, who) => trait.values[trait.column[who]];
 
-  /** A candidate in few words: its tile, and every trait that is not the default. */
+  /** The traits that a candidate has: others belong to another kind. */
+  const traitsOf = (space, who) => space.traits.filter((trait) => valueOf(trait, who) !== null);
+
+  /** Whether a candidate's value of a trait is another one than its kind's default, or there is no default. */
+  const isOwn = (space, trait, who) =>
+    valueOf(trait, who) !== trait.defaults[valueOf(traitNamed(space, "kind"), who)];
+
+  /** A candidate in few words: its kind if there are several, its tile, and every trait that is not the default. */
   function title(space, who) {
-    const words = [`${valueOf(traitNamed(space, "tile_m"), who)}x${valueOf(traitNamed(space, "tile_n"), who)}`];
-    for (const trait of space.traits) {
+    const kind = traitNamed(space, "kind");
+    const words = kind.values.length > 1 ? [valueOf(kind, who)] : [];
+    words.push(`${valueOf(traitNamed(space, "tile_m"), who)}x${valueOf(traitNamed(space, "tile_n"), who)}`);
+    for (const trait of traitsOf(space, who)) {
       const value = valueOf(trait, who);
-      if ("default" in trait && value !== trait.default) {
+      if (valueOf(kind, who) in trait.defaults && isOwn(space, trait, who)) {
         words.push(value === true ? trait.name : `${trait.name}=${value === false ? "False" : value}`);
       }
     }
@@ -249,6 +258,8 @@
     stateWords,
     traitNamed,
     valueOf,
+    traitsOf,
+    isOwn,
     title,
     stateOf,
     reasonOf,

@@ -1,0 +1,126 @@
+"""Which traits a sweep of the backward considers, as `cuteflash.traits.candidates` does for the forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90, DqShare
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.candidates import AMPERE, changed, runs_somewhere
+
+SM80_TILE_M, SM80_TILE_N = (32, 64, 128), (32, 64, 128)
+SM80_WARPS = (4, 8)
+SM80_STAGES = (1, 2)
+SM80_MAX_BLOCKS = 3
+SM80_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"double_buffer": False}, {"fresh_addresses": True})
+
+SM90_TILE_M = range(48, 145, 16)
+SM90_TILE_N = (64, 128, 192)
+SM90_STAGES = (1, 2, 3)
+SM90_KEYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"k_in_regs": True},
+    {"v_in_regs": True},
+    {"k_in_regs": True, "v_in_regs": True},
+)
+
+TWO_PASS_TILE_M = range(16, 129, 16)
+TWO_PASS_TILE_N = (64, 128)
+DQ_TILE_N = range(32, 129, 16)
+DQ_STAGES = (1, 2, 3, 4)
+# The passes of a candidate are launched one after the other, so that the best of each make the best pair. All forms of
+# one pass are therefore combined with a few of the other, of which one or the other runs at every head dim.
+DKV_FORMS: tuple[dict[str, Any], ...] = ({"tile_m": 64}, {"tile_m": 48})
+DQ_FORMS: tuple[dict[str, Any], ...] = ({"k_stage": 2, "v_stage": 2}, {"k_stage": 2, "v_stage": 1})
+
+
+def bwd_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm80]:
+    """Backward candidates of the sm80 family for padded head dims; some come twice."""
+    for tile_m, tile_n, warps, stages in itertools.product(SM80_TILE_M, SM80_TILE_N, SM80_WARPS, SM80_STAGES):
+        plain = BwdTraitsSm80(tile_m, tile_n, head_dim, head_dim_v, num_warps=warps, stages=stages)
+        for division in _divisions(warps):
+            yield from _variants(dataclasses.replace(plain, **division))
+
+
+def _divisions(warps: int) -> Iterator[dict[str, Any]]:
+    """How the warps of a block divide the products.
+
+    S, dP, dV and dK have keys as rows, most of a block's, so that few warps lie along their columns.
+    """
+    along_keys = (warps // 4, warps // 2, warps)
+    for s_warps, dkv_warps, dq_warps in itertools.product(along_keys, along_keys, (1, 2, 4)):
+        yield {"s_warps": s_warps, "dkv_warps": dkv_warps, "dq_warps": dq_warps}
+
+
+def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
+    """A division, dQ added both ways; more resident blocks if that changes code, and switches of the plain form."""
+    yield base
+    if not runs_somewhere(base):
+        return
+    limits = set()
+    deeper = dataclasses.replace(base, stages=SM80_STAGES[-1])
+    deepest = base == deeper or deeper.check(AMPERE) is not None
+    for blocks in range(1, SM80_MAX_BLOCKS + 1):
+        traits = dataclasses.replace(base, blocks_per_sm=blocks)
+        limit = traits.register_limit(AMPERE)
+        if limit in limits:
+            continue
+        limits.add(limit)
+        if not runs_somewhere(traits):
+            yield traits
+            return
+        for vector_add in (False, True):
+            added = dataclasses.replace(traits, vector_add=vector_add)
+            yield from changed(added, SM80_SWITCHES if deepest and blocks == 1 else SM80_SWITCHES[:1])
+
+
+def bwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90 | BwdTwoPassTraitsSm90]:
+    """Backward candidates of the sm90 family for padded head dims, in one pass and in two; some come twice."""
+    yield from _one_pass(head_dim, head_dim_v)
+    yield from _two_passes(head_dim, head_dim_v)
+
+
+def _one_pass(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90]:
+    shares: tuple[DqShare, ...] = typing.get_args(DqShare)
+    for tile_m, tile_n, dq in itertools.product(SM90_TILE_M, SM90_TILE_N, shares):
+        shallow = BwdTraitsSm90(tile_m, tile_n, head_dim, head_dim_v, q_stage=1, do_stage=1, dq=dq)
+        yield shallow
+        if runs_somewhere(shallow):
+            for switched, q_stage, do_stage in itertools.product(_switched(shallow), SM90_STAGES, SM90_STAGES):
+                base = dataclasses.replace(switched, q_stage=q_stage, do_stage=do_stage)
+                yield from changed(base, SM90_KEYS) if runs_somewhere(base) else (base,)
+
+
+def _switched(plain: BwdTraitsSm90) -> list[BwdTraitsSm90]:
+    """Traits as they are, and with one or two things otherwise: a switch turned, or one more tile in flight of what is
+    not multiplied out."""
+    others: dict[str, Any] = {}
+    for field in dataclasses.fields(plain):
+        if isinstance(field.default, bool) and not any(field.name in keys for keys in SM90_KEYS):
+            others[field.name] = not field.default
+        elif field.name.endswith("_stage") and field.name not in ("q_stage", "do_stage"):
+            others[field.name] = getattr(plain, field.name) + 1
+    chosen = [some for count in range(3) for some in itertools.combinations(others.items(), count)]
+    return [dataclasses.replace(plain, **dict(some)) for some in chosen]
+
+
+def _two_passes(head_dim: int, head_dim_v: int) -> Iterator[BwdTwoPassTraitsSm90]:
+    for tile_m, tile_n in itertools.product(TWO_PASS_TILE_M, TWO_PASS_TILE_N):
+        shallow = BwdTwoPassTraitsSm90(tile_m, tile_n, head_dim, head_dim_v, q_stage=2, do_stage=2, **DQ_FORMS[-1])
+        yield shallow
+        if runs_somewhere(shallow):
+            for q_stage, do_stage in itertools.product(SM90_STAGES, SM90_STAGES):
+                base = dataclasses.replace(shallow, q_stage=q_stage, do_stage=do_stage)
+                yield from changed(base, DQ_FORMS)
+    base = BwdTwoPassTraitsSm90(64, 64, head_dim, head_dim_v)
+    for dq_tile_n, k_stage, v_stage in itertools.product(DQ_TILE_N, DQ_STAGES, DQ_STAGES):
+        form = dataclasses.replace(base, dq_tile_n=dq_tile_n, k_stage=k_stage, v_stage=v_stage)
+        for traits in changed(form, DKV_FORMS):
+            yield traits
+            if runs_somewhere(traits):
+                yield dataclasses.replace(traits, pingpong=False)
