@@ -10,6 +10,7 @@ from cuteflash.compile.resources import Resources
 from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.base import SmemRegion
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80
@@ -85,13 +86,18 @@ def _registers(
     else:
         consumers = CONSUMERS if isinstance(traits, BwdTwoPassTraitsSm90) else traits.mma_warpgroups
         # Warpgroups that compute different things have fragments of their own.
-        first_threads = list(dict.fromkeys(fragment.first_thread for fragment in fragments))
+        dq_regs = traits.dq_regs if isinstance(traits, BwdTraitsSm90) else 0
+        of_dq = tuple(fragment for fragment in fragments if dq_regs and fragment.tensor == "dQ")
+        shared = tuple(fragment for fragment in fragments if fragment not in of_dq)
+        first_threads = list(dict.fromkeys(fragment.first_thread for fragment in shared))
         alike = consumers // len(first_threads)
         roles = []
         for number, first in enumerate(first_threads):
-            parts = _live_parts(traits, tuple(fragment for fragment in fragments if fragment.first_thread == first))
+            parts = _live_parts(traits, tuple(fragment for fragment in shared if fragment.first_thread == first))
             name = "consumer warpgroup" if len(first_threads) == 1 else f"consumer warpgroup {number}"
             roles.append(_role(name, alike, alike * WARPGROUP, traits.mma_regs, parts))
+        if of_dq:
+            roles.insert(0, _role("dQ warpgroup", 1, WARPGROUP, dq_regs, _live_parts(traits, of_dq)))
         if traits.num_threads > consumers * WARPGROUP:
             roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, []))
     compiled = None

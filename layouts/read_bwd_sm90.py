@@ -30,6 +30,7 @@ class ReaderBwdSm90:
     loop: Final = "query blocks"
 
     def __init__(self, kernel: Any) -> None:
+        from cuteflash.kernels.sm90.bwd_dq_product import make_dq_product
         from cuteflash.kernels.sm90.bwd_warpgroup import make_products
 
         self.kernel = kernel
@@ -38,10 +39,14 @@ class ReaderBwdSm90:
         t = self.traits
         sizes: dict[Axis, int] = {"m": t.tile_m, "n": t.tile_n, "d": t.head_dim, "e": t.head_dim_v}
         self.frame = Frame(sizes, t.mma_warpgroups, WARPGROUP, WARPGROUP, split="n")
-        shares: dict[str, Axis | None] = {"rows": "m", "columns": "d", "transposed": "d", "turns": None}
-        self.dq_frame = dataclasses.replace(self.frame, split=shares[t.dq])
+        shares: dict[str, Axis | None] = {"rows": "m", "columns": "d", "transposed": "d"}
+        self.dq_frame = dataclasses.replace(self.frame, split=shares.get(t.dq))
+        if t.is_dq_apart:
+            first_thread = (1 + t.mma_warpgroups) * WARPGROUP
+            self.dq_frame = dataclasses.replace(self.dq_frame, groups=1, first_thread=first_thread)
         self.smem = kernel.make_tiles(smem_start())
         self.held = make_products(kernel, self.smem, 0, 0)
+        self.held_dq = make_dq_product(kernel, self.smem, 0, 0)
         self.of = self._operands()
         shared = {tile.id: tile for tile in self.tiles() if tile.space == "shared"}
         self.draw = HopperSteps(self.frame, shared, self.problem.operands.qk_dtype)
@@ -66,15 +71,26 @@ class ReaderBwdSm90:
         }
 
     def roles(self) -> tuple[Role, ...]:
-        """The producer warpgroup, then the consumers."""
+        """The producer warpgroup, then the consumers, then a warpgroup for dQ if there is one."""
         traits = self.traits
         adders = ", ".join(str(1 + part) for part in range(traits.mma_warpgroups))
-        does = f"warp 0 issues every TMA load, warps {adders} add dQ to memory, one for each consumer warpgroup"
+        what = "one for each consumer warpgroup" if not traits.is_dq_apart else "in turns"
+        does = (
+            f"warp 0 issues every TMA load, warps {adders} add dQ to memory, {what}, "
+            f"warp {self._storing_warp} stores dK and dV"
+        )
         consumers = (
             Role(f"consumer {i}", (1 + i) * WARPGROUP, WARPGROUP, f"keys {i * WGMMA_M} to {i * WGMMA_M + WGMMA_M - 1}")
             for i in range(traits.mma_warpgroups)
         )
-        return (Role("producer", 0, WARPGROUP, does), *consumers)
+        first = self.dq_frame.first_thread
+        apart = (Role("dQ", first, WARPGROUP, "dQ of every step"),) if traits.is_dq_apart else ()
+        return (Role("producer", 0, WARPGROUP, does), *consumers, *apart)
+
+    @property
+    def _storing_warp(self) -> int:
+        """The producer's warp that stores dK and dV."""
+        return 1 + self.traits.mma_warpgroups
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
@@ -91,7 +107,7 @@ class ReaderBwdSm90:
             v,
             shared_tile("dO", kernel.smem_layout_do(), plan["do"].start, True, do_note),
             shared_tile("dS", kernel.smem_layout_ds(), plan["ds"].start, True, ds_note),
-            self._dq_tile("sdQ", "shared", plan["dq"].start, self.traits.dq == "turns"),
+            self._dq_tile("sdQ", "shared", plan["dq"].start, self.traits.is_dq_whole),
             dataclasses.replace(v, id="sdV", tensor="dV", note="In the place of V, which has been read."),
             dataclasses.replace(k, id="sdK", tensor="dK", note="In the place of K, which has been read."),
         )
@@ -121,20 +137,19 @@ class ReaderBwdSm90:
 
     def _dq_owners(self) -> Layout:
         """(thread, register element) to element of dQ, of all threads that hold a tile together."""
-        acc = self.dq_frame.fragment("acc_dQ", self.of["dQ"][2], self.held.acc_dQ, "").tv
-        return concatenate(acc.mode(0).mode(0), acc.mode(1)) if self.dq_frame.split is None else acc
+        acc = self.dq_frame.fragment("acc_dQ", self.of["dQ"][2], self.held_dq.acc, "").tv
+        return concatenate(acc.mode(0).mode(0), acc.mode(1)) if self.traits.dq == "turns" else acc
 
     def fragments(self) -> tuple[Fragment, ...]:
         """Operands and accumulators in registers; products read other operands from shared memory."""
         held, of, make = self.held, self.of, self.frame.fragment
-        overlap = self.traits.overlap
         transposed = "Held transposed, keys as the product's rows: four neighbouring lanes hold a key's row together."
         rounded = "rounded: already in the threads that need it for A of the next product."
         whose = {
-            None: "Whole tiles in turns: one warpgroup in even steps, the other in odd ones.",
-            "m": "Each warpgroup has half of the rows.",
-            "d": "Each warpgroup has half of the columns.",
-        }[self.dq_frame.split]
+            "turns": "Whole tiles in turns: one warpgroup in even steps, the other in odd ones.",
+            "apart": "Whole tiles, in a warpgroup that does nothing else.",
+            "rows": "Each warpgroup has half of the rows.",
+        }.get(self.traits.dq, "Each warpgroup has half of the columns.")
         stays = "Summed up over all query blocks."
         kept = "Stays for the whole tile."
         keys = (make("rK", of["S"][0], held.tSrK, kept),) if self.traits.k_in_regs else ()
@@ -145,10 +160,12 @@ class ReaderBwdSm90:
             make("acc_S", of["S"][2], held.acc_S, transposed),
             make("rP", of["dV"][0], held.tVrP, f"P, {rounded}"),
             make("acc_dP", of["dP"][2], held.acc_dP, transposed),
-            make("rdS", of["dK"][0], held.tKrdS, f"dS, {rounded}", "" if overlap else "acc_dP"),
+            make("rdS", of["dK"][0], held.tKrdS, f"dS, {rounded}", "acc_dP"),
             make("acc_dV", of["dV"][2], held.acc_dV, stays),
             make("acc_dK", of["dK"][2], held.acc_dK, stays),
-            self.dq_frame.fragment("acc_dQ", of["dQ"][2], held.acc_dQ, whose, "" if overlap else "acc_S"),
+            self.dq_frame.fragment(
+                "acc_dQ", of["dQ"][2], self.held_dq.acc, whose, "" if self.traits.is_dq_apart else "acc_S"
+            ),
         )
 
     def steps(self) -> tuple[Step, ...]:
@@ -157,13 +174,7 @@ class ReaderBwdSm90:
         load_k, load_q, load_v, load_do = load_steps(self.draw, self.kernel, self.smem, LOADER)
         s, dp, dv, dk, dq = self._products()
         rp, rds = self.of["dV"][0], self.of["dK"][0]
-        p: tuple[Step, ...]
-        ds: tuple[Step, ...]
-        if self.traits.overlap:
-            p = (gradient.exponentials_in_place(),)
-            ds = (gradient.differentiate_in_place(), gradient.convert(rp, "acc_S"), gradient.convert(rds, "acc_dP"))
-        else:
-            p, ds = (gradient.exponentials(rp),), (gradient.differentiate(rp, rds),)
+        p, ds = gradient.exponentials(rp), gradient.differentiate(rp, rds)
         copy_ds = self.kernel.copy_ds()
         stage_ds = self.draw.stage(
             "dS",
@@ -177,7 +188,7 @@ class ReaderBwdSm90:
         fetch_k = (fetch("K", self.kernel.copy_k()),) if self.traits.k_in_regs else ()
         fetch_v = (fetch("V", self.kernel.copy_v()),) if self.traits.v_in_regs else ()
         return (
-            *(load_k, *fetch_k, load_q, s, *p, load_v, *fetch_v, load_do, dp, *ds, dv, stage_ds, dk, dq),
+            *(load_k, *fetch_k, load_q, s, p, load_v, *fetch_v, load_do, dp, ds, dv, stage_ds, dk, dq),
             self._store_dq(),
             self._add_dq(),
             *self._epilogue(),
@@ -185,16 +196,16 @@ class ReaderBwdSm90:
 
     def _products(self) -> tuple[Step, ...]:
         """The five products, with the time of their issue according to the traits."""
-        held, overlap, turn = self.held, self.traits.overlap, self.traits.pingpong
-        first = "Issued in the warpgroup's turn." if turn and not overlap else "Issued at the start of a step."
-        beside = "Beside the next step's scores." if overlap else ""
+        held, apart = self.held, self.traits.is_dq_apart
+        first = "Issued in the warpgroup's turn." if self.traits.pingpong else "Issued at the start of a step."
+        late = "Of the step before: the other warpgroup's dS has had a step of time to arrive."
         when, of = When("loop", STEP, WARPGROUPS), self.of
         parts = {
             "S": (("rK", None) if self.traits.k_in_regs else ("sK", held.tSrK), ("sQ", held.tSrQ)),
             "dP": (("rV", None) if self.traits.v_in_regs else ("sV", held.tPrV), ("sdO", held.tPrdO)),
             "dV": (("rP", None), ("sdO", held.tVrdO)),
             "dK": (("rdS", None), ("sQ", held.tKrQ)),
-            "dQ": (("sdS", held.tQrdS), ("sK", held.tQrK)),
+            "dQ": (("sdS", self.held_dq.of_ds), ("sK", self.held_dq.of_k)),
         }
         is_transposed = self.traits.dq == "transposed"
         if is_transposed:
@@ -202,11 +213,11 @@ class ReaderBwdSm90:
         told = {
             "S": ("Sᵀ = K Qᵀ", first),
             "dP": ("dPᵀ = V dOᵀ", "Runs beside the exponentials of S."),
-            "dV": ("dV += Pᵀ dO", beside or "Issued as soon as P is rounded; beside dS."),
-            "dK": ("dK += dSᵀ Q", beside or "Beside the copies of dS and of dQ to shared memory."),
+            "dV": ("dV += Pᵀ dO", "Issued as soon as P is rounded; beside dS."),
+            "dK": ("dK += dSᵀ Q", f"Beside the copies of dS {'' if apart else 'and of dQ '}to shared memory."),
             "dQ": (
                 "dQᵀ = Kᵀ dSᵀ" if is_transposed else "dQ = dS K",
-                "Of the step before: the other warpgroup's dS has had a step of time to arrive.",
+                "As soon as the consumers have written dS, beside their next step." if apart else late,
             ),
         }
         found = []
@@ -218,13 +229,16 @@ class ReaderBwdSm90:
                 Factor(of[name][2], f"acc_{name}"),
             )
             more = {"frame": self.dq_frame} if name == "dQ" else {}
-            found.append(self.draw.product(f"wgmma_{name.lower()}", title, factors, when, note, **more))
+            issued = dataclasses.replace(when, role="the dQ warpgroup") if name == "dQ" and apart else when
+            found.append(self.draw.product(f"wgmma_{name.lower()}", title, factors, issued, note, **more))
         return tuple(found)
 
     def _store_dq(self) -> Step:
         """Fragments to shared memory, for the warps that add them."""
-        tv = self.dq_frame.fragment("acc_dQ", self.of["dQ"][2], self.held.acc_dQ, "").tv
-        registers = tv.mode(1)
+        tv = self.dq_frame.fragment("acc_dQ", self.of["dQ"][2], self.held_dq.acc, "").tv
+        registers, first = tv.mode(1), self.dq_frame.first_thread
+        apart = self.traits.is_dq_apart
+        note = "Each thread stores 16 bytes beside its neighbour's, so that no bank is hit twice."
         chunk, rest = composition(registers, Layout((CHUNK, registers.size() // CHUNK))).modes()
         split = concatenate(tv.mode(0), chunk, rest)
         return Step(
@@ -232,14 +246,14 @@ class ReaderBwdSm90:
             "dQ: registers → shared memory",
             "st.shared",
             "st.shared.v4.f32",
-            "every consumer thread",
+            "every thread of the dQ warpgroup" if apart else "every consumer thread",
             STEP,
             "loop",
             (
-                Touch("acc_dQ", "read", split, WARPGROUP),
-                Touch("sdQ", "write", split, WARPGROUP, lane_bytes=CHUNK * FP32),
+                Touch("acc_dQ", "read", split, first),
+                Touch("sdQ", "write", split, first, lane_bytes=CHUNK * FP32),
             ),
-            "Of the step before. Each thread stores 16 bytes beside its neighbour's, so that no bank is hit twice.",
+            note if apart else f"Of the step before. {note}",
         )
 
     def _add_dq(self) -> Step:
@@ -268,7 +282,7 @@ class ReaderBwdSm90:
     def _epilogue(self) -> tuple[Step, ...]:
         """dV and dK to shared memory, then to global memory."""
         kernel, tma, smem = self.kernel, make_example_tma(self.kernel), self.smem
-        staging, storing = When("epilogue", TILE), When("epilogue", TILE, "one warp of consumer 0")
+        staging, storing = When("epilogue", TILE), When("epilogue", TILE, f"warp {self._storing_warp}")
         copies = (
             ("dV", kernel.copy_dv(), tma.store_dv, tma.gdV, smem.sV, "Rounded, into the place of V."),
             ("dK", kernel.copy_dk(), tma.store_dk, tma.gdK, smem.sK, "Scaled and rounded, into the place of K."),

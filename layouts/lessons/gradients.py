@@ -1,7 +1,8 @@
 """The lesson on the backward: a model of its steps' timeline, and the sum that delta replaces.
 
-The order of issue is that of `step` and `step_overlapped` (`cuteflash/kernels/sm90/bwd_mma.py`). The model leaves out
-latencies, masks, conversions, copies to shared memory and the additions in memory.
+The order of issue is that of `step` (`cuteflash/kernels/sm90/bwd_mma.py`) and `compute_dq`
+(`cuteflash/kernels/sm90/bwd_dq_product.py`). The model leaves out latencies, masks, conversions, copies to shared
+memory and the additions in memory.
 """
 
 from __future__ import annotations
@@ -51,10 +52,8 @@ def row_traits(head_dim: int) -> BwdTraitsSm90:
 
 
 def clocks(traits: BwdTraitsSm90) -> dict[str, tuple[str, int]]:
-    """(unit, clocks) of each task of one warpgroup's step; a dQ that takes turns counts half in each step."""
-    rows, cols = traits.dq_part
+    """(unit, clocks) of each task of one warpgroup's step; dQ is that of all keys of a block."""
     pairs = WGMMA_M * traits.tile_m
-    whole = rows * cols // (traits.mma_warpgroups if traits.dq == "turns" else 1)
 
     def product(outputs: int, extent: int) -> tuple[str, int]:
         return TENSOR, 2 * outputs * extent // FLOPS_PER_CLOCK
@@ -64,42 +63,36 @@ def clocks(traits: BwdTraitsSm90) -> dict[str, tuple[str, int]]:
         "dP": product(pairs, traits.head_dim_v),
         "dV": product(pairs, traits.head_dim_v),
         "dK": product(pairs, traits.head_dim),
-        "dQ": product(whole, traits.tile_n),
+        "dQ": product(traits.tile_m * traits.head_dim, traits.tile_n),
         "exp": (EXPONENTIAL, pairs // EXPONENTIALS_PER_CLOCK),
         "dS": (FP32, pairs * DIFFERENTIATE // FP32_PER_CLOCK),
     }
 
 
-def issue_order(overlap: bool) -> list[tuple[str, int]]:
-    """(what, step) of one warpgroup in its order of issue."""
+def issue_order(apart: bool) -> list[tuple[str, int]]:
+    """(what, step) of one consumer warpgroup in its order of issue; dQ is not its work if that is `apart`."""
     order: list[tuple[str, int]] = []
     for step in range(STEPS):
-        last = step - 1
-        if overlap:
-            before = [("dV", last), ("dK", last), ("dQ", last)] if step else []
-            order += [("S", step), ("dP", step), *before, ("exp", step), ("dS", step)]
-        else:
-            dq = [("dQ", last)] if step else []
-            order += [("S", step), ("dP", step), ("exp", step), ("dV", step), ("dS", step), *dq, ("dK", step)]
-    last = STEPS - 1
-    return [*order, *([("dV", last), ("dK", last)] if overlap else []), ("dQ", last)]
+        dq = [("dQ", step - 1)] if step and not apart else []
+        order += [("S", step), ("dP", step), ("exp", step), ("dV", step), ("dS", step), *dq, ("dK", step)]
+    return [*order, *([] if apart else [("dQ", STEPS - 1)])]
 
 
-def tasks(traits: BwdTraitsSm90, overlap: bool, pingpong: bool) -> list[Task]:
-    """The work of `STEPS` query blocks in each warpgroup's own order."""
+def tasks(traits: BwdTraitsSm90, apart: bool, pingpong: bool) -> list[Task]:
+    """The work of `STEPS` query blocks in each warpgroup's own order; one more computes dQ if that is `apart`."""
     units, groups = clocks(traits), traits.mma_warpgroups
+    orders = [issue_order(apart)] * groups + ([[("dQ", step) for step in range(STEPS)]] if apart else [])
     found = []
-    for wg in range(groups):
+    for wg, order in enumerate(orders):
         queue: list[Key] = []  # products of a warpgroup run in the order of issue
-        for what, step in issue_order(overlap):
+        for what, step in order:
             unit, cost = units[what]
             after = queue[-1:] if unit == TENSOR else []
             after += [(wg, needed, step) for needed in NEEDS[what]]
-            if what == "dQ":  # of all warpgroups' dS
+            if what == "dQ":  # of all consumers' dS, and a part of it each
                 after += [(other, "dS", step) for other in range(groups)]
+                cost //= 1 if apart else groups
             if what in ("S", "dP") and step:  # overwrites what the step before held
-                after.append((wg, "dS", step - 1))
-            if what == "exp" and step and overlap:
                 after.append((wg, "dS", step - 1))
             if what == "S" and pingpong:
                 turn = (wg - 1, "exp", step) if wg else (groups - 1, "exp", step - 1)
@@ -139,19 +132,19 @@ def example() -> dict[str, Any]:
 
 
 def gradient_data() -> dict[str, Any]:
-    """Schedules of every choice, by head dim and then "overlap pingpong" as "0 1", and the small example."""
+    """Schedules of every choice, by head dim and then "apart pingpong" as "0 1", and the small example."""
     found: dict[str, Any] = {}
     for head_dim in HEAD_DIMS:
         traits = row_traits(head_dim)
         found[str(head_dim)] = {
             "traits": dataclasses.asdict(traits),
+            "apart": traits.is_dq_apart,
             "warpgroups": traits.mma_warpgroups,
             "clocks": {what: cost for what, (_, cost) in clocks(traits).items()},
             "schedules": {
-                f"{overlap:d} {turns:d}": spans_data(simulate(tasks(traits, overlap, turns)))
-                for overlap in (False, True)
+                f"{apart:d} {turns:d}": spans_data(simulate(tasks(traits, apart, turns)))
+                for apart in (False, True)
                 for turns in (False, True)
-                if not (overlap and turns)
             },
         }
     return {"steps": STEPS, "head_dims": found, "example": example()}

@@ -85,7 +85,8 @@
       const orders = [
         ["0 0", "as it comes"],
         ["0 1", "ping-pong"],
-        ["1 0", "overlap"],
+        ["1 0", "dQ apart"],
+        ["1 1", "both"],
       ];
       this.order = this.shipped;
       this.orders = choice("order", orders, this.order, (key) => {
@@ -104,7 +105,7 @@
         },
       );
       this.element = figure(
-        `${this.data.steps} steps of two warpgroups: a model`,
+        `${this.data.steps} steps of a block: a model`,
         [dimChoice, this.orders],
         this.host,
         this.line,
@@ -119,8 +120,8 @@
 
     /** The order of the shipped row. */
     get shipped() {
-      const { overlap, pingpong } = this.data.head_dims[this.dim].traits;
-      return `${Number(overlap)} ${Number(pingpong && !overlap)}`;
+      const { apart, traits } = this.data.head_dims[this.dim];
+      return `${Number(apart)} ${Number(traits.pingpong)}`;
     }
 
     #show() {
@@ -129,7 +130,7 @@
       const longest = Math.max(...Object.values(schedules).map((one) => one.clocks));
       const beside = { name: "pointwise", tasks: { exp: "exp", dS: "dS" } };
       this.host.replaceChildren(
-        CF.lessons.timeline(schedule, { groups: warpgroups, longest, beside, unit: "query block" }),
+        CF.lessons.timeline(schedule, { groups: warpgroups + (this.order[0] === "1"), longest, beside, unit: "query block" }),
       );
       const shipped = this.order === this.shipped ? " It is the order of the shipped row." : "";
       this.line.textContent = `${traits.tile_m} queries a block: a product takes ${clocks.S} clocks, the exponentials ${clocks.exp}. ${CF.number(schedule.clocks)} clocks, tensor cores busy ${Math.round(schedule.tensor * 100)} %.${shipped}`;
@@ -141,6 +142,7 @@
     columns: "each warpgroup computes half of the columns of every dQ tile",
     transposed: "each warpgroup computes half of the columns of every dQ tile, as rows of dQᵀ = Kᵀ dSᵀ",
     turns: "the warpgroups compute whole dQ tiles, one in even steps and one in odd ones",
+    apart: "a third warpgroup computes every dQ tile",
   };
 
   CF.lessons.add({
@@ -177,7 +179,7 @@
         prose(`Scores are held transposed, keys as rows. The accumulator of Sᵀ then has the layout that operand A of
           dV += Pᵀ dO needs: P is rounded in place and goes from the registers of one product to the next without a
           copy. So does dS for dK. Only dQ = dS K sums over keys, which are in both warpgroups: dS goes to shared memory,
-          transposed on the way, and a barrier lets each warpgroup read what the other wrote.`),
+          transposed on the way, and a barrier lets a warpgroup read what others wrote.`),
         figure("acc_S: keys are rows of the product", null, kit.panel("backward", "acc_S", { color: "owner" })),
         prose(`dQ is a sum over key blocks, and those are different thread blocks. One way is to add up in memory:
           ${SHARES[traits.dq]}; each tile waits in shared memory for a producer warp, which adds it to an fp32 sum by one
@@ -191,16 +193,17 @@
           every run gives the same bits. Wide heads take two passes: their key tiles are so small that the additions
           would take longer than the products.`),
         figure("sdQ: the order in which the threads hold it", null, kit.panel("backward", "sdQ", { color: "owner" })),
-        prose(`The pointwise part, exponentials and dS, has to run beside products. Within a warpgroup dQ of a step is
-          issued in the next one, so that the wait for the other's dS costs nothing. With \`pingpong\` a warpgroup issues
-          the first products of a step only in its turn: its exponentials fall into the other's products. With
-          \`overlap\` everything that needs P and dS runs beside the next step's scores, which takes more registers.`),
+        prose(`The pointwise part, exponentials and dS, has to run beside products. A warpgroup that computes dQ, too,
+          issues that of a step in the next one, so that the wait for the other's dS costs nothing. With \`pingpong\` a warpgroup issues
+          the first products of a step only in its turn: its exponentials fall into the other's products. If a third
+          warpgroup computes dQ, the two that have the keys never wait for each other, and leave the copies of dQ to it; but
+          its registers are taken from theirs.`),
         new StepFigure(kit).element,
         kit.seeInKernel(
           "backward",
           { panel: "rP", step: "wgmma_dv", instruction: 0 },
           "dV += Pᵀ dO with P in registers",
-          "step, cuteflash/kernels/sm90/bwd_mma.py; add_dq, cuteflash/kernels/sm90/bwd_load.py",
+          "step, cuteflash/kernels/sm90/bwd_mma.py; compute_dq, cuteflash/kernels/sm90/bwd_dq_product.py; add_dq, cuteflash/kernels/sm90/bwd_load.py",
         ),
         checks(
           [

@@ -17,6 +17,7 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.row import Row
 from layouts.dsl import context
+from layouts.hopper import WARPGROUPS
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import Scene
 from tests.cross_compile import KernelStore
@@ -168,10 +169,11 @@ def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(n
 
 @one_pass_rows
 def test_the_drawn_registers_are_those_that_the_traits_count(name: str) -> None:
-    producer, consumers = scene_of(name).budget["registers"]["roles"]
+    producer, *of_dq, consumers = scene_of(name).budget["registers"]["roles"]
     traits = ROWS[name].choice.traits
     assert sum(part["registers"] for part in consumers["parts"]) == traits.accumulator_regs  # type: ignore[union-attr]
     assert (producer["limit"], consumers["limit"]) == (traits.producer_regs, traits.mma_regs)  # type: ignore[union-attr]
+    assert [role["limit"] for role in of_dq] == [traits.dq_regs] * traits.is_dq_apart  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -184,21 +186,25 @@ def test_descriptors_are_the_compilers(name: str, kernels: KernelStore) -> None:
 
 
 def scene_of_own(changes: dict[str, Any], **problem: Any) -> Scene:
-    """The scene of the shipped row of head dim 64, changed."""
+    """The scene of a row of head dim 64."""
     traits = dataclasses.replace(BwdTraitsSm90(64, 128, 64, 64), **changes)
     choice = Choice("sm90", traits, Row(traits, without=("softcap",)), "a table of one's own")
     return make_scene(BwdProblem.dense("bf16", 64, 64, **problem), "sm_90a", choice)
 
 
-def test_an_overlapped_row_holds_p_and_ds_beside_the_next_scores() -> None:
-    """dQ has registers of its own then, and both operands are rounded copies."""
-    scene = scene_of_own({"overlap": True, "q_stage": 3, "do_stage": 3, "dq": "turns"})
-    assert {"convert_p", "convert_ds"} <= {step.id for step in scene.steps}
-    assert [fragment.id for fragment in scene.fragments if fragment.place_of] == []
-    assert "Beside the next step's scores" in scene.step("wgmma_dk").note
+def test_a_warpgroup_for_dq_has_its_accumulator_and_its_steps() -> None:
+    scene = scene_of_own({"tile_m": 64, "dq": "apart", "pingpong": False})
+    assert [(role.name, role.first_thread) for role in scene.roles][-1] == ("dQ", 384)
+    assert scene.fragment("acc_dQ").first_thread == scene.step("wgmma_dq").touches[-1].first_thread == 384
+    assert (scene.step("wgmma_dq").role, scene.step("wgmma_dk").role) == ("the dQ warpgroup", WARPGROUPS)
     assert scene.tile("sdQ").stages == 2
-    (consumers,) = (role for role in scene.budget["registers"]["roles"] if role["parts"])
-    assert sum(part["registers"] for part in consumers["parts"]) == 32 + 32 + 32 + 32 + 16 + 16 + 32
+    roles = {role["name"]: role for role in scene.budget["registers"]["roles"]}
+    traits = BwdTraitsSm90(64, 128, 64, 64, dq="apart", pingpong=False)
+    assert roles["dQ warpgroup"]["parts"] == [{"name": "acc_dQ", "registers": traits.dq_accumulator_regs}]
+    consumers = roles["consumer warpgroup"]
+    assert sum(part["registers"] for part in consumers["parts"]) == traits.accumulator_regs
+    assert sum(role["limit"] * role["threads"] for role in roles.values()) <= scene.budget["registers"]["file"]
+    assert worst_ways(scene) == 1
 
 
 def test_k_and_v_may_stay_in_registers() -> None:
