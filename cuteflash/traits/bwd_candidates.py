@@ -21,7 +21,7 @@ SM80_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"double_buffer": False}, {"fre
 
 SM90_TILE_M = range(48, 145, 16)
 SM90_TILE_N = (64, 128, 192)
-SM90_STAGES = (1, 2, 3)
+SM90_STAGES = (2, 3, 1)  # the first comes first among candidates with the same estimate
 SM90_KEYS: tuple[dict[str, Any], ...] = (
     {},
     {"k_in_regs": True},
@@ -91,21 +91,23 @@ def _one_pass(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90]:
         shallow = BwdTraitsSm90(tile_m, tile_n, head_dim, head_dim_v, q_stage=1, do_stage=1, dq=dq)
         yield shallow
         if runs_somewhere(shallow):
-            for switched, q_stage, do_stage in itertools.product(_switched(shallow), SM90_STAGES, SM90_STAGES):
-                base = dataclasses.replace(switched, q_stage=q_stage, do_stage=do_stage)
-                yield from changed(base, SM90_KEYS) if runs_somewhere(base) else (base,)
+            for q_stage, do_stage in itertools.product(SM90_STAGES, SM90_STAGES):
+                staged = dataclasses.replace(shallow, q_stage=q_stage, do_stage=do_stage)
+                for base in _switched(staged, most=None if q_stage == do_stage else 1):
+                    yield from changed(base, SM90_KEYS) if runs_somewhere(base) else (base,)
 
 
-def _switched(plain: BwdTraitsSm90) -> list[BwdTraitsSm90]:
-    """Traits as they are, and with one or two things otherwise: a switch turned, or one more tile in flight of what is
-    not multiplied out."""
+def _switched(plain: BwdTraitsSm90, most: int | None) -> list[BwdTraitsSm90]:
+    """Traits as they are, and with up to so many things otherwise, None is all: a switch turned, or one more tile in
+    flight of what is not multiplied out."""
     others: dict[str, Any] = {}
     for field in dataclasses.fields(plain):
         if isinstance(field.default, bool) and not any(field.name in keys for keys in SM90_KEYS):
             others[field.name] = not field.default
         elif field.name.endswith("_stage") and field.name not in ("q_stage", "do_stage"):
             others[field.name] = getattr(plain, field.name) + 1
-    chosen = [some for count in range(3) for some in itertools.combinations(others.items(), count)]
+    counts = range(1 + (len(others) if most is None else most))
+    chosen = [some for count in counts for some in itertools.combinations(others.items(), count)]
     return [dataclasses.replace(plain, **dict(some)) for some in chosen]
 
 

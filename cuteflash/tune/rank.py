@@ -16,10 +16,9 @@ from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BWD_ADDRESS_REGS, BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
-from cuteflash.traits.row import Traits, kind_of
+from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
-from cuteflash.traits.values import default_values
+from cuteflash.traits.sm90 import ADDRESS_REGS, WARPGROUP, FwdTraitsSm90
 from cuteflash.tune.units import Loop, loops
 
 STEP_CLOCKS = 150  # barriers and address arithmetic of a step
@@ -48,6 +47,7 @@ SWITCHES_SM80: dict[tuple[str, object], float] = {
 }
 # Of the sm90 backward in one pass.
 EXPOSED_BWD = {True: 0.15, False: 0.17}  # by whether warpgroups take turns
+EXPOSED_APART = 0.08  # if a warpgroup of its own computes dQ: those with the keys do not wait for each other
 DEPTH_BWD = {1: 1.1, 2: 1.0}  # by Q tiles, and by dO tiles in flight
 # In two passes.
 EXPOSED_DKV = 0.16
@@ -71,22 +71,16 @@ def estimate(traits: Traits, arch: ArchSpec) -> float:
 def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Traits] = ()) -> list[Traits]:
     """`always` as it is, then the other candidates, most promising first.
 
-    Candidates of one tile are much alike, so each one makes the next of its tile a little less promising. Of those with
-    the same estimate the one comes first that is closest to the defaults of its kind.
+    Candidates of one tile are much alike, so each one makes the next of its tile a little less promising. Those with
+    the same estimate stay in their order.
     """
     clocks = {traits: estimate(traits, arch) for traits in candidates if traits not in always}
     before: collections.Counter[tuple[int, int, int]] = collections.Counter()
-    for traits in sorted(clocks, key=lambda one: (clocks[one], _changes(one))):
+    for traits in sorted(clocks, key=lambda one: clocks[one]):
         tile = traits.tile_m, traits.tile_n, traits.num_threads
         clocks[traits] *= 1 + VARIETY * before[tile]
         before[tile] += 1
     return [*always, *sorted(clocks, key=lambda one: clocks[one])]
-
-
-def _changes(traits: Traits) -> int:
-    """How many fields are not at their defaults."""
-    defaults = default_values(kind_of(traits))
-    return sum(getattr(traits, name) != value for name, value in defaults.items())
 
 
 def beyond(place: int, total: int) -> str:
@@ -117,7 +111,8 @@ def _fwd_sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
 
 def _bwd_sm90(traits: BwdTraitsSm90, arch: ArchSpec) -> float:
     (loop,) = loops(traits)
-    clocks = _step(loop, EXPOSED_BWD[traits.pingpong], STEP_CLOCKS)
+    is_dq_apart = traits.num_threads > (1 + traits.mma_warpgroups) * WARPGROUP
+    clocks = _step(loop, EXPOSED_APART if is_dq_apart else EXPOSED_BWD[traits.pingpong], STEP_CLOCKS)
     clocks *= _depth(DEPTH_BWD, traits.q_stage, traits.do_stage)
     return clocks * _spill_factor(traits.accumulator_regs + BWD_ADDRESS_REGS, traits.mma_regs)
 
