@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from cuteflash.core.workspace import Workspace
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.base import SmemRegion, plan_bytes
+from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 from cuteflash.traits.sm80 import swizzle_width
 from cuteflash.traits.sm90 import (
     MBARRIER_BYTES,
@@ -171,12 +171,8 @@ class BwdTraitsSm90:
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
-        if self.family not in arch.families:
-            return f"{arch.name} does not run the {self.family} family"
-        for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if value % WGMMA_K or not 0 < value <= self.max_head_dim:
-                return f"{name} {value} is not a multiple of {WGMMA_K} up to {self.max_head_dim}"
+        if complaint := head_dims_complaint(self, arch, WGMMA_K):
+            return complaint
         if self.tile_m % WGMMA_K:
             return f"tile_m {self.tile_m} is not a multiple of {WGMMA_K}, the k extent of the dK and dV products"
         if self.tile_n != 2 * WGMMA_M:
@@ -195,6 +191,4 @@ class BwdTraitsSm90:
                 f"dK, dV, S, dP, dQ and P fragments take {self.accumulator_regs} registers a thread, "
                 f"{self.mma_regs} less {BWD_ADDRESS_REGS} for addresses are there"
             )
-        if self.smem_bytes > arch.smem_per_block:
-            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
-        return None
+        return memory_complaint(self, arch)

@@ -111,8 +111,7 @@ def _fwd_sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
 
 def _bwd_sm90(traits: BwdTraitsSm90, arch: ArchSpec) -> float:
     (loop,) = loops(traits)
-    is_dq_apart = traits.num_threads > (1 + traits.mma_warpgroups) * WARPGROUP
-    clocks = _step(loop, EXPOSED_APART if is_dq_apart else EXPOSED_BWD[traits.pingpong], STEP_CLOCKS)
+    clocks = _step(loop, EXPOSED_APART if traits.is_dq_apart else EXPOSED_BWD[traits.pingpong], STEP_CLOCKS)
     clocks *= _depth(DEPTH_BWD, traits.q_stage, traits.do_stage)
     return clocks * _spill_factor(traits.accumulator_regs + BWD_ADDRESS_REGS, traits.mma_regs)
 

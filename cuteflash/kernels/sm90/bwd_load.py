@@ -71,7 +71,7 @@ def load(kernel: cutlass.Constexpr, block: Any, visit: Visit):
     tile, blocks, wave, start = visit.tile, visit.blocks, visit.wave, visit.start
     gK, gV = key_rows(kernel, tma.gK, tile), key_rows(kernel, tma.gV, tile)
     load_once(tma.load_k, rings.k, wave, gK, tiles.sK, tile.n_block, (traits.tile_n, traits.head_dim))
-    if blocks.hi <= blocks.lo:
+    if blocks.hi <= blocks.lo:  # no step to bring V in, but gradients to take its place
         load_once(tma.load_v, rings.v, wave, gV, tiles.sV, tile.n_block, (traits.tile_n, traits.head_dim_v))
     position = start
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
