@@ -18,7 +18,7 @@ from cuteflash.traits.bwd_sm90 import BWD_ADDRESS_REGS, BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.sm90 import ADDRESS_REGS, WARPGROUP, FwdTraitsSm90
+from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
 from cuteflash.tune.units import Loop, loops
 
 STEP_CLOCKS = 150  # barriers and address arithmetic of a step
