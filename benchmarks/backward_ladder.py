@@ -109,6 +109,19 @@ SHIPPED = Rung("shipped row", (), "the table's own row")
 TWO_PASSES = Rung("two passes", (), "in place of one: seven products, and no sum in memory")
 LOADS_AHEAD = "Q and dO of later steps load while this one computes"
 
+PLAIN_SM90: dict[str, Any] = {
+    "tile_m": 64,
+    "kv_stage": 1,
+    "q_stage": 1,
+    "do_stage": 1,
+    "k_in_regs": False,
+    "v_in_regs": False,
+    "delta_early": False,
+    "keep_thread": False,
+    "pingpong": False,
+    "persistent": False,
+}
+
 LADDERS = (
     BackwardLadder(
         "sm80",
@@ -130,10 +143,7 @@ LADDERS = (
         "fa4",
         BwdTraitsSm90,
         # Whole tiles of dQ if registers suffice for them.
-        tuple(
-            {"q_stage": 1, "do_stage": 1, "tile_m": 64, "dq": dq, "overlap": False, "pingpong": False}
-            for dq in ("turns", "columns")
-        ),
+        tuple(PLAIN_SM90 | {"dq": dq} for dq in ("turns", "columns")),
         (
             Rung(
                 "plain",
@@ -142,8 +152,11 @@ LADDERS = (
             ),
             Rung("loads ahead", ("q_stage", "do_stage"), LOADS_AHEAD),
             Rung("dQ share", ("tile_m", "dq"), "the row's own tile and division of dQ among the warpgroups"),
+            Rung("keys in registers", ("k_in_regs", "v_in_regs"), "K and V are read from shared memory once a tile"),
             Rung("ping-pong", ("pingpong",), "one warpgroup's products run beside the other's exponentials"),
-            Rung("overlap", ("overlap",), "what needs P and dS of a step runs beside the next step's scores"),
+            Rung("delta early", ("delta_early",), "delta is fetched before the exponentials, not after them"),
+            Rung("thread kept", ("keep_thread",), "addresses are not computed anew from the thread's index"),
+            Rung("persistent", ("persistent", "kv_stage"), "the next tile's K and V load while this one ends"),
             SHIPPED,
         ),
     ),
