@@ -11,6 +11,9 @@ import torch
 
 import cuteflash
 from cuteflash.compile import compiler
+from cuteflash.dispatch import choose_shipped
+from cuteflash.problem import FwdProblem, Storage, mask_of_window
+from cuteflash.traits.arch import arch_of_capability
 from tests.gpu.checks import Case, poisoned
 from tests.gpu.packed import DISTRIBUTIONS, Packed, around_tiles, uniform
 
@@ -121,8 +124,26 @@ def test_equal_lengths_give_what_a_dense_batch_gives(length: int, mask: str, fam
     with torch.no_grad():
         expected, expected_lse = cuteflash.flash_attn_func(*dense, family=family, **case.options())
     out, lse = Packed((length,) * 5, case=case).call(tuple(x.flatten(0, 1) for x in dense), family)
-    assert torch.equal(out, expected.flatten(0, 1))
-    assert torch.equal(lse, expected_lse.transpose(0, 1).flatten(1))
+    expected, expected_lse = expected.flatten(0, 1), expected_lse.transpose(0, 1).flatten(1)
+    if share_a_row(case, family, device):
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+    else:  # sums in another order
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)
+
+
+def share_a_row(case: Case, family: str, device: torch.device) -> bool:
+    """Whether a dense batch and packed sequences run with the same traits."""
+    if device.type == "cpu":
+        return True
+    target = arch_of_capability(*torch.cuda.get_device_capability(device)).name
+    left, right = case.window
+    mask, _, _ = mask_of_window(left, 0 if case.causal else right, case.seqlen_q)
+    dense = FwdProblem.dense("bf16", case.head_dim, case.head_dim, mask, lse=True)
+    packed = dataclasses.replace(dense, storage=Storage("varlen", "varlen"))
+    rows = [choose_shipped(problem, target, family, "short").traits for problem in (dense, packed)]
+    return rows[0] == rows[1]
 
 
 def test_many_tiny_sequences(family: str, device: torch.device) -> None:

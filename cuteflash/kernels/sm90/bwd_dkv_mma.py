@@ -146,6 +146,7 @@ def consume(kernel: cutlass.Constexpr, block: Block, visit: Visit, of_p: cutlass
         for position in cutlass.range(1, count, unroll=1):
             m_block = blocks.following(m_block)
             step(kernel, side, block, visit, m_block, position, of_p, False)
+        side.second.wait(count - 1)
         issue_gradient(side, count - 1)
         warpgroup.wait_group(0)
     write_gradient(kernel, side, block, visit.tile, of_p)
