@@ -3,14 +3,14 @@
 Scores are held transposed, keys as rows, so that P^T and dS^T are operands of dV and dK as they lie in registers. One
 step, with the products that each part of it overlaps:
 
-    fetch LSE and delta, issue S^T = K Q^T, dP^T = V dO^T
-    P = exp2(S - LSE)                        beside dP^T
+    fetch LSE, issue S^T = K Q^T, dP^T = V dO^T
+    fetch delta, P = exp2(S - LSE)           beside dP^T; without `delta_early` delta comes last
     issue dV += P^T dO
     dS = P (dP - delta)                      beside dV
     issue dQ of the last step, dK += dS^T Q  a warpgroup of its own may compute dQ instead
     dS to shared memory; dQ of the last step to shared memory
 
-Statistics are fetched before the products are issued, whose operands keep the shared-memory port busy. The fence that
+LSE is fetched before the products are issued, whose operands keep the shared-memory port busy. The fence that
 makes dS and dQ visible to products and bulk copies waits for the products in flight, so it comes when none are left.
 """
 
