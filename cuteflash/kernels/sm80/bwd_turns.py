@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cuteflash.core.turns import turn_of
+from cuteflash.kernels.common import turns
 from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
 
 
@@ -19,7 +20,7 @@ def look_at_turn(loads: QuerySources, head: Int32, m_block: Int32):
     """How many blocks have added to a tile, as thread 0 sees it; 0 for the others. The load is not waited for."""
     seen = Int32(0)
     if loads.thread == 0:
-        seen = cute.arch.load(turn_pointer(loads, head, m_block), Int32, sem="relaxed", scope="gpu")
+        seen = turns.seen_turn(turn_pointer(loads, head, m_block))
     return seen
 
 
@@ -37,7 +38,7 @@ def await_turn(loads: QuerySources, work: KeyWork, place: tuple, seen: Int32):
         turn = turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
         pointer = turn_pointer(loads, head, m_block)
         while seen < turn:
-            seen = cute.arch.load(pointer, Int32, sem="relaxed", scope="gpu")
+            seen = turns.seen_turn(pointer)
         cute.arch.fence_acq_rel_gpu()
         if position > 0:
             before = turn_pointer(loads, *work.before(head, m_block))
@@ -48,4 +49,4 @@ def await_turn(loads: QuerySources, work: KeyWork, place: tuple, seen: Int32):
 def pass_turn(loads: QuerySources, head: Int32, m_block: Int32):
     """Let the next block add to a tile; a barrier has to stand between this block's additions and this."""
     if loads.thread == 0:
-        cute.arch.atomic_add(turn_pointer(loads, head, m_block), Int32(1), sem="release", scope="gpu")
+        turns.pass_turn(turn_pointer(loads, head, m_block))
