@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cuteflash.cli import sweep
 from cuteflash.problem import MASK_KINDS, FwdProblem, MaskKind
 from cuteflash.traits.candidates import SM90_TILE_N
 from cuteflash.tune.cuda_backend import gate_cells
 from cuteflash.tune.inputs import OUTLIERS, Kind, of_kind, parse_kind
+from cuteflash.tune.operations import SPECS
 from cuteflash.tune.plan import SINK
 
 SEQLEN = 400
@@ -115,7 +115,7 @@ def test_the_gates_sinks_in_the_middle_lie_in_blocks_that_every_query_sees_whole
         assert sink <= min(cell.seqlen, first_own + right) - block
 
 
-@pytest.mark.parametrize("text", sweep.LENGTHS.split(","))
+@pytest.mark.parametrize("text", SPECS["fwd"].lengths.split(","))
 def test_sinks_of_races_lie_beyond_the_block_that_a_tile_begins_with(text: str) -> None:
     assert SINK == "sink:12:middle"
     keys = int(text.rpartition("x")[2])
