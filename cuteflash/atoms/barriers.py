@@ -17,67 +17,13 @@ def wait_phase(barrier: cute.Pointer, phase: Int32):
 
 
 @dataclasses.dataclass(frozen=True)
-class TmaRing:
-    """`stages` shared-memory tiles that one TMA warp fills and consumer warps drain.
+class Ring:
+    """`stages` shared-memory tiles that are filled, and drained by warps.
 
     Positions count tiles from 0 for ever; tile `p` lives in stage `p % stages` and completes phase `p // stages`.
 
     Attributes:
-        full: mbarriers, one a stage; a phase completes when the tile's bytes have landed.
-        empty: mbarriers, one a stage; a phase completes when every consumer warp has released the tile.
-        stages: tiles in flight.
-        tile_bytes: bytes TMA writes per tile.
-    """
-
-    full: cute.Pointer
-    empty: cute.Pointer
-    stages: cutlass.Constexpr[int]
-    tile_bytes: cutlass.Constexpr[int]
-
-    @staticmethod
-    def create(barriers: cute.Pointer, stages: int, tile_bytes: int) -> TmaRing:
-        """A ring over `2 * stages` mbarriers at `barriers` (initialised by `init`)."""
-        return TmaRing(barriers, barriers + stages, stages, tile_bytes)
-
-    def init(self, consumer_warps: int) -> None:
-        """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
-        for stage in range(self.stages):
-            cute.arch.mbarrier_init(self.full + stage, 1)
-            cute.arch.mbarrier_init(self.empty + stage, consumer_warps)
-
-    def stage(self, position: Int32) -> Int32:
-        """The stage that tile `position` lives in."""
-        return Int32(Uint32(position) % self.stages)  # unsigned: a bit mask if `stages` is a power of two
-
-    def phase(self, position: Int32) -> Int32:
-        """The parity of the phase that completes when tile `position` lands."""
-        return Int32(Uint32(position) // self.stages & 1)
-
-    @cute.jit
-    def acquire(self, position: Int32) -> cute.Pointer:
-        """Producer warp: wait until the stage is free, announce the bytes; returns the mbarrier for the copy."""
-        stage = self.stage(position)
-        wait_phase(self.empty + stage, self.phase(position) ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.tile_bytes)
-        return self.full + stage
-
-    def wait(self, position: Int32) -> None:
-        """Consumer: wait until tile `position` has landed."""
-        wait_phase(self.full + self.stage(position), self.phase(position))
-
-    def release(self, position: Int32) -> None:
-        """Consumer warp: it has finished reading tile `position`."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + self.stage(position))
-
-
-@dataclasses.dataclass(frozen=True)
-class StageRing:
-    """`stages` shared-memory tiles that warps fill and warps drain; positions as those of `TmaRing`.
-
-    Attributes:
-        full: mbarriers, one a stage; a phase completes when every filling warp has written.
+        full: mbarriers, one a stage; a phase completes when the tile is there.
         empty: mbarriers, one a stage; a phase completes when every draining warp has released the tile.
         stages: tiles in flight.
     """
@@ -86,36 +32,75 @@ class StageRing:
     empty: cute.Pointer
     stages: cutlass.Constexpr[int]
 
-    def init(self, filling_warps: int, draining_warps: int) -> None:
+    def init_for(self, filling: int, draining_warps: int) -> None:
         """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
         for stage in range(self.stages):
-            cute.arch.mbarrier_init(self.full + stage, filling_warps)
+            cute.arch.mbarrier_init(self.full + stage, filling)
             cute.arch.mbarrier_init(self.empty + stage, draining_warps)
 
     def stage(self, position: Int32) -> Int32:
         """The stage that tile `position` lives in."""
-        return Int32(Uint32(position) % self.stages)
+        return Int32(Uint32(position) % self.stages)  # unsigned: a bit mask if `stages` is a power of two
 
     def phase(self, position: Int32) -> Int32:
-        """The parity of the phase that completes when tile `position` is written."""
+        """The parity of the phase that completes when tile `position` is there."""
         return Int32(Uint32(position) // self.stages & 1)
 
-    def acquire(self, position: Int32) -> None:
-        """Filling thread: wait until the stage is free."""
+    def wait_free(self, position: Int32) -> None:
+        """Whoever fills: wait until the stage of tile `position` is free."""
         wait_phase(self.empty + self.stage(position), self.phase(position) ^ 1)
 
-    def publish(self, position: Int32) -> None:
-        """Filling warp: its part of the tile is written, and visible to the async proxy."""
-        arrive(self.full + self.stage(position))
-
     def wait(self, position: Int32) -> None:
-        """Draining thread: wait until the tile is written."""
+        """Whoever drains: wait until tile `position` is there."""
         wait_phase(self.full + self.stage(position), self.phase(position))
 
     def release(self, position: Int32) -> None:
-        """Draining warp: it has finished reading the tile."""
+        """Draining warp: it has finished reading tile `position`."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(position))
+
+
+@dataclasses.dataclass(frozen=True)
+class TmaRing(Ring):
+    """A ring that one TMA warp fills.
+
+    Attributes:
+        tile_bytes: bytes TMA writes per tile.
+    """
+
+    tile_bytes: cutlass.Constexpr[int]
+
+    @staticmethod
+    def create(barriers: cute.Pointer, stages: int, tile_bytes: int) -> TmaRing:
+        """A ring over `2 * stages` mbarriers at `barriers` (initialised by `init`)."""
+        return TmaRing(barriers, barriers + stages, stages, tile_bytes)
+
+    def init(self, consumer_warps: int) -> None:
+        """Initialise the mbarriers, see `init_for`."""
+        self.init_for(1, consumer_warps)
+
+    @cute.jit
+    def acquire(self, position: Int32) -> cute.Pointer:
+        """Producer warp: wait until the stage is free, announce the bytes; returns the mbarrier for the copy."""
+        stage = self.stage(position)
+        self.wait_free(position)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.tile_bytes)
+        return self.full + stage
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRing(Ring):
+    """A ring that warps fill."""
+
+    @staticmethod
+    def create(barriers: cute.Pointer, stages: int) -> StageRing:
+        """A ring over `2 * stages` mbarriers at `barriers` (initialised by `init_for`)."""
+        return StageRing(barriers, barriers + stages, stages)
+
+    def publish(self, position: Int32) -> None:
+        """Filling warp: its part of the tile is written, and visible to whoever drains."""
+        arrive(self.full + self.stage(position))
 
 
 @dataclasses.dataclass(frozen=True)

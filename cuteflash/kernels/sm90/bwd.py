@@ -177,7 +177,7 @@ class FlashBwdSm90:
                     ring.init(consumer_warps)
                 for ring in (rings.k, rings.v):
                     ring.init(1)  # the warp that stores what takes their place
-                rings.ds.init(consumer_warps, WARPGROUP // 32)
+                rings.ds.init_for(consumer_warps, WARPGROUP // 32)
                 for handover in rings.dq:
                     handover.init(WARPGROUP // 32)
                 cute.arch.mbarrier_init(rings.gradients, consumer_warps)
@@ -223,7 +223,7 @@ class FlashBwdSm90:
             tile_bytes = region.nbytes // region.stages + (traits.tile_m * STATISTIC_BYTES if statistic else 0)
             rings[name] = TmaRing.create(barriers + position, region.stages, tile_bytes)
             position += 2 * region.stages
-        ds = StageRing(barriers + position, barriers + position + traits.ds_stage, traits.ds_stage)
+        ds = StageRing.create(barriers + position, traits.ds_stage)
         position += 2 * traits.ds_stage
         dq = tuple(
             Handover(barriers + position + 2 * part, barriers + position + 2 * part + 1)

@@ -21,7 +21,7 @@ from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import BwdScalars, BwdTensors, PackedTensors
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import TmaRing
+from cuteflash.atoms.barriers import StageRing, TmaRing
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.tile import KeyTile
@@ -108,9 +108,7 @@ class DkvPass:
                     ring.init(WARPS)
                 for ring in (rings.q, rings.do):
                     ring.init(CONSUMERS * WARPS)
-                for stage in range(traits.p_stage):
-                    cute.arch.mbarrier_init(rings.p.full + stage, WARPS)
-                    cute.arch.mbarrier_init(rings.p.empty + stage, WARPS)
+                rings.p.init_for(WARPS, WARPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         tile = launch.tile(cute.arch.block_idx()[0])
@@ -141,12 +139,12 @@ class DkvPass:
         traits, plan = self.traits, self.traits.smem_plan
         barriers = cute.recast_ptr(base + plan["barriers"].start, dtype=cutlass.Int64)
         rings, position = {}, 0
-        for name in ("k", "v", "q", "do", "p"):
+        for name in ("k", "v", "q", "do"):
             region = plan[name]
             statistic = traits.tile_m * STATISTIC_BYTES if name in ("q", "do") else 0
             rings[name] = TmaRing.create(barriers + position, region.stages, region.nbytes // region.stages + statistic)
             position += 2 * region.stages
-        return Rings(**rings)
+        return Rings(**rings, p=StageRing.create(barriers + position, plan["p"].stages))
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan."""

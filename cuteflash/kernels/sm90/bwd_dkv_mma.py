@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import TmaRing, arrive, wait_phase
+from cuteflash.atoms.barriers import StageRing, TmaRing
 from cuteflash.core.convert import round_fragment, rounded_fragment
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
@@ -60,7 +60,7 @@ class Rings:
     v: TmaRing
     q: TmaRing
     do: TmaRing
-    p: TmaRing
+    p: StageRing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,12 +204,12 @@ def give_weights(kernel: cutlass.Constexpr, side: Side, block: Block, position: 
     """To the other warpgroup what it multiplies dP with: P, or under a softcap P times the slope of the cap."""
     ring = block.rings.p
     stage = ring.stage(position)
-    wait_phase(ring.empty + stage, ring.phase(position) ^ 1)
+    ring.wait_free(position)
     weights = side.tGrA
     if const_expr(kernel.problem.scores.softcap):
         weights = rounded_fragment(side.weights, kernel.dtype)
     cute.autovec_copy(cute.recast_tensor(weights, Uint32), thread_weights(side, block, stage))
-    arrive(ring.full + stage)
+    ring.publish(position)
 
 
 @cute.jit

@@ -6,7 +6,7 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
@@ -63,14 +63,16 @@ def issue(kernel, dq: DqProduct, ds_stage: Int32, k_stage: Int32) -> None:
     atoms.gemm(dq.mma, dq.acc, a, b, accumulate=False)
 
 
+def has_turn(kernel, dq: DqProduct, position: Int32) -> Boolean | bool:
+    """Whether a consumer computes some of a step's dQ; only in turns it may not."""
+    return kernel.traits.dq != "turns" or position % kernel.traits.mma_warpgroups == dq.part
+
+
 @cute.jit
 def issue_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, position: Int32, k_stage: Int32):
     """Issue what a consumer computes of a step's dQ, as one group also if that is nothing."""
-    traits, ds_stage = kernel.traits, block.rings.ds.stage(position)
-    if const_expr(traits.dq != "turns"):
-        issue(kernel, dq, ds_stage, k_stage)
-    elif position % traits.mma_warpgroups == dq.part:
-        issue(kernel, dq, ds_stage, k_stage)
+    if has_turn(kernel, dq, position):
+        issue(kernel, dq, block.rings.ds.stage(position), k_stage)
     else:
         warpgroup.commit_group()
 
@@ -78,20 +80,15 @@ def issue_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, position: I
 @cute.jit
 def stage_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, position: Int32):
     """Write what a consumer computed of a step's dQ to sdQ."""
-    traits = kernel.traits
-    if const_expr(traits.dq != "turns"):
-        store_dq(dq, block, dq.part, position)
-    elif position % traits.mma_warpgroups == dq.part:
-        store_dq(dq, block, dq.part, position // traits.mma_warpgroups)
+    if has_turn(kernel, dq, position):
+        turns = kernel.traits.mma_warpgroups if kernel.traits.dq == "turns" else 1
+        store_dq(dq, block, dq.part, position // turns)
 
 
 @cute.jit
 def publish_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, position: Int32):
     """Tell the warp that adds to memory of what `stage_dq` wrote, which the async proxy sees by now."""
-    traits = kernel.traits
-    if const_expr(traits.dq != "turns"):
-        block.rings.dq_of(dq.part).publish()
-    elif position % traits.mma_warpgroups == dq.part:
+    if has_turn(kernel, dq, position):
         block.rings.dq_of(dq.part).publish()
 
 

@@ -71,8 +71,10 @@ def load(kernel: cutlass.Constexpr, block: Any, visit: Visit):
     tile, blocks, wave, start = visit.tile, visit.blocks, visit.wave, visit.start
     gK, gV = key_rows(kernel, tma.gK, tile), key_rows(kernel, tma.gV, tile)
     load_once(tma.load_k, rings.k, wave, gK, tiles.sK, tile.n_block, (traits.tile_n, traits.head_dim))
+    v_box = (traits.tile_n, traits.head_dim_v)
+    load_v = functools.partial(load_once, tma.load_v, rings.v, wave, gV, tiles.sV, tile.n_block, v_box)
     if blocks.hi <= blocks.lo:  # no step to bring V in, but gradients to take its place
-        load_once(tma.load_v, rings.v, wave, gV, tiles.sV, tile.n_block, (traits.tile_n, traits.head_dim_v))
+        load_v()
     position = start
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
         head = tile.head * block.launch.heads_per_kv + i
@@ -87,7 +89,7 @@ def load(kernel: cutlass.Constexpr, block: Any, visit: Visit):
             cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.lse_log2, tiles.sLSE[None, stage], barrier)
             if position == start:
-                load_once(tma.load_v, rings.v, wave, gV, tiles.sV, tile.n_block, (traits.tile_n, traits.head_dim_v))
+                load_v()
             barrier, stage = rings.do.acquire(position), rings.do.stage(position)
             cute.copy(tma.load_do, tOgdO[None, m_block], tOsdO[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.delta, tiles.sDelta[None, stage], barrier)

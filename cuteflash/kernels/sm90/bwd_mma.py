@@ -108,7 +108,7 @@ def step(
         issue_dq(kernel, dq, block, position - 1, kv_stage)
     atoms.gemm(p.mma_dk, p.acc_dK, p.tKrdS, p.tKrQ[None, None, None, q_stage], accumulate=not is_first)
     if const_expr(dq is None):  # otherwise this warpgroup has read what the stage held
-        rings.ds.acquire(position)
+        rings.ds.wait_free(position)
     store_ds(kernel, block, wg, position)
     warpgroup.wait_group(1)  # dV, dQ | dK
     rings.do.release(position)

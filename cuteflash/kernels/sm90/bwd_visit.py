@@ -19,15 +19,11 @@ def visit_tiles(kernel: cutlass.Constexpr, launch: BwdLaunch, work: cutlass.Cons
 
     Persistent blocks are for dense batches. Tiles of packed sequences differ in what they cost: each has its own block.
     """
+    visit = functools.partial(visit_index, kernel, launch, work)
     if const_expr(kernel.is_persistent):
-        each_tile(launch.order, functools.partial(visit_index, kernel, launch, work))
+        each_tile(launch.order, visit)
     else:
-        tile = launch.tile(cute.arch.block_idx()[0])
-        visit = Visit(tile, tile.query_blocks(kernel.problem.is_deterministic), Int32(0), Int32(0))
-        if const_expr(kernel.problem.storage.k == "dense"):
-            work(visit)
-        elif tile.exists():
-            work(visit)
+        visit(cute.arch.block_idx()[0], Int32(0), Int32(0))
 
 
 @cute.jit
@@ -36,6 +32,9 @@ def visit_index(
 ):
     """Visit the tile with number `index` of the order; returns the position of the step after its last one."""
     tile = launch.tile(index)
-    blocks = tile.query_blocks(kernel.problem.is_deterministic)
-    work(Visit(tile, blocks, wave, start))
-    return start + launch.steps(blocks)
+    visit = Visit(tile, tile.query_blocks(kernel.problem.is_deterministic), wave, start)
+    if const_expr(kernel.problem.storage.k == "dense"):
+        work(visit)
+    elif tile.exists():
+        work(visit)
+    return start + launch.steps(visit.blocks)
