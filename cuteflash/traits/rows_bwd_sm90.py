@@ -9,6 +9,7 @@ from __future__ import annotations
 from cuteflash.traits.row import (
     CAUSAL,
     DETERMINISTIC,
+    FULL,
     LONG,
     SOFTCAP,
     VARLEN,
@@ -22,7 +23,7 @@ ROWS: tuple[Row, ...] = (
     bwd_sm90(
         32,
         64,
-        without=SOFTCAP + DETERMINISTIC,
+        without=SOFTCAP,
         k_in_regs=True,
         v_in_regs=True,
         keep_thread=True,
@@ -37,7 +38,7 @@ ROWS: tuple[Row, ...] = (
     bwd_sm90(
         64,
         64,
-        without=SOFTCAP + DETERMINISTIC,
+        without=SOFTCAP,
         k_in_regs=True,
         v_in_regs=True,
         dq="apart",
@@ -48,18 +49,19 @@ ROWS: tuple[Row, ...] = (
         persistent=True,
     ),
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
-    bwd_sm90(96, 64, without=SOFTCAP + DETERMINISTIC, delta_early=False, keep_thread=True, dq="apart", pingpong=False),
+    bwd_sm90(96, 64, without=SOFTCAP, delta_early=False, keep_thread=True, dq="apart", pingpong=False),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
     bwd_sm90(
         128,
         80,
         CAUSAL,
         lengths=LONG,
-        without=SOFTCAP + VARLEN + DETERMINISTIC,
+        without=SOFTCAP + VARLEN,
         delta_early=False,
         dq="transposed",
     ),
-    bwd_sm90(128, 64, without=SOFTCAP + DETERMINISTIC),
+    bwd_sm90(128, 64, FULL + CAUSAL, without=SOFTCAP),
+    bwd_sm90(128, 64, WINDOW, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),
     bwd_two_pass_sm90(160, 64, WINDOW, k_stage=4, v_stage=2),  # three stages of both: the producer spills
     bwd_two_pass_sm90(160, 64, k_stage=3, v_stage=3),
