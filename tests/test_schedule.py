@@ -69,7 +69,7 @@ def tiles_of_block(monkeypatch: pytest.MonkeyPatch):
 def test_every_tile_is_visited_once(tiles_of_block, m_blocks: int, heads: int, batch: int, longest_first: bool) -> None:
     every = sorted(itertools.product(range(m_blocks), range(heads), range(batch)))
     for group in {1, 2, 3, heads, heads * batch} & set(range(heads * batch + 1)):
-        order = TileOrder(m_blocks, heads, batch, group, longest_first)
+        order = TileOrder(m_blocks, heads, batch, group, longest_first, zigzag=longest_first)
         assert order.size() == len(every)
         assert sorted(tile_of(order, i) for i in range(order.size())) == every
         for blocks in {1, 2, 5, 8, len(every)} & set(range(len(every) + 1)):
@@ -143,7 +143,7 @@ def test_blocks_of_causal_problems_end_together(tiles_of_block, cell: Cell) -> N
     kv_row_bytes = 2 * 2 * cell.head_dim
     m_blocks = -(-cell.seqlen // traits.tile_m)
     group = TileOrder.even_group(TileOrder.head_group(cell.seqlen, 1, kv_row_bytes), m_blocks, NUM_SMS)
-    order = TileOrder(m_blocks, cell.heads, cell.batch, min(group, cell.heads * cell.batch), True)
+    order = TileOrder(m_blocks, cell.heads, cell.batch, min(group, cell.heads * cell.batch), True, zigzag=True)
     work = work_of(cell, order, traits.tile_m, traits.tile_n)
     ends = [sum(work[m_block] for m_block, _, _ in tiles_of_block(order, block, NUM_SMS)) for block in range(NUM_SMS)]
     queue = [work[tile_of(order, i)[0]] for i in range(order.size())]

@@ -100,6 +100,14 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, nbytes: int, barrier: 
     )
 
 
+def bulk_store(target: cute.Pointer, source: cute.Pointer, nbytes: int) -> None:
+    """Shared to global memory without a descriptor, by one thread; 16-byte aligned. Belongs to its bulk group."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target, source, Int32(nbytes)],
+    )
+
+
 def bulk_add(target: cute.Pointer, source: cute.Pointer, nbytes: int) -> None:
     """Add fp32 of shared memory to global memory, by one thread; 16-byte aligned. Belongs to its bulk group."""
     cute.arch.inline_ptx(

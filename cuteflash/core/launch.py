@@ -108,7 +108,8 @@ class Launch:
             group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
             if persistent:
                 group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
-            order = TileOrder(m_blocks, heads, batch, cutlass.min(group, heads * batch), kernel.longest_first)
+            group, longest_first = cutlass.min(group, heads * batch), kernel.longest_first
+            order = TileOrder(m_blocks, heads, batch, group, longest_first, zigzag=longest_first)
         scale, inner_scale = score_scales(scores.softcap, scalars)
         return Launch(
             order=order,
@@ -150,9 +151,6 @@ class Launch:
         )
 
 
-TURNS_AT_ONCE = 4  # blocks of a head that run at the same time in a deterministic backward, if there are enough heads
-
-
 @dataclasses.dataclass(frozen=True)
 class BwdLaunch:
     """What the blocks of one launch of a backward share.
@@ -189,16 +187,18 @@ class BwdLaunch:
         row_bytes = kernel.problem.operands.kv_row_bytes + 4 * traits.head_dim
         group = TileOrder.head_group(seqlen_q * heads_per_kv, Int32(1), row_bytes)
         scale_log2, inner_scale = score_scales(scores.softcap, scalars)
-        by_block = scores.mask != "full" or kernel.problem.is_deterministic
-        if kernel.problem.is_deterministic:
-            # Blocks of a head take turns at its dQ, and wait least if few of them run at the same time.
-            group = cutlass.max(group, scalars.num_sms // TURNS_AT_ONCE)
+        differ = scores.mask != "full"  # what tiles cost
+        if kernel.problem.is_deterministic and traits.turns_at_once:
+            group = cutlass.max(group, scalars.num_sms // traits.turns_at_once)
         order: Order
         if storage.k == "varlen":
             order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n)
         else:
             n_blocks = cute.ceil_div(seqlen_k, traits.tile_n)
-            order = TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block)
+            if differ and traits.persistent:
+                group = TileOrder.even_group(group, n_blocks, scalars.num_sms)
+            by_block = differ or kernel.problem.is_deterministic
+            order = TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block, zigzag=differ)
         return BwdLaunch(
             order=order,
             heads_per_kv=heads_per_kv,

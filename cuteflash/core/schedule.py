@@ -53,6 +53,7 @@ class TileOrder:
         batch: batch entries.
         group: heads in a group, at most `heads * batch`: with more, `group * m_blocks` could pass 32 bits.
         longest_first: without it a head's tiles are neighbours.
+        zigzag: every other wave of persistent blocks runs backwards.
     """
 
     m_blocks: Int32
@@ -60,6 +61,7 @@ class TileOrder:
     batch: Int32
     group: Int32
     longest_first: cutlass.Constexpr[bool]
+    zigzag: cutlass.Constexpr[bool] = False
 
     @staticmethod
     def head_group(seqlen_k: Int32, heads_per_kv: Int32, kv_row_bytes: int) -> Int32:
@@ -84,11 +86,11 @@ class TileOrder:
     def index(self, wave: Int32):
         """This block's tile of a wave, as many tiles as there are blocks; `size()` or more is none.
 
-        With `longest_first` every other wave runs backwards: the block with the longest tile of one wave gets the
-        shortest of the next, which balances the blocks as well as handing out tiles on demand would.
+        With `zigzag` every other wave runs backwards: the block with the longest tile of one wave gets the shortest of
+        the next, which balances the blocks as well as handing out tiles on demand would.
         """
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        if const_expr(self.longest_first):
+        if const_expr(self.zigzag):
             if wave % 2 == 1:
                 block = blocks - 1 - block
         return wave * blocks + block

@@ -96,18 +96,17 @@ class QueryTile:
 
 @dataclasses.dataclass(frozen=True)
 class QueryBlocks:
-    """The query blocks `[lo, hi)` that see some key of a tile; those of `[full_lo, full_hi)` need no mask."""
+    """The query blocks `[lo, hi)` that see some key of a tile; those of `[full_lo, full_hi)` need no mask.
+
+    They are visited from `first` on, upwards or downwards, and around.
+    """
 
     lo: Index
     hi: Index
     full_lo: Index
     full_hi: Index
+    first: Index
     is_descending: cutlass.Constexpr[bool] = False
-
-    @property
-    def first(self) -> Index:
-        """The block to visit first."""
-        return self.hi - 1 if self.is_descending else self.lo
 
     @property
     def count(self) -> Index:
@@ -156,8 +155,10 @@ class KeyTile:
         """Whether the tile has a key. Those of a dense batch all do."""
         return self.first_key < self.mask.seqlen_k
 
-    def query_blocks(self, is_descending: bool = False) -> QueryBlocks:
-        """The query blocks that the tile visits.
+    def query_blocks(self, is_descending: bool = False, is_spread: bool = False) -> QueryBlocks:
+        """The query blocks that the tile visits: upwards, or downwards.
+
+        With `is_spread` tiles that see the same ones begin at different ones.
 
         Rows past the last query need no mask: their log-sum-exp is infinite. Keys past the last one do.
         """
@@ -169,7 +170,13 @@ class KeyTile:
         if mask.kind != "window":
             full_hi = hi
         full_lo = cutlass.select_(end > mask.seqlen_k, hi, cutlass.min(cutlass.max(full_lo, lo), hi))
-        return QueryBlocks(lo, hi, full_lo, cutlass.min(cutlass.max(full_hi, full_lo), hi), is_descending)
+        full_hi = cutlass.min(cutlass.max(full_hi, full_lo), hi)
+        first = hi - 1 if is_descending else lo
+        if is_spread and mask.kind == "full":
+            count = cutlass.max(hi - lo, 1)
+            stride = cutlass.max(count * self.tile_n // cutlass.max(mask.seqlen_k, 1), 1)
+            first = lo + self.n_block * stride % count
+        return QueryBlocks(lo, hi, full_lo, full_hi, first, is_descending)
 
     def q_bounds(self, key: Int32) -> tuple[Index, Index]:
         """The queries `[lo, hi)` that see a key of the tile, counted from its first; none if it does not exist."""

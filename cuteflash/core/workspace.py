@@ -3,8 +3,8 @@
     lse_log2   (heads_q, rows)               log-sum-exp times log2(e); +inf for rows without a key and rows that pad
     delta      (heads_q, rows)               rowsum(dO * O) minus the gradient of the log-sum-exp; 0 for rows that pad
     dq         (heads_q, tiles, tile_m * d)  the sum of dQ tiles, each in the order of the main kernel's fragments
-    turns      (heads_q, tiles)              how many blocks have added to a tile, int32: in a deterministic backward
-                                             blocks add in turn (`cuteflash.core.turns`)
+    turns      (heads_q, tiles, parts)       how many blocks have come to a part of a tile, int32, if the first one
+                                             stores what the others add to, or they add in turn (`cuteflash.core.turns`)
 
 The rows of each sequence are padded to whole tiles of `tile_m` rows, so that tiles neither overlap nor need a
 predicate. The source runs on Python ints and on traced values alike.
@@ -18,6 +18,7 @@ from typing import Any
 from cuteflash.core.tile_numbers import count_tiles
 
 Index = Any  # a Python int or a traced cutlass.Int32
+PARTS = 2  # of a dQ tile, at most, that are added one apart from the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,4 +56,4 @@ class Workspace:
     @property
     def size(self) -> Index:
         """Elements of the whole workspace; as an int it may pass 32 bits."""
-        return self.heads * (self.rows * (2 + self.head_dim) + self.batch * self.tiles)
+        return self.heads * (self.rows * (2 + self.head_dim) + PARTS * self.batch * self.tiles)

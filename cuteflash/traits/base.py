@@ -61,7 +61,21 @@ class FwdTraits(Protocol):
 
 
 class BwdTraits(FwdTraits, Protocol):
-    """A backward kernel's tunable numbers."""
+    """A backward kernel's tunable numbers.
+
+    Attributes:
+        first_stores: the first block that comes to a tile of dQ stores what the others add to; otherwise the sum is
+            cleared before the kernel.
+        turns_at_once: so many blocks of a head run at the same time in a deterministic call, if there are enough heads:
+            fewer wait less for their turn at its dQ, but more heads take more of L2. 0 is any number.
+        persistent: a block works on many tiles of a dense batch.
+    """
+
+    first_stores: ClassVar[bool]
+    turns_at_once: ClassVar[int]
+
+    @property
+    def persistent(self) -> bool: ...
 
     def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
         """The fp32 workspace of a call, for Python ints or traced values."""

@@ -51,6 +51,9 @@ class BwdTraitsSm80:
     features: ClassVar[frozenset[Feature]] = frozenset(
         {"softcap", "deterministic", "varlen"}
     )  # those that the kernel implements
+    first_stores: ClassVar[bool] = False
+    turns_at_once: ClassVar[int] = 4
+    persistent: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
 

@@ -42,6 +42,9 @@ class BwdTwoPassTraitsSm90:
     family: ClassVar[Family] = "sm90"
     # Those that the kernels implement.
     features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic", "varlen"})
+    first_stores: ClassVar[bool] = False
+    turns_at_once: ClassVar[int] = 0
+    persistent: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 256
     dq_tile_m: ClassVar[int] = CONSUMERS * WGMMA_M  # query rows of a block of the dQ pass

@@ -1,7 +1,6 @@
 """Rows of bwd/sm_90a/sm90, by hand.
 
-One pass up to head dim 128. Two passes serve wider heads, softcaps (one pass has no registers left for them) and
-deterministic calls: nothing is summed up in memory, so they repeat bit for bit.
+One pass up to head dim 128. Two passes serve wider heads and softcaps, for which one pass has no registers left.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from cuteflash.traits.row import (
     CAUSAL,
     DETERMINISTIC,
     FULL,
-    LONG,
     SOFTCAP,
-    VARLEN,
     WINDOW,
     Row,
     bwd_sm90,
@@ -51,15 +48,6 @@ ROWS: tuple[Row, ...] = (
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
     bwd_sm90(96, 64, without=SOFTCAP, delta_early=False, keep_thread=True, dq="apart", pingpong=False),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
-    bwd_sm90(
-        128,
-        80,
-        CAUSAL,
-        lengths=LONG,
-        without=SOFTCAP + VARLEN,
-        delta_early=False,
-        dq="transposed",
-    ),
     bwd_sm90(128, 64, FULL + CAUSAL, without=SOFTCAP),
     bwd_sm90(128, 64, WINDOW, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),

@@ -113,12 +113,16 @@ class BwdFinish:
         parts = self.main.dq_parts()
         part, member = thread // parts.threads, thread % parts.threads
         acc = parts.fragment(member)
-        source = parts.groups(views.tile(place.m_block, place.head, place.sequence).dq, part, member)
+        tile = views.tile(place.m_block, place.head, place.sequence)
+        source = parts.groups(tile.dq, part, member)
         target = cute.make_tensor(acc.iterator, cute.make_layout(source.shape))
         atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=GROUP * Float32.width)
         for i in cutlass.range_constexpr(cute.size(source.shape[1])):
             cute.copy(atom, source[None, i], target[None, i])
         acc.store(acc.load() * scale)
+        if const_expr(self.traits.first_stores):
+            if tile.turns[0] == 0:  # no key block has come to the tile
+                acc.fill(0.0)
         rounded = rounded_fragment(acc, self.dtype)
         for index in cutlass.range_constexpr(len(parts.origins)):
             if part == index:

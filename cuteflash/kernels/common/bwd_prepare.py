@@ -2,8 +2,8 @@
 
     lse_log2 = LSE * log2(e)             the main kernel's P is exp2(scores * scale * log2(e) - lse_log2)
     delta    = rowsum(dO * O) - dLSE     and its dS is P * (dP - delta)
-    dQ       = 0                         the sum that its blocks add to, in fp32
-    turn     = 0                         how many of them have added, if they do so in turn
+    dQ       = 0                         the sum that its blocks add to, in fp32, if the first of them does not store
+    turns    = 0                         how many of them have come to a tile
 
 Rows without a key and rows that pad the last tile get +inf and 0, with which P is 0. The kernel does nothing but move
 memory: a block loads the rows of a whole tile before it adds up the first.
@@ -20,7 +20,7 @@ from cuteflash.arguments import BwdTensors, PackedTensors
 from cuteflash.core.signature import ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.views import rows_first
-from cuteflash.core.workspace import Workspace
+from cuteflash.core.workspace import PARTS, Workspace
 from cuteflash.kernels.common.workspace import WorkspacePlace, WorkspaceTensors, WorkspaceTiles
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.base import BwdTraits
@@ -87,11 +87,11 @@ class BwdPrepare:
         rO, rDO = (self.load(x, first, last, (row0, lane, passes)) for x in (gO, gDO))
         origin = place.batch, place.head, first
         lse, dlse = (self.load_statistic(x, origin, last, row0, passes) for x in (mLSE, mDLSE))
-        if const_expr(tile.dq is not None):
+        if const_expr(tile.dq is not None and not self.traits.first_stores):
             self.clear(tile.dq, thread)
-        if const_expr(self.problem.is_deterministic):
-            if thread == 0:
-                cute.arch.store(tile.turn, Int32(0))
+        if const_expr(self.problem.is_deterministic or self.traits.first_stores):
+            if thread < PARTS:
+                tile.turns[thread] = Int32(0)
         for i in cutlass.range_constexpr(passes):
             row = row0 + i * (THREADS // self.lanes)
             delta = self.row_sum(rO[None, None, i], rDO[None, None, i], lane)

@@ -14,7 +14,7 @@ from cuteflash.core.launch import flat_order, lengths_of
 from cuteflash.core.lengths import Index, Lengths
 from cuteflash.core.schedule import Order, TileOrder
 from cuteflash.core.tile_numbers import first_tile
-from cuteflash.core.workspace import Workspace
+from cuteflash.core.workspace import PARTS, Workspace
 from cuteflash.traits.base import BwdTraits
 
 
@@ -25,7 +25,7 @@ class WorkspaceTile:
     lse_log2: cute.Tensor  # (tile_m,)
     delta: cute.Tensor  # (tile_m,)
     dq: cute.Tensor | None  # (tile_m * head_dim,), in the order of the main kernel's fragments
-    turn: cute.Pointer  # int32
+    turns: cute.Tensor  # (PARTS,), int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class WorkspaceTensors:
     Attributes:
         lse_log2, delta: (rows, heads)
         dq: (tile_m * head_dim, tiles of all sequences, heads); None if dQ needs no sum in memory.
-        turns: (tiles of all sequences, heads), int32.
+        turns: (PARTS, tiles of all heads), int32.
+        head_tiles: query tiles of one head in all sequences.
         tiles: query tiles of one sequence; of packed sequences, of all together.
         cu_q: where packed sequences begin; None if dense.
         tile_m: rows of a tile.
@@ -45,6 +46,7 @@ class WorkspaceTensors:
     delta: cute.Tensor
     dq: cute.Tensor | None
     turns: cute.Tensor
+    head_tiles: Int32
     tiles: Int32
     cu_q: cute.Tensor | None
     tile_m: cutlass.Constexpr[int]
@@ -68,7 +70,8 @@ class WorkspaceTensors:
             lse_log2=cute.make_tensor(mW.iterator, statistic),
             delta=cute.make_tensor(mW.iterator + part, statistic),
             dq=dq,
-            turns=cute.make_tensor(turns, cute.make_layout((tiles, workspace.heads), stride=(1, Int64(tiles)))),
+            turns=cute.make_tensor(turns, cute.make_layout((PARTS, tiles * workspace.heads))),
+            head_tiles=tiles,
             tiles=workspace.tiles,
             cu_q=cu_q,
             tile_m=tile_m,
@@ -86,8 +89,20 @@ class WorkspaceTensors:
         lse_log2, delta = (
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )
-        turn = cute.domain_offset((index, head), self.turns).iterator
-        return WorkspaceTile(lse_log2, delta, None if self.dq is None else self.dq[None, index, head], turn)
+        dq = None if self.dq is None else self.dq[None, index, head]
+        return WorkspaceTile(lse_log2, delta, dq, self.turns[None, Int64(head * self.head_tiles + index)])
+
+    def first_number(self, head: Int32, sequence: Int32) -> Int32:
+        """The number of the first query tile of a head of a sequence, of all heads' tiles in turn."""
+        return head * self.head_tiles + self.first_tile(sequence)
+
+    def turn(self, number: Int32, part: int) -> cute.Pointer:
+        """How many have been at a part of the tile of a number."""
+        return self.turns[None, Int64(number)].iterator + part
+
+    def sum(self, number: Int32) -> cute.Pointer:
+        """dQ of the tile of a number."""
+        return self.dq.iterator + Int64(number) * cute.size(self.dq.shape[0])
 
     def row(self, token: Int32, sequence: Int32) -> Int32:
         """The row of a query, counted from the beginning of its sequence."""

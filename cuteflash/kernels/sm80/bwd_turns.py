@@ -12,7 +12,7 @@ from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
 
 def turn_pointer(loads: QuerySources, head: Int32, m_block: Int32) -> cute.Pointer:
     """Where the number of blocks stands that have added to a query tile of the `head`-th query head."""
-    return loads.workspace.tile(m_block, loads.first_head + head, loads.sequence).turn
+    return loads.workspace.tile(m_block, loads.first_head + head, loads.sequence).turns.iterator
 
 
 @cute.jit
@@ -20,7 +20,7 @@ def look_at_turn(loads: QuerySources, head: Int32, m_block: Int32):
     """How many blocks have added to a tile, as thread 0 sees it; 0 for the others. The load is not waited for."""
     seen = Int32(0)
     if loads.thread == 0:
-        seen = turns.seen_turn(turn_pointer(loads, head, m_block))
+        seen = turns.seen_turn(turn_pointer(loads, head, m_block), sem="relaxed")
     return seen
 
 
@@ -38,7 +38,7 @@ def await_turn(loads: QuerySources, work: KeyWork, place: tuple, seen: Int32):
         turn = turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
         pointer = turn_pointer(loads, head, m_block)
         while seen < turn:
-            seen = turns.seen_turn(pointer)
+            seen = turns.seen_turn(pointer, sem="relaxed")
         cute.arch.fence_acq_rel_gpu()
         if position > 0:
             before = turn_pointer(loads, *work.before(head, m_block))

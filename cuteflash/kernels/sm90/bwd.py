@@ -9,9 +9,10 @@
     sdQ ──bulk add──► fp32 dQ    dQ = dS K         dS through shared memory; a part for each, or by a third warpgroup
     sdK, sdV ──TMA──► dK, dV
 
-A kernel before this one computes delta = rowsum(dO O) and clears the sum, one after it rounds the sum to dQ. The query
-heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. If dQ has to be
-the same bits in every run, blocks take turns at adding to a tile, by ascending key (`cuteflash.core.turns`).
+A kernel before this one computes delta = rowsum(dO O), one after it rounds the sum to dQ. The first block that comes to
+a tile of dQ stores, the others add (`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the
+same bits in every run, blocks take turns, by ascending key (`cuteflash.core.turns`). The query heads of one KV head are
+visited in turn by the same block, which sums up their dK and dV in registers.
 """
 
 from __future__ import annotations
@@ -151,6 +152,8 @@ class FlashBwdSm90:
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+            # Blocks that wait for each other's turns and have their tiles in advance must all run.
+            cooperative=self.is_persistent and self.problem.is_deterministic,
         )
         BwdFinish(self).launch(tensors, packed, workspace, scalars.softmax_scale, stream)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from cuteflash.arguments import BwdTensors
 from cuteflash.atoms import sm90 as atoms
@@ -16,7 +16,7 @@ from cuteflash.atoms.barriers import TmaRing, wait_phase
 from cuteflash.core.tile import KeyTile
 from cuteflash.core.turns import turn_of
 from cuteflash.core.views import rows_first
-from cuteflash.kernels.common.turns import await_turn, pass_turn
+from cuteflash.kernels.common import turns
 from cuteflash.kernels.sm90.bwd_bundles import Block, Tma, Visit
 from cuteflash.kernels.sm90.ragged import ragged, sequence_rows
 from cuteflash.problem import StorageKind
@@ -154,31 +154,71 @@ def add_dq(kernel: cutlass.Constexpr, block: Block, stage: cutlass.Constexpr[int
 @cute.jit
 def add_stage(kernel: cutlass.Constexpr, block: Block, stage: cutlass.Constexpr[int], visit: Visit):
     """`add_dq` of one thread."""
-    tile, blocks, position = visit.tile, visit.blocks, visit.start
-    stages, whole = kernel.traits.mma_warpgroups, kernel.traits.is_dq_whole
-    handover = block.rings.dq[stage]
-    rows, cols = kernel.traits.dq_part
-    sdQ = block.tiles.sdQ[None, stage]
+    position = visit.start
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
-        head = tile.head * block.launch.heads_per_kv + i
-        m_block = blocks.first
-        for _ in cutlass.range(blocks.count, unroll=1):
-            if not whole or position % stages == stage:
-                workspace = block.workspace.tile(m_block, head, tile.sequence)
-                target = workspace.dq.iterator
-                if const_expr(not whole):
-                    target = target + stage * (rows * cols)
-                handover.wait(position // stages if whole else position)
-                if const_expr(kernel.problem.is_deterministic):
-                    turn = turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
-                    await_turn(workspace.turn, turn if whole else turn * stages)
-                atoms.bulk_add(target, sdQ.iterator, rows * cols * 4)
-                cute.arch.cp_async_bulk_commit_group()
-                if const_expr(kernel.problem.is_deterministic):
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    pass_turn(workspace.turn)
-                else:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                handover.release()
+        head = visit.tile.head * block.launch.heads_per_kv + i
+        add_head(kernel, block, stage, visit, position, block.workspace.first_number(head, visit.tile.sequence))
+        position += visit.blocks.count
+
+
+@cute.jit
+def add_head(
+    kernel: cutlass.Constexpr,
+    block: Block,
+    stage: cutlass.Constexpr[int],
+    visit: Visit,
+    position: Int32,
+    first_number: Int32,
+):
+    """Add a stage of sdQ to the tiles of one query head, whose first one has that number in the workspace.
+
+    How far the next tile is, is asked for while this one's addition is on its way.
+    """
+    traits, blocks, handover = kernel.traits, visit.blocks, block.rings.dq[stage]
+    rows, cols = traits.dq_part
+    source, part = block.tiles.sdQ[None, stage].iterator, 0 if traits.is_dq_whole else stage
+    m_block, left, use = blocks.first, blocks.count, position
+    stride = traits.mma_warpgroups if const_expr(traits.is_dq_whole) else 1  # steps from one to the next of this stage
+    if const_expr(traits.is_dq_whole):
+        use = position // stride
+        if position % stride != stage:
+            m_block, left, use = blocks.following(m_block), left - 1, (position + 1) // stride
+    seen = Int32(0)
+    if left > 0:
+        seen = turns.seen_turn(block.workspace.turn(first_number + m_block, part))
+    while left > 0:
+        number = first_number + m_block
+        turn = block.workspace.turn(number, part)
+        if const_expr(kernel.problem.is_deterministic):
+            expected = turn_of(visit.tile.mask, visit.tile.n_block, m_block, traits.tile_m, traits.tile_n)
+            turns.await_turn(turn, seen, expected)
+            is_first = expected == 0
+            handover.wait(use)
+        else:
+            handover.wait(use)
+            is_first = turns.come_first(turn, seen)
+        target = block.workspace.sum(number) + part * rows * cols
+        store_or_add(target, source, rows * cols * 4, is_first)
+        use, left = use + 1, left - stride
+        for _ in cutlass.range_constexpr(stride):
             m_block = blocks.following(m_block)
-            position += 1
+        if left > 0:
+            seen = turns.seen_turn(block.workspace.turn(first_number + m_block, part))
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        handover.release()
+        if const_expr(kernel.problem.is_deterministic):
+            cute.arch.cp_async_bulk_wait_group(0)
+            turns.pass_turn(turn)
+        elif is_first:
+            cute.arch.cp_async_bulk_wait_group(0)
+            turns.say_stored(turn)
+
+
+@cute.jit
+def store_or_add(target: cute.Pointer, source: cute.Pointer, nbytes: cutlass.Constexpr[int], is_first: Boolean):
+    """Store fp32 of shared memory, or add it to what is there."""
+    if is_first:
+        atoms.bulk_store(target, source, nbytes)
+    else:
+        atoms.bulk_add(target, source, nbytes)
+    cute.arch.cp_async_bulk_commit_group()

@@ -32,7 +32,8 @@ def visit_index(
 ):
     """Visit the tile with number `index` of the order; returns the position of the step after its last one."""
     tile = launch.tile(index)
-    visit = Visit(tile, tile.query_blocks(kernel.problem.is_deterministic), wave, start)
+    in_turn = kernel.problem.is_deterministic
+    visit = Visit(tile, tile.query_blocks(is_descending=in_turn, is_spread=not in_turn), wave, start)
     if const_expr(kernel.problem.storage.k == "dense"):
         work(visit)
     elif tile.exists():
