@@ -74,15 +74,15 @@ class WorkspaceTensors:
             tile_m=tile_m,
         )
 
-    def first_tile(self, sequence: Int32) -> Int32:
-        """The first tile of a sequence."""
+    def first_tile(self, sequence: Int32, first_q: Index | None = None) -> Int32:
+        """The first tile of a sequence; nothing is loaded if it is known where its queries begin."""
         if self.cu_q is None:
             return sequence * self.tiles
-        return first_tile(self.cu_q[sequence], sequence, self.tile_m)
+        return first_tile(self.cu_q[sequence] if first_q is None else first_q, sequence, self.tile_m)
 
-    def tile(self, m_block: Int32, head: Int32, sequence: Int32) -> WorkspaceTile:
-        """The parts of query tile `m_block` of a head of a sequence."""
-        index = self.first_tile(sequence) + m_block
+    def tile(self, m_block: Int32, head: Int32, sequence: Int32, first_q: Index | None = None) -> WorkspaceTile:
+        """The parts of query tile `m_block` of a head of a sequence; `first_q` as for `first_tile`."""
+        index = self.first_tile(sequence, first_q) + m_block
         lse_log2, delta = (
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )

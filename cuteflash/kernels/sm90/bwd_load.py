@@ -84,7 +84,7 @@ def load(kernel: cutlass.Constexpr, block: Any, visit: Visit):
         tOsdO, tOgdO = atoms.tma_partition(tma.load_do, tiles.sdO, gdO)
         m_block = blocks.first
         for _ in cutlass.range(blocks.count, unroll=1):
-            workspace = block.workspace.tile(m_block, head, tile.sequence)
+            workspace = block.workspace.tile(m_block, head, tile.sequence, tile.first_q)
             barrier, stage = rings.q.acquire(position), rings.q.stage(position)
             cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.lse_log2, tiles.sLSE[None, stage], barrier)
@@ -164,7 +164,7 @@ def add_stage(kernel: cutlass.Constexpr, block: Block, stage: cutlass.Constexpr[
         m_block = blocks.first
         for _ in cutlass.range(blocks.count, unroll=1):
             if not whole or position % stages == stage:
-                workspace = block.workspace.tile(m_block, head, tile.sequence)
+                workspace = block.workspace.tile(m_block, head, tile.sequence, tile.first_q)
                 target = workspace.dq.iterator
                 if const_expr(not whole):
                     target = target + stage * (rows * cols)
