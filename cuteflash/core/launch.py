@@ -134,6 +134,10 @@ class Launch:
         m_block, head, batch = self.order.tile(index)
         return self.tile_of(m_block, head, batch, self.lengths.sequence(batch))
 
+    def rows_visited(self, tile: QueryTile) -> Int32:
+        """How many rows of K a tile's head and sequence have: what a tile costs at most."""
+        return tile.mask.seqlen_k
+
     def tile_of(self, m_block: Int32, head: Int32, batch: Int32, sequence: Sequence) -> QueryTile:
         """Query tile `m_block` of a head of batch entry `batch`, which is `sequence`."""
         mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
@@ -211,7 +215,10 @@ class BwdLaunch:
         n_block, head, number = self.order.tile(index)
         if self.storage.k == "dense":
             n_block = self.order.m_blocks - 1 - n_block
-        sequence = self.lengths.sequence(number)
+        return self.tile_of(n_block, head, number, self.lengths.sequence(number))
+
+    def tile_of(self, n_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> KeyTile:
+        """Key tile `n_block` of a KV head of batch entry `number`, which is `sequence`."""
         mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
         return KeyTile(
             n_block=n_block,
@@ -229,6 +236,10 @@ class BwdLaunch:
     def steps(self, blocks: QueryBlocks) -> Int32:
         """Steps of a tile with these query blocks: each block of each query head."""
         return self.heads_per_kv * cutlass.max(blocks.count, 0)
+
+    def rows_visited(self, tile: KeyTile) -> Int32:
+        """How many rows of Q a tile's steps have: what it costs."""
+        return self.steps(tile.query_blocks()) * self.tile_m
 
 
 def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdScalars) -> Order:
@@ -250,7 +261,12 @@ def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdSc
         group = cutlass.max(group, scalars.num_sms // TURNS_AT_ONCE)
     if problem.storage.k == "varlen":
         order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n)
-        return dataclasses.replace(order, group=cutlass.min(group, heads_k))
+        return dataclasses.replace(
+            order,
+            counter=packed.tile_counter,
+            group=cutlass.min(group, heads_k),
+            draws_first=problem.is_deterministic,  # a block waits for blocks with tiles before its own: do they run?
+        )
     by_block = problem.scores.mask != "full" or problem.is_deterministic
     n_blocks = cute.ceil_div(seqlen_k, traits.tile_n)
     return TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block)

@@ -18,6 +18,7 @@ from cuteflash.core.turns import turn_of
 from cuteflash.core.views import rows_first
 from cuteflash.kernels.common.turns import await_turn, pass_turn
 from cuteflash.kernels.sm90.bwd_bundles import Block, Tma, Visit
+from cuteflash.kernels.sm90.handout import tile_of_words
 from cuteflash.kernels.sm90.ragged import ragged, sequence_rows
 from cuteflash.problem import StorageKind
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
@@ -124,7 +125,7 @@ def store_gradients(kernel: cutlass.Constexpr, block: Block, visit: Visit):
     """Store dK and dV, which TMA clips, once the consumers have put them in the place of K and V; a whole warp."""
     traits, tma, tiles, rings = kernel.traits, block.tma, block.tiles, block.rings
     tile, wave = visit.tile, visit.wave
-    wait_phase(rings.gradients, wave & 1)
+    wait_phase(rings.gradients_of(wave), rings.k.phase(wave))
     for atom, gX, sX, cols in (
         (tma.store_dv, tma.gdV, tiles.sV, traits.head_dim_v),
         (tma.store_dk, tma.gdK, tiles.sK, traits.head_dim),
@@ -136,6 +137,16 @@ def store_gradients(kernel: cutlass.Constexpr, block: Block, visit: Visit):
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     rings.k.release(wave)
     rings.v.release(wave)
+
+
+@cute.jit
+def store_until(kernel: cutlass.Constexpr, block: Block, done: Int32, position: Int32):
+    """Store the gradients of the tiles before `position` that were handed out, from tile `done` on; see `hand_out`."""
+    while done < position:
+        tile = tile_of_words(block.launch, block.handout.handed(done))
+        store_gradients(kernel, block, Visit(tile, tile.query_blocks(), done, Int32(0)))
+        done += 1
+    return done
 
 
 def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> None:
