@@ -32,6 +32,7 @@ from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
 from cuteflash.core.bwd_signature import bwd_fake_args
 from cuteflash.core.launch import BwdLaunch, batched
 from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.tile import KeyTile
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
@@ -164,13 +165,23 @@ class FlashBwdSm90:
 
     @cute.kernel
     def kernel(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch):
+        if const_expr(self.problem.storage.k == "dense" or self.traits.persistent):
+            self.differentiate(tma, workspace, launch, None)
+        else:
+            tile = launch.tile(cute.arch.block_idx()[0])  # once, not by each role: it takes a search
+            if tile.exists():
+                self.differentiate(tma, workspace, launch, tile)
+
+    @cute.jit
+    def differentiate(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch, tile: KeyTile | None):
+        """The gradients of the tiles of a block; `tile` if it is the only one and known."""
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
         rings, handout = self.make_rings(base), None
         if const_expr(self.hands_out):
             handout = Handout.create(base, traits.smem_handout, most_ahead=HANDED_TILES - 1)
-        block = Block(tma, self.make_tiles(base), rings, launch, handout, workspace)
+        block = Block(tma, self.make_tiles(base), rings, launch, tile, handout, workspace)
         if warp == 0:
             for atom in (tma.load_k, tma.load_q, tma.load_v, tma.load_do, tma.store_dk, tma.store_dv):
                 cpasync.prefetch_descriptor(atom)

@@ -89,6 +89,7 @@ class Block:
     tiles: Tiles
     rings: Rings
     launch: BwdLaunch
+    tile: KeyTile | None  # of packed sequences, if it is the only one of the block
     handout: Handout | None  # of packed sequences, if blocks are persistent
     workspace: WorkspaceTensors
 

@@ -21,11 +21,10 @@ def visit_key_tiles(kernel: cutlass.Constexpr, block: Block, work: cutlass.Const
     if const_expr(kernel.traits.persistent):
         visit_tiles(block.handout, block.launch, visit)
     else:
-        tile = block.launch.tile(cute.arch.block_idx()[0])
-        if const_expr(kernel.problem.storage.k == "dense"):
-            visit(tile, Int32(0), Int32(0))
-        elif tile.exists():
-            visit(tile, Int32(0), Int32(0))
+        tile = block.tile
+        if const_expr(tile is None):
+            tile = block.launch.tile(cute.arch.block_idx()[0])
+        visit(tile, Int32(0), Int32(0))
 
 
 @cute.jit
