@@ -11,7 +11,9 @@
 
 A kernel before this one computes delta = rowsum(dO O) and clears the sum, one after it rounds the sum to dQ. The query
 heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. If dQ has to be
-the same bits in every run, blocks take turns at adding to a tile, by ascending key (`cuteflash.core.turns`).
+the same bits in every run, blocks take turns at adding to a tile, by ascending key (`cuteflash.core.turns`). Persistent
+blocks get the tiles of packed sequences from the warp that stores dK and dV (`handout.py`), all others find their one
+tile before the roles part; the descriptors clip boxes at a sequence's end (`ragged.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The producer warpgroup of the backward: a warp that loads, one for each part of dQ that adds it, one that stores."""
+"""The producer warpgroup of the backward: a warp that loads, one for each part of dQ that adds it, one that stores.
+
+The last one has time left, and finds the tiles of packed sequences for all roles of a persistent block: see `hand_out`.
+"""
 
 from __future__ import annotations
 
