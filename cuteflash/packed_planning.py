@@ -166,7 +166,7 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
         lse = compacted(inputs.lse) if copies_lse else inputs.lse
         dlse = compacted(inputs.dlse) if inputs.dlse is not None and copies_dlse else inputs.dlse
         workspace = lse.new_empty(workspace_shape)
-        vectors = PackedTensors(*inputs.forward[3:])
+        vectors = PackedTensors(*inputs.forward[3:], counters.of(q.device))
         kernel(*BwdTensors(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace), *vectors, *scalars)
         return gradients
 

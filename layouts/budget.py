@@ -20,7 +20,7 @@ from .scene import Fragment
 
 WARP = 32
 # What a tensor's region of the shared-memory plan is called on a page, beside "s" and its name in capitals.
-NAMES = {"barriers": "barriers", "delta": "sDelta", "do": "sdO", "ds": "sdS", "dq": "sdQ"}
+NAMES = {"barriers": "barriers", "delta": "sDelta", "do": "sdO", "ds": "sdS", "dq": "sdQ", "handout": "handout"}
 REGISTER_STEP = 8  # the hardware allocates registers to a warp in units of 8 a thread
 
 

@@ -78,6 +78,7 @@ class ReaderBwdSm90:
         does = (
             f"warp 0 issues every TMA load, warps {adders} add dQ to memory, {what}, "
             f"warp {self._storing_warp} stores dK and dV"
+            f"{' and hands out the tiles of packed sequences' if traits.persistent else ''}"
         )
         consumers = (
             Role(f"consumer {i}", (1 + i) * WARPGROUP, WARPGROUP, f"keys {i * WGMMA_M} to {i * WGMMA_M + WGMMA_M - 1}")

@@ -9,7 +9,7 @@ import pytest
 
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.turns import turn_of
-from cuteflash.core.workspace import Workspace
+from cuteflash.core.workspace import PARTS, Workspace
 from cuteflash.problem import MASK_KINDS, BwdProblem
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
@@ -102,7 +102,7 @@ def test_p_goes_through_shared_memory_unless_warps_divide_the_keys_only() -> Non
 
 def test_a_workspace_holds_statistics_the_sum_and_turns_of_whole_tiles() -> None:
     assert ROW.workspace(2, 3, 65) == Workspace(batch=2, heads=3, tiles=2, tile_m=64, head_dim=64)
-    assert ROW.workspace(2, 3, 65).size == 3 * (2 * 128 * (2 + 64) + 2 * 2)
+    assert ROW.workspace(2, 3, 65).size == 3 * (2 * 128 * (2 + 64) + 2 * 2 * PARTS)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.tile_numbers import count_tiles, first_tile
+from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.problem import LENGTH_MAX
 from tests.int32 import Int32
 
@@ -68,6 +71,14 @@ def test_padded_to_whole_tiles_no_two_sequences_overlap(lengths: list[int], tile
     places = [first_tile(cu[i], i, tile) * tile + r for i, r in rows]
     assert len(set(places)) == len(rows)
     assert max(places, default=0) < count_tiles(cu[-1], len(lengths), tile) * tile
+
+
+def test_where_a_sequences_workspace_begins_is_not_loaded_if_its_first_query_is_known() -> None:
+    cu_q = [0, 130, 200]
+    views: Any = SimpleNamespace(cu_q=cu_q, tile_m=64)
+    begins = [WorkspaceTensors.first_tile(views, sequence) for sequence in range(2)]
+    views.cu_q = NotImplemented  # cannot be indexed
+    assert [WorkspaceTensors.first_tile(views, sequence, cu_q[sequence]) for sequence in range(2)] == begins == [0, 3]
 
 
 def test_tile_numbers_of_the_longest_tensors_stay_in_32_bits() -> None:

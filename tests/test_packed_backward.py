@@ -341,7 +341,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> BwdGpu:
     return BwdGpu(monkeypatch)
 
 
-def test_a_launch_gets_tensors_vectors_and_scalars(gpu: BwdGpu) -> None:
+def test_a_launch_gets_tensors_vectors_a_counter_and_scalars(gpu: BwdGpu) -> None:
     dout, q, k, v, out, lse, cu_q, cu_k = saved()
     used, dlse = int32(1, 0, 1, 1, 1), torch.randn_like(lse)
     gradients = gpu.bwd(dout, q, k, v, out, lse, cu_q, cu_k, None, used, dlse, 0.3, 5, -1, 2.0, None, True)
@@ -355,7 +355,9 @@ def test_a_launch_gets_tensors_vectors_and_scalars(gpu: BwdGpu) -> None:
     )
     expected = BwdTensors(q, k, v, out, lse, dout, dlse, *gradients, tensors.workspace)
     assert all(got is x for got, x in zip(tensors, expected, strict=True))
-    assert all(got is x for got, x in zip(vectors, (cu_q, cu_k, None, used, None), strict=True))
+    *lengths, counter = vectors
+    assert all(got is x for got, x in zip(lengths, (cu_q, cu_k, None, used), strict=True))
+    assert counter.tolist() == [0] and counter.dtype == torch.int32
     assert scalars == BwdScalars(0.3, 2.0, 5, UNBOUNDED, NUM_SMS)
     assert tensors.workspace.dtype == torch.float32 and tensors.workspace.shape == (5 * 100 + 4 * 10 + 15,)
     for gradient, x in zip(gradients, (q, k, v), strict=True):

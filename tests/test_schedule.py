@@ -46,7 +46,7 @@ RaggedOrder = schedule.RaggedOrder
 schedule.greatest_common_divisor = inspect.unwrap(schedule.greatest_common_divisor)
 tile_of = inspect.unwrap(TileOrder.tile)
 index_of = inspect.unwrap(TileOrder.index)
-for method in ("tile", "sequence_of", "sequence_end", "draw", "close"):
+for method in ("tile", "sequence_of", "sequence_near", "sequence_end", "first", "draw", "close"):
     setattr(RaggedOrder, method, inspect.unwrap(getattr(RaggedOrder, method)))
 
 
@@ -231,6 +231,27 @@ def test_a_search_takes_one_vote_for_each_power_of_33(warp: Warp) -> None:
         assert warp.votes == votes
 
 
+def test_near_a_hint_a_sequence_is_found_in_one_vote(warp: Warp) -> None:
+    lengths = [n % 7 for n in range(1089)]
+    order = ragged(lengths, rest=3)
+    begins = [row // 4 + n for n, row in enumerate(order.cu_q)]
+    for hint in (0, 500, 1060, 1089):
+        for ahead in (0, 1, 30, 31, 200, -1, -hint):
+            owner = min(max(hint + ahead, 0), len(lengths))
+            for number in (begins[owner], order.sequence_end(owner) - 1):
+                assert warp(order.sequence_near, number, hint) == owner
+                assert (warp.votes == 1) == (hint <= owner < hint + 31)
+
+
+def test_tiles_are_the_same_with_and_without_a_hint(warp: Warp) -> None:
+    order = ragged([9, 0, 30, 2, 0, 0, 5], heads=3, group=2, longest_first=True, passes=2)
+    hint = 0
+    for index in range(order.size()):  # as a block draws them; a group and a pass begin with the first sequence again
+        expected = warp(order.tile, index)
+        assert warp(order.tile, index, hint) == expected
+        hint = expected[-1]
+
+
 def test_longest_first_takes_the_last_tiles_of_a_sequence_first(warp: Warp) -> None:
     order = ragged([12, 5], heads=2, group=2, longest_first=True)
     found = [warp(order.tile, index) for index in range(order.size())]
@@ -258,27 +279,35 @@ def test_a_group_of_packed_heads_is_wide_and_whole() -> None:
     assert [RaggedOrder.wide_group(5, 5), RaggedOrder.wide_group(1, 64)] == [35, 64]
 
 
+@pytest.mark.parametrize("draws_first", [False, True])
 @pytest.mark.parametrize("blocks", [1, 3, 8])
 def test_each_tile_is_drawn_once_and_the_counter_is_left_at_zero(
-    warp: Warp, monkeypatch: pytest.MonkeyPatch, blocks: int
+    warp: Warp, monkeypatch: pytest.MonkeyPatch, blocks: int, draws_first: bool
 ) -> None:
     counter = Counter()
-    order = ragged([9, 0, 30, 2], heads=2, counter=counter)
+    order = ragged([9, 0, 30, 2], heads=2, counter=counter, draws_first=draws_first)
     arch = schedule.cute.arch
     monkeypatch.setattr(arch, "grid_dim", lambda: (blocks, 1, 1))
     monkeypatch.setattr(arch, "atomic_add", Counter.add)
     warp.lane = 0  # the one that draws
     for launch in range(3):
         seen = []
-        at = {block: block for block in range(blocks)}
         pick = random.Random(launch)
-        while at:
-            block = pick.choice(list(at))
-            if at[block] < order.size():
+        waiting, at = set(range(blocks)), {}
+        while waiting or at:
+            block = pick.choice([*waiting, *at])
+            if block in waiting:
+                waiting.remove(block)
+                monkeypatch.setattr(arch, "block_idx", lambda block=block: (block, 0, 0))
+                at[block] = order.first()
+            elif at[block] < order.size():
                 seen.append(at[block])
                 at[block] = order.draw()
             else:
                 order.close(at.pop(block))
+            if draws_first:  # blocks that run have drawn all before it, whichever blocks wait
+                drawn = sorted(x for x in (*seen, *at.values()) if x < order.size())
+                assert drawn == list(range(len(drawn)))
         assert sorted(seen) == list(range(order.size()))
         assert counter.value == 0
 

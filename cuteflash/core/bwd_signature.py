@@ -59,6 +59,7 @@ def bwd_fake_args(problem: BwdProblem) -> tuple[Any, ...]:
         cu_seqlens_k=vector(ends, storage.k == "varlen"),
         seqused_q=vector(sequences, storage.used_q),
         seqused_k=vector(sequences, storage.used_k),
+        tile_counter=vector(1, storage.k == "varlen"),
     )
     scalars = BwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(BwdScalars).items()})
     return BwdArguments(tensors, packed, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()

@@ -30,6 +30,11 @@ def batched(tensors: Any, storage: Storage) -> Any:
     return tensors._replace(**{name: with_batch(getattr(tensors, name)) for name in there})
 
 
+def live_rows(rows: Int32, batch: Int32) -> Int32:
+    """How many rows of a head are in use at the same time, of packed sequences whose lengths the host does not know."""
+    return cutlass.min(rows, rows // batch * LONGER_THAN_MEAN)
+
+
 def ragged_order(
     kernel, tensors: FwdTensors, packed: PackedTensors, heads: Int32, heads_per_kv: Int32, persistent: bool
 ) -> RaggedOrder:
@@ -38,8 +43,7 @@ def ragged_order(
     Without `persistent` blocks a second pass would cost a block for each tile of the first one.
     """
     rows, keys, batch = tensors.q.shape[1], tensors.k.shape[1], packed.cu_seqlens_q.shape[0] - 1
-    live_keys = cutlass.min(keys, keys // batch * LONGER_THAN_MEAN)
-    group = TileOrder.head_group(live_keys, heads_per_kv, kernel.problem.operands.kv_row_bytes)
+    group = TileOrder.head_group(live_rows(keys, batch), heads_per_kv, kernel.problem.operands.kv_row_bytes)
     passes = Int32(1)
     if kernel.longest_first:
         group = RaggedOrder.wide_group(group, heads_per_kv)
@@ -131,6 +135,10 @@ class Launch:
         m_block, head, batch = self.order.tile(index)
         return self.tile_of(m_block, head, batch, self.lengths.sequence(batch))
 
+    def rows_visited(self, tile: QueryTile) -> Int32:
+        """How many rows of K a tile's head and sequence have: what a tile costs at most."""
+        return tile.mask.seqlen_k
+
     def tile_of(self, m_block: Int32, head: Int32, batch: Int32, sequence: Sequence) -> QueryTile:
         """Query tile `m_block` of a head of batch entry `batch`, which is `sequence`."""
         mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
@@ -179,28 +187,11 @@ class BwdLaunch:
     @staticmethod
     def of(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdScalars) -> BwdLaunch:
         """The launch of a kernel; `tensors` as `batched` returns them."""
-        scores, traits, storage = kernel.problem.scores, kernel.traits, kernel.problem.storage
-        batch, seqlen_q, heads_q, _ = tensors.q.shape
-        _, seqlen_k, heads_k, _ = tensors.k.shape
-        heads_per_kv = heads_q // heads_k
-        # What a head's blocks read and add to again and again: Q, dO and the fp32 sum of dQ.
-        row_bytes = kernel.problem.operands.kv_row_bytes + 4 * traits.head_dim
-        group = TileOrder.head_group(seqlen_q * heads_per_kv, Int32(1), row_bytes)
+        scores, traits = kernel.problem.scores, kernel.traits
+        heads_per_kv = tensors.q.shape[2] // tensors.k.shape[2]
         scale_log2, inner_scale = score_scales(scores.softcap, scalars)
-        differ = scores.mask != "full"  # what tiles cost
-        if kernel.problem.is_deterministic and traits.turns_at_once:
-            group = cutlass.max(group, scalars.num_sms // traits.turns_at_once)
-        order: Order
-        if storage.k == "varlen":
-            order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n)
-        else:
-            n_blocks = cute.ceil_div(seqlen_k, traits.tile_n)
-            if differ and traits.persistent:
-                group = TileOrder.even_group(group, n_blocks, scalars.num_sms)
-            by_block = differ or kernel.problem.is_deterministic
-            order = TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block, zigzag=differ)
         return BwdLaunch(
-            order=order,
+            order=key_order(kernel, tensors, packed, scalars),
             heads_per_kv=heads_per_kv,
             lengths=lengths_of(tensors, packed),
             window_left=scalars.window_left,
@@ -209,7 +200,7 @@ class BwdLaunch:
             inner_scale=inner_scale,
             softmax_scale=scalars.softmax_scale,
             mask_kind=scores.mask,
-            storage=storage,
+            storage=kernel.problem.storage,
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
         )
@@ -222,7 +213,10 @@ class BwdLaunch:
         n_block, head, number = self.order.tile(index)
         if self.storage.k == "dense":
             n_block = self.order.m_blocks - 1 - n_block
-        sequence = self.lengths.sequence(number)
+        return self.tile_of(n_block, head, number, self.lengths.sequence(number))
+
+    def tile_of(self, n_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> KeyTile:
+        """Key tile `n_block` of a KV head of batch entry `number`, which is `sequence`."""
         mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
         return KeyTile(
             n_block=n_block,
@@ -240,6 +234,42 @@ class BwdLaunch:
     def steps(self, blocks: QueryBlocks) -> Int32:
         """Steps of a tile with these query blocks: each block of each query head."""
         return self.heads_per_kv * cutlass.max(blocks.count, 0)
+
+    def rows_visited(self, tile: KeyTile) -> Int32:
+        """How many rows of Q a tile's steps have: what it costs."""
+        return self.steps(tile.query_blocks()) * self.tile_m
+
+
+def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdScalars) -> Order:
+    """The order of the key tiles of a kernel, in groups of heads; that of packed sequences goes by their mean length.
+
+    What a head's tiles read and add to again and again, Q, dO and the fp32 sum of dQ, should stay in L2.
+    """
+    traits, problem = kernel.traits, kernel.problem
+    batch, seqlen_q, heads_q, _ = tensors.q.shape
+    _, seqlen_k, heads_k, _ = tensors.k.shape
+    row_bytes = problem.operands.kv_row_bytes + 4 * traits.head_dim
+    live = seqlen_q
+    if problem.storage.k == "varlen":
+        batch = packed.cu_seqlens_k.shape[0] - 1
+        live = live_rows(seqlen_q, batch)
+    group = TileOrder.head_group(live * (heads_q // heads_k), Int32(1), row_bytes)
+    if problem.is_deterministic and traits.turns_at_once:
+        group = cutlass.max(group, scalars.num_sms // traits.turns_at_once)
+    if problem.storage.k == "varlen":
+        order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n)
+        return dataclasses.replace(
+            order,
+            counter=packed.tile_counter,
+            group=cutlass.min(group, heads_k),
+            draws_first=problem.is_deterministic,  # a block waits for blocks with tiles before its own: do they run?
+        )
+    differ = problem.scores.mask != "full"  # what tiles cost
+    n_blocks = cute.ceil_div(seqlen_k, traits.tile_n)
+    if differ and traits.persistent:
+        group = TileOrder.even_group(group, n_blocks, scalars.num_sms)
+    by_block = differ or problem.is_deterministic
+    return TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block, zigzag=differ)
 
 
 def flat_order(cu: cute.Tensor, rows: Int32, heads: Int32, tile: int) -> RaggedOrder:

@@ -127,13 +127,15 @@ class RaggedOrder:
 
     Attributes:
         cu_q: (batch + 1,), the first row of each sequence, then the end of the last one.
-        counter: (1,), tiles that were drawn beyond the first one of each block; None if there is a block for each.
+        counter: (1,), tiles that were drawn; None if there is a block for each.
         rows: of the packed queries, those after the last sequence's end included.
         heads: as the tiles see them (KV heads if query heads are packed).
         batch: sequences.
         group: heads in a group, at most `heads`.
         passes: 1, or 2 with `longest_first`.
         tile_tokens: queries of a tile.
+        draws_first: a block draws its first tile, too. Then a block that has drawn a tile knows that blocks which run
+            have drawn all before it; otherwise its first tile is the one with the block's number.
     """
 
     cu_q: Vector
@@ -145,6 +147,7 @@ class RaggedOrder:
     passes: Int32
     tile_tokens: cutlass.Constexpr[int]
     longest_first: cutlass.Constexpr[bool]
+    draws_first: cutlass.Constexpr[bool] = False
 
     @staticmethod
     def wide_group(group: Int32, heads_per_kv: Int32) -> Int32:
@@ -167,8 +170,11 @@ class RaggedOrder:
         return count_tiles(self.rows, self.batch, self.tile_tokens)
 
     @cute.jit
-    def tile(self, index: Int32):
-        """(query tile, head, sequence) of a tile; a whole warp calls it."""
+    def tile(self, index: Int32, hint: Int32 | None = None):
+        """(query tile, head, sequence) of a tile; a whole warp calls it.
+
+        It is found sooner if its sequence is `hint`, or one of the next.
+        """
         size = self.head_size()
         per_group = self.group * size * self.passes
         first = (index // per_group) * self.group
@@ -178,7 +184,10 @@ class RaggedOrder:
         if const_expr(self.longest_first):
             is_first_pass = number < size
             number = number % size
-        sequence = self.sequence_of(number)
+        if const_expr(hint is None):
+            sequence = self.sequence_of(number)
+        else:
+            sequence = self.sequence_near(number, hint)
         begin = first_tile(self.cu_q[sequence], sequence, self.tile_tokens)
         m_block = number - begin
         if const_expr(self.longest_first):
@@ -205,6 +214,19 @@ class RaggedOrder:
         return first
 
     @cute.jit
+    def sequence_near(self, number: Int32, hint: Int32):
+        """As `sequence_of`, in one vote if the sequence is one of 31 from `hint` on."""
+        probe = hint + cute.arch.lane_idx()
+        begins_before = Boolean(False)
+        if probe <= self.batch:
+            begins_before = first_tile(self.cu_q[probe], probe, self.tile_tokens) <= number
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(begins_before))
+        sequence = hint + passed - 1
+        if passed == 0 or passed == WARP:  # it is before `hint`, or its end is not in sight
+            sequence = self.sequence_of(number)
+        return sequence
+
+    @cute.jit
     def sequence_end(self, sequence: Int32):
         """The number after the last one that a sequence owns."""
         end = self.rows
@@ -213,14 +235,22 @@ class RaggedOrder:
         return first_tile(end, sequence + 1, self.tile_tokens)
 
     @cute.jit
-    def draw(self):
-        """A block's next tile, `size()` or more if there is none; lane 0 of the calling warp gets it.
+    def first(self):
+        """A block's first tile; lane 0 of the calling warp gets it."""
+        if const_expr(self.draws_first):
+            index = self.draw()
+        else:
+            index = cute.arch.block_idx()[0]
+        return index
 
-        A block works on tile `block_idx` first, and draws once for each tile.
-        """
+    @cute.jit
+    def draw(self):
+        """A block's next tile, `size()` or more if there is none; lane 0 of the calling warp gets it."""
         index = Int32(0)
         if cute.arch.lane_idx() == 0:
-            index = cute.arch.grid_dim()[0] + cute.arch.atomic_add(self.counter.iterator, Int32(1))
+            index = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+            if const_expr(not self.draws_first):
+                index += cute.arch.grid_dim()[0]
         return index
 
     @cute.jit

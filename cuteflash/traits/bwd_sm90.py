@@ -17,6 +17,7 @@ from cuteflash.traits.sm90 import (
     WARPGROUP,
     WGMMA_K,
     WGMMA_M,
+    handout_regions,
 )
 
 STATISTIC_BYTES = 4  # fp32
@@ -45,8 +46,8 @@ class BwdTraitsSm90:
         delta_early: delta is fetched before the exponentials, in a register for every 4 queries; otherwise after them.
         keep_thread: the thread's index stays in a register; otherwise it is read again in each step.
         pingpong: named barriers let one warpgroup's products run while another does its pointwise part.
-        persistent: a block works on many key tiles of a dense batch, and the next one's loads overlap with this one's
-            end; otherwise each tile has a block. Packed sequences' tiles, which differ in what they cost, always have.
+        persistent: a block works on many key tiles, and the next one's loads overlap with this one's end; otherwise
+            each tile has a block. Tiles of packed sequences, which differ in what they cost, are handed out on demand.
         dq: how the warpgroups share the product dQ. ``"rows"``, ``"columns"``: each computes half of the rows (`tile_m`
             128) or columns (64) of every tile. ``"transposed"``: half of the columns, as rows of dQ^T = K^T dS^T, which
             takes any `tile_m`. ``"turns"``: step by step one after the other a whole tile (`tile_m` 64). ``"apart"``: a
@@ -129,8 +130,9 @@ class BwdTraitsSm90:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Barriers, row statistics, K, V, Q, dO, dS and dQ as it waits to be added."""
-        barriers = 2 * (2 * self.kv_stage + self.q_stage + self.do_stage + self.ds_stage + self.mma_warpgroups) + 1
+        """Barriers, row statistics, K, V, Q, dO, dS, dQ as it waits to be added, and tiles that are handed out."""
+        rings = 2 * self.kv_stage + self.q_stage + self.do_stage + self.ds_stage + self.mma_warpgroups
+        barriers = 2 * rings + self.kv_stage  # full and empty; the gradients of each stage of K and V
         plan = {"barriers": SmemRegion(0, barriers * MBARRIER_BYTES)}
 
         def append(name: str, nbytes: int, stages: int, align: int = SWIZZLE_ALIGN) -> None:
@@ -146,7 +148,15 @@ class BwdTraitsSm90:
         append("ds", self.tile_m * self.tile_n * self.element_bytes, self.ds_stage)
         rows, cols = self.dq_part
         append("dq", rows * cols * 4, self.mma_warpgroups)
+        if self.persistent:
+            start = plan_bytes(plan)
+            plan["handout"] = SmemRegion(start, handout_regions(start)[-1].end - start)
         return plan
+
+    @property
+    def smem_handout(self) -> tuple[SmemRegion, SmemRegion]:
+        """Barriers and words of the tiles that are handed out to persistent blocks."""
+        return handout_regions(self.smem_plan["handout"].start)
 
     @property
     def smem_bytes(self) -> int:

@@ -23,6 +23,12 @@ MAX_REGS, REGISTER_FILE = 255, 65536  # a thread's at most, a multiprocessor's
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 
+def handout_regions(start: int) -> tuple[SmemRegion, SmemRegion]:
+    """Barriers and words of the tiles that are handed out, from byte `start` on."""
+    barriers = SmemRegion(start, 2 * HANDED_TILES * MBARRIER_BYTES)
+    return barriers, SmemRegion(barriers.end, HANDED_TILES * HANDED_BYTES)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FwdTraitsSm90:
     """One way to run the sm90 forward kernel: 1-3 consumer warpgroups and, as a rule, a producer warpgroup.
@@ -135,8 +141,7 @@ class FwdTraitsSm90:
     @property
     def smem_handout(self) -> tuple[SmemRegion, SmemRegion]:
         """Barriers and words of the tiles that are handed out, in the room that the plan leaves before Q."""
-        barriers = SmemRegion(self.smem_plan["barriers"].end, 2 * HANDED_TILES * MBARRIER_BYTES)
-        return barriers, SmemRegion(barriers.end, HANDED_TILES * HANDED_BYTES)
+        return handout_regions(self.smem_plan["barriers"].end)
 
     @property
     def smem_bytes(self) -> int:

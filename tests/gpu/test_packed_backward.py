@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -49,6 +49,40 @@ def test_lengths(distribution: str, head_dim: int, mask: str, family: str, cuda:
     lengths = DISTRIBUTIONS[distribution](choose)
     check(Packed(lengths, case=case), family, cuda)
     check(Packed(lengths, shuffled(lengths, choose), case), family, cuda)
+
+
+def many_short(choose: random.Random) -> Lengths:
+    return tuple(choose.randint(0, 200) for _ in range(250))
+
+
+def empty_between(choose: random.Random) -> Lengths:
+    return tuple(n for _ in range(100) for n in (choose.randint(1, 150), *(0,) * choose.randint(0, 70)))
+
+
+def long_between(choose: random.Random) -> Lengths:
+    return tuple(choose.sample((3000, 4100, *(choose.randint(0, 20) for _ in range(300))), 302))
+
+
+def many_tiny(choose: random.Random) -> Lengths:
+    return (16,) * 4096
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("lengths_of", [many_short, empty_between, long_between, many_tiny])
+def test_many_tiles_for_each_block(
+    lengths_of: Callable[[random.Random], Lengths], head_dim: int, deterministic: bool, family: str, cuda: torch.device
+) -> None:
+    choose = random.Random(head_dim)
+    case = dataclasses.replace(CAUSAL, head_dim=head_dim, heads=12, kv_heads=12)
+    packed = Packed(lengths_of(choose), case=case)
+    inputs = packed.inputs(cuda)
+    given = upstream(packed, inputs)
+    got = gradients(packed, inputs, given, family, deterministic)
+    assert_right(packed, inputs, given, got, choose.sample(range(len(packed.lengths_q)), 60))
+    again = gradients(packed, inputs, given, family, deterministic)
+    for gradient, repeated in list(zip(got, again, strict=True))[0 if deterministic else 1 :]:
+        assert torch.equal(gradient, repeated)  # dK and dV are summed in registers
 
 
 @pytest.mark.parametrize("mask", MASKS)

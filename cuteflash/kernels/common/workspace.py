@@ -77,24 +77,27 @@ class WorkspaceTensors:
             tile_m=tile_m,
         )
 
-    def first_tile(self, sequence: Int32) -> Int32:
-        """The first tile of a sequence."""
+    def first_tile(self, sequence: Int32, first_q: Index | None = None) -> Int32:
+        """The first tile of a sequence; nothing is loaded if it is known where its queries begin."""
         if self.cu_q is None:
             return sequence * self.tiles
-        return first_tile(self.cu_q[sequence], sequence, self.tile_m)
+        return first_tile(self.cu_q[sequence] if first_q is None else first_q, sequence, self.tile_m)
 
-    def tile(self, m_block: Int32, head: Int32, sequence: Int32) -> WorkspaceTile:
-        """The parts of query tile `m_block` of a head of a sequence."""
-        index = self.first_tile(sequence) + m_block
+    def tile(self, m_block: Int32, head: Int32, sequence: Int32, first_q: Index | None = None) -> WorkspaceTile:
+        """The parts of query tile `m_block` of a head of a sequence; `first_q` as for `first_tile`."""
+        index = self.first_tile(sequence, first_q) + m_block
         lse_log2, delta = (
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )
         dq = None if self.dq is None else self.dq[None, index, head]
         return WorkspaceTile(lse_log2, delta, dq, self.turns[None, Int64(head * self.head_tiles + index)])
 
-    def first_number(self, head: Int32, sequence: Int32) -> Int32:
-        """The number of the first query tile of a head of a sequence, of all heads' tiles in turn."""
-        return head * self.head_tiles + self.first_tile(sequence)
+    def first_number(self, head: Int32, sequence: Int32, first_q: Index | None = None) -> Int32:
+        """The number of the first query tile of a head of a sequence, of all heads' tiles in turn.
+
+        `first_q` as for `first_tile`.
+        """
+        return head * self.head_tiles + self.first_tile(sequence, first_q)
 
     def turn(self, number: Int32, part: int) -> cute.Pointer:
         """How many have been at a part of the tile of a number."""

@@ -12,7 +12,9 @@
 A kernel before this one computes delta = rowsum(dO O), one after it rounds the sum to dQ. The first block that comes to
 a tile of dQ stores, the others add (`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the
 same bits in every run, blocks take turns, by ascending key (`cuteflash.core.turns`). The query heads of one KV head are
-visited in turn by the same block, which sums up their dK and dV in registers.
+visited in turn by the same block, which sums up their dK and dV in registers. Persistent blocks get the tiles of packed
+sequences from the warp that stores dK and dV (`handout.py`), all others find their one tile before the roles part; the
+descriptors clip boxes at a sequence's end (`ragged.py`).
 """
 
 from __future__ import annotations
@@ -33,18 +35,20 @@ from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
 from cuteflash.core.bwd_signature import bwd_fake_args
 from cuteflash.core.launch import BwdLaunch, batched
 from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.tile import KeyTile
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
 from cuteflash.kernels.sm90.bwd_bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.bwd_dq_product import compute_dq, make_dq_product
-from cuteflash.kernels.sm90.bwd_load import add_dq, load, make_tma, store_gradients
+from cuteflash.kernels.sm90.bwd_load import add_dq, load, make_tma, store_gradients, store_until
 from cuteflash.kernels.sm90.bwd_mma import consume, pass_turn
-from cuteflash.kernels.sm90.bwd_visit import visit_tiles
+from cuteflash.kernels.sm90.bwd_visit import visit_key_tiles
 from cuteflash.kernels.sm90.bwd_warpgroup import make_key_warpgroup
+from cuteflash.kernels.sm90.handout import Handout, hand_out
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES, BwdTraitsSm90
-from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP
+from cuteflash.traits.sm90 import HANDED_TILES, SWIZZLE_ALIGN, WARPGROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +66,9 @@ class FlashBwdSm90:
         return CUTE_DTYPES[self.problem.operands.qk_dtype]
 
     @property
-    def is_persistent(self) -> bool:
-        """Whether a block works on several tiles, dealt in advance; those of packed sequences differ too much."""
-        return self.traits.persistent and self.problem.storage.k == "dense"
+    def hands_out(self) -> bool:
+        """Whether blocks draw their tiles on demand, since those of packed sequences differ in what they cost."""
+        return self.traits.persistent and self.problem.storage.k == "varlen"
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with: fakes of `BwdArguments`."""
@@ -144,7 +148,7 @@ class FlashBwdSm90:
         launch = BwdLaunch.of(self, tensors, packed, scalars)
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         blocks = launch.order.size()
-        if const_expr(self.is_persistent):
+        if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, scalars.num_sms)
         BwdPrepare(traits, self.problem).launch(tensors, packed, workspace, stream)
         self.kernel(make_tma(self, tensors), views, launch).launch(
@@ -153,7 +157,7 @@ class FlashBwdSm90:
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
             # Blocks that wait for each other's turns and have their tiles in advance must all run.
-            cooperative=self.is_persistent and self.problem.is_deterministic,
+            cooperative=traits.persistent and self.problem.is_deterministic and not self.hands_out,
         )
         BwdFinish(self).launch(tensors, packed, workspace, scalars.softmax_scale, stream)
 
@@ -166,11 +170,23 @@ class FlashBwdSm90:
 
     @cute.kernel
     def kernel(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch):
+        if const_expr(self.problem.storage.k == "dense" or self.traits.persistent):
+            self.differentiate(tma, workspace, launch, None)
+        else:
+            tile = launch.tile(cute.arch.block_idx()[0])  # once, not by each role: it takes a search
+            if tile.exists():
+                self.differentiate(tma, workspace, launch, tile)
+
+    @cute.jit
+    def differentiate(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch, tile: KeyTile | None):
+        """The gradients of the tiles of a block; `tile` if it is the only one and known."""
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
-        rings = self.make_rings(base)
-        block = Block(tma, self.make_tiles(base), rings, launch, workspace)
+        rings, handout = self.make_rings(base), None
+        if const_expr(self.hands_out):
+            handout = Handout.create(base, traits.smem_handout, most_ahead=HANDED_TILES - 1)
+        block = Block(tma, self.make_tiles(base), rings, launch, tile, handout, workspace)
         if warp == 0:
             for atom in (tma.load_k, tma.load_q, tma.load_v, tma.load_do, tma.store_dk, tma.store_dv):
                 cpasync.prefetch_descriptor(atom)
@@ -183,7 +199,10 @@ class FlashBwdSm90:
                 rings.ds.init_for(consumer_warps, WARPGROUP // 32)
                 for handover in rings.dq:
                     handover.init(WARPGROUP // 32)
-                cute.arch.mbarrier_init(rings.gradients, consumer_warps)
+                for stage in range(traits.kv_stage):
+                    cute.arch.mbarrier_init(rings.gradients + stage, consumer_warps)
+                if const_expr(handout is not None):
+                    handout.init(readers=traits.num_threads // 32 - 1)  # all but the one that hands out
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -197,16 +216,16 @@ class FlashBwdSm90:
             if const_expr(traits.pingpong):
                 if wg.index == traits.mma_warpgroups - 1:
                     pass_turn(self, wg)
-            visit_tiles(self, launch, functools.partial(consume, self, block, wg))
+            visit_key_tiles(self, block, functools.partial(consume, self, block, wg))
         elif const_expr(traits.is_dq_apart):
             cute.arch.setmaxregister_decrease(traits.dq_regs)
             dq = make_dq_product(self, block.tiles, Int32(0), cute.arch.thread_idx()[0] % WARPGROUP)
-            visit_tiles(self, launch, functools.partial(compute_dq, self, block, dq))
+            visit_key_tiles(self, block, functools.partial(compute_dq, self, block, dq))
 
     @cute.jit
     def produce(self, block: Block, warp: Int32):
         """The warps that feed the others with tiles and take results from them."""
-        visit, stages = functools.partial(visit_tiles, self, block.launch), self.traits.mma_warpgroups
+        visit, stages = functools.partial(visit_key_tiles, self, block), self.traits.mma_warpgroups
         if warp == 0:
             visit(functools.partial(load, self, block))
         for stage in cutlass.range_constexpr(stages):
@@ -214,7 +233,10 @@ class FlashBwdSm90:
                 visit(functools.partial(add_dq, self, block, stage))
                 cute.arch.cp_async_bulk_wait_group(0)
         if warp == 1 + stages:
-            visit(functools.partial(store_gradients, self, block))
+            if const_expr(block.handout is None):
+                visit(functools.partial(store_gradients, self, block))
+            else:
+                hand_out(block.handout, block.launch, functools.partial(store_until, self, block))
 
     def make_rings(self, base: cute.Pointer) -> Rings:
         """The rings and barriers over the mbarriers at the start of the block's shared memory."""

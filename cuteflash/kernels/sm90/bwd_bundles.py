@@ -12,6 +12,7 @@ from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.kernels.common.workspace import WorkspaceTensors
+from cuteflash.kernels.sm90.handout import Handout
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.sm90 import WARPGROUP
 
@@ -65,7 +66,14 @@ class Rings:
     do: TmaRing
     ds: StageRing  # to what computes dQ; consumers that do so themselves know when a stage is free
     dq: tuple[Handover, ...]  # one a stage of sdQ, side by side in memory
-    gradients: cute.Pointer  # an mbarrier: dK and dV of a tile are in the place of K and V
+    gradients: cute.Pointer  # mbarriers, one a stage of K: dK and dV of its tile are in the place of K and V
+
+    def gradients_of(self, wave: Int32) -> cute.Pointer:
+        """That of the block's `wave`-th tile; its phases are those of the ring of K.
+
+        The consumers may be done with the next tile, too, before the warp that stores looks.
+        """
+        return self.gradients + self.k.stage(wave)
 
     def dq_of(self, index: Int32) -> Handover:
         """That of a stage known at run time."""
@@ -81,6 +89,8 @@ class Block:
     tiles: Tiles
     rings: Rings
     launch: BwdLaunch
+    tile: KeyTile | None  # of packed sequences, if it is the only one of the block
+    handout: Handout | None  # of packed sequences, if blocks are persistent
     workspace: WorkspaceTensors
 
 

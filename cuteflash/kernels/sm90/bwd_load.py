@@ -1,4 +1,7 @@
-"""The producer warpgroup of the backward: a warp that loads, one for each part of dQ that adds it, one that stores."""
+"""The producer warpgroup of the backward: a warp that loads, one for each part of dQ that adds it, one that stores.
+
+The last one has time left, and finds the tiles of packed sequences for all roles of a persistent block: see `hand_out`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from cuteflash.core.turns import turn_of
 from cuteflash.core.views import rows_first
 from cuteflash.kernels.common import turns
 from cuteflash.kernels.sm90.bwd_bundles import Block, Tma, Visit
+from cuteflash.kernels.sm90.handout import tile_of_words
 from cuteflash.kernels.sm90.ragged import ragged, sequence_rows
 from cuteflash.problem import StorageKind
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
@@ -84,7 +88,7 @@ def load(kernel: cutlass.Constexpr, block: Any, visit: Visit):
         tOsdO, tOgdO = atoms.tma_partition(tma.load_do, tiles.sdO, gdO)
         m_block = blocks.first
         for _ in cutlass.range(blocks.count, unroll=1):
-            workspace = block.workspace.tile(m_block, head, tile.sequence)
+            workspace = block.workspace.tile(m_block, head, tile.sequence, tile.first_q)
             barrier, stage = rings.q.acquire(position), rings.q.stage(position)
             cute.copy(tma.load_q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
             load_statistic(workspace.lse_log2, tiles.sLSE[None, stage], barrier)
@@ -124,7 +128,7 @@ def store_gradients(kernel: cutlass.Constexpr, block: Block, visit: Visit):
     """Store dK and dV, which TMA clips, once the consumers have put them in the place of K and V; a whole warp."""
     traits, tma, tiles, rings = kernel.traits, block.tma, block.tiles, block.rings
     tile, wave = visit.tile, visit.wave
-    wait_phase(rings.gradients, wave & 1)
+    wait_phase(rings.gradients_of(wave), rings.k.phase(wave))
     for atom, gX, sX, cols in (
         (tma.store_dv, tma.gdV, tiles.sV, traits.head_dim_v),
         (tma.store_dk, tma.gdK, tiles.sK, traits.head_dim),
@@ -136,6 +140,16 @@ def store_gradients(kernel: cutlass.Constexpr, block: Block, visit: Visit):
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     rings.k.release(wave)
     rings.v.release(wave)
+
+
+@cute.jit
+def store_until(kernel: cutlass.Constexpr, block: Block, done: Int32, position: Int32):
+    """Store the gradients of the tiles before `position` that were handed out, from tile `done` on; see `hand_out`."""
+    while done < position:
+        tile = tile_of_words(block.launch, block.handout.handed(done))
+        store_gradients(kernel, block, Visit(tile, tile.query_blocks(), done, Int32(0)))
+        done += 1
+    return done
 
 
 def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> None:
@@ -157,7 +171,8 @@ def add_stage(kernel: cutlass.Constexpr, block: Block, stage: cutlass.Constexpr[
     position = visit.start
     for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
         head = visit.tile.head * block.launch.heads_per_kv + i
-        add_head(kernel, block, stage, visit, position, block.workspace.first_number(head, visit.tile.sequence))
+        number = block.workspace.first_number(head, visit.tile.sequence, visit.tile.first_q)
+        add_head(kernel, block, stage, visit, position, number)
         position += visit.blocks.count
 
 

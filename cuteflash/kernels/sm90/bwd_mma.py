@@ -167,4 +167,4 @@ def give_gradients(kernel: cutlass.Constexpr, block: Block, wg: KeyWarpgroup, wa
         own = cute.local_tile(sX[None, None, stage], (WGMMA_M, cute.size(sX.shape[1])), (wg.index, 0))
         cute.copy(mine, mine.retile(rounded_fragment(acc, kernel.dtype)), mine.partition_D(own))
     cute.arch.fence_view_async_shared()
-    arrive(block.rings.gradients)
+    arrive(block.rings.gradients_of(wave))

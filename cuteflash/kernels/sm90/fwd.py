@@ -36,11 +36,11 @@ from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.views import rows_first, transposed
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.fwd_mma import consume
-from cuteflash.kernels.sm90.handout import Handout, hand_out
+from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
 from cuteflash.kernels.sm90.ragged import ragged
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
+from cuteflash.traits.sm90 import HANDED_TILES, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ class FlashFwdSm90:
         rings = self.make_rings(base)
         handout = None
         if const_expr(self.problem.storage.q == "varlen"):
-            handout = self.make_handout(base)
+            handout = Handout.create(base, traits.smem_handout, most_ahead=HANDED_TILES)
         block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
@@ -200,7 +200,7 @@ class FlashFwdSm90:
                 load(self, block)
             if const_expr(handout is not None):
                 if warp == 1:
-                    hand_out(handout, launch)
+                    hand_out(handout, launch, functools.partial(await_taken, handout))
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
             consume(self, block)
@@ -216,14 +216,6 @@ class FlashFwdSm90:
             q=TmaRing.create(barriers, q, q_bytes),
             k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
             v=TmaRing.create(barriers + 2 * (q + kv), kv, v_bytes),
-        )
-
-    def make_handout(self, base: cute.Pointer) -> Handout:
-        """The ring of handed-out tiles, of packed sequences."""
-        barriers, words = self.traits.smem_handout
-        return Handout.create(
-            cute.recast_ptr(base + barriers.start, dtype=cutlass.Int64),
-            cute.recast_ptr(base + words.start, dtype=cutlass.Int32),
         )
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:

@@ -1,8 +1,15 @@
-"""Which tile comes next: dealt in advance, or, of packed sequences, handed out by a warp of its own.
+"""Which tile comes next: dealt in advance, or, of packed sequences, handed out by a warp of the producer.
 
 Tiles of packed sequences differ in what they cost, some numbers of their order belong to no tile, and it takes a search
-to find the sequence of one. So the second warp of the producer draws numbers on demand and searches, some tiles ahead,
-and passes on what it finds through a ring in shared memory; all other roles read it there.
+to find the sequence of one. So one warp draws numbers on demand and searches, some tiles ahead, and passes on what it
+finds through a ring in shared memory; all other roles read it there. Forward and backward share all of it: a tile is
+seven words, of which the launch makes a `QueryTile` or a `KeyTile`.
+
+No block waits for ever, even if a tile waits for others that come before it in the order (`cuteflash.core.turns`).
+Numbers are drawn in ascending order, and a block works on its tiles in that order, too. So of all tiles that are not
+done, consider the first one of the order: all before it are done, those of its own block among them. The warps of that
+block have taken those, so the ring has room for this one, and nothing that the tile could wait for is left. A block
+that has drawn it runs, and if none has, a block is left that draws: all of theirs are done.
 """
 
 from __future__ import annotations
@@ -15,14 +22,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from cuteflash.atoms.barriers import wait_phase
-from cuteflash.core.launch import Launch
+from cuteflash.core.launch import BwdLaunch, Launch
 from cuteflash.core.lengths import Sequence
 from cuteflash.core.schedule import each_tile
+from cuteflash.core.tile import KeyTile, QueryTile
+from cuteflash.traits.base import SmemRegion
 from cuteflash.traits.sm90 import HANDED_BYTES, HANDED_TILES
 
-WORDS = 7  # of a tile: query tile, head, batch entry, and those of its sequence
-SEVERAL_KEYS, LONG_KEYS = 256, 1024  # of a sequence whose tiles take longer, or much longer, than finding one
-NO_TILE = -1  # the query tile that says that no tile follows
+WORDS = 7  # of a tile: its number in its sequence, head, batch entry, and those of its sequence
+SEVERAL_ROWS, MANY_ROWS = 256, 1024  # visited by a tile that takes longer, or much longer, than finding one
+NO_TILE = -1  # the number that says that no tile follows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +41,22 @@ class Handout:
     Attributes:
         full, empty: mbarriers, one a stage: the tile is there, and every reading warp has read it.
         words: (WORDS, HANDED_TILES) Int32, in `HANDED_BYTES` a stage.
+        most_ahead: tiles that may wait while the block works on one; of `HANDED_TILES` at least one less if the warp
+            that hands out reads the words of the tile in work.
     """
 
     full: cute.Pointer
     empty: cute.Pointer
     words: cute.Tensor
+    most_ahead: cutlass.Constexpr[int]
 
     @staticmethod
-    def create(barriers: cute.Pointer, words: cute.Pointer) -> Handout:
-        """A ring over `2 * HANDED_TILES` mbarriers at `barriers`, initialised by `init`."""
+    def create(base: cute.Pointer, regions: tuple[SmemRegion, SmemRegion], most_ahead: int) -> Handout:
+        """A ring in a block's shared memory at `base`, whose mbarriers, initialised by `init`, and words lie there."""
+        barriers = cute.recast_ptr(base + regions[0].start, dtype=cutlass.Int64)
+        words = cute.recast_ptr(base + regions[1].start, dtype=Int32)
         layout = cute.make_layout((WORDS, HANDED_TILES), stride=(1, HANDED_BYTES // 4))
-        tensor = cute.make_tensor(words, layout)
-        return Handout(barriers, barriers + HANDED_TILES, tensor)
+        return Handout(barriers, barriers + HANDED_TILES, cute.make_tensor(words, layout), most_ahead)
 
     def init(self, readers: int) -> None:
         """Initialise the mbarriers for so many reading warps; one thread of the block calls it, a fence follows."""
@@ -68,80 +81,105 @@ class Handout:
         """The words of a tile, the same in every lane, and its stage is free again; a whole warp calls it."""
         stage, phase = position % HANDED_TILES, position // HANDED_TILES % 2
         wait_phase(self.full + stage, phase)
-        words = tuple(cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(WORDS))
+        words = self._words(stage)
         cute.arch.sync_warp()  # every lane has read
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + stage)
         return words
 
+    def handed(self, position: Int32) -> tuple[Int32, ...]:
+        """The words of a tile whose stage holds it still, for the warp that handed it out."""
+        cute.arch.sync_warp()  # the lane that wrote them, and those that read
+        return self._words(position % HANDED_TILES)
+
+    def _words(self, stage: Int32) -> tuple[Int32, ...]:
+        return tuple(cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(WORDS))
+
 
 @cute.jit
-def hand_out(handout: Handout, launch: Launch):
+def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Constexpr):
     """Draw tiles and hand out those that exist, then the end; a whole warp calls it.
 
-    Drawing and finding a tile takes a few microseconds, as the work on a short one does: tiles of short sequences are
-    found as far ahead as the ring allows. But a tile that waits here while other blocks have nothing left to do
-    prolongs the launch: the next tile after one of a long sequence is not drawn before the block begins with that one.
+    Drawing and finding a tile takes a microsecond or two, as the work on a short one does: short tiles are found as far
+    ahead as the ring allows. But a tile that waits here while other blocks have nothing left to do prolongs the launch:
+    the next tile after a long one is not drawn before the block begins with that one.
+
+    `follow(done, position)` returns once the block works on tile `position`, or has nothing left to do before it;
+    nothing is waited for if it is negative. `done` is what it returned last, 0 at first.
     """
     order = launch.order
-    position, index = Int32(0), cute.arch.block_idx()[0]
+    position, done, near = Int32(0), Int32(0), Int32(0)
+    index = cute.arch.make_warp_uniform(order.first())
     draws_ahead = Boolean(False)
     while index < order.size():
         following = Int32(0)
         if draws_ahead:
             following = order.draw()  # on its way while the tile is looked for
-        m_block, head, batch = order.tile(index)
-        sequence = launch.lengths.sequence(batch)
-        ahead = tiles_ahead(sequence.seqlen_k)
-        if launch.tile_of(m_block, head, batch, sequence).exists():
-            handout.put(position, (m_block, head, batch, *sequence))
+        block, head, near = order.tile(index, near)
+        sequence = launch.lengths.sequence(near)
+        tile = launch.tile_of(block, head, near, sequence)
+        ahead = tiles_ahead(launch.rows_visited(tile), handout.most_ahead)
+        if tile.exists():
+            handout.put(position, (block, head, near, *sequence))
             position += 1
-            if position >= ahead:
-                handout.wait_taken(position - ahead)
+            done = follow(done, position - ahead)
         if not draws_ahead:
             following = order.draw()
-        draws_ahead = ahead == HANDED_TILES
+        draws_ahead = ahead == handout.most_ahead
         index = cute.arch.make_warp_uniform(following)
     handout.put(position, (Int32(NO_TILE),))
     order.close(index)
+    follow(done, position)
 
 
 @cute.jit
-def tiles_ahead(seqlen_k: Int32):
-    """How many tiles may wait for the block, behind one of a sequence of so many keys."""
-    ahead = Int32(HANDED_TILES)
-    if seqlen_k >= LONG_KEYS:
+def tiles_ahead(rows: Int32, most: cutlass.Constexpr[int]):
+    """How many tiles may wait for the block, behind one that visits so many rows."""
+    ahead = Int32(most)
+    if rows >= MANY_ROWS:
         ahead = Int32(1)
-    elif seqlen_k >= SEVERAL_KEYS:
+    elif rows >= SEVERAL_ROWS:
         ahead = Int32(2)
     return ahead
 
 
 @cute.jit
-def each_handed_tile(handout: Handout, launch: Launch, visit: cutlass.Constexpr):
+def await_taken(handout: Handout, done: Int32, position: Int32):
+    """`follow` for a warp that has nothing else to do."""
+    if position >= 0:
+        handout.wait_taken(position)
+    return done
+
+
+def tile_of_words(launch: Launch | BwdLaunch, words: tuple[Int32, ...]) -> QueryTile | KeyTile:
+    """The tile that was handed out as `words`."""
+    block, head, batch, *spans = words
+    return launch.tile_of(block, head, batch, Sequence(*spans))
+
+
+@cute.jit
+def each_handed_tile(handout: Handout, launch: Launch | BwdLaunch, visit: cutlass.Constexpr):
     """Visit the tiles that are handed out to this block, as `visit_tiles` does."""
     q_pos, kv_pos = Int32(0), Int32(0)
     words = handout.take(q_pos)
     while words[0] != NO_TILE:
-        m_block, head, batch, *spans = words
-        tile = launch.tile_of(m_block, head, batch, Sequence(*spans))
-        kv_pos = visit(tile, q_pos, kv_pos)
+        kv_pos = visit(tile_of_words(launch, words), q_pos, kv_pos)
         q_pos += 1
         words = handout.take(q_pos)
 
 
 @cute.jit
-def visit_index(launch: Launch, visit: cutlass.Constexpr, index: Int32, q_pos: Int32, kv_pos: Int32):
+def visit_index(launch: Launch | BwdLaunch, visit: cutlass.Constexpr, index: Int32, q_pos: Int32, kv_pos: Int32):
     """Visit the tile with number `index` of the order."""
     return visit(launch.tile(index), q_pos, kv_pos)
 
 
 @cute.jit
-def visit_tiles(handout: Handout | None, launch: Launch, visit: cutlass.Constexpr):
+def visit_tiles(handout: Handout | None, launch: Launch | BwdLaunch, visit: cutlass.Constexpr):
     """Visit this block's tiles.
 
     `visit(tile, q_pos, kv_pos)` is called with a tile and the positions of its Q and of its first K and V in their
-    rings; it returns the next K/V position.
+    rings; it returns the next K/V position. In a backward K and V come once a tile, and Q step by step.
     """
     if const_expr(handout is None):
         each_tile(launch.order, functools.partial(visit_index, launch, visit))

@@ -1,0 +1,57 @@
+"""The order of a backward's key tiles: which heads run at the same time, by the kernels' own arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cuteflash.arguments import BwdScalars, PackedTensors
+from cuteflash.core.launch import key_order
+from cuteflash.problem import BwdProblem, Storage
+
+NUM_SMS = 132
+HEAD_DIM = 64  # Q, dO and the fp32 sum of dQ take 512 bytes a row
+ROWS_IN_L2 = (24 << 20) // (8 * HEAD_DIM)
+SCALARS = BwdScalars(0.1, 0.0, -1, -1, NUM_SMS)
+PACKED = Storage("varlen", "varlen")
+
+
+def tensor(*shape: int) -> Any:
+    return SimpleNamespace(shape=shape)
+
+
+def order_of(
+    storage: Storage, batch: int, seqlen: int, heads: tuple[int, int] = (32, 32), is_deterministic: bool = False
+) -> Any:
+    """The order for `batch` sequences of one length."""
+    dense = BwdProblem.dense("bf16", HEAD_DIM, HEAD_DIM, "causal", deterministic=is_deterministic)
+    traits = SimpleNamespace(head_dim=HEAD_DIM, tile_n=128)
+    kernel = SimpleNamespace(traits=traits, problem=dataclasses.replace(dense, storage=storage))
+    entries = (batch, seqlen) if storage.k == "dense" else (1, batch * seqlen)
+    q, k = (tensor(*entries, count, HEAD_DIM) for count in heads)
+    cu = None if storage.k == "dense" else tensor(batch + 1)
+    tensors: Any = SimpleNamespace(q=q, k=k)
+    return key_order(kernel, tensors, PackedTensors(cu, cu), SCALARS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "group"),
+    [(1, ROWS_IN_L2 // 3, 3), (2, 8192, 3), (64, ROWS_IN_L2 // 8, 2), (1, 4 * ROWS_IN_L2, 1), (1024, 16, 32)],
+)
+def test_heads_of_packed_sequences_that_run_together_share_l2(batch: int, seqlen: int, group: int) -> None:
+    assert order_of(PACKED, batch, seqlen).group == group
+
+
+@pytest.mark.parametrize("storage", [PACKED, Storage("dense", "dense")], ids=["packed", "dense"])
+def test_of_a_deterministic_backward_few_tiles_of_a_head_run_together(storage: Storage) -> None:
+    assert order_of(storage, 1, 4 * ROWS_IN_L2).group == 1
+    assert order_of(storage, 1, 4 * ROWS_IN_L2, (64, 64), is_deterministic=True).group == NUM_SMS // 4
+    assert order_of(storage, 1, 4 * ROWS_IN_L2, is_deterministic=True).group == 32  # there are no more
+
+
+def test_query_heads_of_one_kv_head_are_in_l2_together() -> None:
+    assert order_of(PACKED, 2, 8192, (32, 32)).group == 3
+    assert order_of(PACKED, 2, 8192, (64, 32)).group == 1
