@@ -44,7 +44,9 @@ def _private(owner: Any, name: str) -> Any:
     return getattr(owner, name, None)
 
 
-_local_include_set = _private(torch._C, "_dispatch_tls_local_include_set")
+_len_dispatch_stack = _private(torch._C, "_len_torch_dispatch_stack")
+_is_tracing = _private(torch._C, "_is_tracing")
+_is_key_included = _private(torch._C, "_dispatch_tls_is_dispatch_key_included")
 _is_torch_function_mode_enabled = _private(torch._C, "_is_torch_function_mode_enabled")
 _are_functorch_transforms_active = _private(torch._C, "_are_functorch_transforms_active")
 _is_fwd_grad_enabled = _private(torch._C, "_is_fwd_grad_enabled")
@@ -52,8 +54,15 @@ _set_fwd_grad_enabled = _private(forward_ad, "_set_fwd_grad_enabled")
 _exclude_key = _private(torch._C, "_ExcludeDispatchKeyGuard")
 
 KNOWS_FORWARD_AD_LEVEL = hasattr(forward_ad, "_current_level")
-KNOWS_MODES = _local_include_set is not None and _is_torch_function_mode_enabled is not None and KNOWS_FORWARD_AD_LEVEL
+KNOWS_MODES = KNOWS_FORWARD_AD_LEVEL and None not in (
+    _len_dispatch_stack,
+    _is_tracing,
+    _is_key_included,
+    _is_torch_function_mode_enabled,
+    _are_functorch_transforms_active,
+)
 
+_PYTHON_DISPATCHER, _FUNCTIONALIZE = DispatchKey.PythonDispatcher, DispatchKey.Functionalize  # looked up slowly
 AUTOCAST_KEYS = {"cuda": DispatchKey.AutocastCUDA, "cpu": DispatchKey.AutocastCPU}
 
 
@@ -130,14 +139,18 @@ def plain_keys(device: str) -> int:
     return keys
 
 
-def _without_modes() -> tuple[int, int]:
-    """What the dispatcher adds to a call's keys if no mode, transform or tracer is active, also in inference mode.
+def _is_seen() -> Any:
+    """Whether a mode, transform or tracer sees what is called, as all that add to the keys of every call do.
 
-    Two numbers are compared faster than hashed.
+    One after the other they are asked in half the time that torch takes to make the set of added keys.
     """
-    plain: int = _local_include_set().raw_repr()
-    with torch.inference_mode():
-        return plain, _local_include_set().raw_repr()
+    return (
+        _len_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+        or _is_key_included(_PYTHON_DISPATCHER)  # with it come modes that see calls before autograd, as an export's
+        or _is_key_included(_FUNCTIONALIZE)
+    )
 
 
 def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -154,7 +167,7 @@ def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and forward_ad._current_level < 0  # is_forward_ad_active, without the call
         and not (is_autocast_enabled() and not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype("cuda"))
         and not _is_torch_function_mode_enabled()
-        and _local_include_set().raw_repr() in WITHOUT_MODES
+        and not _is_seen()
     )
 
 
@@ -168,7 +181,7 @@ def _is_plain_backward(dout: Tensor) -> bool:
         and not is_grad_enabled()
         and not dout.is_neg()
         and forward_ad._current_level < 0
-        and _local_include_set().raw_repr() in WITHOUT_MODES
+        and not _is_seen()
     )
 
 
@@ -177,6 +190,5 @@ def _never(*tensors: Tensor) -> bool:
     return False
 
 
-WITHOUT_MODES = _without_modes() if KNOWS_MODES else ()
 is_plain_cuda_call: Callable[[Tensor, Tensor, Tensor], bool] = _is_plain_cuda_call if KNOWS_MODES else _never
 is_plain_backward: Callable[[Tensor], bool] = _is_plain_backward if KNOWS_MODES else _never

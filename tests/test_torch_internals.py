@@ -23,12 +23,14 @@ from tests.test_ops import FWD_LSE, qkv
 from tests.test_transforms import CudaTensor
 
 MODES = {
-    "_dispatch_tls_local_include_set": torch._C,
+    "_len_torch_dispatch_stack": torch._C,
+    "_is_tracing": torch._C,
+    "_dispatch_tls_is_dispatch_key_included": torch._C,
+    "_are_functorch_transforms_active": torch._C,
     "_is_torch_function_mode_enabled": torch._C,
     "_current_level": forward_ad,
 }
 NAMES = MODES | {
-    "_are_functorch_transforms_active": torch._C,
     "_is_fwd_grad_enabled": torch._C,
     "_set_fwd_grad_enabled": forward_ad,
     "enable_single_level_autograd_function": functorch_utils,
