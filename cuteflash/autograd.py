@@ -33,6 +33,10 @@ NO_GRADIENT = (
 class Route(Protocol):
     """What computes an attention and its gradients, for calls with certain options."""
 
+    @property
+    def returns_lse(self) -> bool:
+        """Whether LSE is a result of the node, too."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, /, *others: Tensor | None) -> tuple[Tensor, Tensor]:
         """O and LSE."""
 
@@ -47,11 +51,13 @@ class Dispatched(NamedTuple):
         implementation: of the forward, below autograd.
         operator: of the backward.
         options: of the forward, flat.
+        returns_lse: see `Route`.
     """
 
     implementation: Callable[..., tuple[Tensor, Tensor]]
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]]
     options: tuple[Any, ...]
+    returns_lse: bool
 
     def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Route`."""
@@ -63,40 +69,49 @@ class Dispatched(NamedTuple):
 
 
 class Attention(Function):
-    """The node of a forward."""
+    """The node of a dense forward. It takes Q, K and V one by one: argument lists cost it 1.4 us."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: tuple[Tensor | None, ...], route: Route, returns_lse: bool
-    ) -> Any:
-        """O, and LSE if `returns_lse`.
-
-        Args:
-            ctx: torch's.
-            q, k, v: what is differentiated.
-            others: the operator's other tensors.
-            route: what computes.
-            returns_lse: whether LSE is a result, too.
-        """
-        out, lse = route.forward(q, k, v, *others)
-        ctx.save_for_backward(q, k, v, out, lse, *others)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> Any:
+        """O, and LSE if `route.returns_lse`."""
+        out, lse = route.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.route = route
-        return (out, lse) if returns_lse else out
+        return (out, lse) if route.returns_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:  # type: ignore[override]
         if dout is None and dlse is None:
-            return NO_GRADIENTS
-        q, k, v, out, lse, *others = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, *others, dlse)
-        needs_q, needs_k, needs_v, _, _, _ = ctx.needs_input_grad
-        return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, None, None, None
+        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, dlse)
+        return dq, dk, dv, None  # autograd drops those that are not needed
 
 
-NO_GRADIENTS = (None,) * 6  # of the inputs of `Attention`
+class PackedAttention(Function):
+    """The node of a forward of packed sequences, which keeps the vectors that describe them, too."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route, *vectors: Tensor | None) -> Any:
+        """As of `Attention`."""
+        out, lse = route.forward(q, k, v, *vectors)
+        ctx.save_for_backward(q, k, v, out, lse, *vectors)
+        ctx.set_materialize_grads(False)
+        ctx.route = route
+        return (out, lse) if route.returns_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:  # type: ignore[override]
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse, *vectors = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, *vectors, dlse)
+        return dq, dk, dv, None, *(None for _ in vectors)
 
 
 class NotDifferentiable(Function):
@@ -115,4 +130,5 @@ class NotDifferentiable(Function):
 # `Function.apply` would refuse `torch.func`'s transforms, which come through the dispatcher level by level, and takes
 # 2 us to find out that there is none.
 attend: Callable[..., Any] = super(Function, Attention).apply
+attend_packed: Callable[..., Any] = super(Function, PackedAttention).apply
 not_differentiable: Callable[..., Any] = super(Function, NotDifferentiable).apply

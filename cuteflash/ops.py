@@ -34,11 +34,11 @@ from cuteflash.planning import (
     Result,
     bwd_call_of,
     call_of,
-    compacted,
     table_of,
 )
 from cuteflash.problem import Operation
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
+from cuteflash.strides import compacted
 from cuteflash.torch_internals import is_plain_backward
 from cuteflash.transforms import register_backward_transforms, register_transforms
 from cuteflash.validate import ALIGNMENT, check_alignment, check_bwd, check_fwd, lse_dtype
@@ -187,7 +187,7 @@ def _bwd_cpu(*arguments: Any) -> Result:
 def _differentiable_forward(
     implementation: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *options: Any, has_lse: bool
 ) -> Result:
-    return attend(q, k, v, (), Dispatched(implementation, bwd, options), has_lse)
+    return attend(q, k, v, Dispatched(implementation, bwd, options, has_lse))
 
 
 def _forward(
@@ -233,11 +233,12 @@ class PlainRoute:
     its gradients, and those of what was saved, of which a saved-tensor hook (offloading, say) may return a copy.
     """
 
-    __slots__ = ("forward", "launches", "options")
+    __slots__ = ("forward", "launches", "options", "returns_lse")
 
-    def __init__(self, launch: Launch, options: tuple[Any, ...]) -> None:
+    def __init__(self, launch: Launch, options: tuple[Any, ...], returns_lse: bool) -> None:
         self.forward = launch
         self.options = bwd_options(options)
+        self.returns_lse = returns_lse
         self.launches: dict[Hashable, Launch] = {}
 
     def backward(self, dout: Tensor, *saved: Any) -> Result:
@@ -256,15 +257,15 @@ class PlainRoute:
         return launch(dout, q, k, v, out, lse, dlse)
 
 
-plain_routes: dict[Hashable, PlainRoute] = {}
+plain_routes: tuple[dict[Hashable, PlainRoute], dict[Hashable, PlainRoute]] = {}, {}  # without and with LSE
 
 
 def attend_plain(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], has_lse: bool) -> Result:
     """A forward with gradients past the dispatcher, for plain CUDA tensors."""
-    call = checked_call(q, k, v, options)
-    route = plain_routes.get(call)
+    call, routes = checked_call(q, k, v, options), plain_routes[has_lse]
+    route = routes.get(call)
     if route is None:
-        route = keep(plain_routes, call, PlainRoute(fwd_lse_cuda.planner.launch(call, q, k, v), options))
+        route = keep(routes, call, PlainRoute(fwd_lse_cuda.planner.launch(call, q, k, v), options, has_lse))
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
         check_alignment(q, k, v)
-    return attend(q, k, v, (), route, has_lse)
+    return attend(q, k, v, route)

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options
-from cuteflash.autograd import Dispatched, attend
+from cuteflash.autograd import Dispatched, attend_packed
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, check_target, is_determinism_enforced, keep
 from cuteflash.packed_planning import Planner, bwd_launch
-from cuteflash.planning import Result, compacted
+from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
+from cuteflash.strides import compacted
 from cuteflash.torch_internals import OpOverload, is_plain_backward
 from cuteflash.transforms import register_autocast
 from cuteflash.validate import check_alignment, lse_dtype
@@ -249,7 +250,7 @@ def _differentiable_forward(
     *options: Any,
     has_lse: bool,
 ) -> Result:
-    return attend(q, k, v, (cu_q, cu_k, used_q, used_k), Dispatched(implementation, varlen_bwd, options), has_lse)
+    return attend_packed(q, k, v, Dispatched(implementation, varlen_bwd, options, has_lse), cu_q, cu_k, used_q, used_k)
 
 
 def _forward(
@@ -295,9 +296,11 @@ class PlainPackedRoute(NamedTuple):
 
     Attributes:
         options: of the forward, flat.
+        returns_lse: see `cuteflash.autograd.Route`.
     """
 
     options: tuple[Any, ...]
+    returns_lse: bool
 
     def forward(self, *tensors: Tensor | None) -> Result:
         """See `cuteflash.autograd.Route`."""
@@ -312,4 +315,4 @@ class PlainPackedRoute(NamedTuple):
 def attend_plain_packed(inputs: PackedInputs, options: tuple[Any, ...], has_lse: bool) -> Result:
     """A forward with gradients past the dispatcher, for plain CUDA tensors."""
     q, k, v, *others = inputs
-    return attend(q, k, v, tuple(others), PlainPackedRoute(options), has_lse)
+    return attend_packed(q, k, v, PlainPackedRoute(options, has_lse), *others)

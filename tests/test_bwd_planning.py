@@ -17,6 +17,7 @@ from cuteflash import api, flash_attn_func, ops, planning
 from cuteflash.arguments import BwdScalars, BwdTensors
 from cuteflash.core.workspace import Workspace
 from cuteflash.problem import UNBOUNDED, BwdProblem
+from cuteflash.strides import fp32_template
 from tests.test_ops import BWD, FWD_LSE, NUM_SMS, Gpu, qkv
 
 TILE_M, HEAD_DIM = 64, 32
@@ -104,6 +105,25 @@ def test_an_equal_call_is_planned_once(gpu: BwdGpu) -> None:
     results = [gpu.bwd(*saved(), None) for _ in range(3)]
     assert gpu.planned == 1 and len(gpu.launches) == 3
     assert len({x.data_ptr() for gradients in results for x in gradients}) == 9
+
+
+def test_what_inference_mode_planned_serves_training(gpu: BwdGpu) -> None:
+    with torch.inference_mode():
+        given = saved()
+        gpu.fwd_lse(*given[1:4])
+        gpu.bwd(*given, None)
+    given = saved()
+    results = *gpu.fwd_lse(*given[1:4]), *gpu.bwd(*given, None), gpu.last()[1].workspace
+    assert gpu.planned == 2 and not any(x.is_inference() for x in results)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6), (1, 1, 1), (3, 1, 5), (7,), (0,)], ids=str)
+def test_what_is_made_from_a_template_is_as_from_its_shape(shape: tuple[int, ...]) -> None:
+    template = fp32_template(shape, torch.device("cpu"))
+    assert template.untyped_storage().nbytes() == 0
+    made, expected = torch.empty_like(template), torch.empty(shape)
+    assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), torch.float32)
+    assert made.untyped_storage().nbytes() >= 4 * made.numel()
 
 
 def of_sum(x: Tensor) -> Tensor:
@@ -249,7 +269,7 @@ def plain(gpu: BwdGpu, monkeypatch: pytest.MonkeyPatch) -> BwdGpu:
     monkeypatch.setattr(api, "is_plain_cuda_call", is_plain)
     monkeypatch.setattr(ops, "fwd_lse_cuda", gpu.fwd_lse)
     monkeypatch.setattr(ops, "bwd_cuda", gpu.bwd)
-    monkeypatch.setattr(ops, "plain_routes", {})
+    monkeypatch.setattr(ops, "plain_routes", ({}, {}))
     return gpu
 
 
