@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from cuteflash.arguments import bwd_options
+from cuteflash.torch_internals import direct_node
 
 NO_SECOND_DERIVATIVES = (
     "cuteflash has no second derivatives: call backward() and torch.autograd.grad() without create_graph, or take the "
@@ -127,8 +128,6 @@ class NotDifferentiable(Function):
         raise NotImplementedError(NO_SECOND_DERIVATIVES if ctx.name.endswith("bwd") else NO_GRADIENT.format(ctx.name))
 
 
-# `Function.apply` would refuse `torch.func`'s transforms, which come through the dispatcher level by level, and takes
-# 2 us to find out that there is none.
-attend: Callable[..., Any] = super(Function, Attention).apply
-attend_packed: Callable[..., Any] = super(Function, PackedAttention).apply
-not_differentiable: Callable[..., Any] = super(Function, NotDifferentiable).apply
+attend = direct_node(Attention)
+attend_packed = direct_node(PackedAttention)
+not_differentiable = direct_node(NotDifferentiable)

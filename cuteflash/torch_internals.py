@@ -19,7 +19,7 @@ from torch._C import (  # what torch.library.register_autograd is made of, which
     _AutoDispatchBelowAutograd,
 )
 from torch._ops import OpOverload
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.compiler import is_dynamo_compiling
 
 __all__ = [  # with those that other modules would have to import from a private one
@@ -29,6 +29,7 @@ __all__ = [  # with those that other modules would have to import from a private
     "are_functorch_transforms_active",
     "below_autocast",
     "below_autograd",
+    "direct_node",
     "is_forward_ad_active",
     "is_fwd_grad_enabled",
     "is_plain_backward",
@@ -116,6 +117,19 @@ def seen_by_outer_levels(implementation: Callable[..., Any]) -> Callable[..., An
             return implementation(*arguments)
 
     return differentiated
+
+
+def direct_node(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` without what torch runs in Python around `forward` and, with every gradient, `backward`.
+
+    `Function.apply` would refuse `torch.func`'s transforms, which come through the dispatcher level by level, and takes
+    2 us to find out that there is none. The node takes another to look up which function its `backward` is.
+    """
+    node = _private(function, "_backward_cls")
+    if node is not None:
+        node.apply = function.backward
+    apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def below_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

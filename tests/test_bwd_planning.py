@@ -269,7 +269,7 @@ def plain(gpu: BwdGpu, monkeypatch: pytest.MonkeyPatch) -> BwdGpu:
     monkeypatch.setattr(api, "is_plain_cuda_call", is_plain)
     monkeypatch.setattr(ops, "fwd_lse_cuda", gpu.fwd_lse)
     monkeypatch.setattr(ops, "bwd_cuda", gpu.bwd)
-    monkeypatch.setattr(ops, "plain_routes", ({}, {}))
+    monkeypatch.setattr(ops, "plain_routes", (ops.Known(), ops.Known()))
     return gpu
 
 
@@ -285,6 +285,20 @@ def test_plain_cuda_tensors_go_past_the_dispatcher(plain: BwdGpu, return_lse: bo
     kernels = BwdTensors(*arguments[:COUNT])
     assert kernels.q.data_ptr() == tensors[0].data_ptr() and kernels.o.data_ptr() == out.data_ptr()
     assert all(x.grad is not None and x.grad.shape == x.shape for x in tensors)
+
+
+def test_plain_calls_that_take_turns_get_the_launches_of_each(plain: BwdGpu) -> None:
+    for _ in range(2):
+        for s_q in (6, 7):
+            for options in ({}, {"return_lse": True}, {"causal": True}):
+                tensors = tuple(x.requires_grad_() for x in qkv(s_q=s_q))
+                result = flash_attn_func(*tensors, **options)
+                outs = result if isinstance(result, tuple) else (result,)
+                assert len(outs) == 1 + ("return_lse" in options) and outs[0].shape[1] == s_q
+                torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
+                problem, kernels, _ = plain.last()
+                assert problem.scores.mask == ("causal" if "causal" in options else "full")
+                assert problem.has_dlse == ("return_lse" in options) and kernels.dq.shape == tensors[0].shape
 
 
 def test_copies_that_saved_tensor_hooks_return_are_launched_as_they_lie(plain: BwdGpu) -> None:
