@@ -46,7 +46,6 @@ from cuteflash.validate import ALIGNMENT, check_alignment, check_bwd, check_fwd,
 ALIGNMENT_MASK = ALIGNMENT - 1
 LAUNCHES_MAX = 4096  # a serving process sees ever new lengths: a launch is about 1 kB, and planned again in 10 us
 
-
 Kept = TypeVar("Kept")
 
 
@@ -54,8 +53,8 @@ class Known(Generic[Kept]):
     """What was planned, by what it depends on.
 
     Attributes:
-        last: what was found last, after what it depends on, which is compared in a third of the time of a look-up. One
-            tuple, since threads may take turns.
+        last: what was found last, after what it depends on, which takes 0.8 us less to compare than to look up. One
+            tuple, since another thread may replace it at any time.
     """
 
     __slots__ = ("_all", "last")
@@ -65,7 +64,7 @@ class Known(Generic[Kept]):
         self.last: tuple[Hashable, Any] = None, None
 
     def find(self, key: Hashable, plan: Callable[..., Kept], *arguments: Any) -> Kept:
-        """What was planned for a key that is not the last one, or what `plan` makes of the arguments."""
+        """What was planned for a key; if nothing was, what `plan` makes of the arguments."""
         found = self._all.get(key)
         if found is None:
             found = plan(*arguments)

@@ -92,7 +92,7 @@ class Planner(abc.ABC):
         self._plans: dict[Hashable, Any] = {}
 
     def launch(self, call: Call, *tensors: Tensor | None) -> Launch:
-        """A checked launch for this call and all that are equal to it; what it keeps holds no tensor.
+        """A checked launch for this call and all that are equal to it; what it keeps holds no argument.
 
         Raises:
             TypeError, ValueError, NotImplementedError: as the operator's check, `table_of` and `choose` do.
