@@ -122,4 +122,6 @@ def _execution(pack_gqa: bool | None, family: Family | None, deterministic: bool
     if pack_gqa is not None:
         pack_gqa = flag("pack_gqa", pack_gqa, "None, ")
     check_family(family)
-    return pack_gqa, family, flag("deterministic", deterministic)
+    if deterministic is not False:
+        deterministic = flag("deterministic", deterministic)
+    return pack_gqa, family, deterministic

@@ -1,8 +1,9 @@
 """Autograd of the attention operators: one node for a forward, and one that refuses to differentiate a backward.
 
-A node of `Attention` keeps Q, K, V, O and LSE and nothing else, and computes the three gradients in one call. Both are
-applied by the dispatcher's implementation for autograd, which tracers, modes and `torch.func` see, and `Attention` by
-the public functions themselves for plain CUDA tensors: that saves the dispatcher's share of a call twice.
+A node of a forward keeps Q, K, V, O, LSE and the vectors of packed sequences and nothing else, and computes the three
+gradients in one call. All nodes are applied by the dispatcher's implementation for autograd, which tracers, modes and
+`torch.func` see, and those of forwards by the public functions themselves for plain CUDA tensors: that saves the
+dispatcher's share of a call twice.
 
 O and LSE share a node, so that a gradient of either runs the same backward; one that is missing costs nothing if it is
 LSE's and a tensor of zeros if it is O's.
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from cuteflash.arguments import bwd_options
+from cuteflash.torch_internals import direct_node
 
 NO_SECOND_DERIVATIVES = (
     "cuteflash has no second derivatives: call backward() and torch.autograd.grad() without create_graph, or take the "
@@ -33,6 +35,10 @@ NO_GRADIENT = (
 class Route(Protocol):
     """What computes an attention and its gradients, for calls with certain options."""
 
+    @property
+    def returns_lse(self) -> bool:
+        """Whether LSE is a result of the node, too."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, /, *others: Tensor | None) -> tuple[Tensor, Tensor]:
         """O and LSE."""
 
@@ -47,11 +53,13 @@ class Dispatched(NamedTuple):
         implementation: of the forward, below autograd.
         operator: of the backward.
         options: of the forward, flat.
+        returns_lse: see `Route`.
     """
 
     implementation: Callable[..., tuple[Tensor, Tensor]]
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]]
     options: tuple[Any, ...]
+    returns_lse: bool
 
     def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Route`."""
@@ -63,40 +71,49 @@ class Dispatched(NamedTuple):
 
 
 class Attention(Function):
-    """The node of a forward."""
+    """The node of a dense forward. `PackedAttention` apart, as calls with lists of tensors would cost it 1.4 us."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: tuple[Tensor | None, ...], route: Route, returns_lse: bool
-    ) -> Any:
-        """O, and LSE if `returns_lse`.
-
-        Args:
-            ctx: torch's.
-            q, k, v: what is differentiated.
-            others: the operator's other tensors.
-            route: what computes.
-            returns_lse: whether LSE is a result, too.
-        """
-        out, lse = route.forward(q, k, v, *others)
-        ctx.save_for_backward(q, k, v, out, lse, *others)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> Any:
+        """O, and LSE if `route.returns_lse`."""
+        out, lse = route.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.route = route
-        return (out, lse) if returns_lse else out
+        return (out, lse) if route.returns_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:  # type: ignore[override]
         if dout is None and dlse is None:
-            return NO_GRADIENTS
-        q, k, v, out, lse, *others = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, *others, dlse)
-        needs_q, needs_k, needs_v, _, _, _ = ctx.needs_input_grad
-        return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, None, None, None
+        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, dlse)
+        return dq, dk, dv, None  # autograd drops those that are not needed
 
 
-NO_GRADIENTS = (None,) * 6  # of the inputs of `Attention`
+class PackedAttention(Function):
+    """The node of a forward of packed sequences, which keeps the vectors that describe them, too."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route, *vectors: Tensor | None) -> Any:
+        """As of `Attention`."""
+        out, lse = route.forward(q, k, v, *vectors)
+        ctx.save_for_backward(q, k, v, out, lse, *vectors)
+        ctx.set_materialize_grads(False)
+        ctx.route = route
+        return (out, lse) if route.returns_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:  # type: ignore[override]
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse, *vectors = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv = ctx.route.backward(dout, q, k, v, out, lse, *vectors, dlse)
+        return dq, dk, dv, None, *(None for _ in vectors)
 
 
 class NotDifferentiable(Function):
@@ -112,7 +129,6 @@ class NotDifferentiable(Function):
         raise NotImplementedError(NO_SECOND_DERIVATIVES if ctx.name.endswith("bwd") else NO_GRADIENT.format(ctx.name))
 
 
-# `Function.apply` would refuse `torch.func`'s transforms, which come through the dispatcher level by level, and takes
-# 2 us to find out that there is none.
-attend: Callable[..., Any] = super(Function, Attention).apply
-not_differentiable: Callable[..., Any] = super(Function, NotDifferentiable).apply
+attend = direct_node(Attention)
+attend_packed = direct_node(PackedAttention)
+not_differentiable = direct_node(NotDifferentiable)

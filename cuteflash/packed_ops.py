@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options
-from cuteflash.autograd import Dispatched, attend
+from cuteflash.autograd import Dispatched, attend_packed
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, check_target, is_determinism_enforced, keep
+from cuteflash.ops import ALIGNMENT_MASK, Known, check_target, is_determinism_enforced
 from cuteflash.packed_planning import Planner, bwd_launch
-from cuteflash.planning import Result, compacted
+from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
+from cuteflash.strides import compacted
 from cuteflash.torch_internals import OpOverload, is_plain_backward
 from cuteflash.transforms import register_autocast
 from cuteflash.validate import check_alignment, lse_dtype
@@ -42,7 +43,10 @@ from cuteflash.validate_packed import (
 def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     """The CUDA implementation: look the launch of an equal call up, or plan one."""
     planner = Planner(has_lse)
-    launches: dict[Hashable, Any] = {}
+    known: Known[Any] = Known()
+
+    def plan(inputs: PackedInputs, options: tuple[Any, ...]) -> Any:
+        return planner.launch(inputs, FwdOptions(*options))
 
     def cuda(
         q: Tensor,
@@ -56,9 +60,9 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     ) -> Result:
         inputs = PackedInputs(q, k, v, cu_q, cu_k, used_q, used_k)
         call = _call_of(inputs, options, check_packed, FwdOptions)
-        launch = launches.get(call)
-        if launch is None:
-            launch = keep(launches, call, planner.launch(inputs, FwdOptions(*options)))
+        last, launch = known.last
+        if call != last:
+            launch = known.find(call, plan, inputs, options)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         if reads_values():
@@ -85,7 +89,10 @@ def _call_of(
 
 def cuda_backward() -> Callable[..., Result]:
     """The CUDA implementation of the backward, likewise."""
-    launches: dict[Hashable, Any] = {}
+    known: Known[Any] = Known()
+
+    def plan(inputs: PackedBwdInputs, options: tuple[Any, ...]) -> Any:
+        return bwd_launch(inputs, BwdOptions(*options))
 
     def cuda(*arguments: Any) -> Result:
         end = len(PackedBwdInputs._fields)
@@ -93,9 +100,9 @@ def cuda_backward() -> Callable[..., Result]:
         if is_determinism_enforced():
             options = tuple(BwdOptions(*options)._replace(deterministic=True))
         call = _call_of(inputs, options, check_packed_bwd, BwdOptions)
-        launch = launches.get(call)
-        if launch is None:
-            launch = keep(launches, call, bwd_launch(inputs, BwdOptions(*options)))
+        last, launch = known.last
+        if call != last:
+            launch = known.find(call, plan, inputs, options)
         dout, q, k, v, out = inputs[:5]
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v, out=out)
@@ -249,7 +256,7 @@ def _differentiable_forward(
     *options: Any,
     has_lse: bool,
 ) -> Result:
-    return attend(q, k, v, (cu_q, cu_k, used_q, used_k), Dispatched(implementation, varlen_bwd, options), has_lse)
+    return attend_packed(q, k, v, Dispatched(implementation, varlen_bwd, options, has_lse), cu_q, cu_k, used_q, used_k)
 
 
 def _forward(
@@ -295,9 +302,11 @@ class PlainPackedRoute(NamedTuple):
 
     Attributes:
         options: of the forward, flat.
+        returns_lse: see `cuteflash.autograd.Route`.
     """
 
     options: tuple[Any, ...]
+    returns_lse: bool
 
     def forward(self, *tensors: Tensor | None) -> Result:
         """See `cuteflash.autograd.Route`."""
@@ -312,4 +321,4 @@ class PlainPackedRoute(NamedTuple):
 def attend_plain_packed(inputs: PackedInputs, options: tuple[Any, ...], has_lse: bool) -> Result:
     """A forward with gradients past the dispatcher, for plain CUDA tensors."""
     q, k, v, *others = inputs
-    return attend(q, k, v, tuple(others), PlainPackedRoute(options), has_lse)
+    return attend_packed(q, k, v, PlainPackedRoute(options, has_lse), *others)

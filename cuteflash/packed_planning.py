@@ -19,13 +19,12 @@ from cuteflash.planning import (
     DTYPE_NAMES,
     Result,
     bwd_scalars,
-    compacted,
     fwd_scalars,
     should_pack,
     table_of,
-    usable_strides,
 )
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
+from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_packed import PackedBwdInputs, PackedInputs, check_packed, check_packed_bwd

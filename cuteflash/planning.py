@@ -12,17 +12,17 @@ with what is usual; one that is not usual is checked in full as well, and passes
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 
 from cuteflash.arguments import BwdOptions, BwdScalars, FwdOptions, FwdScalars
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target, table_key
 from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, BwdProblem, Dtype, FwdProblem, Operation, mask_of_window
+from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import length_class_of
 from cuteflash.traits.row import TableKey
@@ -92,7 +92,7 @@ class Planner(abc.ABC):
         self._plans: dict[Hashable, Any] = {}
 
     def launch(self, call: Call, *tensors: Tensor | None) -> Launch:
-        """A checked launch for this call and all that are equal to it; what it keeps holds no tensor.
+        """A checked launch for this call and all that are equal to it; what it keeps holds no argument.
 
         Raises:
             TypeError, ValueError, NotImplementedError: as the operator's check, `table_of` and `choose` do.
@@ -164,6 +164,7 @@ class FwdPlan:
         self.heads_per_kv = q.shape[2] // k.shape[2]
         self.scalars = fwd_scalars(options, (left, right), head_dim, q.device)
         self.step: int = ALIGNMENT // q.element_size()  # elements
+        self.device = q.device
         self._kernels: dict[bool, Kernel] = {}
 
     def can_address(self, call: Call) -> bool:
@@ -196,20 +197,20 @@ class FwdPlan:
         """
         (b, s_q, h, d), q_strides = call[0], call[3]
         d_v = self.problem.operands.head_dim_v
-        kernel, scalars, has_lse = self.kernel(s_q), self.scalars, self.problem.has_lse
-        o_shape, lse_shape = (b, s_q, h, d_v), (b, h, s_q)
-        # empty_like is 0.5 us faster than new_empty, and the same thing if q is laid out as the output is.
+        kernel, scalars, o_shape = self.kernel(s_q), self.scalars, (b, s_q, h, d_v)
+        like_lse = fp32_template((b, h, s_q), self.device) if self.problem.has_lse else None
+        # empty_like is faster than new_empty, and the same thing if q is laid out as the output is.
         like_q = d == d_v and q_strides == (s_q * h * d, h * d, d, 1)
         restride = any(restrides)
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Result:
-            o = torch.empty_like(q) if like_q else q.new_empty(o_shape)
+            o = empty_like(q) if like_q else q.new_empty(o_shape)
             if restride:
                 q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
-            if not has_lse:
+            if like_lse is None:
                 kernel(q, k, v, o, None, *scalars)  # in the order of FwdTensors and FwdScalars
                 return o
-            lse = q.new_empty(lse_shape, dtype=torch.float32)
+            lse = empty_like(like_lse)
             kernel(q, k, v, o, lse, *scalars)
             return o, lse
 
@@ -268,6 +269,7 @@ class BwdPlan:
         self.kernel: Kernel = compiled(choice.kernel_cls, choice.traits, self.problem, table.target)
         self.scalars = bwd_scalars(options, (left, right), head_dim, q.device)
         self.step: int = ALIGNMENT // q.element_size()  # elements
+        self.device = q.device
 
     def can_address(self, call: Call) -> bool:
         """Whether its kernel can take the strides of a call's Q, K, V and O as they are."""
@@ -288,22 +290,22 @@ class BwdPlan:
             restrides: of q, k, v and out the strides that their kernel gets instead of their own; None keeps those.
         """
         (q_shape, k_shape, v_shape), (b, s_q, h, _) = call[:3], call[0]
-        like = [strides == _contiguous(shape) for shape, strides in zip(call[:3], call[3:6], strict=True)]
+        like = [strides == contiguous_strides(shape) for shape, strides in zip(call[:3], call[3:6], strict=True)]
         q_like, k_like, v_like = like
         dout_strides, lse_strides, dlse_strides = call[11:14]
         # A gradient that autograd expanded, out.sum()'s for example, has rows that a kernel cannot load.
         copies_dout = dout_strides[3] != 1 or any(stride % self.step for stride in dout_strides[:3])
-        compact = _contiguous((b, h, s_q))
+        compact = contiguous_strides((b, h, s_q))
         copies_lse, copies_dlse = lse_strides != compact, dlse_strides is not None and dlse_strides != compact
         copies = copies_dout or copies_lse or copies_dlse
         restride = any(restrides)
-        workspace_shape = (self.traits.workspace(b, h, s_q).size,)
+        like_workspace = fp32_template((self.traits.workspace(b, h, s_q).size,), self.device)
         kernel, scalars = self.kernel, self.scalars
 
         def launch(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any) -> Result:
-            dq = torch.empty_like(q) if q_like else q.new_empty(q_shape)
-            dk = torch.empty_like(k) if k_like else k.new_empty(k_shape)
-            dv = torch.empty_like(v) if v_like else v.new_empty(v_shape)
+            dq = empty_like(q) if q_like else q.new_empty(q_shape)
+            dk = empty_like(k) if k_like else k.new_empty(k_shape)
+            dv = empty_like(v) if v_like else v.new_empty(v_shape)
             if restride:
                 tensors = zip((q, k, v, out), restrides, strict=True)
                 q, k, v, out = (x.as_strided(x.shape, s) if s else x for x, s in tensors)
@@ -311,17 +313,12 @@ class BwdPlan:
                 dout = compacted(dout) if copies_dout else dout
                 lse = compacted(lse) if copies_lse else lse
                 dlse = compacted(dlse) if copies_dlse else dlse
-            workspace = lse.new_empty(workspace_shape)
+            workspace = empty_like(like_workspace)
             # In the order of BwdTensors and BwdScalars.
             kernel(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, *scalars)
             return dq, dk, dv
 
         return launch
-
-
-def compacted(tensor: Tensor) -> Tensor:
-    """A copy with the strides of a new tensor, also of dimensions of size 1, and on an aligned address."""
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def should_pack(seqlen_q: int, heads_per_kv: int, tile_m: int) -> bool:
@@ -378,18 +375,3 @@ def _without_kernel(o_shape: tuple[int, ...], has_lse: bool) -> Launch:
 def _zeros(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *forward: Tensor | None) -> Result:
     """The gradients if no query sees a key, possibly empty."""
     return tuple(x.new_zeros(x.shape) for x in (q, k, v))
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a new tensor; no size is 0."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def usable_strides(strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:
-    """Strides for the kernel if a dimension of size 1 has one that is not a multiple of 16 bytes (`step` elements).
-
-    Such a stride is never used to address, but a TMA descriptor cannot hold it. None if there is none.
-    """
-    if all(stride % step == 0 for stride in strides[:-1]):
-        return None
-    return (*(stride if stride % step == 0 else step for stride in strides[:-1]), strides[-1])

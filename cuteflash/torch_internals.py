@@ -19,7 +19,7 @@ from torch._C import (  # what torch.library.register_autograd is made of, which
     _AutoDispatchBelowAutograd,
 )
 from torch._ops import OpOverload
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.compiler import is_dynamo_compiling
 
 __all__ = [  # with those that other modules would have to import from a private one
@@ -29,6 +29,7 @@ __all__ = [  # with those that other modules would have to import from a private
     "are_functorch_transforms_active",
     "below_autocast",
     "below_autograd",
+    "direct_node",
     "is_forward_ad_active",
     "is_fwd_grad_enabled",
     "is_plain_backward",
@@ -44,7 +45,9 @@ def _private(owner: Any, name: str) -> Any:
     return getattr(owner, name, None)
 
 
-_local_include_set = _private(torch._C, "_dispatch_tls_local_include_set")
+_len_dispatch_stack = _private(torch._C, "_len_torch_dispatch_stack")
+_is_tracing = _private(torch._C, "_is_tracing")
+_is_key_included = _private(torch._C, "_dispatch_tls_is_dispatch_key_included")
 _is_torch_function_mode_enabled = _private(torch._C, "_is_torch_function_mode_enabled")
 _are_functorch_transforms_active = _private(torch._C, "_are_functorch_transforms_active")
 _is_fwd_grad_enabled = _private(torch._C, "_is_fwd_grad_enabled")
@@ -52,8 +55,15 @@ _set_fwd_grad_enabled = _private(forward_ad, "_set_fwd_grad_enabled")
 _exclude_key = _private(torch._C, "_ExcludeDispatchKeyGuard")
 
 KNOWS_FORWARD_AD_LEVEL = hasattr(forward_ad, "_current_level")
-KNOWS_MODES = _local_include_set is not None and _is_torch_function_mode_enabled is not None and KNOWS_FORWARD_AD_LEVEL
+KNOWS_MODES = KNOWS_FORWARD_AD_LEVEL and None not in (
+    _len_dispatch_stack,
+    _is_tracing,
+    _is_key_included,
+    _is_torch_function_mode_enabled,
+    _are_functorch_transforms_active,
+)
 
+_PYTHON_DISPATCHER, _FUNCTIONALIZE = DispatchKey.PythonDispatcher, DispatchKey.Functionalize  # looked up slowly
 AUTOCAST_KEYS = {"cuda": DispatchKey.AutocastCUDA, "cpu": DispatchKey.AutocastCPU}
 
 
@@ -109,6 +119,19 @@ def seen_by_outer_levels(implementation: Callable[..., Any]) -> Callable[..., An
     return differentiated
 
 
+def direct_node(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` without what torch runs in Python around `forward` and, with every gradient, `backward`.
+
+    `Function.apply` would refuse `torch.func`'s transforms, which come through the dispatcher level by level, and takes
+    2 us to find out that there is none. The node takes another to look up which function its `backward` is.
+    """
+    node = _private(function, "_backward_cls")
+    if node is not None:
+        node.apply = function.backward
+    apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def below_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Calls go past a device's autocast."""
     if _exclude_key is None:
@@ -130,14 +153,18 @@ def plain_keys(device: str) -> int:
     return keys
 
 
-def _without_modes() -> tuple[int, int]:
-    """What the dispatcher adds to a call's keys if no mode, transform or tracer is active, also in inference mode.
+def _is_seen() -> Any:
+    """Whether one of torch's modes, transforms or tracers is active, which all have to see every call.
 
-    Two numbers are compared faster than hashed.
+    Each adds a key to the dispatcher's. To ask for them one after the other takes half the time of getting all keys.
     """
-    plain: int = _local_include_set().raw_repr()
-    with torch.inference_mode():
-        return plain, _local_include_set().raw_repr()
+    return (
+        _len_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+        or _is_key_included(_PYTHON_DISPATCHER)  # comes with modes that see calls before autograd
+        or _is_key_included(_FUNCTIONALIZE)
+    )
 
 
 def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -154,7 +181,7 @@ def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and forward_ad._current_level < 0  # is_forward_ad_active, without the call
         and not (is_autocast_enabled() and not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype("cuda"))
         and not _is_torch_function_mode_enabled()
-        and _local_include_set().raw_repr() in WITHOUT_MODES
+        and not _is_seen()
     )
 
 
@@ -168,7 +195,7 @@ def _is_plain_backward(dout: Tensor) -> bool:
         and not is_grad_enabled()
         and not dout.is_neg()
         and forward_ad._current_level < 0
-        and _local_include_set().raw_repr() in WITHOUT_MODES
+        and not _is_seen()
     )
 
 
@@ -177,6 +204,5 @@ def _never(*tensors: Tensor) -> bool:
     return False
 
 
-WITHOUT_MODES = _without_modes() if KNOWS_MODES else ()
 is_plain_cuda_call: Callable[[Tensor, Tensor, Tensor], bool] = _is_plain_cuda_call if KNOWS_MODES else _never
 is_plain_backward: Callable[[Tensor], bool] = _is_plain_backward if KNOWS_MODES else _never

@@ -27,6 +27,7 @@ RANKS: dict[str, int] = {
     "traits": 1,
     "usertable": 2,
     "torch_internals": 2,
+    "strides": 2,
     "validate": 2,
     "validate_packed": 3,
     "coerce": 3,

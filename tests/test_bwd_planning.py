@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuteflash import api, flash_attn_func, ops, planning
+from cuteflash import api, flash_attn_func, ops, planning, strides
 from cuteflash.arguments import BwdScalars, BwdTensors
 from cuteflash.core.workspace import Workspace
 from cuteflash.problem import UNBOUNDED, BwdProblem
@@ -104,6 +104,26 @@ def test_an_equal_call_is_planned_once(gpu: BwdGpu) -> None:
     results = [gpu.bwd(*saved(), None) for _ in range(3)]
     assert gpu.planned == 1 and len(gpu.launches) == 3
     assert len({x.data_ptr() for gradients in results for x in gradients}) == 9
+
+
+def test_what_inference_mode_planned_serves_training(gpu: BwdGpu) -> None:
+    strides._element.cache_clear()
+    with torch.inference_mode():
+        given = saved()
+        gpu.fwd_lse(*given[1:4])
+        gpu.bwd(*given, None)
+    given = saved()
+    results = *gpu.fwd_lse(*given[1:4]), *gpu.bwd(*given, None), gpu.last()[1].workspace
+    assert gpu.planned == 2 and not any(x.is_inference() for x in results)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6), (1, 1, 1), (3, 1, 5), (7,), (0,)], ids=str)
+def test_what_is_made_from_a_template_is_as_from_its_shape(shape: tuple[int, ...]) -> None:
+    template = strides.fp32_template(shape, torch.device("cpu"))
+    assert template.untyped_storage().nbytes() == 4
+    made, expected = torch.empty_like(template), torch.empty(shape)
+    assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), torch.float32)
+    assert made.untyped_storage().nbytes() >= 4 * made.numel()
 
 
 def of_sum(x: Tensor) -> Tensor:
@@ -249,7 +269,7 @@ def plain(gpu: BwdGpu, monkeypatch: pytest.MonkeyPatch) -> BwdGpu:
     monkeypatch.setattr(api, "is_plain_cuda_call", is_plain)
     monkeypatch.setattr(ops, "fwd_lse_cuda", gpu.fwd_lse)
     monkeypatch.setattr(ops, "bwd_cuda", gpu.bwd)
-    monkeypatch.setattr(ops, "plain_routes", {})
+    monkeypatch.setattr(ops, "plain_routes", (ops.Known(), ops.Known()))
     return gpu
 
 
@@ -265,6 +285,20 @@ def test_plain_cuda_tensors_go_past_the_dispatcher(plain: BwdGpu, return_lse: bo
     kernels = BwdTensors(*arguments[:COUNT])
     assert kernels.q.data_ptr() == tensors[0].data_ptr() and kernels.o.data_ptr() == out.data_ptr()
     assert all(x.grad is not None and x.grad.shape == x.shape for x in tensors)
+
+
+def test_plain_calls_that_take_turns_get_the_launches_of_each(plain: BwdGpu) -> None:
+    for _ in range(2):
+        for s_q in (6, 7):
+            for options in ({}, {"return_lse": True}, {"causal": True}):
+                tensors = tuple(x.requires_grad_() for x in qkv(s_q=s_q))
+                result = flash_attn_func(*tensors, **options)
+                outs = result if isinstance(result, tuple) else (result,)
+                assert len(outs) == 1 + ("return_lse" in options) and outs[0].shape[1] == s_q
+                torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
+                problem, kernels, _ = plain.last()
+                assert problem.scores.mask == ("causal" if "causal" in options else "full")
+                assert problem.has_dlse == ("return_lse" in options) and kernels.dq.shape == tensors[0].shape
 
 
 def test_copies_that_saved_tensor_hooks_return_are_launched_as_they_lie(plain: BwdGpu) -> None:

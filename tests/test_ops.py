@@ -194,6 +194,15 @@ def test_an_equal_call_is_planned_once(gpu: Gpu) -> None:
     assert len({x.data_ptr() for x in results}) == 3
 
 
+def test_calls_that_take_turns_get_the_launch_of_each(gpu: Gpu) -> None:
+    for _ in range(3):
+        for s_q in (6, 7):
+            for tensors in (qkv(s_q=s_q), tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(s_q=s_q))):
+                o, lse = gpu.fwd_lse(*tensors)
+                assert o.shape[1] == lse.shape[2] == s_q and o.is_contiguous()
+    assert gpu.planned == 1
+
+
 VARIANTS = {
     "as it is": (lambda x: x, (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED)),
     "scale": (lambda x: x, (0.5,), "bf16 full", (0.5, 0.0, UNBOUNDED, UNBOUNDED)),

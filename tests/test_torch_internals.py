@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._functorch import utils as functorch_utils
 from torch.autograd import forward_ad
 from torch.nested._internal import nested_tensor
@@ -23,12 +24,14 @@ from tests.test_ops import FWD_LSE, qkv
 from tests.test_transforms import CudaTensor
 
 MODES = {
-    "_dispatch_tls_local_include_set": torch._C,
+    "_len_torch_dispatch_stack": torch._C,
+    "_is_tracing": torch._C,
+    "_dispatch_tls_is_dispatch_key_included": torch._C,
+    "_are_functorch_transforms_active": torch._C,
     "_is_torch_function_mode_enabled": torch._C,
     "_current_level": forward_ad,
 }
 NAMES = MODES | {
-    "_are_functorch_transforms_active": torch._C,
     "_is_fwd_grad_enabled": torch._C,
     "_set_fwd_grad_enabled": forward_ad,
     "enable_single_level_autograd_function": functorch_utils,
@@ -86,6 +89,28 @@ def test_without_the_means_for_functional_gradients_they_are_refused(name: str) 
     message = f"torch.func.* with torch {re.escape(torch.__version__)}"
     with lacking([name]) as copy, pytest.raises(NotImplementedError, match=message):
         copy.single_level_autograd()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@pytest.mark.parametrize("has_class", [True, False])
+def test_a_direct_node_has_the_gradients_of_its_function(has_class: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = type("Doubled", (Double,), {})
+    if not has_class:
+        monkeypatch.setattr(torch_internals, "_private", lambda owner, name: None)
+    x = torch.ones(3, requires_grad=True)
+    out = torch_internals.direct_node(function)(x)
+    (found,) = torch.autograd.grad(out, x, torch.arange(3.0))
+    assert torch.equal(out, 2 * x) and torch.equal(found, 2 * torch.arange(3.0))
+    assert (type(out.grad_fn).apply is function.backward) == has_class
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -219,12 +220,22 @@ def functorch() -> Iterator[None]:
         assert torch._C._functorch._vmap_decrement_nesting() == level
 
 
+@contextlib.contextmanager
+def functionalization() -> Iterator[None]:
+    torch._enable_functionalization(reapply_views=False)
+    try:
+        yield
+    finally:
+        torch._disable_functionalization()
+
+
 PLAIN = {"nothing": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 NOT_PLAIN = {
     "dual level": forward_ad.dual_level,
     "dispatch mode": TorchDispatchMode,
     "function mode": BaseTorchFunctionMode,
     "functorch": functorch,
+    "functionalization": functionalization,
 }
 
 
@@ -238,6 +249,37 @@ def tensor(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_direct_path_to_cuda_is_for_plain_calls(mode: str, tensor: Any) -> None:
     with (PLAIN | NOT_PLAIN)[mode]():
         assert torch_internals.is_plain_cuda_call(tensor, tensor, tensor) == (mode in PLAIN)
+        if mode != "function mode":  # which does not see what the engine calls
+            with torch.no_grad():
+                assert torch_internals.is_plain_backward(tensor) == (mode in PLAIN)
+
+
+TRACERS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "jit": lambda f: torch.jit.trace(f, torch.ones(2), check_trace=False),
+    "fx": lambda f: make_fx(f)(torch.ones(2)),
+    "fx before autograd": lambda f: make_fx(f, pre_dispatch=True)(torch.ones(2)),
+    "functionalize": lambda f: torch.func.functionalize(f)(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_tracer_sees_plain_calls(tracer: str, tensor: Any) -> None:
+    found: list[bool] = []
+
+    def traced(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found.append(torch_internals.is_plain_backward(tensor))
+        found.append(torch_internals.is_plain_cuda_call(tensor, tensor, tensor))
+        return x + 1
+
+    TRACERS[tracer](traced)
+    assert found and not any(found)
+
+
+def test_a_backward_that_is_differentiated_is_dispatched(tensor: Any) -> None:
+    assert not torch_internals.is_plain_backward(tensor)
+    with torch.no_grad():
+        assert not torch_internals.is_plain_backward(CudaTensor(negated=True))
 
 
 def test_a_lazily_negated_tensor_leaves_the_direct_path(tensor: Any) -> None:
