@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cuteflash.arguments import BwdScalars, PackedTensors
+from cuteflash.core import schedule
 from cuteflash.core.launch import key_order
-from cuteflash.problem import BwdProblem, Storage
+from cuteflash.problem import BwdProblem, MaskKind, Storage
 
 NUM_SMS = 132
 HEAD_DIM = 64  # Q, dO and the fp32 sum of dQ take 512 bytes a row
@@ -24,11 +26,18 @@ def tensor(*shape: int) -> Any:
 
 
 def order_of(
-    storage: Storage, batch: int, seqlen: int, heads: tuple[int, int] = (32, 32), is_deterministic: bool = False
+    storage: Storage,
+    batch: int,
+    seqlen: int,
+    heads: tuple[int, int] = (32, 32),
+    mask: MaskKind = "causal",
+    is_deterministic: bool = False,
+    **traits_of: Any,
 ) -> Any:
     """The order for `batch` sequences of one length."""
-    dense = BwdProblem.dense("bf16", HEAD_DIM, HEAD_DIM, "causal", deterministic=is_deterministic)
-    traits = SimpleNamespace(head_dim=HEAD_DIM, tile_n=128)
+    dense = BwdProblem.dense("bf16", HEAD_DIM, HEAD_DIM, mask, deterministic=is_deterministic)
+    traits = SimpleNamespace(head_dim=HEAD_DIM, tile_n=128, turns_at_once=0, persistent=False)
+    vars(traits).update(traits_of)
     kernel = SimpleNamespace(traits=traits, problem=dataclasses.replace(dense, storage=storage))
     entries = (batch, seqlen) if storage.k == "dense" else (1, batch * seqlen)
     q, k = (tensor(*entries, count, HEAD_DIM) for count in heads)
@@ -48,8 +57,21 @@ def test_heads_of_packed_sequences_that_run_together_share_l2(batch: int, seqlen
 @pytest.mark.parametrize("storage", [PACKED, Storage("dense", "dense")], ids=["packed", "dense"])
 def test_of_a_deterministic_backward_few_tiles_of_a_head_run_together(storage: Storage) -> None:
     assert order_of(storage, 1, 4 * ROWS_IN_L2).group == 1
-    assert order_of(storage, 1, 4 * ROWS_IN_L2, (64, 64), is_deterministic=True).group == NUM_SMS // 4
-    assert order_of(storage, 1, 4 * ROWS_IN_L2, is_deterministic=True).group == 32  # there are no more
+    assert order_of(storage, 1, 4 * ROWS_IN_L2, (64, 64), is_deterministic=True, turns_at_once=4).group == NUM_SMS // 4
+    assert order_of(storage, 1, 4 * ROWS_IN_L2, is_deterministic=True, turns_at_once=4).group == 32  # there are no more
+    assert order_of(storage, 1, 4 * ROWS_IN_L2, is_deterministic=True).group == 1  # any number may run together
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_tiles_of_persistent_blocks_that_differ_fill_whole_waves_there_and_back(
+    is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "greatest_common_divisor", math.gcd)  # the kernels' own is traced
+    dense = Storage("dense", "dense")
+    causal = order_of(dense, 64, 2048, is_deterministic=is_deterministic, persistent=True)
+    assert causal.group * causal.m_blocks % NUM_SMS == 0 and causal.zigzag
+    full = order_of(dense, 64, 2048, mask="full", is_deterministic=is_deterministic, persistent=True)
+    assert full.group == ROWS_IN_L2 // 2048 and not full.zigzag
 
 
 def test_query_heads_of_one_kv_head_are_in_l2_together() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import cutlass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cuteflash.core.mask import IntervalMask
+from cuteflash.core.tile import KeyTile
 from cuteflash.problem import LENGTH_MAX, UNBOUNDED, has_left_edge, mask_of_window
 from tests.int32 import Int32
 
@@ -92,6 +94,36 @@ def test_query_blocks_of_keys_are_those_that_see_one_and_those_that_see_all() ->
                 blocks = range(mask.seqlen_q // tile_m)
                 whole = {block for block in blocks if all(each[block * tile_m : (block + 1) * tile_m])}
                 assert set(range(*mask.full_m_blocks(first, last, tile_m))) == whole, (mask, first, last, tile_m)
+
+
+@pytest.fixture
+def selects_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ints may be selected."""
+    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
+
+
+@pytest.mark.usefixtures("selects_now")
+@pytest.mark.parametrize(("is_descending", "is_spread"), [(False, False), (True, False), (False, True)])
+def test_each_query_block_of_a_key_tile_is_visited_once(is_descending: bool, is_spread: bool) -> None:
+    for mask, _, _ in small_masks():
+        for n_block in range(-(-mask.seqlen_k // 3)):
+            tile = KeyTile(n_block, 0, 0, 0, 0, 0, 3 * n_block, mask, tile_m=2, tile_n=3)
+            blocks = tile.query_blocks(is_descending, is_spread)
+            visited, m_block = [], blocks.first
+            for _ in range(blocks.count):
+                visited.append(m_block)
+                m_block = blocks.following(m_block)
+            assert sorted(visited) == list(range(blocks.lo, blocks.hi))
+            assert m_block == blocks.first or not visited  # the next head's begin as this one's did
+            if not is_spread:
+                assert visited == sorted(visited, reverse=is_descending)
+
+
+@pytest.mark.usefixtures("selects_now")
+def test_key_tiles_that_see_the_same_queries_begin_far_from_each_other() -> None:
+    mask = IntervalMask("full", 512, 512, UNBOUNDED, UNBOUNDED)
+    tiles = (KeyTile(n, 0, 0, 0, 0, 0, 128 * n, mask, tile_m=64, tile_n=128) for n in range(4))
+    assert [tile.query_blocks(is_spread=True).first for tile in tiles] == [0, 2, 4, 6]
 
 
 lengths = st.integers(1, 5000) | st.integers(LENGTH_MAX - 5000, LENGTH_MAX) | st.integers(1, LENGTH_MAX)
