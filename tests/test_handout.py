@@ -122,6 +122,9 @@ class Order:
 
     first = draw
 
+    def drawn(self, count: int) -> int:
+        return count
+
     def tile(self, index: int, hint: int) -> tuple[int, int, int]:
         assert index >= hint
         return index % 5, 0, index
@@ -319,3 +322,4 @@ def test_packed_blocks_search_once(head_dim: int, kernels: KernelStore) -> None:
     compiled.assert_clean()
     votes = compiled.ptx.count("vote.sync.ballot")
     assert votes == 2 + 1 + traits.persistent  # the kernels before and after, this one; near the last sequence
+    assert "SR_LTMASK" not in compiled.sass  # ptxas would add for several lanes at once, and wait for a drawn number

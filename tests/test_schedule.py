@@ -289,6 +289,8 @@ def test_each_tile_is_drawn_once_and_the_counter_is_left_at_zero(
     arch = schedule.cute.arch
     monkeypatch.setattr(arch, "grid_dim", lambda: (blocks, 1, 1))
     monkeypatch.setattr(arch, "atomic_add", Counter.add)
+    monkeypatch.setattr(arch, "thread_idx", lambda: (96, 0, 0))
+    monkeypatch.setattr(arch, "make_warp_uniform", lambda value: value)
     warp.lane = 0  # the one that draws
     for launch in range(3):
         seen = []
@@ -302,7 +304,7 @@ def test_each_tile_is_drawn_once_and_the_counter_is_left_at_zero(
                 at[block] = order.first()
             elif at[block] < order.size():
                 seen.append(at[block])
-                at[block] = order.draw()
+                at[block] = order.drawn(order.draw())
             else:
                 order.close(at.pop(block))
             if draws_first:  # blocks that run have drawn all before it, whichever blocks wait

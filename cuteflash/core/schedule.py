@@ -236,22 +236,26 @@ class RaggedOrder:
 
     @cute.jit
     def first(self):
-        """A block's first tile; lane 0 of the calling warp gets it."""
+        """A block's first tile; a whole warp calls it."""
+        index = cute.arch.block_idx()[0]
         if const_expr(self.draws_first):
-            index = self.draw()
-        else:
-            index = cute.arch.block_idx()[0]
+            index = self.drawn(self.draw())
         return index
 
     @cute.jit
     def draw(self):
-        """A block's next tile, `size()` or more if there is none; lane 0 of the calling warp gets it."""
-        index = Int32(0)
+        """Draw a block's next tile; a whole warp calls it. `drawn` waits for the result and says which one it is."""
+        count = Int32(0)
         if cute.arch.lane_idx() == 0:
-            index = cute.arch.atomic_add(self.counter.iterator, Int32(1))
-            if const_expr(not self.draws_first):
-                index += cute.arch.grid_dim()[0]
-        return index
+            # What is added is 1, but ptxas must not know: it would make one addition of those of all lanes that are
+            # here, and wait for the result at once.
+            count = cute.arch.atomic_add(self.counter.iterator, 1 + cute.arch.thread_idx()[0] % WARP)
+        return count
+
+    def drawn(self, count: Int32) -> Int32:
+        """The number of the tile that `draw` drew, `size()` or more if there is none."""
+        index = cute.arch.make_warp_uniform(count)
+        return index if self.draws_first else index + cute.arch.grid_dim()[0]
 
     @cute.jit
     def close(self, index: Int32):

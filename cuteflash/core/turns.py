@@ -1,8 +1,8 @@
 """In which order the key blocks of a deterministic backward add to a tile of dQ: by ascending key.
 
 A key block adds to the query tiles that see it, from the last to the first. So does each key block before it, which was
-launched earlier, and a block never waits for one that may not run yet. The source runs on Python ints and on traced
-values alike.
+launched earlier, or drawn earlier by a block that runs (`cuteflash.kernels.sm90.handout`): a block never waits for one
+that may not run yet. The source runs on Python ints and on traced values alike.
 """
 
 from __future__ import annotations

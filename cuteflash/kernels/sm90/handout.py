@@ -109,7 +109,7 @@ def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Const
     """
     order = launch.order
     position, done, near = Int32(0), Int32(0), Int32(0)
-    index = cute.arch.make_warp_uniform(order.first())
+    index = order.first()
     draws_ahead = Boolean(False)
     while index < order.size():
         following = Int32(0)
@@ -126,7 +126,7 @@ def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Const
         if not draws_ahead:
             following = order.draw()
         draws_ahead = ahead == handout.most_ahead
-        index = cute.arch.make_warp_uniform(following)
+        index = order.drawn(following)
     handout.put(position, (Int32(NO_TILE),))
     order.close(index)
     follow(done, position)
