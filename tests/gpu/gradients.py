@@ -10,6 +10,7 @@ rounded O; of each figure the larger one counts.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import cuteflash
 from tests.gpu.checks import Case, poisoned, rms, visible
 
 Tensors = tuple[Tensor, Tensor, Tensor]
+RUNS = 1000  # of a deterministic backward
 
 
 class Upstream(NamedTuple):
@@ -48,6 +50,15 @@ def gradients(
         if given.lse is None:
             return torch.autograd.grad(result[0] if case.lse else result, leaves, given.out)
         return torch.autograd.grad(result, leaves, (given.out, given.lse))
+
+
+def assert_repeats(first: tuple[Tensor, ...], run: Callable[[], tuple[Tensor, ...]]) -> None:
+    """Every run gives what the first one gave, bit for bit: a thousand of them on a GPU."""
+    differ = torch.zeros((), dtype=torch.bool, device=first[0].device)
+    for _ in range(RUNS - 1 if differ.is_cuda else 1):
+        for x, y in zip(run(), first, strict=True):
+            differ |= (x != y).any()  # not looked at before the end: runs follow each other without a gap
+    assert not differ
 
 
 def _attention(inputs: Tensors, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import cuteflash
 from cuteflash.compile import compiler
 from tests.gpu.checks import Case
-from tests.gpu.gradients import Upstream
+from tests.gpu.gradients import Upstream, assert_repeats
 from tests.gpu.packed import DISTRIBUTIONS, Lengths, Packed
 from tests.gpu.packed_gradients import assert_right, check, gradients, upstream
 
@@ -182,9 +182,7 @@ def test_deterministic_gradients_are_right_and_bitwise_equal(name: str, family: 
     given = upstream(packed, inputs)
     first = gradients(packed, inputs, given, family, deterministic=True)
     assert_right(packed, inputs, given, first)
-    for _ in range(49 if device.type == "cuda" else 1):
-        again = gradients(packed, inputs, given, family, deterministic=True)
-        assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+    assert_repeats(first, lambda: gradients(packed, inputs, given, family, deterministic=True))
 
 
 def test_torchs_deterministic_mode_is_ours(family: str, device: torch.device) -> None:
