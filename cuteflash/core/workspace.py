@@ -3,7 +3,7 @@
     lse_log2   (heads_q, rows)               log-sum-exp times log2(e); +inf for rows without a key and rows that pad
     delta      (heads_q, rows)               rowsum(dO * O) minus the gradient of the log-sum-exp; 0 for rows that pad
     dq         (heads_q, tiles, tile_m * d)  the sum of dQ tiles, each in the order of the main kernel's fragments
-    turns      (heads_q, tiles, parts)       how many blocks have come to a part of a tile, int32, if the first one
+    turns      (parts, heads_q, tiles)       how many blocks have come to a part of a tile, int32, if the first one
                                              stores what the others add to, or they add in turn (`cuteflash.core.turns`)
 
 The rows of each sequence are padded to whole tiles of `tile_m` rows, so that tiles neither overlap nor need a

@@ -35,7 +35,7 @@ class WorkspaceTensors:
     Attributes:
         lse_log2, delta: (rows, heads)
         dq: (tile_m * head_dim, tiles of all sequences, heads); None if dQ needs no sum in memory.
-        turns: (PARTS, tiles of all heads), int32.
+        turns: (PARTS, tiles of all sequences, heads), int32.
         head_tiles: query tiles of one head in all sequences.
         tiles: query tiles of one sequence; of packed sequences, of all together.
         cu_q: where packed sequences begin; None if dense.
@@ -65,12 +65,13 @@ class WorkspaceTensors:
             strides = (cute.assume(stride, divby=elements) for stride in (Int64(elements), rows * head_dim))
             layout = cute.make_layout((elements, tiles, workspace.heads), stride=(1, *strides))
             dq = cute.make_tensor(mW.iterator + 2 * part, layout)
+        shape, strides = (PARTS, tiles, workspace.heads), (Int64(tiles) * workspace.heads, 1, Int64(tiles))
         turns = cute.recast_ptr(mW.iterator + (2 + head_dim) * part, dtype=Int32)
         return cls(
             lse_log2=cute.make_tensor(mW.iterator, statistic),
             delta=cute.make_tensor(mW.iterator + part, statistic),
             dq=dq,
-            turns=cute.make_tensor(turns, cute.make_layout((PARTS, tiles * workspace.heads))),
+            turns=cute.make_tensor(turns, cute.make_layout(shape, stride=strides)),
             head_tiles=tiles,
             tiles=workspace.tiles,
             cu_q=cu_q,
@@ -90,7 +91,7 @@ class WorkspaceTensors:
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )
         dq = None if self.dq is None else self.dq[None, index, head]
-        return WorkspaceTile(lse_log2, delta, dq, self.turns[None, Int64(head * self.head_tiles + index)])
+        return WorkspaceTile(lse_log2, delta, dq, self.turns[None, index, head])
 
     def first_number(self, head: Int32, sequence: Int32, first_q: Index | None = None) -> Int32:
         """The number of the first query tile of a head of a sequence, of all heads' tiles in turn.
@@ -101,7 +102,7 @@ class WorkspaceTensors:
 
     def turn(self, number: Int32, part: int) -> cute.Pointer:
         """How many have been at a part of the tile of a number."""
-        return self.turns[None, Int64(number)].iterator + part
+        return self.turns[part, None, None].iterator + number
 
     def sum(self, number: Int32) -> cute.Pointer:
         """dQ of the tile of a number."""
