@@ -135,7 +135,7 @@ class Planner:
 def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
     """A checked launch of the backward for calls with the same sizes, strides and options, as `Planner.launch`.
 
-    The kernels write the gradients of rows that belong to a sequence and count; those of all others are zeros.
+    The kernels write the gradients of rows that count, and of those after the last sequence; all others are zeros.
     """
     check_packed_bwd(inputs, options)
     packed = inputs.forward
@@ -158,7 +158,10 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
     copies_lse, copies_dlse = (x is not None and x.stride() != (rows, 1) for x in (inputs.lse, inputs.dlse))
 
     def launch(inputs: PackedBwdInputs) -> Result:
-        dq, dk, dv = gradients = _zeros(inputs)
+        dq, dk, dv = gradients = tuple(
+            x.new_zeros(x.shape) if used else x.new_empty(x.shape)
+            for x, used in zip(inputs.forward[:3], (storage.used_q, storage.used_k, storage.used_k), strict=True)
+        )
         tensors = zip((inputs.q, inputs.k, inputs.v, inputs.out), restrides, strict=True)
         q, k, v, out = (x.as_strided(x.shape, s) if s else x for x, s in tensors)
         dout = compacted(inputs.dout) if copies_dout else inputs.dout

@@ -140,9 +140,8 @@ class Launch:
     order: Order
     rows: Callable[[int], int]
 
-    @property
-    def lengths(self) -> Any:
-        return SimpleNamespace(sequence=lambda number: Sequence(number, 1, 2, 3))
+    def sequence(self, number: int) -> Sequence:
+        return Sequence(number, 1, 2, 3)
 
     def tile_of(self, block: int, head: int, number: int, sequence: Sequence) -> Any:
         assert sequence == Sequence(number, 1, 2, 3)

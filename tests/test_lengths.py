@@ -44,6 +44,18 @@ def test_queries_after_the_last_sequence_are_one_without_keys(
     assert (first_q, seqlen_q, seqlen_k) == (cu_q[-1], rest, 0)
 
 
+@given(sizes, beyond, st.booleans())
+def test_keys_after_the_last_sequence_are_one_without_queries(
+    lengths: list[tuple[int, int]], rest: int, used: bool
+) -> None:
+    cu_q, cu_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))
+    counts = [list(side) for side in zip(*lengths, strict=True)] if used else [None, None]
+    packed = Lengths(cu_q[-1] + rest, cu_k[-1] + rest, cu_q, cu_k, *counts, batch=len(lengths))
+    assert all(packed.sequence_of_keys(batch) == packed.sequence(batch) for batch in range(len(lengths)))
+    _, seqlen_q, first_k, seqlen_k = packed.sequence_of_keys(len(lengths))
+    assert (seqlen_q, first_k, seqlen_k) == (0, cu_k[-1], rest)
+
+
 @given(sizes, st.data())
 def test_of_a_sequence_only_the_rows_in_use_count(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
     cu_k = [0, *itertools.accumulate(s_k for _, s_k in lengths)]

@@ -133,7 +133,11 @@ class Launch:
     def tile(self, index: Int32) -> QueryTile:
         """The tile with number `index` of the order: what a role works on."""
         m_block, head, batch = self.order.tile(index)
-        return self.tile_of(m_block, head, batch, self.lengths.sequence(batch))
+        return self.tile_of(m_block, head, batch, self.sequence(batch))
+
+    def sequence(self, batch: Int32) -> Sequence:
+        """The sequence of a batch entry, or the rows of Q after the last one."""
+        return self.lengths.sequence(batch)
 
     def rows_visited(self, tile: QueryTile) -> Int32:
         """How many rows of K a tile's head and sequence have: what a tile costs at most."""
@@ -213,7 +217,11 @@ class BwdLaunch:
         n_block, head, number = self.order.tile(index)
         if self.storage.k == "dense":
             n_block = self.order.m_blocks - 1 - n_block
-        return self.tile_of(n_block, head, number, self.lengths.sequence(number))
+        return self.tile_of(n_block, head, number, self.sequence(number))
+
+    def sequence(self, number: Int32) -> Sequence:
+        """The sequence of a batch entry, or the rows of K after the last one."""
+        return self.lengths.sequence_of_keys(number)
 
     def tile_of(self, n_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> KeyTile:
         """Key tile `n_block` of a KV head of batch entry `number`, which is `sequence`."""

@@ -34,7 +34,7 @@ class Lengths:
         seqlen_q, seqlen_k: rows of every sequence of a dense batch; of a packed one, all rows of its tensor.
         cu_q, cu_k: (batch + 1,), the first row of each packed sequence, then the end of the last one; None if dense.
         used_q, used_k: (batch,), how many of a sequence's rows count, the first ones; None is all.
-        batch: number of sequences, at least 1; asked for if the queries are packed.
+        batch: number of sequences, at least 1; asked for if queries or keys are packed.
     """
 
     seqlen_q: Index
@@ -51,19 +51,43 @@ class Lengths:
         Packed queries have one sequence more: number `batch` holds the rows after the last one's end and has no keys,
         so that O is 0 there.
         """
+        last, is_rest = self._last(index, self.cu_q)
+        found = self._sequence(last)
         if self.cu_q is None:
-            last, is_rest = index, 0
-        else:
-            last = cutlass.min(index, self.batch - 1)
-            is_rest = index - last
-        first_k, seqlen_k = _span(last, self.seqlen_k, self.cu_k, self.used_k)
-        first_q, seqlen_q = _span(last, self.seqlen_q, self.cu_q, self.used_q)
-        if self.cu_q is not None:
-            end = self.cu_q[last + 1]
-            first_q = first_q + is_rest * (end - first_q)
-            seqlen_q = seqlen_q + is_rest * (self.seqlen_q - end - seqlen_q)
-            seqlen_k = seqlen_k - is_rest * seqlen_k
+            return found
+        first_q, seqlen_q = _rest(found.first_q, found.seqlen_q, self.cu_q[last + 1], self.seqlen_q, is_rest)
+        return Sequence(first_q, seqlen_q, found.first_k, found.seqlen_k - is_rest * found.seqlen_k)
+
+    def sequence_of_keys(self, index: Index) -> Sequence:
+        """The sequence of a batch entry, for a kernel that goes by keys.
+
+        Packed keys have one sequence more: number `batch` holds the rows after the last one's end and has no queries,
+        so that their gradients are 0.
+        """
+        last, is_rest = self._last(index, self.cu_k)
+        found = self._sequence(last)
+        if self.cu_k is None:
+            return found
+        first_k, seqlen_k = _rest(found.first_k, found.seqlen_k, self.cu_k[last + 1], self.seqlen_k, is_rest)
+        return Sequence(found.first_q, found.seqlen_q - is_rest * found.seqlen_q, first_k, seqlen_k)
+
+    def _last(self, index: Index, cu: Vector | None) -> tuple[Index, Index]:
+        """(the batch entry, or the last one, 1 if it is one after that)"""
+        if cu is None:
+            return index, 0
+        last = cutlass.min(index, self.batch - 1)
+        return last, index - last
+
+    def _sequence(self, index: Index) -> Sequence:
+        """That of a batch entry."""
+        first_k, seqlen_k = _span(index, self.seqlen_k, self.cu_k, self.used_k)
+        first_q, seqlen_q = _span(index, self.seqlen_q, self.cu_q, self.used_q)
         return Sequence(first_q, seqlen_q, first_k, seqlen_k)
+
+
+def _rest(first: Index, length: Index, end: Index, rows: Index, is_rest: Index) -> tuple[Index, Index]:
+    """(first row, number of rows) of a sequence; with `is_rest` 1, of what follows its `end`."""
+    return first + is_rest * (end - first), length + is_rest * (rows - end - length)
 
 
 def _span(index: Index, seqlen: Index, cu: Vector | None, used: Vector | None) -> tuple[Index, Index]:

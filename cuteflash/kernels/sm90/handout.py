@@ -116,7 +116,7 @@ def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Const
         if draws_ahead:
             following = order.draw()  # on its way while the tile is looked for
         block, head, near = order.tile(index, near)
-        sequence = launch.lengths.sequence(near)
+        sequence = launch.sequence(near)
         tile = launch.tile_of(block, head, near, sequence)
         ahead = tiles_ahead(launch.rows_visited(tile), handout.most_ahead)
         if tile.exists():
