@@ -23,8 +23,8 @@ CASE = Case(96, 160, heads=4, kv_heads=2, causal=True)
 BOTH = dataclasses.replace(CASE, lse=True)
 
 
-def attention(case: Case, family: str) -> Any:
-    return functools.partial(cuteflash.flash_attn_func, **case.options(), family=family)
+def attention(case: Case, family: str, deterministic: bool = False) -> Any:
+    return functools.partial(cuteflash.flash_attn_func, **case.options(), family=family, deterministic=deterministic)
 
 
 def leaves_of(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -58,8 +58,11 @@ def test_operators_pass_opcheck(options: tuple[Any, ...], family: str, device: t
     )
 
 
-def test_a_whole_step_is_captured_and_replays_with_new_inputs(family: str, cuda: torch.device) -> None:
-    attend = attention(BOTH, family)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_whole_step_is_captured_and_replays_with_new_inputs(
+    deterministic: bool, family: str, cuda: torch.device
+) -> None:
+    attend = attention(BOTH, family, deterministic)
     static = leaves_of(BOTH.inputs(cuda))
     given = upstream(static, BOTH)
     torch.autograd.grad(attend(*static), static, given)  # compiled
