@@ -56,7 +56,7 @@ class ReaderBwdSm90:
         kernel, frame, dq = self.kernel, self.frame, self.dq_frame
         s, dp = kernel.tiled_mma_s(), kernel.tiled_mma_dp()
         dv, dk = kernel.tiled_mma_dv(), kernel.tiled_mma_dk()
-        mma_dq, is_transposed = kernel.tiled_mma_dq(), self.traits.dq == "transposed"
+        mma_dq, is_transposed = kernel.tiled_mma_dq(), self.traits.is_dq_transposed
         ds, k = "BA" if is_transposed else "AB"
         operands_dq = dq.placed(mma_dq, ds, "dS"), dq.placed(mma_dq, k, "K", transposed=True)  # type: ignore[arg-type]
         return {
@@ -208,7 +208,7 @@ class ReaderBwdSm90:
             "dK": (("rdS", None), ("sQ", held.tKrQ)),
             "dQ": (("sdS", self.held_dq.of_ds), ("sK", self.held_dq.of_k)),
         }
-        is_transposed = self.traits.dq == "transposed"
+        is_transposed = self.traits.is_dq_transposed
         if is_transposed:
             parts["dQ"] = parts["dQ"][::-1]
         told = {

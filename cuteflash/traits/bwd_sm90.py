@@ -51,7 +51,8 @@ class BwdTraitsSm90:
         dq: how the warpgroups share the product dQ. ``"rows"``, ``"columns"``: each computes half of the rows (`tile_m`
             128) or columns (64) of every tile. ``"transposed"``: half of the columns, as rows of dQ^T = K^T dS^T, which
             takes any `tile_m`. ``"turns"``: step by step one after the other a whole tile (`tile_m` 64). ``"apart"``: a
-            third warpgroup computes dQ (`tile_m` 64), and the two that have the keys never wait for each other.
+            third warpgroup computes dQ, of other `tile_m` than 64 transposed, and the two that have the keys never wait
+            for each other.
     """
 
     operation: ClassVar[Operation] = "bwd"
@@ -88,6 +89,11 @@ class BwdTraitsSm90:
     def is_dq_apart(self) -> bool:
         """Whether a warpgroup of its own computes dQ."""
         return self.dq == "apart"
+
+    @property
+    def is_dq_transposed(self) -> bool:
+        """Whether dQ is computed as dQ^T = K^T dS^T, of which any number of queries is an extent."""
+        return self.dq == "transposed" or (self.is_dq_apart and self.tile_m != WGMMA_M)
 
     @property
     def is_dq_whole(self) -> bool:
@@ -192,7 +198,7 @@ class BwdTraitsSm90:
         if self.kv_stage > 1 and not self.persistent:
             return f"kv_stage {self.kv_stage} without persistent: a block loads K and V once"
         rows, cols = self.dq_part
-        if (cols if self.dq == "transposed" else rows) != WGMMA_M:
+        if (cols if self.is_dq_transposed else rows) != WGMMA_M:
             return (
                 f"dq {self.dq!r}, tile_m {self.tile_m}: a warpgroup gets {rows}x{cols}, not {WGMMA_M} rows of a product"
             )

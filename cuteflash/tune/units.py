@@ -82,7 +82,7 @@ def _bwd_sm90(traits: BwdTraitsSm90) -> tuple[Loop, ...]:
     port += _wgmma_port(n, d_v, m, False) + _wgmma_port(n, d, m, False)  # dV, dK
     rows, columns = traits.dq_part
     parts = m * d // (rows * columns)
-    own = (columns, rows) if traits.dq == "transposed" else (rows, columns)
+    own = (columns, rows) if traits.is_dq_transposed else (rows, columns)
     port += parts * _wgmma_port(*own, n, True)
     port += (2 * m * n + 4 * m * d) / SMEM_BYTES  # dS and dQ are stored
     clocks = _units(m * n, 2 * m * n * (3 * d + 2 * d_v) / WGMMA_FLOPS, port, 2 * m * (d + d_v))

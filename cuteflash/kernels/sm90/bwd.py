@@ -95,7 +95,7 @@ class FlashBwdSm90:
     def tiled_mma_dq(self) -> cute.TiledMma:
         """A part of dQ = dS K, or of dQ^T = K^T dS^T; K is MN-major, all in shared memory."""
         rows, cols = self.traits.dq_part
-        if self.traits.dq == "transposed":
+        if self.traits.is_dq_transposed:
             return atoms.tiled_mma(self.dtype, rows, OperandMajorMode.K, a_from_regs=False, a_major=OperandMajorMode.MN)
         return atoms.tiled_mma(self.dtype, cols, OperandMajorMode.MN, a_from_regs=False)
 
@@ -166,7 +166,7 @@ class FlashBwdSm90:
         traits = self.traits
         rows, cols = traits.dq_part
         origins = tuple((i, j) for i in range(0, traits.tile_m, rows) for j in range(0, traits.head_dim, cols))
-        return DqParts(self.tiled_mma_dq(), WARPGROUP, (rows, cols), origins, traits.dq == "transposed")
+        return DqParts(self.tiled_mma_dq(), WARPGROUP, (rows, cols), origins, traits.is_dq_transposed)
 
     @cute.kernel
     def kernel(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch):

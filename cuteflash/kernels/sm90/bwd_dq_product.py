@@ -42,7 +42,7 @@ def make_dq_product(kernel, tiles: Tiles, part: Int32, thread: Int32) -> DqProdu
     m_part, d_part = {"rows": (part, 0), "columns": (0, part), "transposed": (0, part)}.get(traits.dq, (0, 0))
     ds = cute.local_tile(tiles.sdS, (rows, traits.tile_n), (m_part, 0, None))
     k = cute.local_tile(transposed(tiles.sK), (cols, traits.tile_n), (d_part, 0, None))
-    is_transposed = traits.dq == "transposed"
+    is_transposed = traits.is_dq_transposed
     a, b = (k, ds) if is_transposed else (ds, k)
     a, b = mma.make_fragment_A(thr.partition_A(a)), mma.make_fragment_B(thr.partition_B(b))
     shape = thr.partition_shape_C((cols, rows) if is_transposed else (rows, cols))
@@ -59,7 +59,7 @@ def make_dq_product(kernel, tiles: Tiles, part: Int32, thread: Int32) -> DqProdu
 def issue(kernel, dq: DqProduct, ds_stage: Int32, k_stage: Int32) -> None:
     """Issue the product of a step."""
     ds, k = dq.of_ds[None, None, None, ds_stage], dq.of_k[None, None, None, k_stage]
-    a, b = (k, ds) if kernel.traits.dq == "transposed" else (ds, k)
+    a, b = (k, ds) if kernel.traits.is_dq_transposed else (ds, k)
     atoms.gemm(dq.mma, dq.acc, a, b, accumulate=False)
 
 
