@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.coerce import UNBOUNDED_WINDOW, Window, check_family, flag, not_tensors, number, window_of
+from cuteflash.arguments import Fp8Options
+from cuteflash.coerce import (
+    UNBOUNDED_WINDOW,
+    Window,
+    check_family,
+    descales_of,
+    flag,
+    formats_of,
+    formats_without_scales,
+    not_tensors,
+    number,
+    window_of,
+)
+from cuteflash.fp8_ops import fp8_fwd, fp8_fwd_lse
 from cuteflash.ops import attend_plain, fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
@@ -23,6 +37,11 @@ class Options(TypedDict, total=False):
     pack_gqa: bool | None
     family: Family | None
     deterministic: bool
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    transposed_v: bool
+    out_dtype: torch.dtype | None
 
 
 @overload
@@ -51,6 +70,11 @@ def flash_attn_func(
     pack_gqa: bool | None = None,
     family: Family | None = None,
     deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    transposed_v: bool = False,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q k^T + mask) v``, without the score matrix in memory.
@@ -74,10 +98,18 @@ def flash_attn_func(
         family: kernel family to run on a GPU, ``"sm80"`` or ``"sm90"``; None is the best it has. CPUs ignore it.
         deterministic: the backward gives bitwise equal gradients for equal inputs, which costs it speed; so does
             ``torch.use_deterministic_algorithms(True)`` while the backward runs. The forward always is deterministic.
+        q_descale, k_descale, v_descale: (batch, kv_heads), fp32, positive and finite. All three make q, k and v tensors
+            of ``torch.float8_e4m3fn``, whose elements stand for themselves times the scale of their head; q's scale
+            is that of the KV head that the query head reads. `head_dim` and `head_dim_v` are then multiples of 16, a
+            GPU has to be a Hopper, and there is no gradient. P is rounded to e4m3, too: see docs/fp8.md.
+        transposed_v: with scales, v is (batch, kv_heads, head_dim_v, keys), keys being `seqlen_k` in whole 128s, in the
+            order that the product reads: in each 16 keys, position ``4 t + 2 j + b`` holds key ``8 j + 2 t + b``.
+            Keys past `seqlen_k` are zeros. Faster, as otherwise the kernel turns V.
+        out_dtype: with scales, the dtype of O, ``torch.bfloat16`` (which None is, too) or ``torch.float16``.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        O, (batch, seqlen_q, heads, head_dim_v), contiguous, in q's dtype; with `return_lse` also LSE,
+        O, (batch, seqlen_q, heads, head_dim_v), contiguous, in q's dtype (or `out_dtype`); with `return_lse` also LSE,
         (batch, heads, seqlen_q), fp32 (fp64 for fp64 inputs), natural logarithm. A dimension of size 0 gives an empty
         result, and `seqlen_k` 0 gives O = 0 and LSE = -inf. Both are differentiable; a query that sees no key neither
         gets nor gives a gradient.
@@ -108,7 +140,14 @@ def flash_attn_func(
         # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
         options += _execution(pack_gqa, family, deterministic)
     result: Tensor | tuple[Tensor, Tensor]
-    if not is_plain:
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        shared = options[: Fp8Options._fields.index("transposed_v")]  # there is no backward to be deterministic
+        fp8_options = Fp8Options(*shared)._replace(**formats_of(transposed_v, out_dtype))
+        result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *descales, *fp8_options)
+    elif transposed_v is not False or out_dtype is not None:
+        raise formats_without_scales(transposed_v, out_dtype)
+    elif not is_plain:
         result = (fwd_lse if return_lse else fwd)(q, k, v, *options)
     elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         result = attend_plain(q, k, v, options, return_lse)

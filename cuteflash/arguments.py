@@ -3,18 +3,21 @@
     FwdOptions    the schema of the operators, with its defaults
     FwdTensors    the tensors of a kernel   } the order of its `__call__`, of the fakes that it is compiled with
     PackedTensors those of packed sequences } (`cuteflash.core.signature`), and of every launch
+    ScaleTensors  those of 8-bit operands   }
     FwdScalars    its run-time scalars      }
 
-An option with the name of a scalar is passed on as that scalar. A backward has the same three, named `Bwd`.
+An option with the name of a scalar is passed on as that scalar. A backward has the same, named `Bwd`.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple, Self
 
-from cuteflash.problem import UNBOUNDED
+from cuteflash.problem import FP8_OUT, UNBOUNDED
 
-EXECUTION = ("pack_gqa", "family", "deterministic")  # options that say how to compute; all others say what
+EXECUTION = ("pack_gqa", "family", "deterministic")  # options that say how to compute
+FORMATS = ("transposed_v", "out_dtype")  # options that say how tensors are given; all others say what to compute
 
 
 class FwdOptions(NamedTuple):
@@ -37,6 +40,29 @@ class FwdOptions(NamedTuple):
     pack_gqa: bool | None = None
     family: str | None = None
     deterministic: bool = False
+
+    def definition(self, head_dim: int) -> dict[str, Any]:
+        """See `_definition`."""
+        return _definition(self, head_dim)
+
+
+class Fp8Options(NamedTuple):
+    """The arguments of the forward operators of 8-bit operands after their tensors.
+
+    Attributes:
+        softmax_scale, window_left, window_right, softcap, pack_gqa, family: see `FwdOptions`.
+        transposed_v: v is Vᵀ, see `cuteflash.flash_attn_func`.
+        out_dtype: element type of O, ``"bf16"`` or ``"fp16"``.
+    """
+
+    softmax_scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    pack_gqa: bool | None = None
+    family: str | None = None
+    transposed_v: bool = False
+    out_dtype: str = FP8_OUT
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""
@@ -72,12 +98,12 @@ def bwd_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
 _ONLY_FWD = FwdOptions._fields.index("pack_gqa")
 
 
-def _definition(options: FwdOptions | BwdOptions, head_dim: int) -> dict[str, Any]:
+def _definition(options: FwdOptions | Fp8Options | BwdOptions, head_dim: int) -> dict[str, Any]:
     """What defines the result, by name: the default scale filled in, no side of a window beyond `UNBOUNDED`."""
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     left, right = min(options.window_left, UNBOUNDED), min(options.window_right, UNBOUNDED)
     resolved = options._replace(softmax_scale=scale, window_left=left, window_right=right)
-    return {name: value for name, value in resolved._asdict().items() if name not in EXECUTION}
+    return {name: value for name, value in resolved._asdict().items() if name not in (*EXECUTION, *FORMATS)}
 
 
 class FwdTensors(NamedTuple):
@@ -103,6 +129,17 @@ class PackedTensors(NamedTuple):
     tile_counter: Any = None  # (1,), 0 before a launch and after it; launches that overlap have one each
 
 
+class ScaleTensors(NamedTuple):
+    """The scales of 8-bit operands, fp32 (batch, heads_k); a kernel of 16-bit operands does not have these arguments.
+
+    What a row of an operand stands for is the row times its head's scale.
+    """
+
+    q_descale: Any = None  # of the query heads that read a KV head
+    k_descale: Any = None
+    v_descale: Any = None
+
+
 class FwdScalars(NamedTuple):
     """The run-time scalars of a forward kernel; it gets a float in fp32 and an int in 32 bits."""
 
@@ -118,6 +155,7 @@ class FwdArguments(NamedTuple):
 
     tensors: FwdTensors
     packed: PackedTensors
+    scales: ScaleTensors
     scalars: FwdScalars
     stream: Any
 
@@ -125,12 +163,21 @@ class FwdArguments(NamedTuple):
     def of(cls, flat: tuple[Any, ...]) -> Self:
         """From the flat arguments that `__call__` gets."""
         end, scalars = len(FwdTensors._fields), len(flat) - len(FwdScalars._fields) - 1
-        return cls(FwdTensors(*flat[:end]), PackedTensors(*flat[end:scalars]), FwdScalars(*flat[scalars:-1]), flat[-1])
+        tensors, between = FwdTensors(*flat[:end]), flat[end:scalars]
+        is_packed = len(between) >= len(PackedTensors._fields)  # those that are missing are missing altogether
+        packed = len(PackedTensors._fields) if is_packed else 0
+        return cls(
+            tensors,
+            PackedTensors(*between[:packed]),
+            ScaleTensors(*between[packed:]),
+            FwdScalars(*flat[scalars:-1]),
+            flat[-1],
+        )
 
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them."""
-        packed = () if all(x is None for x in self.packed) else self.packed
-        return (*self.tensors, *packed, *self.scalars, self.stream)
+        groups = (group for group in (self.packed, self.scales) if any(x is not None for x in group))
+        return (*self.tensors, *itertools.chain(*groups), *self.scalars, self.stream)
 
 
 class BwdTensors(NamedTuple):

@@ -6,13 +6,15 @@ import numbers
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cuteflash.arguments import FwdOptions
-from cuteflash.problem import UNBOUNDED
+from cuteflash.problem import FP8_OUT, UNBOUNDED
 from cuteflash.traits.arch import FAMILIES, Family
 from cuteflash.validate import SCALES, SOFTCAPS, shown
 
+OUT_DTYPES: dict[Any, str] = {None: FP8_OUT, torch.bfloat16: "bf16", torch.float16: "fp16"}
 Window = tuple[int, int]
 UNBOUNDED_WINDOW: Window = (-1, -1)
 
@@ -73,6 +75,35 @@ def check_family(family: object) -> None:
     """Raise TypeError if a family is not a string; the operators check which one."""
     if family is not None and not isinstance(family, str):
         raise TypeError(f"family is {shown(family)}; allowed: None, {', '.join(map(repr, FAMILIES))}")
+
+
+def descales_of(**descales: object) -> list[Tensor]:
+    """The scales of 8-bit operands, of which at least one is given: TypeError names the first that is missing."""
+    tensors = []
+    for name, value in descales.items():
+        if not isinstance(value, Tensor):
+            what = "None" if value is None else f"a {type(value).__name__}"
+            raise TypeError(
+                f"{name} is {what}; allowed with 8-bit q, k and v: a torch.Tensor, as for each of the others"
+            )
+        tensors.append(value)
+    return tensors
+
+
+def formats_of(transposed_v: object, out_dtype: object) -> dict[str, Any]:
+    """How V and O of 8-bit operands lie in memory, as an operator takes it."""
+    if out_dtype not in OUT_DTYPES:
+        names = ", ".join(map(str, OUT_DTYPES))
+        raise TypeError(f"out_dtype is {shown(out_dtype)}; allowed: {names}")
+    return {"transposed_v": flag("transposed_v", transposed_v), "out_dtype": OUT_DTYPES[out_dtype]}
+
+
+def formats_without_scales(transposed_v: object, out_dtype: object) -> ValueError:
+    """The error if 16-bit operands come with what only 8-bit ones have."""
+    return ValueError(
+        f"transposed_v is {shown(transposed_v)}, out_dtype is {shown(out_dtype)}; allowed without q_descale, k_descale "
+        "and v_descale: False and None"
+    )
 
 
 def options_of(

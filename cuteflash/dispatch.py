@@ -17,6 +17,7 @@ from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -27,6 +28,7 @@ from cuteflash.usertable import MeasuredRow
 KERNELS: dict[type[Any], tuple[str, str]] = {
     FwdTraitsSm80: ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
     FwdTraitsSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
+    FwdTraitsFp8Sm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
     BwdTraitsSm80: ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
     BwdTraitsSm90: ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
     BwdTwoPassTraitsSm90: ("cuteflash.kernels.sm90.bwd_two_pass", "FlashBwdTwoPassSm90"),
@@ -35,7 +37,7 @@ KERNELS: dict[type[Any], tuple[str, str]] = {
 
 def kernel_modules(operation: Operation) -> tuple[str, ...]:
     """The modules of an operation's kernels."""
-    return tuple(module for kind, (module, _) in KERNELS.items() if kind.operation == operation)
+    return tuple(dict.fromkeys(module for kind, (module, _) in KERNELS.items() if kind.operation == operation))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,11 +158,12 @@ def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Seq
             own = next((own for own in own_rows if own.row is row), None)
             return Choice(key.family, traits, row, _source(row, traits, key, own))
         reasons.append(f"{row.traits.tile_m}x{row.traits.tile_n} {reason}")
+    fitting = (row for row in rows if problem.operands.qk_dtype in row.dtypes)
     operands, asked = problem.operands, ", ".join(name for name in FEATURES if name in problem.features)
     raise NotImplementedError(
         f"no row of {key} runs head_dim {operands.head_dim}, head_dim_v {operands.head_dim_v}, "
         f"mask {problem.scores.mask}, dtype {operands.qk_dtype}, features {asked or 'none'}, lengths {lengths}; "
-        f"head dims with rows: {', '.join(dict.fromkeys(_title(row.traits) for row in rows))}"
+        f"head dims with rows: {', '.join(dict.fromkeys(_title(row.traits) for row in fitting)) or 'none'}"
         + "".join(f"; {reason}" for reason in reasons)
     )
 

@@ -17,8 +17,8 @@ from cuteflash.packed_ops import (
 )
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
-from cuteflash.validate import shown
-from cuteflash.validate_packed import PackedInputs, check_longest, check_packed, reads_values
+from cuteflash.validate import reads_values, shown
+from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
 
 
 class VarlenOptions(TypedDict, total=False):

@@ -28,7 +28,7 @@ from cuteflash.reference import flash_attention_2, flash_attention_2_backward
 from cuteflash.strides import compacted
 from cuteflash.torch_internals import OpOverload, is_plain_backward
 from cuteflash.transforms import register_autocast
-from cuteflash.validate import check_alignment, lse_dtype
+from cuteflash.validate import check_alignment, lse_dtype, reads_values
 from cuteflash.validate_packed import (
     PackedBwdInputs,
     PackedInputs,
@@ -36,7 +36,6 @@ from cuteflash.validate_packed import (
     check_packed_bwd,
     check_values,
     differences,
-    reads_values,
 )
 
 

@@ -18,10 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, empty_like
 
-from cuteflash.arguments import BwdOptions, BwdScalars, FwdOptions, FwdScalars
+from cuteflash.arguments import BwdOptions, BwdScalars, Fp8Options, FwdOptions, FwdScalars
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target, table_key
-from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, BwdProblem, Dtype, FwdProblem, Operation, mask_of_window
+from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, BwdProblem, FwdProblem, HalfDtype, Operation, mask_of_window
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import length_class_of
@@ -36,7 +36,7 @@ Launch = Callable[..., Result]  # takes the operator's tensors
 Call = tuple[Any, ...]
 Options = tuple[Any, ...]  # an operator's, flat; trailing defaults may be left out
 
-DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PLANS_MAX = 4096  # scales and windows are part of a kind, and may differ from call to call
 
 
@@ -334,7 +334,9 @@ def should_pack(seqlen_q: int, heads_per_kv: int, tile_m: int) -> bool:
     return 10 * -(-seqlen_q // tokens) <= 9 * heads_per_kv * -(-seqlen_q // tile_m)
 
 
-def fwd_scalars(options: FwdOptions, window: tuple[int, int], head_dim: int, device: torch.device) -> FwdScalars:
+def fwd_scalars(
+    options: FwdOptions | Fp8Options, window: tuple[int, int], head_dim: int, device: torch.device
+) -> FwdScalars:
     """The scalars of a launch; `window` has the sides as kernels take them, see `mask_of_window`."""
     return FwdScalars(**_scalars(options, window, head_dim, device))
 
@@ -345,7 +347,7 @@ def bwd_scalars(options: BwdOptions, window: tuple[int, int], head_dim: int, dev
 
 
 def _scalars(
-    options: FwdOptions | BwdOptions, window: tuple[int, int], head_dim: int, device: torch.device
+    options: FwdOptions | Fp8Options | BwdOptions, window: tuple[int, int], head_dim: int, device: torch.device
 ) -> dict[str, Any]:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return options.definition(head_dim) | {"window_left": window[0], "window_right": window[1], "num_sms": num_sms}

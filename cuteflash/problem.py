@@ -15,18 +15,22 @@ from collections.abc import Collection
 from typing import ClassVar, Literal, Self, cast, get_args
 
 Operation = Literal["fwd", "bwd"]
-Dtype = Literal["fp16", "bf16"]
+HalfDtype = Literal["fp16", "bf16"]
+Fp8Dtype = Literal["e4m3"]
+Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic"]
+Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-DTYPES: tuple[str, ...] = get_args(Dtype)
+DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
+FP8_DTYPES: tuple[str, ...] = get_args(Fp8Dtype)  # of Q, K and V; O then has one of `DTYPES`
 MASK_KINDS: tuple[str, ...] = get_args(MaskKind)
 STORAGE_KINDS: tuple[str, ...] = get_args(StorageKind)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 
-DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2}
+DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1}
+FP8_OUT: HalfDtype = "bf16"  # element type of O if nothing else is asked for
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
 PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
@@ -55,25 +59,45 @@ class Operands:
         head_dim: columns of Q and K; a multiple of 8 up to 256.
         head_dim_v: columns of V and O; a multiple of 8 up to 256.
         packed_heads: query heads of one KV head folded into the rows of a tile (``pack_gqa``); 1 is none.
+        transposed_v: V is given as Vᵀ, in the order of keys that the product with an 8-bit P reads.
+
+    8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry.
     """
 
     qk_dtype: Dtype
     pv_dtype: Dtype
-    o_dtype: Dtype
+    o_dtype: HalfDtype
     head_dim: int
     head_dim_v: int
     packed_heads: int = 1
+    transposed_v: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.qk_dtype, DTYPES)
-        for name in ("pv_dtype", "o_dtype"):
-            if getattr(self, name) != self.qk_dtype:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {self.qk_dtype!r}, that of Q and K")
+        _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_DTYPES))
+        if self.pv_dtype != self.qk_dtype:
+            raise ValueError(f"pv_dtype is {self.pv_dtype!r}; allowed: {self.qk_dtype!r}, that of Q and K")
+        if self.is_fp8:
+            _check_choice("o_dtype", self.o_dtype, DTYPES)
+        elif self.o_dtype != self.qk_dtype:
+            raise ValueError(f"o_dtype is {self.o_dtype!r}; allowed: {self.qk_dtype!r}, that of Q and K")
+        if self.transposed_v and not self.is_fp8:
+            raise ValueError(f"transposed_v is True; allowed with {self.pv_dtype!r}: False, only 8-bit V is transposed")
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
+
+    @classmethod
+    def of(cls, dtype: Dtype, head_dim: int, head_dim_v: int, packed_heads: int = 1) -> Self:
+        """Operands of one element type, and O of the same; of 8 bits, O is `FP8_OUT`."""
+        o_dtype = FP8_OUT if dtype in FP8_DTYPES else cast(HalfDtype, dtype)
+        return cls(dtype, dtype, o_dtype, head_dim, head_dim_v, packed_heads)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether Q, K and V have 8 bits."""
+        return self.qk_dtype in FP8_DTYPES
 
     @property
     def kv_row_bytes(self) -> int:
@@ -144,6 +168,10 @@ class FwdProblem:
     storage: Storage = DENSE
     has_lse: bool = False
 
+    def __post_init__(self) -> None:
+        if self.operands.is_fp8 and self.storage != DENSE:
+            raise ValueError(f"storage is {self.storage} with {self.operands.qk_dtype}; allowed: {DENSE}")
+
     @classmethod
     def dense(
         cls,
@@ -156,14 +184,19 @@ class FwdProblem:
         lse: bool = False,
         packed_heads: int = 1,
     ) -> Self:
-        """A problem whose operands have one element type and whose sequences have one length."""
-        operands = Operands(dtype, dtype, dtype, head_dim, head_dim_v, packed_heads)
+        """A problem whose operands are `Operands.of` one element type and whose sequences have one length."""
+        operands = Operands.of(dtype, head_dim, head_dim_v, packed_heads)
         return cls(operands, Scores(mask, softcap), has_lse=lse)
 
     @property
     def features(self) -> frozenset[Feature]:
         """The features in use, beyond a mask, which not every row serves."""
-        return _features(softcap=self.scores.softcap, lse=self.has_lse, varlen=self.storage != DENSE)
+        return _features(
+            softcap=self.scores.softcap,
+            lse=self.has_lse,
+            varlen=self.storage != DENSE,
+            turned_v=self.operands.is_fp8 and not self.operands.transposed_v,
+        )
 
     @property
     def may_be_empty(self) -> bool:
@@ -176,9 +209,10 @@ class FwdProblem:
 
     def asking(self, features: Collection[Feature]) -> Self:
         """The same with just these optional features."""
+        operands = dataclasses.replace(self.operands, transposed_v=self.operands.is_fp8 and "turned_v" not in features)
         scores = dataclasses.replace(self.scores, softcap="softcap" in features)
         storage = PACKED if "varlen" in features else DENSE
-        return dataclasses.replace(self, scores=scores, storage=storage, has_lse="lse" in features)
+        return dataclasses.replace(self, operands=operands, scores=scores, storage=storage, has_lse="lse" in features)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,6 +233,9 @@ class BwdProblem:
     has_dlse: bool = False
     is_deterministic: bool = False
 
+    def __post_init__(self) -> None:
+        _check_choice("dtype of a backward", self.operands.qk_dtype, DTYPES)
+
     @classmethod
     def dense(
         cls,
@@ -212,7 +249,7 @@ class BwdProblem:
         deterministic: bool = False,
     ) -> Self:
         """A problem whose operands have one element type and whose sequences have one length."""
-        operands = Operands(dtype, dtype, dtype, head_dim, head_dim_v)
+        operands = Operands.of(dtype, head_dim, head_dim_v)
         return cls(operands, Scores(mask, softcap), has_dlse=dlse, is_deterministic=deterministic)
 
     @property
@@ -257,13 +294,15 @@ def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[
 
 
 def extras_of(problem: Problem) -> list[str]:
-    """What a problem has beyond operands and mask, in words: its features, `used_q`, `used_k`, `dlse`, `packed 4`."""
+    """What a problem has beyond operands and mask, in words: features, `used_q`, `dlse`, `packed 4`, `fp16 out`, .."""
     extras: list[str] = [name for name in FEATURES if name in problem.features]
     extras += [name for name in ("used_q", "used_k") if getattr(problem.storage, name)]
     if isinstance(problem, BwdProblem) and problem.has_dlse:
         extras.append("dlse")
     if problem.operands.packed_heads > 1:
         extras.append(f"packed {problem.operands.packed_heads}")
+    if problem.operands.is_fp8 and problem.operands.o_dtype != FP8_OUT:
+        extras.append(f"{problem.operands.o_dtype} out")
     return extras
 
 

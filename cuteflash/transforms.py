@@ -62,10 +62,13 @@ def _check_backward(
     check_bwd(dout, q, k, v, out, lse, dlse, BwdOptions(*options))
 
 
-def register_autocast(library: torch.library.Library, op: OpOverload) -> None:
-    """Register autocast of an operator whose first three arguments are q, k and v."""
+def register_autocast(library: torch.library.Library, op: OpOverload, *, casts: bool = True) -> None:
+    """Register autocast of an operator whose first three arguments are q, k and v.
+
+    Without `casts` they are taken as they are, and what the operator calls is not cast either.
+    """
     for device_type, key in torch_internals.AUTOCAST_KEYS.items():
-        library.impl(op, _autocast_rule(op, device_type), key.name)
+        library.impl(op, _autocast_rule(op, device_type, casts), key.name)
 
 
 def register_vmap(library: torch.library.Library, op: OpOverload, tensors: int, check: Callable[..., None]) -> None:
@@ -98,10 +101,15 @@ def _stacked(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _autocast_rule(op: OpOverload, device_type: str) -> Callable[..., Any]:
+def _autocast_rule(op: OpOverload, device_type: str, casts: bool) -> Callable[..., Any]:
     def cast(tensor: Tensor) -> Tensor:
         """As torch does: every floating-point type but fp64."""
-        if tensor.device.type == device_type and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+        if (
+            casts
+            and tensor.device.type == device_type
+            and tensor.is_floating_point()
+            and tensor.dtype is not torch.float64
+        ):
             return tensor.to(torch.get_autocast_dtype(device_type))
         return tensor
 

@@ -6,20 +6,23 @@ shapes): a check then becomes a guard of the compiled graph, and one that cannot
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import BwdOptions, FwdOptions
+from cuteflash.arguments import BwdOptions, Fp8Options, FwdOptions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
 from cuteflash.traits.arch import FAMILIES
 
 ALIGNMENT = 16  # bytes of one vectorised load; every row starts on such a boundary
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 REFERENCE_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
+FP8 = torch.float8_e4m3fn
 DEVICES = ("cuda", "cpu", "meta")
+CHECK_VARIABLE = "CUTEFLASH_CHECK"
 Dims = tuple[str, ...]
 DIMS: Dims = ("batch", "seqlen", "heads", "head_dim")
 PACKED_DIMS: Dims = ("total", "heads", "head_dim")  # of packed sequences, which lie one after the other
@@ -42,15 +45,18 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions | BwdOpt
         ValueError: a shape, stride, device mix or option that is not allowed.
         NotImplementedError: a device or memory layout that is not supported.
     """
-    _check_options(options)
+    check_options(options)
     tensors = (("q", q), ("k", k), ("v", v))
     for name, tensor in tensors:
-        _check_kind(name, tensor, dims)
+        check_kind(name, tensor, dims)
     for name, tensor in tensors[1:]:
-        _check_same_kind(name, tensor, q)
-    _check_shapes(q, k, v, options.pack_gqa if isinstance(options, FwdOptions) else None, dims)
+        check_same_kind(name, tensor, q)
+    check_shapes(q, k, options.pack_gqa if isinstance(options, FwdOptions) else None, dims)
+    check_head_dim("v", v, len(dims) - 1)
+    for axis in range(len(dims) - 1):
+        _check_equal("v", v, axis, "k", k, dims)
     for name, tensor in tensors:
-        _check_strides(name, tensor)
+        check_strides(name, tensor)
 
 
 def check_bwd(
@@ -76,10 +82,10 @@ def check_bwd(
 def check_outputs(q: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dims: Dims) -> None:
     """Raise if O, named "out", or its gradient is not as a backward takes it; errors as `check_operands`."""
     for name, tensor in tensors.items():
-        _check_kind(name, tensor, dims)
-        _check_same_kind(name, tensor, q)
+        check_kind(name, tensor, dims)
+        check_same_kind(name, tensor, q)
         _check_shape(name, tensor, shape)
-    _check_strides("out", tensors["out"])
+    check_strides("out", tensors["out"])
 
 
 def check_statistics(q: Tensor, tensors: Mapping[str, Tensor | None], shape: tuple[int, ...]) -> None:
@@ -123,7 +129,13 @@ def holds(condition: bool | torch.SymBool) -> bool:
     return bool(guard_or_false(condition))
 
 
-def _check_options(options: FwdOptions | BwdOptions) -> None:
+def reads_values() -> bool:
+    """Whether calls on a GPU are to read and check their small tensors, which waits for it: `CUTEFLASH_CHECK=1`."""
+    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
+
+
+def check_options(options: FwdOptions | Fp8Options | BwdOptions) -> None:
+    """Raise ValueError if an option is not allowed, whatever the tensors."""
     scale, softcap = options.softmax_scale, options.softcap
     # Kernels take the row maximum of scores that are not scaled yet, and hide a key by -inf: times 0 that would be NaN.
     if scale is not None and not FP32_TINY <= scale <= FP32_MAX:
@@ -149,24 +161,36 @@ def check_strided(name: str, tensor: Tensor) -> None:
         raise NotImplementedError(f"{name}.layout is {tensor.layout}; supported: torch.strided")
 
 
-def _check_kind(name: str, tensor: Tensor, dims: Dims) -> None:
+def check_kind(name: str, tensor: Tensor, dims: Dims, dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    """Raise if a tensor's device, memory layout, element type or number of dimensions is not allowed.
+
+    Args:
+        name, tensor: as the error names it.
+        dims: the names of its dimensions.
+        dtypes: allowed element types; none are those that the tensor's device takes without scales.
+    """
     check_strided(name, tensor)
-    allowed = HALF_DTYPES if tensor.device.type == "cuda" else REFERENCE_DTYPES
+    allowed = dtypes or (HALF_DTYPES if tensor.device.type == "cuda" else REFERENCE_DTYPES)
     if tensor.dtype not in allowed:
         names = ", ".join(map(str, allowed))
+        if tensor.dtype == FP8:
+            needs = "q_descale, k_descale and v_descale" if dims == DIMS else "a dense batch"
+            names += f"; {FP8} needs {needs}"
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed on {tensor.device.type}: {names}")
     if tensor.dim() != len(dims):
         layout = f"{len(dims)}, ({', '.join(dims)})"
         raise ValueError(f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; allowed: {layout}")
 
 
-def _check_same_kind(name: str, tensor: Tensor, q: Tensor) -> None:
+def check_same_kind(name: str, tensor: Tensor, q: Tensor) -> None:
+    """Raise if a tensor's element type or device is not that of q."""
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {q.dtype}, that of q")
-    _check_same_device(name, tensor, q)
+    check_same_device(name, tensor, q)
 
 
-def _check_same_device(name: str, tensor: Tensor, q: Tensor) -> None:
+def check_same_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    """Raise ValueError if a tensor is not on q's device."""
     if tensor.device != q.device:
         raise ValueError(f"{name}.device is {tensor.device}; allowed: {q.device}, that of q")
 
@@ -174,7 +198,7 @@ def _check_same_device(name: str, tensor: Tensor, q: Tensor) -> None:
 def _check_statistic(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.dtype != lse_dtype(q):
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {lse_dtype(q)}, for a q of {q.dtype}")
-    _check_same_device(name, tensor, q)
+    check_same_device(name, tensor, q)
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
@@ -183,18 +207,19 @@ def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name}.shape is {shape}; allowed: {tuple(expected)}, as q, k and v have it")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, pack_gqa: bool | None, dims: Dims) -> None:
+def check_head_dim(name: str, tensor: Tensor, axis: int, step: int = HEAD_DIM_STEP) -> None:
+    """Raise ValueError if a head dim is not a multiple of `step` up to the largest one."""
+    dim = tensor.shape[axis]
+    if holds(dim < step) or holds(dim > HEAD_DIM_MAX) or holds(dim % step != 0):
+        raise ValueError(f"{name}.shape[{axis}] (head_dim) is {dim}; allowed: multiples of {step} up to {HEAD_DIM_MAX}")
+
+
+def check_shapes(q: Tensor, k: Tensor, pack_gqa: bool | None, dims: Dims, step: int = HEAD_DIM_STEP) -> None:
+    """Raise ValueError if the shapes of q and k are not allowed; `step` as of `check_head_dim`."""
     rows, at_heads, last = range(len(dims))[-3:]
-    for name, tensor in (("q", q), ("v", v)):
-        dim = tensor.shape[last]
-        if holds(dim < HEAD_DIM_STEP) or holds(dim > HEAD_DIM_MAX) or holds(dim % HEAD_DIM_STEP != 0):
-            raise ValueError(
-                f"{name}.shape[{last}] (head_dim) is {dim}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}"
-            )
+    check_head_dim("q", q, last, step)
     for axis in (last, *range(rows)):
         _check_equal("k", k, axis, "q", q, dims)
-    for axis in range(last):
-        _check_equal("v", v, axis, "k", k, dims)
     seqlen_q, heads, kv_heads = q.shape[rows], q.shape[at_heads], k.shape[at_heads]
     if (holds(kv_heads == 0) and holds(heads != 0)) or (holds(kv_heads != 0) and holds(heads % kv_heads != 0)):
         raise ValueError(
@@ -220,7 +245,8 @@ def _check_equal(name: str, tensor: Tensor, dim: int, other_name: str, other: Te
         )
 
 
-def _check_strides(name: str, tensor: Tensor) -> None:
+def check_strides(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if the rows of a tensor do not all start on 16-byte boundaries, or are not contiguous."""
     strides, last = tensor.stride(), tensor.dim() - 1
     if holds(strides[last] != 1):
         raise ValueError(f"{name}.stride({last}) is {strides[last]}; allowed: 1 (a contiguous head dim)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,8 +18,6 @@ from cuteflash.validate import (
     check_strided,
     holds,
 )
-
-CHECK_VARIABLE = "CUTEFLASH_CHECK"
 
 
 class PackedInputs(NamedTuple):
@@ -109,11 +106,6 @@ def check_vector(name: str, vector: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name}.device is {vector.device}; allowed: {device}, that of q")
     if holds(vector.shape[0] > 1) and holds(vector.stride(0) != 1):
         raise ValueError(f"{name}.stride(0) is {vector.stride(0)}; allowed: 1 (contiguous)")
-
-
-def reads_values() -> bool:
-    """Whether calls on a GPU are to check what their vectors say, which waits for the GPU: `CUTEFLASH_CHECK=1`."""
-    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
 
 
 def check_values(inputs: PackedInputs, *, complete: bool) -> None:

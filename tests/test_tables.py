@@ -8,7 +8,18 @@ import itertools
 import pytest
 
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.problem import DENSE, DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, MASK_KINDS, OPERATIONS, Storage
+from cuteflash.problem import (
+    DENSE,
+    DTYPES,
+    HEAD_DIM_MAX,
+    HEAD_DIM_STEP,
+    MASK_KINDS,
+    OPERATIONS,
+    FwdProblem,
+    Operands,
+    Scores,
+    Storage,
+)
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, TableKey
@@ -53,6 +64,19 @@ def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None
         assert 0 <= traits.head_dim - head_dim < 32
         assert 0 <= traits.head_dim_v - head_dim_v < 32
         assert traits.check(get_arch(table.target)) is None
+
+
+@pytest.mark.parametrize("transposed_v", [False, True])
+def test_every_problem_of_8_bits_has_a_row(transposed_v: bool) -> None:
+    for head_dim, head_dim_v in HEAD_DIM_PAIRS:
+        if head_dim % 16 or head_dim_v % 16:
+            continue
+        operands = dataclasses.replace(Operands.of("e4m3", head_dim, head_dim_v), transposed_v=transposed_v)
+        for mask, lengths in itertools.product(MASK_KINDS, LENGTH_CLASSES):
+            problem = FwdProblem(operands, Scores(mask, softcap=True), has_lse=True)
+            choice = choose_shipped(problem, "sm_90a", "sm90", lengths)
+            assert choice.traits.element_bytes == 1
+            assert transposed_v or choice.traits.turns_v
 
 
 @EACH_TABLE

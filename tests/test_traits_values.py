@@ -36,7 +36,11 @@ def test_an_operation_and_family_may_have_several_kinds() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "complaint"),
     [
-        ("bwd_sm70", {}, "kind is 'bwd_sm70'; allowed: fwd_sm80, fwd_sm90, bwd_sm80, bwd_sm90, bwd_two_pass_sm90"),
+        (
+            "bwd_sm70",
+            {},
+            "kind is 'bwd_sm70'; allowed: fwd_sm80, fwd_sm90, fwd_fp8_sm90, bwd_sm80, bwd_sm90, bwd_two_pass_sm90",
+        ),
         ("bwd_sm90", {"dq": "both"}, "dq is 'both'; allowed: 'rows', 'columns'"),
         ("bwd_sm90", {"pingpong": 1}, "pingpong is 1; allowed: bool"),
         ("bwd_sm90", {"q_stage": True}, "q_stage is True; allowed: int"),

@@ -1,6 +1,8 @@
-"""Rounding fp32 fragments to the element type, two at a time."""
+"""Rounding fp32 fragments to the element type, as many elements at a time as a register holds."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import cutlass
 import cutlass.cute as cute
@@ -18,6 +20,24 @@ def round_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Uin
     return cute.arch.inline_ptx(
         f"{PACKED_CVT[dtype]} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
     )
+
+
+def round_four(values: Sequence[Float32]) -> Uint32:
+    """Four fp32 values rounded to e4m3, the first in the lowest byte; what is beyond 448 becomes 448, NaN stays NaN."""
+    return cute.arch.inline_ptx(
+        "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high};}",
+        write_only_types=[Uint32],
+        read_only_args=list(values),
+    )
+
+
+def rounded_words(values: Sequence[Float32], dtype: type[cutlass.Numeric]) -> Iterator[Uint32]:
+    """Registers with fp32 values rounded to `dtype` (fp16, bf16 or e4m3), the first in the lowest bits."""
+    if dtype.width == 8:
+        yield from (round_four(values[i : i + 4]) for i in range(0, len(values), 4))
+    else:
+        yield from (round_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2))
 
 
 def unpack_pair(pair: Uint32, dtype: type[cutlass.Numeric]) -> tuple[Float32, Float32]:

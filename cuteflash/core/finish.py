@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Float32, const_expr
 
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import OnlineSoftmax, scale_rows
@@ -12,7 +12,14 @@ from cuteflash.core.tile import QueryTile
 
 
 @cute.jit
-def normalize(softmax: OnlineSoftmax, scores: ScoreTile, out: cute.Tensor, tile: QueryTile, mLSE: cute.Tensor | None):
+def normalize(
+    softmax: OnlineSoftmax,
+    scores: ScoreTile,
+    out: cute.Tensor,
+    tile: QueryTile,
+    mLSE: cute.Tensor | None,
+    v_scale: Float32 | None = None,
+):
     """Divide O by the row sums; write the log-sum-exp if it is asked for.
 
     Args:
@@ -20,9 +27,13 @@ def normalize(softmax: OnlineSoftmax, scores: ScoreTile, out: cute.Tensor, tile:
         out: O's accumulator as (rows, columns).
         tile: the rows of `scores`.
         mLSE: (b, h_q, s_q) fp32; of packed sequences (1, h_q, total).
+        v_scale: what V is multiplied with, if it has a scale.
     """
     lse = cute.make_rmem_tensor_like(softmax.row_scale)
     softmax.finish(lse)
+    if const_expr(v_scale is not None):
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            softmax.row_scale[r] = softmax.row_scale[r] * v_scale
     scale_rows(out, softmax.row_scale)
     if const_expr(mLSE is not None):
         rows = tile.rows()

@@ -8,34 +8,34 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors, PackedTensors
-from cuteflash.problem import FwdProblem
+from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors, PackedTensors, ScaleTensors
+from cuteflash.problem import DTYPE_BYTES, Dtype, FwdProblem
 
 ALIGN_BYTES = 16  # one cp.async or the base of a TMA box
 ALIGN_ELEMENTS = ALIGN_BYTES // 2  # fp16 and bf16
 
-CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
+CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "e4m3": cutlass.Float8E4M3FN}
 FAKE_SCALARS = {float: cutlass.Float32(0.0), int: cutlass.Int32(0)}
 
 
 def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     """Fake arguments of a forward kernel's `__call__`.
 
-    Every length is symbolic, every stride but the last a symbolic 64-bit multiple of 8 elements; base pointers are
+    Every length is symbolic, every stride but the last a symbolic 64-bit multiple of 16 bytes; base pointers are
     16-byte aligned. LSE and the vectors of packed sequences are compact. The stream is torch's current one.
     """
-    batch, seqlen_q, seqlen_k, heads_q, heads_k, sequences, ends = (
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, sequences, ends, keys = (
         cute.sym_int32(symbol=name)
-        for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "sequences", "ends")
+        for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "sequences", "ends", "keys")
     )
     operands, storage = problem.operands, problem.storage
-    dtype, head_dim, head_dim_v = CUTE_DTYPES[operands.qk_dtype], operands.head_dim, operands.head_dim_v
+    head_dim, head_dim_v = operands.head_dim, operands.head_dim_v
     batch_q, batch_k = (() if kind == "varlen" else (batch,) for kind in (storage.q, storage.k))
 
-    def operand(rows: tuple[Any, ...], heads: Any, head_dim: int) -> Any:
-        shape = (*rows, heads, head_dim)
-        strides = tuple(cute.sym_int64(divisibility=ALIGN_ELEMENTS) for _ in shape[1:])
-        return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=ALIGN_BYTES)
+    def operand(dtype: Dtype, *shape: Any) -> Any:
+        step = ALIGN_BYTES // DTYPE_BYTES[dtype]
+        strides = tuple(cute.sym_int64(divisibility=step) for _ in shape[1:])
+        return make_fake_tensor(CUTE_DTYPES[dtype], shape, stride=(*strides, 1), assumed_align=ALIGN_BYTES)
 
     def vector(size: Any, is_given: bool) -> Any:
         return make_fake_compact_tensor(cutlass.Int32, (size,), assumed_align=4) if is_given else None
@@ -46,11 +46,12 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         lse = make_fake_compact_tensor(
             cutlass.Float32, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=4
         )
+    v_shape = (heads_k, head_dim_v, keys) if operands.transposed_v else (seqlen_k, heads_k, head_dim_v)
     tensors = FwdTensors(
-        q=operand((*batch_q, seqlen_q), heads_q, head_dim),
-        k=operand((*batch_k, seqlen_k), heads_k, head_dim),
-        v=operand((*batch_k, seqlen_k), heads_k, head_dim_v),
-        o=operand((*batch_q, seqlen_q), heads_q, head_dim_v),
+        q=operand(operands.qk_dtype, *batch_q, seqlen_q, heads_q, head_dim),
+        k=operand(operands.qk_dtype, *batch_k, seqlen_k, heads_k, head_dim),
+        v=operand(operands.pv_dtype, *batch_k, *v_shape),
+        o=operand(operands.o_dtype, *batch_q, seqlen_q, heads_q, head_dim_v),
         lse=lse,
     )
     packed = PackedTensors(
@@ -60,5 +61,15 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         seqused_k=vector(sequences, storage.used_k),
         tile_counter=vector(1, storage.q == "varlen"),
     )
+    scales = ScaleTensors()
+    if operands.is_fp8:
+        scales = ScaleTensors(*(_scale(batch, heads_k) for _ in ScaleTensors._fields))
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
-    return FwdArguments(tensors, packed, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
+    return FwdArguments(tensors, packed, scales, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
+
+
+def _scale(batch: Any, heads: Any) -> Any:
+    """One factor a head; strides are free, as the same factor may stand for several heads."""
+    return make_fake_tensor(
+        cutlass.Float32, (batch, heads), stride=(cute.sym_int64(), cute.sym_int64()), assumed_align=4
+    )

@@ -60,6 +60,7 @@ class OnlineSoftmax:
         row_scale: likewise, the factor by which O has to be multiplied after a step.
         scale_log2: softmax_scale * log2(e), the factor of a score before exp2.
         may_be_empty: whether all scores of a row so far may be -inf.
+        p_offset: exponentials, and with them the row sums, are multiplied with 2 to this power.
     """
 
     row_max: cute.Tensor
@@ -67,12 +68,13 @@ class OnlineSoftmax:
     row_scale: cute.Tensor
     scale_log2: Float32
     may_be_empty: cutlass.Constexpr[bool]
+    p_offset: cutlass.Constexpr[float] = 0.0
 
     @classmethod
-    def create(cls, num_rows: int, scale_log2: Float32, may_be_empty: bool) -> Self:
+    def create(cls, num_rows: int, scale_log2: Float32, may_be_empty: bool, p_offset: float = 0.0) -> Self:
         """A softmax before its first block, for `num_rows` rows a thread."""
         row_max, row_sum, row_scale = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(3))
-        return cls(row_max, row_sum, row_scale, scale_log2, may_be_empty)
+        return cls(row_max, row_sum, row_scale, scale_log2, may_be_empty, p_offset)
 
     def reset(self) -> None:
         """Start over, before the first block of a tile."""
@@ -116,6 +118,8 @@ class OnlineSoftmax:
     def exponentials(self, scores: cute.Tensor, row: int) -> Iterator[Float32]:
         """The exponentials of one row of `scores` under the present maximum, one by one."""
         shift = self.shift(row)
+        if self.p_offset:
+            shift = shift - self.p_offset
         for c in range(cute.size(scores.shape[1])):
             yield exp2(scores[row, c] * self.scale_log2 - shift)
 
@@ -140,6 +144,8 @@ class OnlineSoftmax:
             empty = total == 0.0
             self.row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
             log2_sum = self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)
+            if const_expr(self.p_offset):
+                log2_sum = log2_sum - self.p_offset
             lse[r] = -Float32.inf if empty else log2_sum * LN_2
 
 

@@ -56,3 +56,8 @@ def with_batch(tensor: cute.Tensor) -> cute.Tensor:
 def rows_first(tensor: cute.Tensor) -> cute.Tensor:
     """A (batch, seqlen, heads, head_dim) tensor seen as (seqlen, head_dim, heads, batch)."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+
+
+def columns_first(tensor: cute.Tensor) -> cute.Tensor:
+    """A (batch, heads, head_dim, keys) tensor seen as (head_dim, keys, heads, batch)."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 3, 1, 0]))

@@ -12,6 +12,7 @@ from torch import Tensor
 from cuteflash.reference.bwd import flash_attention_2_backward
 from cuteflash.reference.fa1 import flash_attention_1
 from cuteflash.reference.fa2 import flash_attention_2
+from cuteflash.reference.fp8 import fp8_attention, stored_rows
 from cuteflash.reference.naive import naive_attention
 from cuteflash.reference.online_softmax import online_softmax_attention
 from cuteflash.reference.safe_softmax import safe_softmax_attention
@@ -46,7 +47,9 @@ __all__ = [
     "flash_attention_1",
     "flash_attention_2",
     "flash_attention_2_backward",
+    "fp8_attention",
     "naive_attention",
     "online_softmax_attention",
     "safe_softmax_attention",
+    "stored_rows",
 ]

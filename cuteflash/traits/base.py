@@ -31,11 +31,17 @@ class SmemRegion:
 
 
 class FwdTraits(Protocol):
-    """A forward kernel's tunable numbers (frozen; implementations in `sm80.py` and `sm90.py`)."""
+    """A forward kernel's tunable numbers (frozen; implementations in `sm80.py` and `sm90.py`).
+
+    Attributes:
+        element_bytes: of Q, K and V.
+        dtypes: the element types of Q, K and V that the kernel takes.
+    """
 
     operation: ClassVar[Operation]
     family: ClassVar[Family]
     element_bytes: ClassVar[int]
+    dtypes: ClassVar[tuple[str, ...]]
     max_head_dim: ClassVar[int]
 
     @property

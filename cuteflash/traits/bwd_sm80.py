@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from cuteflash.core.workspace import Workspace
-from cuteflash.problem import Feature, Operation
+from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, head_dims_complaint, plan_bytes
 from cuteflash.traits.sm80 import (
@@ -54,7 +54,8 @@ class BwdTraitsSm80:
     first_stores: ClassVar[bool] = False
     turns_at_once: ClassVar[int] = 4
     persistent: ClassVar[bool] = False
-    element_bytes: ClassVar[int] = 2  # fp16 and bf16
+    element_bytes: ClassVar[int] = 2
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
 
     tile_m: int

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from cuteflash.core.workspace import Workspace
-from cuteflash.problem import Feature, Operation
+from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 from cuteflash.traits.sm80 import swizzle_width
@@ -62,7 +62,8 @@ class BwdTraitsSm90:
     )  # those that the kernel implements
     first_stores: ClassVar[bool] = True
     turns_at_once: ClassVar[int] = 0
-    element_bytes: ClassVar[int] = 2  # fp16 and bf16
+    element_bytes: ClassVar[int] = 2
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 128
     ds_stage: ClassVar[int] = 2  # a step's dS is read while the next one is written
 

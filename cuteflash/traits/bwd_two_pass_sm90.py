@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from cuteflash.core.workspace import Workspace
-from cuteflash.problem import Feature, Operation
+from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
@@ -45,7 +45,8 @@ class BwdTwoPassTraitsSm90:
     first_stores: ClassVar[bool] = False
     turns_at_once: ClassVar[int] = 0
     persistent: ClassVar[bool] = False
-    element_bytes: ClassVar[int] = 2  # fp16 and bf16
+    element_bytes: ClassVar[int] = 2
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
     dq_tile_m: ClassVar[int] = CONSUMERS * WGMMA_M  # query rows of a block of the dQ pass
     p_stage: ClassVar[int] = 2  # P of one step is read while that of the next is written

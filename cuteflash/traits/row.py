@@ -9,20 +9,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, Operation, Problem
+from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, Operation, Problem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
-Traits = FwdTraitsSm80 | FwdTraitsSm90 | BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
+Traits = FwdTraitsSm80 | FwdTraitsSm90 | FwdTraitsFp8Sm90 | BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
 # The kinds of traits: each is called as the function below that makes its rows, also in databases and users' tables.
 KINDS: dict[str, type[Traits]] = {
     "fwd_sm80": FwdTraitsSm80,
     "fwd_sm90": FwdTraitsSm90,
+    "fwd_fp8_sm90": FwdTraitsFp8Sm90,
     "bwd_sm80": BwdTraitsSm80,
     "bwd_sm90": BwdTraitsSm90,
     "bwd_two_pass_sm90": BwdTwoPassTraitsSm90,
@@ -70,7 +72,8 @@ class Row:
 
     Attributes:
         traits: the tunable numbers that its kernels are compiled with.
-        masks, dtypes, lengths: what it serves, kept in the order of `MASK_KINDS`, `DTYPES` and `LENGTH_CLASSES`.
+        masks, dtypes, lengths: what it serves, kept in the order of `MASK_KINDS`, the traits' `dtypes` and
+            `LENGTH_CLASSES`.
         without: of `FEATURES`, those that it does not serve: each takes registers that not every tile has left.
         measurement: how fast a GPU ran it, if a sweep chose it; rows that differ in nothing else are equal.
 
@@ -86,7 +89,8 @@ class Row:
     measurement: Measurement | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("masks", MASK_KINDS), ("dtypes", DTYPES), ("lengths", LENGTH_CLASSES)):
+        choices = (("masks", MASK_KINDS), ("dtypes", self.traits.dtypes), ("lengths", LENGTH_CLASSES))
+        for name, allowed in choices:
             given = getattr(self, name)
             if not given or not set(given) <= set(allowed):
                 raise ValueError(f"{name} is {given!r}; allowed: one or more of {', '.join(allowed)}")
@@ -112,7 +116,7 @@ class Row:
     @property
     def title(self) -> str:
         """Its head dims and, if it does not serve all of them, masks, dtypes and lengths: "64x64 (causal; long)"."""
-        served = ((self.masks, MASK_KINDS), (self.dtypes, DTYPES), (self.lengths, LENGTH_CLASSES))
+        served = ((self.masks, MASK_KINDS), (self.dtypes, DTYPES), (self.lengths, LENGTH_CLASSES))  # 8 bits are named
         words = [", ".join(some) for some, every in served if some != every]
         words += [f"no {name}" for name in self.without]
         return f"{self.traits.head_dim}x{self.traits.head_dim_v}" + (f" ({'; '.join(words)})" if words else "")
@@ -126,10 +130,10 @@ def kind_of(traits: Traits) -> str:
     raise TypeError(f"traits are {type(traits).__name__}, which no kind of rows is made of; kinds: {', '.join(KINDS)}")
 
 
-def kinds_of(operation: Operation, family: Family) -> dict[str, type[Traits]]:
-    """Those of `KINDS` that rows of an operation and kernel family may have."""
-    wanted = operation, family
-    return {name: kind for name, kind in KINDS.items() if (kind.operation, kind.family) == wanted}
+def kinds_of(operation: Operation, family: Family, dtypes: tuple[str, ...] = DTYPES) -> dict[str, type[Traits]]:
+    """Those of `KINDS` that rows of an operation, kernel family and element types may have."""
+    wanted = operation, family, dtypes
+    return {name: kind for name, kind in KINDS.items() if (kind.operation, kind.family, kind.dtypes) == wanted}
 
 
 def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
@@ -150,6 +154,11 @@ def fwd_sm90(
     """An sm90 row; `more` are keyword arguments of `_row`: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
     return _row(FwdTraitsSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
+
+
+def fwd_fp8_sm90(head_dim: int, tile_m: int, tile_n: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
+    """An sm90 row of 8-bit operands; `more` are keyword arguments of `_row`."""
+    return _row(FwdTraitsFp8Sm90, (head_dim, tile_m, tile_n), masks, dtypes=FP8_DTYPES, **more)
 
 
 def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import ClassVar, Protocol
 
-from cuteflash.problem import Feature, Operation
+from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
 from cuteflash.traits.base import FwdTraits, SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 
@@ -103,7 +103,8 @@ class FwdTraitsSm80:
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm80"
     features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse", "varlen"})  # those the kernel implements
-    element_bytes: ClassVar[int] = 2  # fp16 and bf16
+    element_bytes: ClassVar[int] = 2
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
 
     tile_m: int

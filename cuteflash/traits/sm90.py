@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from cuteflash.problem import Feature, Operation
+from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 
 WARPGROUP = 128
-WGMMA_M, WGMMA_K = 64, 16
+WGMMA_M, WGMMA_K = 64, 16  # k of 16-bit operands
 WGMMA_MAX_N = 256  # columns of one instruction
 MBARRIER_BYTES = 8
+OUT_BYTES = 2  # of an element of O
 SWIZZLE_ALIGN = 1024  # bytes: the period of the 128-byte swizzle
 HANDED_TILES = 4  # tiles of packed sequences that are handed out ahead
 HANDED_BYTES = 32  # of each: what it is
@@ -59,7 +60,8 @@ class FwdTraitsSm90:
 
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm90"
-    element_bytes: ClassVar[int] = 2  # fp16 and bf16
+    element_bytes: ClassVar[int] = 2
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
 
     tile_m: int
@@ -80,6 +82,20 @@ class FwdTraitsSm90:
     exp_rows_before_wait: int = 0
     persistent: bool = True
     longest_first: bool = True
+
+    # What only kernels of 8-bit operands have, see `FwdTraitsFp8Sm90`.
+
+    @property
+    def two_level(self) -> bool:
+        return False
+
+    @property
+    def turns_v(self) -> bool:
+        return False
+
+    @property
+    def p_offset(self) -> float:
+        return 0.0
 
     @property
     def mma_warpgroups(self) -> int:
@@ -105,6 +121,11 @@ class FwdTraitsSm90:
         return frozenset({"softcap", "lse", "varlen"} if self.warp_specialized else {"softcap", "lse"})
 
     @property
+    def k_step(self) -> int:
+        """Columns of Q and K, or keys, in one instruction."""
+        return WGMMA_K * 2 // self.element_bytes
+
+    @property
     def producer_regs(self) -> int:
         """Registers a thread of the producer warpgroup, if there is one."""
         return REGISTER_SPLIT[self.mma_warpgroups][0]
@@ -118,22 +139,24 @@ class FwdTraitsSm90:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Barriers, Q, K, V, O (over Q with `share_q_o`) and, without `p_in_regs`, P."""
+        """Barriers, Q, K, V, O (over Q with `share_q_o`), P without `p_in_regs`, V as it is stored with `turns_v`."""
         wgs, kv = self.mma_warpgroups, self.kv_stage
-        stages = self.q_stage + kv + kv  # each with a barrier for full and one for empty
+        stages = self.q_stage + kv * (3 if self.turns_v else 2)  # each with a barrier for full and one for empty
         plan = {"barriers": SmemRegion(0, 2 * stages * MBARRIER_BYTES)}
 
-        def append(name: str, elements: int, stages: int) -> None:
+        def append(name: str, elements: int, stages: int, nbytes: int = self.element_bytes) -> None:
             start = -(-plan_bytes(plan) // SWIZZLE_ALIGN) * SWIZZLE_ALIGN
-            plan[name] = SmemRegion(start, elements * self.element_bytes, stages)
+            plan[name] = SmemRegion(start, elements * nbytes, stages)
 
         append("q", self.q_stage * self.tile_m * self.head_dim, self.q_stage * wgs)
         append("k", kv * self.tile_n * self.head_dim, kv)
         append("v", kv * self.tile_n * self.head_dim_v, kv)
+        if self.turns_v:
+            append("stored_v", kv * self.tile_n * self.head_dim_v, kv)
         if self.share_q_o:
-            plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * self.element_bytes, wgs)
+            plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * OUT_BYTES, wgs)
         else:
-            append("o", self.tile_m * self.head_dim_v, wgs)
+            append("o", self.tile_m * self.head_dim_v, wgs, OUT_BYTES)
         if not self.p_in_regs:
             append("p", self.tile_m * self.tile_n, wgs)
         return plan
@@ -149,13 +172,13 @@ class FwdTraitsSm90:
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
-        complaint = head_dims_complaint(self, arch, WGMMA_K)
+        complaint = head_dims_complaint(self, arch, self.k_step)
         if complaint is not None:
             return complaint
         if self.tile_m % WGMMA_M or self.mma_warpgroups not in REGISTER_SPLIT:
             return f"tile_m {self.tile_m} is not {WGMMA_M} rows for each of 1 to 3 warpgroups"
-        if self.tile_n % WGMMA_K or not 0 < self.tile_n <= WGMMA_MAX_N:
-            return f"tile_n {self.tile_n} is not a multiple of {WGMMA_K} up to {WGMMA_MAX_N}"
+        if self.tile_n % self.k_step or not 0 < self.tile_n <= WGMMA_MAX_N:
+            return f"tile_n {self.tile_n} is not a multiple of {self.k_step} up to {WGMMA_MAX_N}"
         if self.pingpong and self.mma_warpgroups == 1:
             return "pingpong needs a second consumer warpgroup"
         if (self.pingpong or self.overlap) and not self.warp_specialized:

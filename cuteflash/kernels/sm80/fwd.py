@@ -108,7 +108,7 @@ class FlashFwdSm80:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, packed_tensors, scalars, stream = FwdArguments.of(arguments)
+        tensors, packed_tensors, _, scalars, stream = FwdArguments.of(arguments)
         tensors = batched(tensors, self.problem.storage)
         traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(

@@ -7,9 +7,11 @@ import enum
 
 import cutlass.cute as cute
 
-from cuteflash.atoms.barriers import TmaRing
+from cuteflash.atoms.barriers import Ring, TmaRing
 from cuteflash.core.launch import Launch
+from cuteflash.core.scales import Scales
 from cuteflash.kernels.sm90.handout import Handout
+from cuteflash.traits.fp8_sm90 import TURNING_WARPS
 
 
 class NamedBarrier(enum.IntEnum):
@@ -43,20 +45,44 @@ class Tiles:
     sQ: cute.Tensor  # (64, head_dim, warpgroups x q_stage)
     sQ_boxes: cute.Tensor  # (box rows, head_dim, warpgroups x q_stage), the same data
     sK: cute.Tensor  # (tile_n, head_dim, kv_stage)
-    sV: cute.Tensor  # (tile_n, head_dim_v, kv_stage)
-    sVt: cute.Tensor  # (head_dim_v, tile_n, kv_stage), the same data
+    sV: cute.Tensor  # as TMA writes it: (tile_n, head_dim_v, kv_stage); Vᵀ, if it is given: (head_dim_v, tile_n, ..)
+    sVt: cute.Tensor  # as the product reads it: (head_dim_v, tile_n, kv_stage), the same data unless V is turned
     sO: cute.Tensor  # (64, head_dim_v, warpgroups)
     sO_boxes: cute.Tensor  # (box rows, head_dim_v, warpgroups), the same data
     sP: cute.Tensor | None  # (64, tile_n, warpgroups)
+    turned_v: cute.Pointer | None = None  # the bytes of sVt, and
+    stored_v: cute.Pointer | None = None  # those of sV, if V is turned
 
 
 @dataclasses.dataclass(frozen=True)
 class Rings:
-    """TMA rings; K and V positions run on from tile to tile."""
+    """Rings of tiles; K and V positions run on from tile to tile.
+
+    Attributes:
+        q, k: filled by TMA.
+        v: what the consumers read, filled by TMA or by the warps that turn V.
+        stored_v: V as it is stored, filled by TMA, if it is turned.
+    """
 
     q: TmaRing
     k: TmaRing
-    v: TmaRing
+    v: Ring
+    stored_v: TmaRing | None = None
+
+    def init(self, consumer_warps: int) -> None:
+        """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
+        filling = 1
+        if self.stored_v is not None:
+            filling = TURNING_WARPS
+            self.stored_v.init(TURNING_WARPS)
+        for ring in (self.q, self.k):
+            ring.init(consumer_warps)
+        self.v.init_for(filling, consumer_warps)
+
+    @property
+    def loaded_v(self) -> TmaRing:
+        """The ring of V that TMA fills."""
+        return self.v if self.stored_v is None else self.stored_v
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +95,4 @@ class Block:
     launch: Launch
     handout: Handout | None  # of packed sequences
     mLSE: cute.Tensor | None  # (b, h_q, s_q)
+    scales: Scales | None  # of 8-bit operands

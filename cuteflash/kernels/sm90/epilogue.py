@@ -23,7 +23,7 @@ def write_output(kernel: cutlass.Constexpr, wg: Warpgroup, tma: Tma, tiles: Tile
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's O has left shared memory
     cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
     sO = tiles.sO[None, None, wg.index]
-    rounded = rounded_fragment(wg.acc_O, kernel.dtype)
+    rounded = rounded_fragment(wg.acc_O, kernel.out_dtype)
     copy = kernel.copy_o().get_slice(wg.thread)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
     cute.arch.fence_view_async_shared()

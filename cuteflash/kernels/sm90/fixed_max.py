@@ -13,21 +13,20 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Boolean, Float32, Int32, const_expr
 
-from cuteflash.core.convert import round_fragment, round_pair
+from cuteflash.core.convert import rounded_words
 from cuteflash.core.softmax import scale_rows
-from cuteflash.core.views import acc_as_operand_a
 from cuteflash.kernels.sm90.bundles import Rings
-from cuteflash.kernels.sm90.products import product_both
-from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
+from cuteflash.kernels.sm90.products import await_pv, product_both
+from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, round_p, store_p_row
 from cuteflash.traits.sm90 import WGMMA_M
 
 # Limit of the sum of a thread's exponentials of one row and block. Rounding is relative, so larger P cost no accuracy,
 # but the key that dominates a row should keep its P of 1, which is exact: up to 2^9 a row's rms error is that of
-# moving maxima.
+# moving maxima. Those of 8 bits would saturate beyond 448.
 LARGEST_SUM = 2.0**9
+LARGEST_E4M3 = 448.0
 
 
 @cute.jit
@@ -75,13 +74,10 @@ def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.
     ahead = [exponentials(wg, row, sums) for row in range(kernel.traits.exp_rows_before_wait)]
     if ahead:
         rings.v.wait(position)  # V landed before: a branch, past which ptxas does not move the exponentials
-    warpgroup.wait_group(0)
-    rings.v.release(position)
-    pairs = cute.recast_tensor(wg.tOrP, Uint32)
+    await_pv(wg, rings, position)
     for row in range(ROWS):
         values = ahead[row] if row < len(ahead) else exponentials(wg, row, sums)
-        for i in range(len(values) // 2):
-            pairs[ROWS * i + row] = round_pair(values[2 * i], values[2 * i + 1], kernel.dtype)
+        store_p_row(wg, row, rounded_words(values, kernel.dtype))
     return sums
 
 
@@ -97,7 +93,7 @@ def is_outgrown(wg: Warpgroup, sums: cute.Tensor) -> Boolean:
     packed = wg.scores.packed_heads
     found = Boolean(False)
     for row in range(ROWS):
-        outgrown = sums[row] > LARGEST_SUM
+        outgrown = sums[row] > (LARGEST_E4M3 if wg.tOrP.element_type.width == 8 else LARGEST_SUM)
         if WGMMA_M % packed != 0:  # the last rows belong to no token and were never loaded
             outgrown = outgrown & (wg.scores.row(row) < WGMMA_M // packed * packed)
         found = found | outgrown
@@ -111,4 +107,4 @@ def repair(wg: Warpgroup):
     scale_rows(wg.out, wg.softmax.row_scale)
     for row in cutlass.range_constexpr(ROWS):
         wg.softmax.exponentiate(wg.scores.values, row)
-    round_fragment(acc_as_operand_a(wg.acc_S), wg.tOrP)
+    round_p(wg)

@@ -29,12 +29,14 @@ from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import FwdArguments
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import TmaRing
+from cuteflash.atoms.barriers import StageRing, TmaRing
 from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
+from cuteflash.core.scales import Scales
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
-from cuteflash.core.views import rows_first, transposed
+from cuteflash.core.views import columns_first, rows_first, transposed
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
+from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
@@ -54,8 +56,18 @@ class FlashFwdSm90:
 
     @property
     def dtype(self) -> type[cutlass.Numeric]:
-        """Element type of Q, K, V, O and of P as the PV product reads it."""
+        """Element type of Q, K, V and of P as the PV product reads it."""
         return CUTE_DTYPES[self.problem.operands.qk_dtype]
+
+    @property
+    def out_dtype(self) -> type[cutlass.Numeric]:
+        """Element type of O."""
+        return CUTE_DTYPES[self.problem.operands.o_dtype]
+
+    @property
+    def turns_v(self) -> bool:
+        """Whether the producer warpgroup turns V: of 8 bits the product only reads Vᵀ."""
+        return self.problem.operands.is_fp8 and not self.problem.operands.transposed_v
 
     @property
     def longest_first(self) -> bool:
@@ -88,10 +100,9 @@ class FlashFwdSm90:
         return atoms.tiled_mma(self.dtype, self.traits.tile_n, OperandMajorMode.K, a_from_regs=self.traits.q_in_regs)
 
     def tiled_mma_pv(self) -> cute.TiledMma:
-        """O += P V: (64, head_dim_v), V MN-major in shared memory."""
-        return atoms.tiled_mma(
-            self.dtype, self.traits.head_dim_v, OperandMajorMode.MN, a_from_regs=self.traits.p_in_regs
-        )
+        """O += P V: (64, head_dim_v), V MN-major in shared memory, of 8 bits K-major."""
+        major = OperandMajorMode.K if self.problem.operands.is_fp8 else OperandMajorMode.MN
+        return atoms.tiled_mma(self.dtype, self.traits.head_dim_v, major, a_from_regs=self.traits.p_in_regs)
 
     def smem_layout_q(self) -> cute.ComposedLayout:
         """(64, head_dim, warpgroups x q_stage)"""
@@ -106,9 +117,13 @@ class FlashFwdSm90:
         """(tile_n, head_dim_v, kv_stage)"""
         return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim_v, self.traits.kv_stage)
 
+    def smem_layout_vt(self) -> cute.ComposedLayout:
+        """(head_dim_v, tile_n, kv_stage), Vᵀ of 8 bits"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.head_dim_v, self.traits.tile_n, self.traits.kv_stage)
+
     def smem_layout_o(self) -> cute.ComposedLayout:
         """(64, head_dim_v, warpgroups)"""
-        return atoms.smem_tile_layout(self.dtype, WGMMA_M, self.traits.head_dim_v, self.traits.mma_warpgroups)
+        return atoms.smem_tile_layout(self.out_dtype, WGMMA_M, self.traits.head_dim_v, self.traits.mma_warpgroups)
 
     def smem_layout_p(self) -> cute.ComposedLayout:
         """(64, tile_n, warpgroups), used if P goes through shared memory."""
@@ -134,28 +149,31 @@ class FlashFwdSm90:
 
     def copy_o(self) -> cute.TiledCopy:
         """The O accumulators to sO."""
-        return atoms.store_copy(self.dtype, self.tiled_mma_pv())
+        return atoms.store_copy(self.out_dtype, self.tiled_mma_pv())
 
     def make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor) -> Tma:
-        """TMA descriptors over the (batch, seqlen, heads, head_dim) tensors."""
+        """TMA descriptors over (batch, seqlen, heads, head_dim) tensors and a (batch, heads, head_dim_v, keys) Vᵀ."""
         traits, packed, storage = self.traits, self.problem.operands.packed_heads, self.problem.storage
         queries = functools.partial(query_view if storage.q == "dense" else ragged, packed_heads=packed)
         keys = rows_first if storage.k == "dense" else functools.partial(ragged, packed_heads=1)
         d, dv = traits.head_dim, traits.head_dim_v
-        smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), self.smem_layout_v()))
+        values, layout_v, box_v = keys, self.smem_layout_v(), (traits.tile_n, dv)
+        if self.problem.operands.transposed_v:
+            values, layout_v, box_v = columns_first, self.smem_layout_vt(), (dv, traits.tile_n)
+        smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), layout_v))
         smem_q, smem_o = (
             cute.select(self.smem_box_layout(layout), mode=[0, 1])
             for layout in (self.smem_layout_q(), self.smem_layout_o())
         )
         load_q, gQ = atoms.tma_load(queries(mQ), smem_q, self.query_box(d))
         load_k, gK = atoms.tma_load(keys(mK), smem_k, (traits.tile_n, d))
-        load_v, gV = atoms.tma_load(keys(mV), smem_v, (traits.tile_n, dv))
+        load_v, gV = atoms.tma_load(values(mV), smem_v, box_v)
         store_o, gO = atoms.tma_store(queries(mO), smem_o, self.query_box(dv))
         return Tma(load_q, load_k, load_v, store_o, gQ, gK, gV, gO)
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, packed_tensors, scalars, stream = FwdArguments.of(arguments)
+        tensors, packed_tensors, scales, scalars, stream = FwdArguments.of(arguments)
         traits = self.traits
         tensors = batched(tensors, self.problem.storage)
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
@@ -163,7 +181,7 @@ class FlashFwdSm90:
         blocks = launch.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, scalars.num_sms)
-        self.kernel(tma, tensors.lse, launch).launch(
+        self.kernel(tma, tensors.lse, Scales.of(scales), launch).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
@@ -171,7 +189,7 @@ class FlashFwdSm90:
         )
 
     @cute.kernel
-    def kernel(self, tma: Tma, mLSE: cute.Tensor | None, launch: Launch):
+    def kernel(self, tma: Tma, mLSE: cute.Tensor | None, scales: Scales | None, launch: Launch):
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
@@ -179,14 +197,13 @@ class FlashFwdSm90:
         handout = None
         if const_expr(self.problem.storage.q == "varlen"):
             handout = Handout.create(base, traits.smem_handout, most_ahead=HANDED_TILES)
-        block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE)
+        block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE, scales)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
-                for ring in (rings.q, rings.k, rings.v):
-                    ring.init(consumer_warps)
+                rings.init(consumer_warps)
                 if const_expr(handout is not None):
                     handout.init(readers=consumer_warps + 1)
             cute.arch.mbarrier_init_fence()
@@ -196,7 +213,9 @@ class FlashFwdSm90:
             consume(self, block)
         elif warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
-            if warp == 0:
+            if const_expr(self.turns_v):
+                load_and_turn(self, block)
+            elif warp == 0:
                 load(self, block)
             if const_expr(handout is not None):
                 if warp == 1:
@@ -212,10 +231,12 @@ class FlashFwdSm90:
         k_bytes, v_bytes = (traits.tile_n * d * traits.element_bytes for d in (traits.head_dim, traits.head_dim_v))
         barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
         q, kv = traits.q_stage, traits.kv_stage
+        at_v, at_stored_v = (barriers + 2 * (q + n * kv) for n in (1, 2))
         return Rings(
             q=TmaRing.create(barriers, q, q_bytes),
             k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
-            v=TmaRing.create(barriers + 2 * (q + kv), kv, v_bytes),
+            v=StageRing.create(at_v, kv) if self.turns_v else TmaRing.create(at_v, kv, v_bytes),
+            stored_v=TmaRing.create(at_stored_v, kv, v_bytes) if self.turns_v else None,
         )
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
@@ -223,20 +244,32 @@ class FlashFwdSm90:
         plan = self.traits.smem_plan
 
         def tile(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
-            start = cute.recast_ptr(base + plan[name].start, layout.inner, dtype=self.dtype)
+            dtype = self.out_dtype if name == "o" else self.dtype
+            start = cute.recast_ptr(base + plan[name].start, layout.inner, dtype=dtype)
             return cute.make_tensor(start, layout.outer)
 
         def boxed(tensor: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
             return cute.make_tensor(tensor.iterator, self.smem_box_layout(layout).outer)
 
-        sV, sQ, sO = tile("v", self.smem_layout_v()), tile("q", self.smem_layout_q()), tile("o", self.smem_layout_o())
+        sQ, sO = tile("q", self.smem_layout_q()), tile("o", self.smem_layout_o())
+        turned_v = stored_v = None
+        if self.problem.operands.is_fp8:
+            sV = sVt = tile("v", self.smem_layout_vt())
+            if self.turns_v:
+                sV = tile("stored_v", self.smem_layout_v())
+                turned_v, stored_v = (base + plan[name].start for name in ("v", "stored_v"))
+        else:
+            sV = tile("v", self.smem_layout_v())
+            sVt = transposed(sV)
         return Tiles(
             sQ=sQ,
             sQ_boxes=boxed(sQ, self.smem_layout_q()),
             sK=tile("k", self.smem_layout_k()),
             sV=sV,
-            sVt=transposed(sV),
+            sVt=sVt,
             sO=sO,
             sO_boxes=boxed(sO, self.smem_layout_o()),
             sP=None if self.traits.p_in_regs else tile("p", self.smem_layout_p()),
+            turned_v=turned_v,
+            stored_v=stored_v,
         )

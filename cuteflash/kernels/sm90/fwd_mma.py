@@ -7,26 +7,26 @@ import functools
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
 
-from cuteflash.core.convert import round_fragment, rounded_fragment
+from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.finish import normalize
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
-from cuteflash.core.views import acc_as_operand_a
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
 from cuteflash.kernels.sm90.epilogue import write_output
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
-from cuteflash.kernels.sm90.products import finish_pv, finish_qk, product_both
+from cuteflash.kernels.sm90.products import await_pv, finish_pv, finish_qk, product_both
 from cuteflash.kernels.sm90.warpgroup import (
     ROWS,
     Warpgroup,
     make_warpgroup,
     pass_turn,
+    round_p,
     take_turn,
     with_q,
+    with_scales,
 )
 
 
@@ -94,6 +94,10 @@ def consume_tile(
     if const_expr(not traits.warp_specialized):
         loads = make_tile_loads(kernel, block, tile, blocks)
         load_first(kernel, loads, q_pos, kv_pos)
+    v_scale = None
+    if const_expr(block.scales is not None):
+        wg = with_scales(kernel, wg, block.scales, block.launch, tile)
+        v_scale = block.scales.of_v(tile)
     rings.q.wait(q_pos)
     wg = with_q(kernel, wg, tiles, rings.q.stage(q_pos))
     if const_expr(traits.q_in_regs):
@@ -102,7 +106,7 @@ def consume_tile(
         kv_pos = attend(kernel, wg, tiles, rings, loads, tile, blocks, kv_pos)
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
-    normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE)
+    normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale)
     write_output(kernel, wg, block.tma, tiles, tile)
     if const_expr(traits.share_q_o):
         if wg.thread < 32:
@@ -194,7 +198,7 @@ def exponentiate(wg: Warpgroup, rows: range) -> None:
 def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
     """Round the exponentials to the element type, into the registers or the tile that the PV product reads."""
     if kernel.traits.p_in_regs:
-        round_fragment(acc_as_operand_a(wg.acc_S), wg.tOrP)
+        round_p(wg)
         return
     rounded = rounded_fragment(wg.acc_S, kernel.dtype)
     copy = kernel.copy_p().get_slice(wg.thread)
@@ -237,8 +241,7 @@ def step_overlapped(
     exponentiate(wg, range(rows_before))
     if const_expr(rows_before > 0):
         rings.v.wait(position)  # V landed before: a branch, past which ptxas does not move the exponentials
-    warpgroup.wait_group(0)
-    rings.v.release(position)
+    await_pv(wg, rings, position)
     exponentiate(wg, range(rows_before, ROWS))
     store_p(kernel, wg, tiles)
     if const_expr(not kernel.traits.rescale_in_product):

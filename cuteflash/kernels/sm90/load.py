@@ -96,7 +96,11 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
     traits = kernel.traits
     gQ = cute.local_tile(query_rows(kernel, tma.gQ, tile), kernel.query_box(traits.head_dim), (None, 0))
     gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (traits.tile_n, traits.head_dim), (None, 0))
-    gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, traits.head_dim_v), (None, 0))
+    if kernel.problem.operands.transposed_v:
+        gV = tma.gV[None, None, tile.kv_head, tile.kv_batch]
+        gV = cute.local_tile(gV, (traits.head_dim_v, traits.tile_n), (0, None))
+    else:
+        gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, traits.head_dim_v), (None, 0))
     tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ_boxes, gQ)
     tKsK, tKgK = atoms.tma_partition(tma.load_k, tiles.sK, gK)
     tVsV, tVgV = atoms.tma_partition(tma.load_v, tiles.sV, gV)
@@ -104,7 +108,7 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
     return TileLoads(
         q=QuerySource(tma.load_q, rings.q, tQgQ, tQsQ, tile.m_block * warpgroups, warpgroups),
         k=TmaSource(tma.load_k, rings.k, tKgK, tKsK),
-        v=TmaSource(tma.load_v, rings.v, tVgV, tVsV),
+        v=TmaSource(tma.load_v, rings.loaded_v, tVgV, tVsV),
         blocks=blocks,
     )
 

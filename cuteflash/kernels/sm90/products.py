@@ -19,8 +19,19 @@ def product_qk(wg: Warpgroup, rings: Rings, position: Int32) -> None:
 
 
 def product_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
-    """Issue O += P V for the V tile at `position`."""
-    atoms.gemm(wg.mma_pv, wg.acc_O, wg.tOrP, wg.tOrV[None, None, None, rings.v.stage(position)], accumulate=True)
+    """Issue O += P V for the V tile at `position`, or P V alone if it is accumulated apart."""
+    apart = wg.acc_PV is not None
+    acc = wg.acc_PV if apart else wg.acc_O
+    atoms.gemm(wg.mma_pv, acc, wg.tOrP, wg.tOrV[None, None, None, rings.v.stage(position)], accumulate=not apart)
+
+
+def await_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
+    """Wait for the PV product at `position`, the last one that was issued; V is free, and O has all of it."""
+    warpgroup.wait_group(0)
+    rings.v.release(position)
+    if wg.acc_PV is not None:
+        for i in range(cute.size(wg.acc_O)):
+            wg.acc_O[i] = wg.acc_O[i] + wg.acc_PV[i]
 
 
 def finish_qk(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> None:
@@ -37,8 +48,7 @@ def finish_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
     """O += P V for the V tile at `position`, with nothing beside it."""
     rings.v.wait(position)
     product_pv(wg, rings, position)
-    warpgroup.wait_group(0)
-    rings.v.release(position)
+    await_pv(wg, rings, position)
 
 
 @cute.jit

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
+from cuteflash.core.convert import round_fragment, rounded_words
 from cuteflash.core.launch import Launch
+from cuteflash.core.scales import Scales
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import OnlineSoftmax
+from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
 from cuteflash.kernels.sm90.bundles import NamedBarrier, Tiles
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
@@ -27,6 +31,7 @@ class Warpgroup:
         tSrQ, tSrK: operands of the QK product; tOrP, tOrV: operands of the PV product. Q's is of the present tile only
             after `with_q`.
         acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
+        acc_PV: accumulator of one PV product, if it is added to O only afterwards (`two_level`).
         bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
     """
 
@@ -40,6 +45,7 @@ class Warpgroup:
     tOrV: cute.Tensor
     acc_S: cute.Tensor
     acc_O: cute.Tensor
+    acc_PV: cute.Tensor | None
     scores: ScoreTile
     out: cute.Tensor
     softmax: OnlineSoftmax
@@ -59,7 +65,9 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         tSrQ = cute.make_rmem_tensor(thr_qk.partition_shape_A((WGMMA_M, traits.head_dim)), kernel.dtype)
     else:
         tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ))
-    if traits.p_in_regs:
+    if kernel.problem.operands.is_fp8:
+        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((WGMMA_M, traits.tile_n)), kernel.dtype)
+    elif traits.p_in_regs:
         tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
     else:
         tOrP = mma_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, index]))
@@ -75,9 +83,10 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(tiles.sVt)),
         acc_S=acc_S,
         acc_O=acc_O,
+        acc_PV=cute.make_rmem_tensor_like(acc_O) if traits.two_level else None,
         scores=ScoreTile.of(mma_qk, thread, acc_S, shape, launch.inner_scale, launch.packed_heads),
         out=rows_view(acc_O),
-        softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, kernel.problem.may_be_empty),
+        softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, kernel.problem.may_be_empty, traits.p_offset),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
     )
 
@@ -91,6 +100,37 @@ def with_q(kernel, wg: Warpgroup, tiles: Tiles, stage: Int32) -> Warpgroup:
     cute.copy(copy, copy.partition_S(tiles.sQ[None, None, wg.index]), copy.retile(wg.tSrQ))
     cute.arch.sync_warp()  # every lane has read its rows before one of them lets the next tile's Q in
     return wg
+
+
+def with_scales(kernel, wg: Warpgroup, scales: Scales, launch: Launch, tile: QueryTile) -> Warpgroup:
+    """The warpgroup with the scales of a tile's Q and K in those of its scores."""
+    factor = scales.of_scores(tile)
+    if kernel.problem.scores.softcap:
+        return dataclasses.replace(wg, scores=dataclasses.replace(wg.scores, inner_scale=launch.inner_scale * factor))
+    return dataclasses.replace(wg, softmax=dataclasses.replace(wg.softmax, scale_log2=launch.scale_log2 * factor))
+
+
+def round_p(wg: Warpgroup) -> None:
+    """Round the exponentials in S's registers into P's.
+
+    A register of an 8-bit A operand holds four neighbouring keys of a row. It gets two pairs of S, from two groups of 8
+    keys, so that no lane needs another one's exponentials. So the keys of Vᵀ are permuted within 16: position
+    4 t + 2 j + b holds key 8 j + 2 t + b.
+    """
+    dtype = wg.tOrP.element_type
+    if dtype.width == 16:
+        round_fragment(acc_as_operand_a(wg.acc_S), wg.tOrP)
+        return
+    scores = wg.scores.values
+    for row in range(ROWS):
+        store_p_row(wg, row, rounded_words([scores[row, c] for c in range(cute.size(scores.shape[1]))], dtype))
+
+
+def store_p_row(wg: Warpgroup, row: int, words: Iterable[Uint32]) -> None:
+    """A row's rounded exponentials, into the registers that the PV product reads."""
+    registers = cute.recast_tensor(wg.tOrP, Uint32)
+    for i, word in enumerate(words):
+        registers[ROWS * i + row] = word
 
 
 # Ping-pong: a warpgroup issues its products only in its turn, so that its softmax falls into another one's products.

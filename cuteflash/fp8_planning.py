@@ -1,0 +1,100 @@
+"""From a call with 8-bit operands on a GPU to its launch, see `cuteflash.planning`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from cuteflash.arguments import Fp8Options
+from cuteflash.compile import compiled
+from cuteflash.dispatch import choose
+from cuteflash.planning import Result, fwd_scalars, should_pack, table_of
+from cuteflash.problem import FwdProblem, HalfDtype, Operands, Scores, mask_of_window
+from cuteflash.strides import usable_strides
+from cuteflash.traits.length_class import length_class_of
+from cuteflash.validate import ALIGNMENT, FP8
+from cuteflash.validate_fp8 import Fp8Inputs, check_fp8
+
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FAMILY = "sm90"  # that has products of 8-bit operands
+
+Launch = Callable[[Fp8Inputs], Result]
+
+
+def check_family(device: torch.device, family: str | None) -> str:
+    """The compile target of a GPU. NotImplementedError if it, or the family asked for, has no 8-bit products."""
+    table = table_of(device, family)
+    if table.family != FAMILY:
+        raise NotImplementedError(
+            f"q.dtype is {FP8}, which needs the {FAMILY} family (Hopper); {table.target} runs {table.family}"
+            + ("" if family is None else f", which `family` asks for: {family!r}")
+        )
+    return table.target
+
+
+class Fp8Planner:
+    """The launches of one forward operator on 8-bit operands.
+
+    Args:
+        has_lse: whether it returns the log-sum-exp, too.
+    """
+
+    def __init__(self, has_lse: bool) -> None:
+        self.has_lse = has_lse
+
+    def launch(self, inputs: Fp8Inputs, options: Fp8Options) -> Launch:
+        """A checked launch for calls with the same sizes, strides and options; what it keeps holds no tensor.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `check_fp8`, `check_family` and `choose` do.
+        """
+        check_fp8(inputs, options)
+        q, k = inputs[:2]
+        target = check_family(q.device, options.family)
+        (batch, seqlen_q, heads, head_dim), seqlen_k = q.shape, k.shape[1]
+        out_dtype, head_dim_v = TORCH_DTYPES[options.out_dtype], inputs.head_dim_v(options)
+        shapes = (batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)
+        if q.numel() == 0 or seqlen_k == 0:
+            return functools.partial(self._results, shapes=shapes, dtype=out_dtype, fill=True)
+        mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
+        operands = dataclasses.replace(
+            Operands.of("e4m3", head_dim, head_dim_v),
+            o_dtype=cast(HalfDtype, options.out_dtype),
+            transposed_v=options.transposed_v,
+        )
+        problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
+        choice = choose(problem, target, FAMILY, length_class_of(seqlen_q, seqlen_k))
+        heads_per_kv = heads // k.shape[2]
+        packs = options.pack_gqa
+        if packs is None:
+            packs = should_pack(seqlen_q, heads_per_kv, choice.traits.tile_m)
+        problem = problem.packed(heads_per_kv) if packs else problem
+        kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
+        scalars = fwd_scalars(options, (left, right), head_dim, q.device)
+        restrides = [usable_strides(x.stride(), ALIGNMENT) for x in inputs[:3]]
+
+        def launch(inputs: Fp8Inputs) -> Result:
+            result = self._results(inputs, shapes, out_dtype, fill=False)
+            o, lse = result if self.has_lse else (result, None)
+            q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
+            kernel(q, k, v, o, lse, *inputs[3:], *scalars)  # in the order of FwdTensors, ScaleTensors and FwdScalars
+            return result
+
+        return launch
+
+    def _results(
+        self, inputs: Fp8Inputs, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, fill: bool
+    ) -> Result:
+        """O and LSE, uninitialised or filled with what a query gets that sees no key."""
+        o_shape, lse_shape = shapes
+        q: Tensor = inputs.q
+        o = q.new_zeros(o_shape, dtype=dtype) if fill else q.new_empty(o_shape, dtype=dtype)
+        if not self.has_lse:
+            return o
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        return o, lse.fill_(float("-inf")) if fill else lse

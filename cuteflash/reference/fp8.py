@@ -1,0 +1,63 @@
+"""Attention on 8-bit operands: what their elements and scales stand for, and the attention of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from cuteflash.reference.fa2 import flash_attention_2
+
+GROUP = 16  # keys that Vᵀ permutes among themselves
+
+
+def natural_keys(v_transposed: Tensor) -> Tensor:
+    """(..., keys) with the keys in order, of Vᵀ as the product with an 8-bit P reads it.
+
+    In each 16 keys, position 4 t + 2 j + b holds key 8 j + 2 t + b: see `cuteflash.kernels.sm90.warpgroup.round_p`.
+    """
+    groups: Tensor = v_transposed.unflatten(-1, (-1, 4, 2, 2))
+    return groups.transpose(-3, -2).flatten(-4)
+
+
+def permuted_keys(natural: Tensor) -> Tensor:
+    """The inverse of `natural_keys`: (..., keys) in the order that the product reads; keys are a multiple of 16."""
+    groups: Tensor = natural.unflatten(-1, (-1, 2, 4, 2))
+    return groups.transpose(-3, -2).flatten(-4)
+
+
+def stored_rows(v_transposed: Tensor, keys: int) -> Tensor:
+    """V as rows, (batch, keys, heads, head_dim_v), of Vᵀ (batch, heads, head_dim_v, padded keys)."""
+    return natural_keys(v_transposed)[..., :keys].permute(0, 3, 1, 2)
+
+
+def dequantised(tensor: Tensor, descale: Tensor) -> Tensor:
+    """What a (batch, seqlen, heads, columns) tensor stands for, fp32; heads share their KV head's scale."""
+    heads_per_kv = tensor.shape[2] // max(descale.shape[1], 1)
+    return tensor.float() * descale.repeat_interleave(heads_per_kv, dim=1)[:, None, :, None]
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    descales: Iterable[Tensor],
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """O and LSE by definition: attention in fp32 of what the operands stand for, with P neither rounded nor scaled.
+
+    Args:
+        q, k, v: (b, s, h, d) of 8 bits, v as rows.
+        descales: the scales of q, k and v, fp32 (b, h_k).
+        softmax_scale, window_left, window_right, softcap: see `naive.naive_attention`.
+        out_dtype: element type of O.
+    """
+    q, k, v = (dequantised(x, scale) for x, scale in zip((q, k, v), descales, strict=True))
+    out, lse = flash_attention_2(q, k, v, softmax_scale, window_left, window_right, softcap)
+    return out.to(out_dtype), lse

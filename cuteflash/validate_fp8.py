@@ -1,0 +1,104 @@
+"""Input checks of 8-bit operands with scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuteflash.arguments import Fp8Options
+from cuteflash.problem import DTYPES
+from cuteflash.validate import (
+    DIMS,
+    FP8,
+    Dims,
+    check_head_dim,
+    check_kind,
+    check_options,
+    check_same_device,
+    check_same_kind,
+    check_shapes,
+    check_strided,
+    check_strides,
+    holds,
+)
+
+HEAD_DIM_STEP = 16  # a row's bytes are a multiple of 16
+KEY_STEP = 128  # of the keys of Vᵀ
+TRANSPOSED_DIMS: Dims = ("batch", "heads", "head_dim", "keys")
+
+
+class Fp8Inputs(NamedTuple):
+    """The tensors of an operator on 8-bit operands."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_descale: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
+
+    @property
+    def descales(self) -> dict[str, Tensor]:
+        """The scales by name."""
+        return {name: getattr(self, name) for name in ("q_descale", "k_descale", "v_descale")}
+
+    def head_dim_v(self, options: Fp8Options) -> int:
+        """Columns of V."""
+        return self.v.shape[2 if options.transposed_v else 3]
+
+
+def check_fp8(inputs: Fp8Inputs, options: Fp8Options) -> None:
+    """Raise if no kernel and no reference can take these arguments; reads no element.
+
+    Raises:
+        TypeError: a dtype that is not supported.
+        ValueError: a shape, stride, device mix or option that is not allowed.
+        NotImplementedError: a device or memory layout that is not supported.
+    """
+    check_options(options)
+    if options.out_dtype not in DTYPES:
+        raise ValueError(f"out_dtype is {options.out_dtype!r}; allowed: {', '.join(map(repr, DTYPES))}")
+    q, k, v = inputs[:3]
+    v_dims = TRANSPOSED_DIMS if options.transposed_v else DIMS
+    for name, tensor, dims in (("q", q, DIMS), ("k", k, DIMS), ("v", v, v_dims)):
+        check_kind(name, tensor, dims, (FP8,))
+        check_same_kind(name, tensor, q)
+    check_shapes(q, k, options.pack_gqa, DIMS, HEAD_DIM_STEP)
+    batch, keys, heads, _ = k.shape
+    check_head_dim("v", v, v_dims.index("head_dim"), HEAD_DIM_STEP)
+    expected = {"batch": batch, "seqlen": keys, "heads": heads, "keys": -(-keys // KEY_STEP) * KEY_STEP}
+    for axis, dim in enumerate(v_dims):
+        if dim != "head_dim" and holds(v.shape[axis] != expected[dim]):
+            padded = f", those of k in whole {KEY_STEP}s" if dim == "keys" else ", that of k"
+            raise ValueError(
+                f"v.shape[{axis}] ({dim}) is {v.shape[axis]}; allowed: {expected[dim]}{padded} "
+                f"(k.shape is {tuple(k.shape)}, transposed_v is {options.transposed_v})"
+            )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_strides(name, tensor)
+    for name, tensor in inputs.descales.items():
+        check_descale(name, tensor, q, (batch, heads))
+
+
+def check_descale(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, int]) -> None:
+    """Raise if a tensor does not hold one fp32 scale a KV head of each batch entry, on q's device."""
+    check_strided(name, tensor)
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {torch.float32}")
+    check_same_device(name, tensor, q)
+    shape = tuple(tensor.shape)
+    if len(shape) != len(expected) or any(holds(size != other) for size, other in zip(shape, expected, strict=True)):
+        raise ValueError(f"{name}.shape is {shape}; allowed: {expected}, (batch, heads) of k")
+
+
+def check_descale_values(inputs: Fp8Inputs) -> None:
+    """Raise ValueError if a scale is not a positive finite number. Reads them."""
+    for name, tensor in inputs.descales.items():
+        wrong = ~((tensor > 0) & tensor.isfinite())
+        if wrong.any():
+            batch, head = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}[{batch}, {head}] is {tensor[batch, head].item()}; allowed: positive, finite numbers"
+            )
