@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import types
@@ -16,12 +17,13 @@ import cuteflash
 from cuteflash import flash_attn_func, fp8_ops, fp8_planning, planning
 from cuteflash.arguments import Fp8Options, FwdArguments, FwdScalars
 from cuteflash.core.signature import fwd_fake_args
-from cuteflash.dispatch import Choice
+from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage
 from cuteflash.reference.fp8 import natural_keys, permuted_keys
 from cuteflash.reference.fp8_accumulator import accumulate, modelled_attention
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
+from tests.cross_compile import KernelStore
 
 FP8 = torch.float8_e4m3fn
 NUM_SMS = 132
@@ -309,6 +311,17 @@ def test_traits_that_cannot_run_say_why(fields: dict[str, Any], complaint: str) 
     traits = FwdTraitsFp8Sm90(**({"tile_m": 128, "tile_n": 128, "head_dim": 128, "head_dim_v": 128} | fields))
     found = traits.check(get_arch("sm_90a"))
     assert found is not None and complaint in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "is_transposed"), [(64, True), (128, False), (160, False), (256, True)])
+def test_rows_compile_without_complaint(head_dim: int, is_transposed: bool, kernels: KernelStore) -> None:
+    operands = dataclasses.replace(Operands.of("e4m3", head_dim, head_dim), transposed_v=is_transposed)
+    problem = FwdProblem(operands, Scores("window", softcap=True), has_lse=True)
+    choice = choose_shipped(problem, "sm_90a", "sm90")
+    compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
+    compiled.assert_no_complaint()
+    assert "wgmma.mma_async.sync.aligned.m64n" in compiled.ptx and ".f32.e4m3.e4m3" in compiled.ptx
 
 
 def e4m3(values: list[float]) -> Tensor:

@@ -71,10 +71,11 @@ def turn(kernel: cutlass.Constexpr, block: Block, warp: Int32, position: Int32):
     stored, turned = tiles.stored_v + stage * nbytes, tiles.turned_v + stage * nbytes
     over_columns = traits.turning_columns
     over_keys = TURNING_WARPS // over_columns
+    parts = traits.head_dim_v // (over_columns * TURNED_COLUMNS)  # more at a time do not fit into the registers
     first_key, first_columns = warp // over_columns * TURNED_KEYS, warp % over_columns * TURNED_COLUMNS
     for i in cutlass.range(traits.tile_n // (over_keys * TURNED_KEYS), unroll=1):
         key = first_key + i * (over_keys * TURNED_KEYS)
-        for j in cutlass.range(traits.head_dim_v // (over_columns * TURNED_COLUMNS), unroll=2):
+        for j in cutlass.range(parts, unroll=1 if parts % 2 else 2):
             column = first_columns + j * (over_columns * TURNED_COLUMNS)
             turn_part(stored, turned, key, column, traits.tile_n, traits.head_dim_v)
     cute.arch.fence_view_async_shared()
