@@ -56,6 +56,17 @@ def test_many_blocks(lengths: tuple[int, int], mask: str, family: str, cuda: tor
     check(case, family, cuda)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(1600, 70), (90, 1700)], ids=str)
+def test_long_loops(
+    lengths: tuple[int, int], head_dim: int, mask: str, dtype: str, family: str, cuda: torch.device
+) -> None:
+    case = dataclasses.replace(MASKS[mask], seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim, dtype=dtype)
+    check(dataclasses.replace(case, heads=4, kv_heads=2), family, cuda)
+
+
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("lengths", [(113, 203), (203, 113), (517, 517)], ids=str)
 def test_windows(window: tuple[int, int], lengths: tuple[int, int], family: str, device: torch.device) -> None:
