@@ -40,6 +40,8 @@ from cuteflash.traits import (
     rows_sm80_small,
     rows_sm90,
 )
+from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass
 from cuteflash.traits.row import Row, TableKey
 
 # The modules whose rows make up a table, in order. The first is the table's own, which its sweep writes.
@@ -56,6 +58,10 @@ MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
     TableKey("bwd", "sm_86", "sm80"): (rows_bwd_sm80_small,),
     TableKey("bwd", "sm_89", "sm80"): (rows_bwd_sm80_small,),
     TableKey("bwd", "sm_120", "sm80"): (rows_bwd_sm80_small,),
+}
+# Which family a call gets that names none, where it is not the first of the target's: (operation, target, lengths).
+BEST_FAMILIES: dict[tuple[Operation, str, LengthClass], Family] = {
+    ("bwd", "sm_90a", "tiny"): "sm80",  # a 64 x 128 block of the sm90 family has a multiprocessor to itself
 }
 TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()
