@@ -17,7 +17,7 @@ SM80_TILE_M, SM80_TILE_N = (32, 64, 128), (32, 64, 128)
 SM80_WARPS = (4, 8)
 SM80_STAGES = (1, 2)
 SM80_MAX_BLOCKS = 3
-SM80_TINY_BLOCKS = range(2, 9)
+SM80_TINY_BLOCKS = (1, 3, 4, 5, 6, 7, 8)  # with four warps each has a register limit of its own
 SM80_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"double_buffer": False}, {"fresh_addresses": True})
 
 SM90_TILE_M = range(48, 145, 16)
@@ -84,10 +84,10 @@ def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
 def _tiny(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm80]:
     """Small blocks for tiny sequences, as many resident ones as possible."""
     small = BwdTraitsSm80(32, 32, head_dim, head_dim_v, num_warps=4, s_warps=2, dkv_warps=2, stages=1)
-    for blocks, fresh, vector in itertools.product(SM80_TINY_BLOCKS, (False, True), (False, True)):
-        yield dataclasses.replace(
-            small, fresh_addresses=fresh, double_buffer=False, vector_add=vector, blocks_per_sm=blocks
-        )
+    names = ("fresh_addresses", "double_buffer", "vector_add", "lone_tiles")
+    for blocks, *values in itertools.product(SM80_TINY_BLOCKS, *((False, True) for _ in names)):
+        switches: dict[str, Any] = dict(zip(names, values, strict=True))
+        yield dataclasses.replace(small, blocks_per_sm=blocks, **switches)
 
 
 def bwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90 | BwdTwoPassTraitsSm90]:
