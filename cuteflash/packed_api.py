@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
     longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
     lengths = None
     if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
-        lengths = _length_class((q, k, cu_seqlens_q), longest_q, longest_k)
+        lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q):
@@ -166,6 +166,8 @@ def flash_attn_varlen_func(
 
 def _known_limit(name: str, value: object) -> int | None:
     """A checked limit of lengths; None if there is none, or the host does not know it."""
+    if type(value) is int and value >= 0:  # first, since it is what most calls have
+        return value
     if value is None or isinstance(value, torch.SymInt):
         return None
     allowed = "None, an int of 0 or more, an integer tensor of one element"
@@ -181,18 +183,15 @@ def _known_limit(name: str, value: object) -> int | None:
     return limit
 
 
-def _length_class(tensors: tuple[Tensor, Tensor, Tensor], longest_q: int, longest_k: int) -> LengthClass | None:
-    """The class of sequences with these limits; None if the sizes are not known yet, or not those of a correct call.
-
-    Args:
-        tensors: q, k and `cu_seqlens_q`.
-        longest_q, longest_k: lengths that no sequence exceeds.
-    """
-    sizes = [x.shape[0] if x.dim() else 0 for x in tensors]
-    rows_q, rows_k, ends = sizes
-    if not all(type(size) is int for size in sizes) or ends < 2:
+def _length_class(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int, longest_k: int) -> LengthClass | None:
+    """The class of sequences with these limits; None if the sizes are not known yet, or not those of a correct call."""
+    try:
+        rows_q, rows_k, ends = q.shape[0], k.shape[0], cu_seqlens.shape[0]
+    except IndexError:
         return None
-    return length_class_of_packed(rows_q, rows_k, ends - 1, longest_q, longest_k)
+    if type(rows_q) is type(rows_k) is type(ends) is int and ends > 1:
+        return length_class_of_packed(rows_q, rows_k, ends - 1, longest_q, longest_k)
+    return None
 
 
 def _can_read(vector: Tensor) -> bool:
