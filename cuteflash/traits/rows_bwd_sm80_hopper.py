@@ -14,7 +14,6 @@ ROWS: tuple[Row, ...] = (
         s_warps=2,
         dkv_warps=2,
         stages=1,
-        fresh_addresses=True,
         double_buffer=False,
         vector_add=True,
         lone_tiles=True,
