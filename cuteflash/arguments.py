@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from cuteflash.problem import UNBOUNDED
 
-EXECUTION = ("pack_gqa", "family", "deterministic")  # options that say how to compute; all others say what
+EXECUTION = ("pack_gqa", "family", "deterministic", "lengths")  # options that say how to compute; all others say what
 
 
 class FwdOptions(NamedTuple):
@@ -28,6 +28,8 @@ class FwdOptions(NamedTuple):
         pack_gqa: fold the query heads of one KV head into the rows of a tile; None leaves it to a heuristic.
         family: kernel family, ``"sm80"`` or ``"sm90"``; None is the best of the GPU. CPU tensors ignore it.
         deterministic: of the backward, which autograd calls with the same options; the forward always is.
+        lengths: class of the sequences' lengths (`cuteflash.traits.length_class`), which decides between kernels that
+            give the same result; None takes it from the sizes.
     """
 
     softmax_scale: float | None = None
@@ -37,6 +39,7 @@ class FwdOptions(NamedTuple):
     pack_gqa: bool | None = None
     family: str | None = None
     deterministic: bool = False
+    lengths: str | None = None
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""
@@ -47,7 +50,7 @@ class BwdOptions(NamedTuple):
     """The arguments of the backward operators after their tensors: those of the forward that a backward has, too.
 
     Attributes:
-        softmax_scale, window_left, window_right, softcap, family: as of the forward.
+        softmax_scale, window_left, window_right, softcap, family, lengths: as of the forward.
         deterministic: equal inputs give bitwise equal gradients; ``torch.use_deterministic_algorithms(True)`` asks for
             it as well, unless it only warns.
     """
@@ -58,6 +61,7 @@ class BwdOptions(NamedTuple):
     softcap: float = 0.0
     family: str | None = None
     deterministic: bool = False
+    lengths: str | None = None
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""

@@ -242,6 +242,10 @@ class ReaderBwdSm80:
         note = "A thread's four neighbouring registers are 16 bytes of memory, beside those of the next thread."
         if self.problem.is_deterministic:
             note += " Key blocks take turns at a tile, so that the sum has the same bits every time."
+        if self.traits.lone_tiles:
+            note += (
+                " If the sequence is one tile of queries and one of keys, dQ is rounded and stored instead, as dK is."
+            )
         return Step(
             "add_dq",
             "dQ: added to the sum in global memory",

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from cuteflash.core.mask import IntervalMask
+from cuteflash.core.tile import is_lone
 from cuteflash.core.turns import turn_of
 from cuteflash.core.workspace import PARTS, Workspace
 from cuteflash.problem import MASK_KINDS, BwdProblem
@@ -72,6 +73,16 @@ def test_the_key_blocks_of_a_query_tile_take_turns_without_a_gap(mask: str) -> N
             for m_block, n_blocks in visits(interval, tile_m, tile_n).items():
                 turns = [turn_of(interval, n_block, m_block, tile_m, tile_n) for n_block in n_blocks]
                 assert turns == list(range(len(turns)))
+
+
+@pytest.mark.parametrize("mask", MASK_KINDS)
+def test_the_only_block_of_a_lone_sequence_visits_its_queries(mask: str) -> None:
+    windows = itertools.product((0, 1, 9), (0, 2, 9)) if mask == "window" else [(0, 0)]
+    for seqlen_q, seqlen_k, (left, right) in itertools.product(range(1, 7), range(7), windows):
+        found = visits(IntervalMask(mask, seqlen_q, seqlen_k, left, right), 5, 4)
+        assert is_lone(seqlen_q, seqlen_k, 5, 4) == (seqlen_q < 6 and 0 < seqlen_k < 5)
+        if is_lone(seqlen_q, seqlen_k, 5, 4):
+            assert found == {0: [0]}
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdSc
     if problem.is_deterministic and traits.turns_at_once:
         group = cutlass.max(group, scalars.num_sms // traits.turns_at_once)
     if problem.storage.k == "varlen":
-        order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n)
+        order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n, traits.lone_tiles)
         return dataclasses.replace(
             order,
             counter=packed.tile_counter,
@@ -280,10 +280,20 @@ def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdSc
     return TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block, zigzag=differ)
 
 
-def flat_order(cu: cute.Tensor, rows: Int32, heads: Int32, tile: int) -> RaggedOrder:
+def flat_order(cu: cute.Tensor, rows: Int32, heads: Int32, tile: int, alike: bool) -> RaggedOrder:
     """The tiles of packed sequences, each head's beside the others', first rows first, one a block."""
-    sequences = cu.shape[0] - 1
-    return RaggedOrder(cu, None, rows, heads, sequences, heads, Int32(1), tile_tokens=tile, longest_first=False)
+    return RaggedOrder(
+        cu_q=cu,
+        counter=None,
+        rows=rows,
+        heads=heads,
+        batch=cu.shape[0] - 1,
+        group=heads,
+        passes=Int32(1),
+        tile_tokens=tile,
+        longest_first=False,
+        alike=alike,
+    )
 
 
 def lengths_of(tensors: FwdTensors | BwdTensors, packed: PackedTensors) -> Lengths:

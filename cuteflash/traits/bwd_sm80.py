@@ -43,6 +43,7 @@ class BwdTraitsSm80:
             address of every k-block may take a register for the whole loop.
         double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
         vector_add: dQ is added 16 bytes at once, which takes sm_90 or later.
+        lone_tiles: the block of a sequence that is one tile of queries and one of keys stores dQ itself, rounded.
         blocks_per_sm: resident blocks the compiler must leave registers for.
     """
 
@@ -69,6 +70,7 @@ class BwdTraitsSm80:
     fresh_addresses: bool = False
     double_buffer: bool = True
     vector_add: bool = False
+    lone_tiles: bool = False
     blocks_per_sm: int = 1
 
     @property

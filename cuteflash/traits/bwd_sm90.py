@@ -62,6 +62,7 @@ class BwdTraitsSm90:
     )  # those that the kernel implements
     first_stores: ClassVar[bool] = True
     turns_at_once: ClassVar[int] = 0
+    lone_tiles: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2  # fp16 and bf16
     max_head_dim: ClassVar[int] = 128
     ds_stage: ClassVar[int] = 2  # a step's dS is read while the next one is written

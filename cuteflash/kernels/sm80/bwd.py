@@ -96,7 +96,8 @@ class FlashBwdSm80:
         launch = BwdLaunch.of(self, tensors, packed, scalars)
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         operands = BwdOperands(
-            *(rows_first(x) for x in (tensors.q, tensors.k, tensors.v, tensors.do, tensors.dk, tensors.dv))
+            *(rows_first(x) for x in (tensors.q, tensors.k, tensors.v, tensors.do, tensors.dk, tensors.dv)),
+            gdQ=rows_first(tensors.dq) if self.traits.lone_tiles else None,
         )
         BwdPrepare(self.traits, self.problem).launch(tensors, packed, workspace, stream)
         self.kernel.set_name_prefix("flash_bwd_sm80", remove_cutlass_symbol=True)
@@ -148,11 +149,22 @@ class FlashBwdSm80:
     ) -> QuerySources:
         """This thread's share of the loads of Q, dO and the row statistics."""
         tile = work.tile
-        gQ, gdO = (gX[None, None, None, tile.batch] for gX in (operands.gQ, operands.gdO))
-        if self.problem.storage.q == "varlen":
-            gQ, gdO = (cute.domain_offset((tile.first_q, 0, 0), gX) for gX in (gQ, gdO))
-        first_head = tile.head * work.launch.heads_per_kv
-        return QuerySources(gQ, gdO, workspace, tiles, thread, tile.mask.seqlen_q, first_head, tile.sequence)
+
+        def rows(gX: cute.Tensor | None) -> cute.Tensor | None:
+            if gX is None:
+                return None
+            gX = gX[None, None, None, tile.batch]
+            return gX if self.problem.storage.q == "dense" else cute.domain_offset((tile.first_q, 0, 0), gX)
+
+        return QuerySources(
+            *(rows(gX) for gX in (operands.gQ, operands.gdO, operands.gdQ)),
+            workspace=workspace,
+            tiles=tiles,
+            thread=thread,
+            seqlen_q=tile.mask.seqlen_q,
+            first_head=tile.head * work.launch.heads_per_kv,
+            sequence=tile.sequence,
+        )
 
     def key_rows(self, gX: cute.Tensor, work: KeyWork) -> cute.Tensor:
         """The rows of the tile's head and sequence in K, V or their gradients."""

@@ -27,6 +27,7 @@ from cuteflash.kernels.sm80.bwd_products import (
     probabilities,
     product,
     product_dq,
+    store_dq,
     store_scores,
 )
 from cuteflash.kernels.sm80.bwd_turns import await_turn, look_at_turn, pass_turn
@@ -122,4 +123,9 @@ def step(
     if const_expr(traits.p_in_regs):
         cute.arch.sync_threads()  # dS is written
     product_dq(kernel, g, tiles, thread)
-    add_dq(kernel, g, loads, m_block, head)
+    if const_expr(not traits.lone_tiles):
+        add_dq(kernel, g, loads, m_block, head)
+    elif work.tile.is_lone():
+        store_dq(kernel, g, loads, work, (head, stage))
+    else:
+        add_dq(kernel, g, loads, m_block, head)
