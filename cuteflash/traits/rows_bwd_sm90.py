@@ -1,7 +1,7 @@
 """Rows of bwd/sm_90a/sm90, by hand.
 
-One pass up to head dim 128. Two passes serve what one pass has no registers left for: wider heads, softcaps, and at head
-dim 128 deterministic calls with a window. Long loops take more queries a step, since much of a step is latency.
+One pass up to head dim 128. Two passes serve what one pass has no registers left for: wider heads, softcaps, and
+deterministic calls with a window at head dim 128. Long loops take more queries a step, since much of a step is latency.
 """
 
 from __future__ import annotations
