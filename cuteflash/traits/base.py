@@ -74,8 +74,9 @@ class BwdTraits(FwdTraits, Protocol):
     """
 
     first_stores: ClassVar[bool]
-    turns_at_once: ClassVar[int]
 
+    @property
+    def turns_at_once(self) -> int: ...
     @property
     def persistent(self) -> bool: ...
     @property

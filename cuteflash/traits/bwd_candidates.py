@@ -18,6 +18,12 @@ SM80_WARPS = (4, 8)
 SM80_STAGES = (1, 2)
 SM80_MAX_BLOCKS = 3
 SM80_TINY_BLOCKS = (1, 3, 4, 5, 6, 7, 8)  # with four warps each has a register limit of its own
+# How dQ is added. What sweeps time does not take turns: the best form of turns by warps comes with the wide additions.
+SM80_ADDS: tuple[dict[str, Any], ...] = ({}, {"vector_add": True})
+SM80_TURNS: dict[int, dict[str, Any]] = {
+    4: {"vector_add": True, "turn_steps": 4},
+    8: {"vector_add": True, "turn_warpgroup": True},
+}
 SM80_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"double_buffer": False}, {"fresh_addresses": True})
 
 SM90_TILE_M = range(48, 145, 16)
@@ -60,7 +66,7 @@ def _divisions(warps: int) -> Iterator[dict[str, Any]]:
 
 
 def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
-    """A division, dQ added both ways; more resident blocks if that changes code, and switches of the plain form."""
+    """A division, the ways to add dQ; more resident blocks if that changes code, and switches of the plain form."""
     yield base
     if not runs_somewhere(base):
         return
@@ -76,9 +82,10 @@ def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
         if not runs_somewhere(traits):
             yield traits
             return
-        for vector_add in (False, True):
-            added = dataclasses.replace(traits, vector_add=vector_add)
-            yield from changed(added, SM80_SWITCHES if deepest and blocks == 1 else SM80_SWITCHES[:1])
+        plainest = deepest and blocks == 1
+        for adds in (*SM80_ADDS, SM80_TURNS[base.num_warps]) if plainest else SM80_ADDS:
+            added = dataclasses.replace(traits, **adds)
+            yield from changed(added, SM80_SWITCHES if plainest else SM80_SWITCHES[:1])
 
 
 def _tiny(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm80]:

@@ -16,10 +16,12 @@ sm_90a/sm80: 227 KiB a block, two blocks of the widest head fit into a multiproc
 own use the rows of A100.
 
 bwd/sm_90a/sm80: at head dim 64 two blocks of four warps share a multiprocessor, whose warps hold 32 keys each, so that
-P and dS stay in registers; 1.1 times one block of eight warps. They fit without a spill only if neither a softcap nor
-turns need registers. From head dim 160 on the dK and dV accumulators leave room for 64 keys. Rows whose warps divide
-no product finer than 32 columns lend themselves to every pair of head dims. Tiny sequences take blocks of 32 x 32, as
-many on a multiprocessor as find registers without a spill, and one that holds its sequence stores dQ itself.
+P and dS stay in registers; 1.1 times one block of eight warps. They fit without a spill only if no softcap needs
+registers. Their deterministic calls pass on the turns of four steps together, those of other rows have two warps for
+the turns; rows that would spill with these leave deterministic calls to the next one. From head dim 160 on the dK and
+dV accumulators leave room for 64 keys. Rows whose warps divide no product finer than 32 columns lend themselves to
+every pair of head dims. Tiny sequences take blocks of 32 x 32, as many on a multiprocessor as find registers without a
+spill, and one that holds its sequence stores dQ itself.
 
 bwd/sm_80/sm80: as on Hopper, with one stage from head dim 224 on. No A100 has timed it.
 

@@ -247,6 +247,13 @@ DETERMINISTIC = {
     "wide": Case(300, heads=4, causal=True, head_dim=256),
     "value dim": Case(300, heads=4, head_dim=192, head_dim_v=128),
     "many tiles": Case(1500, batch=2, heads=16, kv_heads=8, causal=True, head_dim=96),
+    # Rows with turns of their own.
+    "fp16": Case(300, 517, dtype="fp16", heads=4, kv_heads=2),
+    "head dim 32": Case(300, 517, heads=4, kv_heads=2, causal=True, head_dim=32),
+    "head dim 128": Case(300, 517, heads=4, kv_heads=2, head_dim=128),
+    "fp16, head dim 128": Case(300, 517, dtype="fp16", heads=4, kv_heads=2, causal=True, head_dim=128),
+    "wide full": Case(300, 517, heads=4, kv_heads=2, head_dim=256),
+    "wide window": Case(300, 517, heads=4, kv_heads=2, window=(100, 30), head_dim=256),
 }
 
 
