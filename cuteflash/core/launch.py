@@ -17,11 +17,11 @@ from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
 from cuteflash.core.views import with_batch
 from cuteflash.problem import MaskKind, Storage
-from cuteflash.traits.length_class import LONG_LENGTH
 
 QUERY_TENSORS = ("q", "o", "lse", "do", "dlse", "dq")  # that have a row for each query
 KEY_TENSORS = ("k", "v", "dk", "dv")
 LONGER_THAN_MEAN = 4  # sequences that are longer than this times the mean are few
+LONG_LOOP = 1536  # keys, from which on heads that run side by side are faster; between the lengths that were timed
 
 
 def batched(tensors: Any, storage: Storage) -> Any:
@@ -280,7 +280,7 @@ def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdSc
     by_block = differ or problem.is_deterministic
     if not by_block and traits.family == "sm90":  # elsewhere not timed
         # Fewer blocks add to the same tile of dQ at a time, which pays in long loops; short ones take head after head.
-        group, by_block = cutlass.min(group, 1 + seqlen_k // LONG_LENGTH * group), True
+        group, by_block = cutlass.min(group, 1 + seqlen_k // LONG_LOOP * group), True
     return TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block, zigzag=differ)
 
 
