@@ -20,7 +20,7 @@ from cuteflash.tune.trials import fwd_runner
 from cuteflash.tune.variants import Variant
 
 from .contest import Maker
-from .names import OURS, base_of, is_deterministic
+from .names import OURS, UNNAMED, base_of, is_deterministic
 
 NAMES = OURS + PEERS
 
@@ -28,7 +28,7 @@ NAMES = OURS + PEERS
 def unavailable(name: str, device: torch.device) -> str | None:
     """None if the implementation can run on `device`, else the reason in words."""
     base = base_of(name)
-    if base not in NAMES:
+    if base not in (UNNAMED, *NAMES):
         return f"implementation is {name!r}; allowed: {', '.join(NAMES)}"
     if base in PEERS and (reason := missing_peer(base)):
         return reason

@@ -1,8 +1,8 @@
 """The names of the implementations, in the results and on the command line.
 
-`sm90` and `sm80` are this project's kernel families, the others the peers of `cuteflash.tune.peers`. A name that ends
-in `-det` stands for the same with a deterministic backward, one that ends in `-dense` for a dense batch of what others
-compute as packed sequences.
+`sm90` and `sm80` are this project's kernel families, and `default` is the one that a call gets which names none. The
+others are the peers of `cuteflash.tune.peers`. A name that ends in `-det` stands for the same with a deterministic
+backward, one that ends in `-dense` for a dense batch of what others compute as packed sequences.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 from cuteflash.tune.peers import PEERS
 
 OURS = ("sm90", "sm80")
+UNNAMED = "default"
 DETERMINISTIC = "-det"
 DENSE = "-dense"
 TITLES = {
+    UNNAMED: "ours",
     "sm90": "ours sm90",
     "sm80": "ours sm80",
     "sm90-det": "sm90 det.",
     "sm80-det": "sm80 det.",
+    UNNAMED + DENSE: "ours dense",
     "sm90-dense": "sm90 dense",
     "sm80-dense": "sm80 dense",
     "fa4": "FA4",
@@ -30,6 +33,12 @@ TITLES = {
 def base_of(name: str) -> str:
     """The name without what it ends in."""
     return name.removesuffix(DETERMINISTIC).removesuffix(DENSE)
+
+
+def family_of(name: str) -> str | None:
+    """The kernel family that a name of ours asks for; None leaves it to the call."""
+    base = base_of(name)
+    return None if base == UNNAMED else base
 
 
 def is_deterministic(name: str) -> bool:

@@ -21,12 +21,13 @@ from typing import Any
 
 from cuteflash.tune.inputs import PLAIN
 
-from .names import DETERMINISTIC, OURS, TITLES, base_of
+from .names import DENSE, DETERMINISTIC, OURS, TITLES, UNNAMED, base_of
 
 Result = dict[str, Any]
 
 # label → (ours, the peers of which the fastest counts)
 RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ours/FA4": (UNNAMED, ("fa4",)),
     "sm90/FA4": ("sm90", ("fa4",)),
     "sm90/cuDNN": ("sm90", ("cudnn",)),
     "sm90/best": ("sm90", ("fa4", "cudnn")),
@@ -34,6 +35,7 @@ RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sm90 det./sm90": ("sm90-det", ("sm90",)),
     "sm80 det./sm80": ("sm80-det", ("sm80",)),
     "sm90 det./FA4 det.": ("sm90-det", ("fa4-det",)),
+    "ours/dense": (UNNAMED, (UNNAMED + DENSE,)),
     "sm90/dense": ("sm90", ("sm90-dense",)),
     "sm80/dense": ("sm80", ("sm80-dense",)),
 }

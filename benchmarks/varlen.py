@@ -30,7 +30,7 @@ from cuteflash.tune.timing import Runner
 
 from . import contest, running
 from .judges import GradientJudge, Judge, OutputJudge
-from .names import DENSE, OURS, base_of
+from .names import DENSE, OURS, UNNAMED, family_of
 from .packed import DISTRIBUTIONS, PackedCell, PackedInputs
 from .running import Plan, Result
 
@@ -38,7 +38,8 @@ ROUNDS = 10  # each of five implementations and the matrix product runs right af
 QUICK_ROUNDS = 3
 HEAD_DIMS = (64, 128)
 MASKS: tuple[MaskKind, ...] = ("full", "causal")
-NAMES = (*OURS, *(name + DENSE for name in OURS), "fa4")
+ALLOWED = (*(name + end for end in ("", DENSE) for name in (UNNAMED, *OURS)), "fa4")
+NAMES = (UNNAMED, "sm80", UNNAMED + DENSE, "sm80" + DENSE, "fa4")
 
 
 def packed_runner(name: str, inputs: PackedInputs) -> Runner:
@@ -53,9 +54,9 @@ def packed_backward_runner(name: str, inputs: BwdInputs[PackedInputs]) -> Runner
 
 def packed_attention(name: str, inputs: PackedInputs) -> Attention:
     """The implementation called `name` over inputs' sequences: packed, or for equal lengths as a dense batch."""
-    causal, base = inputs.cell.mask == "causal", base_of(name)
+    causal = inputs.cell.mask == "causal"
     if name.endswith(DENSE):
-        return Attention(functools.partial(dense, batch=inputs.cell.batch, family=base, causal=causal))
+        return Attention(functools.partial(dense, batch=inputs.cell.batch, family=family_of(name), causal=causal))
     sequences: dict[str, Any] = {
         "cu_seqlens_q": inputs.cu_seqlens,
         "cu_seqlens_k": inputs.cu_seqlens,
@@ -63,8 +64,8 @@ def packed_attention(name: str, inputs: PackedInputs) -> Attention:
         "max_seqlen_k": inputs.longest,
         "causal": causal,
     }
-    if base in OURS:
-        return Attention(functools.partial(cuteflash.flash_attn_varlen_func, family=base, **sequences))
+    if name in (UNNAMED, *OURS):
+        return Attention(functools.partial(cuteflash.flash_attn_varlen_func, family=family_of(name), **sequences))
     from flash_attn.cute import flash_attn_varlen_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", nargs="+", choices=tuple(DISTRIBUTIONS), default=list(DISTRIBUTIONS))
     parser.add_argument("--head-dim", nargs="+", type=int, choices=(64, 128, 256), default=list(HEAD_DIMS))
     parser.add_argument("--mask", nargs="+", choices=MASKS, default=list(MASKS))
-    parser.add_argument("--impls", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--impls", nargs="+", choices=ALLOWED, default=list(NAMES))
     parser.add_argument("--quick", action="store_true", help="three rounds")
     arguments = parser.parse_args(argv)
     cells = [PackedCell(n, d, mask) for d in arguments.head_dim for mask in arguments.mask for n in arguments.lengths]
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("measuring packed sequences needs a CUDA device; torch finds none", file=sys.stderr)
         return 2
     where = torch.device("cuda", torch.cuda.current_device())
-    names = running.available(sorted(arguments.impls, key=NAMES.index), where)  # references last
+    names = running.available(sorted(arguments.impls, key=ALLOWED.index), where)  # references last
     plan = Plan(cells, names, QUICK_ROUNDS if arguments.quick else ROUNDS)
     return measure(run_of(arguments.backward), plan, where, arguments.json)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 from cuteflash.problem import FP8_OUT, UNBOUNDED
 
-EXECUTION = ("pack_gqa", "family", "deterministic")  # options that say how to compute
+EXECUTION = ("pack_gqa", "family", "deterministic", "lengths")  # options that say how to compute
 FORMATS = ("transposed_v", "out_dtype")  # options that say how tensors are given; all others say what to compute
 
 
@@ -31,6 +31,8 @@ class FwdOptions(NamedTuple):
         pack_gqa: fold the query heads of one KV head into the rows of a tile; None leaves it to a heuristic.
         family: kernel family, ``"sm80"`` or ``"sm90"``; None is the best of the GPU. CPU tensors ignore it.
         deterministic: of the backward, which autograd calls with the same options; the forward always is.
+        lengths: class of the sequences' lengths (`cuteflash.traits.length_class`), which decides between kernels that
+            give the same result; None takes it from the sizes.
     """
 
     softmax_scale: float | None = None
@@ -40,6 +42,7 @@ class FwdOptions(NamedTuple):
     pack_gqa: bool | None = None
     family: str | None = None
     deterministic: bool = False
+    lengths: str | None = None
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""
@@ -73,7 +76,7 @@ class BwdOptions(NamedTuple):
     """The arguments of the backward operators after their tensors: those of the forward that a backward has, too.
 
     Attributes:
-        softmax_scale, window_left, window_right, softcap, family: as of the forward.
+        softmax_scale, window_left, window_right, softcap, family, lengths: as of the forward.
         deterministic: equal inputs give bitwise equal gradients; ``torch.use_deterministic_algorithms(True)`` asks for
             it as well, unless it only warns.
     """
@@ -84,6 +87,7 @@ class BwdOptions(NamedTuple):
     softcap: float = 0.0
     family: str | None = None
     deterministic: bool = False
+    lengths: str | None = None
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""

@@ -114,8 +114,9 @@ def options_of(
     pack_gqa: bool | None,
     family: Family | None,
     deterministic: bool,
+    lengths: str | None,
 ) -> FwdOptions:
-    """The options of a call, as an operator takes them."""
+    """The options of a call, as an operator takes them; `lengths` is one already."""
     if window_size is None or window_size is UNBOUNDED_WINDOW:
         left, right = UNBOUNDED_WINDOW
     else:
@@ -131,4 +132,4 @@ def options_of(
     check_family(family)
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
-    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic)
+    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic, lengths)

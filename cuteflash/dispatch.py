@@ -22,7 +22,7 @@ from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import TABLES
+from cuteflash.traits.tables import BEST_FAMILIES, TABLES
 from cuteflash.usertable import MeasuredRow
 
 KERNELS: dict[type[Any], tuple[str, str]] = {
@@ -80,14 +80,14 @@ def choose(problem: Problem, target: str, family: Family | None = None, lengths:
     Args:
         problem: what is asked for.
         target: compile target, e.g. "sm_90a".
-        family: kernel family; None takes the target's best.
+        family: kernel family; None takes the best of the target, which may depend on operation and lengths.
         lengths: the class of the call's lengths, see `cuteflash.traits.length_class`.
 
     Raises:
         ValueError: no such target, family or length class.
         NotImplementedError: the target does not run the family, or no row of its tables can run the problem.
     """
-    key = table_key(problem.operation, target, family)
+    key = table_key(problem.operation, target, family, lengths)
     return _choose(problem, key, lengths, usertable.load(key))
 
 
@@ -96,7 +96,7 @@ def choose_shipped(
     problem: Problem, target: str, family: Family | None = None, lengths: LengthClass = "long"
 ) -> Choice:
     """`choose` on a machine without tables of the user's own."""
-    return _choose(problem, table_key(problem.operation, target, family), lengths, ())
+    return _choose(problem, table_key(problem.operation, target, family, lengths), lengths, ())
 
 
 def offers(
@@ -129,8 +129,8 @@ def current_target(device_index: int) -> str:
     return arch_of_capability(*torch.cuda.get_device_capability(device_index)).name
 
 
-def table_key(operation: Operation, target: str, family: Family | None) -> TableKey:
-    """The table of an operation on a target; `family` None is the target's best.
+def check_family(target: str, family: Family | None) -> None:
+    """Raise if a target does not run a family; None is the best that it runs.
 
     Raises:
         ValueError: no such target or family.
@@ -138,13 +138,20 @@ def table_key(operation: Operation, target: str, family: Family | None) -> Table
     """
     arch = get_arch(target)
     if family is None:
-        return TableKey(operation, arch.name, arch.families[0])
+        return
     if family not in FAMILIES:
         raise ValueError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
     if family not in arch.families:
         runs = ", ".join(arch.families)
         raise NotImplementedError(f"family is {family!r}, which {arch.name} does not run; it runs: {runs}")
-    return TableKey(operation, arch.name, family)
+
+
+def table_key(operation: Operation, target: str, family: Family | None, lengths: LengthClass) -> TableKey:
+    """The table of an operation on a target; `family` None is the best for these lengths. Errors as `check_family`."""
+    check_family(target, family)
+    if family is None:
+        family = BEST_FAMILIES.get((operation, target, lengths), get_arch(target).families[0])
+    return TableKey(operation, target, family)
 
 
 def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow]) -> Choice:

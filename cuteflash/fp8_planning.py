@@ -13,9 +13,10 @@ from torch import Tensor
 from cuteflash.arguments import Fp8Options
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
-from cuteflash.planning import Result, fwd_scalars, should_pack, table_of
+from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
 from cuteflash.problem import FwdProblem, HalfDtype, Operands, Scores, mask_of_window
 from cuteflash.strides import usable_strides
+from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import length_class_of
 from cuteflash.validate import ALIGNMENT, FP8
 from cuteflash.validate_fp8 import Fp8Inputs, check_fp8
@@ -28,13 +29,14 @@ Launch = Callable[[Fp8Inputs], Result]
 
 def check_family(device: torch.device, family: str | None) -> str:
     """The compile target of a GPU. NotImplementedError if it, or the family asked for, has no 8-bit products."""
-    table = table_of(device, family)
-    if table.family != FAMILY:
+    target = target_of(device, family)
+    runs = family or get_arch(target).families[0]
+    if runs != FAMILY:
         raise NotImplementedError(
-            f"q.dtype is {FP8}, which needs the {FAMILY} family (Hopper); {table.target} runs {table.family}"
+            f"q.dtype is {FP8}, which needs the {FAMILY} family (Hopper); {target} runs {runs}"
             + ("" if family is None else f", which `family` asks for: {family!r}")
         )
-    return table.target
+    return target
 
 
 class Fp8Planner:

@@ -34,9 +34,8 @@ from cuteflash.planning import (
     Result,
     bwd_call_of,
     call_of,
-    table_of,
+    target_of,
 )
-from cuteflash.problem import Operation
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
 from cuteflash.strides import compacted
 from cuteflash.torch_internals import is_plain_backward
@@ -164,16 +163,16 @@ def is_determinism_enforced() -> bool:
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
     check_fwd(q, k, v, options)
-    check_target("fwd", q, options.family)
+    check_target(q, options.family)
     b, s_q, h, _ = q.shape
     o = q.new_empty((b, s_q, h, v.shape[3]))
     return (o, q.new_empty((b, h, s_q), dtype=lse_dtype(q))) if has_lse else o
 
 
-def check_target(operation: Operation, q: Tensor, family: str | None) -> None:
-    """Raise NotImplementedError if a fake call's operation has no kernel for the GPU of its tensors."""
+def check_target(q: Tensor, family: str | None) -> None:
+    """Raise NotImplementedError if there is no kernel for the GPU of a fake call's tensors."""
     if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
-        table_of(q.device, family, operation)
+        target_of(q.device, family)
 
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
@@ -186,7 +185,7 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool
 def _bwd_fake(*arguments: Any) -> Result:
     check_bwd(*arguments)
     _, q, k, v, *_, options = arguments
-    check_target("bwd", q, options.family)
+    check_target(q, options.family)
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 

@@ -17,6 +17,7 @@ from cuteflash.packed_ops import (
 )
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import reads_values, shown
 from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
 
@@ -111,8 +112,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on q's device; begin with 0 and never decrease.
             Rows after the last element's may follow in q, k and v: those of k and v are not read, and in the result
             they get O = 0 and LSE = -inf. Their gradients are 0, and what flows into their O and LSE is not read.
-        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; int, int tensor of one element, or None. Nothing
-            depends on them: other libraries need them.
+        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; int, int tensor of one element, or None. Two ints
+            help to choose the fastest kernel, and decide nothing else; a compiled graph does not look at them.
         seqused_q, seqused_k: (batch,), int32, how many rows of each sequence count, the first ones; None is all. The
             others are as if they were not there; in the result they get O = 0 and LSE = -inf, and their gradients are
             0.
@@ -143,10 +144,11 @@ def flash_attn_varlen_func(
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is not None and not isinstance(used, Tensor):
             raise TypeError(f"{name} is a {type(used).__name__}; allowed: None, a torch.Tensor")
-    for name, limit in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if limit is not None:
-            _check_limit(name, limit)
-    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic)
+    longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
+    lengths = None
+    if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
+        lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
+    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q):
         check_packed(inputs, options)
@@ -162,16 +164,34 @@ def flash_attn_varlen_func(
     return result
 
 
-def _check_limit(name: str, value: object) -> None:
+def _known_limit(name: str, value: object) -> int | None:
+    """A checked limit of lengths; None if there is none, or the host does not know it."""
+    if type(value) is int and value >= 0:  # first, since it is what most calls have
+        return value
+    if value is None or isinstance(value, torch.SymInt):
+        return None
     allowed = "None, an int of 0 or more, an integer tensor of one element"
     if isinstance(value, Tensor):
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool or value.numel() != 1:
             raise TypeError(f"{name} is a tensor, {value.dtype} of shape {tuple(value.shape)}; allowed: {allowed}")
-    elif not isinstance(value, torch.SymInt):
-        if not is_int(value):
-            raise TypeError(f"{name} is {shown(value)}; allowed: {allowed}")
-        if value < 0:  # type: ignore[operator]
-            raise ValueError(f"{name} is {shown(value)}; allowed: {allowed}")
+        return None
+    if not is_int(value):
+        raise TypeError(f"{name} is {shown(value)}; allowed: {allowed}")
+    limit: int = int(value)  # type: ignore[call-overload]
+    if limit < 0:
+        raise ValueError(f"{name} is {shown(value)}; allowed: {allowed}")
+    return limit
+
+
+def _length_class(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int, longest_k: int) -> LengthClass | None:
+    """The class of sequences with these limits; None if the sizes are not known yet, or not those of a correct call."""
+    try:
+        rows_q, rows_k, ends = q.shape[0], k.shape[0], cu_seqlens.shape[0]
+    except IndexError:
+        return None
+    if type(rows_q) is type(rows_k) is type(ends) is int and ends > 1:
+        return length_class_of_packed(rows_q, rows_k, ends - 1, longest_q, longest_k)
+    return None
 
 
 def _can_read(vector: Tensor) -> bool:

@@ -127,7 +127,7 @@ def _check_backward(*arguments: Any) -> None:
 def _fake(*arguments: Any, has_lse: bool) -> Result:
     _check(*arguments)
     q, _, v, *_, options = arguments
-    check_target("fwd", q, options.family)
+    check_target(q, options.family)
     rows, heads, _ = q.shape
     o = q.new_empty((rows, heads, v.shape[2]))
     return (o, q.new_empty((heads, rows), dtype=lse_dtype(q))) if has_lse else o
@@ -154,7 +154,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
 def _bwd_fake(*arguments: Any) -> Result:
     _check_backward(*arguments)
     _, q, k, v, *_, options = arguments
-    check_target("bwd", q, options.family)
+    check_target(q, options.family)
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 

@@ -1,13 +1,14 @@
 """From a call with packed sequences on a GPU to its launch, see `cuteflash.planning`.
 
-The host does not know the lengths, so which kernel runs depends on sizes alone, and a CUDA graph replays with others.
+The host does not know the lengths: which kernel runs depends on sizes and on the class of lengths that the options may
+name, and a CUDA graph replays with others.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,30 +22,20 @@ from cuteflash.planning import (
     bwd_scalars,
     fwd_scalars,
     should_pack,
-    table_of,
+    target_of,
 )
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
 from cuteflash.strides import compacted, usable_strides
-from cuteflash.traits.length_class import LengthClass, length_class_of
+from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_packed import PackedBwdInputs, PackedInputs, check_packed, check_packed_bwd
 
 COUNTERS_MAX = 1024
-LONG_CACHE = 16  # keys a query, at least
 SEVERAL = 2  # queries: a mask is never simplified as for a single one, since lengths are not known
 
 Launch = Callable[[PackedInputs], Result]
 BwdLaunch = Callable[[PackedBwdInputs], Result]
-
-
-def length_class_of_mean(rows_q: int, rows_k: int, batch: int) -> LengthClass:
-    """The length class of sequences whose lengths are not known: that of the mean lengths.
-
-    `decode` is a few queries against a long cache; a few queries with few keys are short sequences.
-    """
-    mean_q, mean_k = (-(-rows // batch) for rows in (rows_q, rows_k))
-    found = length_class_of(mean_q, mean_k)
-    return "short" if found == "decode" and mean_k < LONG_CACHE * mean_q else found
 
 
 class TileCounters:
@@ -88,26 +79,24 @@ class Planner:
         """A checked launch for calls with the same sizes, strides and options; what it keeps holds no tensor.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as `check_packed`, `table_of` and `choose` do.
+            TypeError, ValueError, NotImplementedError: as `check_packed`, `target_of` and `choose` do.
         """
         check_packed(inputs, options)
         q, k, v = inputs[:3]
-        table = table_of(q.device, options.family)
+        target = target_of(q.device, options.family)
         rows, heads, head_dim = q.shape
         shapes = (rows, heads, v.shape[2]), (heads, rows)
         if _is_empty(inputs):
             return functools.partial(self._results, shapes=shapes, fill=True)
-        lengths = length_class_of_mean(rows, k.shape[0], inputs.batch)
+        lengths = _length_class(inputs, options)
         operands, scores, storage, window = _parts_of_problem(inputs, options)
         problem = FwdProblem(operands, scores, storage, self.has_lse)
-        choice = choose(problem, table.target, table.family, lengths)
+        choice = choose(problem, target, cast(Family | None, options.family), lengths)
         heads_per_kv = heads // k.shape[1]
         packs = options.pack_gqa
         if packs is None:
             packs = should_pack(-(-rows // inputs.batch), heads_per_kv, choice.traits.tile_m)
-        kernel = compiled(
-            choice.kernel_cls, choice.traits, problem.packed(heads_per_kv) if packs else problem, table.target
-        )
+        kernel = compiled(choice.kernel_cls, choice.traits, problem.packed(heads_per_kv) if packs else problem, target)
         scalars = fwd_scalars(options, window, head_dim, q.device)
         step = ALIGNMENT // q.element_size()
         restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
@@ -140,14 +129,14 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
     check_packed_bwd(inputs, options)
     packed = inputs.forward
     q, k, v = packed[:3]
-    table = table_of(q.device, options.family, "bwd")
+    target = target_of(q.device, options.family)
     if _is_empty(packed):
         return _zeros
     rows, heads, head_dim = q.shape
     operands, scores, storage, window = _parts_of_problem(packed, options)
     problem = BwdProblem(operands, scores, storage, inputs.dlse is not None, options.deterministic)
-    choice = choose(problem, table.target, table.family, length_class_of_mean(rows, k.shape[0], packed.batch))
-    kernel = compiled(choice.kernel_cls, choice.traits, problem, table.target)
+    choice = choose(problem, target, cast(Family | None, options.family), _length_class(packed, options))
+    kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
     traits: Any = choice.traits
     workspace_shape = (traits.workspace_packed(packed.batch, heads, rows).size,)
     scalars = bwd_scalars(options, window, head_dim, q.device)
@@ -187,6 +176,13 @@ def _parts_of_problem(
         Storage("varlen", "varlen", inputs.seqused_q is not None, inputs.seqused_k is not None),
         (left, right),
     )
+
+
+def _length_class(inputs: PackedInputs, options: FwdOptions | BwdOptions) -> LengthClass:
+    """The class that the options name, or that of the mean lengths."""
+    if options.lengths is not None:
+        return cast(LengthClass, options.lengths)
+    return length_class_of_packed(inputs.q.shape[0], inputs.k.shape[0], inputs.batch)
 
 
 def _is_empty(inputs: PackedInputs) -> bool:

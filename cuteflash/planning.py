@@ -20,12 +20,11 @@ from torch import Tensor, empty_like
 
 from cuteflash.arguments import BwdOptions, BwdScalars, Fp8Options, FwdOptions, FwdScalars
 from cuteflash.compile import compiled
-from cuteflash.dispatch import choose, current_target, table_key
+from cuteflash.dispatch import check_family, choose, current_target
 from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, BwdProblem, FwdProblem, HalfDtype, Operation, mask_of_window
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
-from cuteflash.traits.length_class import length_class_of
-from cuteflash.traits.row import TableKey
+from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.validate import ALIGNMENT, check_bwd, check_fwd
 
 Result = Any  # of a forward a Tensor without LSE, (Tensor, Tensor) with it; of a backward three Tensors
@@ -48,7 +47,9 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Call:
     )  # fmt: skip
 
 
-def sizes_kind(q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+def sizes_kind(
+    operation: Operation, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ...]
+) -> tuple[Any, ...] | None:
     """What of the sizes decides a plan; None if the shapes do not belong together, are empty or are too long."""
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return None
@@ -66,7 +67,7 @@ def sizes_kind(q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tupl
     ):
         heads_per_kv = heads // kv_heads
         fits_packed = seqlen_q * heads_per_kv <= LENGTH_MAX
-        lengths = length_class_of(seqlen_q, seqlen_k)
+        lengths = length_class_of(seqlen_q, seqlen_k, operation)
         return head_dim, head_dim_v, heads_per_kv, fits_packed, lengths, seqlen_q == 1
     return None
 
@@ -95,7 +96,7 @@ class Planner(abc.ABC):
         """A checked launch for this call and all that are equal to it; what it keeps holds no argument.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as the operator's check, `table_of` and `choose` do.
+            TypeError, ValueError, NotImplementedError: as the operator's check, `target_of` and `choose` do.
         """
         kind = self.kind_of(call)
         plan = self._plans.get(kind)
@@ -135,13 +136,13 @@ class FwdPlanner(Planner):
         self.has_lse = has_lse
 
     def kind_of(self, call: Call) -> Hashable:
-        sizes = sizes_kind(*call[:3])
+        sizes = sizes_kind("fwd", *call[:3])
         return sizes and (call[6:], sizes)
 
     def check(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Launch | None:
         options = FwdOptions(*call[-1])
         check_fwd(q, k, v, options)
-        table_of(q.device, options.family)
+        target_of(q.device, options.family)
         return _without_kernel((*q.shape[:3], v.shape[3]), self.has_lse) if _is_empty(q, k) else None
 
     def plan(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> FwdPlan:
@@ -156,10 +157,9 @@ class FwdPlan:
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
         dtype = DTYPE_NAMES[q.dtype]
         self.problem = FwdProblem.dense(dtype, head_dim, head_dim_v, mask, softcap=options.softcap > 0, lse=has_lse)
-        lengths = length_class_of(seqlen_q, k.shape[1])
-        table = table_of(q.device, options.family)
-        self.target = table.target
-        self.choice = choose(self.problem, table.target, table.family, lengths)
+        self.target = target_of(q.device, options.family)
+        lengths = _length_class("fwd", q, k, options)
+        self.choice = choose(self.problem, self.target, cast(Family | None, options.family), lengths)
         self.pack_gqa = options.pack_gqa
         self.heads_per_kv = q.shape[2] // k.shape[2]
         self.scalars = fwd_scalars(options, (left, right), head_dim, q.device)
@@ -221,7 +221,7 @@ class BwdPlanner(Planner):
     """The launches of the backward operator."""
 
     def kind_of(self, call: Call) -> Hashable:
-        sizes = sizes_kind(*call[:3])
+        sizes = sizes_kind("bwd", *call[:3])
         if sizes is None:
             return None
         (batch, seqlen_q, heads, _), head_dim_v = call[0], call[2][3]
@@ -239,7 +239,7 @@ class BwdPlanner(Planner):
     ) -> Launch | None:
         options = BwdOptions(*call[-1])
         check_bwd(dout, q, k, v, out, lse, dlse, options)
-        table_of(q.device, options.family, "bwd")
+        target_of(q.device, options.family)
         return _zeros if _is_empty(q, k) else None
 
     def plan(
@@ -263,10 +263,10 @@ class BwdPlan:
             dlse=has_dlse,
             deterministic=options.deterministic,
         )
-        table = table_of(q.device, options.family, "bwd")
-        choice = choose(self.problem, table.target, table.family, length_class_of(seqlen_q, k.shape[1]))
+        target, lengths = target_of(q.device, options.family), _length_class("bwd", q, k, options)
+        choice = choose(self.problem, target, cast(Family | None, options.family), lengths)
         self.traits: Any = choice.traits
-        self.kernel: Kernel = compiled(choice.kernel_cls, choice.traits, self.problem, table.target)
+        self.kernel: Kernel = compiled(choice.kernel_cls, choice.traits, self.problem, target)
         self.scalars = bwd_scalars(options, (left, right), head_dim, q.device)
         self.step: int = ALIGNMENT // q.element_size()  # elements
         self.device = q.device
@@ -353,9 +353,18 @@ def _scalars(
     return options.definition(head_dim) | {"window_left": window[0], "window_right": window[1], "num_sms": num_sms}
 
 
-def table_of(device: torch.device, family: str | None, operation: Operation = "fwd") -> TableKey:
-    """The table of rows for a GPU of this machine. NotImplementedError if no kernel, or not the family, runs on it."""
-    return table_key(operation, current_target(device.index), cast(Family | None, family))
+def target_of(device: torch.device, family: str | None) -> str:
+    """The compile target of a GPU of this machine. NotImplementedError: no kernel, or not the family, runs on it."""
+    target = current_target(device.index)
+    check_family(target, cast(Family | None, family))
+    return target
+
+
+def _length_class(operation: Operation, q: Tensor, k: Tensor, options: FwdOptions | BwdOptions) -> LengthClass:
+    """The class that the options name, or that of the lengths."""
+    if options.lengths is not None:
+        return cast(LengthClass, options.lengths)
+    return length_class_of(q.shape[1], k.shape[1], operation)
 
 
 def _is_empty(q: Tensor, k: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from cuteflash.arguments import BwdOptions, Fp8Options, FwdOptions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
 from cuteflash.traits.arch import FAMILIES
+from cuteflash.traits.length_class import LENGTH_CLASSES
 
 ALIGNMENT = 16  # bytes of one vectorised load; every row starts on such a boundary
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -147,6 +148,8 @@ def check_options(options: FwdOptions | Fp8Options | BwdOptions) -> None:
             raise ValueError(f"{name} is {side}; allowed: -1 (unbounded) or more")
     if options.family is not None and options.family not in FAMILIES:
         raise ValueError(f"family is {options.family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")
+    if options.lengths is not None and options.lengths not in LENGTH_CLASSES:
+        raise ValueError(f"lengths is {options.lengths!r}; allowed: None, {', '.join(map(repr, LENGTH_CLASSES))}")
 
 
 def check_strided(name: str, tensor: Tensor) -> None:

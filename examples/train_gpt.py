@@ -42,7 +42,7 @@ from cuteflash.tune.machine import versions
 TORCHS, OURS = "sdpa", "cuteflash"
 OVERRIDES = ("layers", "dim", "heads", "kv_heads", "context", "batch", "steps", "lr", "seed", "packed", "compile")
 PROMPT, SAMPLED = b"def ", 160
-NUDGED = "how often torch is trained again to measure the noise of rounding (default: 2)"
+NUDGED = "how often torch is trained again to measure the noise of rounding (default: 4)"
 
 
 class Interrupt:
@@ -99,7 +99,7 @@ def errors_of(parser: argparse.ArgumentParser) -> Iterator[None]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="train_gpt", description="Trains a byte-level GPT with cuteflash and torch.")
     parser.add_argument("--attention", choices=(OURS, TORCHS, "both"), default="both")
-    parser.add_argument("--nudged", type=int, default=2, metavar="N", help=NUDGED)
+    parser.add_argument("--nudged", type=int, default=4, metavar="N", help=NUDGED)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="of all that the next options replace")
     for name in ("layers", "dim", "heads", "kv-heads", "context", "batch", "steps", "seed"):
         parser.add_argument(f"--{name}", type=int, metavar="N")

@@ -9,7 +9,7 @@ from cuteflash.compile import BuildReport
 from cuteflash.compile.resources import Resources
 from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.base import SmemRegion
-from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm80 import TURN_REGS, BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Traits
@@ -30,26 +30,28 @@ def budget(
     fragments: tuple[Fragment, ...],
     report: BuildReport | None,
     plan: Mapping[str, SmemRegion],
+    turn_threads: int = 0,
 ) -> dict[str, Any]:
     """The budgets of a row as JSON values.
 
     Args:
         report: the compiler's, if the row has been compiled.
         plan: of the shared memory that the fragments' kernel uses.
+        turn_threads: of the kernel, beside those of the traits: they keep the turns of a deterministic call.
     """
     used = report.resources if report else None
-    registers = _registers(traits, arch, fragments, used)
+    registers = _registers(traits, arch, fragments, used, turn_threads)
     return {
         "smem": _shared_memory(traits, arch, plan),
         "registers": registers,
-        "occupancy": _occupancy(traits, arch, used.registers if used else registers["launch"]),
+        "occupancy": _occupancy(traits, arch, used.registers if used else registers["launch"], turn_threads),
     }
 
 
-def launch_registers(traits: Traits, arch: ArchSpec) -> int:
+def launch_registers(traits: Traits, arch: ArchSpec, turn_threads: int = 0) -> int:
     """Registers a thread may have at most for the block, or all blocks that must be resident, to be launched."""
     blocks = traits.blocks_per_sm if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80) else 1
-    share = arch.regs_per_sm // (traits.num_threads * blocks)
+    share = arch.regs_per_sm // ((traits.num_threads + turn_threads) * blocks)
     return min(arch.max_regs_per_thread, share // REGISTER_STEP * REGISTER_STEP)
 
 
@@ -77,11 +79,18 @@ def _shared_memory(traits: Traits, arch: ArchSpec, regions_of: Mapping[str, Smem
 
 
 def _registers(
-    traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], used: Resources | None
+    traits: Traits, arch: ArchSpec, fragments: tuple[Fragment, ...], used: Resources | None, turn_threads: int
 ) -> dict[str, Any]:
-    launch = launch_registers(traits, arch)
+    launch = launch_registers(traits, arch, turn_threads)
     roles: list[dict[str, Any]]
-    if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
+    if isinstance(traits, BwdTraitsSm80) and turn_threads:
+        parts = _live_parts(traits, fragments)
+        computing = traits.num_threads // WARPGROUP
+        roles = [
+            _role("warpgroups that compute", computing, traits.num_threads, traits.mma_regs(arch), parts),
+            _role("turn warpgroup", turn_threads // WARPGROUP, turn_threads, TURN_REGS, []),
+        ]
+    elif isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
         roles = [_role("all warps", 0, traits.num_threads, launch, _live_parts(traits, fragments))]
     else:
         consumers = CONSUMERS if isinstance(traits, BwdTwoPassTraitsSm90) else traits.mma_warpgroups
@@ -143,14 +152,15 @@ def live_registers(traits: Traits, fragment: Fragment) -> int:
     return fragment.registers * min(1 + traits.ahead, k_blocks) // k_blocks
 
 
-def _occupancy(traits: Traits, arch: ArchSpec, registers: int) -> dict[str, Any]:
+def _occupancy(traits: Traits, arch: ArchSpec, registers: int, turn_threads: int) -> dict[str, Any]:
     reserved = arch.smem_per_sm - arch.smem_per_block
     per_warp = -(-registers // REGISTER_STEP) * REGISTER_STEP * WARP
-    warps = traits.num_threads // WARP
+    threads = traits.num_threads + turn_threads
+    warps = threads // WARP
     limits = {
         "shared memory": arch.smem_per_sm // (traits.smem_bytes + reserved),
         "registers": arch.regs_per_sm // (per_warp * warps),
-        "threads": arch.max_threads_per_sm // traits.num_threads,
+        "threads": arch.max_threads_per_sm // threads,
     }
     blocks = min(limits.values())
     return {

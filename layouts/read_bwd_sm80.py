@@ -70,13 +70,17 @@ class ReaderBwdSm80:
         self.draw = AmpereSteps(self.frame, self.problem.operands.qk_dtype, STEP)
 
     def roles(self) -> tuple[Role, ...]:
-        """All warps do the same."""
+        """All warps do the same, but for those that keep the turns of a deterministic call."""
         traits = self.traits
         does = (
             f"loads, products, pointwise part, additions; {traits.s_warps} along the keys of S and dP, "
             f"{traits.dkv_warps} along those of dK and dV, {traits.dq_warps} along the queries of dQ"
         )
-        return (Role("warps", 0, traits.num_threads, does),)
+        warps = Role("warps", 0, traits.num_threads, does)
+        if not self.kernel.turn_threads:
+            return (warps,)
+        turns = "one warp awaits the turns at dQ, one passes them on; the others give up registers"
+        return warps, Role("turns", traits.num_threads, self.kernel.turn_threads, turns)
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
@@ -242,6 +246,10 @@ class ReaderBwdSm80:
         note = "A thread's four neighbouring registers are 16 bytes of memory, beside those of the next thread."
         if self.problem.is_deterministic:
             note += " Key blocks take turns at a tile, so that the sum has the same bits every time."
+        if self.traits.lone_tiles:
+            note += (
+                " If the sequence is one tile of queries and one of keys, dQ is rounded and stored instead, as dK is."
+            )
         return Step(
             "add_dq",
             "dQ: added to the sum in global memory",

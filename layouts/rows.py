@@ -159,6 +159,7 @@ def make_scene(
     chosen = part_named(traits, part)
     with context(target):
         kernel = choice.kernel_cls(traits, problem)
+        turn_threads = getattr(kernel, "turn_threads", 0)
         reader = getattr(importlib.import_module(f".{chosen.module}", __package__), chosen.reader)(kernel)
         fragments = reader.fragments()
         words = [chosen.title] if chosen.title else []
@@ -180,7 +181,7 @@ def make_scene(
                 "source": choice.source,
                 "part": chosen.title,
                 "traits": dataclasses.asdict(traits),
-                "threads": traits.num_threads,
+                "threads": traits.num_threads + turn_threads,
             },
             sizes=reader.frame.sizes,
             loop=reader.loop,
@@ -188,7 +189,7 @@ def make_scene(
             tiles=reader.tiles(),
             fragments=fragments,
             steps=reader.steps(),
-            budget=budget(traits, arch, fragments, report, getattr(traits, chosen.plan)),
+            budget=budget(traits, arch, fragments, report, getattr(traits, chosen.plan), turn_threads),
         )
 
 

@@ -140,7 +140,7 @@ class Filler:
         behind: dict[str, set[str]] = {}
         for cell in cells:
             self.store.add_cell(cell.id, dataclasses.asdict(cell))
-            lengths = length_class_of(cell.seqlen_q, cell.seqlen)
+            lengths = length_class_of(cell.seqlen_q, cell.seqlen, cell.operation)
             slower = 1.25 if family == "sm80" else 1.0
             floor = slower * cell.flops / (BEST * _fill(cell) * 1e9)
             means = {

@@ -70,7 +70,7 @@ def test_flops_are_the_sum_over_the_sequences() -> None:
 def test_ours_packed_and_dense_are_checked_and_timed(mask: MaskKind, backward: bool, products: int) -> None:
     cell, plan = small("equal", mask), running.Plan([], varlen.NAMES[:3], rounds=1)
     cells = varlen.measure_cell(plan, cell, CPU, None, backward=backward)["cells"]
-    assert list(cells["results"]) == ["sm90", "sm80", "sm90-dense"]
+    assert list(cells["results"]) == ["default", "sm80", "default-dense"]
     for entry in cells["results"].values():
         assert "problem" not in entry
         assert entry["tflops"] * entry["ms"] * 1e9 == pytest.approx(products / 2 * cell.flops)
@@ -111,17 +111,17 @@ def test_keys_of_a_neighbour_are_an_error() -> None:
 
 def test_run_writes_json_and_report(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, readme = tmp_path / "varlen.json", tmp_path / "README.md"
-    plan = running.Plan([small(), small("zipf")], ["sm90", "sm90-dense"], rounds=1)
+    plan = running.Plan([small(), small("zipf")], ["default", "default-dense"], rounds=1)
     assert bench.measure(varlen.run_of(backward=False), plan, CPU, path) == 0
     assert "forward of packed sequences, TFLOP/s, bf16" in capsys.readouterr().out
     stored = json.loads(path.read_text())
     assert [cell["label"] for cell in stored["cells"]] == ["D32 causal equal", "D32 causal zipf"]
-    assert stored["summary"]["sm90/dense"]["cells"] == 1
+    assert stored["summary"]["ours/dense"]["cells"] == 1
     readme.write_text("<!-- varlen forward benchmark: begin -->\n<!-- varlen forward benchmark: end -->\n")
     assert report.main([str(path), "--into", str(readme)]) == 0
     text = readme.read_text()
     assert "forward of packed sequences; 64k tokens" in text
-    assert "| cell | ours sm90 | sm90 dense | sm90/dense |" in text
+    assert "| cell | ours | ours dense | ours/dense |" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the message for machines without a GPU")

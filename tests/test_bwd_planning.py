@@ -86,7 +86,7 @@ def test_a_new_shape_of_a_known_kind_asks_nothing_again(gpu: BwdGpu, monkeypatch
         raise AssertionError("asked")
 
     gpu.bwd(*saved(s_q=40, s_k=50), None)
-    for name in ("check_bwd", "current_target", "table_key", "choose", "compiled"):
+    for name in ("check_bwd", "current_target", "check_family", "choose", "compiled"):
         monkeypatch.setattr(planning, name, asked)
     for shape in ({"s_q": 41, "s_k": 53}, {"batch": 3}, {"heads": 8, "kv_heads": 4}, {"s_q": 300}):
         given = saved(**({"s_q": 40, "s_k": 50} | shape))

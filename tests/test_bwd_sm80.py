@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cuteflash.core.mask import IntervalMask
+from cuteflash.core.tile import is_lone
 from cuteflash.core.turns import turn_of
 from cuteflash.core.workspace import PARTS, Workspace
-from cuteflash.problem import MASK_KINDS, BwdProblem
-from cuteflash.traits.arch import get_arch
-from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.dispatch import choose_shipped
+from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem
+from cuteflash.traits.arch import ARCHS, get_arch
+from cuteflash.traits.bwd_sm80 import TURN_REGS, TURN_STEPS, WARPGROUP, BwdTraitsSm80
+from cuteflash.traits.row import ROW_HEAD_DIMS
 
 pytest.importorskip("cutlass")
 
 from cuteflash.kernels.common.bwd_prepare import THREADS, lanes_of_row
 from cuteflash.kernels.sm80.bwd import FlashBwdSm80
+from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, threads_of
+from cuteflash.kernels.sm80.bwd_turns import batch_of, last_batch, starts_batch
 from tests.cross_compile import KernelStore
 
 ROW = BwdTraitsSm80(64, 128, 64, 64, dq_warps=4)  # shipped for sm_80, so that it is compiled anyway
 HARDEST = BwdProblem.dense("bf16", 64, 64, "window", softcap=True, deterministic=True)
 STAGED = BwdTraitsSm80(64, 64, 96, 32, num_warps=4, s_warps=2, dkv_warps=2, stages=1)
 ALONG_KEYS = BwdTraitsSm80(32, 128, 64, 64, num_warps=4)
+SPILLING = ("fp16", "window", 96), ("fp16", "causal", 128)  # on Hopper, if warps of their own keep the turns
+TURNS_APART = dataclasses.replace(ROW, vector_add=True, turn_warpgroup=True)  # shipped for sm_90a
 
 
 @pytest.mark.slow
@@ -47,10 +57,68 @@ def test_a_kernel_uses_ampere_instructions_and_does_not_spill(kernels: KernelSto
 @pytest.mark.slow
 def test_a_deterministic_kernel_with_all_options_compiles(kernels: KernelStore) -> None:
     problem = BwdProblem.dense("fp16", 72, 24, "window", softcap=True, dlse=True, deterministic=True)
-    traits = dataclasses.replace(STAGED, vector_add=True, fresh_addresses=True)
+    traits = dataclasses.replace(STAGED, vector_add=True, fresh_addresses=True, turn_steps=4)
     ptx = kernels(FlashBwdSm80, traits, problem, "sm_90a").ptx
     assert "red.relaxed.gpu.global.add.v4.f32" in ptx  # dQ, 16 bytes at once
     assert "fence.acq_rel.gpu" in ptx  # turns
+
+
+@pytest.mark.slow
+def test_two_warps_of_their_own_keep_the_turns(kernels: KernelStore) -> None:
+    compiled = kernels(FlashBwdSm80, TURNS_APART, HARDEST, "sm_90a")
+    (main,) = (entry for entry in compiled.ptx.split(".entry ") if "setmaxnreg" in entry)
+    changes = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", main)
+    assert sorted(changes) == [("dec", str(TURN_REGS)), ("inc", "240")]
+    assert "ld.acquire.gpu" in main and re.search(r"atom\.\S*release", main)
+    assert "fence.acq_rel.gpu" not in main  # the loads acquire and the additions release
+    # All barriers have a number of threads: of the turn warpgroup two warps come to some, two to none.
+    kernel = FlashBwdSm80(TURNS_APART, HARDEST)
+    threads = {str(barrier.value): str(threads_of(kernel, barrier)) for barrier in NamedBarrier}
+    assert set(re.findall(r"\bbar\.(?:sync|arrive)\s+(.*);", main)) == {f"{name}, {n}" for name, n in threads.items()}
+
+
+def test_only_deterministic_calls_have_warps_for_the_turns() -> None:
+    plain, deterministic = (
+        FlashBwdSm80(TURNS_APART, BwdProblem.dense("bf16", 64, 64, deterministic=asked)) for asked in (False, True)
+    )
+    assert (plain.turn_threads, plain.turns_between) == (0, False)
+    assert (deterministic.turn_threads, deterministic.turns_between) == (WARPGROUP, False)
+    between = FlashBwdSm80(ROW, HARDEST)
+    assert (between.turn_threads, between.turns_between) == (0, True)
+
+
+@pytest.mark.parametrize("turn_steps", TURN_STEPS)
+def test_batches_await_each_turn_before_the_additions_and_pass_it_on_after_them(turn_steps: int) -> None:
+    kernel: Any = SimpleNamespace(traits=SimpleNamespace(turn_steps=turn_steps))
+    for count, heads in itertools.product((1, 2, 3, 4, 5, 8, 17), (1, 2)):
+        work: Any = SimpleNamespace(blocks=SimpleNamespace(lo=3, hi=3 + count, count=count))
+
+        def batch(head: int, first: Any, work: Any = work) -> list[tuple[int, int]]:
+            lanes: Any = (batch_of(kernel, work, lane, first) for lane in range(32))  # type: ignore[arg-type]
+            return [(head, block) for block, has_tile in lanes if has_tile]
+
+        steps = [(head, m_block) for head in range(heads) for m_block in reversed(range(3, 3 + count))]
+        awaited: list[tuple[int, int]] = []
+        passed: list[tuple[int, int]] = []
+        for number, (head, m_block) in enumerate(steps):
+            if starts_batch(kernel, work, m_block):  # type: ignore[arg-type]
+                awaited += batch(head, m_block)
+                if m_block + turn_steps < work.blocks.hi:
+                    passed += batch(head, m_block + turn_steps)
+                elif number:
+                    passed += batch(head - 1, last_batch(kernel, work))
+            assert steps[number] in awaited and passed == steps[: len(passed)] and len(passed) <= number
+            assert number - len(passed) < 2 * turn_steps
+        assert awaited == steps == passed + batch(heads - 1, last_batch(kernel, work))
+
+
+def test_deterministic_calls_on_hopper_wait_for_no_fence_in_each_step() -> None:
+    for dtype, mask, size in itertools.product(DTYPES, MASK_KINDS, ROW_HEAD_DIMS):
+        problem = BwdProblem.dense(dtype, size, size, mask, deterministic=True)
+        traits: Any = choose_shipped(problem, "sm_90a", "sm80").traits
+        fences = (mask, size) == ("window", 256) or (dtype, mask, size) in SPILLING
+        assert (traits.turn_warpgroup or traits.turn_steps > 1) != fences, problem
+        assert traits.blocks_per_sm == (2 if size == 64 and mask != "window" else 1)
 
 
 def visits(mask: IntervalMask, tile_m: int, tile_n: int) -> dict[int, list[int]]:
@@ -74,9 +142,52 @@ def test_the_key_blocks_of_a_query_tile_take_turns_without_a_gap(mask: str) -> N
                 assert turns == list(range(len(turns)))
 
 
+@pytest.mark.parametrize("mask", MASK_KINDS)
+def test_the_only_block_of_a_lone_sequence_visits_its_queries(mask: str) -> None:
+    windows = itertools.product((0, 1, 9), (0, 2, 9)) if mask == "window" else [(0, 0)]
+    for seqlen_q, seqlen_k, (left, right) in itertools.product(range(1, 7), range(7), windows):
+        found = visits(IntervalMask(mask, seqlen_q, seqlen_k, left, right), 5, 4)
+        assert is_lone(seqlen_q, seqlen_k, 5, 4) == (seqlen_q < 6 and 0 < seqlen_k < 5)
+        if is_lone(seqlen_q, seqlen_k, 5, 4):
+            assert found == {0: [0]}
+
+
+def test_a_warpgroup_for_turns_leaves_its_registers_to_the_others() -> None:
+    hopper = get_arch("sm_90a")
+    assert TURNS_APART.check(hopper) is None
+    assert TURNS_APART.register_limit(hopper) == TURNS_APART.mma_regs(hopper) == 240
+    assert 240 * TURNS_APART.num_threads + TURN_REGS * WARPGROUP <= hopper.regs_per_sm
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"num_warps": 4, "s_warps": 2, "dkv_warps": 2, "dq_warps": 2}, "leaves no registers to 4 warps"),
+        ({"num_warps": 2, "s_warps": 2, "dkv_warps": 2, "dq_warps": 2}, "a multiple of 4; the target is sm_90a"),
+        ({"turn_steps": 4}, "turn_steps 4 is not 1, but turn_warpgroup"),
+    ],
+)
+def test_a_warpgroup_for_turns_says_why_it_cannot_run(change: dict[str, int], reason: str) -> None:
+    assert reason in str(dataclasses.replace(TURNS_APART, **change).check(get_arch("sm_90a")))
+
+
+@pytest.mark.parametrize("target", [name for name in ARCHS if name != "sm_90a"])
+def test_only_sm_90a_has_a_warpgroup_for_turns(target: str) -> None:
+    traits = dataclasses.replace(TURNS_APART, vector_add=False, tile_m=32, tile_n=64, dq_warps=2)
+    assert f"turn_warpgroup needs sm_90a and num_warps a multiple of 4; the target is {target}" in str(
+        traits.check(get_arch(target))
+    )
+
+
+def test_batches_of_turns_take_fewer_blocks_of_a_head_at_once() -> None:
+    assert STAGED.turns_at_once == TURNS_APART.turns_at_once == 4
+    assert dataclasses.replace(STAGED, turn_steps=4).turns_at_once == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"turn_steps": 3}, "turn_steps 3 is not one of 1, 2, 4, 8, 16"),
         ({"tile_m": 48}, "s_warps 4 of 8 warps take 64x32 at once, which does not divide 128x48"),
         ({"s_warps": 3}, "s_warps 3 does not divide num_warps 8"),
         ({"dq_warps": 8}, "dq_warps 8 of 8 warps take 128x16 at once, which does not divide 64x128"),

@@ -9,9 +9,9 @@ import pytest
 
 from cuteflash import dispatch
 from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, FwdProblem
 from cuteflash.traits.length_class import LENGTH_CLASSES
-from cuteflash.traits.row import Row
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.usertable import TableWarning
@@ -30,6 +30,24 @@ def test_the_targets_best_family_is_the_default() -> None:
     assert choose(problem, "sm_90a").family == "sm90"
     assert choose(problem, "sm_90a", "sm80").family == "sm80"
     assert choose(problem, "sm_120").family == "sm80"
+
+
+def test_the_best_family_of_a_backward_depends_on_the_lengths() -> None:
+    problem = BwdProblem.dense("bf16", 64, 64)
+    families = {lengths: choose(problem, "sm_90a", None, lengths).family for lengths in LENGTH_CLASSES}
+    assert families == {"decode": "sm90", "tiny": "sm80", "short": "sm90", "long": "sm90"}
+    assert choose(problem, "sm_90a", "sm90", "tiny").family == "sm90"  # one that is named stays
+    forward = FwdProblem.dense("bf16", 64, 64)
+    assert {choose(forward, "sm_90a", None, lengths).family for lengths in LENGTH_CLASSES} == {"sm90"}
+
+
+@pytest.mark.parametrize("head_dim", ROW_HEAD_DIMS)
+def test_rows_for_tiny_sequences_run_them_all_and_nothing_else(head_dim: int) -> None:
+    for mask, dtype, extras in itertools.product(MASK_KINDS, DTYPES, ([], ["softcap", "varlen", "deterministic"])):
+        problem = BwdProblem.dense(dtype, head_dim, head_dim, mask).asking(extras)
+        rows = {lengths: choose_shipped(problem, "sm_90a", "sm80", lengths).row for lengths in LENGTH_CLASSES}
+        assert rows.pop("tiny").lengths == ("tiny",)
+        assert all(row.lengths == LENGTH_CLASSES for row in rows.values())
 
 
 def test_the_source_names_table_and_row() -> None:
@@ -66,6 +84,7 @@ def test_a_row_serves_the_length_classes_it_names(monkeypatch: pytest.MonkeyPatc
     }
     assert {lengths: choice.traits for lengths, choice in chosen.items()} == {
         "decode": SPECIAL,
+        "tiny": SPECIAL,  # a forward's row for short ones
         "short": SPECIAL,
         "long": GENERAL,
     }
@@ -144,7 +163,7 @@ def test_unknown_target_and_family() -> None:
     problem = FwdProblem.dense("bf16", 64, 64)
     with pytest.raises(ValueError, match="arch is 'sm_90'; allowed: sm_80"):
         choose(problem, "sm_90")
-    with pytest.raises(ValueError, match="lengths is 'middling'; allowed: decode, short, long"):
+    with pytest.raises(ValueError, match="lengths is 'middling'; allowed: decode, tiny, short, long"):
         choose(problem, "sm_90a", None, "middling")
     with pytest.raises(ValueError, match="family is 'sm100'; allowed: sm80, sm90"):
         choose(problem, "sm_90a", "sm100")

@@ -36,7 +36,8 @@ def order_of(
 ) -> Any:
     """The order for `batch` sequences of one length."""
     dense = BwdProblem.dense("bf16", HEAD_DIM, HEAD_DIM, mask, deterministic=is_deterministic)
-    traits = SimpleNamespace(head_dim=HEAD_DIM, tile_n=128, turns_at_once=0, persistent=False)
+    traits = SimpleNamespace(family="sm90", head_dim=HEAD_DIM, tile_n=128, turns_at_once=0)
+    vars(traits).update(persistent=False, lone_tiles=False)
     vars(traits).update(traits_of)
     kernel = SimpleNamespace(traits=traits, problem=dataclasses.replace(dense, storage=storage))
     entries = (batch, seqlen) if storage.k == "dense" else (1, batch * seqlen)
@@ -72,6 +73,13 @@ def test_tiles_of_persistent_blocks_that_differ_fill_whole_waves_there_and_back(
     assert causal.group * causal.m_blocks % NUM_SMS == 0 and causal.zigzag
     full = order_of(dense, 64, 2048, mask="full", is_deterministic=is_deterministic, persistent=True)
     assert full.group == ROWS_IN_L2 // 2048 and not full.zigzag
+
+
+@pytest.mark.parametrize(("seqlen", "group"), [(1024, 1), (2048, ROWS_IN_L2 // 2048), (4 * ROWS_IN_L2, 1)])
+def test_heads_of_a_full_mask_run_side_by_side_in_long_loops(seqlen: int, group: int) -> None:
+    order = order_of(Storage("dense", "dense"), 8, seqlen, mask="full")
+    assert order.group == group and order.longest_first
+    assert not order_of(Storage("dense", "dense"), 8, seqlen, mask="full", family="sm80").longest_first
 
 
 def test_query_heads_of_one_kv_head_are_in_l2_together() -> None:

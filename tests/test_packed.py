@@ -91,8 +91,8 @@ def test_the_schema() -> None:
     assert str(VARLEN._schema) == (
         "cuteflash::varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
         "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, int window_left=-1, "
-        "int window_right=-1, float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False) "
-        "-> Tensor"
+        "int window_right=-1, float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, "
+        "str? lengths=None) -> Tensor"
     )
 
 
@@ -248,14 +248,6 @@ def test_each_stream_has_a_counter_and_so_has_each_captured_launch(gpu: Gpu) -> 
     assert len({id(x) for x in (first, second, counter(), counter())}) >= 3
     gpu.captures = False
     assert counter() is second
-
-
-@pytest.mark.parametrize(
-    ("total_q", "total_k", "batch", "expected"),
-    [(65536, 65536, 4096, "short"), (64, 65536, 64, "decode"), (16384, 16384, 2, "long"), (200, 200, 1, "short")],
-)
-def test_the_length_class_is_that_of_the_mean(total_q: int, total_k: int, batch: int, expected: str) -> None:
-    assert packed_planning.length_class_of_mean(total_q, total_k, batch) == expected
 
 
 def test_strides_of_size_1_dimensions_are_made_usable(gpu: Gpu) -> None:

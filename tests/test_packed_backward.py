@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -150,7 +151,7 @@ def test_the_schema() -> None:
         "cuteflash::varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q=None, Tensor? seqused_k=None, "
         "Tensor? dlse=None, float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0., "
-        "str? family=None, bool deterministic=False) -> (Tensor, Tensor, Tensor)"
+        "str? family=None, bool deterministic=False, str? lengths=None) -> (Tensor, Tensor, Tensor)"
     )
 
 
@@ -474,6 +475,44 @@ def test_plain_cuda_tensors_go_past_the_dispatcher(plain: BwdGpu, return_lse: bo
     assert kernels.q.data_ptr() == tensors[0].data_ptr() and kernels.o.data_ptr() == out.data_ptr()
     assert vectors.seqused_k.data_ptr() == used.data_ptr()
     assert all(x.grad is not None and x.grad.shape == x.shape for x in tensors[:3])
+
+
+LONGEST: dict[str, tuple[Any, str]] = {
+    "unknown": ((None, None), "short"),
+    "half known": ((7, None), "short"),
+    "tensors": ((int32(7), int32(7)), "short"),
+    "tiny": ((7, np.int64(32)), "tiny"),
+    "short": ((40, 7), "short"),
+    "long": ((1 << 20, 7), "long"),  # most work is in the long ones
+}
+
+
+@pytest.mark.parametrize("case", LONGEST)
+def test_the_longest_sequence_helps_to_choose_rows(plain: BwdGpu, case: str) -> None:
+    longest, expected = LONGEST[case]
+    for _ in range(2):
+        flash_attn_varlen_func(*leaves(torch.bfloat16), *longest).float().sum().backward()
+    assert plain.lengths == [expected] * 2  # of a forward and of its backward, each planned once
+
+
+def test_other_longest_sequences_of_a_class_plan_nothing_again(plain: BwdGpu) -> None:
+    for longest in (7, 20, 32):
+        flash_attn_varlen_func(*leaves(torch.bfloat16), longest, longest).float().sum().backward()
+    assert len(plain.planned) == 2 and len(plain.launches) == 6
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_does_not_look_at_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*arguments: object) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(packed_api, "length_class_of_packed", asked)
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_varlen_func, backend="eager", fullgraph=True)
+    arguments = leaves(torch.float32)
+    compiled(*arguments, 7, 7)
+    with pytest.raises(AssertionError, match="asked"):
+        flash_attn_varlen_func(*arguments, 7, 7)
 
 
 def test_a_plain_backward_that_is_differentiated_is_refused(plain: BwdGpu) -> None:

@@ -34,7 +34,7 @@ def test_a_new_shape_of_a_known_kind_asks_nothing_again(gpu: Gpu, monkeypatch: p
         raise AssertionError("asked")
 
     gpu.fwd(*qkv(s_q=40, s_k=50), *CAUSAL)
-    for name in ("check_fwd", "current_target", "table_key", "choose", "compiled"):
+    for name in ("check_fwd", "current_target", "check_family", "choose", "compiled"):
         monkeypatch.setattr(planning, name, asked)
     monkeypatch.setattr(planning.torch.cuda, "get_device_properties", asked)
     for shape in ({"s_q": 41, "s_k": 53}, {"batch": 3}, {"heads": 8, "kv_heads": 4}, {"s_q": 300, "s_k": 17}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import importlib.util
 import inspect
@@ -162,6 +163,7 @@ class Warp:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lane, self.known = 0, iter(())
         monkeypatch.setattr(schedule, "Int32", int)
+        monkeypatch.setattr(schedule, "Float32", float)
         monkeypatch.setattr(schedule, "Boolean", bool)
         arch = schedule.cute.arch
         monkeypatch.setattr(arch, "lane_idx", lambda: self.lane)
@@ -250,6 +252,22 @@ def test_tiles_are_the_same_with_and_without_a_hint(warp: Warp) -> None:
         expected = warp(order.tile, index)
         assert warp(order.tile, index, hint) == expected
         hint = expected[-1]
+
+
+@pytest.mark.parametrize("lengths", [[16] * 4096, [1, 16, 5, 9] * 300, [16]], ids=len)
+def test_sequences_that_are_alike_are_found_in_one_vote(warp: Warp, lengths: list[int]) -> None:
+    order = ragged(lengths, rest=3, tokens=32, alike=True)
+    last = order.head_size() - 1
+    for number in (0, 1, last // 3, last // 2, last - 1, last):
+        found = warp(order.tile, number)
+        assert warp.votes == 1
+        assert found == warp(dataclasses.replace(order, alike=False).tile, number)
+
+
+def test_sequences_that_are_not_alike_are_found_too(warp: Warp) -> None:
+    order = ragged([1] * 200 + [1000] + [1] * 300, rest=40, alike=True)
+    for number in range(0, order.head_size(), 89):
+        assert warp(order.tile, number) == warp(dataclasses.replace(order, alike=False).tile, number)
 
 
 def test_longest_first_takes_the_last_tiles_of_a_sequence_first(warp: Warp) -> None:

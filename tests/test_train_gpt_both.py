@@ -42,7 +42,7 @@ def test_the_curves_agree(
     monkeypatch.setattr(corpora, "read", lambda: corpus)
     monkeypatch.setattr(train_gpt, "SAMPLED", 4)
     file = tmp_path / "run.json"
-    assert train_gpt.main([*SMALL, *options, "--steps=20", "--json", str(file)]) == 0
+    assert train_gpt.main([*SMALL, *options, "--steps=20", "--nudged=2", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert list(result["runs"]) == ["sdpa", "sdpa nudged 1", "sdpa nudged 2", "cuteflash"]
     judgement = result["judgement"]

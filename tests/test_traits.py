@@ -8,10 +8,11 @@ import itertools
 
 import pytest
 
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import BwdProblem, FwdProblem
 from cuteflash.traits.arch import KIB, arch_of_capability, get_arch
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.docs import attribute_docs
-from cuteflash.traits.length_class import length_class_of
+from cuteflash.traits.length_class import length_class_of, length_class_of_packed
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
@@ -103,6 +104,61 @@ def test_arch_names_and_capabilities() -> None:
 )
 def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
     assert length_class_of(seqlen_q, seqlen_k) == shape
+    assert length_class_of(seqlen_q, seqlen_k, "bwd") == ("tiny" if max(seqlen_q, seqlen_k) <= 32 else shape)
+
+
+@pytest.mark.parametrize(
+    ("total_q", "total_k", "batch", "expected"),
+    [
+        (65536, 65536, 4096, "short"),
+        (64, 65536, 64, "decode"),
+        (16384, 16384, 2, "long"),
+        (200, 200, 1, "short"),
+        (16, 200, 16, "short"),  # a query and a dozen keys
+    ],
+)
+def test_the_class_of_packed_sequences_is_that_of_the_mean(
+    total_q: int, total_k: int, batch: int, expected: str
+) -> None:
+    assert length_class_of_packed(total_q, total_k, batch) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "batch", "longest", "expected"),
+    [
+        (65536, 64, (1024, 1024), "short"),  # equal lengths
+        (65536, 64, (2048, 2048), "short"),  # uniform ones
+        (65536, 64, (13800, 13800), "long"),  # in inverse proportion to their ranks
+        (65536, 64, (4096, 16), "long"),
+        (65536, 4096, (16, 16), "tiny"),
+        (65536, 4096, (32, 32), "tiny"),
+        (65536, 4096, (33, 32), "short"),
+        (65536, 4096, (32, 33), "short"),
+        (0, 1, (0, 0), "tiny"),
+        (65536, 64, (1, 1), "tiny"),  # wrong, which changes nothing but the speed
+    ],
+)
+def test_the_longest_sequences_count_with_the_mean(
+    total: int, batch: int, longest: tuple[int, int], expected: str
+) -> None:
+    assert length_class_of_packed(total, total, batch, *longest) == expected
+    half_known = length_class_of_packed(total, total, batch, longest[0], None)
+    assert half_known == length_class_of_packed(total, total, batch)
+
+
+def test_a_few_queries_against_a_long_cache_are_decoding_whatever_the_longest() -> None:
+    assert length_class_of_packed(64, 65536, 64, 1, 8192) == "decode"
+    assert length_class_of_packed(64, 65536, 64, 1, 40) == "decode"
+    assert length_class_of_packed(64, 640, 64, 4, 40) == "short"
+
+
+@pytest.mark.parametrize(("traits", "served"), [("fwd", True), ("bwd", False)])
+def test_tiny_sequences_are_short_ones_to_a_forward(traits: str, served: bool) -> None:
+    tile = GOOD80 if traits == "fwd" else BwdTraitsSm80(64, 64, 128, 128)
+    problem = (FwdProblem if traits == "fwd" else BwdProblem).dense("bf16", 128, 128)
+    assert Row(tile, lengths=("short",)).serves(problem, "tiny") == served
+    assert not Row(tile, lengths=("decode", "long")).serves(problem, "tiny")
+    assert Row(tile, lengths=("tiny",)).serves(problem, "tiny") != served
 
 
 def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None:
@@ -117,7 +173,7 @@ def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None
     [
         ({"masks": ()}, r"masks is \(\); allowed: one or more of full, causal, window"),
         ({"dtypes": ("fp32",)}, r"dtypes is \('fp32',\); allowed: one or more of fp16, bf16"),
-        ({"lengths": ("short", "middling")}, "lengths is .*; allowed: one or more of decode, short, long"),
+        ({"lengths": ("short", "middling")}, "lengths is .*; allowed: one or more of decode, tiny, short, long"),
     ],
 )
 def test_a_row_names_what_it_cannot_serve(served: dict[str, tuple[str, ...]], complaint: str) -> None:

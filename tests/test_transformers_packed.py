@@ -250,3 +250,13 @@ def test_sequences_without_queries_or_keys():
     o = Sequences(queries, keys).attend(flash_attn_varlen_func, q, k, v)
     sees = (queries[:, :, None] == keys[:, None])[:, None]
     torch.testing.assert_close(o, by_definition(*(x.transpose(1, 2) for x in (q, k, v)), sees))
+
+
+@pytest.mark.parametrize("rows", [SPANS, GAPS], ids=["spans", "gaps"])
+def test_a_call_knows_its_longest_sequences(rows):
+    keys = torch.tensor([[int(bit) - 1 for bit in row] for row in rows])
+    _, q, k, v = random_inputs(len(rows), 3, 7)
+    given = {}
+    attend = lambda *tensors, **named: given.update(named) or flash_attn_varlen_func(*tensors, **named)  # noqa: E731
+    Sequences(None, keys).attend(attend, *(x.transpose(1, 2) for x in (q, k, v)))
+    assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (3, 7)

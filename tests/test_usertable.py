@@ -128,7 +128,7 @@ def changed(**changes: Any) -> str:
         ({"row__masks": []}, r"row 1: masks is \(\); allowed: one or more of full, causal, window"),
         ({"row__masks": [["full"]]}, "row 1: "),
         ({"row__dtypes": "bf16"}, "row 1: its dtypes is 'bf16'; allowed: list"),
-        ({"row__lengths": ["middling"]}, r"row 1: lengths is \('middling',\); allowed: one or more of decode, short"),
+        ({"row__lengths": ["middling"]}, r"row 1: lengths is \('middling',\); allowed: one or more of decode, tiny"),
         ({"row__gpu": None}, "row 1: its gpu is None; allowed: str"),
         ({"row__tflops": "fast"}, "row 1: its tflops is 'fast'; allowed: float or int"),
         ({"row__tflops": float("nan")}, "row 1: its tflops is nan; allowed: a positive number"),

@@ -21,6 +21,7 @@ from cuteflash.problem import MaskKind, Storage
 QUERY_TENSORS = ("q", "o", "lse", "do", "dlse", "dq")  # that have a row for each query
 KEY_TENSORS = ("k", "v", "dk", "dv")
 LONGER_THAN_MEAN = 4  # sequences that are longer than this times the mean are few
+LONG_LOOP = 1536  # keys, from which on heads that run side by side are faster; between the lengths that were timed
 
 
 def batched(tensors: Any, storage: Storage) -> Any:
@@ -265,7 +266,7 @@ def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdSc
     if problem.is_deterministic and traits.turns_at_once:
         group = cutlass.max(group, scalars.num_sms // traits.turns_at_once)
     if problem.storage.k == "varlen":
-        order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n)
+        order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n, traits.lone_tiles)
         return dataclasses.replace(
             order,
             counter=packed.tile_counter,
@@ -277,13 +278,26 @@ def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdSc
     if differ and traits.persistent:
         group = TileOrder.even_group(group, n_blocks, scalars.num_sms)
     by_block = differ or problem.is_deterministic
+    if not by_block and traits.family == "sm90":  # elsewhere not timed
+        # Fewer blocks add to the same tile of dQ at a time, which pays in long loops; short ones take head after head.
+        group, by_block = cutlass.min(group, 1 + seqlen_k // LONG_LOOP * group), True
     return TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block, zigzag=differ)
 
 
-def flat_order(cu: cute.Tensor, rows: Int32, heads: Int32, tile: int) -> RaggedOrder:
+def flat_order(cu: cute.Tensor, rows: Int32, heads: Int32, tile: int, alike: bool) -> RaggedOrder:
     """The tiles of packed sequences, each head's beside the others', first rows first, one a block."""
-    sequences = cu.shape[0] - 1
-    return RaggedOrder(cu, None, rows, heads, sequences, heads, Int32(1), tile_tokens=tile, longest_first=False)
+    return RaggedOrder(
+        cu_q=cu,
+        counter=None,
+        rows=rows,
+        heads=heads,
+        batch=cu.shape[0] - 1,
+        group=heads,
+        passes=Int32(1),
+        tile_tokens=tile,
+        longest_first=False,
+        alike=alike,
+    )
 
 
 def lengths_of(tensors: FwdTensors | BwdTensors, packed: PackedTensors) -> Lengths:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cuteflash.core.lengths import Vector
 from cuteflash.core.tile_numbers import count_tiles, first_tile
@@ -136,6 +136,8 @@ class RaggedOrder:
         tile_tokens: queries of a tile.
         draws_first: a block draws its first tile, too. Then a block that has drawn a tile knows that blocks which run
             have drawn all before it; otherwise its first tile is the one with the block's number.
+        alike: sequences own about as many tile numbers each, so that a number's sequence is first looked for where it
+            would be if they all owned as many.
     """
 
     cu_q: Vector
@@ -148,6 +150,7 @@ class RaggedOrder:
     tile_tokens: cutlass.Constexpr[int]
     longest_first: cutlass.Constexpr[bool]
     draws_first: cutlass.Constexpr[bool] = False
+    alike: cutlass.Constexpr[bool] = False
 
     @staticmethod
     def wide_group(group: Int32, heads_per_kv: Int32) -> Int32:
@@ -184,10 +187,12 @@ class RaggedOrder:
         if const_expr(self.longest_first):
             is_first_pass = number < size
             number = number % size
-        if const_expr(hint is None):
-            sequence = self.sequence_of(number)
-        else:
+        if const_expr(hint is not None):
             sequence = self.sequence_near(number, hint)
+        elif const_expr(self.alike):
+            sequence = self.sequence_near(number, self.guess(number))
+        else:
+            sequence = self.sequence_of(number)
         begin = first_tile(self.cu_q[sequence], sequence, self.tile_tokens)
         m_block = number - begin
         if const_expr(self.longest_first):
@@ -212,6 +217,11 @@ class RaggedOrder:
             first += passed
             count = cutlass.min(part, count - passed)
         return first
+
+    def guess(self, number: Int32) -> Int32:
+        """The first of 32 sequences, in whose middle a tile number would be if all sequences owned as many."""
+        share = Float32(self.batch + 1) / Float32(self.head_size())
+        return cutlass.max(Int32(Float32(number) * share) - WARP // 2, 0)
 
     @cute.jit
     def sequence_near(self, number: Int32, hint: Int32):

@@ -11,6 +11,14 @@ from cuteflash.core.mask import Index, IntervalMask
 from cuteflash.problem import UNBOUNDED
 
 
+def is_lone(seqlen_q: Index, seqlen_k: Index, tile_m: int, tile_n: int) -> Boolean:
+    """Whether a sequence is one tile of queries and one of keys.
+
+    Its last query sees its last key under every mask, so that the block of its keys visits the tile of its queries.
+    """
+    return (seqlen_q <= tile_m) & (seqlen_k > 0) & (seqlen_k <= tile_n)
+
+
 @dataclasses.dataclass(frozen=True)
 class KeyBlocks:
     """The key blocks `[lo, hi)` that some query of a tile sees; `hi <= lo` if there are none."""
@@ -154,6 +162,10 @@ class KeyTile:
     def exists(self) -> Boolean:
         """Whether the tile has a key. Those of a dense batch all do."""
         return self.first_key < self.mask.seqlen_k
+
+    def is_lone(self) -> Boolean:
+        """See `is_lone`."""
+        return is_lone(self.mask.seqlen_q, self.mask.seqlen_k, self.tile_m, self.tile_n)
 
     def query_blocks(self, is_descending: bool = False, is_spread: bool = False) -> QueryBlocks:
         """The query blocks that the tile visits: upwards, or downwards.

@@ -75,13 +75,18 @@ class BwdTraits(FwdTraits, Protocol):
         turns_at_once: so many blocks of a head run at the same time in a deterministic call, if there are enough heads:
             fewer wait less for their turn at its dQ, but more heads take more of L2. 0 is any number.
         persistent: a block works on many tiles of a dense batch.
+        lone_tiles: a sequence that is one tile of queries and one of keys gets its dQ from its only block, and the sum
+            in memory is neither cleared nor read.
     """
 
     first_stores: ClassVar[bool]
-    turns_at_once: ClassVar[int]
 
     @property
+    def turns_at_once(self) -> int: ...
+    @property
     def persistent(self) -> bool: ...
+    @property
+    def lone_tiles(self) -> bool: ...
 
     def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
         """The fp32 workspace of a call, for Python ints or traced values."""

@@ -17,6 +17,13 @@ SM80_TILE_M, SM80_TILE_N = (32, 64, 128), (32, 64, 128)
 SM80_WARPS = (4, 8)
 SM80_STAGES = (1, 2)
 SM80_MAX_BLOCKS = 3
+SM80_TINY_BLOCKS = (1, 3, 4, 5, 6, 7, 8)  # with four warps each has a register limit of its own
+# How dQ is added. What sweeps time does not take turns: the best form of turns by warps comes with the wide additions.
+SM80_ADDS: tuple[dict[str, Any], ...] = ({}, {"vector_add": True})
+SM80_TURNS: dict[int, dict[str, Any]] = {
+    4: {"vector_add": True, "turn_steps": 4},
+    8: {"vector_add": True, "turn_warpgroup": True},
+}
 SM80_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"double_buffer": False}, {"fresh_addresses": True})
 
 SM90_TILE_M = range(48, 145, 16)
@@ -45,6 +52,7 @@ def bwd_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm8
         plain = BwdTraitsSm80(tile_m, tile_n, head_dim, head_dim_v, num_warps=warps, stages=stages)
         for division in _divisions(warps):
             yield from _variants(dataclasses.replace(plain, **division))
+    yield from _tiny(head_dim, head_dim_v)
 
 
 def _divisions(warps: int) -> Iterator[dict[str, Any]]:
@@ -58,7 +66,7 @@ def _divisions(warps: int) -> Iterator[dict[str, Any]]:
 
 
 def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
-    """A division, dQ added both ways; more resident blocks if that changes code, and switches of the plain form."""
+    """A division, the ways to add dQ; more resident blocks if that changes code, and switches of the plain form."""
     yield base
     if not runs_somewhere(base):
         return
@@ -74,9 +82,19 @@ def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
         if not runs_somewhere(traits):
             yield traits
             return
-        for vector_add in (False, True):
-            added = dataclasses.replace(traits, vector_add=vector_add)
-            yield from changed(added, SM80_SWITCHES if deepest and blocks == 1 else SM80_SWITCHES[:1])
+        plainest = deepest and blocks == 1
+        for adds in (*SM80_ADDS, SM80_TURNS[base.num_warps]) if plainest else SM80_ADDS:
+            added = dataclasses.replace(traits, **adds)
+            yield from changed(added, SM80_SWITCHES if plainest else SM80_SWITCHES[:1])
+
+
+def _tiny(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm80]:
+    """Small blocks for tiny sequences, as many resident ones as possible."""
+    small = BwdTraitsSm80(32, 32, head_dim, head_dim_v, num_warps=4, s_warps=2, dkv_warps=2, stages=1)
+    names = ("fresh_addresses", "double_buffer", "vector_add", "lone_tiles")
+    for blocks, *values in itertools.product(SM80_TINY_BLOCKS, *((False, True) for _ in names)):
+        switches: dict[str, Any] = dict(zip(names, values, strict=True))
+        yield dataclasses.replace(small, blocks_per_sm=blocks, **switches)
 
 
 def bwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90 | BwdTwoPassTraitsSm90]:

@@ -13,6 +13,7 @@ from cuteflash.traits.sm80 import (
     MMA_K,
     MMA_M,
     MMA_N,
+    REGS_STEP,
     WARP,
     copies_complaint,
     registers_a_thread,
@@ -20,6 +21,9 @@ from cuteflash.traits.sm80 import (
 )
 
 STATISTIC_BYTES = 4  # fp32
+WARPGROUP = 4 * WARP  # that change their share of the registers together
+TURN_STEPS = 1, 2, 4, 8, 16  # powers of two, at most a warp's lanes
+TURN_REGS = 24  # the fewest that a thread can keep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class BwdTraitsSm80:
             address of every k-block may take a register for the whole loop.
         double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
         vector_add: dQ is added 16 bytes at once, which takes sm_90 or later.
+        lone_tiles: the block of a sequence that is one tile of queries and one of keys stores dQ itself, rounded.
+        turn_steps: a deterministic call awaits and passes on the turns of so many steps together: fewer fences, but the
+            block that comes next starts later.
+        turn_warpgroup: four more warps in a deterministic call, of which two await and pass on the turns; it needs
+            sm_90a, on which the four leave registers to the others.
         blocks_per_sm: resident blocks the compiler must leave registers for.
     """
 
@@ -52,7 +61,6 @@ class BwdTraitsSm80:
         {"softcap", "deterministic", "varlen"}
     )  # those that the kernel implements
     first_stores: ClassVar[bool] = False
-    turns_at_once: ClassVar[int] = 4
     persistent: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
@@ -70,11 +78,29 @@ class BwdTraitsSm80:
     fresh_addresses: bool = False
     double_buffer: bool = True
     vector_add: bool = False
+    lone_tiles: bool = False
+    turn_steps: int = 1
+    turn_warpgroup: bool = False
     blocks_per_sm: int = 1
 
     @property
     def num_threads(self) -> int:
         return self.num_warps * WARP
+
+    @property
+    def turns_at_once(self) -> int:
+        """See `BwdTraits`; if turns are passed on a batch at a time, blocks of a head run a batch behind each other."""
+        return 4 if self.turn_steps == 1 else 2
+
+    def mma_regs(self, arch: ArchSpec) -> int:
+        """Registers a thread that computes has with a `turn_warpgroup`, whose threads keep `TURN_REGS`."""
+        threads = self.num_threads + WARPGROUP
+        left = self._launch_regs(arch) * threads - TURN_REGS * WARPGROUP
+        return min(arch.max_regs_per_thread, left // self.num_threads) // REGS_STEP * REGS_STEP
+
+    def _launch_regs(self, arch: ArchSpec) -> int:
+        """Registers a thread starts with, if there is a `turn_warpgroup`."""
+        return registers_a_thread(self.blocks_per_sm * (self.num_threads + WARPGROUP), arch)
 
     @property
     def p_in_regs(self) -> bool:
@@ -119,6 +145,10 @@ class BwdTraitsSm80:
             return complaint
         if self.stages not in (1, 2) or self.blocks_per_sm < 1:
             return f"stages {self.stages} is not 1 or 2, or blocks_per_sm {self.blocks_per_sm} is below 1"
+        if self.turn_steps not in TURN_STEPS:
+            return f"turn_steps {self.turn_steps} is not one of {', '.join(map(str, TURN_STEPS))}"
+        if self.turn_steps > 1 and self.turn_warpgroup:
+            return f"turn_steps {self.turn_steps} is not 1, but turn_warpgroup passes on every turn by itself"
         return self._check_warps() or copies_complaint(self) or self._check_limits(arch)
 
     def _check_warps(self) -> str | None:
@@ -144,11 +174,23 @@ class BwdTraitsSm80:
         """Whether the multiprocessor has what the block needs."""
         if self.vector_add and arch.capability < (9, 0):
             return f"vector_add needs sm_90 or later, the target is {arch.name}"
+        if self.turn_warpgroup and (arch.name != "sm_90a" or self.num_warps % 4):
+            return (
+                f"turn_warpgroup needs sm_90a and num_warps a multiple of 4; the target is {arch.name}, "
+                f"num_warps is {self.num_warps}"
+            )
+        if self.turn_warpgroup and self.mma_regs(arch) <= self._launch_regs(arch):
+            return (
+                f"turn_warpgroup leaves no registers to {self.num_warps} warps, which start with "
+                f"{self._launch_regs(arch)} a thread"
+            )
         return residency_complaint(self, arch, "dK, dV, S and dP")
 
     def register_limit(self, arch: ArchSpec) -> int:
         """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""
-        return registers_a_thread(self, arch)
+        if self.turn_warpgroup:
+            return self.mma_regs(arch)
+        return registers_a_thread(self.blocks_per_sm * self.num_threads, arch)
 
     @property
     def accumulator_regs(self) -> int:

@@ -62,6 +62,7 @@ class BwdTraitsSm90:
     )  # those that the kernel implements
     first_stores: ClassVar[bool] = True
     turns_at_once: ClassVar[int] = 0
+    lone_tiles: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 128

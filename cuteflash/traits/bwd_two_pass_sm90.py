@@ -44,6 +44,7 @@ class BwdTwoPassTraitsSm90:
     features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic", "varlen"})
     first_stores: ClassVar[bool] = False
     turns_at_once: ClassVar[int] = 0
+    lone_tiles: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES

@@ -1,25 +1,59 @@
 """Length classes: the part of a call's lengths that decides which row is fastest. Kernels are not compiled for lengths.
 
 decode  a handful of queries against a long cache: one query tile, and the time is that of reading K and V
+tiny    a sequence is a small part of a usual tile; a class of the backward, the forward takes the rows for short
 short   the main loop has few steps, so that prologue, epilogue and scheduling of blocks count
 long    only the main loop counts
+
+A class decides what is fast, never what is right: every row gives the same result at all lengths.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Literal, get_args
 
-LengthClass = Literal["decode", "short", "long"]
+from cuteflash.problem import Operation
+
+LengthClass = Literal["decode", "tiny", "short", "long"]
 LENGTH_CLASSES: tuple[LengthClass, ...] = get_args(LengthClass)
 
 DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: more queries begin to fill a query tile
+TINY_LENGTH = 32
 # Main loops below a dozen steps of 128 keys. 1536 lies between the powers of two that are common and that are timed, so
 # no such length sits on the edge: 1024 is short, 2048 is long.
 LONG_LENGTH = 1536
+LONG_CACHE = 16  # keys a query, at least
 
 
-def length_class_of(seqlen_q: int, seqlen_k: int) -> LengthClass:
+def length_class_of(seqlen_q: int, seqlen_k: int, operation: Operation = "fwd") -> LengthClass:
     """The class of a call with `seqlen_q` queries and `seqlen_k` keys a sequence."""
+    if operation == "bwd" and max(seqlen_q, seqlen_k) <= TINY_LENGTH:
+        return "tiny"
     if seqlen_q <= DECODE_QUERIES:
         return "decode"
     return "short" if max(seqlen_q, seqlen_k) < LONG_LENGTH else "long"
+
+
+@functools.lru_cache(maxsize=1024)  # a call with known sizes costs 0.1 us of host time
+def length_class_of_packed(
+    rows_q: int, rows_k: int, batch: int, longest_q: int | None = None, longest_k: int | None = None
+) -> LengthClass:
+    """The class of `batch` packed sequences, at least one, of which the host only knows the sizes of their tensors.
+
+    It is that of the mean length or, if it is known which length none exceeds, of the geometric mean of the two: the
+    work of a sequence grows with the square of its length, so that a few long ones among many short ones are most of
+    it. A few queries are `decode` only against a long cache, with few keys they are short sequences.
+
+    Args:
+        rows_q, rows_k: queries and keys of all sequences together.
+        longest_q, longest_k: lengths that no sequence exceeds; None is not known.
+    """
+    length_q, length_k = (-(-rows // batch) for rows in (rows_q, rows_k))
+    if longest_q is not None and longest_k is not None:
+        if max(longest_q, longest_k) <= TINY_LENGTH:
+            return "tiny"
+        length_q, length_k = math.isqrt(length_q * longest_q), math.isqrt(length_k * longest_k)
+    found = length_class_of(length_q, length_k)
+    return "short" if found == "decode" and length_k < LONG_CACHE * length_q else found

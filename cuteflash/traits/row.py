@@ -37,7 +37,7 @@ FULL = ("full",)  # every query sees every key: one loop, with registers to spar
 CAUSAL = ("causal",)
 WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 FP16, BF16 = ("fp16",), ("bf16",)
-DECODE, SHORT, LONG = ("decode",), ("short",), ("long",)
+DECODE, TINY, SHORT, LONG = ("decode",), ("tiny",), ("short",), ("long",)
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 
 
@@ -100,7 +100,12 @@ class Row:
         object.__setattr__(self, "without", tuple(name for name in FEATURES if name in self.without))
 
     def serves(self, problem: Problem, lengths: str) -> bool:
-        """Whether the row serves this problem at lengths of this class; head dims are not compared."""
+        """Whether the row serves this problem at lengths of this class; head dims are not compared.
+
+        To a forward tiny sequences are short ones.
+        """
+        if lengths == "tiny" and problem.operation == "fwd":
+            lengths = "short"
         return (
             problem.scores.mask in self.masks
             and problem.operands.qk_dtype in self.dtypes

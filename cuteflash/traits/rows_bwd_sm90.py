@@ -1,6 +1,7 @@
 """Rows of bwd/sm_90a/sm90, by hand.
 
-One pass up to head dim 128. Two passes serve wider heads and softcaps, for which one pass has no registers left.
+One pass up to head dim 128. Two passes serve what one pass has no registers left for: wider heads, softcaps, and
+deterministic calls with a window at head dim 128. Long loops take more queries a step, since much of a step is latency.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from cuteflash.traits.row import (
     CAUSAL,
     DETERMINISTIC,
     FULL,
+    LONG,
     SOFTCAP,
     WINDOW,
     Row,
@@ -34,6 +36,28 @@ ROWS: tuple[Row, ...] = (
     bwd_two_pass_sm90(32, 64, k_stage=3, v_stage=3),
     bwd_sm90(
         64,
+        96,
+        FULL,
+        lengths=LONG,
+        without=SOFTCAP,
+        keep_thread=True,
+        dq="apart",
+        pingpong=False,
+        q_stage=3,
+        do_stage=3,
+    ),
+    bwd_sm90(
+        64,
+        96,
+        CAUSAL,
+        lengths=LONG,
+        without=SOFTCAP + DETERMINISTIC,
+        keep_thread=True,
+        dq="apart",
+        pingpong=False,
+    ),
+    bwd_sm90(
+        64,
         64,
         without=SOFTCAP,
         k_in_regs=True,
@@ -48,6 +72,16 @@ ROWS: tuple[Row, ...] = (
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
     bwd_sm90(96, 64, without=SOFTCAP, delta_early=False, keep_thread=True, dq="apart", pingpong=False),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
+    bwd_sm90(
+        128,
+        80,
+        FULL,
+        lengths=LONG,
+        without=SOFTCAP + DETERMINISTIC,
+        delta_early=False,
+        keep_thread=True,
+        dq="transposed",
+    ),
     bwd_sm90(128, 64, FULL + CAUSAL, without=SOFTCAP),
     bwd_sm90(128, 64, WINDOW, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),

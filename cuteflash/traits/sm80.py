@@ -29,6 +29,7 @@ class BlockTraits(FwdTraits, Protocol):
     def blocks_per_sm(self) -> int: ...
     @property
     def accumulator_regs(self) -> int: ...
+    def register_limit(self, arch: ArchSpec) -> int: ...
 
 
 def copy_rows(traits: BlockTraits, cols: int) -> int:
@@ -46,9 +47,9 @@ def copies_complaint(traits: BlockTraits) -> str | None:
     return None
 
 
-def registers_a_thread(traits: BlockTraits, arch: ArchSpec) -> int:
-    """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""
-    share = arch.regs_per_sm // (traits.blocks_per_sm * traits.num_threads)
+def registers_a_thread(threads: int, arch: ArchSpec) -> int:
+    """Registers the compiler may give each of a multiprocessor's resident threads."""
+    share = arch.regs_per_sm // threads
     return min(arch.max_regs_per_thread, share // REGS_STEP * REGS_STEP)
 
 
@@ -66,7 +67,7 @@ def residency_complaint(traits: BlockTraits, arch: ArchSpec, fragments: str) -> 
             f"{blocks} blocks of {traits.smem_bytes} + {BLOCK_SMEM} bytes of shared memory need {resident_bytes}, "
             f"one SM of {arch.name} has {arch.smem_per_sm}"
         )
-    limit = registers_a_thread(traits, arch)
+    limit = traits.register_limit(arch)
     if traits.accumulator_regs > limit - ADDRESS_REGS:
         return (
             f"{fragments} fragments take {traits.accumulator_regs} registers a thread, {limit} less {ADDRESS_REGS} "
@@ -163,7 +164,7 @@ class FwdTraitsSm80:
 
     def register_limit(self, arch: ArchSpec) -> int:
         """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""
-        return registers_a_thread(self, arch)
+        return registers_a_thread(self.blocks_per_sm * self.num_threads, arch)
 
     @property
     def accumulator_regs(self) -> int:

@@ -16,9 +16,12 @@ sm_90a/sm80: 227 KiB a block, two blocks of the widest head fit into a multiproc
 own use the rows of A100.
 
 bwd/sm_90a/sm80: at head dim 64 two blocks of four warps share a multiprocessor, whose warps hold 32 keys each, so that
-P and dS stay in registers; 1.1 times one block of eight warps. They fit without a spill only if neither a softcap nor
-turns need registers. From head dim 160 on the dK and dV accumulators leave room for 64 keys. Rows whose warps divide
-no product finer than 32 columns lend themselves to every pair of head dims.
+P and dS stay in registers; 1.1 times one block of eight warps. They fit without a spill only if no softcap needs
+registers. Their deterministic calls pass on the turns of four steps together, those of other rows have two warps for
+the turns; rows that would spill with these leave deterministic calls to the next one. From head dim 160 on the dK and
+dV accumulators leave room for 64 keys. Rows whose warps divide no product finer than 32 columns lend themselves to
+every pair of head dims. Tiny sequences take blocks of 32 x 32, as many on a multiprocessor as find registers without a
+spill, and one that holds its sequence stores dQ itself.
 
 bwd/sm_80/sm80: as on Hopper, with one stage from head dim 224 on. No A100 has timed it.
 
@@ -41,6 +44,8 @@ from cuteflash.traits import (
     rows_sm80_small,
     rows_sm90,
 )
+from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass
 from cuteflash.traits.row import Row, TableKey
 
 # The modules whose rows make up a table, in order. The first is the table's own, which its sweep writes.
@@ -57,6 +62,10 @@ MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
     TableKey("bwd", "sm_86", "sm80"): (rows_bwd_sm80_small,),
     TableKey("bwd", "sm_89", "sm80"): (rows_bwd_sm80_small,),
     TableKey("bwd", "sm_120", "sm80"): (rows_bwd_sm80_small,),
+}
+# Which family a call gets that names none, where it is not the first of the target's: (operation, target, lengths).
+BEST_FAMILIES: dict[tuple[Operation, str, LengthClass], Family] = {
+    ("bwd", "sm_90a", "tiny"): "sm80",  # a 64 x 128 block of the sm90 family has a multiprocessor to itself
 }
 TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()

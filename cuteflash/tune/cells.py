@@ -67,7 +67,7 @@ class Cell:
     @property
     def lengths(self) -> LengthClass:
         """The class of its lengths."""
-        return length_class_of(self.seqlen_q, self.seqlen)
+        return length_class_of(self.seqlen_q, self.seqlen, self.operation)
 
     @property
     def window(self) -> tuple[int, int]:

@@ -58,6 +58,7 @@ SWITCHES_BWD_SM80: dict[tuple[str, object], float] = {
     ("fresh_addresses", True): 1.05,
 }
 SCALAR_ADDS = 1.05  # if 16 bytes could be added at once
+TURNS_APART = 1.1  # a fence each step of a deterministic call, which a sweep does not time
 BEYOND = "beyond the limit"  # how the reason of a candidate ends that could run but was not promising enough
 WIDE = 192  # head dims from which rescaling O inside the product pays
 UNPINNED_BELOW = 128  # head dims below which fixed maxima want the wait for PV where ptxas puts it
@@ -129,6 +130,7 @@ def _bwd_sm80(traits: BwdTraitsSm80, arch: ArchSpec) -> float:
     clocks = _step(loop, _exposed_sm80(traits, traits.stages), STEP_CLOCKS / traits.blocks_per_sm)
     clocks *= _switches(traits, SWITCHES_BWD_SM80)
     clocks *= SCALAR_ADDS if arch.capability >= (9, 0) and not traits.vector_add else 1.0
+    clocks *= 1.0 if traits.turn_warpgroup or traits.turn_steps > 1 else TURNS_APART
     return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch))
 
 

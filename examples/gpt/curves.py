@@ -7,8 +7,8 @@ an error that autocast makes anyway. Batches and weights being equal otherwise, 
 initialisation can hide nothing.
 
 The distance of two runs is the root mean square, over all steps, of the difference of their training losses. It varies
-severalfold from pair to pair, so that the largest among torch's runs is the measure of the noise. Ours agrees if at
-most `FACTOR` times that are
+severalfold from pair to pair, so that the largest among torch's runs is the measure of the noise; of five runs, since
+the largest of three varies twofold itself. Ours agrees if at most `FACTOR` times that are
 
 - the median of its distances to torch's runs,
 - and the distance of its last validation loss from the mean of torch's.

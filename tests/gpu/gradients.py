@@ -133,7 +133,7 @@ def assert_near(
         assert error <= 1.5 * low_rms, f"{name}: rms error {error:.3e}, {error / low_rms:.2f} times torch's own"
 
 
-def check(case: Case, family: str, device: torch.device, seed: int = 0, deterministic: bool = False) -> None:
+def check(case: Case, family: str | None, device: torch.device, seed: int = 0, deterministic: bool = False) -> None:
     """Run a case on fresh inputs and judge its gradients."""
     inputs = case.inputs(device, seed)
     given = upstream(inputs, case, seed)

@@ -32,7 +32,7 @@ def gradients(
     packed: Packed,
     inputs: Tensors,
     given: Upstream,
-    family: str,
+    family: str | None,
     deterministic: bool = False,
     vectors: dict[str, Any] | None = None,
 ) -> tuple[Tensor, ...]:

@@ -56,6 +56,17 @@ def test_many_blocks(lengths: tuple[int, int], mask: str, family: str, cuda: tor
     check(case, family, cuda)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(1600, 70), (90, 1700)], ids=str)
+def test_long_loops(
+    lengths: tuple[int, int], head_dim: int, mask: str, dtype: str, family: str, cuda: torch.device
+) -> None:
+    case = dataclasses.replace(MASKS[mask], seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim, dtype=dtype)
+    check(dataclasses.replace(case, heads=4, kv_heads=2), family, cuda)
+
+
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("lengths", [(113, 203), (203, 113), (517, 517)], ids=str)
 def test_windows(window: tuple[int, int], lengths: tuple[int, int], family: str, device: torch.device) -> None:
@@ -236,6 +247,13 @@ DETERMINISTIC = {
     "wide": Case(300, heads=4, causal=True, head_dim=256),
     "value dim": Case(300, heads=4, head_dim=192, head_dim_v=128),
     "many tiles": Case(1500, batch=2, heads=16, kv_heads=8, causal=True, head_dim=96),
+    # Rows with turns of their own.
+    "fp16": Case(300, 517, dtype="fp16", heads=4, kv_heads=2),
+    "head dim 32": Case(300, 517, heads=4, kv_heads=2, causal=True, head_dim=32),
+    "head dim 128": Case(300, 517, heads=4, kv_heads=2, head_dim=128),
+    "fp16, head dim 128": Case(300, 517, dtype="fp16", heads=4, kv_heads=2, causal=True, head_dim=128),
+    "wide full": Case(300, 517, heads=4, kv_heads=2, head_dim=256),
+    "wide window": Case(300, 517, heads=4, kv_heads=2, window=(100, 30), head_dim=256),
 }
 
 

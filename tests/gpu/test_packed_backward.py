@@ -171,6 +171,8 @@ DETERMINISTIC = {
     "grouped": dataclasses.replace(CAUSAL, heads=8, kv_heads=2, head_dim=128),
     "window": dataclasses.replace(MASKS["window"], heads=4),
     "wide": dataclasses.replace(CAUSAL, head_dim=256),
+    "head dim 96": dataclasses.replace(CAUSAL, heads=8, kv_heads=2, head_dim=96),
+    "wide full": dataclasses.replace(MASKS["full"], heads=4, kv_heads=2, head_dim=256),
 }
 
 

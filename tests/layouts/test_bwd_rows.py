@@ -299,7 +299,7 @@ def test_sm80_registers_are_those_that_the_traits_count(name: str) -> None:
     scene, traits = scene_of(name), ROWS[name].choice.traits
     sums = [scene.fragment(f"acc_{tensor}").registers for tensor in ("S", "dP", "dV", "dK")]
     assert sum(sums) == traits.accumulator_regs  # type: ignore[union-attr]
-    (warps,) = scene.budget["registers"]["roles"]
+    warps, *_ = scene.budget["registers"]["roles"]
     assert len(warps["parts"]) < len(scene.fragments)  # operands of one product take the place of another's
 
 
@@ -309,6 +309,21 @@ def test_an_sm80_row_with_p_in_registers_has_no_tile_for_it() -> None:
     assert {"convert_p", "convert_ds"} <= {step.id for step in scene.steps}
     assert {"stage_p", "ldmatrix_p"} <= {step.id for step in scene_of(AMPERE[0]).steps}
     assert worst_ways(scene) == 1
+
+
+def test_a_warpgroup_for_turns_is_drawn_in_deterministic_calls_only() -> None:
+    traits = BwdTraitsSm80(64, 128, 64, 64, dq_warps=4, vector_add=True, turn_warpgroup=True)
+    choice = Choice("sm80", traits, Row(traits), "a table of one's own")
+    plain, deterministic = (
+        make_scene(BwdProblem.dense("bf16", 64, 64, deterministic=asked), "sm_90a", choice) for asked in (False, True)
+    )
+    assert [(role.name, role.threads) for role in plain.roles] == [("warps", 256)]
+    assert [(role.first_thread, role.threads) for role in deterministic.roles] == [(0, 256), (256, 128)]
+    registers = deterministic.budget["registers"]
+    assert (registers["launch"], [role["limit"] for role in registers["roles"]]) == (168, [240, 24])
+    assert sum(role["limit"] * role["threads"] for role in registers["roles"]) <= registers["launch"] * 384
+    assert (plain.kernel["threads"], deterministic.kernel["threads"]) == (256, 384)
+    assert deterministic.budget["occupancy"]["warps"] == 12
 
 
 @ampere_rows

@@ -55,6 +55,8 @@ class Layout(NamedTuple):
     cu_seqlens_k: Tensor
     seqused_q: Tensor | None
     seqused_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 class Sequences:
@@ -161,13 +163,18 @@ def _layout(of_q: Side, of_k: Side, step: int, q_rows: Tensor, k_rows: Tensor) -
     starts = [side.starts_in(rows, total) for side, rows, total in sides]
     # Rows before the first sequence are one of their own, none of which counts.
     front = [0] * any(not len(of_side) or int(of_side[0]) > 0 for of_side in starts)
-    cu_seqlens, seqused = [], []
-    for (side, _, total), of_side in zip(sides, starts, strict=True):
-        ends = torch.tensor([*front, *of_side.tolist(), total], dtype=torch.int32)
-        used = torch.tensor([*front, *side.counts.tolist()], dtype=torch.int32)
-        cu_seqlens.append(ends.to(q_rows.device))
-        seqused.append(None if torch.equal(ends.diff(), used) else used.to(q_rows.device))
-    return Layout(*cu_seqlens, *seqused)
+    (cu_q, used_q, longest_q), (cu_k, used_k, longest_k) = (
+        _vectors([*front, *of_side.tolist(), total], [*front, *side.counts.tolist()], q_rows.device)
+        for (side, _, total), of_side in zip(sides, starts, strict=True)
+    )
+    return Layout(cu_q, cu_k, used_q, used_k, longest_q, longest_k)
+
+
+def _vectors(ends: list[int], counts: list[int], device: torch.device) -> tuple[Tensor, Tensor | None, int]:
+    """`cu_seqlens`, `seqused` and the length of the longest of sequences of so many positions between these ends."""
+    cu_seqlens, used = (torch.tensor(values, dtype=torch.int32) for values in (ends, counts))
+    seqused = None if torch.equal(cu_seqlens.diff(), used) else used.to(device)
+    return cu_seqlens.to(device), seqused, max(counts, default=0)
 
 
 def _side(labels: Tensor, documents: int) -> Side:

@@ -88,7 +88,7 @@ class BwdFinish:
         """Launch it; `scale` is the factor of dQ, `tensors` are as `batched` returns them."""
         parts = self.main.dq_parts()
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
-        tiles = WorkspaceTiles.of(tensors, packed, workspace)
+        tiles = WorkspaceTiles.of(self.traits, tensors, packed, workspace)
         self.kernel.set_name_prefix("flash_bwd_finish", remove_cutlass_symbol=True)
         self.kernel(rows_first(tensors.dq), views, tiles, scale).launch(
             grid=(tiles.order.size(), 1, 1), block=(len(parts.origins) * parts.threads, 1, 1), stream=stream
@@ -99,7 +99,10 @@ class BwdFinish:
         place = tiles.place(cute.arch.block_idx()[0])
         layout = atoms.swizzled_tile(self.traits.tile_m, self.traits.head_dim)
         stage = SmemAllocator().allocate_tensor(self.dtype, layout, byte_alignment=1024)
-        if const_expr(views.cu_q is None):
+        if const_expr(self.traits.lone_tiles):
+            if place.rows > 0 and not place.is_lone:
+                self.finish(gDQ, views, place, scale, stage)
+        elif const_expr(views.cu_q is None):
             self.finish(gDQ, views, place, scale, stage)
         elif place.rows > 0:
             self.finish(gDQ, views, place, scale, stage)
@@ -108,7 +111,7 @@ class BwdFinish:
     def finish(
         self, gDQ: cute.Tensor, views: WorkspaceTensors, place: WorkspacePlace, scale: Float32, stage: cute.Tensor
     ):
-        """The tile at `place`, which has a row."""
+        """The tile at `place`, which has a row and whose sum is in memory."""
         thread = cute.arch.thread_idx()[0]
         parts = self.main.dq_parts()
         part, member = thread // parts.threads, thread % parts.threads

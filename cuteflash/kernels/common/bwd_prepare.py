@@ -2,7 +2,7 @@
 
     lse_log2 = LSE * log2(e)             the main kernel's P is exp2(scores * scale * log2(e) - lse_log2)
     delta    = rowsum(dO * O) - dLSE     and its dS is P * (dP - delta)
-    dQ       = 0                         the sum that its blocks add to, in fp32, if the first of them does not store
+    dQ       = 0                         the sum that its blocks add to, in fp32, if the first one does not store
     turns    = 0                         how many of them have come to a tile
 
 Rows without a key and rows that pad the last tile get +inf and 0, with which P is 0. The kernel does nothing but move
@@ -49,7 +49,7 @@ class BwdPrepare:
     def launch(self, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace, stream) -> None:
         """Launch it; `workspace` says where the results go, `tensors` are as `batched` returns them."""
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
-        tiles = WorkspaceTiles.of(tensors, packed, workspace)
+        tiles = WorkspaceTiles.of(self.traits, tensors, packed, workspace)
         self.kernel.set_name_prefix("flash_bwd_prepare", remove_cutlass_symbol=True)
         self.kernel(rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, tiles).launch(
             grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream
@@ -88,7 +88,10 @@ class BwdPrepare:
         origin = place.batch, place.head, first
         lse, dlse = (self.load_statistic(x, origin, last, row0, passes) for x in (mLSE, mDLSE))
         if const_expr(tile.dq is not None and not self.traits.first_stores):
-            self.clear(tile.dq, thread)
+            if const_expr(not self.traits.lone_tiles):
+                self.clear(tile.dq, thread)
+            elif not place.is_lone:
+                self.clear(tile.dq, thread)
         if const_expr(self.problem.is_deterministic or self.traits.first_stores):
             if thread < PARTS:
                 tile.turns[thread] = Int32(0)

@@ -7,12 +7,13 @@ from typing import Self
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from cuteflash.arguments import BwdTensors, PackedTensors
 from cuteflash.core.launch import flat_order, lengths_of
 from cuteflash.core.lengths import Index, Lengths
 from cuteflash.core.schedule import Order, TileOrder
+from cuteflash.core.tile import is_lone
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.core.workspace import PARTS, Workspace
 from cuteflash.traits.base import BwdTraits
@@ -124,6 +125,7 @@ class WorkspacePlace:
         batch: entry of the batch mode; packed sequences have one entry.
         first_row: its first row, counted as Q and O are.
         rows: how many rows its sequence has from there on; 0 or less if the tile does not exist.
+        is_lone: whether its sequence is one tile of queries and one of keys.
     """
 
     m_block: Int32
@@ -132,6 +134,7 @@ class WorkspacePlace:
     batch: Index
     first_row: Int32
     rows: Int32
+    is_lone: Boolean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,17 +145,19 @@ class WorkspaceTiles:
     lengths: Lengths
     is_packed: cutlass.Constexpr[bool]
     tile_m: cutlass.Constexpr[int]
+    tile_n: cutlass.Constexpr[int]
 
     @classmethod
-    def of(cls, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace) -> Self:
+    def of(cls, traits: BwdTraits, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace) -> Self:
         """The tiles of a call; `tensors` as `batched` returns them."""
         is_packed = packed.cu_seqlens_q is not None
         order: Order
         if is_packed:
-            order = flat_order(packed.cu_seqlens_q, tensors.q.shape[1], workspace.heads, workspace.tile_m)
+            rows, alike = tensors.q.shape[1], traits.lone_tiles
+            order = flat_order(packed.cu_seqlens_q, rows, workspace.heads, workspace.tile_m, alike)
         else:
             order = TileOrder(workspace.tiles, workspace.heads, workspace.batch, Int32(1), longest_first=False)
-        return cls(order, lengths_of(tensors, packed), is_packed, workspace.tile_m)
+        return cls(order, lengths_of(tensors, packed), is_packed, workspace.tile_m, traits.tile_n)
 
     def place(self, index: Int32) -> WorkspacePlace:
         """The tile with number `index`; a whole warp calls it."""
@@ -160,7 +165,15 @@ class WorkspaceTiles:
         lengths = self.lengths.sequence(sequence)
         first = m_block * self.tile_m
         batch = 0 if self.is_packed else sequence
-        return WorkspacePlace(m_block, head, sequence, batch, lengths.first_q + first, lengths.seqlen_q - first)
+        return WorkspacePlace(
+            m_block=m_block,
+            head=head,
+            sequence=sequence,
+            batch=batch,
+            first_row=lengths.first_q + first,
+            rows=lengths.seqlen_q - first,
+            is_lone=is_lone(lengths.seqlen_q, lengths.seqlen_k, self.tile_m, self.tile_n),
+        )
 
 
 def workspace_of(traits: BwdTraits, tensors: BwdTensors, packed: PackedTensors) -> Workspace:

@@ -27,6 +27,7 @@ from cuteflash.core.views import rows_first
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
+from cuteflash.kernels.sm80.bwd_barriers import sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import (
     BwdOperands,
     BwdTiles,
@@ -37,9 +38,11 @@ from cuteflash.kernels.sm80.bwd_bundles import (
 from cuteflash.kernels.sm80.bwd_load import store_rows
 from cuteflash.kernels.sm80.bwd_mma import accumulate, make_gradients
 from cuteflash.kernels.sm80.bwd_products import stage_rows
+from cuteflash.kernels.sm80.bwd_turns import await_each_turn, pass_each_turn
 from cuteflash.kernels.sm80.load import load_kv, make_kv_source
 from cuteflash.problem import BwdProblem
-from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.bwd_sm80 import TURN_REGS, WARPGROUP, BwdTraitsSm80
 
 SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle, so that a tile's offset never carries into it
 
@@ -52,6 +55,9 @@ class FlashBwdSm80:
     def __init__(self, traits: BwdTraitsSm80, problem: BwdProblem) -> None:
         self.traits = traits
         self.problem = problem
+        by_warpgroup = problem.is_deterministic and traits.turn_warpgroup
+        self.turn_threads = WARPGROUP if by_warpgroup else 0
+        self.turns_between = problem.is_deterministic and not by_warpgroup  # by a warp that computes, too
         self.dtype = CUTE_DTYPES[problem.operands.qk_dtype]
 
     def fake_args(self) -> tuple:
@@ -96,13 +102,14 @@ class FlashBwdSm80:
         launch = BwdLaunch.of(self, tensors, packed, scalars)
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         operands = BwdOperands(
-            *(rows_first(x) for x in (tensors.q, tensors.k, tensors.v, tensors.do, tensors.dk, tensors.dv))
+            *(rows_first(x) for x in (tensors.q, tensors.k, tensors.v, tensors.do, tensors.dk, tensors.dv)),
+            gdQ=rows_first(tensors.dq) if self.traits.lone_tiles else None,
         )
         BwdPrepare(self.traits, self.problem).launch(tensors, packed, workspace, stream)
         self.kernel.set_name_prefix("flash_bwd_sm80", remove_cutlass_symbol=True)
         self.kernel(operands, views, launch).launch(
             grid=(launch.order.size(), 1, 1),
-            block=(self.traits.num_threads, 1, 1),
+            block=(self.traits.num_threads + self.turn_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.traits.blocks_per_sm,
             preferred_smem_carveout=100,
@@ -115,13 +122,31 @@ class FlashBwdSm80:
         tile = launch.tile(cute.arch.block_idx()[0])
         work = KeyWork(launch, tile, tile.query_blocks(), self.problem.is_deterministic)
         if const_expr(self.problem.storage.k == "dense"):
-            self.differentiate(operands, workspace, work, thread)
+            self.work_on(operands, workspace, work, thread)
         elif tile.exists():
+            self.work_on(operands, workspace, work, thread)
+
+    @cute.jit
+    def work_on(self, operands: BwdOperands, workspace: WorkspaceTensors, work: KeyWork, thread: Int32):
+        """What the warps of a block do for a key tile that exists."""
+        traits = self.traits
+        if const_expr(self.turn_threads == 0):
             self.differentiate(operands, workspace, work, thread)
+        else:
+            warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+            if warp < traits.num_warps:
+                cute.arch.setmaxregister_increase(traits.mma_regs(get_arch("sm_90a")))
+                self.differentiate(operands, workspace, work, thread)
+            else:
+                cute.arch.setmaxregister_decrease(TURN_REGS)
+                if warp == traits.num_warps:
+                    await_each_turn(self, workspace, work, lane)
+                elif warp == traits.num_warps + 1:
+                    pass_each_turn(self, workspace, work, lane)
 
     @cute.jit
     def differentiate(self, operands: BwdOperands, workspace: WorkspaceTensors, work: KeyWork, thread: Int32):
-        """The gradients of a key tile that exists."""
+        """The gradients of a key tile."""
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
         g = make_gradients(self, tiles, work, thread)
@@ -148,11 +173,22 @@ class FlashBwdSm80:
     ) -> QuerySources:
         """This thread's share of the loads of Q, dO and the row statistics."""
         tile = work.tile
-        gQ, gdO = (gX[None, None, None, tile.batch] for gX in (operands.gQ, operands.gdO))
-        if self.problem.storage.q == "varlen":
-            gQ, gdO = (cute.domain_offset((tile.first_q, 0, 0), gX) for gX in (gQ, gdO))
-        first_head = tile.head * work.launch.heads_per_kv
-        return QuerySources(gQ, gdO, workspace, tiles, thread, tile.mask.seqlen_q, first_head, tile.sequence)
+
+        def rows(gX: cute.Tensor | None) -> cute.Tensor | None:
+            if gX is None:
+                return None
+            gX = gX[None, None, None, tile.batch]
+            return gX if self.problem.storage.q == "dense" else cute.domain_offset((tile.first_q, 0, 0), gX)
+
+        return QuerySources(
+            *(rows(gX) for gX in (operands.gQ, operands.gdO, operands.gdQ)),
+            workspace=workspace,
+            tiles=tiles,
+            thread=thread,
+            seqlen_q=tile.mask.seqlen_q,
+            first_head=tile.head * work.launch.heads_per_kv,
+            sequence=tile.sequence,
+        )
 
     def key_rows(self, gX: cute.Tensor, work: KeyWork) -> cute.Tensor:
         """The rows of the tile's head and sequence in K, V or their gradients."""
@@ -164,10 +200,10 @@ class FlashBwdSm80:
         """Round dK and dV, stage them in the place of K and V, and store their rows."""
         rows = work.tile.mask.seqlen_k - work.tile.first_key
         sdK, sdV = (sX[None, None, 0] for sX in (tiles.sK, tiles.sV))
-        cute.arch.sync_threads()  # every warp has read K and V
+        sync_warps(self)  # every warp has read K and V
         stage_rows(self, g.mma_dkv, g.thread, (g.acc_dK, work.launch.softmax_scale), sdK)
         stage_rows(self, g.mma_dkv, g.thread, (g.acc_dV, Float32(1.0)), sdV)
-        cute.arch.sync_threads()
+        sync_warps(self)
         for sX, gX, head_dim in (
             (sdK, operands.gdK, self.problem.operands.head_dim),
             (sdV, operands.gdV, self.problem.operands.head_dim_v),

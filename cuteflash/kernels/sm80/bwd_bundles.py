@@ -26,6 +26,7 @@ class BwdOperands:
     gdO: cute.Tensor
     gdK: cute.Tensor
     gdV: cute.Tensor
+    gdQ: cute.Tensor | None  # of traits with `lone_tiles`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class QuerySources:
     """What the loads of Q, dO and the row statistics need.
 
     Attributes:
-        gQ, gdO: (rows, columns, heads) of the batch entry.
+        gQ, gdO, gdQ: (rows, columns, heads) of the batch entry; gdQ is None without `lone_tiles`.
         seqlen_q: rows of Q and dO.
         first_head: the first query head of the KV head.
         sequence: the sequence's number in the batch.
@@ -55,6 +56,7 @@ class QuerySources:
 
     gQ: cute.Tensor
     gdO: cute.Tensor
+    gdQ: cute.Tensor | None
     workspace: WorkspaceTensors
     tiles: BwdTiles
     thread: Int32

@@ -8,8 +8,8 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from cuteflash.kernels.sm80.bundles import KvSource
+from cuteflash.kernels.sm80.bwd_barriers import sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
-from cuteflash.kernels.sm80.fwd_mma import wait_loads
 from cuteflash.kernels.sm80.load import column_predicate, load_kv
 
 STATISTICS = 4  # fp32 numbers of one 16-byte copy
@@ -66,6 +66,12 @@ def load_queries(
             )
 
 
+def wait_loads(kernel) -> None:
+    """Wait until all copies are in shared memory, those of every thread."""
+    cute.arch.cp_async_wait_group(0)
+    sync_warps(kernel)
+
+
 @cute.jit
 def load_step(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, place: tuple):
     """Wait for a step's Q and dO, and with two stages issue those of the next step; returns the step's stage."""
@@ -73,13 +79,13 @@ def load_step(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, pla
     thread = varying(kernel, loads.thread, position)
     stage = Int32(0)
     if const_expr(kernel.traits.stages == 1):
-        cute.arch.sync_threads()  # every warp has read the last block
+        sync_warps(kernel)  # every warp has read the last block
         load_queries(kernel, loads, head, m_block, 0, thread)
         cute.arch.cp_async_commit_group()
-        wait_loads(0)
+        wait_loads(kernel)
     else:
         stage = position & 1
-        wait_loads(0)  # and every warp has read the last block
+        wait_loads(kernel)  # and every warp has read the last block
         next_head, next_block = work.after(head, m_block)
         if next_head < work.launch.heads_per_kv:
             load_queries(kernel, loads, next_head, next_block, stage ^ 1, thread)

@@ -16,6 +16,7 @@ from cutlass import Int32, const_expr
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.views import acc_as_operand_a, transposed
+from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, say_added, sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, Gradients, KeyWork, Operand, QuerySources
 from cuteflash.kernels.sm80.bwd_load import load_queries, load_step, varying
 from cuteflash.kernels.sm80.bwd_products import (
@@ -27,9 +28,10 @@ from cuteflash.kernels.sm80.bwd_products import (
     probabilities,
     product,
     product_dq,
+    store_dq,
     store_scores,
 )
-from cuteflash.kernels.sm80.bwd_turns import await_turn, look_at_turn, pass_turn
+from cuteflash.kernels.sm80.bwd_turns import await_turns, look_at_turns, pass_last_turns
 
 
 def make_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -> Gradients:
@@ -69,9 +71,9 @@ def accumulate(kernel: cutlass.Constexpr, g: Gradients, loads: QuerySources, wor
                 m_block = hi - 1 - index if const_expr(work.is_descending) else lo + index
                 step(kernel, g, loads, work, (head, m_block, position), masked)
                 position += 1
-    if const_expr(kernel.problem.is_deterministic):
-        cute.arch.sync_threads()  # every thread has added
-        pass_turn(loads, *work.before(work.launch.heads_per_kv, work.first()))
+    if const_expr(kernel.turns_between):
+        sync_warps(kernel)  # every thread has added
+        pass_last_turns(kernel, loads, work)
 
 
 @cute.jit
@@ -87,7 +89,7 @@ def step(
     traits, tiles = kernel.traits, loads.tiles
     head, m_block, position = place
     stage = load_step(kernel, loads, work, place)
-    seen = look_at_turn(loads, head, m_block) if kernel.problem.is_deterministic else None
+    seen = look_at_turns(kernel, loads, work, place) if kernel.turns_between else None
 
     thread = varying(kernel, g.thread, position)
     k, v = (make_operand(g.mma_s, thread, sX[None, None, 0], is_a=True) for sX in (tiles.sK, tiles.sV))
@@ -106,12 +108,12 @@ def step(
     rdS = rounded_fragment(g.acc_dP, kernel.dtype)
     store_scores(kernel, g.mma_s, thread, rdS, tiles.sdS)
 
-    if const_expr(kernel.problem.is_deterministic):
-        await_turn(loads, work, place, seen)
+    if const_expr(kernel.turns_between):
+        await_turns(kernel, loads, work, place, seen)
     if const_expr(traits.p_in_regs):
         p, dS = Operand(acc_as_operand_a(rP)), Operand(acc_as_operand_a(rdS))
     else:
-        cute.arch.sync_threads()  # P and dS are written
+        sync_warps(kernel, NamedBarrier.TURN)  # P and dS are written
         p, dS = (make_operand(g.mma_dkv, thread, sX, is_a=True) for sX in (tiles.sP, tiles.sdS))
     do_t, q_t = (
         make_operand(g.mma_dkv, thread, transposed(sX[None, None, stage]), is_a=False, transpose=True)
@@ -120,6 +122,13 @@ def step(
     accumulate_product(kernel, g.mma_dkv, g.acc_dV, p, do_t)
     accumulate_product(kernel, g.mma_dkv, g.acc_dK, dS, q_t)
     if const_expr(traits.p_in_regs):
-        cute.arch.sync_threads()  # dS is written
+        sync_warps(kernel, NamedBarrier.TURN)  # dS is written
     product_dq(kernel, g, tiles, thread)
-    add_dq(kernel, g, loads, m_block, head)
+    if const_expr(not traits.lone_tiles):
+        add_dq(kernel, g, loads, m_block, head)
+    elif work.tile.is_lone():
+        store_dq(kernel, g, loads, work, (head, stage))
+    else:
+        add_dq(kernel, g, loads, m_block, head)
+    if const_expr(kernel.turn_threads > 0):
+        say_added(kernel)
