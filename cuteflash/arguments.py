@@ -53,7 +53,7 @@ class Fp8Options(NamedTuple):
     """The arguments of the forward operators of 8-bit operands after their tensors.
 
     Attributes:
-        softmax_scale, window_left, window_right, softcap, pack_gqa, family: see `FwdOptions`.
+        softmax_scale, window_left, window_right, softcap, pack_gqa, family, lengths: see `FwdOptions`.
         transposed_v: v is Vᵀ, see `cuteflash.flash_attn_func`.
         out_dtype: element type of O, ``"bf16"`` or ``"fp16"``.
     """
@@ -66,6 +66,7 @@ class Fp8Options(NamedTuple):
     family: str | None = None
     transposed_v: bool = False
     out_dtype: str = FP8_OUT
+    lengths: str | None = None
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""

@@ -17,7 +17,7 @@ from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
 from cuteflash.problem import FwdProblem, HalfDtype, Operands, Scores, mask_of_window
 from cuteflash.strides import usable_strides
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.length_class import length_class_of
+from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.validate import ALIGNMENT, FP8
 from cuteflash.validate_fp8 import Fp8Inputs, check_fp8
 
@@ -70,7 +70,8 @@ class Fp8Planner:
             transposed_v=options.transposed_v,
         )
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
-        choice = choose(problem, target, FAMILY, length_class_of(seqlen_q, seqlen_k))
+        lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
+        choice = choose(problem, target, FAMILY, lengths)
         heads_per_kv = heads // k.shape[2]
         packs = options.pack_gqa
         if packs is None:
