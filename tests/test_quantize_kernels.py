@@ -72,5 +72,5 @@ def test_wrong_traits_and_problems_are_refused() -> None:
 )
 def test_the_workspace_holds_each_part(problem: QuantizeProblem, size: int) -> None:
     traits = traits_of(problem)
-    assert (traits.parts(1025), traits.parts(1024), traits.parts(0)) == (3, 2, 0)
+    assert (traits.parts(1025), traits.parts(1023), traits.parts(0)) == (3, 2, 1)
     assert traits.workspace_size(problem, 6, 2, (3, 2)) == size

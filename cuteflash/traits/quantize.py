@@ -61,9 +61,8 @@ class QuantizeTraits:
         return min(-(-100 * self.resident * (tile + BLOCK_SMEM + 4 * WARP) // SMEM_PER_SM), 100)
 
     def parts(self, seqlen: Any) -> Any:
-        """How many blocks measure a head of `seqlen` tokens, for a Python int or a traced value."""
-        rows = self.tokens * self.tiles_of_part
-        return (seqlen + rows - 1) // rows
+        """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
+        return seqlen // (self.tokens * self.tiles_of_part) + 1
 
     def workspace_size(self, problem: QuantizeProblem, heads: int, kv_heads: int, parts: tuple[int, int]) -> int:
         """Elements of the workspace.
