@@ -20,6 +20,7 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
         pad_input,
         unpad_input,
     )
+    from cuteflash.quantize import quantize_qkv
     from cuteflash.version import VERSION as __version__
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "pad_input",
+    "quantize_qkv",
     "unpad_input",
 ]

@@ -1,0 +1,219 @@
+"""Q, K and V to FP8 (e4m3) for attention, in up to three launches, each over all three tensors.
+
+    measure   of each part of a head the largest magnitude, or sum and extremes of V's columns
+    scale     of each KV head the descale, its largest magnitude / 448, and V's mean
+    convert   of each tile of tokens: rotate, subtract V's mean, divide by the descale, round, turn V
+
+The first two run if scales of whole heads, or V's mean, are asked for. They all do nothing but move memory: a block
+loads a whole tile before it computes. If each 128 tokens have a scale, `convert` measures its tile itself. Sums are
+added in a fixed order, so that results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Boolean, Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.memory import SmemAllocator
+
+from cuteflash.core.signature import ALIGN_BYTES
+from cuteflash.kernels.common.quantize_measure import Measure
+from cuteflash.kernels.common.quantize_signature import quantize_fake_args
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, block_max, descale_of, largest_magnitude, rounded
+from cuteflash.kernels.common.quantize_work import HeadTiles, Place, Work, choose, rotated, seqlen_of, smoothed
+from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
+from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
+
+WORDS = COLUMNS // ROWS  # of a thread in a row of e4m3
+
+
+class Quantize:
+    """The kernels for a problem, as one callable."""
+
+    def __init__(self, traits: QuantizeTraits, problem: QuantizeProblem) -> None:
+        if problem.scales_by_block and traits.tokens != BLOCK_TOKENS:
+            raise ValueError(f"tokens is {traits.tokens}; allowed with scales by block: {BLOCK_TOKENS}")
+        self.traits = traits
+        self.problem = problem
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """See `quantize_fake_args`."""
+        return quantize_fake_args(self.problem)
+
+    @cute.jit
+    def __call__(self, *arguments: Any):
+        tensors, stream = QuantizeTensors(*arguments[:-1]), arguments[-1]
+        if const_expr(self.problem.measures):
+            Measure(self.traits, self.problem).launch(tensors, stream)
+        work = self.work(tensors)
+        self.kernel.set_name_prefix("flash_quantize", remove_cutlass_symbol=True)
+        self.kernel(tensors, work).launch(
+            grid=(work.size(), 1, 1),
+            block=(self.traits.num_threads, 1, 1),
+            min_blocks_per_mp=self.traits.resident,
+            preferred_smem_carveout=self.traits.carveout(self.problem),
+            stream=stream,
+        )
+
+    def work(self, tensors: QuantizeTensors) -> Work:
+        """All tiles; a block of Q or K has the same tile of several heads."""
+        traits, (batch, seqlen_q, heads, _) = self.traits, tensors.q.shape
+        seqlen_k, kv_heads = tensors.k.shape[1:3]
+        visits_q, visits_k = self.visits(tensors)
+        keys = tensors.v8.shape[3] if self.problem.transposes_v else seqlen_k
+        return Work(
+            q=HeadTiles(batch, cute.ceil_div(seqlen_q, traits.tokens), cute.ceil_div(heads, visits_q)),
+            k=HeadTiles(batch, cute.ceil_div(seqlen_k, traits.tokens), cute.ceil_div(kv_heads, visits_k)),
+            v=HeadTiles(batch, cute.ceil_div(keys, traits.tokens), kv_heads),
+        )
+
+    def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
+        """How many heads of Q and of K a block visits: those that share a scale, if it has to find that."""
+        if self.problem.scales_by_block:
+            return tensors.q.shape[2] // tensors.k.shape[2], 1
+        return self.traits.visits, self.traits.visits
+
+    @cute.kernel
+    def kernel(self, tensors: QuantizeTensors, work: Work):
+        number = cute.arch.block_idx()[0]
+        if number < work.first_v():
+            self.convert_qk(tensors, work, number)
+        else:
+            self.convert_v(tensors, work, number)
+
+    @cute.jit
+    def convert_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
+        """Convert a tile of some heads of Q or K.
+
+        A block that finds the scale of several heads visits them all, and then again, out of L2: all but the last one,
+        whose rows it still has, or all if it rotates, for which those take too many registers.
+        """
+        problem, traits = self.problem, self.traits
+        keeps = not (problem.rotary_dim or problem.hadamard)
+        is_q, place = work.place(number)
+        visits = choose(is_q, *(Int32(x) for x in self.visits(tensors)))
+        heads = choose(is_q, Int32(tensors.q.shape[2]), Int32(tensors.k.shape[2]))
+        grouped = choose(is_q, Int32(tensors.q.shape[2]) // Int32(tensors.k.shape[2]), Int32(1))
+        first_head = place.head * visits
+        count = cutlass.min(visits, heads - first_head)
+        measured = count if const_expr(problem.scales_by_block) else Int32(0)  # steps
+        steps = measured + count - 1 if const_expr(problem.scales_by_block and keeps) else measured + count
+        tile = Tile.of(place.tile * traits.tokens, seqlen_of(tensors, is_q), problem.head_dim, traits.quads)
+        peak, factor = Float32(0.0), Float32(1.0)
+        for step in cutlass.range(steps, unroll=1):
+            head = first_head + cutlass.select_(step < count, step, step - count)
+            at = Place(place.batch, place.tile, head)
+            descale = self.descale(tensors, is_q, at, head // grouped)
+            target = choose(is_q, *(Rows.of(x, at.batch, at.head) for x in (tensors.q8, tensors.k8)))
+            rows = rotated(problem, tensors, is_q, at, tile)
+            if const_expr(not problem.scales_by_block):
+                self.put_rows(target, tile, rows, problem.hadamard_scale / descale[0])
+            elif const_expr(keeps):
+                rows = list(rows)
+                if step < measured:
+                    peak = cute.arch.fmax(peak, largest_magnitude(rows))
+                if step == measured - 1:
+                    factor = self.find_factor(descale, peak, 1.0)
+                if step >= measured - 1:
+                    self.put_rows(target, tile, rows, factor)
+            else:
+                for i, values in enumerate(rows):
+                    if step < measured:
+                        peak = cute.arch.fmax(peak, largest_magnitude([values]))
+                    else:
+                        self.put_rows(target, tile, [values], factor, first=i)
+                if step == measured - 1:
+                    factor = self.find_factor(descale, peak * problem.hadamard_scale, problem.hadamard_scale)
+
+    def descale(self, tensors: QuantizeTensors, is_q: Boolean, place: Place, kv_head: Int32) -> cute.Tensor:
+        """(1,) the descale of a tile of Q or K."""
+        of_q, of_k = (self.descale_at(x, place, kv_head) for x in (tensors.q_descale, tensors.k_descale))
+        address = choose(is_q, of_q.iterator.toint(), of_k.iterator.toint())
+        pointer = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=4)
+        return cute.make_tensor(pointer, cute.make_layout(1))
+
+    def descale_at(self, descales: cute.Tensor, place: Place, kv_head: Int32) -> cute.Tensor:
+        """(1,) a tile's descale among those of its tensor."""
+        block = (place.tile * self.traits.tokens // BLOCK_TOKENS,) if self.problem.granularity == "block" else ()
+        offset = cute.crd2idx((place.batch, kv_head, *block), descales.layout)
+        return cute.make_tensor(descales.iterator + offset, cute.make_layout(1))
+
+    @cute.jit
+    def find_factor(self, descale: cute.Tensor, peak: Float32, scale: cutlass.Constexpr[float]):
+        """Write a tile's descale, from the largest magnitude that each thread has seen; returns scale / descale."""
+        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARP))
+        found = descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)))
+        if cute.arch.thread_idx()[0] == 0:
+            descale[0] = found
+        return scale / found
+
+    def put_rows(self, target: Rows, tile: Tile, rows: Iterable[cute.Tensor], factor: Float32, first: int = 0) -> None:
+        """Round a thread's rows of a tile, from row `first` on, times a factor."""
+        for i, values in enumerate(rows, first):
+            words = cute.make_rmem_tensor(WORDS, Uint32)
+            for w in range(WORDS):
+                words[w] = rounded(*(values[ROWS * w + b] * factor for b in range(ROWS)))
+            self.put_row(target, tile, i, words)
+
+    @cute.jit
+    def put_row(self, target: Rows, tile: Tile, i: cutlass.Constexpr[int], words: cute.Tensor):
+        """Write a thread's row `i` if it exists."""
+        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=ALIGN_BYTES * 8)
+        if tile.has(i):
+            cute.copy(atom, words, target.piece(tile.row(i), tile.lane * COLUMNS, Uint32))
+
+    @cute.jit
+    def convert_v(self, tensors: QuantizeTensors, work: Work, number: Int32):
+        """Convert a tile of a head of V."""
+        problem, traits = self.problem, self.traits
+        place = work.v.place(number - work.first_v())
+        tile = Tile.of(place.tile * traits.tokens, Int32(tensors.v.shape[1]), problem.head_dim_v, traits.quads)
+        mean = tensors.v_mean[place.batch, place.head, None] if const_expr(problem.smooths_v) else None
+        rows = smoothed(problem, tensors, place, tile, mean)
+        descale = self.descale_at(tensors.v_descale, place, place.head)
+        factor = Float32(1.0)
+        if const_expr(problem.scales_by_block):
+            rows = list(rows)
+            factor = self.find_factor(descale, largest_magnitude(rows), 1.0)
+        else:
+            factor = 1.0 / descale[0]
+        if const_expr(problem.transposes_v):
+            self.put_columns(tensors.v8[place.batch, place.head, None, None], tile, list(rows), factor)
+        else:
+            self.put_rows(Rows.of(tensors.v8, place.batch, place.head), tile, rows, factor)
+
+    @cute.jit
+    def put_columns(self, target: cute.Tensor, tile: Tile, rows: list[cute.Tensor], factor: Float32):
+        """Round a thread's rows of a tile, times a factor, into V^T (head_dim_v, keys); keys beyond the last are 0."""
+        traits, head_dim = self.traits, self.problem.head_dim_v
+        stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
+        for e in cutlass.range_constexpr(COLUMNS):
+            of_rows = (cutlass.select_(tile.has(i), row[e] * factor, Float32(0.0)) for i, row in enumerate(rows))
+            stage[tile.quad ^ self.turn(tile.lane), tile.lane * COLUMNS + e] = rounded(*of_rows)
+        cute.arch.sync_threads()
+        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=ALIGN_BYTES * 8)
+        pieces = traits.quads // WORDS  # of 16 keys in a column
+        piece, total = cute.arch.thread_idx()[0], pieces * head_dim
+        for _ in cutlass.range_constexpr(-(-total // traits.num_threads)):
+            if piece < total:
+                column, group = piece // pieces, piece % pieces
+                place = (group * WORDS) ^ self.turn(column // COLUMNS)
+                words = cute.make_rmem_tensor(WORDS, Uint32)
+                source = cute.make_tensor(
+                    (stage.iterator + column * traits.quads + place).align(ALIGN_BYTES), cute.make_layout(WORDS)
+                )
+                cute.copy(atom, source, words)
+                address = target[column, None].iterator.toint() + tile.first + group * COLUMNS
+                pointer = cute.make_ptr(Uint32, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)
+                cute.copy(atom, words, cute.make_tensor(pointer, cute.make_layout(WORDS)))
+            piece += traits.num_threads
+
+    def turn(self, lane: Int32) -> Int32:
+        """What the words of 16 columns are XORed with in shared memory, so that a warp's writes are in many banks."""
+        lanes, quads = self.problem.head_dim_v // COLUMNS, self.traits.quads
+        step = max(WORDS, WARP // (1 << (lanes - 1).bit_length()))
+        return lane * step % quads

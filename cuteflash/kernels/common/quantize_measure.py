@@ -1,0 +1,213 @@
+"""What quantising asks of whole heads, in two launches: parts of a head are measured, then put together.
+
+    magnitudes   (parts of all heads of Q, then K, then V)   fp32, if each KV head gets a scale
+    columns      (parts of V's heads, 3, head_dim_v)         fp32 sum, smallest, largest element, if V is smoothed
+
+The workspace has one after the other; parts are numbered as `Work` does it, and V has only one of the two. Elements
+that are not finite are left out: they do not change how others are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from cuteflash.kernels.common.quantize_tile import Tile, block_max, descale_of, largest_magnitude
+from cuteflash.kernels.common.quantize_work import HeadTiles, Work, rotated, seqlen_of, smoothed
+from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
+from cuteflash.traits.quantize import COLUMNS, STATISTICS, WARP, QuantizeTraits
+
+SCALE_THREADS = 256
+
+
+class Measure:
+    """The two kernels before the one that converts."""
+
+    def __init__(self, traits: QuantizeTraits, problem: QuantizeProblem) -> None:
+        self.traits = traits
+        self.problem = problem
+
+    def launch(self, tensors: QuantizeTensors, stream) -> None:
+        """Launch both: afterwards the descales and V's mean that have to be computed are there."""
+        work = self.work(tensors)
+        batch, _, kv_heads, _ = tensors.v.shape
+        self.measure.set_name_prefix("flash_quantize_measure", remove_cutlass_symbol=True)
+        self.measure(tensors, work).launch(
+            grid=(work.size(), 1, 1), block=(self.traits.num_threads, 1, 1), stream=stream
+        )
+        self.scale.set_name_prefix("flash_quantize_scale", remove_cutlass_symbol=True)
+        self.scale(tensors, work).launch(grid=(kv_heads, batch, 1), block=(SCALE_THREADS, 1, 1), stream=stream)
+
+    def work(self, tensors: QuantizeTensors) -> Work:
+        """All parts that are measured."""
+        batch, heads, kv_heads = tensors.q.shape[0], tensors.q.shape[2], tensors.k.shape[2]
+        of_q, of_k = (self.traits.parts(x.shape[1]) for x in (tensors.q, tensors.k))
+        if not self.problem.measures_heads:
+            heads_q, heads_k = 0, 0
+        else:
+            heads_q, heads_k = heads, kv_heads
+        return Work(HeadTiles(batch, of_q, heads_q), HeadTiles(batch, of_k, heads_k), HeadTiles(batch, of_k, kv_heads))
+
+    @cute.kernel
+    def measure(self, tensors: QuantizeTensors, work: Work):
+        number = cute.arch.block_idx()[0]
+        if const_expr(self.problem.measures_heads):
+            if number < work.first_v():
+                self.measure_qk(tensors, work, number)
+            else:
+                self.measure_v(tensors, work, number)
+        else:
+            self.measure_v(tensors, work, number)
+
+    @cute.jit
+    def measure_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
+        """The largest magnitude of a part of a head of Q or K."""
+        traits, problem = self.traits, self.problem
+        is_q, place = work.place(number)
+        seqlen = seqlen_of(tensors, is_q)
+        first = place.tile * (traits.tokens * traits.tiles_of_part)
+        tiles = cutlass.min((seqlen - first + traits.tokens - 1) // traits.tokens, traits.tiles_of_part)
+        peak = Float32(0.0)
+        for i in cutlass.range(tiles, unroll=1):
+            tile = Tile.of(first + i * traits.tokens, seqlen, problem.head_dim, traits.quads)
+            peak = cute.arch.fmax(peak, largest_magnitude(rotated(problem, tensors, is_q, place, tile)))
+        self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
+
+    @cute.jit
+    def measure_v(self, tensors: QuantizeTensors, work: Work, number: Int32):
+        """The largest magnitude of a part of a head of V, or sum and extremes of its columns."""
+        traits, problem = self.traits, self.problem
+        place = work.v.place(number - work.first_v())
+        seqlen = Int32(tensors.v.shape[1])
+        first = place.tile * (traits.tokens * traits.tiles_of_part)
+        tiles = cutlass.min((seqlen - first + traits.tokens - 1) // traits.tokens, traits.tiles_of_part)
+        if const_expr(problem.smooths_v):
+            columns = cute.make_rmem_tensor((COLUMNS, STATISTICS), Float32)
+            for e in cutlass.range_constexpr(COLUMNS):
+                columns[e, 0], columns[e, 1], columns[e, 2] = Float32(0.0), Float32.inf, -Float32.inf
+            for i in cutlass.range(tiles, unroll=1):
+                tile = Tile.of(first + i * traits.tokens, seqlen, problem.head_dim_v, traits.quads)
+                add_columns(columns, tile, smoothed(problem, tensors, place, tile))
+            tile = Tile.of(first, seqlen, problem.head_dim_v, traits.quads)
+            self.put_columns(tensors, work, number, tile, columns)
+        else:
+            peak = Float32(0.0)
+            for i in cutlass.range(tiles, unroll=1):
+                tile = Tile.of(first + i * traits.tokens, seqlen, problem.head_dim_v, traits.quads)
+                peak = cute.arch.fmax(peak, largest_magnitude(smoothed(problem, tensors, place, tile)))
+            self.put_magnitude(tensors, number, peak)
+
+    @cute.jit
+    def put_magnitude(self, tensors: QuantizeTensors, number: Int32, peak: Float32):
+        """Write the largest magnitude of part `number`, of which each thread has seen some elements."""
+        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARP))
+        peak = block_max(peak, numbers, -(-self.traits.num_threads // WARP))
+        if cute.arch.thread_idx()[0] == 0:
+            tensors.workspace[number] = peak
+
+    @cute.jit
+    def put_columns(self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, columns: cute.Tensor):
+        """Put the statistics of a part's columns together, in a fixed order, and write them."""
+        quads, head_dim = self.traits.quads, self.problem.head_dim_v
+        stage = SmemAllocator().allocate_tensor(Float32, cute.make_layout((head_dim, quads)), byte_alignment=16)
+        target = self.columns_of(work, number - work.first_v())
+        for statistic in cutlass.range_constexpr(STATISTICS):
+            if tile.is_own:
+                for e in cutlass.range_constexpr(COLUMNS):
+                    stage[tile.lane * COLUMNS + e, tile.quad] = columns[e, statistic]
+            cute.arch.sync_threads()
+            column = cute.arch.thread_idx()[0]
+            while column < head_dim:
+                value = stage[column, 0]
+                for q in cutlass.range_constexpr(1, quads):
+                    value = combine(statistic, value, stage[column, q])
+                tensors.workspace[target + statistic * head_dim + column] = value
+                column += self.traits.num_threads
+            cute.arch.sync_threads()
+
+    def columns_of(self, work: Work, number: Int32) -> Int64:
+        """Where the statistics of the columns of V's part `number` begin."""
+        return Int64(work.first_v()) + Int64(number) * (STATISTICS * self.problem.head_dim_v)
+
+    @cute.kernel
+    def scale(self, tensors: QuantizeTensors, work: Work):
+        head, batch, _ = cute.arch.block_idx()
+        peak_v = Float32(0.0)
+        if const_expr(self.problem.smooths_v):
+            peak_v = self.finish_columns(tensors, work, batch, head)
+        if const_expr(self.problem.measures_heads):
+            grouped = tensors.q.shape[2] // tensors.k.shape[2]
+            first_k, first_v = work.q.size(), work.first_v()
+            peaks = [
+                self.largest(tensors, work.q, Int32(0), batch, (head * grouped, grouped)),
+                self.largest(tensors, work.k, first_k, batch, (head, 1)),
+                peak_v,
+            ]
+            if const_expr(not self.problem.smooths_v):
+                peaks[2] = self.largest(tensors, work.v, first_v, batch, (head, 1))
+            self.put_descales(tensors, batch, head, peaks)
+
+    @cute.jit
+    def put_descales(self, tensors: QuantizeTensors, batch: Int32, head: Int32, peaks):
+        """Write the descales of a KV head, of whose largest magnitudes each thread has seen some."""
+        warps = SCALE_THREADS // WARP
+        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((warps, 3)))
+        targets = tensors.q_descale, tensors.k_descale, tensors.v_descale
+        for x in cutlass.range_constexpr(3):
+            peak = block_max(peaks[x], numbers[None, x], warps)
+            if cute.arch.thread_idx()[0] == 0:
+                targets[x][batch, head] = descale_of(peak)
+
+    @cute.jit
+    def largest(self, tensors: QuantizeTensors, parts: HeadTiles, start: Int32, batch: Int32, heads):
+        """The largest of those magnitudes of some heads' parts that are this thread's to read."""
+        first, count = heads
+        peak = Float32(0.0)
+        index, total = cute.arch.thread_idx()[0], parts.tiles * count
+        while index < total:
+            number = start + parts.number(batch, index // count, first + index % count)
+            peak = cute.arch.fmax(peak, tensors.workspace[number])
+            index += SCALE_THREADS
+        return peak
+
+    @cute.jit
+    def finish_columns(self, tensors: QuantizeTensors, work: Work, batch: Int32, head: Int32):
+        """Write the mean of V's columns; returns the largest magnitude of this thread's column minus its mean."""
+        head_dim, seqlen = self.problem.head_dim_v, tensors.v.shape[1]
+        peak = Float32(0.0)
+        column = cute.arch.thread_idx()[0]
+        if column < head_dim:
+            total, low, high = Float32(0.0), Float32.inf, -Float32.inf
+            for part in cutlass.range(work.v.tiles, unroll=4):
+                number = work.v.number(batch, part, head)
+                source = self.columns_of(work, number) + column
+                total = total + tensors.workspace[source]
+                low = cute.arch.fmin(low, tensors.workspace[source + head_dim])
+                high = cute.arch.fmax(high, tensors.workspace[source + 2 * head_dim])
+            mean = total / Float32(cutlass.max(seqlen, 1))
+            tensors.v_mean[batch, head, column] = mean
+            peak = cute.arch.fmax(peak, cute.arch.fmax(high - mean, mean - low))
+        return peak
+
+
+def add_columns(columns: cute.Tensor, tile: Tile, rows: Iterable[cute.Tensor]) -> None:
+    """Add a tile's rows to the statistics of a thread's columns."""
+    for i, row in enumerate(rows):
+        for e in range(COLUMNS):
+            value = row[e]
+            is_finite = cute.math.abs(value) < Float32.inf
+            # A row after the last repeats the last one, which changes no extreme.
+            columns[e, 0] = columns[e, 0] + cutlass.select_(is_finite & tile.has(i), value, Float32(0.0))
+            columns[e, 1] = cute.arch.fmin(columns[e, 1], cutlass.select_(is_finite, value, Float32.inf))
+            columns[e, 2] = cute.arch.fmax(columns[e, 2], cutlass.select_(is_finite, value, -Float32.inf))
+
+
+def combine(statistic: int, a: Float32, b: Float32) -> Float32:
+    """The statistic of two sets of elements from those of each."""
+    if statistic == 0:
+        return a + b
+    return cute.arch.fmin(a, b) if statistic == 1 else cute.arch.fmax(a, b)

@@ -1,0 +1,232 @@
+"""A tile of tokens in the registers of a block: loaded, rotated, measured, rounded to e4m3.
+
+Each thread has 16 neighbouring columns of 4 rows. The rows are those whose keys lie side by side in V^T (`Tile.row`),
+so that one thread fills whole words of it; neighbouring threads have the other columns of the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Boolean, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import CopyUniversalOp
+
+from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
+from cuteflash.quantize_problem import E4M3_MAX, QuantizeProblem
+from cuteflash.traits.quantize import COLUMNS, ROWS
+
+Numeric = type[cutlass.Numeric]
+
+CHUNKS = COLUMNS // ALIGN_ELEMENTS  # loads of 16 bytes of a thread in a row of 16-bit elements
+TINY = 2.0**-126  # the smallest normal number of fp32
+ROUND_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of one head in global memory.
+
+    Attributes:
+        address: of the first row's first byte.
+        stride: bytes from a row to the next.
+    """
+
+    address: Int64
+    stride: Int64
+
+    @classmethod
+    def of(cls, tensor: cute.Tensor, batch: Int32, head: Int32) -> Rows:
+        """Of a (batch, seqlen, heads, head_dim) tensor."""
+        nbytes = tensor.element_type.width // 8
+        of_batch, of_row, of_head, _ = tensor.stride
+        first = Int64(of_batch) * batch + Int64(of_head) * head
+        return cls(tensor.iterator.toint() + first * nbytes, Int64(of_row) * nbytes)
+
+    @classmethod
+    def of_table(cls, tensor: cute.Tensor) -> Rows:
+        """Of a (seqlen, columns) tensor."""
+        return cls(tensor.iterator.toint(), Int64(tensor.stride[0]) * (tensor.element_type.width // 8))
+
+    def piece(self, row: Int32, offset: Int32, dtype: Numeric) -> cute.Tensor:
+        """16 bytes of a row from byte `offset` on, as elements of `dtype`."""
+        address = self.address + self.stride * row + offset
+        pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)
+        return cute.make_tensor(pointer, cute.make_layout(ALIGN_BYTES * 8 // dtype.width))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a thread has of a tile.
+
+    Attributes:
+        first, last: the tile's first row, and the last row of its sequence.
+        lane: the thread's columns begin at 16 times this.
+        quad: which four rows of the tile it has.
+        is_own: no thread before it has the same; the threads beyond a tile's last quad repeat that.
+    """
+
+    first: Int32
+    last: Int32
+    lane: Int32
+    quad: Int32
+    is_own: Boolean
+
+    @classmethod
+    def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int) -> Tile:
+        """The part of the calling thread in a tile of `head_dim` columns, which begins at row `first`."""
+        thread, lanes = cute.arch.thread_idx()[0], head_dim // COLUMNS
+        quad = thread // lanes
+        return cls(first, seqlen - 1, thread % lanes, cutlass.min(quad, quads - 1), quad < quads)
+
+    def row(self, i: int) -> Int32:
+        """The thread's row `i`. In V^T position 4t + 2j + b of 16 holds key 8j + 2t + b: a quad has a t's four."""
+        return self.first + self.quad // 4 * 16 + self.quad % 4 * 2 + (i >> 1) * 8 + (i & 1)
+
+    def has(self, i: int) -> Boolean:
+        """Whether the thread's row `i` exists."""
+        return self.row(i) <= self.last
+
+    def load(self, rows: Rows, offsets: tuple[Int32, ...], dtype: Numeric) -> cute.Tensor:
+        """(elements, rows) of each of the thread's rows 16 bytes from each of some byte offsets on.
+
+        A row after the last is loaded as the last: without branches all loads are in flight together.
+        """
+        loaded = cute.make_rmem_tensor((ALIGN_BYTES * 8 // dtype.width * len(offsets), ROWS), dtype)
+        for i in range(ROWS):
+            self.load_row(rows, offsets, i, loaded[None, i])
+        return loaded
+
+    def load_row(self, rows: Rows, offsets: tuple[Int32, ...], i: int, target: cute.Tensor) -> None:
+        """Load of the thread's row `i` 16 bytes from each of some byte offsets on."""
+        atom = cute.make_copy_atom(CopyUniversalOp(), target.element_type, num_bits_per_copy=ALIGN_BYTES * 8)
+        row = cutlass.min(self.row(i), self.last)
+        pieces = cute.zipped_divide(target, (ALIGN_BYTES * 8 // target.element_type.width,))
+        for j, offset in enumerate(offsets):
+            cute.copy(atom, rows.piece(row, offset, target.element_type), pieces[None, j])
+
+    def chunks(self) -> tuple[Int32, ...]:
+        """The thread's columns of a row of 16-bit elements, counted in 16 bytes."""
+        return tuple(self.lane * CHUNKS + j for j in range(CHUNKS))
+
+    def elements(self, rows: Rows, dtype: Numeric) -> cute.Tensor:
+        """(columns, rows) the thread's elements of fp16 or bf16 rows."""
+        return self.load(rows, tuple(chunk * ALIGN_BYTES for chunk in self.chunks()), dtype)
+
+
+def widened(row: cute.Tensor) -> cute.Tensor:
+    """A copy in fp32."""
+    values = cute.make_rmem_tensor_like(row, Float32)
+    values.store(row.load().to(Float32))
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """A rotary embedding of the first columns of a head: its cosines and sines, (seqlen, rotary_dim / 2)."""
+
+    problem: cutlass.Constexpr[QuantizeProblem]
+    cos: Rows
+    sin: Rows
+    dtype: cutlass.Constexpr[Numeric]
+
+    def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int) -> None:
+        """Rotate a thread's row `i`, which comes from `rows` of element type `dtype`."""
+        if self.problem.rotary_interleaved:
+            self._rotate_neighbours(values, tile, i)
+            return
+        half = self._half()
+        others = (
+            cutlass.select_(chunk < half, chunk + half, cutlass.select_(chunk < 2 * half, chunk - half, chunk))
+            for chunk in tile.chunks()
+        )
+        partners = cute.make_rmem_tensor(COLUMNS, dtype)  # in the cache, since a neighbouring thread loads them as well
+        tile.load_row(rows, tuple(chunk * ALIGN_BYTES for chunk in others), i, partners)
+        self._rotate_halves(values, widened(partners), tile, i)
+
+    def _half(self) -> int:
+        """Chunks of 8 columns in half of those that are rotated."""
+        return self.problem.rotary_dim // 2 // ALIGN_ELEMENTS
+
+    def _tables(self, tile: Tile, columns: tuple[Int32, ...], i: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """8 neighbouring cosines and sines from each of `columns` on, for row `i`, fp32."""
+        nbytes = self.dtype.width // 8
+        steps = range(0, ALIGN_ELEMENTS * nbytes, ALIGN_BYTES)
+        offsets = tuple(column * nbytes + step for column in columns for step in steps)
+        tables = tuple(cute.make_rmem_tensor(ALIGN_ELEMENTS * len(columns), self.dtype) for _ in range(2))
+        for rows, table in zip((self.cos, self.sin), tables, strict=True):
+            tile.load_row(rows, offsets, i, table)
+        cos, sin = (widened(table) for table in tables)
+        return cos, sin
+
+    def _rotate_neighbours(self, values: cute.Tensor, tile: Tile, i: int) -> None:
+        column = tile.lane * COLUMNS
+        is_turned = column < self.problem.rotary_dim
+        cos, sin = self._tables(tile, (cutlass.min(column, self.problem.rotary_dim - COLUMNS) // 2,), i)
+        for e in range(COLUMNS // 2):
+            a, b = values[2 * e], values[2 * e + 1]
+            values[2 * e] = cutlass.select_(is_turned, a * cos[e] - b * sin[e], a)
+            values[2 * e + 1] = cutlass.select_(is_turned, a * sin[e] + b * cos[e], b)
+
+    def _rotate_halves(self, values: cute.Tensor, partners: cute.Tensor, tile: Tile, i: int) -> None:
+        half, chunks = self._half(), tile.chunks()
+        cos, sin = self._tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in chunks), i)
+        for e in range(COLUMNS):
+            chunk = chunks[e // ALIGN_ELEMENTS]
+            turned = values[e] * cos[e] + partners[e] * cutlass.select_(chunk < half, -sin[e], sin[e])
+            values[e] = cutlass.select_(chunk < 2 * half, turned, values[e])
+
+
+def mix(values: cute.Tensor, tile: Tile, block: int) -> None:
+    """Multiply each `block` columns of a row by Sylvester's Hadamard matrix, whose elements are 1 and -1.
+
+    A butterfly for each bit of the column: 4 within a thread, the others between neighbouring threads.
+    """
+    for distance in (1 << bit for bit in range(COLUMNS.bit_length() - 1)):
+        for low in (x for x in range(COLUMNS) if not x & distance):
+            a, b = values[low], values[low + distance]
+            values[low], values[low + distance] = a + b, a - b
+    for lanes in (1 << bit for bit in range((block // COLUMNS).bit_length() - 1)):
+        sign = cutlass.select_(tile.lane & lanes == 0, Float32(1.0), Float32(-1.0))
+        for e in range(COLUMNS):
+            other = cute.arch.shuffle_sync_bfly(values[e], offset=lanes)
+            values[e] = values[e] * sign + other
+
+
+def largest_magnitude(rows: Iterable[cute.Tensor]) -> Float32:
+    """The largest magnitude of a thread's finite values; 0 without one."""
+    peaks = [Float32(0.0)] * ROWS  # independent chains
+    for row in rows:
+        for e in range(COLUMNS):
+            size = cute.math.abs(row[e])
+            size = cutlass.select_(size < Float32.inf, size, Float32(0.0))  # of a NaN, too
+            peaks[e % ROWS] = cute.arch.fmax(peaks[e % ROWS], size)
+    return cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
+
+
+def descale_of(size: Float32) -> Float32:
+    """The scale that a largest magnitude asks for: positive and normal, 1 for a magnitude of 0."""
+    descale = cute.arch.fmax(size / Float32(E4M3_MAX), Float32(TINY))
+    return cutlass.select_(size > Float32(0.0), descale, Float32(1.0))
+
+
+def block_max(value: Float32, numbers: cute.Tensor, warps: int) -> Float32:
+    """The largest value of a block's threads, in all of them; `numbers` is shared memory for one of each warp."""
+    numbers[cute.arch.warp_idx()] = cute.arch.warp_reduction_max(value)
+    cute.arch.sync_threads()
+    peak = numbers[0]
+    for i in range(1, warps):
+        peak = cute.arch.fmax(peak, numbers[i])
+    return peak
+
+
+def rounded(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
+    """Four values as e4m3, the first in the lowest byte. What is too large becomes 448, an infinity, too."""
+    return cute.arch.inline_ptx(
+        f"{{.reg .b16 low, high; {ROUND_PAIR} low, {{$r1}}, {{$r0}}; {ROUND_PAIR} high, {{$r3}}, {{$r2}}; "
+        "mov.b32 {$w0}, {low, high};}",
+        write_only_types=[Uint32],
+        read_only_args=[a, b, c, d],
+    )

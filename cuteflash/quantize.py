@@ -1,0 +1,113 @@
+"""The public function that quantises Q, K and V to FP8 for attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cuteflash.coerce import flag, is_int, not_tensors
+from cuteflash.quantize_ops import quantize_qkv_op
+from cuteflash.quantize_problem import GRANULARITIES, HADAMARD_BLOCKS, Granularity
+from cuteflash.validate import shown
+
+
+class QuantizedQKV(NamedTuple):
+    """Q, K and V in FP8 (e4m3) with their scales: an element stands for its value times its descale.
+
+    Attributes:
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim_v); None if V^T was asked for.
+        vt: V^T, (batch, kv_heads, head_dim_v, keys), `keys` is seqlen_k rounded up to a multiple of 128; None unless it
+            was asked for. Position ``4t + 2j + b`` of each 16 keys holds key ``8j + 2t + b`` (t < 4, j < 2, b < 2), the
+            order in which FP8 attention takes them, and keys beyond seqlen_k are 0.
+        q_descale, k_descale, v_descale: fp32, (batch, kv_heads), or (batch, kv_heads, blocks) for blocks of 128 tokens.
+            The query heads of a KV head share one.
+        v_mean: V's mean over the tokens, (batch, kv_heads, head_dim_v) fp32, which was subtracted from V and is added
+            to O after attention; None unless V was smoothed.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    vt: Tensor | None
+    q_descale: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
+    v_mean: Tensor | None
+
+
+def quantize_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    granularity: Granularity = "head",
+    hadamard: int | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    transpose_v: bool = False,
+    smooth_v: bool = False,
+) -> QuantizedQKV:
+    """Q, K and V as e4m3 for FP8 attention, rotated and scaled on the way, on a GPU in one pass over the memory.
+
+    An element x becomes ``x / descale``, rounded to nearest. A descale that is computed is the largest finite magnitude
+    that shares it, after all rotations and without V's mean, divided by 448; it is 1 if they are all 0. It costs a
+    second pass over the memory, unless it is one for each 128 tokens. NaN stays NaN, in its own rows; what exceeds
+    ``448 * descale`` becomes 448, with its sign, and so does an infinity. Neither changes how other rows are rounded.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), fp16 or bf16, `head_dim` a multiple of 16 up to 256. The last dimension
+            is contiguous, every other stride free as long as rows start on 16-byte boundaries: slices of a fused
+            projection are taken as they are.
+        k: (batch, seqlen_k, kv_heads, head_dim), dtype and device of q; `heads` is a multiple of `kv_heads`.
+        v: (batch, seqlen_k, kv_heads, head_dim_v), likewise.
+        q_descale, k_descale, v_descale: scales to use, positive, fp32, shaped as `granularity` says; all or none.
+        granularity: ``"head"``: descales are (batch, kv_heads); ``"block"``: (batch, kv_heads, blocks), one for each
+            128 tokens, the last ones possibly fewer.
+        hadamard: rotate each block of so many columns of Q and K, 32, 64, 128 or 256, by an orthonormal Hadamard
+            matrix: ``Q K^T`` stays what it is, and outlier channels are spread over the block. It comes after the
+            rotary embedding. None is no rotation.
+        rotary_cos, rotary_sin: (seqlen, rotary_dim / 2), 16-bit or fp32: the first `rotary_dim` columns of Q and K,
+            a multiple of 16, are rotated as `cuteflash.nn.apply_rotary_emb` does it, in fp32 without rounding the
+            result. Q and K have the same length.
+        rotary_interleaved: a pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
+        transpose_v: return V^T in the order in which attention takes its keys, in place of V.
+        smooth_v: subtract V's mean over the tokens, elements that are not finite counted as 0, and return it. The
+            rows of attention's weights have sum 1, so that it is added to O as it is.
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not supported, or two dtypes mixed.
+        ValueError: a shape, stride, alignment, device mix, block size or scale that is not allowed. On a GPU the values
+            of scales are only read if ``CUTEFLASH_CHECK=1``.
+        NotImplementedError: a device other than a Hopper GPU or a CPU, or a kind of tensor that is not supported.
+    """
+    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    given |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    tensors = {"q": q, "k": k, "v": v} | {name: x for name, x in given.items() if x is not None}
+    if not all(isinstance(x, Tensor) for x in tensors.values()):
+        raise not_tensors(**tensors)
+    if not isinstance(granularity, str):
+        raise TypeError(f"granularity is {shown(granularity)}; allowed: {', '.join(map(repr, GRANULARITIES))}")
+    if hadamard is not None and not is_int(hadamard):
+        raise TypeError(f"hadamard is {shown(hadamard)}; allowed: None, {', '.join(map(str, HADAMARD_BLOCKS))}")
+    transpose_v, smooth_v = flag("transpose_v", transpose_v), flag("smooth_v", smooth_v)
+    q8, k8, v8, *computed, mean = quantize_qkv_op(
+        q, k, v, *given.values(),
+        granularity, int(hadamard or 0), flag("rotary_interleaved", rotary_interleaved), transpose_v, smooth_v,
+    )  # fmt: skip
+    return QuantizedQKV(
+        q=q8,
+        k=k8,
+        v=None if transpose_v else v8,
+        vt=v8 if transpose_v else None,
+        q_descale=computed[0] if q_descale is None else q_descale,
+        k_descale=computed[1] if k_descale is None else k_descale,
+        v_descale=computed[2] if v_descale is None else v_descale,
+        v_mean=mean if smooth_v else None,
+    )

@@ -1,0 +1,117 @@
+"""Quantising Q, K and V to FP8 for attention: the words for it, what a kernel is generated for, and its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, get_args
+
+from cuteflash.problem import DTYPES, HEAD_DIM_MAX, Dtype
+
+Granularity = Literal["head", "block"]
+RotaryDtype = Literal["fp16", "bf16", "fp32"]
+
+GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+E4M3_MAX = 448.0
+BLOCK_TOKENS = 128  # of a scale, and what the keys of V^T are padded to a multiple of
+HEAD_DIM_STEP = 16  # rows of 8-bit elements begin on 16 bytes
+ROTARY_STEP = 16  # half of the rotated columns are whole loads of 8
+HADAMARD_BLOCKS = (32, 64, 128, 256)
+
+
+class QuantizeOptions(NamedTuple):
+    """The arguments of the operator after its tensors.
+
+    Attributes:
+        granularity: ``"head"``: one scale for each (batch entry, KV head); ``"block"``: one for each 128 tokens of it.
+        hadamard: columns of a block that a Hadamard rotation of Q and K mixes; 0 is none.
+        rotary_interleaved: pairs of columns that the rotary embedding rotates are neighbours, not ``rotary_dim / 2``
+            apart.
+        transpose_v: V is returned as V^T, its keys in the order in which FP8 attention takes them.
+        smooth_v: V is quantised minus its mean over the tokens.
+    """
+
+    granularity: str = "head"
+    hadamard: int = 0
+    rotary_interleaved: bool = False
+    transpose_v: bool = False
+    smooth_v: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantizeProblem:
+    """What the quantising kernels are generated for.
+
+    Attributes:
+        dtype: element type of Q, K and V.
+        head_dim: columns of Q and K.
+        head_dim_v: columns of V.
+        granularity: see `QuantizeOptions`.
+        has_scales: the scales are given; otherwise they are computed.
+        hadamard: columns of a block; 0 is no rotation.
+        rotary_dim: columns of Q and K that the rotary embedding rotates; 0 is none.
+        rotary_interleaved: see `QuantizeOptions`.
+        rotary_dtype: element type of the cosines and sines.
+        transposes_v: V^T is written, not V.
+        smooths_v: V's mean is subtracted.
+    """
+
+    dtype: Dtype
+    head_dim: int
+    head_dim_v: int
+    granularity: Granularity = "head"
+    has_scales: bool = False
+    hadamard: int = 0
+    rotary_dim: int = 0
+    rotary_interleaved: bool = False
+    rotary_dtype: RotaryDtype = "fp32"
+    transposes_v: bool = False
+    smooths_v: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
+                raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
+
+    @property
+    def hadamard_scale(self) -> float:
+        """What makes the Hadamard matrix, whose elements are 1 and -1, a rotation."""
+        return self.hadamard**-0.5 if self.hadamard else 1.0
+
+    @property
+    def scales_by_block(self) -> bool:
+        """Whether the block that converts a tile of tokens finds its scale itself."""
+        return not self.has_scales and self.granularity == "block"
+
+    @property
+    def measures_heads(self) -> bool:
+        """Whether the largest magnitudes of whole heads are computed before anything is converted."""
+        return not self.has_scales and self.granularity == "head"
+
+    @property
+    def measures(self) -> bool:
+        """Whether something is computed of whole heads before anything is converted."""
+        return self.measures_heads or self.smooths_v
+
+
+class QuantizeTensors(NamedTuple):
+    """The tensors of the quantising kernels; inside them CuTe tensors, outside torch's.
+
+    A descale is (batch, kv_heads), or (batch, kv_heads, blocks) with granularity ``"block"``.
+    """
+
+    q: Any  # (batch, seqlen_q, heads, head_dim)
+    k: Any  # (batch, seqlen_k, kv_heads, head_dim)
+    v: Any  # (batch, seqlen_k, kv_heads, head_dim_v)
+    q8: Any  # as q, e4m3
+    k8: Any  # as k, e4m3
+    v8: Any  # as v, e4m3; V^T is (batch, kv_heads, head_dim_v, seqlen_k rounded up to 128)
+    q_descale: Any  # fp32
+    k_descale: Any
+    v_descale: Any
+    v_mean: Any = None  # (batch, kv_heads, head_dim_v) fp32, of a smoothed V
+    cos: Any = None  # (seqlen, rotary_dim / 2), of a rotary embedding
+    sin: Any = None
+    workspace: Any = None  # (n,) fp32: magnitudes and sums of parts of heads, if something is measured

@@ -1,0 +1,88 @@
+"""Traits of the quantising kernels: how many tokens a block works on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem
+from cuteflash.traits.arch import BLOCK_SMEM, get_arch
+
+COLUMNS = 16  # of one thread: 16 bytes of 8-bit elements
+ROWS = 4  # of one thread: 4 neighbouring bytes of a row of V^T
+WARP = 32
+TARGET = "sm_90a"  # FP8 attention needs Hopper
+SMEM_PER_SM = get_arch(TARGET).smem_per_sm
+THREADS, FEW_THREADS = 1024, 512  # of a multiprocessor: with 64 registers, with 128
+STATISTICS = 3  # of a column of V: sum, smallest and largest element
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantizeTraits:
+    """One way to run the quantising kernels.
+
+    Attributes:
+        head_dim: columns of the widest rows, those of Q and K or those of V.
+        tokens: rows of a tile.
+        visits: heads whose tiles a block converts one after the other. More than one pays if they share something,
+            as the cosines and sines of a rotary embedding.
+        tiles_of_part: tiles that a block measures.
+        resident: blocks of the converting kernel that a multiprocessor must have registers for.
+    """
+
+    head_dim: int
+    tokens: int = BLOCK_TOKENS
+    visits: int = 1
+    tiles_of_part: int = 4
+    resident: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tokens not in (32, 64, BLOCK_TOKENS):
+            raise ValueError(f"tokens is {self.tokens}; allowed: 32, 64, {BLOCK_TOKENS}")
+
+    @property
+    def quads(self) -> int:
+        """Groups of 4 rows in a tile."""
+        return self.tokens // ROWS
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block, whole warps: each thread has 16 columns of 4 rows."""
+        return -(-self.quads * (self.head_dim // COLUMNS) // WARP) * WARP
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block: a tile of V^T or the sums of a tile's columns, and a number for each warp."""
+        return max(self.head_dim * self.tokens, 4 * self.quads * self.head_dim) + 4 * WARP
+
+    def carveout(self, problem: QuantizeProblem) -> int:
+        """Percent of a multiprocessor's memory that its converting blocks share; the rest caches what they load."""
+        tile = self.tokens * problem.head_dim_v if problem.transposes_v else 0
+        return min(-(-100 * self.resident * (tile + BLOCK_SMEM + 4 * WARP) // SMEM_PER_SM), 100)
+
+    def parts(self, seqlen: Any) -> Any:
+        """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
+        return seqlen // (self.tokens * self.tiles_of_part) + 1
+
+    def workspace_size(self, problem: QuantizeProblem, heads: int, kv_heads: int, parts: tuple[int, int]) -> int:
+        """Elements of the workspace.
+
+        Args:
+            problem: what is measured.
+            heads, kv_heads: of all batch entries.
+            parts: of a head of Q, and of a head of K and V.
+        """
+        of_q, of_k = parts
+        of_v = STATISTICS * problem.head_dim_v if problem.smooths_v else 1
+        magnitudes = heads * of_q + kv_heads * of_k if problem.measures_heads else 0
+        return magnitudes + kv_heads * of_k * of_v
+
+
+def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
+    """The traits that a problem runs with."""
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    # Blocks of 512 threads are few in a multiprocessor, and what one loads overlaps less with what others store.
+    tokens = BLOCK_TOKENS if problem.scales_by_block or head_dim <= 128 else BLOCK_TOKENS // 2
+    traits = QuantizeTraits(head_dim, tokens, visits=4 if problem.rotary_dim else 1)
+    threads = FEW_THREADS if problem.rotary_dim or problem.scales_by_block else THREADS
+    return dataclasses.replace(traits, resident=max(threads // traits.num_threads, 1))

@@ -1,0 +1,161 @@
+"""Input checks of quantising to FP8, before any launch; see `cuteflash.validate`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuteflash.arguments import FwdOptions
+from cuteflash.problem import HEAD_DIM_MAX
+from cuteflash.quantize_problem import (
+    BLOCK_TOKENS,
+    GRANULARITIES,
+    HADAMARD_BLOCKS,
+    HEAD_DIM_STEP,
+    ROTARY_STEP,
+    QuantizeOptions,
+)
+from cuteflash.validate import FP32_MAX, FP32_TINY, HALF_DTYPES, POSITIVE, check_fwd, check_strided, holds
+
+TABLE_DTYPES = (*HALF_DTYPES, torch.float32)
+
+
+class QuantizeInputs(NamedTuple):
+    """The tensors of the operator."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+
+    @property
+    def descales(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The scales that are given; None if there are none."""
+        if self.q_descale is None or self.k_descale is None or self.v_descale is None:
+            return None
+        return self.q_descale, self.k_descale, self.v_descale
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines; None without a rotary embedding."""
+        return None if self.rotary_cos is None or self.rotary_sin is None else (self.rotary_cos, self.rotary_sin)
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """Blocks of 128 tokens in a sequence of Q, K and V."""
+        of_q, of_k = ((x.shape[1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS for x in (self.q, self.k))
+        return of_q, of_k, of_k
+
+    def descale_shapes(self, granularity: str) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the descales of Q, K and V."""
+        heads = self.k.shape[0], self.k.shape[2]
+        return tuple((*heads, blocks) if granularity == "block" else heads for blocks in self.blocks)
+
+
+def check_quantize(inputs: QuantizeInputs, options: QuantizeOptions) -> None:
+    """Raise if no kernel and no reference can take these arguments; reads no element.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `check_fwd` does.
+    """
+    q, k, v = inputs[:3]
+    if options.granularity not in GRANULARITIES:
+        allowed = ", ".join(map(repr, GRANULARITIES))
+        raise ValueError(f"granularity is {options.granularity!r}; allowed: {allowed}")
+    check_fwd(q, k, v, FwdOptions())
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in HALF_DTYPES:
+            raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {', '.join(map(str, HALF_DTYPES))}")
+        if holds(tensor.shape[3] % HEAD_DIM_STEP != 0):
+            raise ValueError(
+                f"{name}.shape[3] (head_dim) is {tensor.shape[3]}; allowed: multiples of {HEAD_DIM_STEP} up to "
+                f"{HEAD_DIM_MAX}, so that rows of FP8 begin on 16 bytes"
+            )
+    _check_hadamard(options.hadamard, q.shape[3])
+    _check_descales(inputs, options)
+    _check_tables(inputs)
+
+
+def _check_hadamard(block: int, head_dim: int) -> None:
+    if block and (block not in HADAMARD_BLOCKS or holds(head_dim % block != 0)):
+        raise ValueError(
+            f"hadamard is {block} with a head_dim of {head_dim}; allowed: 0 (none) or "
+            f"{', '.join(map(str, HADAMARD_BLOCKS))}, a divisor of head_dim"
+        )
+
+
+def _check_descales(inputs: QuantizeInputs, options: QuantizeOptions) -> None:
+    given = {name: getattr(inputs, name) for name in ("q_descale", "k_descale", "v_descale")}
+    missing = [name for name, descale in given.items() if descale is None]
+    if missing and len(missing) < len(given):
+        raise ValueError(f"{missing[0]} is None; allowed: a tensor, as another descale is given, or None for all three")
+    for (name, descale), shape in zip(given.items(), inputs.descale_shapes(options.granularity), strict=True):
+        if descale is None:
+            continue
+        _check_tensor(name, descale, inputs.q, (torch.float32,))
+        if descale.dim() != len(shape) or any(holds(a != b) for a, b in zip(descale.shape, shape, strict=True)):
+            sizes = "(batch, kv_heads, blocks of 128 tokens)" if len(shape) == 3 else "(batch, kv_heads)"
+            raise ValueError(
+                f"{name}.shape is {tuple(descale.shape)}; allowed with granularity {options.granularity!r}: "
+                f"{tuple(shape)}, {sizes}"
+            )
+
+
+def _check_tables(inputs: QuantizeInputs) -> None:
+    q, k, cos, sin = inputs.q, inputs.k, inputs.rotary_cos, inputs.rotary_sin
+    if cos is None and sin is None:
+        return
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if table is None:
+            raise ValueError(
+                f"{name} is None; allowed: a tensor, as the other one of rotary_cos and rotary_sin is given"
+            )
+        _check_tensor(name, table, q, TABLE_DTYPES)
+    assert cos is not None and sin is not None
+    if sin.dtype != cos.dtype:
+        raise TypeError(f"rotary_sin.dtype is {sin.dtype}; allowed: {cos.dtype}, that of rotary_cos")
+    if holds(k.shape[1] != q.shape[1]):
+        raise ValueError(
+            f"k.shape[1] (seqlen) is {k.shape[1]}; allowed with rotary_cos: {q.shape[1]}, that of q, as both have the "
+            "same positions"
+        )
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        shape, head_dim = tuple(table.shape), q.shape[3]
+        fits = len(shape) == 2 and not (
+            holds(shape[0] != q.shape[1])
+            or holds(shape[1] == 0)
+            or holds(2 * shape[1] % ROTARY_STEP != 0)
+            or holds(2 * shape[1] > head_dim)
+            or holds(shape[1] != cos.shape[1])
+        )
+        if not fits:
+            raise ValueError(
+                f"{name}.shape is {shape}; allowed: ({q.shape[1]}, rotary_dim / 2), the same for both, rotary_dim a "
+                f"multiple of {ROTARY_STEP} up to {head_dim}"
+            )
+
+
+def _check_tensor(name: str, tensor: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    check_strided(name, tensor)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name}.device is {tensor.device}; allowed: {q.device}, that of q")
+
+
+def check_descale_values(inputs: QuantizeInputs) -> None:
+    """Raise ValueError if a given descale is not a positive number that fp32 holds. Reads them."""
+    for name in ("q_descale", "k_descale", "v_descale"):
+        descale = getattr(inputs, name)
+        if descale is None:
+            continue
+        wrong = ~((descale >= FP32_TINY) & (descale <= FP32_MAX))  # a NaN, too
+        if wrong.any():
+            index = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(f"{name}{list(index)} is {descale[index].item()}; allowed: a {POSITIVE}")

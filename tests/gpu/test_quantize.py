@@ -1,0 +1,132 @@
+"""Quantising Q, K and V to FP8: every element against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cuteflash import quantize_qkv
+from cuteflash.traits.arch import arch_of_capability
+from cuteflash.traits.quantize import TARGET
+from tests.quantized import LARGEST, assert_nearest, check, data, natural, tables
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def supported(device: torch.device) -> None:
+    if device.type == "cuda":
+        arch = arch_of_capability(*torch.cuda.get_device_capability(device))
+        if arch.name != TARGET:
+            pytest.skip(f"{arch.name} has no kernel that quantises")
+        torch.full((1 << 28,), 0x7F, dtype=torch.uint8, device=device)  # NaN where results will be allocated
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("options", [{}, {"transpose_v": True}, {"smooth_v": True, "transpose_v": True}], ids=str)
+@pytest.mark.parametrize("head_dims", [(16, 48), (64, 64), (96, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_head_dims(head_dims: tuple[int, int], options: dict[str, Any], granularity: str, device: torch.device) -> None:
+    head_dim, head_dim_v = head_dims
+    check(*data(300, head_dim=head_dim, head_dim_v=head_dim_v, device=device), granularity=granularity, **options)
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize(("hadamard", "head_dim"), [(32, 96), (32, 256), (64, 64), (128, 128), (256, 256)])
+def test_hadamard(hadamard: int, head_dim: int, granularity: str, device: torch.device) -> None:
+    tensors = data(130, 70, head_dim=head_dim, dtype=torch.float16, device=device)
+    check(*tensors, hadamard=hadamard, granularity=granularity)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("rotary_dim", "head_dim"), [(16, 16), (16, 128), (48, 64), (128, 128), (80, 96), (256, 256)])
+def test_rotary(rotary_dim: int, head_dim: int, interleaved: bool, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = data(200, heads=6, kv_heads=3, head_dim=head_dim, device=device)
+    sines = tables(200, rotary_dim, dtype, device)
+    check(*tensors, **sines, rotary_interleaved=interleaved)
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_everything_at_once(granularity: str, device: torch.device) -> None:
+    tensors = data(333, head_dim=128, device=device)
+    options = {"hadamard": 64, "transpose_v": True, "smooth_v": True, "granularity": granularity}
+    check(*tensors, **tables(333, 96, device=device), **options)
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "seqlen_k"), [(1, 1), (1, 500), (127, 129), (128, 128), (513, 64), (0, 40), (40, 0)]
+)
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_lengths(seqlen: int, seqlen_k: int, granularity: str, device: torch.device) -> None:
+    tensors = data(seqlen, seqlen_k, heads=8, head_dim=128, device=device)
+    check(*tensors, granularity=granularity, transpose_v=True, smooth_v=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 2, 3)])
+def test_given_scales(shape: tuple[int, ...], device: torch.device) -> None:
+    scales = {f"{name}_descale": torch.rand(shape, device=device) * 0.01 + 1e-3 for name in "qkv"}
+    granularity = "block" if len(shape) == 3 else "head"
+    check(*data(300, device=device), granularity=granularity, transpose_v=True, smooth_v=True, **scales)
+
+
+def test_slices_of_a_fused_projection_and_expanded_heads(device: torch.device) -> None:
+    x = torch.randn(2, 333, 8 * 128 + 8, device=device).bfloat16()[..., 8:].unflatten(-1, (8, 128))
+    q, k, v = x.split((4, 2, 2), dim=2)
+    check(q, k, v, hadamard=128, transpose_v=True)
+    check(q[:1].expand(3, -1, -1, -1), k[:1].expand(3, -1, -1, -1), v[:1].expand(3, -1, -1, -1), granularity="block")
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("hadamard", [None, 32])
+def test_not_finite_and_zero_inputs(hadamard: int | None, granularity: str, device: torch.device) -> None:
+    q, k, v = data(300, device=device)
+    q[0, 5, 1, 7] = k[1, 200, 0, 3] = v[0, 17, 1, 60] = float("nan")
+    q[1, 9, 2, 0], k[0, 255, 1, 63], v[1, 130, 0, 1] = float("inf"), -float("inf"), float("inf")
+    q[0, :, 2:] = 0
+    k[1, 128:256, 1] = v[1, :, 1] = 0
+    found = check(q, k, v, hadamard=hadamard, granularity=granularity)
+    assert found.v is not None and found.v[1, 130, 0, 1].float() == LARGEST
+    assert (found.q_descale[0, 1] == 1).all()
+    check(q, k, v, hadamard=hadamard, granularity=granularity, smooth_v=True, transpose_v=True)
+
+
+def test_the_smallest_and_the_largest_inputs(device: torch.device) -> None:
+    q, k, v = data(140, device=device)
+    check(q * 1e-38, k * 1e36, v * 1e-40)
+    largest = torch.full((1, 64, 2, 128), 65504.0, device=device, dtype=torch.float16)
+    check(largest, largest, largest, hadamard=128)
+
+
+def test_results_repeat_bit_for_bit(device: torch.device) -> None:
+    tensors = data(2049, heads=8, head_dim=128, device=device)
+    first = quantize_qkv(*tensors, smooth_v=True, transpose_v=True, hadamard=128)
+    for _ in range(20):
+        again = quantize_qkv(*tensors, smooth_v=True, transpose_v=True, hadamard=128)
+        for a, b in zip(first, again):
+            assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_a_graph_replays_with_other_values(cuda: torch.device) -> None:
+    q, k, v = data(256, device=cuda)
+    quantize_qkv(q, k, v, smooth_v=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantize_qkv(q, k, v, smooth_v=True)
+    q.copy_(torch.randn_like(q) * 3)
+    graph.replay()
+    for a, b in zip(captured, quantize_qkv(q, k, v, smooth_v=True)):
+        assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_offsets_beyond_32_bits(cuda: torch.device) -> None:
+    rows = 2**31 // (64 * 4) + 300
+    x = torch.empty(1, rows, 4, 64, device=cuda, dtype=torch.bfloat16).normal_()
+    found = quantize_qkv(x, x, x, transpose_v=True)
+    assert found.vt is not None
+    tail = slice(rows - 256, rows)
+    assert_nearest("q", found.q[:, tail], x[:, tail].double(), found.q_descale)
+    begin = (rows - 256) // 128 * 128
+    v = natural(found.vt[..., begin:], rows - begin)
+    assert_nearest("v", v, x[:, begin:].double(), found.v_descale)

@@ -1,0 +1,165 @@
+"""What quantising Q, K and V to FP8 should give, from its definition in fp64, element by element.
+
+It shares nothing with the package. The tests of the reference and those of the kernels compare with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuteflash import quantize_qkv
+from cuteflash.quantize import QuantizedQKV
+
+FP8 = torch.float8_e4m3fn
+LARGEST, BLOCK = 448.0, 128
+SUM_ERROR = 4e-7  # of sums in fp32 over a row, relative to its largest element
+
+
+def data(
+    seqlen: int = 300,
+    seqlen_k: int | None = None,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    batch: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal Q, K and V; V's columns have means."""
+    generator = torch.Generator(device).manual_seed(0)
+    keys = seqlen if seqlen_k is None else seqlen_k
+    shapes = (batch, seqlen, heads, head_dim), (batch, keys, kv_heads, head_dim)
+    q, k, v = (
+        torch.randn(shape, generator=generator, device=device)
+        for shape in (*shapes, (batch, keys, kv_heads, head_dim_v or head_dim))
+    )
+    return q.to(dtype), k.to(dtype), (v + torch.linspace(-2, 2, v.shape[-1], device=device)).to(dtype)
+
+
+def tables(seqlen: int, rotary_dim: int, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> dict[str, Tensor]:
+    """Cosines and sines as arguments of `quantize_qkv`."""
+    positions = torch.arange(seqlen, device=device)[:, None]
+    angles = positions * 10000.0 ** (-torch.arange(0, rotary_dim, 2, device=device) / rotary_dim)
+    return {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
+
+
+def rotated(
+    x: Tensor,
+    hadamard: int | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+) -> Tensor:
+    """Q or K after its rotations, fp64."""
+    x = x.double()
+    if rotary_cos is not None and rotary_sin is not None:
+        half = rotary_cos.shape[1]
+        step = 2 if rotary_interleaved else 1
+        first = torch.arange(half, device=x.device) * step
+        second = first + (1 if rotary_interleaved else half)
+        cos, sin = rotary_cos.double()[:, None], rotary_sin.double()[:, None]
+        a, b = x[..., first], x[..., second]
+        x = x.clone()
+        x[..., first], x[..., second] = a * cos - b * sin, a * sin + b * cos
+    if hadamard:
+        matrix = torch.tensor(
+            [[(-1.0) ** (i & j).bit_count() for j in range(hadamard)] for i in range(hadamard)], dtype=torch.float64
+        )
+        blocks = x.unflatten(-1, (x.shape[-1] // hadamard, hadamard))
+        x = (blocks @ matrix.to(x.device) / hadamard**0.5).flatten(-2)
+    return x
+
+
+def wanted_descale(x: Tensor, kv_heads: int, by_block: bool) -> Tensor:
+    """The descale of exact values."""
+    batch, seqlen, heads, _ = x.shape
+    magnitudes = torch.where(x.isfinite(), x.abs(), 0.0)
+    blocks = [slice(i, i + BLOCK) for i in range(0, seqlen, BLOCK)] if by_block else [slice(0, seqlen)]
+    result = torch.ones(batch, kv_heads, len(blocks), dtype=torch.float64, device=x.device)
+    group = heads // kv_heads
+    for head, (i, block) in itertools.product(range(kv_heads), enumerate(blocks)):
+        part = magnitudes[:, block, head * group : (head + 1) * group].flatten(1)
+        peak = part.amax(1) if part.shape[1] else part.new_zeros(batch)
+        result[:, head, i] = torch.where(peak > 0, (peak / LARGEST).clamp_min(2.0**-126), 1.0)
+    return result if by_block else result[..., 0]
+
+
+def of_elements(descale: Tensor, x: Tensor) -> Tensor:
+    """The descale of each element, (batch, seqlen, heads, 1)."""
+    heads = torch.arange(x.shape[2], device=x.device) // max(x.shape[2] // descale.shape[1], 1)
+    if descale.dim() == 2:
+        return descale[:, None, heads, None].double()
+    rows = torch.arange(x.shape[1], device=x.device) // BLOCK
+    return descale[:, heads][:, :, rows].transpose(1, 2)[..., None].double()
+
+
+@functools.cache
+def numbers(device: torch.device) -> Tensor:
+    """All finite numbers of e4m3, ascending."""
+    every = torch.arange(256, dtype=torch.uint8).view(FP8).double()
+    return every[every.isfinite()].unique().to(device)
+
+
+def natural(vt: Tensor, seqlen: int) -> Tensor:
+    """V of V^T; checks what pads it."""
+    order = [0] * 16  # key → position
+    for t, j, b in itertools.product(range(4), range(2), range(2)):
+        order[8 * j + 2 * t + b] = 4 * t + 2 * j + b
+    keys = vt.shape[3]
+    assert keys == -(-seqlen // BLOCK) * BLOCK
+    bits = vt.view(torch.uint8).unflatten(3, (keys // 16, 16))[..., order].flatten(3)
+    assert not bits[..., seqlen:].any()
+    return bits[..., :seqlen].permute(0, 3, 1, 2).contiguous().view(FP8)
+
+
+def assert_nearest(name: str, found: Tensor, exact: Tensor, descale: Tensor) -> None:
+    """Each e4m3 is the one nearest to its value, or either one near a tie; NaN for NaN."""
+    wanted = exact / of_elements(descale, exact)
+    assert torch.equal(found.float().isnan(), wanted.isnan()), f"{name}: NaN"
+    wanted = wanted.nan_to_num(0.0, LARGEST, -LARGEST).clamp(-LARGEST, LARGEST)
+    values = found.double().nan_to_num(0.0)
+    grid = numbers(found.device)
+    above = torch.searchsorted(grid, wanted).clamp(1, len(grid) - 1)
+    nearest = torch.minimum((wanted - grid[above - 1]).abs(), (grid[above] - wanted).abs())
+    slack = SUM_ERROR * wanted.abs().amax(-1, keepdim=True).clamp_min(2.0**-9)
+    wrong = (values - wanted).abs() > nearest + slack
+    assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()}, the first at {wrong.nonzero()[0].tolist()}"
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> QuantizedQKV:
+    """Call `quantize_qkv` and compare all of its result; returns that."""
+    result = quantize_qkv(q, k, v, **options)
+    rotations = {name: x for name, x in options.items() if name == "hadamard" or name.startswith("rotary")}
+    exact_q, exact_k = (rotated(x, **rotations) for x in (q, k))
+    exact_v = v.double()
+    if options.get("smooth_v"):
+        assert result.v_mean is not None
+        finite = torch.where(exact_v.isfinite(), exact_v, 0.0)
+        mean = finite.sum(1) / max(v.shape[1], 1)
+        largest = finite.abs().amax(1) if v.shape[1] else mean
+        assert ((result.v_mean.double() - mean).abs() <= 1e-6 * largest).all()
+        exact_v = exact_v - result.v_mean[:, None].double()
+    if result.vt is None:
+        assert result.v is not None
+        found_v = result.v
+    else:
+        assert result.v is None
+        found_v = natural(result.vt, v.shape[1])
+    found = {"q": (result.q, exact_q), "k": (result.k, exact_k), "v": (found_v, exact_v)}
+    for name, (values, exact) in found.items():
+        descale = getattr(result, f"{name}_descale")
+        given = options.get(f"{name}_descale")
+        if given is None:
+            wanted = wanted_descale(exact, k.shape[2], options.get("granularity") == "block")
+            torch.testing.assert_close(descale.double(), wanted, rtol=2e-6, atol=0)
+        else:
+            assert descale is given
+        assert values.dtype == FP8 and values.shape == exact.shape
+        assert_nearest(name, values, exact, descale)
+    return result

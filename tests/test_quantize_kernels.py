@@ -1,0 +1,76 @@
+"""The quantising kernels without a GPU: what they compile to for sm_90a, their work and traits on host integers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from cuteflash.kernels.common.quantize import Quantize
+from cuteflash.quantize_problem import QuantizeProblem
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.quantize import TARGET, QuantizeTraits, traits_of
+from tests.cross_compile import KernelStore
+from tests.slow import slow_but
+
+EVERYTHING: dict[str, Any] = {"transposes_v": True, "smooths_v": True}
+# Each case is there for what no other case compiles.
+CASES = {
+    "given": QuantizeProblem("bf16", 128, 128, has_scales=True, transposes_v=True),
+    "given-blocks": QuantizeProblem("bf16", 96, 80, "block", has_scales=True, hadamard=32, rotary_dim=48),
+    "head-smooth-rotated": QuantizeProblem("bf16", 256, 256, hadamard=256, rotary_dim=256, **EVERYTHING),
+    "head-interleaved": QuantizeProblem("fp16", 128, 128, rotary_dim=64, rotary_interleaved=True, rotary_dtype="fp16"),
+    "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
+    "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, "given", "block"))
+def test_kernels_are_clean_and_load_16_bytes_at_a_time(kernels: KernelStore, name: str) -> None:
+    problem = CASES[name]
+    compiled = kernels(Quantize, traits_of(problem), problem, TARGET)
+    compiled.assert_clean()
+    assert compiled.count(r"LDG\.E\.128") and compiled.count(r"STG\.E\.128")
+    assert not compiled.count(r"LDG\.E\.U16")
+    assert compiled.count("F2FP.SATFINITE.E4M3") == 64  # two elements each, of 16 columns of 4 rows, of Q or K and of V
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_traits_fit_a_multiprocessor(head_dim: int) -> None:
+    arch = get_arch(TARGET)
+    for granularity, has_scales, rotary_dim in itertools.product(("head", "block"), (False, True), (0, 16)):
+        problem = QuantizeProblem("bf16", 16, head_dim, granularity, has_scales, rotary_dim=rotary_dim, **EVERYTHING)
+        traits = traits_of(problem)
+        assert traits.num_threads % 32 == 0 and traits.num_threads <= 512
+        assert traits.resident * traits.num_threads <= arch.max_threads_per_sm
+        assert traits.resident <= 32 and 0 < traits.carveout(problem) <= 100
+        assert traits.smem_bytes <= arch.smem_per_block
+        assert not problem.scales_by_block or traits.tokens == 128
+
+
+def test_wrong_traits_and_problems_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokens is 48; allowed: 32, 64, 128"):
+        QuantizeTraits(64, 48)
+    problem = QuantizeProblem("bf16", 64, 64, "block")
+    with pytest.raises(ValueError, match="tokens is 64; allowed with scales by block: 128"):
+        Quantize(QuantizeTraits(64, 64), problem)
+    with pytest.raises(ValueError, match="head_dim_v is 72; allowed: multiples of 16 up to 256"):
+        dataclasses.replace(problem, head_dim_v=72)
+    with pytest.raises(ValueError, match="dtype is 'fp8'; allowed: fp16, bf16"):
+        dataclasses.replace(problem, dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("problem", "size"),
+    [
+        (QuantizeProblem("bf16", 64, 64), 6 * 3 + 2 * 2 + 2 * 2),
+        (QuantizeProblem("bf16", 64, 64, smooths_v=True), 6 * 3 + 2 * 2 + 2 * 2 * 3 * 64),
+        (QuantizeProblem("bf16", 64, 64, "block", smooths_v=True), 2 * 2 * 3 * 64),
+    ],
+)
+def test_the_workspace_holds_each_part(problem: QuantizeProblem, size: int) -> None:
+    traits = traits_of(problem)
+    assert (traits.parts(1025), traits.parts(1023), traits.parts(0)) == (3, 2, 1)
+    assert traits.workspace_size(problem, 6, 2, (3, 2)) == size
