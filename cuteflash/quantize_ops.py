@@ -13,8 +13,7 @@ from cuteflash.quantize_planning import Result, empty_results, launch_of
 from cuteflash.quantize_problem import QuantizeOptions
 from cuteflash.reference.quantize import quantize
 from cuteflash.torch_internals import OpOverload
-from cuteflash.validate import check_alignment
-from cuteflash.validate_packed import reads_values
+from cuteflash.validate import check_alignment, reads_values
 from cuteflash.validate_quantize import QuantizeInputs, check_descale_values, check_quantize
 
 TENSORS = len(QuantizeInputs._fields)
