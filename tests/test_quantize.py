@@ -179,7 +179,7 @@ def bad_calls(empty: Callable[..., Tensor]) -> dict[str, tuple[dict[str, Any], t
         "head_dim": ({"q": narrow, "k": narrow}, ValueError, r"q.shape\[3\] .* is 24; .*of 16 up to"),
         "head_dim_v": ({"v": narrow}, ValueError, r"v.shape\[3\] .* is 24; allowed: multiples of 16"),
         "q rank": ({"q": empty(6, 4, 32)}, ValueError, "q has 3 dimensions"),
-        "k heads": ({"k": empty(2, 6, 3, 32)}, ValueError, r"v.shape\[2\] .heads. is 4; allowed: 3, that of k"),
+        "v heads": ({"v": empty(2, 6, 2, 32)}, ValueError, r"v.shape\[2\] .heads. is 2; allowed: 4, that of k"),
         "k dtype": ({"k": empty(2, 6, 4, 32, dtype=torch.float16)}, TypeError, "k.dtype is torch.float16; allowed"),
         "no tensor": ({"v": [1.0]}, TypeError, "v is a list; allowed: a torch.Tensor"),
         "scale no tensor": (three | {"q_descale": 1.0}, TypeError, "q_descale is a float; allowed: a torch.Tensor"),
