@@ -13,7 +13,7 @@ from cuteflash.traits.bwd_sm80 import TURN_REGS, BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Traits
-from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80
+from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80, registers_a_thread
 from cuteflash.traits.sm90 import WARPGROUP
 
 from .scene import Fragment
@@ -51,8 +51,7 @@ def budget(
 def launch_registers(traits: Traits, arch: ArchSpec, turn_threads: int = 0) -> int:
     """Registers a thread may have at most for the block, or all blocks that must be resident, to be launched."""
     blocks = traits.blocks_per_sm if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80) else 1
-    share = arch.regs_per_sm // ((traits.num_threads + turn_threads) * blocks)
-    return min(arch.max_regs_per_thread, share // REGISTER_STEP * REGISTER_STEP)
+    return registers_a_thread((traits.num_threads + turn_threads) * blocks, arch)
 
 
 def _shared_memory(traits: Traits, arch: ArchSpec, regions_of: Mapping[str, SmemRegion]) -> dict[str, Any]:

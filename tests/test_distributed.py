@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import pathlib
 import traceback
 from collections.abc import Callable
@@ -64,7 +65,11 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 def train(rank: int, wrap: Callable[[nn.Sequential], nn.Module], store: str, results: Any) -> None:
-    """A process: two steps, of which the second meets what the first left."""
+    """A process: two steps, of which the second meets what the first left.
+
+    It ends without destructors. That of DDP's reducer keeps the GIL while it waits for gloo's threads, one of which may
+    just then want it to give a tensor back: a deadlock, seen once with torch 2.13.
+    """
     try:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(store, PROCESSES), rank=rank, world_size=PROCESSES)
@@ -74,9 +79,12 @@ def train(rank: int, wrap: Callable[[nn.Sequential], nn.Module], store: str, res
             model(batch(rank)).square().mean().backward()
         gradients = {name.removeprefix("module."): whole(x.grad) for name, x in model.named_parameters()}
         results.put({name: x.numpy() for name, x in gradients.items()} if rank == 0 else None)
-        dist.destroy_process_group()
+        dist.barrier()  # the other process has what it needs of this one
     except BaseException:
         results.put(traceback.format_exc())
+    results.close()
+    results.join_thread()
+    os._exit(0)
 
 
 @pytest.mark.slow
