@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cuteflash.quantize_problem import BLOCK_TOKENS, E4M3_MAX, QuantizeOptions
+from cuteflash.problem import E4M3_MAX
+from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeOptions
 
 FP8 = torch.float8_e4m3fn
 TINY = torch.finfo(torch.float32).tiny

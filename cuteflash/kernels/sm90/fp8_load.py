@@ -16,7 +16,7 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warp as warp_instructions
 
 from cuteflash.core.tile import QueryTile
@@ -41,6 +41,7 @@ def load_and_turn_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile,
     blocks = tile.visited_blocks()
     n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
     loads = make_tile_loads(kernel, block, tile, blocks)
+    ahead = kernel.traits.stored_v_stage > 1  # otherwise the place of the next V is free when this one is turned
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
         if n_hi >= n_lo:
@@ -52,8 +53,12 @@ def load_and_turn_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile,
         for i in cutlass.range(n_hi - n_lo, unroll=1):
             if warp == 0:
                 loads.k(kv_pos + 1, n_hi - 1 - i)
-                loads.v(kv_pos + 1, n_hi - 1 - i)
+                if const_expr(ahead):
+                    loads.v(kv_pos + 1, n_hi - 1 - i)
             turn(kernel, block, warp, kv_pos)
+            if warp == 0:
+                if const_expr(not ahead):
+                    loads.v(kv_pos + 1, n_hi - 1 - i)
             kv_pos += 1
         turn(kernel, block, warp, kv_pos)
         kv_pos += 1
@@ -67,8 +72,8 @@ def turn(kernel: cutlass.Constexpr, block: Block, warp: Int32, position: Int32):
     nbytes = traits.tile_n * traits.head_dim_v
     rings.stored_v.wait(position)
     rings.v.wait_free(position)
-    stage = rings.v.stage(position)
-    stored, turned = tiles.stored_v + stage * nbytes, tiles.turned_v + stage * nbytes
+    stored = tiles.stored_v + rings.stored_v.stage(position) * nbytes
+    turned = tiles.turned_v + rings.v.stage(position) * nbytes
     over_columns = traits.turning_columns
     over_keys = TURNING_WARPS // over_columns
     parts = traits.head_dim_v // (over_columns * TURNED_COLUMNS)  # more at a time do not fit into the registers

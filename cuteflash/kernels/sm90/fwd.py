@@ -117,6 +117,11 @@ class FlashFwdSm90:
         """(tile_n, head_dim_v, kv_stage)"""
         return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim_v, self.traits.kv_stage)
 
+    def smem_layout_stored_v(self) -> cute.ComposedLayout:
+        """(tile_n, head_dim_v, stored_v_stage), of 8 bits that are turned"""
+        traits = self.traits
+        return atoms.smem_tile_layout(self.dtype, traits.tile_n, traits.head_dim_v, traits.stored_v_stage)
+
     def smem_layout_vt(self) -> cute.ComposedLayout:
         """(head_dim_v, tile_n, kv_stage), Vᵀ of 8 bits"""
         return atoms.smem_tile_layout(self.dtype, self.traits.head_dim_v, self.traits.tile_n, self.traits.kv_stage)
@@ -236,7 +241,7 @@ class FlashFwdSm90:
             q=TmaRing.create(barriers, q, q_bytes),
             k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
             v=StageRing.create(at_v, kv) if self.turns_v else TmaRing.create(at_v, kv, v_bytes),
-            stored_v=TmaRing.create(at_stored_v, kv, v_bytes) if self.turns_v else None,
+            stored_v=TmaRing.create(at_stored_v, traits.stored_v_stage, v_bytes) if self.turns_v else None,
         )
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
@@ -256,7 +261,7 @@ class FlashFwdSm90:
         if self.problem.operands.is_fp8:
             sV = sVt = tile("v", self.smem_layout_vt())
             if self.turns_v:
-                sV = tile("stored_v", self.smem_layout_v())
+                sV = tile("stored_v", self.smem_layout_stored_v())
                 turned_v, stored_v = (base + plan[name].start for name in ("v", "stored_v"))
         else:
             sV = tile("v", self.smem_layout_v())

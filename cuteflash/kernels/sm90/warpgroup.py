@@ -33,6 +33,7 @@ class Warpgroup:
         acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
         acc_PV: accumulator of one PV product, if it is added to O only afterwards (`two_level`).
         bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
+        zero: 0, which the compiler does not know.
     """
 
     index: Int32
@@ -50,6 +51,7 @@ class Warpgroup:
     out: cute.Tensor
     softmax: OnlineSoftmax
     bounds: cute.Tensor
+    zero: Uint32
 
 
 def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
@@ -88,6 +90,7 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         out=rows_view(acc_O),
         softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, kernel.problem.may_be_empty, traits.p_offset),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
+        zero=Uint32(launch.heads_per_kv >> 31),
     )
 
 
