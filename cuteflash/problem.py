@@ -33,6 +33,7 @@ DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1}
 FP8_OUT: HalfDtype = "bf16"  # element type of O if nothing else is asked for
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
+TRANSPOSED_KEYS = 128  # Vᵀ holds a sequence's keys in whole blocks of so many
 PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
 UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
@@ -167,10 +168,6 @@ class FwdProblem:
     scores: Scores = Scores()
     storage: Storage = DENSE
     has_lse: bool = False
-
-    def __post_init__(self) -> None:
-        if self.operands.is_fp8 and self.storage != DENSE:
-            raise ValueError(f"storage is {self.storage} with {self.operands.qk_dtype}; allowed: {DENSE}")
 
     @classmethod
     def dense(

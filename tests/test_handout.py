@@ -194,7 +194,7 @@ def test_every_warp_visits_the_tiles_of_its_block(module: Any, rows: str) -> Non
     for block in range(blocks):
         handout = ring(module, readers, HANDED_TILES)
         warps.append(
-            functools.partial(module.hand_out, handout, launch, functools.partial(module.await_taken, handout))
+            functools.partial(module.hand_out, handout, launch, functools.partial(module.await_taken, handout), 0)
         )
         for reader in range(readers):
             seen: list[int] = []
@@ -238,7 +238,7 @@ class Block:
         for role in (self.load, self.consume, self.add):
             visit = functools.partial(role, random.Random(f"{role.__name__} {self.seed}"))
             yield functools.partial(self.module.each_handed_tile, self.handout, self.launch, visit)
-        yield functools.partial(self.module.hand_out, self.handout, self.launch, self.store_until)
+        yield functools.partial(self.module.hand_out, self.handout, self.launch, self.store_until, 0)
 
     def load(self, pick: random.Random, tile: Any, wave: int, start: int) -> int:
         (self.empty + self.k.stage(wave)).barrier.wait(self.k.phase(wave) ^ 1)

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from cuteflash.problem import FP8_DTYPES, Feature
 from cuteflash.traits.arch import ArchSpec
-from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
 
 TURNING_WARPS = 4  # all of the producer warpgroup
 TURNED_KEYS, TURNED_COLUMNS = 16, 32  # of V, that a warp turns at a time
+HANDING_REGS = 40, 232  # of the producer and of two consumer warpgroups, see `REGISTER_SPLIT`
 FIXED_P_OFFSET, MOVING_P_OFFSET = 4.0, 8.0
 
 
@@ -40,8 +41,19 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Those that the kernel implements."""
-        return frozenset({"softcap", "lse", "turned_v"} if self.turns_v else {"softcap", "lse"})
+        """Those that the kernel implements; packed sequences may leave the fragments fewer registers."""
+        optional: dict[Feature, bool] = {
+            "varlen": self.accumulator_regs <= self.packed_regs[1] - ADDRESS_REGS,
+            "turned_v": self.turns_v,
+        }
+        return frozenset({"softcap", "lse"} | {name for name, there in optional.items() if there})
+
+    @property
+    def packed_regs(self) -> tuple[int, int]:
+        """See `FwdTraitsSm90.packed_regs`: a warp that turns V and hands out tiles does not fit into 24 registers."""
+        if self.turns_v and self.mma_warpgroups == 2:
+            return HANDING_REGS
+        return self.producer_regs, self.mma_regs
 
     @property
     def turning_columns(self) -> int:

@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from cuteflash.core.convert import rounded_words
 from cuteflash.core.softmax import scale_rows
+from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Rings
 from cuteflash.kernels.sm90.products import await_pv, product_both
 from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, round_p, store_p_row
@@ -55,6 +56,18 @@ def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: I
                 wg.softmax.add(sums)
             position += 1
     return position
+
+
+def leave_out(wg: Warpgroup, part: QueryTile) -> None:
+    """Give rows after the last one of `part` an infinite maximum: their exponentials are 0 and ask for no repair.
+
+    The scores of rows whose Q is zero are all equal, so that a thread's exponentials of a block sum to
+    `2**p_offset * tile_n / 4`, which may be above the limit for 8 bits. What comes of these rows is not stored.
+    """
+    rows = part.rows()
+    for row in range(ROWS):
+        peak = wg.softmax.row_max[row]
+        wg.softmax.row_max[row] = cutlass.select_(wg.scores.row(row) < rows, peak, Float32.inf)
 
 
 def fixed_step(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> tuple[cute.Tensor, Boolean]:

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
@@ -40,8 +40,9 @@ from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
-from cuteflash.kernels.sm90.ragged import ragged
+from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
 from cuteflash.problem import FwdProblem
+from cuteflash.traits.fp8_sm90 import TURNING_WARPS
 from cuteflash.traits.sm90 import HANDED_TILES, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 
@@ -68,6 +69,12 @@ class FlashFwdSm90:
     def turns_v(self) -> bool:
         """Whether the producer warpgroup turns V: of 8 bits the product only reads Vᵀ."""
         return self.problem.operands.is_fp8 and not self.problem.operands.transposed_v
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers a thread of the producer warpgroup, and of a consumer warpgroup."""
+        traits = self.traits
+        return traits.packed_regs if self.problem.storage.q == "varlen" else (traits.producer_regs, traits.mma_regs)
 
     @property
     def longest_first(self) -> bool:
@@ -159,7 +166,8 @@ class FlashFwdSm90:
         d, dv = traits.head_dim, traits.head_dim_v
         values, layout_v, box_v = keys, self.smem_layout_v(), (traits.tile_n, dv)
         if self.problem.operands.transposed_v:
-            values, layout_v, box_v = columns_first, self.smem_layout_vt(), (dv, traits.tile_n)
+            values = columns_first if storage.k == "dense" else ragged_columns
+            layout_v, box_v = self.smem_layout_vt(), (dv, traits.tile_n)
         smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), layout_v))
         smem_q, smem_o = (
             cute.select(self.smem_box_layout(layout), mode=[0, 1])
@@ -181,7 +189,7 @@ class FlashFwdSm90:
         blocks = launch.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, scalars.num_sms)
-        self.kernel(tma, tensors.lse, Scales.of(scales), launch).launch(
+        self.kernel(tma, tensors.lse, Scales.of(scales, self.problem.storage), launch).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
@@ -196,7 +204,8 @@ class FlashFwdSm90:
         rings = self.make_rings(base)
         handout = None
         if const_expr(self.problem.storage.q == "varlen"):
-            handout = Handout.create(base, traits.smem_handout, most_ahead=HANDED_TILES)
+            most_ahead = HANDED_TILES - 1 if self.turns_v else HANDED_TILES
+            handout = Handout.create(base, traits.smem_handout, most_ahead=most_ahead)
         block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE, scales)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
@@ -205,23 +214,24 @@ class FlashFwdSm90:
                 consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
                 rings.init(consumer_warps)
                 if const_expr(handout is not None):
-                    handout.init(readers=consumer_warps + 1)
+                    handout.init(readers=consumer_warps + (TURNING_WARPS - 1 if self.turns_v else 1))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if const_expr(not traits.warp_specialized):
             consume(self, block)
         elif warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(traits.producer_regs)
+            cute.arch.setmaxregister_decrease(self.registers[0])
             if const_expr(self.turns_v):
                 load_and_turn(self, block)
-            elif warp == 0:
-                load(self, block)
-            if const_expr(handout is not None):
-                if warp == 1:
-                    hand_out(handout, launch, functools.partial(await_taken, handout))
+            else:
+                if warp == 0:
+                    load(self, block)
+                if const_expr(handout is not None):
+                    if warp == 1:
+                        hand_out(handout, launch, functools.partial(await_taken, handout), Int32(0))
         else:
-            cute.arch.setmaxregister_increase(traits.mma_regs)
+            cute.arch.setmaxregister_increase(self.registers[1])
             consume(self, block)
 
     def make_rings(self, base: cute.Pointer) -> Rings:

@@ -14,7 +14,7 @@ from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
 from cuteflash.kernels.sm90.epilogue import write_output
-from cuteflash.kernels.sm90.fixed_max import fixed_steps
+from cuteflash.kernels.sm90.fixed_max import fixed_steps, leave_out
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
 from cuteflash.kernels.sm90.products import await_pv, finish_pv, finish_qk, product_both
@@ -144,6 +144,8 @@ def attend(
         step = functools.partial(step_alone, kernel, wg, tiles, rings, loads)
     if const_expr(traits.overlap):
         first_scores(kernel, wg, tiles, rings, n_block, kv_pos)
+        if const_expr(traits.fixed_max and kernel.problem.operands.is_fp8):
+            leave_out(wg, tile.part(wg.index, kernel.tokens_per_warpgroup))
     else:
         step(n_block, kv_pos, True)
         kv_pos += 1
