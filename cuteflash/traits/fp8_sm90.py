@@ -11,6 +11,8 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 
 TURNING_WARPS = 4  # all of the producer warpgroup
 TURNED_KEYS, TURNED_COLUMNS = 16, 32  # of V, that a warp turns at a time
+PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "v_mean"})
+TURNING_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"turned_v"}
 FIXED_P_OFFSET, MOVING_P_OFFSET = 4.0, 8.0
 
 
@@ -41,7 +43,7 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements."""
-        return frozenset({"softcap", "lse", "turned_v"} if self.turns_v else {"softcap", "lse"})
+        return TURNING_FEATURES if self.turns_v else PLAIN_FEATURES
 
     @property
     def turning_columns(self) -> int:
