@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    v_mean: Tensor | None
     transposed_v: bool
     out_dtype: torch.dtype | None
 
@@ -73,6 +74,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_mean: Tensor | None = None,
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
@@ -102,6 +104,9 @@ def flash_attn_func(
             of ``torch.float8_e4m3fn``, whose elements stand for themselves times the scale of their head; q's scale
             is that of the KV head that the query head reads. `head_dim` and `head_dim_v` are then multiples of 16, a
             GPU has to be a Hopper, and there is no gradient. P is rounded to e4m3, too: see docs/fp8.md.
+        v_mean: (batch, kv_heads, head_dim_v), fp32, with scales: the mean of V's columns, taken out of V before it was
+            quantised, as by ``cuteflash.quantize_qkv(..., smooth_v=True)``. It is added to O before O is rounded; a
+            query that sees no key keeps O = 0.
         transposed_v: with scales, v is (batch, kv_heads, head_dim_v, keys), keys being `seqlen_k` in whole 128s, in the
             order that the product reads: in each 16 keys, position ``4 t + 2 j + b`` holds key ``8 j + 2 t + b``.
             Keys past `seqlen_k` are zeros. Faster, as otherwise the kernel turns V.
@@ -144,9 +149,11 @@ def flash_attn_func(
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         shared = options[: Fp8Options._fields.index("transposed_v")]  # there is no backward to be deterministic
         fp8_options = Fp8Options(*shared)._replace(**formats_of(transposed_v, out_dtype))
-        result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *descales, *fp8_options)
-    elif transposed_v is not False or out_dtype is not None:
-        raise formats_without_scales(transposed_v, out_dtype)
+        if v_mean is not None and not isinstance(v_mean, Tensor):
+            raise not_tensors(v_mean=v_mean)
+        result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *descales, v_mean, *fp8_options)
+    elif transposed_v is not False or out_dtype is not None or v_mean is not None:
+        raise formats_without_scales(transposed_v, out_dtype, v_mean)
     elif not is_plain:
         result = (fwd_lse if return_lse else fwd)(q, k, v, *options)
     elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -137,12 +137,13 @@ class PackedTensors(NamedTuple):
 class ScaleTensors(NamedTuple):
     """The scales of 8-bit operands, fp32 (batch, heads_k); a kernel of 16-bit operands does not have these arguments.
 
-    What a row of an operand stands for is the row times its head's scale.
+    What a row of an operand stands for is the row times its head's scale, and of V plus its head's mean.
     """
 
     q_descale: Any = None  # of the query heads that read a KV head
     k_descale: Any = None
     v_descale: Any = None
+    v_mean: Any = None  # (batch, heads_k, head_dim_v), fp32; None for a problem without it
 
 
 class FwdScalars(NamedTuple):

@@ -98,11 +98,12 @@ def formats_of(transposed_v: object, out_dtype: object) -> dict[str, Any]:
     return {"transposed_v": flag("transposed_v", transposed_v), "out_dtype": OUT_DTYPES[out_dtype]}
 
 
-def formats_without_scales(transposed_v: object, out_dtype: object) -> ValueError:
+def formats_without_scales(transposed_v: object, out_dtype: object, v_mean: object) -> ValueError:
     """The error if 16-bit operands come with what only 8-bit ones have."""
+    mean = v_mean if v_mean is None else "given"
     return ValueError(
-        f"transposed_v is {shown(transposed_v)}, out_dtype is {shown(out_dtype)}; allowed without q_descale, k_descale "
-        "and v_descale: False and None"
+        f"transposed_v is {shown(transposed_v)}, out_dtype is {shown(out_dtype)}, v_mean is {mean}; allowed without "
+        "q_descale, k_descale and v_descale: False, None and None"
     )
 
 

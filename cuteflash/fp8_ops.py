@@ -1,7 +1,7 @@
 """The operators of 8-bit operands, `torch.ops.cuteflash.fp8_fwd` and `fp8_fwd_lse`.
 
-They differ from `cuteflash.ops` in what they are given: q, k and v of 8 bits, and a scale of each for every KV head.
-There is no gradient: tensors that need one are refused.
+They differ from `cuteflash.ops` in what they are given: q, k and v of 8 bits, a scale of each for every KV head, and
+V's mean if it was taken out. There is no gradient: tensors that need one are refused.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     def cuda(*arguments: Any) -> Result:
         inputs, options = Fp8Inputs(*arguments[: len(TENSORS)]), arguments[len(TENSORS) :]
         try:
-            call = tuple((x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs), options
+            looks = tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs)
         except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
             check_fp8(inputs, Fp8Options(*options))
             raise
+        call = looks, options
         last, launch = known.last
         if call != last:
             launch = known.find(call, plan, inputs, options)
@@ -84,12 +85,18 @@ def _fake(*arguments: Any, has_lse: bool) -> Result:
 def _cpu(*arguments: Any, has_lse: bool) -> Result:
     inputs, options = _split(arguments)
     check_fp8(inputs, options)
-    q, k, v, *descales = inputs
+    q, k, v = inputs[:3]
     check_alignment(q, k, v)
     check_descale_values(inputs)
     rows = stored_rows(v, k.shape[1]) if options.transposed_v else v
     result = fp8_attention(
-        q, k, rows, descales, **options.definition(q.shape[3]), out_dtype=TORCH_DTYPES[options.out_dtype]
+        q,
+        k,
+        rows,
+        inputs.descales.values(),
+        **options.definition(q.shape[3]),
+        v_mean=inputs.v_mean,
+        out_dtype=TORCH_DTYPES[options.out_dtype],
     )
     return result if has_lse else result[0]
 
@@ -115,7 +122,8 @@ def count_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None
 def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool) -> Operator:
     return Operator(
         name=name,
-        tensors=TENSORS,
+        tensors=TENSORS[:-1],
+        optional=TENSORS[-1:],
         options=Fp8Options,
         returns=returns,
         check=_check,

@@ -15,7 +15,7 @@ from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
 from cuteflash.problem import FwdProblem, HalfDtype, Operands, Scores, mask_of_window
-from cuteflash.strides import usable_strides
+from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.validate import ALIGNMENT, FP8
@@ -68,6 +68,7 @@ class Fp8Planner:
             Operands.of("e4m3", head_dim, head_dim_v),
             o_dtype=cast(HalfDtype, options.out_dtype),
             transposed_v=options.transposed_v,
+            has_v_mean=inputs.v_mean is not None,
         )
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
@@ -79,13 +80,18 @@ class Fp8Planner:
         problem = problem.packed(heads_per_kv) if packs else problem
         kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
         scalars = fwd_scalars(options, (left, right), head_dim, q.device)
+        compacts_mean = inputs.v_mean is not None and inputs.v_mean.stride(2) != 1
         restrides = [usable_strides(x.stride(), ALIGNMENT) for x in inputs[:3]]
 
         def launch(inputs: Fp8Inputs) -> Result:
             result = self._results(inputs, shapes, out_dtype, fill=False)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            kernel(q, k, v, o, lse, *inputs[3:], *scalars)  # in the order of FwdTensors, ScaleTensors and FwdScalars
+            v_mean = inputs.v_mean
+            if compacts_mean and v_mean is not None:
+                v_mean = compacted(v_mean)
+            # In the order of FwdTensors, ScaleTensors and FwdScalars.
+            kernel(q, k, v, o, lse, *inputs.descales.values(), v_mean, *scalars)
             return result
 
         return launch

@@ -20,7 +20,7 @@ Fp8Dtype = Literal["e4m3"]
 Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v"]
+Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
@@ -61,6 +61,7 @@ class Operands:
         head_dim_v: columns of V and O; a multiple of 8 up to 256.
         packed_heads: query heads of one KV head folded into the rows of a tile (``pack_gqa``); 1 is none.
         transposed_v: V is given as Vᵀ, in the order of keys that the product with an 8-bit P reads.
+        has_v_mean: V is given minus a mean of each column, fp32, which is added to O.
 
     8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry.
     """
@@ -72,6 +73,7 @@ class Operands:
     head_dim_v: int
     packed_heads: int = 1
     transposed_v: bool = False
+    has_v_mean: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_DTYPES))
@@ -83,6 +85,8 @@ class Operands:
             raise ValueError(f"o_dtype is {self.o_dtype!r}; allowed: {self.qk_dtype!r}, that of Q and K")
         if self.transposed_v and not self.is_fp8:
             raise ValueError(f"transposed_v is True; allowed with {self.pv_dtype!r}: False, only 8-bit V is transposed")
+        if self.has_v_mean and not self.is_fp8:
+            raise ValueError(f"has_v_mean is True; allowed with {self.pv_dtype!r}: False, 8-bit V has one apart")
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
@@ -193,6 +197,7 @@ class FwdProblem:
             lse=self.has_lse,
             varlen=self.storage != DENSE,
             turned_v=self.operands.is_fp8 and not self.operands.transposed_v,
+            v_mean=self.operands.has_v_mean,
         )
 
     @property
@@ -206,7 +211,12 @@ class FwdProblem:
 
     def asking(self, features: Collection[Feature]) -> Self:
         """The same with just these optional features."""
-        operands = dataclasses.replace(self.operands, transposed_v=self.operands.is_fp8 and "turned_v" not in features)
+        is_fp8 = self.operands.is_fp8
+        operands = dataclasses.replace(
+            self.operands,
+            transposed_v=is_fp8 and "turned_v" not in features,
+            has_v_mean=is_fp8 and "v_mean" in features,
+        )
         scores = dataclasses.replace(self.scores, softcap="softcap" in features)
         storage = PACKED if "varlen" in features else DENSE
         return dataclasses.replace(self, operands=operands, scores=scores, storage=storage, has_lse="lse" in features)

@@ -38,6 +38,7 @@ class Fp8Inputs(NamedTuple):
     q_descale: Tensor
     k_descale: Tensor
     v_descale: Tensor
+    v_mean: Tensor | None = None
 
     @property
     def descales(self) -> dict[str, Tensor]:
@@ -79,18 +80,28 @@ def check_fp8(inputs: Fp8Inputs, options: Fp8Options) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_strides(name, tensor)
     for name, tensor in inputs.descales.items():
-        check_descale(name, tensor, q, (batch, heads))
+        _check_per_head(name, tensor, q, (batch, heads), "(batch, heads) of k")
+    if inputs.v_mean is not None:
+        expected_mean = batch, heads, inputs.head_dim_v(options)
+        _check_per_head("v_mean", inputs.v_mean, q, expected_mean, "(batch, heads) of k and v's head_dim")
 
 
-def check_descale(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, int]) -> None:
-    """Raise if a tensor does not hold one fp32 scale a KV head of each batch entry, on q's device."""
+def _check_per_head(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, ...], words: str) -> None:
+    """Raise if a tensor does not hold what is expected of each batch entry and KV head, fp32 on q's device.
+
+    Args:
+        name, tensor: as the error names it.
+        q: the operator's.
+        expected: its shape, which `words` explain.
+        words: see `expected`.
+    """
     check_strided(name, tensor)
     if tensor.dtype != torch.float32:
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {torch.float32}")
     check_same_device(name, tensor, q)
     shape = tuple(tensor.shape)
     if len(shape) != len(expected) or any(holds(size != other) for size, other in zip(shape, expected, strict=True)):
-        raise ValueError(f"{name}.shape is {shape}; allowed: {expected}, (batch, heads) of k")
+        raise ValueError(f"{name}.shape is {shape}; allowed: {expected}, {words}")
 
 
 def check_descale_values(inputs: Fp8Inputs) -> None:

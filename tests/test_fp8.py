@@ -83,6 +83,34 @@ def test_the_result_is_the_attention_of_what_the_operands_stand_for(
     torch.testing.assert_close(plain.float(), expected, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_mean_of_v_is_added_to_rows_that_see_a_key(is_transposed: bool) -> None:
+    q, k, v, *scales = inputs(s_q=23, s_k=21)  # two queries come before the first key
+    mean = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(3))
+    given = {"causal": True, "out_dtype": torch.float16, "transposed_v": is_transposed, "return_lse": True}
+    vs = transposed(v) if is_transposed else v
+    out, lse = flash_attn_func(q, k, vs, **named(scales), **given, v_mean=mean)
+    values = spread(v, scales[2]) + mean[:, None]
+    expected, _ = flash_attn_func(spread(q, scales[0]), spread(k, scales[1]), values, causal=True, return_lse=True)
+    assert (out[:, :2] == 0).all() and (lse[..., :2] == -math.inf).all()
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=1e-3)
+    _, lse_without = flash_attn_func(q, k, vs, **named(scales), **given)
+    assert torch.equal(lse, lse_without)
+    by_column = mean.mT.contiguous().mT
+    assert torch.equal(flash_attn_func(q, k, vs, **named(scales), **given, v_mean=by_column)[0], out)
+
+
+def test_smoothed_v_of_the_quantiser_is_taken_as_it_is() -> None:
+    q, k, v = (torch.randn(1, 40, 2, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    v = v + 50 * torch.arange(32)
+    some = cuteflash.quantize_qkv(q.half(), k.half(), v.half(), transpose_v=True, smooth_v=True)
+    out = flash_attn_func(
+        some.q, some.k, some.vt, **named([some.q_descale, some.k_descale, some.v_descale]), v_mean=some.v_mean,
+        transposed_v=True, out_dtype=torch.float16,
+    )  # fmt: skip
+    torch.testing.assert_close(out.float(), flash_attn_func(q, k, v), atol=0.6, rtol=1e-3)
+
+
 def test_keys_are_permuted_within_16() -> None:
     keys = torch.arange(48.0).expand(2, 48)
     assert permuted_keys(keys)[0, 16:32].tolist() == [
@@ -136,6 +164,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"v.shape\[3\] \(keys\) is 32; allowed: 128, those of k in whole 128s",
     ),
+    "dtype of the mean": (changed(v_mean=torch.ones(2, 2, 16).half()), TypeError, "v_mean.dtype is torch.float16"),
+    "shape of the mean": (
+        changed(v_mean=torch.ones(2, 2, 32)),
+        ValueError,
+        r"v_mean.shape is \(2, 2, 32\); allowed: \(2, 2, 16\), \(batch, heads\) of k and v's head_dim",
+    ),
+    "device of the mean": (
+        changed(v_mean=torch.ones(2, 2, 16, device="meta")),
+        ValueError,
+        "v_mean.device is meta; allowed: cpu",
+    ),
+    "no tensor for a mean": (changed(v_mean=0.5), TypeError, "v_mean is a float; allowed: a torch.Tensor"),
     "flag": (changed(transposed_v="yes"), TypeError, "transposed_v is 'yes'; allowed: True, False"),
     "out": (changed(out_dtype=torch.float32), TypeError, "out_dtype is torch.float32; allowed: None, torch.bfloat16"),
     "window": (changed(window_size=(-2, 0)), ValueError, "window_size is"),
@@ -152,7 +192,11 @@ def test_bad_arguments_are_named(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"transposed_v": True}, "transposed_v is True"), ({"out_dtype": torch.float16}, "out_dtype is torch.float16")],
+    [
+        ({"transposed_v": True}, "transposed_v is True"),
+        ({"out_dtype": torch.float16}, "out_dtype is torch.float16"),
+        ({"v_mean": torch.ones(1, 1, 16)}, "v_mean is given; allowed without q_descale"),
+    ],
 )
 def test_16_bits_have_no_formats(given: dict[str, Any], message: str) -> None:
     x = torch.zeros(1, 4, 1, 16)
@@ -166,9 +210,9 @@ def test_packed_sequences_of_8_bits_are_refused() -> None:
         cuteflash.flash_attn_varlen_func(x, x, x, ends, ends)
 
 
-@pytest.mark.parametrize("name", ["q", "v_descale"])
+@pytest.mark.parametrize("name", ["q", "v_descale", "v_mean"])
 def test_gradients_are_refused_before_anything_is_computed(name: str) -> None:
-    arguments = changed()
+    arguments = changed(v_mean=torch.ones(2, 2, 16))
     arguments[name] = arguments[name].clone().requires_grad_()
     with pytest.raises(NotImplementedError, match=r"no gradient of torch.ops.cuteflash.fp8_fwd"):
         flash_attn_func(**arguments)
@@ -180,10 +224,11 @@ def test_gradients_are_refused_before_anything_is_computed(name: str) -> None:
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_opcheck(op: Any, is_transposed: bool) -> None:
     q, k, v, *scales = inputs()
+    mean = torch.ones(2, 2, 16) if is_transposed else None
     options = Fp8Options(window_right=0, transposed_v=is_transposed, out_dtype="fp16")
     # Not "test_schema", which compares the arguments before and after, of a type that torch does not compare.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, (q, k, transposed(v) if is_transposed else v, *scales, *options), test_utils=checks)
+    torch.library.opcheck(op, (q, k, transposed(v) if is_transposed else v, *scales, mean, *options), test_utils=checks)
 
 
 def test_nothing_to_see() -> None:
@@ -203,10 +248,10 @@ def test_fake_results_look_like_real_ones() -> None:
 
 def test_vmap_and_autocast() -> None:
     q, k, v, *scales = inputs()
-    stacked = [torch.stack([x, x.flip(0)]) for x in (q, k, v, *scales)]
-    mapped = torch.vmap(lambda *x: FWD(*x))(*stacked)
+    given = q, k, v, *scales, torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(3))
+    mapped = torch.vmap(lambda *x: FWD(*x))(*(torch.stack([x, x.flip(0)]) for x in given))
     with torch.autocast("cpu", torch.bfloat16):
-        expected = FWD(q, k, v, *scales)
+        expected = FWD(*given)
     torch.testing.assert_close(mapped, torch.stack([expected, expected.flip(0)]))
 
 
@@ -231,18 +276,31 @@ def test_a_launch_gets_tensors_scales_and_scalars(monkeypatch: pytest.MonkeyPatc
     gpu = Gpu(monkeypatch)
     tensors = inputs(s_q=300)
     options = Fp8Options(0.3, 5, -1, 2.0, False, None, out_dtype="fp16")
-    out, lse = gpu.fwd_lse(*tensors, *options)
+    out, lse = gpu.fwd_lse(*tensors, None, *options)
     problem, arguments = gpu.launches[0]
     operands = Operands("e4m3", "e4m3", "fp16", 32, 16)
     assert problem == FwdProblem(operands, Scores("window", softcap=True), has_lse=True)
     q, k, v, *scales = tensors
-    assert all(x is y for x, y in zip(arguments, (q, k, v, out, lse, *scales), strict=False))
-    assert FwdScalars(*arguments[8:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, NUM_SMS)
+    assert all(x is y for x, y in zip(arguments, (q, k, v, out, lse, *scales, None), strict=False))
+    assert FwdScalars(*arguments[9:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, NUM_SMS)
     assert out.dtype == torch.float16 and out.shape == (2, 300, 4, 16)
-    gpu.fwd(*tensors[:2], transposed(v), *scales, *Fp8Options(transposed_v=True))
+    gpu.fwd(*tensors[:2], transposed(v), *scales, None, *Fp8Options(transposed_v=True))
     assert gpu.launches[1][0] == FwdProblem(Operands("e4m3", "e4m3", "bf16", 32, 16, transposed_v=True))
-    gpu.fwd(*tensors, *Fp8Options(pack_gqa=True))
+    gpu.fwd(*tensors, None, *Fp8Options(pack_gqa=True))
     assert gpu.launches[2][0].operands.packed_heads == 2
+
+
+def test_whether_v_has_a_mean_decides_the_kernel_and_its_values_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    tensors, mean = inputs(), torch.rand(2, 2, 16)
+    gpu.fwd(*tensors)
+    gpu.fwd(*tensors, mean)
+    gpu.fwd(*tensors, mean.mT.contiguous().mT)
+    plain, smooth, by_column = gpu.launches
+    assert not plain[0].operands.has_v_mean and plain[1][8] is None
+    assert smooth[0].operands.has_v_mean and smooth[0].features == plain[0].features | {"v_mean"}
+    assert smooth[1][8] is mean
+    assert by_column[0] == smooth[0] and by_column[1][8].is_contiguous() and torch.equal(by_column[1][8], mean)
 
 
 def test_wrong_scales_are_found_on_a_gpu_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +327,7 @@ def test_other_kernel_families_are_refused(
 ) -> None:
     gpu = Gpu(monkeypatch, target)
     with pytest.raises(NotImplementedError, match=message):
-        gpu.fwd(*inputs(), *Fp8Options(family=family))
+        gpu.fwd(*inputs(), None, *Fp8Options(family=family))
 
 
 def test_problems_that_no_kernel_has_are_refused() -> None:
@@ -282,14 +340,18 @@ def test_problems_that_no_kernel_has_are_refused() -> None:
         Operands("e4m3", "bf16", "bf16", 64, 64)
     with pytest.raises(ValueError, match="transposed_v is True"):
         Operands("bf16", "bf16", "bf16", 64, 64, transposed_v=True)
+    with pytest.raises(ValueError, match="has_v_mean is True"):
+        Operands("bf16", "bf16", "bf16", 64, 64, has_v_mean=True)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_kernels_get_scales_after_their_tensors(is_transposed: bool) -> None:
-    operands = Operands("e4m3", "e4m3", "bf16", 64, 96, transposed_v=is_transposed)
+    operands = Operands("e4m3", "e4m3", "bf16", 64, 96, transposed_v=is_transposed, has_v_mean=is_transposed)
     tensors, packed, scales, scalars, _ = FwdArguments.of(fwd_fake_args(FwdProblem(operands, has_lse=True)))
     assert all(x is None for x in packed) and len(scalars) == 5
-    assert all(len(scale.shape) == 2 for scale in scales)
+    *factors, mean = scales
+    assert all(len(scale.shape) == 2 for scale in factors)
+    assert (mean is not None and mean.shape[2] == 96) if is_transposed else mean is None
     assert tensors.v.shape[2 if is_transposed else 3] == 96
     assert {str(x.element_type) for x in tensors[:3]} == {"Float8E4M3FN"} and str(tensors.o.element_type) == "BFloat16"
 
@@ -314,7 +376,8 @@ def test_traits_that_cannot_run_say_why(fields: dict[str, Any], complaint: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "is_transposed"), [(64, True), (128, False), (160, False), (256, True)])
 def test_rows_compile_without_complaint(head_dim: int, is_transposed: bool, kernels: KernelStore) -> None:
-    operands = dataclasses.replace(Operands.of("e4m3", head_dim, head_dim), transposed_v=is_transposed)
+    operands = Operands.of("e4m3", head_dim, head_dim)
+    operands = dataclasses.replace(operands, transposed_v=is_transposed, has_v_mean=True)
     problem = FwdProblem(operands, Scores("window", softcap=True), has_lse=True)
     choice = choose_shipped(problem, "sm_90a", "sm90")
     compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")

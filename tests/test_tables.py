@@ -71,7 +71,8 @@ def test_every_problem_of_8_bits_has_a_row(transposed_v: bool) -> None:
     for head_dim, head_dim_v in HEAD_DIM_PAIRS:
         if head_dim % 16 or head_dim_v % 16:
             continue
-        operands = dataclasses.replace(Operands.of("e4m3", head_dim, head_dim_v), transposed_v=transposed_v)
+        operands = Operands.of("e4m3", head_dim, head_dim_v)
+        operands = dataclasses.replace(operands, transposed_v=transposed_v, has_v_mean=True)
         for mask, lengths in itertools.product(MASK_KINDS, LENGTH_CLASSES):
             problem = FwdProblem(operands, Scores(mask, softcap=True), has_lse=True)
             choice = choose_shipped(problem, "sm_90a", "sm90", lengths)

@@ -1,4 +1,4 @@
-"""The scales of 8-bit operands, as a tile applies them: to the softmax's scale, and to O at its end."""
+"""The scales of 8-bit operands, as a tile applies them: to the softmax's scale, and with V's mean to O at its end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from cuteflash.problem import Storage
 
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """Factors of Q, K and V, fp32 (batch, KV heads); of packed sequences each is an entry of the batch.
+    """Factors of Q, K and V, fp32 (batch, KV heads), and the mean that was taken out of V.
 
-    The rows after the last packed sequence have none: their scores do not exist, and their O is 0 times 1.
+    Of packed sequences each is an entry of the batch. The rows after the last one have no scale: their scores do not
+    exist, and their O is 0 times 1.
+
+    Attributes:
+        v_mean: (batch, KV heads, head_dim_v) fp32; None if V is whole.
+        is_packed: whether the operands are packed sequences.
     """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
+    v_mean: cute.Tensor | None
     is_packed: cutlass.Constexpr[bool]
 
     @classmethod
@@ -40,6 +46,10 @@ class Scales:
         sequence, head = self._place(tile)
         scale = self.v[sequence, head]
         return cutlass.select_(tile.sequence == sequence, scale, Float32(1.0)) if self.is_packed else scale
+
+    def mean_of_v(self, tile: QueryTile) -> cute.Tensor:
+        """The mean of a tile's V, (head_dim_v,)."""
+        return self.v_mean[*self._place(tile), None]
 
     def _place(self, tile: QueryTile) -> tuple[Int32, Int32]:
         """(batch entry, KV head); of the rows after the last sequence that of the last one."""

@@ -63,13 +63,15 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     )
     scales = ScaleTensors()
     if operands.is_fp8:
-        scales = ScaleTensors(*(_scale(batch, heads_k) for _ in ScaleTensors._fields))
+        factors = (_per_head(batch, heads_k) for _ in range(3))
+        scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     return FwdArguments(tensors, packed, scales, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
 
 
-def _scale(batch: Any, heads: Any) -> Any:
-    """One factor a head; strides are free, as the same factor may stand for several heads."""
+def _per_head(batch: Any, heads: Any, *columns: int) -> Any:
+    """One factor or row a head; strides are free, as the same one may stand for several heads."""
+    free = cute.sym_int64(), cute.sym_int64()
     return make_fake_tensor(
-        cutlass.Float32, (batch, heads), stride=(cute.sym_int64(), cute.sym_int64()), assumed_align=4
+        cutlass.Float32, (batch, heads, *columns), stride=(*free, *(1 for _ in columns)), assumed_align=4
     )

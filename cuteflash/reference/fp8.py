@@ -48,6 +48,7 @@ def fp8_attention(
     window_right: int = -1,
     softcap: float = 0.0,
     *,
+    v_mean: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
     """O and LSE by definition: attention in fp32 of what the operands stand for, with P neither rounded nor scaled.
@@ -56,8 +57,23 @@ def fp8_attention(
         q, k, v: (b, s, h, d) of 8 bits, v as rows.
         descales: the scales of q, k and v, fp32 (b, h_k).
         softmax_scale, window_left, window_right, softcap: see `naive.naive_attention`.
+        v_mean: (b, h_k, d_v) fp32, taken out of V before it was quantised; it is added to O.
         out_dtype: element type of O.
     """
     q, k, v = (dequantised(x, scale) for x, scale in zip((q, k, v), descales, strict=True))
     out, lse = flash_attention_2(q, k, v, softmax_scale, window_left, window_right, softcap)
+    if v_mean is not None:
+        out = out + of_visible_rows(v_mean, lse)
     return out.to(out_dtype), lse
+
+
+def of_visible_rows(v_mean: Tensor, lse: Tensor) -> Tensor:
+    """What V's mean (b, h_k, d_v) adds to O, (b, s_q, h, d_v): the weights of a row sum to 1, or to 0 without a key.
+
+    Args:
+        v_mean: V's mean.
+        lse: (b, h, s_q), -inf for rows that see no key.
+    """
+    heads_per_kv = lse.shape[1] // max(v_mean.shape[1], 1)
+    mean = v_mean.repeat_interleave(heads_per_kv, dim=1)[:, None]
+    return torch.where(lse.mT[..., None] == float("-inf"), 0.0, mean)

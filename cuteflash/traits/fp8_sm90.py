@@ -11,6 +11,8 @@ from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
 
 TURNING_WARPS = 4  # all of the producer warpgroup
 TURNED_KEYS, TURNED_COLUMNS = 16, 32  # of V, that a warp turns at a time
+PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "v_mean"})
+TURNING_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"turned_v"}
 HANDING_REGS = 40, 232  # of the producer and of two consumer warpgroups, see `REGISTER_SPLIT`
 FIXED_P_OFFSET, MOVING_P_OFFSET = 4.0, 8.0
 
@@ -42,11 +44,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements; packed sequences may leave the fragments fewer registers."""
-        optional: dict[Feature, bool] = {
-            "varlen": self.accumulator_regs <= self.packed_regs[1] - ADDRESS_REGS,
-            "turned_v": self.turns_v,
-        }
-        return frozenset({"softcap", "lse"} | {name for name, there in optional.items() if there})
+        found = TURNING_FEATURES if self.turns_v else PLAIN_FEATURES
+        return found | {"varlen"} if self.accumulator_regs <= self.packed_regs[1] - ADDRESS_REGS else found
 
     @property
     def packed_regs(self) -> tuple[int, int]:

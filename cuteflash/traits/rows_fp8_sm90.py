@@ -2,7 +2,7 @@
 
 Rows that take only Vᵀ stand first; those that turn V serve all other calls. O and the product beside it (`two_level`)
 fit into the registers up to 160 columns. Beyond, a sum over many keys is cut to 13 fraction bits in each step, which
-shows if V has a mean: 18 % at 16k keys. The mean is then better taken out of V, and added to O.
+shows if V has a mean: 18 % at 16k keys. The mean is then better taken out of V (`v_mean`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -184,6 +185,42 @@ def test_sums_over_many_keys_keep_a_mean(head_dim: int, is_transposed: bool, hop
     operands = Operands8.of(case, hopper, mean=1.0)
     out, _ = operands.attend(case, is_transposed)
     exact, _ = operands.exact(case)
+    assert rms(out.double() - exact) <= 5e-3 * rms(exact)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 144), (192, 128), (256, 240)])
+def test_a_mean_of_v_is_added_to_rows_that_see_a_key(
+    head_dims: tuple[int, int], is_transposed: bool, hopper: torch.device
+) -> None:
+    (head_dim, head_dim_v), window = head_dims, (50, 20)
+    for seqlen_q, causal in ((1, False), (300, False), (300, True)):
+        case = Case(
+            head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q, seqlen_k=140, heads=4, kv_heads=2,
+            causal=causal, window=(-1, -1) if causal else window,
+        )  # fmt: skip
+        operands = Operands8.of(case, hopper)
+        plain, lse = operands.attend(case, is_transposed)
+        generator = torch.Generator(hopper).manual_seed(1)
+        v_mean = 3 * torch.randn(2, 2, head_dim_v, generator=generator, device=hopper)
+        out, lse_too = operands.attend(case, is_transposed, v_mean=v_mean)
+        added = v_mean[:, None].repeat_interleave(2, dim=2)
+        expected = plain.float() + added.masked_fill((lse == -math.inf).mT[..., None], 0.0)
+        assert ((out - expected).abs() <= 2**-8 * (plain.abs() + expected.abs())).all()
+        assert torch.equal(lse, lse_too)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_one_level_keeps_the_mean_of_a_smoothed_v(is_transposed: bool, hopper: torch.device) -> None:
+    keys = 16384 if hopper.type == "cuda" else 512
+    case = Case(head_dim=256, seqlen_q=64, seqlen_k=keys, batch=1, heads=1)
+    q, k, v = case.inputs(hopper)
+    v = v + 1
+    some = cuteflash.quantize_qkv(q, k, v, smooth_v=True)
+    assert some.v is not None and some.v_mean is not None
+    operands = Operands8(some.q, some.k, some.v, [some.q_descale, some.k_descale, some.v_descale])
+    out, _ = operands.attend(case, is_transposed, v_mean=some.v_mean)
+    exact = operands.exact(case)[0] + some.v_mean[:, None]
     assert rms(out.double() - exact) <= 5e-3 * rms(exact)
 
 

@@ -13,7 +13,7 @@ from cuteflash.core.finish import normalize
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
-from cuteflash.kernels.sm90.epilogue import write_output
+from cuteflash.kernels.sm90.epilogue import add_mean, write_output
 from cuteflash.kernels.sm90.fixed_max import fixed_steps, leave_out
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
@@ -107,6 +107,8 @@ def consume_tile(
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
     normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale)
+    if const_expr(kernel.problem.operands.has_v_mean):
+        add_mean(kernel, wg, block.scales.mean_of_v(tile))
     write_output(kernel, wg, block.tma, tiles, tile)
     if const_expr(traits.share_q_o):
         if wg.thread < 32:
