@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import FwdOptions
+from cuteflash.arguments import Fp8Options, FwdOptions
 from cuteflash.problem import FP8_OUT, UNBOUNDED
 from cuteflash.traits.arch import FAMILIES, Family
 from cuteflash.validate import SCALES, SOFTCAPS, shown
@@ -77,17 +77,18 @@ def check_family(family: object) -> None:
         raise TypeError(f"family is {shown(family)}; allowed: None, {', '.join(map(repr, FAMILIES))}")
 
 
-def descales_of(**descales: object) -> list[Tensor]:
+def descales_of(*, q_descale: object, k_descale: object, v_descale: object) -> tuple[Tensor, Tensor, Tensor]:
     """The scales of 8-bit operands, of which at least one is given: TypeError names the first that is missing."""
     tensors = []
-    for name, value in descales.items():
+    for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if not isinstance(value, Tensor):
             what = "None" if value is None else f"a {type(value).__name__}"
             raise TypeError(
                 f"{name} is {what}; allowed with 8-bit q, k and v: a torch.Tensor, as for each of the others"
             )
         tensors.append(value)
-    return tensors
+    q, k, v = tensors
+    return q, k, v
 
 
 def formats_of(transposed_v: object, out_dtype: object) -> dict[str, Any]:
@@ -105,6 +106,12 @@ def formats_without_scales(transposed_v: object, out_dtype: object, v_mean: obje
         f"transposed_v is {shown(transposed_v)}, out_dtype is {shown(out_dtype)}, v_mean is {mean}; allowed without "
         "q_descale, k_descale and v_descale: False, None and None"
     )
+
+
+def fp8_options_of(options: FwdOptions, transposed_v: object, out_dtype: object) -> Fp8Options:
+    """The options of a call with 8-bit operands; there is no backward to be deterministic."""
+    shared = {name: value for name, value in options._asdict().items() if name in Fp8Options._fields}
+    return Fp8Options(**shared, **formats_of(transposed_v, out_dtype))
 
 
 def options_of(

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8Options
 from cuteflash.autograd import NO_GRADIENT
-from cuteflash.fp8_planning import TORCH_DTYPES, Fp8Planner, check_family
+from cuteflash.fp8_planning import TORCH_DTYPES, Fp8Planner, check_target
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, Known
 from cuteflash.planning import Launch, Result
@@ -52,7 +52,7 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         if reads_values():
-            check_descale_values(inputs)
+            check_descale_values(inputs.descales)
         return launch(inputs)
 
     return cuda
@@ -75,8 +75,7 @@ def _fake(*arguments: Any, has_lse: bool) -> Result:
     inputs, options = _split(arguments)
     check_fp8(inputs, options)
     q = inputs.q
-    if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
-        check_family(q.device, options.family)
+    check_target(q, options.family)
     b, s_q, h, _ = q.shape
     o = q.new_empty((b, s_q, h, inputs.head_dim_v(options)), dtype=TORCH_DTYPES[options.out_dtype])
     return (o, q.new_empty((b, h, s_q), dtype=torch.float32)) if has_lse else o
@@ -87,7 +86,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     check_fp8(inputs, options)
     q, k, v = inputs[:3]
     check_alignment(q, k, v)
-    check_descale_values(inputs)
+    check_descale_values(inputs.descales)
     rows = stored_rows(v, k.shape[1]) if options.transposed_v else v
     result = fp8_attention(
         q,
@@ -101,7 +100,8 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     return result if has_lse else result[0]
 
 
-def _not_differentiable(name: str, implementation: Callable[..., Any], *arguments: Any) -> NoReturn:
+def refuse_gradient(name: str, implementation: Callable[..., Any], *arguments: Any) -> NoReturn:
+    """Refuse a call that needs a gradient."""
     raise NotImplementedError(NO_GRADIENT.format(name))
 
 
@@ -130,7 +130,7 @@ def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool
         cuda=cuda,
         cpu=functools.partial(_cpu, has_lse=has_lse),
         fake=functools.partial(_fake, has_lse=has_lse),
-        differentiable=functools.partial(_not_differentiable, name),
+        differentiable=functools.partial(refuse_gradient, name),
         transforms=_register_transforms,
     )
 

@@ -177,8 +177,7 @@ def check_kind(name: str, tensor: Tensor, dims: Dims, dtypes: tuple[torch.dtype,
     if tensor.dtype not in allowed:
         names = ", ".join(map(str, allowed))
         if tensor.dtype == FP8:
-            needs = "q_descale, k_descale and v_descale" if dims == DIMS else "a dense batch"
-            names += f"; {FP8} needs {needs}"
+            names += f"; {FP8} needs q_descale, k_descale and v_descale"
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed on {tensor.device.type}: {names}")
     if tensor.dim() != len(dims):
         layout = f"{len(dims)}, ({', '.join(dims)})"

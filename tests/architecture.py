@@ -32,6 +32,7 @@ RANKS: dict[str, int] = {
     "validate": 2,
     "validate_fp8": 3,
     "validate_packed": 3,
+    "validate_fp8_packed": 4,
     "validate_quantize": 4,
     "coerce": 3,
     "reference": 2,
@@ -54,21 +55,23 @@ RANKS: dict[str, int] = {
     "fp8_planning": 8,
     "packed_planning": 8,
     "quantize_planning": 8,
+    "fp8_packed_planning": 9,
     "fp8_ops": 9,
     "packed_ops": 9,
     "quantize_ops": 9,
-    "api": 10,
-    "packed_api": 10,
-    "quantize": 10,
-    "packing": 11,
-    "nn": 12,
-    "integrations": 12,
-    "compat": 12,
-    "tune": 13,
-    "companions": 13,  # what lies beside cuteflash/ is the command line's to load, nobody else's
-    "cli": 14,
-    "__main__": 15,
-    "": 15,  # cuteflash/__init__.py, the public face
+    "fp8_packed_ops": 10,
+    "api": 11,
+    "packed_api": 11,
+    "quantize": 11,
+    "packing": 12,
+    "nn": 13,
+    "integrations": 13,
+    "compat": 13,
+    "tune": 14,
+    "companions": 14,  # what lies beside cuteflash/ is the command line's to load, nobody else's
+    "cli": 15,
+    "__main__": 16,
+    "": 16,  # cuteflash/__init__.py, the public face
 }
 STDLIB_ONLY = (
     "arguments",

@@ -204,12 +204,6 @@ def test_16_bits_have_no_formats(given: dict[str, Any], message: str) -> None:
         flash_attn_func(x, x, x, **given)
 
 
-def test_packed_sequences_of_8_bits_are_refused() -> None:
-    x, ends = rows(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"float8_e4m3fn needs a dense batch"):
-        cuteflash.flash_attn_varlen_func(x, x, x, ends, ends)
-
-
 @pytest.mark.parametrize("name", ["q", "v_descale", "v_mean"])
 def test_gradients_are_refused_before_anything_is_computed(name: str) -> None:
     arguments = changed(v_mean=torch.ones(2, 2, 16))
@@ -236,6 +230,7 @@ def test_nothing_to_see() -> None:
         q, k, v, *scales = inputs(**shape)
         out, lse = flash_attn_func(q, k, v, **named(scales), return_lse=True)
         assert out.shape == (*q.shape[:3], 16) and (out == 0).all() and (lse == -math.inf).all()
+        assert torch.equal(flash_attn_func(q, k, transposed(v), **named(scales), transposed_v=True), out)
 
 
 def test_fake_results_look_like_real_ones() -> None:

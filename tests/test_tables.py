@@ -15,6 +15,7 @@ from cuteflash.problem import (
     HEAD_DIM_STEP,
     MASK_KINDS,
     OPERATIONS,
+    PACKED,
     FwdProblem,
     Operands,
     Scores,
@@ -66,22 +67,23 @@ def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None
         assert traits.check(get_arch(table.target)) is None
 
 
+@pytest.mark.parametrize("storage", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("transposed_v", [False, True])
-def test_every_problem_of_8_bits_has_a_row(transposed_v: bool) -> None:
+def test_every_problem_of_8_bits_has_a_row(transposed_v: bool, storage: Storage) -> None:
     for head_dim, head_dim_v in HEAD_DIM_PAIRS:
         if head_dim % 16 or head_dim_v % 16:
             continue
         operands = Operands.of("e4m3", head_dim, head_dim_v)
         operands = dataclasses.replace(operands, transposed_v=transposed_v, has_v_mean=True)
         for mask, lengths in itertools.product(MASK_KINDS, LENGTH_CLASSES):
-            problem = FwdProblem(operands, Scores(mask, softcap=True), has_lse=True)
+            problem = FwdProblem(operands, Scores(mask, softcap=True), storage, has_lse=True)
             choice = choose_shipped(problem, "sm_90a", "sm90", lengths)
             assert choice.traits.element_bytes == 1
             assert transposed_v or choice.traits.turns_v
 
 
 @EACH_TABLE
-@pytest.mark.parametrize("storage", [DENSE, Storage("varlen", "varlen", True, True)], ids=["dense", "packed"])
+@pytest.mark.parametrize("storage", [DENSE, PACKED], ids=["dense", "packed"])
 def test_every_problem_has_a_row_that_serves_all_features(table: TableKey, storage: Storage) -> None:
     make, features = PROBLEMS[table.operation]
     for head_dim, head_dim_v in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS):
