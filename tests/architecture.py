@@ -54,6 +54,7 @@ RANKS: dict[str, int] = {
     "fp8_planning": 8,
     "packed_planning": 8,
     "quantize_planning": 8,
+    "fp8_inference_ops": 9,
     "fp8_ops": 9,
     "packed_ops": 9,
     "quantize_ops": 9,
