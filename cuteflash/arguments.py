@@ -73,6 +73,26 @@ class Fp8Options(NamedTuple):
         return _definition(self, head_dim)
 
 
+class Fp8InferenceOptions(NamedTuple):
+    """The arguments of the operators that quantise 16-bit tensors and attend, after their tensors.
+
+    Attributes:
+        softmax_scale, window_left, window_right, softcap, pack_gqa, family, lengths: see `FwdOptions`.
+        out_dtype: element type of O, ``"bf16"`` or ``"fp16"``; None is that of q.
+        hadamard: columns of a block that a Hadamard rotation of Q and K mixes before they are quantised; 0 is none.
+    """
+
+    softmax_scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    pack_gqa: bool | None = None
+    family: str | None = None
+    out_dtype: str | None = None
+    hadamard: int = 0
+    lengths: str | None = None
+
+
 class BwdOptions(NamedTuple):
     """The arguments of the backward operators after their tensors: those of the forward that a backward has, too.
 

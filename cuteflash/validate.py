@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import BwdOptions, Fp8Options, FwdOptions
+from cuteflash.arguments import BwdOptions, Fp8InferenceOptions, Fp8Options, FwdOptions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
 from cuteflash.traits.arch import FAMILIES
 from cuteflash.traits.length_class import LENGTH_CLASSES
@@ -135,7 +135,7 @@ def reads_values() -> bool:
     return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
 
 
-def check_options(options: FwdOptions | Fp8Options | BwdOptions) -> None:
+def check_options(options: FwdOptions | Fp8Options | Fp8InferenceOptions | BwdOptions) -> None:
     """Raise ValueError if an option is not allowed, whatever the tensors."""
     scale, softcap = options.softmax_scale, options.softcap
     # Kernels take the row maximum of scores that are not scaled yet, and hide a key by -inf: times 0 that would be NaN.

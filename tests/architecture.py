@@ -56,6 +56,7 @@ RANKS: dict[str, int] = {
     "packed_planning": 8,
     "quantize_planning": 8,
     "fp8_packed_planning": 9,
+    "fp8_inference_ops": 9,
     "fp8_ops": 9,
     "packed_ops": 9,
     "quantize_ops": 9,
