@@ -110,9 +110,10 @@ def flash_attn_func(
         deterministic: the backward gives bitwise equal gradients for equal inputs, which costs it speed; so does
             ``torch.use_deterministic_algorithms(True)`` while the backward runs. The forward always is deterministic.
         q_descale, k_descale, v_descale: (batch, kv_heads), fp32, positive and finite. All three make q, k and v tensors
-            of ``torch.float8_e4m3fn``, whose elements stand for themselves times the scale of their head; q's scale
-            is that of the KV head that the query head reads. `head_dim` and `head_dim_v` are then multiples of 16, a
-            GPU has to be a Hopper, and there is no gradient. P is rounded to e4m3, too: see docs/fp8.md.
+            of ``torch.float8_e4m3fn``, or all of ``torch.float8_e5m2``, whose elements stand for themselves times the
+            scale of their head; q's scale is that of the KV head that the query head reads. `head_dim` and
+            `head_dim_v` are then multiples of 16, a GPU has to be a Hopper, and there is no gradient. P is rounded to
+            e4m3: see docs/fp8.md.
         v_mean: (batch, kv_heads, head_dim_v), fp32, with scales: the mean of V's columns, taken out of V before it was
             quantised, as by ``cuteflash.quantize_qkv(..., smooth_v=True)``. It is added to O before O is rounded; a
             query that sees no key keeps O = 0.

@@ -42,7 +42,7 @@ class Fp8PackedPlanner:
         if is_empty(packed):
             return lambda inputs: results(inputs.q, shapes, out_dtype, has_lse=has_lse, fill=True)
         mask, left, right = mask_of_window(options.window_left, options.window_right, SEVERAL)
-        operands, storage = operands_of(head_dim, head_dim_v, options, inputs.v_mean), storage_of(packed)
+        operands, storage = operands_of(q, head_dim_v, options, inputs.v_mean), storage_of(packed)
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), storage, has_lse)
         choice = choose(problem, target, FAMILY, class_of_lengths(packed, options))
         heads_per_kv = heads // inputs.k.shape[1]

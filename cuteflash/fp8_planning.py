@@ -13,13 +13,14 @@ from cuteflash.arguments import Fp8Options
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
-from cuteflash.problem import FwdProblem, HalfDtype, Operands, Scores, mask_of_window
+from cuteflash.problem import Fp8Dtype, FwdProblem, HalfDtype, Operands, Scores, mask_of_window
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of
-from cuteflash.validate import ALIGNMENT, FP8
+from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_fp8 import Fp8Inputs, check_fp8
 
+FP8_NAMES: dict[torch.dtype, Fp8Dtype] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FAMILY = "sm90"  # that has products of 8-bit operands
 
@@ -33,7 +34,7 @@ def check_family(device: torch.device, family: str | None) -> str:
     runs = family or get_arch(target).families[0]
     if runs != FAMILY:
         raise NotImplementedError(
-            f"q.dtype is {FP8}, which needs the {FAMILY} family (Hopper); {target} runs {runs}"
+            f"attention on 8-bit operands needs the {FAMILY} family (Hopper); {target} runs {runs}"
             + ("" if family is None else f", which `family` asks for: {family!r}")
         )
     return target
@@ -45,10 +46,10 @@ def check_target(q: Tensor, family: str | None) -> None:
         check_family(q.device, family)
 
 
-def operands_of(head_dim: int, head_dim_v: int, options: Fp8Options, v_mean: Tensor | None) -> Operands:
+def operands_of(q: Tensor, head_dim_v: int, options: Fp8Options, v_mean: Tensor | None) -> Operands:
     """The operands of a call with these options."""
     return dataclasses.replace(
-        Operands.of("e4m3", head_dim, head_dim_v),
+        Operands.of(FP8_NAMES[q.dtype], q.shape[-1], head_dim_v),
         o_dtype=cast(HalfDtype, options.out_dtype),
         transposed_v=options.transposed_v,
         has_v_mean=v_mean is not None,
@@ -80,7 +81,7 @@ class Fp8Planner:
         if q.numel() == 0 or seqlen_k == 0:
             return lambda inputs: results(inputs.q, shapes, out_dtype, has_lse=self.has_lse, fill=True)
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
-        operands = operands_of(head_dim, head_dim_v, options, inputs.v_mean)
+        operands = operands_of(q, head_dim_v, options, inputs.v_mean)
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
         choice = choose(problem, target, FAMILY, lengths)

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Self, cast, get_args
 
 Operation = Literal["fwd", "bwd"]
 HalfDtype = Literal["fp16", "bf16"]
-Fp8Dtype = Literal["e4m3"]
+Fp8Dtype = Literal["e4m3", "e5m2"]
 Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen"]
@@ -29,7 +29,7 @@ MASK_KINDS: tuple[str, ...] = get_args(MaskKind)
 STORAGE_KINDS: tuple[str, ...] = get_args(StorageKind)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 
-DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1}
+DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 FP8_OUT: HalfDtype = "bf16"  # element type of O if nothing else is asked for
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
@@ -55,7 +55,7 @@ class Operands:
 
     Attributes:
         qk_dtype: element type of Q and K.
-        pv_dtype: element type of V, and of P as the second product reads it.
+        pv_dtype: element type of V, and of P as the second product reads it. Of 8 bits P is e4m3.
         o_dtype: element type of O.
         head_dim: columns of Q and K; a multiple of 8 up to 256.
         head_dim_v: columns of V and O; a multiple of 8 up to 256.

@@ -21,7 +21,7 @@ from cuteflash.traits.length_class import LENGTH_CLASSES
 ALIGNMENT = 16  # bytes of one vectorised load; every row starts on such a boundary
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 REFERENCE_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
-FP8 = torch.float8_e4m3fn
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DEVICES = ("cuda", "cpu", "meta")
 CHECK_VARIABLE = "CUTEFLASH_CHECK"
 Dims = tuple[str, ...]
@@ -176,8 +176,8 @@ def check_kind(name: str, tensor: Tensor, dims: Dims, dtypes: tuple[torch.dtype,
     allowed = dtypes or (HALF_DTYPES if tensor.device.type == "cuda" else REFERENCE_DTYPES)
     if tensor.dtype not in allowed:
         names = ", ".join(map(str, allowed))
-        if tensor.dtype == FP8:
-            names += f"; {FP8} needs q_descale, k_descale and v_descale"
+        if tensor.dtype in FP8_DTYPES:
+            names += f"; {tensor.dtype} needs q_descale, k_descale and v_descale"
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed on {tensor.device.type}: {names}")
     if tensor.dim() != len(dims):
         layout = f"{len(dims)}, ({', '.join(dims)})"

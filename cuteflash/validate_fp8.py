@@ -12,7 +12,7 @@ from cuteflash.arguments import Fp8Options
 from cuteflash.problem import DTYPES, TRANSPOSED_KEYS
 from cuteflash.validate import (
     DIMS,
-    FP8,
+    FP8_DTYPES,
     Dims,
     check_head_dim,
     check_kind,
@@ -73,7 +73,7 @@ def check_fp8_operands(q: Tensor, k: Tensor, v: Tensor, options: Fp8Options, dim
         raise ValueError(f"out_dtype is {options.out_dtype!r}; allowed: {', '.join(map(repr, DTYPES))}")
     v_dims = transposed_dims(dims) if options.transposed_v else dims
     for name, tensor, names in (("q", q, dims), ("k", k, dims), ("v", v, v_dims)):
-        check_kind(name, tensor, names, (FP8,))
+        check_kind(name, tensor, names, FP8_DTYPES)
         check_same_kind(name, tensor, q)
     check_shapes(q, k, options.pack_gqa, dims, HEAD_DIM_STEP)
     check_head_dim("v", v, v_dims.index("head_dim"), HEAD_DIM_STEP)

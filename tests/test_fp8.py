@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import types
 from typing import Any
 
@@ -20,7 +21,7 @@ from cuteflash.core.signature import fwd_fake_args
 from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.reference.fp8 import natural_keys, permuted_keys
-from cuteflash.reference.fp8_accumulator import accumulate, modelled_attention
+from cuteflash.reference.fp8_accumulator import LEAST_EXPONENTS, accumulate, modelled_attention
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from tests.cross_compile import KernelStore
@@ -109,6 +110,16 @@ def test_smoothed_v_of_the_quantiser_is_taken_as_it_is() -> None:
         transposed_v=True, out_dtype=torch.float16,
     )  # fmt: skip
     torch.testing.assert_close(out.float(), flash_attn_func(q, k, v), atol=0.6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_operands_may_be_e5m2(is_transposed: bool) -> None:
+    q, k, v, *scales = inputs()
+    given = transposed(v) if is_transposed else v
+    e5m2 = [x.float().to(torch.float8_e5m2) for x in (q, k, given)]
+    out = flash_attn_func(*e5m2, **named(scales), transposed_v=is_transposed, out_dtype=torch.float16)
+    values = (spread(x.float().to(torch.float8_e5m2), scale) for x, scale in zip((q, k, v), scales, strict=True))
+    torch.testing.assert_close(out.float(), flash_attn_func(*values), atol=1e-3, rtol=1e-3)
 
 
 def test_keys_are_permuted_within_16() -> None:
@@ -283,6 +294,8 @@ def test_a_launch_gets_tensors_scales_and_scalars(monkeypatch: pytest.MonkeyPatc
     assert gpu.launches[1][0] == FwdProblem(Operands("e4m3", "e4m3", "bf16", 32, 16, transposed_v=True))
     gpu.fwd(*tensors, None, *Fp8Options(pack_gqa=True))
     assert gpu.launches[2][0].operands.packed_heads == 2
+    gpu.fwd(*(x.float().to(torch.float8_e5m2) for x in tensors[:3]), *scales)
+    assert gpu.launches[3][0] == FwdProblem(Operands("e5m2", "e5m2", "bf16", 32, 16))
 
 
 def test_whether_v_has_a_mean_decides_the_kernel_and_its_values_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,10 +393,20 @@ def test_rows_compile_without_complaint(head_dim: int, is_transposed: bool, kern
     assert "wgmma.mma_async.sync.aligned.m64n" in compiled.ptx and ".f32.e4m3.e4m3" in compiled.ptx
 
 
-def e4m3(values: list[float]) -> Tensor:
+@pytest.mark.slow
+def test_p_is_e4m3_beside_a_v_of_e5m2(kernels: KernelStore) -> None:
+    problem = FwdProblem(Operands.of("e5m2", 64, 64))
+    choice = choose_shipped(problem, "sm_90a", "sm90")
+    compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
+    compiled.assert_no_complaint()
+    products = set(re.findall(r"wgmma\.mma_async\S+", compiled.ptx))
+    assert {product.partition(".f32.")[2] for product in products} == {"e5m2.e5m2", "e4m3.e5m2"}
+
+
+def e4m3(values: list[float], dtype: torch.dtype = FP8) -> Tensor:
     x = torch.zeros(1, 32)
     x[0, : len(values)] = torch.tensor(values)
-    assert torch.equal(x.to(FP8).float(), x)
+    assert torch.equal(x.to(dtype).float(), x)
     return x
 
 
@@ -405,6 +428,12 @@ def e4m3(values: list[float]) -> Tensor:
 def test_the_accumulator_keeps_13_fraction_bits(c: float, products: list[tuple[float, float]], expected: float) -> None:
     a, b = (e4m3(list(x)) for x in (zip(*products, strict=True) if products else ([], [])))
     assert accumulate(torch.tensor([[c]]), a, b).item() == expected
+
+
+def test_small_values_of_e5m2_have_smaller_exponents() -> None:
+    c, a, b = torch.tensor([[2.0**-20 + 2.0**-32]]), e4m3([2.0**-6]), e4m3([2.0**-14], torch.float8_e5m2)
+    assert accumulate(c, a, b, LEAST_EXPONENTS[torch.float8_e5m2]).item() == 2.0**-19 + 2.0**-32
+    assert accumulate(c, a, b).item() == 2.0**-19  # were b e4m3: aligned to 2^-12, c is cut at 2^-25
 
 
 def test_two_levels_lose_what_one_level_loses() -> None:

@@ -11,11 +11,13 @@ from cuteflash.dispatch import choose_shipped, kernel_class
 from cuteflash.problem import (
     DENSE,
     DTYPES,
+    FP8_DTYPES,
     HEAD_DIM_MAX,
     HEAD_DIM_STEP,
     MASK_KINDS,
     OPERATIONS,
     PACKED,
+    Fp8Dtype,
     FwdProblem,
     Operands,
     Scores,
@@ -69,11 +71,12 @@ def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None
 
 @pytest.mark.parametrize("storage", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("transposed_v", [False, True])
-def test_every_problem_of_8_bits_has_a_row(transposed_v: bool, storage: Storage) -> None:
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_every_problem_of_8_bits_has_a_row(dtype: Fp8Dtype, transposed_v: bool, storage: Storage) -> None:
     for head_dim, head_dim_v in HEAD_DIM_PAIRS:
         if head_dim % 16 or head_dim_v % 16:
             continue
-        operands = Operands.of("e4m3", head_dim, head_dim_v)
+        operands = Operands.of(dtype, head_dim, head_dim_v)
         operands = dataclasses.replace(operands, transposed_v=transposed_v, has_v_mean=True)
         for mask, lengths in itertools.product(MASK_KINDS, LENGTH_CLASSES):
             problem = FwdProblem(operands, Scores(mask, softcap=True), storage, has_lse=True)

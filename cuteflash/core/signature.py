@@ -14,7 +14,12 @@ from cuteflash.problem import DTYPE_BYTES, Dtype, FwdProblem
 ALIGN_BYTES = 16  # one cp.async or the base of a TMA box
 ALIGN_ELEMENTS = ALIGN_BYTES // 2  # fp16 and bf16
 
-CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "e4m3": cutlass.Float8E4M3FN}
+CUTE_DTYPES = {
+    "fp16": cutlass.Float16,
+    "bf16": cutlass.BFloat16,
+    "e4m3": cutlass.Float8E4M3FN,
+    "e5m2": cutlass.Float8E5M2,
+}
 FAKE_SCALARS = {float: cutlass.Float32(0.0), int: cutlass.Int32(0)}
 
 

@@ -36,7 +36,7 @@ class Operands8:
     scales: list[Tensor]
 
     @classmethod
-    def of(cls, case: Case, device: torch.device, mean: float = 0.0) -> Operands8:
+    def of(cls, case: Case, device: torch.device, mean: float = 0.0, dtype: torch.dtype = FP8) -> Operands8:
         """A case's inputs, quantised with a scale for each KV head."""
         q, k, v = case.inputs(device)
         kv_heads = k.shape[2]
@@ -45,7 +45,7 @@ class Operands8:
             scale = x.unflatten(2, (kv_heads, -1)).abs().amax((1, 3, 4)) / LARGEST
             scales.append(scale)
             spread = scale.repeat_interleave(x.shape[2] // kv_heads, dim=1)[:, None, :, None]
-            quantised.append((x / spread).to(FP8))
+            quantised.append((x / spread).to(dtype))
         return cls(*quantised, scales)
 
     def exact(self, case: Case) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class Operands8:
         batch, keys, heads, columns = self.v.shape
         vt = torch.zeros(batch, heads, columns, -(-keys // 128) * 128, device=self.v.device)
         vt[..., :keys] = self.v.permute(0, 2, 3, 1).float()
-        return permuted_keys(vt).to(FP8).contiguous()
+        return permuted_keys(vt).to(self.v.dtype).contiguous()
 
     def attend(self, case: Case, is_transposed: bool, **options: Any) -> tuple[Tensor, Tensor]:
         """O and LSE of the library, into poisoned memory."""
@@ -97,9 +97,11 @@ def traits_of(operands: Operands8, is_transposed: bool) -> Any:
     return choose_shipped(FwdProblem(made, has_lse=True), "sm_90a", "sm90").traits
 
 
-def assert_as_modelled(case: Case, device: torch.device, *, mean: float = 0.0, is_transposed: bool = False) -> None:
+def assert_as_modelled(
+    case: Case, device: torch.device, *, mean: float = 0.0, is_transposed: bool = False, dtype: torch.dtype = FP8
+) -> None:
     """The error of O is at most 1.3 times the modelled one, and the rounding of O, which is all that a CPU does."""
-    operands = Operands8.of(case, device, mean)
+    operands = Operands8.of(case, device, mean, dtype)
     out, lse = operands.attend(case, is_transposed)
     exact, exact_lse = operands.exact(case)
     modelled = exact
@@ -124,6 +126,13 @@ def test_head_dims(head_dims: tuple[int, int], is_transposed: bool, hopper: torc
     head_dim, head_dim_v = head_dims
     case = Case(causal=True, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=130, seqlen_k=260, batch=1, heads=2)
     assert_as_modelled(case, hopper, is_transposed=is_transposed)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_e5m2(head_dim: int, is_transposed: bool, hopper: torch.device) -> None:
+    case = Case(causal=True, head_dim=head_dim, seqlen_q=200, seqlen_k=333, heads=4, kv_heads=2)
+    assert_as_modelled(case, hopper, is_transposed=is_transposed, dtype=torch.float8_e5m2)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -37,7 +37,7 @@ class Packed8:
     scales: list[Tensor]
 
     @classmethod
-    def of(cls, packed: Packed, device: torch.device, seed: int = 0) -> Packed8:
+    def of(cls, packed: Packed, device: torch.device, seed: int = 0, dtype: torch.dtype = FP8) -> Packed8:
         """A call's inputs, quantised."""
         inputs = packed.inputs(device, seed)
         kv_heads = inputs[1].shape[1]
@@ -50,7 +50,7 @@ class Packed8:
                 peak = by_head.abs().amax((0, 2, 3)) if span.stop > span.start else x.new_ones(kv_heads).float()
                 scale[i] = peak / LARGEST
                 result[span] = (by_head / scale[i, :, None, None]).flatten(1, 2)
-            quantised.append(result.to(FP8))
+            quantised.append(result.to(dtype))
             scales.append(scale)
         return cls(packed, *quantised, scales)
 
@@ -71,7 +71,7 @@ class Packed8:
             start = (begin // 128 + i) * 128
             vt[..., start : start + rows.shape[2]] = permuted_keys(rows)
             begin += length
-        return vt.to(FP8)
+        return vt.to(self.v.dtype)
 
     def arguments(self, is_transposed: bool, **options: Any) -> dict[str, Any]:
         """Of `flash_attn_varlen_func`."""
@@ -149,6 +149,12 @@ def test_lengths(lengths: Any, is_transposed: bool, hopper: torch.device) -> Non
 def test_head_dims(head_dims: tuple[int, int], is_transposed: bool, hopper: torch.device) -> None:
     case = Case(lse=True, causal=True, head_dim=head_dims[0], head_dim_v=head_dims[1], heads=2)
     Packed8.of(Packed((130, 0, 1, 70, 260), (260, 3, 129, 64, 128), case), hopper).check(is_transposed)
+
+
+@BOTH_FORMS_OF_V
+def test_e5m2(is_transposed: bool, hopper: torch.device) -> None:
+    packed = Packed((130, 0, 70), (260, 129, 31), Case(lse=True, causal=True, head_dim=128, heads=2), rest_q=3)
+    Packed8.of(packed, hopper, dtype=torch.float8_e5m2).check(is_transposed)
 
 
 @BOTH_FORMS_OF_V

@@ -90,7 +90,7 @@ def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.
     await_pv(wg, rings, position)
     for row in range(ROWS):
         values = ahead[row] if row < len(ahead) else exponentials(wg, row, sums)
-        store_p_row(wg, row, rounded_words(values, kernel.dtype))
+        store_p_row(wg, row, rounded_words(values, kernel.p_dtype))
     return sums
 
 

@@ -57,8 +57,13 @@ class FlashFwdSm90:
 
     @property
     def dtype(self) -> type[cutlass.Numeric]:
-        """Element type of Q, K, V and of P as the PV product reads it."""
+        """Element type of Q, K and V."""
         return CUTE_DTYPES[self.problem.operands.qk_dtype]
+
+    @property
+    def p_dtype(self) -> type[cutlass.Numeric]:
+        """Element type of P as the PV product reads it: of 8 bits that with the longer mantissa."""
+        return cutlass.Float8E4M3FN if self.problem.operands.is_fp8 else self.dtype
 
     @property
     def out_dtype(self) -> type[cutlass.Numeric]:
@@ -109,7 +114,9 @@ class FlashFwdSm90:
     def tiled_mma_pv(self) -> cute.TiledMma:
         """O += P V: (64, head_dim_v), V MN-major in shared memory, of 8 bits K-major."""
         major = OperandMajorMode.K if self.problem.operands.is_fp8 else OperandMajorMode.MN
-        return atoms.tiled_mma(self.dtype, self.traits.head_dim_v, major, a_from_regs=self.traits.p_in_regs)
+        return atoms.tiled_mma(
+            self.dtype, self.traits.head_dim_v, major, a_from_regs=self.traits.p_in_regs, a_dtype=self.p_dtype
+        )
 
     def smem_layout_q(self) -> cute.ComposedLayout:
         """(64, head_dim, warpgroups x q_stage)"""

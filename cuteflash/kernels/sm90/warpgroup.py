@@ -66,7 +66,7 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
     else:
         tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ))
     if kernel.problem.operands.is_fp8:
-        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((WGMMA_M, traits.tile_n)), kernel.dtype)
+        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((WGMMA_M, traits.tile_n)), kernel.p_dtype)
     elif traits.p_in_regs:
         tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
     else:
