@@ -183,7 +183,8 @@ def flash_attn_varlen_func(
         lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    limits = {"q": max_seqlen_q, "k": max_seqlen_k}
+    compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
+    limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
     result: Tensor | tuple[Tensor, Tensor]
     if q_descale is not None or k_descale is not None or v_descale is not None:
@@ -192,7 +193,7 @@ def flash_attn_varlen_func(
         return _attend_fp8(fp8_inputs, fp8_options_of(options, transposed_v, out_dtype), limits, return_lse)
     if transposed_v is not False or out_dtype is not None or v_mean is not None:
         raise formats_without_scales(transposed_v, out_dtype, v_mean)
-    if _can_compare(limits, cu_seqlens_q):
+    if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
     if not is_plain:
@@ -207,8 +208,8 @@ def flash_attn_varlen_func(
 def _attend_fp8(
     inputs: Fp8PackedInputs, options: Fp8Options, limits: Mapping[str, Longest], return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A call with 8-bit operands; `limits` are the longest queries and keys."""
-    if _can_compare(limits, inputs.cu_seqlens_q):
+    """A call with 8-bit operands; `limits`, if not empty, are compared with the lengths."""
+    if limits:
         check_fp8_packed(inputs, options)
         check_longest(inputs.packed, limits)
     result: Tensor | tuple[Tensor, Tensor] = (fp8_varlen_fwd_lse if return_lse else fp8_varlen_fwd)(*inputs, *options)
@@ -245,10 +246,8 @@ def _length_class(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int, long
     return None
 
 
-def _can_compare(limits: Mapping[str, Longest], vector: Tensor) -> bool:
-    """Whether there is a limit of lengths, and the values of the vectors, of which this is one, can be read."""
-    if all(limit is None for limit in limits.values()):
-        return False
+def _can_read(vector: Tensor) -> bool:
+    """Whether a vector's values are there to be checked."""
     if torch.compiler.is_compiling() or type(vector) is not Tensor:
         return False
     return vector.device.type == "cpu" or (reads_values() and vector.device.type == "cuda")
