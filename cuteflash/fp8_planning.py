@@ -14,7 +14,7 @@ from cuteflash.arguments import Fp8Options
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
-from cuteflash.problem import FwdProblem, HalfDtype, Operands, Scores, mask_of_window
+from cuteflash.problem import FwdProblem, HalfDtype, Operands, Scores, mask_of_window, packs_block_scales
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of
@@ -69,6 +69,7 @@ class Fp8Planner:
             o_dtype=cast(HalfDtype, options.out_dtype),
             transposed_v=options.transposed_v,
             has_v_mean=inputs.v_mean is not None,
+            has_block_scales=inputs.has_block_scales,
         )
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
@@ -77,6 +78,7 @@ class Fp8Planner:
         packs = options.pack_gqa
         if packs is None:
             packs = should_pack(seqlen_q, heads_per_kv, choice.traits.tile_m)
+            packs = packs and (packs_block_scales(heads_per_kv) or not inputs.has_block_scales)
         problem = problem.packed(heads_per_kv) if packs else problem
         kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
         scalars = fwd_scalars(options, (left, right), head_dim, q.device)

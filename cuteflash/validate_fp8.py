@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cuteflash.arguments import Fp8Options
-from cuteflash.problem import DTYPES
+from cuteflash.problem import DTYPES, PACK_GQA_MAX, packs_block_scales
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.validate import (
     DIMS,
     FP8,
@@ -45,6 +46,11 @@ class Fp8Inputs(NamedTuple):
         """The scales by name."""
         return {name: getattr(self, name) for name in ("q_descale", "k_descale", "v_descale")}
 
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether each 128 tokens have scales of their own."""
+        return self.q_descale.dim() == 3
+
     def head_dim_v(self, options: Fp8Options) -> int:
         """Columns of V."""
         return self.v.shape[2 if options.transposed_v else 3]
@@ -79,11 +85,27 @@ def check_fp8(inputs: Fp8Inputs, options: Fp8Options) -> None:
             )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_strides(name, tensor)
-    for name, tensor in inputs.descales.items():
-        _check_per_head(name, tensor, q, (batch, heads), "(batch, heads) of k")
+    _check_descales(inputs, options)
     if inputs.v_mean is not None:
         expected_mean = batch, heads, inputs.head_dim_v(options)
         _check_per_head("v_mean", inputs.v_mean, q, expected_mean, "(batch, heads) of k and v's head_dim")
+
+
+def _check_descales(inputs: Fp8Inputs, options: Fp8Options) -> None:
+    q, k = inputs.q, inputs.k
+    (batch, keys, heads, _), queries, words = k.shape, q.shape[1], "(batch, heads) of k"
+    blocks: tuple[tuple[int, ...], ...] = ((), (), ())
+    if inputs.has_block_scales:
+        blocks = tuple((-(-tokens // BLOCK_TOKENS),) for tokens in (queries, keys, keys))
+        words += f" and blocks of {BLOCK_TOKENS} tokens, as q_descale has 3 dimensions"
+    for (name, tensor), some in zip(inputs.descales.items(), blocks, strict=True):
+        _check_per_head(name, tensor, q, (batch, heads, *some), words)
+    heads_per_kv = q.shape[2] // k.shape[2] if holds(heads != 0) else 1
+    if inputs.has_block_scales and options.pack_gqa and not packs_block_scales(heads_per_kv):
+        raise ValueError(
+            f"pack_gqa is True with {heads_per_kv} query heads for each KV head; allowed with scales of {BLOCK_TOKENS} "
+            f"tokens: divisors of {PACK_GQA_MAX}"
+        )
 
 
 def _check_per_head(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, ...], words: str) -> None:
@@ -109,7 +131,5 @@ def check_descale_values(inputs: Fp8Inputs) -> None:
     for name, tensor in inputs.descales.items():
         wrong = ~((tensor > 0) & tensor.isfinite())
         if wrong.any():
-            batch, head = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"{name}[{batch}, {head}] is {tensor[batch, head].item()}; allowed: positive, finite numbers"
-            )
+            place = wrong.nonzero()[0].tolist()
+            raise ValueError(f"{name}{place} is {tensor[tuple(place)].item()}; allowed: positive, finite numbers")

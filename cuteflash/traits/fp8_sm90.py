@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from cuteflash.problem import FP8_DTYPES, Feature
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
@@ -42,8 +43,12 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Those that the kernel implements."""
-        return TURNING_FEATURES if self.turns_v else PLAIN_FEATURES
+        """Those that the kernel implements.
+
+        Scales of 128 tokens need key blocks with one scale, and an accumulator apart that V's is applied to.
+        """
+        found = TURNING_FEATURES if self.turns_v else PLAIN_FEATURES
+        return found | {"block_scales"} if self.two_level and BLOCK_TOKENS % self.tile_n == 0 else found
 
     @property
     def turning_columns(self) -> int:
