@@ -26,14 +26,6 @@ LARGEST = 448.0
 MASKS = {"full": Case(), "causal": Case(causal=True), "window": Case(window=(70, 30))}
 
 
-@pytest.fixture
-def hopper(device: torch.device) -> torch.device:
-    """The device, if it has 8-bit products or is a CPU."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("8-bit operands need a Hopper")
-    return device
-
-
 @dataclasses.dataclass(frozen=True)
 class Operands8:
     """Q, K and V of 8 bits with their scales, and what they stand for in fp64."""
