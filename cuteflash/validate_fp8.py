@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cuteflash.arguments import Fp8Options
-from cuteflash.problem import DTYPES, TRANSPOSED_KEYS
+from cuteflash.problem import DTYPES, PACK_GQA_MAX, TRANSPOSED_KEYS, packs_block_scales
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.validate import (
     DIMS,
     FP8_DTYPES,
@@ -44,6 +45,11 @@ class Fp8Inputs(NamedTuple):
         """The scales by name."""
         return {name: getattr(self, name) for name in ("q_descale", "k_descale", "v_descale")}
 
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether each 128 tokens have scales of their own."""
+        return self.q_descale.dim() == 3
+
     def head_dim_v(self, options: Fp8Options) -> int:
         """Columns of V."""
         return self.v.shape[2 if options.transposed_v else 3]
@@ -63,7 +69,7 @@ def check_fp8(inputs: Fp8Inputs, options: Fp8Options) -> None:
     if options.transposed_v:
         check_keys(v, -(-keys // TRANSPOSED_KEYS) * TRANSPOSED_KEYS, k)
     sizes = batch, heads, inputs.head_dim_v(options)
-    check_scales(q, inputs.descales, inputs.v_mean, sizes, "(batch, heads) of k")
+    check_scales(q, inputs.descales, inputs.v_mean, sizes, "(batch, heads) of k", _blocks_of(inputs, options))
 
 
 def check_fp8_operands(q: Tensor, k: Tensor, v: Tensor, options: Fp8Options, dims: Dims) -> None:
@@ -104,7 +110,12 @@ def check_keys(v: Tensor, expected: int, k: Tensor, more: str = "") -> None:
 
 
 def check_scales(
-    q: Tensor, descales: Mapping[str, Tensor], v_mean: Tensor | None, sizes: tuple[int, int, int], words: str
+    q: Tensor,
+    descales: Mapping[str, Tensor],
+    v_mean: Tensor | None,
+    sizes: tuple[int, int, int],
+    words: str,
+    blocks: Sequence[tuple[int, ...]] = ((), (), ()),
 ) -> None:
     """Raise if scales, or the mean of V, are not as a launch takes them.
 
@@ -114,11 +125,28 @@ def check_scales(
         v_mean: None if V is whole.
         sizes: batch entries, KV heads and head_dim_v.
         words: explain the first two.
+        blocks: the dimension for blocks of tokens that each descale has, if it has one.
     """
-    for name, tensor in descales.items():
-        _check_per_head(name, tensor, q, sizes[:2], words)
+    for (name, tensor), some in zip(descales.items(), blocks, strict=True):
+        more = f" and blocks of {BLOCK_TOKENS} tokens, as q_descale has 3 dimensions" if some else ""
+        _check_per_head(name, tensor, q, (*sizes[:2], *some), words + more)
     if v_mean is not None:
         _check_per_head("v_mean", v_mean, q, sizes, f"{words} and v's head_dim")
+
+
+def _blocks_of(inputs: Fp8Inputs, options: Fp8Options) -> tuple[tuple[int, ...], ...]:
+    """The blocks of tokens that each descale has a dimension for, if it has one; ValueError for `pack_gqa`."""
+    if not inputs.has_block_scales:
+        return (), (), ()
+    q, k = inputs.q, inputs.k
+    heads_per_kv = q.shape[2] // k.shape[2] if holds(k.shape[2] != 0) else 1
+    if options.pack_gqa and not packs_block_scales(heads_per_kv):
+        raise ValueError(
+            f"pack_gqa is True with {heads_per_kv} query heads for each KV head; allowed with scales of {BLOCK_TOKENS} "
+            f"tokens: divisors of {PACK_GQA_MAX}"
+        )
+    of_q, of_k = ((-(-x.shape[1] // BLOCK_TOKENS),) for x in (q, k))
+    return of_q, of_k, of_k
 
 
 def _check_per_head(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, ...], words: str) -> None:
@@ -144,7 +172,5 @@ def check_descale_values(descales: Mapping[str, Tensor]) -> None:
     for name, tensor in descales.items():
         wrong = ~((tensor > 0) & tensor.isfinite())
         if wrong.any():
-            batch, head = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"{name}[{batch}, {head}] is {tensor[batch, head].item()}; allowed: positive, finite numbers"
-            )
+            place = wrong.nonzero()[0].tolist()
+            raise ValueError(f"{name}{place} is {tensor[tuple(place)].item()}; allowed: positive, finite numbers")
