@@ -7,12 +7,16 @@ import math
 from typing import ClassVar
 
 from cuteflash.problem import E4M3_MAX, FP8_DTYPES, Feature
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
 TURNING_WARPS = 4  # all of the producer warpgroup
 TURNED_KEYS, TURNED_COLUMNS = 16, 32  # of V, that a warp turns at a time
 LANES_OF_ROW = 4  # that share a row of S
+PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "v_mean"})
+TURNING_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"turned_v"}
+HANDING_REGS = 40, 232  # of the producer and of two consumer warpgroups, see `REGISTER_SPLIT`
 FIXED_P_OFFSET, MOVING_P_OFFSET = 4.0, 8.0
 
 
@@ -49,8 +53,24 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Those that the kernel implements."""
-        return frozenset({"softcap", "lse", "turned_v"} if self.turns_v else {"softcap", "lse"})
+        """Those that the kernel implements.
+
+        Packed sequences may leave the fragments fewer registers. Scales of 128 tokens need key blocks with one scale,
+        and an accumulator apart that V's is applied to.
+        """
+        found = TURNING_FEATURES if self.turns_v else PLAIN_FEATURES
+        if self.accumulator_regs <= self.packed_regs[1] - self.address_regs:
+            found |= {"varlen"}
+        if self.two_level and BLOCK_TOKENS % self.tile_n == 0:
+            found |= {"block_scales"}
+        return found
+
+    @property
+    def packed_regs(self) -> tuple[int, int]:
+        """See `FwdTraitsSm90.packed_regs`: a warp that turns V and hands out tiles does not fit into 24 registers."""
+        if self.turns_v and self.mma_warpgroups == 2:
+            return HANDING_REGS
+        return self.producer_regs, self.mma_regs
 
     @property
     def turning_columns(self) -> int:

@@ -139,6 +139,11 @@ class FwdTraitsSm90:
         return REGISTER_SPLIT[self.mma_warpgroups][1]
 
     @property
+    def packed_regs(self) -> tuple[int, int]:
+        """`producer_regs` and `mma_regs` of kernels of packed sequences."""
+        return self.producer_regs, self.mma_regs
+
+    @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, Q, K, V, O (over Q with `share_q_o`), P without `p_in_regs`, V as it is stored with `turns_v`."""
         wgs, kv = self.mma_warpgroups, self.kv_stage

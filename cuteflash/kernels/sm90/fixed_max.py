@@ -20,7 +20,7 @@ from cuteflash.core.convert import rounded_words
 from cuteflash.core.softmax import scale_rows
 from cuteflash.kernels.sm90.bundles import Rings
 from cuteflash.kernels.sm90.products import await_pv, product_both
-from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, round_p, store_p_row
+from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, at_block, round_p, store_p_row, take_v_scale
 from cuteflash.problem import E4M3_MAX
 from cuteflash.traits.sm90 import WGMMA_M
 
@@ -31,38 +31,42 @@ LARGEST_SUM = 2.0**9
 
 
 @cute.jit
-def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, position: Int32):
-    """`count` steps over blocks that every row sees whole; returns the next K/V position.
+def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, n_block: Int32, position: Int32):
+    """`count` steps over blocks that every row sees whole, backwards from the one before `n_block`.
 
-    With `repair_apart` the repair lies outside of the inner loop, which is then as short as one without repairs.
+    Returns the next K/V position. With `repair_apart` the repair lies outside of the inner loop, which is then as short
+    as one without repairs.
     """
+    anchor = n_block + position  # the sum of a step's block and position, plus 1
     if const_expr(kernel.traits.repair_apart):
         while count > 0:
             while count > 0:  # steps to go; negative, with all bits flipped, after a block that needs a repair
-                sums, outgrown = fixed_step(kernel, wg, rings, position)
+                sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position)
                 if not outgrown:
                     wg.softmax.add(sums)
                 position += 1
                 count = cutlass.select_(outgrown, ~(count - 1), count - 1)
             if count < 0:
-                repair(wg)
+                repair(at_block(kernel, wg, anchor - position))
                 count = ~count
     else:
         for _ in cutlass.range(count, unroll=1):
-            sums, outgrown = fixed_step(kernel, wg, rings, position)
+            sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position)
             if outgrown:
-                repair(wg)
+                repair(at_block(kernel, wg, anchor - 1 - position))
             else:
                 wg.softmax.add(sums)
             position += 1
     return position
 
 
-def fixed_step(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> tuple[cute.Tensor, Boolean]:
+def fixed_step(kernel, wg: Warpgroup, rings: Rings, n_block: Int32, position: Int32) -> tuple[cute.Tensor, Boolean]:
     """One step; returns its row sums, and whether the warp has to repair the block, in which case they are invalid."""
+    wg = at_block(kernel, wg, n_block)
     product_both(kernel, wg, rings, position)
     wg.scores.prepare(kernel.problem.scores, Int32(0), None)
     sums = fixed_softmax(kernel, wg, rings, position)
+    take_v_scale(wg, n_block)
     return sums, is_outgrown(wg, sums)
 
 
@@ -88,7 +92,7 @@ def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.
 
 def rounded_row(kernel, wg: Warpgroup, row: int, sums: cute.Tensor) -> Iterator[Uint32]:
     """A row's exponentials, rounded to P's registers."""
-    return rounded_words(exponentials(wg, row, sums), kernel.dtype)
+    return rounded_words(exponentials(wg, row, sums), kernel.p_dtype)
 
 
 def exponentials(wg: Warpgroup, row: int, sums: cute.Tensor) -> list[Float32]:

@@ -21,18 +21,42 @@ from cutlass.cute.nvgpu import warp as warp_instructions
 
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Block
-from cuteflash.kernels.sm90.handout import visit_tiles
+from cuteflash.kernels.sm90.handout import hand_out, tile_of_words, visit_tiles
 from cuteflash.kernels.sm90.load import make_tile_loads
 from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS
 
 CHUNK = 16  # bytes of a row of a matrix of ldmatrix and stmatrix
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # selectors of a byte permute
+HANDING_WARP = 1  # that finds the tiles of packed sequences: meanwhile its share of V waits
 
 
 @cute.jit
 def load_and_turn(kernel: cutlass.Constexpr, block: Block):
-    """Load every tile of this block, and turn its V; all warps of the producer call it."""
-    visit_tiles(block.handout, block.launch, functools.partial(load_and_turn_tile, kernel, block))
+    """Load every tile of this block, and turn its V; all warps of the producer call it.
+
+    One of them also hands out the tiles of packed sequences.
+    """
+    visit = functools.partial(load_and_turn_tile, kernel, block)
+    if const_expr(block.handout is None):
+        visit_tiles(None, block.launch, visit)
+    elif cute.arch.make_warp_uniform(cute.arch.warp_idx()) == HANDING_WARP:
+        hand_out(block.handout, block.launch, functools.partial(turn_until, kernel, block), (Int32(0), Int32(0)))
+    else:
+        visit_tiles(block.handout, block.launch, visit)
+
+
+@cute.jit
+def turn_until(kernel: cutlass.Constexpr, block: Block, done: tuple[Int32, Int32], position: Int32):
+    """Turn this warp's share of the tiles before `position`; `done` is (tiles, position of the next V)."""
+    tiles, kv_pos = done
+    while tiles < position:
+        tile = tile_of_words(block.launch, block.handout.handed(tiles))
+        blocks = tile.visited_blocks()
+        for _ in cutlass.range(blocks.hi - blocks.lo, unroll=1):
+            turn(kernel, block, Int32(HANDING_WARP), kv_pos)
+            kv_pos += 1
+        tiles += 1
+    return tiles, kv_pos
 
 
 @cute.jit
