@@ -114,6 +114,8 @@ def flash_attn_func(
             scale of their head; q's scale is that of the KV head that the query head reads. `head_dim` and
             `head_dim_v` are then multiples of 16, a GPU has to be a Hopper, and there is no gradient. P is rounded to
             e4m3: see docs/fp8.md.
+            Of shape (batch, kv_heads, blocks), each 128 tokens have scales of their own; GPUs run that for head dims up
+            to 160, and for 192 with a `head_dim_v` of 128.
         v_mean: (batch, kv_heads, head_dim_v), fp32, with scales: the mean of V's columns, taken out of V before it was
             quantised, as by ``cuteflash.quantize_qkv(..., smooth_v=True)``. It is added to O before O is rounded; a
             query that sees no key keeps O = 0.

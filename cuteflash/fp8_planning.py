@@ -13,7 +13,7 @@ from cuteflash.arguments import Fp8Options
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
-from cuteflash.problem import Fp8Dtype, FwdProblem, HalfDtype, Operands, Scores, mask_of_window
+from cuteflash.problem import Fp8Dtype, FwdProblem, HalfDtype, Operands, Scores, mask_of_window, packs_block_scales
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of
@@ -81,7 +81,9 @@ class Fp8Planner:
         if q.numel() == 0 or seqlen_k == 0:
             return lambda inputs: results(inputs.q, shapes, out_dtype, has_lse=self.has_lse, fill=True)
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
-        operands = operands_of(q, head_dim_v, options, inputs.v_mean)
+        operands = dataclasses.replace(
+            operands_of(q, head_dim_v, options, inputs.v_mean), has_block_scales=inputs.has_block_scales
+        )
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
         choice = choose(problem, target, FAMILY, lengths)
@@ -89,6 +91,7 @@ class Fp8Planner:
         packs = options.pack_gqa
         if packs is None:
             packs = should_pack(seqlen_q, heads_per_kv, choice.traits.tile_m)
+            packs = packs and (packs_block_scales(heads_per_kv) or not inputs.has_block_scales)
         problem = problem.packed(heads_per_kv) if packs else problem
         kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
         scalars = fwd_scalars(options, (left, right), head_dim, q.device)

@@ -20,7 +20,7 @@ Fp8Dtype = Literal["e4m3", "e5m2"]
 Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean"]
+Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
@@ -49,6 +49,11 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
+def packs_block_scales(heads: int) -> bool:
+    """Whether scales of 128 tokens allow so many query heads of a KV head in the rows of a tile: see `Operands`."""
+    return PACK_GQA_MAX % heads == 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operands:
     """The matrices of S = Q Kᵀ and O = P V.
@@ -62,8 +67,10 @@ class Operands:
         packed_heads: query heads of one KV head folded into the rows of a tile (``pack_gqa``); 1 is none.
         transposed_v: V is given as Vᵀ, in the order of keys that the product with an 8-bit P reads.
         has_v_mean: V is given minus a mean of each column, fp32, which is added to O.
+        has_block_scales: each 128 tokens have scales of their own.
 
-    8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry.
+    8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry or for each 128 tokens
+    of it. The rows of a warpgroup then have one scale of Q, so that `packed_heads` divides its 64 rows.
     """
 
     qk_dtype: Dtype
@@ -74,6 +81,7 @@ class Operands:
     packed_heads: int = 1
     transposed_v: bool = False
     has_v_mean: bool = False
+    has_block_scales: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_DTYPES))
@@ -92,6 +100,14 @@ class Operands:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
+        if self.has_block_scales and not self.is_fp8:
+            raise ValueError(
+                f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, 8-bit operands have scales"
+            )
+        if self.has_block_scales and not packs_block_scales(self.packed_heads):
+            raise ValueError(
+                f"packed_heads is {self.packed_heads}; allowed with has_block_scales: divisors of {PACK_GQA_MAX}"
+            )
 
     @classmethod
     def of(cls, dtype: Dtype, head_dim: int, head_dim_v: int, packed_heads: int = 1) -> Self:
@@ -198,6 +214,7 @@ class FwdProblem:
             varlen=self.storage != DENSE,
             turned_v=self.operands.is_fp8 and not self.operands.transposed_v,
             v_mean=self.operands.has_v_mean,
+            block_scales=self.operands.has_block_scales,
         )
 
     @property
@@ -216,6 +233,7 @@ class FwdProblem:
             self.operands,
             transposed_v=is_fp8 and "turned_v" not in features,
             has_v_mean=is_fp8 and "v_mean" in features,
+            has_block_scales=is_fp8 and "block_scales" in features,
         )
         scores = dataclasses.replace(self.scores, softcap="softcap" in features)
         storage = PACKED if "varlen" in features else DENSE

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cuteflash.arguments import Fp8Options
-from cuteflash.problem import DTYPES, TRANSPOSED_KEYS
+from cuteflash.problem import DTYPES, PACK_GQA_MAX, TRANSPOSED_KEYS, packs_block_scales
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.validate import (
     DIMS,
     FP8_DTYPES,
@@ -44,6 +45,11 @@ class Fp8Inputs(NamedTuple):
         """The scales by name."""
         return {name: getattr(self, name) for name in ("q_descale", "k_descale", "v_descale")}
 
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether each 128 tokens have scales of their own."""
+        return self.q_descale.dim() == 3
+
     def head_dim_v(self, options: Fp8Options) -> int:
         """Columns of V."""
         return self.v.shape[2 if options.transposed_v else 3]
@@ -62,8 +68,10 @@ def check_fp8(inputs: Fp8Inputs, options: Fp8Options) -> None:
     batch, keys, heads, _ = k.shape
     if options.transposed_v:
         check_keys(v, -(-keys // TRANSPOSED_KEYS) * TRANSPOSED_KEYS, k)
-    sizes = batch, heads, inputs.head_dim_v(options)
-    check_scales(q, inputs.descales, inputs.v_mean, sizes, "(batch, heads) of k")
+    _check_descales(inputs, options)
+    if inputs.v_mean is not None:
+        expected_mean = batch, heads, inputs.head_dim_v(options)
+        check_per_head("v_mean", inputs.v_mean, q, expected_mean, "(batch, heads) of k and v's head_dim")
 
 
 def check_fp8_operands(q: Tensor, k: Tensor, v: Tensor, options: Fp8Options, dims: Dims) -> None:
@@ -103,25 +111,24 @@ def check_keys(v: Tensor, expected: int, k: Tensor, more: str = "") -> None:
         )
 
 
-def check_scales(
-    q: Tensor, descales: Mapping[str, Tensor], v_mean: Tensor | None, sizes: tuple[int, int, int], words: str
-) -> None:
-    """Raise if scales, or the mean of V, are not as a launch takes them.
+def _check_descales(inputs: Fp8Inputs, options: Fp8Options) -> None:
+    q, k = inputs.q, inputs.k
+    (batch, keys, heads, _), queries, words = k.shape, q.shape[1], "(batch, heads) of k"
+    blocks: tuple[tuple[int, ...], ...] = ((), (), ())
+    if inputs.has_block_scales:
+        blocks = tuple((-(-tokens // BLOCK_TOKENS),) for tokens in (queries, keys, keys))
+        words += f" and blocks of {BLOCK_TOKENS} tokens, as q_descale has 3 dimensions"
+    for (name, tensor), some in zip(inputs.descales.items(), blocks, strict=True):
+        check_per_head(name, tensor, q, (batch, heads, *some), words)
+    heads_per_kv = q.shape[2] // k.shape[2] if holds(heads != 0) else 1
+    if inputs.has_block_scales and options.pack_gqa and not packs_block_scales(heads_per_kv):
+        raise ValueError(
+            f"pack_gqa is True with {heads_per_kv} query heads for each KV head; allowed with scales of {BLOCK_TOKENS} "
+            f"tokens: divisors of {PACK_GQA_MAX}"
+        )
 
-    Args:
-        q: the operator's.
-        descales: by name.
-        v_mean: None if V is whole.
-        sizes: batch entries, KV heads and head_dim_v.
-        words: explain the first two.
-    """
-    for name, tensor in descales.items():
-        _check_per_head(name, tensor, q, sizes[:2], words)
-    if v_mean is not None:
-        _check_per_head("v_mean", v_mean, q, sizes, f"{words} and v's head_dim")
 
-
-def _check_per_head(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, ...], words: str) -> None:
+def check_per_head(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, ...], words: str) -> None:
     """Raise if a tensor does not hold what is expected of each batch entry and KV head, fp32 on q's device.
 
     Args:
@@ -144,7 +151,5 @@ def check_descale_values(descales: Mapping[str, Tensor]) -> None:
     for name, tensor in descales.items():
         wrong = ~((tensor > 0) & tensor.isfinite())
         if wrong.any():
-            batch, head = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"{name}[{batch}, {head}] is {tensor[batch, head].item()}; allowed: positive, finite numbers"
-            )
+            place = wrong.nonzero()[0].tolist()
+            raise ValueError(f"{name}{place} is {tensor[tuple(place)].item()}; allowed: positive, finite numbers")

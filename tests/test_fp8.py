@@ -122,6 +122,27 @@ def test_operands_may_be_e5m2(is_transposed: bool) -> None:
     torch.testing.assert_close(out.float(), flash_attn_func(*values), atol=1e-3, rtol=1e-3)
 
 
+def block_scales(s_q: int, s_k: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    blocks = (-(-tokens // 128) for tokens in (s_q, s_k, s_k))
+    return [torch.rand(2, 2, some, generator=generator) / 100 + 0.005 for some in blocks]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_each_128_tokens_may_have_scales(is_transposed: bool) -> None:
+    (q, k, v, *_), scales = inputs(s_q=130, s_k=260), block_scales(130, 260)
+    given = {"causal": True, "out_dtype": torch.float16, "transposed_v": is_transposed, "return_lse": True}
+    out, lse = flash_attn_func(q, k, transposed(v) if is_transposed else v, **named(scales), **given)
+    of_tokens = [
+        x.float() * scale[:, torch.arange(x.shape[2]) // (x.shape[2] // 2)][:, :, torch.arange(x.shape[1]) // 128]
+        .transpose(1, 2)[..., None]
+        for x, scale in zip((q, k, v), scales, strict=True)
+    ]  # fmt: skip
+    expected, expected_lse = flash_attn_func(*of_tokens, causal=True, return_lse=True)
+    torch.testing.assert_close(out.float(), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(lse, expected_lse)
+
+
 def test_keys_are_permuted_within_16() -> None:
     keys = torch.arange(48.0).expand(2, 48)
     assert permuted_keys(keys)[0, 16:32].tolist() == [
@@ -150,6 +171,26 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "q_descale.dtype is torch.float64; allowed: torch.float32",
     ),
     "shape of a scale": (changed(k_descale=torch.ones(2, 4)), ValueError, r"k_descale.shape is \(2, 4\); allowed: \(2"),
+    "blocks of a scale": (
+        changed(q_descale=torch.ones(2, 2, 1), k_descale=torch.ones(2, 2, 2), v_descale=torch.ones(2, 2, 1)),
+        ValueError,
+        r"k_descale.shape is \(2, 2, 2\); allowed: \(2, 2, 1\), \(batch, heads\) of k and blocks of 128 tokens, as q_d",
+    ),
+    "scales of heads and of blocks": (
+        changed(v_descale=torch.ones(2, 2, 1)),
+        ValueError,
+        r"v_descale.shape is \(2, 2, 1\); allowed: \(2, 2\), \(batch, heads\) of k$",
+    ),
+    "zero in a block": (
+        changed(q_descale=torch.zeros(2, 2, 1), k_descale=torch.ones(2, 2, 1), v_descale=torch.ones(2, 2, 1)),
+        ValueError,
+        r"q_descale\[0, 0, 0\] is 0.0; allowed: positive",
+    ),
+    "heads in a tile": (
+        changed(q=rows(2, 9, 6, 32), **named([torch.ones(2, 2, 1)] * 3), pack_gqa=True),
+        ValueError,
+        "pack_gqa is True with 3 query heads for each KV head; allowed with scales of 128 tokens: divisors of 64",
+    ),
     "device of a scale": (changed(v_descale=EMPTY.to("meta")), ValueError, "v_descale.device is meta; allowed: cpu"),
     "zero": (changed(v_descale=EMPTY * 0), ValueError, r"v_descale\[0, 0\] is 0.0; allowed: positive"),
     "negative": (changed(q_descale=torch.tensor([[1.0, 1], [1, -2]])), ValueError, r"q_descale\[1, 1\] is -2.0"),
@@ -230,6 +271,7 @@ def test_gradients_are_refused_before_anything_is_computed(name: str) -> None:
 def test_opcheck(op: Any, is_transposed: bool) -> None:
     q, k, v, *scales = inputs()
     mean = torch.ones(2, 2, 16) if is_transposed else None
+    scales = scales if is_transposed else block_scales(9, 21)
     options = Fp8Options(window_right=0, transposed_v=is_transposed, out_dtype="fp16")
     # Not "test_schema", which compares the arguments before and after, of a type that torch does not compare.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -298,6 +340,19 @@ def test_a_launch_gets_tensors_scales_and_scalars(monkeypatch: pytest.MonkeyPatc
     assert gpu.launches[3][0] == FwdProblem(Operands("e5m2", "e5m2", "bf16", 32, 16))
 
 
+def test_scales_of_128_tokens_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    for heads, packed in ((8, 4), (6, 1)):  # one scale of Q for a warpgroup's 64 rows
+        q, k, v, *_ = inputs(s_q=9, s_k=260, heads=heads)
+        gpu.fwd(q, k, v, *block_scales(9, 260))
+        problem, arguments = gpu.launches[-1]
+        assert problem.operands.has_block_scales and "block_scales" in problem.features
+        assert problem.operands.packed_heads == packed
+        assert [x.shape[2] for x in arguments[5:8]] == [1, 3, 3]
+    with pytest.raises(NotImplementedError, match="features turned_v, block_scales"):
+        gpu.fwd(*inputs(s_q=9, s_k=9, d_v=192)[:3], *block_scales(9, 9))
+
+
 def test_whether_v_has_a_mean_decides_the_kernel_and_its_values_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
     tensors, mean = inputs(), torch.rand(2, 2, 16)
@@ -350,15 +405,20 @@ def test_problems_that_no_kernel_has_are_refused() -> None:
         Operands("bf16", "bf16", "bf16", 64, 64, transposed_v=True)
     with pytest.raises(ValueError, match="has_v_mean is True"):
         Operands("bf16", "bf16", "bf16", 64, 64, has_v_mean=True)
+    with pytest.raises(ValueError, match="has_block_scales is True"):
+        Operands("bf16", "bf16", "bf16", 64, 64, has_block_scales=True)
+    with pytest.raises(ValueError, match="packed_heads is 3; allowed with has_block_scales: divisors of 64"):
+        Operands("e4m3", "e4m3", "bf16", 64, 64, packed_heads=3, has_block_scales=True)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_kernels_get_scales_after_their_tensors(is_transposed: bool) -> None:
-    operands = Operands("e4m3", "e4m3", "bf16", 64, 96, transposed_v=is_transposed, has_v_mean=is_transposed)
+    by_block = not is_transposed
+    operands = Operands("e4m3", "e4m3", "bf16", 64, 96, 1, is_transposed, is_transposed, by_block)
     tensors, packed, scales, scalars, _ = FwdArguments.of(fwd_fake_args(FwdProblem(operands, has_lse=True)))
     assert all(x is None for x in packed) and len(scalars) == 5
     *factors, mean = scales
-    assert all(len(scale.shape) == 2 for scale in factors)
+    assert all(len(scale.shape) == (3 if by_block else 2) for scale in factors)
     assert (mean is not None and mean.shape[2] == 96) if is_transposed else mean is None
     assert tensors.v.shape[2 if is_transposed else 3] == 96
     assert {str(x.element_type) for x in tensors[:3]} == {"Float8E4M3FN"} and str(tensors.o.element_type) == "BFloat16"
@@ -382,10 +442,15 @@ def test_traits_that_cannot_run_say_why(fields: dict[str, Any], complaint: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "is_transposed"), [(64, True), (128, False), (160, False), (256, True)])
-def test_rows_compile_without_complaint(head_dim: int, is_transposed: bool, kernels: KernelStore) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "is_transposed", "by_block"),
+    [(64, True, False), (64, True, True), (160, False, True), (256, True, False)],
+)
+def test_rows_compile_without_complaint(
+    head_dim: int, is_transposed: bool, by_block: bool, kernels: KernelStore
+) -> None:
     operands = Operands.of("e4m3", head_dim, head_dim)
-    operands = dataclasses.replace(operands, transposed_v=is_transposed, has_v_mean=True)
+    operands = dataclasses.replace(operands, transposed_v=is_transposed, has_v_mean=True, has_block_scales=by_block)
     problem = FwdProblem(operands, Scores("window", softcap=True), has_lse=True)
     choice = choose_shipped(problem, "sm_90a", "sm90")
     compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")

@@ -303,6 +303,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"k_descale.shape is \(1, 2\); allowed: \(5, 2\), \(sequences, heads of k\)",
     ),
+    "scales of 128 tokens": (
+        {"q_descale": torch.ones(5, 2, 1)},
+        ValueError,
+        r"q_descale.shape is \(5, 2, 1\); allowed: \(5, 2\), \(sequences, heads of k\)",
+    ),
     "zero": ({"v_descale": torch.zeros(5, 2)}, ValueError, r"v_descale\[0, 0\] is 0.0; allowed: positive"),
     "mean": ({"v_mean": torch.ones(5, 2, 8)}, ValueError, r"v_mean.shape is \(5, 2, 8\); allowed: \(5, 2, 16\)"),
     "no tensor": ({"v_mean": 0.0}, TypeError, "v_mean is a float; allowed: None, a torch.Tensor"),

@@ -83,6 +83,10 @@ def test_every_problem_of_8_bits_has_a_row(dtype: Fp8Dtype, transposed_v: bool, 
             choice = choose_shipped(problem, "sm_90a", "sm90", lengths)
             assert choice.traits.element_bytes == 1
             assert transposed_v or choice.traits.turns_v
+            if max(head_dim, head_dim_v) <= 160 or (head_dim, head_dim_v) == (192, 128):
+                by_block = dataclasses.replace(operands, has_block_scales=True)
+                problem = dataclasses.replace(problem, operands=by_block)
+                assert 128 % choose_shipped(problem, "sm_90a", "sm90", lengths).traits.tile_n == 0
 
 
 @EACH_TABLE

@@ -68,13 +68,14 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     )
     scales = ScaleTensors()
     if operands.is_fp8:
-        factors = (_per_head(batch, heads_k) for _ in range(3))
+        blocks = ((cute.sym_int32(symbol=f"blocks_{name}"),) for name in ("q", "k", "v"))
+        factors = (_per_head(batch, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
         scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     return FwdArguments(tensors, packed, scales, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
 
 
-def _per_head(batch: Any, heads: Any, *columns: int) -> Any:
+def _per_head(batch: Any, heads: Any, *columns: Any) -> Any:
     """One factor or row a head; strides are free, as the same one may stand for several heads."""
     free = cute.sym_int64(), cute.sym_int64()
     return make_fake_tensor(

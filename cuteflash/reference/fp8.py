@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.reference.fa2 import flash_attention_2
+from cuteflash.reference.quantize import of_elements
 
 GROUP = 16  # keys that Vᵀ permutes among themselves
 
@@ -33,9 +34,8 @@ def stored_rows(v_transposed: Tensor, keys: int) -> Tensor:
 
 
 def dequantised(tensor: Tensor, descale: Tensor) -> Tensor:
-    """What a (batch, seqlen, heads, columns) tensor stands for, fp32; heads share their KV head's scale."""
-    heads_per_kv = tensor.shape[2] // max(descale.shape[1], 1)
-    return tensor.float() * descale.repeat_interleave(heads_per_kv, dim=1)[:, None, :, None]
+    """What a (batch, seqlen, heads, columns) tensor stands for, fp32; heads share their KV head's scales."""
+    return tensor.float() * of_elements(descale, tensor)
 
 
 def fp8_attention(
@@ -55,7 +55,7 @@ def fp8_attention(
 
     Args:
         q, k, v: (b, s, h, d) of 8 bits, v as rows.
-        descales: the scales of q, k and v, fp32 (b, h_k).
+        descales: the scales of q, k and v, fp32 (b, h_k) or (b, h_k, blocks of 128 tokens).
         softmax_scale, window_left, window_right, softcap: see `naive.naive_attention`.
         v_mean: (b, h_k, d_v) fp32, taken out of V before it was quantised; it is added to O.
         out_dtype: element type of O.

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from cuteflash.problem import FP8_DTYPES, Feature
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
 
@@ -43,9 +44,17 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Those that the kernel implements; packed sequences may leave the fragments fewer registers."""
+        """Those that the kernel implements.
+
+        Scales of 128 tokens need key blocks with one scale, and an accumulator apart that V's is applied to. Packed
+        sequences may leave the fragments fewer registers.
+        """
         found = TURNING_FEATURES if self.turns_v else PLAIN_FEATURES
-        return found | {"varlen"} if self.accumulator_regs <= self.packed_regs[1] - ADDRESS_REGS else found
+        if self.two_level and BLOCK_TOKENS % self.tile_n == 0:
+            found |= {"block_scales"}
+        if self.accumulator_regs <= self.packed_regs[1] - ADDRESS_REGS:
+            found |= {"varlen"}
+        return found
 
     @property
     def packed_regs(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuteflash.traits.row import Row, fwd_fp8_sm90
+from cuteflash.traits.row import BLOCK_SCALES, Row, fwd_fp8_sm90
 
 FIXED: dict[str, Any] = {"fixed_max": True, "repair_apart": True}
 TWO_LEVEL: dict[str, Any] = {**FIXED, "two_level": True}
@@ -19,7 +19,8 @@ ROWS: tuple[Row, ...] = (
     fwd_fp8_sm90(32, 192, 128, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 96, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 96, turns_v=True, **TWO_LEVEL),
-    fwd_fp8_sm90(64, 192, 64, turns_v=True, **TWO_LEVEL),  # lent to 32 columns of V
+    fwd_fp8_sm90(64, 192, 64, turns_v=True, without=BLOCK_SCALES, **TWO_LEVEL),  # lent to 32 columns of V
+    fwd_fp8_sm90(64, 128, 128, turns_v=True, **TWO_LEVEL),  # for scales of 128 tokens
     fwd_fp8_sm90(96, 128, 128, **TWO_LEVEL),
     fwd_fp8_sm90(96, 128, 128, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(128, 128, 128, q_stage=2, **TWO_LEVEL),

@@ -225,6 +225,36 @@ def test_one_level_keeps_the_mean_of_a_smoothed_v(is_transposed: bool, hopper: t
     assert rms(out.double() - exact) <= 5e-3 * rms(exact)
 
 
+BLOCK_CASES = {
+    "full": Case(head_dim=128, seqlen_q=300, seqlen_k=1100),
+    "causal": Case(head_dim=64, causal=True, seqlen_q=700),
+    "window": Case(head_dim=160, head_dim_v=144, window=(300, 70), seqlen_q=500),
+    "softcap": Case(head_dim=96, causal=True, softcap=5.0, seqlen_q=130, seqlen_k=400),
+    "latent": Case(head_dim=192, head_dim_v=128, causal=True, seqlen_q=200, seqlen_k=1300),
+    "packed": Case(head_dim=128, seqlen_q=5, seqlen_k=900, heads=8, kv_heads=2),
+    "not packed": Case(head_dim=128, seqlen_q=5, seqlen_k=900, heads=6, kv_heads=2),
+}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("case", BLOCK_CASES)
+def test_each_128_tokens_may_have_scales(case: str, is_transposed: bool, hopper: torch.device) -> None:
+    """Blocks differ in size by up to 4, which moves maxima of rows. 8-bit products of larger scores are inexact."""
+    one = BLOCK_CASES[case]
+    tensors = []
+    for x, step in zip(one.inputs(hopper), (1, 1, 2), strict=True):
+        block = torch.arange(x.shape[1], device=hopper) // 128
+        tensors.append(x * torch.exp2((block * step % 3 - 1).float())[:, None, None].to(x.dtype))
+    some = cuteflash.quantize_qkv(*tensors, granularity="block")
+    assert some.v is not None
+    operands = Operands8(some.q, some.k, some.v, [some.q_descale, some.k_descale, some.v_descale])
+    out, lse = operands.attend(one, is_transposed)
+    exact, exact_lse = operands.exact(one)
+    assert torch.isfinite(out).all()
+    assert rms(out.double() - exact) <= 0.035 * rms(exact)
+    torch.testing.assert_close(lse, exact_lse, atol=5e-3, rtol=2e-4)
+
+
 def test_softcap_and_fp16(hopper: torch.device) -> None:
     case = Case(head_dim=64, softcap=5.0, logits=4.0, seqlen_q=100, seqlen_k=200)
     operands = Operands8.of(case, hopper)

@@ -97,3 +97,27 @@ def test_gradients_are_refused(hopper: torch.device) -> None:  # noqa: F811
     q, k, v = Case(seqlen_q=64).inputs(hopper)
     with pytest.raises(NotImplementedError, match=r"k.requires_grad is True"):
         flash_attn_func(q, k.requires_grad_(), v, fp8=True)
+
+
+def test_a_language_model_is_close_to_eager(hopper: torch.device) -> None:  # noqa: F811
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from cuteflash.integrations import transformers as integration
+
+    integration.register()
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    tokens = torch.randint(0, 128, (2, 300), device=hopper)
+    logits = {}
+    for name in ("eager", integration.FP8_NAME):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=name, dtype=torch.bfloat16)
+        with torch.no_grad():
+            logits[name] = model.to(hopper).eval()(tokens).logits.float()
+    error = logits[integration.FP8_NAME] - logits["eager"]
+    assert rms(error) <= 0.1 * rms(logits["eager"])

@@ -20,7 +20,7 @@ from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Rings
 from cuteflash.kernels.sm90.products import await_pv, product_both
-from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, round_p, store_p_row
+from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, at_block, round_p, store_p_row, take_v_scale
 from cuteflash.traits.sm90 import WGMMA_M
 
 # Limit of the sum of a thread's exponentials of one row and block. Rounding is relative, so larger P cost no accuracy,
@@ -31,27 +31,29 @@ LARGEST_E4M3 = 448.0
 
 
 @cute.jit
-def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, position: Int32):
-    """`count` steps over blocks that every row sees whole; returns the next K/V position.
+def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, n_block: Int32, position: Int32):
+    """`count` steps over blocks that every row sees whole, backwards from the one before `n_block`.
 
-    With `repair_apart` the repair lies outside of the inner loop, which is then as short as one without repairs.
+    Returns the next K/V position. With `repair_apart` the repair lies outside of the inner loop, which is then as short
+    as one without repairs.
     """
+    anchor = n_block + position  # the sum of a step's block and position, plus 1
     if const_expr(kernel.traits.repair_apart):
         while count > 0:
             while count > 0:  # steps to go; negative, with all bits flipped, after a block that needs a repair
-                sums, outgrown = fixed_step(kernel, wg, rings, position)
+                sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position)
                 if not outgrown:
                     wg.softmax.add(sums)
                 position += 1
                 count = cutlass.select_(outgrown, ~(count - 1), count - 1)
             if count < 0:
-                repair(wg)
+                repair(at_block(kernel, wg, anchor - position))
                 count = ~count
     else:
         for _ in cutlass.range(count, unroll=1):
-            sums, outgrown = fixed_step(kernel, wg, rings, position)
+            sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position)
             if outgrown:
-                repair(wg)
+                repair(at_block(kernel, wg, anchor - 1 - position))
             else:
                 wg.softmax.add(sums)
             position += 1
@@ -70,11 +72,13 @@ def leave_out(wg: Warpgroup, part: QueryTile) -> None:
         wg.softmax.row_max[row] = cutlass.select_(wg.scores.row(row) < rows, peak, Float32.inf)
 
 
-def fixed_step(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> tuple[cute.Tensor, Boolean]:
+def fixed_step(kernel, wg: Warpgroup, rings: Rings, n_block: Int32, position: Int32) -> tuple[cute.Tensor, Boolean]:
     """One step; returns its row sums, and whether the warp has to repair the block, in which case they are invalid."""
+    wg = at_block(kernel, wg, n_block)
     product_both(kernel, wg, rings, position)
     wg.scores.prepare(kernel.problem.scores, Int32(0), None)
     sums = fixed_softmax(kernel, wg, rings, position)
+    take_v_scale(wg, n_block)
     return sums, is_outgrown(wg, sums)
 
 

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Uint32
 
 from cuteflash.core.convert import round_fragment, rounded_words
 from cuteflash.core.launch import Launch
-from cuteflash.core.scales import Scales
+from cuteflash.core.scales import BlockScales, Scales
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import OnlineSoftmax
 from cuteflash.core.tile import QueryTile
@@ -33,6 +33,7 @@ class Warpgroup:
         acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
         acc_PV: accumulator of one PV product, if it is added to O only afterwards (`two_level`).
         bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
+        block_scales: those of the present tile's key blocks, if they have scales of their own; set by `with_scales`.
     """
 
     index: Int32
@@ -50,6 +51,7 @@ class Warpgroup:
     out: cute.Tensor
     softmax: OnlineSoftmax
     bounds: cute.Tensor
+    block_scales: BlockScales | None = None
 
 
 def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
@@ -103,11 +105,29 @@ def with_q(kernel, wg: Warpgroup, tiles: Tiles, stage: Int32) -> Warpgroup:
 
 
 def with_scales(kernel, wg: Warpgroup, scales: Scales, launch: Launch, tile: QueryTile) -> Warpgroup:
-    """The warpgroup with the scales of a tile's Q and K in those of its scores."""
+    """The warpgroup with the scales of its part of a tile: those of Q and K in those of its scores."""
     factor = scales.of_scores(tile)
+    wg = dataclasses.replace(wg, block_scales=scales.of_blocks(tile))
     if kernel.problem.scores.softcap:
         return dataclasses.replace(wg, scores=dataclasses.replace(wg.scores, inner_scale=launch.inner_scale * factor))
     return dataclasses.replace(wg, softmax=dataclasses.replace(wg.softmax, scale_log2=launch.scale_log2 * factor))
+
+
+def at_block(kernel, wg: Warpgroup, n_block: Int32) -> Warpgroup:
+    """The warpgroup with the scale of a key block in that of its scores, if key blocks have scales of their own."""
+    if wg.block_scales is None:
+        return wg
+    factor = wg.block_scales.of_keys(n_block)
+    if kernel.problem.scores.softcap:
+        scores = dataclasses.replace(wg.scores, inner_scale=wg.scores.inner_scale * factor)
+        return dataclasses.replace(wg, scores=scores)
+    return dataclasses.replace(wg, softmax=dataclasses.replace(wg.softmax, block_scale=factor))
+
+
+def take_v_scale(wg: Warpgroup, n_block: Int32) -> None:
+    """Load what the product of a key block's V is multiplied with, once the product before it is part of O."""
+    if wg.block_scales is not None:
+        wg.block_scales.take_v(n_block)
 
 
 def round_p(wg: Warpgroup) -> None:
