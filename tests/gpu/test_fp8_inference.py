@@ -11,7 +11,6 @@ from torch import Tensor
 import cuteflash
 from cuteflash import Fp8, flash_attn_func
 from tests.gpu.checks import Case, poisoned, reference, rms
-from tests.gpu.test_fp8 import hopper  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +36,7 @@ def in_two_calls(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 
 @pytest.mark.parametrize("mean", [0.0, 2.0])
 @pytest.mark.parametrize("case", CASES)
-def test_the_result_is_as_exact_as_8_bits_are(case: str, mean: float, hopper: torch.device) -> None:  # noqa: F811
+def test_the_result_is_as_exact_as_8_bits_are(case: str, mean: float, hopper: torch.device) -> None:
     one = CASES[case]
     q, k, v = one.inputs(hopper)
     v = v + mean
@@ -52,7 +51,7 @@ def test_the_result_is_as_exact_as_8_bits_are(case: str, mean: float, hopper: to
     torch.testing.assert_close((out, lse), in_two_calls(q, k, v, **options))
 
 
-def test_a_rotation_leaves_scores_as_they_are(hopper: torch.device) -> None:  # noqa: F811
+def test_a_rotation_leaves_scores_as_they_are(hopper: torch.device) -> None:
     case = CASES["full"]
     q, k, v = case.inputs(hopper)
     exact, _ = reference(q, k, v, case, torch.float64)
@@ -61,7 +60,7 @@ def test_a_rotation_leaves_scores_as_they_are(hopper: torch.device) -> None:  # 
         assert rms(out.double() - exact) <= ROUNDING * rms(exact)
 
 
-def test_slices_of_a_fused_projection(hopper: torch.device) -> None:  # noqa: F811
+def test_slices_of_a_fused_projection(hopper: torch.device) -> None:
     qkv = torch.randn(2, 200, 3, 4, 64, device=hopper, dtype=torch.bfloat16)
     views = qkv.unbind(2)
     out = cuteflash.flash_attn_qkvpacked_func(qkv, causal=True, fp8=True)
@@ -69,7 +68,7 @@ def test_slices_of_a_fused_projection(hopper: torch.device) -> None:  # noqa: F8
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_graph_breaks(dynamic: bool, hopper: torch.device) -> None:  # noqa: F811
+def test_compiles_without_graph_breaks(dynamic: bool, hopper: torch.device) -> None:
     def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attn_func(q, k, v * 2, causal=True, fp8=Fp8(hadamard=64)) * 0.5
 
@@ -81,8 +80,8 @@ def test_compiles_without_graph_breaks(dynamic: bool, hopper: torch.device) -> N
             torch.testing.assert_close(compiled(*tensors), scaled(*tensors))
 
 
-def test_a_graph_replays_with_other_values(cuda: torch.device, hopper: torch.device) -> None:  # noqa: F811
-    q, k, v = Case(seqlen_q=256, heads=4, kv_heads=2).inputs(cuda)
+def test_a_graph_replays_with_other_values(hopper_gpu: torch.device) -> None:
+    q, k, v = Case(seqlen_q=256, heads=4, kv_heads=2).inputs(hopper_gpu)
     flash_attn_func(q, k, v, causal=True, fp8=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -93,13 +92,13 @@ def test_a_graph_replays_with_other_values(cuda: torch.device, hopper: torch.dev
     assert torch.equal(captured, flash_attn_func(q, k, v, causal=True, fp8=True))
 
 
-def test_gradients_are_refused(hopper: torch.device) -> None:  # noqa: F811
+def test_gradients_are_refused(hopper: torch.device) -> None:
     q, k, v = Case(seqlen_q=64).inputs(hopper)
     with pytest.raises(NotImplementedError, match=r"k.requires_grad is True"):
         flash_attn_func(q, k.requires_grad_(), v, fp8=True)
 
 
-def test_a_language_model_is_close_to_eager(hopper: torch.device) -> None:  # noqa: F811
+def test_a_language_model_is_close_to_eager(hopper: torch.device) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     from cuteflash.integrations import transformers as integration
 
