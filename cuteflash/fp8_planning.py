@@ -81,8 +81,9 @@ class Fp8Planner:
         if q.numel() == 0 or seqlen_k == 0:
             return lambda inputs: results(inputs.q, shapes, out_dtype, has_lse=self.has_lse, fill=True)
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
-        operands = operands_of(q, head_dim_v, options, inputs.v_mean)
-        operands = dataclasses.replace(operands, has_block_scales=inputs.has_block_scales)
+        operands = dataclasses.replace(
+            operands_of(q, head_dim_v, options, inputs.v_mean), has_block_scales=inputs.has_block_scales
+        )
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
         choice = choose(problem, target, FAMILY, lengths)

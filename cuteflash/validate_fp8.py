@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -68,8 +68,10 @@ def check_fp8(inputs: Fp8Inputs, options: Fp8Options) -> None:
     batch, keys, heads, _ = k.shape
     if options.transposed_v:
         check_keys(v, -(-keys // TRANSPOSED_KEYS) * TRANSPOSED_KEYS, k)
-    sizes = batch, heads, inputs.head_dim_v(options)
-    check_scales(q, inputs.descales, inputs.v_mean, sizes, "(batch, heads) of k", _blocks_of(inputs, options))
+    _check_descales(inputs, options)
+    if inputs.v_mean is not None:
+        expected_mean = batch, heads, inputs.head_dim_v(options)
+        check_per_head("v_mean", inputs.v_mean, q, expected_mean, "(batch, heads) of k and v's head_dim")
 
 
 def check_fp8_operands(q: Tensor, k: Tensor, v: Tensor, options: Fp8Options, dims: Dims) -> None:
@@ -109,47 +111,24 @@ def check_keys(v: Tensor, expected: int, k: Tensor, more: str = "") -> None:
         )
 
 
-def check_scales(
-    q: Tensor,
-    descales: Mapping[str, Tensor],
-    v_mean: Tensor | None,
-    sizes: tuple[int, int, int],
-    words: str,
-    blocks: Sequence[tuple[int, ...]] = ((), (), ()),
-) -> None:
-    """Raise if scales, or the mean of V, are not as a launch takes them.
-
-    Args:
-        q: the operator's.
-        descales: by name.
-        v_mean: None if V is whole.
-        sizes: batch entries, KV heads and head_dim_v.
-        words: explain the first two.
-        blocks: the dimension for blocks of tokens that each descale has, if it has one.
-    """
-    for (name, tensor), some in zip(descales.items(), blocks, strict=True):
-        more = f" and blocks of {BLOCK_TOKENS} tokens, as q_descale has 3 dimensions" if some else ""
-        _check_per_head(name, tensor, q, (*sizes[:2], *some), words + more)
-    if v_mean is not None:
-        _check_per_head("v_mean", v_mean, q, sizes, f"{words} and v's head_dim")
-
-
-def _blocks_of(inputs: Fp8Inputs, options: Fp8Options) -> tuple[tuple[int, ...], ...]:
-    """The blocks of tokens that each descale has a dimension for, if it has one; ValueError for `pack_gqa`."""
-    if not inputs.has_block_scales:
-        return (), (), ()
+def _check_descales(inputs: Fp8Inputs, options: Fp8Options) -> None:
     q, k = inputs.q, inputs.k
-    heads_per_kv = q.shape[2] // k.shape[2] if holds(k.shape[2] != 0) else 1
-    if options.pack_gqa and not packs_block_scales(heads_per_kv):
+    (batch, keys, heads, _), queries, words = k.shape, q.shape[1], "(batch, heads) of k"
+    blocks: tuple[tuple[int, ...], ...] = ((), (), ())
+    if inputs.has_block_scales:
+        blocks = tuple((-(-tokens // BLOCK_TOKENS),) for tokens in (queries, keys, keys))
+        words += f" and blocks of {BLOCK_TOKENS} tokens, as q_descale has 3 dimensions"
+    for (name, tensor), some in zip(inputs.descales.items(), blocks, strict=True):
+        check_per_head(name, tensor, q, (batch, heads, *some), words)
+    heads_per_kv = q.shape[2] // k.shape[2] if holds(heads != 0) else 1
+    if inputs.has_block_scales and options.pack_gqa and not packs_block_scales(heads_per_kv):
         raise ValueError(
             f"pack_gqa is True with {heads_per_kv} query heads for each KV head; allowed with scales of {BLOCK_TOKENS} "
             f"tokens: divisors of {PACK_GQA_MAX}"
         )
-    of_q, of_k = ((-(-x.shape[1] // BLOCK_TOKENS),) for x in (q, k))
-    return of_q, of_k, of_k
 
 
-def _check_per_head(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, ...], words: str) -> None:
+def check_per_head(name: str, tensor: Tensor, q: Tensor, expected: tuple[int, ...], words: str) -> None:
     """Raise if a tensor does not hold what is expected of each batch entry and KV head, fp32 on q's device.
 
     Args:

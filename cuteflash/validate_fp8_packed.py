@@ -10,7 +10,7 @@ from cuteflash.arguments import Fp8Options
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.problem import TRANSPOSED_KEYS
 from cuteflash.validate import PACKED_DIMS
-from cuteflash.validate_fp8 import check_fp8_operands, check_keys, check_scales
+from cuteflash.validate_fp8 import check_fp8_operands, check_keys, check_per_head
 from cuteflash.validate_packed import PackedInputs, check_vectors
 
 
@@ -61,5 +61,8 @@ def check_fp8_packed(inputs: Fp8PackedInputs, options: Fp8Options) -> None:
     if options.transposed_v:
         more = f", rounded down, and {TRANSPOSED_KEYS} more for each of {packed.batch} sequences"
         check_keys(v, first_key(k.shape[0], packed.batch), k, more)
-    sizes = packed.batch, k.shape[1], inputs.head_dim_v(options)
-    check_scales(q, inputs.descales, inputs.v_mean, sizes, "(sequences, heads of k)")
+    sizes, words = (packed.batch, k.shape[1]), "(sequences, heads of k)"
+    for name, tensor in inputs.descales.items():
+        check_per_head(name, tensor, q, sizes, words)
+    if inputs.v_mean is not None:
+        check_per_head("v_mean", inputs.v_mean, q, (*sizes, inputs.head_dim_v(options)), f"{words} and v's head_dim")

@@ -501,6 +501,14 @@ def test_small_values_of_e5m2_have_smaller_exponents() -> None:
     assert accumulate(c, a, b).item() == 2.0**-19  # were b e4m3: aligned to 2^-12, c is cut at 2^-25
 
 
+@pytest.mark.parametrize("tile_n", range(32, 257, 32))
+def test_equal_scores_ask_for_no_repair(tile_n: int) -> None:
+    """A thread has a quarter of a row's exponentials, each `2**p_offset` if all scores are the maximum."""
+    traits = FwdTraitsFp8Sm90(128, tile_n, 64, 64, fixed_max=True)
+    assert 2**traits.p_offset * tile_n / 4 <= 448 / 1.01
+    assert traits.p_offset >= 2.5
+
+
 def test_two_levels_lose_what_one_level_loses() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(shape, generator=generator) for shape in ((1, 8, 1, 32), (1, 2048, 1, 32), (1, 2048, 1, 32)))

@@ -23,7 +23,6 @@ from cuteflash.arguments import Fp8Options, FwdArguments
 from cuteflash.core.signature import fwd_fake_args
 from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.kernels.sm90 import ragged
-from cuteflash.kernels.sm90.fixed_max import leave_out
 from cuteflash.problem import LENGTH_MAX, FwdProblem, Operands, Scores, Storage
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from tests.cross_compile import KernelStore
@@ -303,6 +302,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"k_descale.shape is \(1, 2\); allowed: \(5, 2\), \(sequences, heads of k\)",
     ),
+    "scales of 128 tokens": (
+        {"q_descale": torch.ones(5, 2, 1)},
+        ValueError,
+        r"q_descale.shape is \(5, 2, 1\); allowed: \(5, 2\), \(sequences, heads of k\)",
+    ),
     "zero": ({"v_descale": torch.zeros(5, 2)}, ValueError, r"v_descale\[0, 0\] is 0.0; allowed: positive"),
     "mean": ({"v_mean": torch.ones(5, 2, 8)}, ValueError, r"v_mean.shape is \(5, 2, 8\); allowed: \(5, 2, 16\)"),
     "no tensor": ({"v_mean": 0.0}, TypeError, "v_mean is a float; allowed: None, a torch.Tensor"),
@@ -371,15 +375,7 @@ def test_a_warp_that_turns_v_and_hands_out_tiles_gets_more_registers(fields: dic
     assert traits.packed_regs == (regs or (32, 160))
     assert "varlen" in traits.features
     fuller = dataclasses.replace(traits, head_dim_v=256, tile_n=160)
-    assert ("varlen" in fuller.features) == (fuller.accumulator_regs <= fuller.packed_regs[1] - 24)
-
-
-def test_rows_past_the_end_of_a_tile_ask_for_no_repair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cutlass.select_", lambda condition, yes, no: yes if condition else no)
-    softmax, scores = types.SimpleNamespace(row_max=[1.5, 2.5]), types.SimpleNamespace(row=lambda r: 20 + 8 * r)
-    part: Any = types.SimpleNamespace(rows=lambda: 28)
-    leave_out(types.SimpleNamespace(softmax=softmax, scores=scores), part)  # type: ignore[arg-type]
-    assert softmax.row_max == [1.5, math.inf]
+    assert ("varlen" in fuller.features) == (fuller.accumulator_regs <= fuller.packed_regs[1] - 16)
 
 
 @pytest.mark.slow

@@ -48,21 +48,21 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
         """
         if not self.fixed_max:
             return MOVING_P_OFFSET
-        room = math.log2(E4M3_MAX / (self.tile_n // LANES_OF_ROW))
+        room = math.log2(0.99 * E4M3_MAX / (self.tile_n // LANES_OF_ROW))  # exp2 is not exact
         return min(FIXED_P_OFFSET, math.floor(room * 4) / 4)
 
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements.
 
-        Packed sequences may leave the fragments fewer registers. Scales of 128 tokens need key blocks with one scale,
-        and an accumulator apart that V's is applied to.
+        Scales of 128 tokens need key blocks with one scale, and an accumulator apart that V's is applied to. Packed
+        sequences may leave the fragments fewer registers.
         """
         found = TURNING_FEATURES if self.turns_v else PLAIN_FEATURES
-        if self.accumulator_regs <= self.packed_regs[1] - self.address_regs:
-            found |= {"varlen"}
         if self.two_level and BLOCK_TOKENS % self.tile_n == 0:
             found |= {"block_scales"}
+        if self.accumulator_regs <= self.packed_regs[1] - self.address_regs:
+            found |= {"varlen"}
         return found
 
     @property
@@ -96,8 +96,3 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
                     f"in multiples of {columns * TURNED_COLUMNS}, not {self.tile_n} and {self.head_dim_v}"
                 )
         return FwdTraitsSm90.check(self, arch)
-
-    @property
-    def accumulator_regs(self) -> int:
-        """As of 16 bits, and with `two_level` the product beside O."""
-        return FwdTraitsSm90.accumulator_regs.fget(self) + (self.head_dim_v // 2 if self.two_level else 0)

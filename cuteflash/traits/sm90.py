@@ -95,6 +95,10 @@ class FwdTraitsSm90:
         return False
 
     @property
+    def stored_v_stage(self) -> int:
+        return 0
+
+    @property
     def p_offset(self) -> float:
         return 0.0
 
@@ -225,7 +229,7 @@ class FwdTraitsSm90:
         into registers of their own.
         """
         s = self.tile_n // 2
-        o = self.head_dim_v // 2
+        o = self.head_dim_v // 2 * (2 if self.two_level else 1)  # a product of 8 bits beside their sum
         a_row = self.tile_n * self.element_bytes // 16  # of P
         p = 2 * a_row if self.p_in_regs else 0
         q = self.head_dim * self.element_bytes // 8 if self.q_in_regs else 0
