@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash.compile import build
 from cuteflash.dispatch import choose, kernel_class
-from cuteflash.problem import BwdProblem, FwdProblem, Problem
+from cuteflash.problem import BwdProblem, FwdProblem, Operands, Problem, Scores
 from cuteflash.tune.cells import Cell
 
-from .names import OURS, base_of, is_deterministic
+from .names import FP8_VT, OURS, base_of, is_deterministic, is_fp8
 
 Kernel = tuple[Any, Problem]  # traits and what they are compiled for
 
@@ -39,3 +40,14 @@ def kernels_with_gradients(cells: Iterable[Cell], names: Sequence[str], target: 
             for problem in (FwdProblem.dense(*operands, lse=True), backward):
                 with contextlib.suppress(NotImplementedError):
                     yield choose(problem, target, base_of(name), cell.lengths).traits, problem
+
+
+def fp8_kernels(cells: Iterable[Cell], names: Sequence[str], target: str) -> Iterator[Kernel]:
+    """What forwards of cells run by the tables, those with 8-bit operands and our 16-bit ones beside them."""
+    for cell in cells:
+        for name in (name for name in names if base_of(name) in OURS):
+            operands = Operands.of("e4m3" if is_fp8(name) else cell.dtype, cell.head_dim, cell.head_dim_v)
+            operands = dataclasses.replace(operands, transposed_v=name.endswith(FP8_VT))
+            problem = FwdProblem(operands, Scores(cell.mask))
+            with contextlib.suppress(NotImplementedError):
+                yield choose(problem, target, base_of(name), cell.lengths).traits, problem

@@ -105,8 +105,8 @@ def summary_lines(result: Result) -> list[str]:
             f"same run: 8192³ bf16 matrix product {device['matmul_tflops']:.0f} TFLOP/s, "
             f"copy {device['copy_gbps']:.0f} GB/s"
         )
-    if "fp8_matmul_tflops" in device:
-        lines.append(f"same run: 8192³ e4m3 matrix product, one level, {device['fp8_matmul_tflops']:.0f} TFLOP/s")
+    if "fp8_matmul_tflops" in result:
+        lines.append(f"same run: 8192³ e4m3 matrix product, one level, {result['fp8_matmul_tflops']:.0f} TFLOP/s")
     lines += _roof_lines(result["cells"], "matmul_tflops", OURS, "that matrix product")
     lines += _roof_lines(result["cells"], "fp8_matmul_tflops", FP8_OURS, "the e4m3 matrix product")
     lines += _fp8_error_lines(result["cells"])
