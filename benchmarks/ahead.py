@@ -20,14 +20,23 @@ Kernel = tuple[Any, Problem]  # traits and what they are compiled for
 
 
 def compile_all(kernels: Iterable[Kernel], target: str, jobs: int) -> None:
+    """All kernels of attention into the disk cache, see `build_all`."""
+    build_all(((kernel_class(traits), traits, problem) for traits, problem in dict.fromkeys(kernels)), target, jobs)
+
+
+def build_all(kernels: Iterable[tuple[Any, Any, Any]], target: str, jobs: int) -> None:
     """All kernels into the disk cache, in processes that never touch the GPU; one that fails is met again when run.
 
     The processes import `cuteflash` alone: this package may have been loaded from a folder that is not on their path.
+
+    Args:
+        kernels: class, traits and problem of each.
+        target: what they are compiled for.
+        jobs: processes.
     """
-    calls = [(kernel_class(traits), traits, problem, target) for traits, problem in dict.fromkeys(kernels)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for future in [pool.submit(build, *call) for call in calls]:
+        for future in [pool.submit(build, *kernel, target) for kernel in kernels]:
             future.exception()
 
 
