@@ -16,6 +16,7 @@ from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BWD_ADDRESS_REGS, BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
@@ -37,6 +38,7 @@ SWITCHES_SM90: dict[tuple[str, object], float] = {
     ("share_q_o", True): 1.02,
     ("fixed_max", True): 0.95,
 }
+MOVING_FP8 = 1.1  # maxima that move, of 8-bit operands: the softmax takes the larger share of a step
 SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("double_buffer", False): 1.1,
     ("async_copy", False): 1.4,
@@ -102,6 +104,10 @@ def _fwd_sm90(traits: FwdTraitsSm90, arch: ArchSpec) -> float:
     return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs)
 
 
+def _fwd_fp8_sm90(traits: FwdTraitsFp8Sm90, arch: ArchSpec) -> float:
+    return _fwd_sm90(traits, arch) * (1.0 if traits.fixed_max else MOVING_FP8)
+
+
 def _fwd_sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
     (loop,) = loops(traits)
     clocks = _step(loop, _exposed_sm80(traits, traits.kv_stage), STEP_CLOCKS / traits.blocks_per_sm)
@@ -137,6 +143,7 @@ def _bwd_sm80(traits: BwdTraitsSm80, arch: ArchSpec) -> float:
 ESTIMATES: dict[type[Any], Callable[[Any, ArchSpec], float]] = {
     FwdTraitsSm80: _fwd_sm80,
     FwdTraitsSm90: _fwd_sm90,
+    FwdTraitsFp8Sm90: _fwd_fp8_sm90,
     BwdTraitsSm80: _bwd_sm80,
     BwdTraitsSm90: _bwd_sm90,
     BwdTwoPassTraitsSm90: _bwd_two_pass_sm90,
