@@ -207,6 +207,11 @@ class Inputs:
         """V as rows, whether or not it is given so."""
         return stored_rows(self.v, self.cell.seqlen) if self.cell.transposed_v else self.v
 
+    def with_stored_v(self) -> Inputs:
+        """The same values with V as its rows are stored."""
+        v = self.rows_of_v().contiguous()
+        return dataclasses.replace(self, cell=dataclasses.replace(self.cell, transposed_v=False), v=v)
+
     def in_16_bits(self) -> Inputs:
         """The same cell of 16 bits, with what 8-bit operands stand for, rounded to `OUT_DTYPE`."""
         if self.scales is None:

@@ -72,6 +72,11 @@ class Fp8Reference:
             self._allowed[is_two_level] = allowed_rms(modelled, torch.cat([part.exact for part in self.parts]))
         return Errors(max(part.bound.max().item() for part in self.parts), self._allowed[is_two_level])
 
+    @property
+    def size(self) -> float:
+        """The root mean square of the exact outputs that are compared."""
+        return rms(torch.cat([part.exact for part in self.parts]))
+
     def errors(self, out: Tensor) -> Errors:
         """Of the judged rows; NaN counts as infinite."""
         return errors_of(torch.cat([part.of(out) - part.exact for part in self.parts]))
