@@ -36,8 +36,8 @@ def markdown(result: Result) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
     lines = [
         f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, {dtype_of(result)}, 16k tokens, hidden "
-        f"size 2048; in brackets the gain over the rung before{_ERROR_WORDS if has_errors(result) else ''}. Same run: 8192³ "
-        f"bf16 matrix product {result['matmul_tflops']:.0f} TFLOP/s."
+        f"size 2048; in brackets the gain over the rung before{_ERROR_WORDS if has_errors(result) else ''}. Same run: "
+        f"8192³ bf16 matrix product {result['matmul_tflops']:.0f} TFLOP/s."
     ]
     for family in result["rungs"]:
         cells = cells_of(result, family)

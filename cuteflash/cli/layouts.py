@@ -122,11 +122,8 @@ def layouts(
         dims, values = (head_dim, head_dim_v), (dtype or "bf16", transposed_v)
         problem, target = _problem(operation, arch, dims, mask or "full", values)
         checked_family = None if family is None else _one("family", family, FAMILIES)
-        row = (
-            problem,
-            target,
-            choose(problem, target, checked_family, _one("lengths", lengths or "long", LENGTH_CLASSES)),
-        )
+        checked_lengths = _one("lengths", lengths or "long", LENGTH_CLASSES)
+        row = problem, target, choose(problem, target, checked_family, checked_lengths)
         if form in PICTURES:
             _pictures((*row, compile_now, part), form, panel, (color, stage, swizzle), output)
         else:
