@@ -38,9 +38,8 @@ def _scaled(stride: Any, factor: int) -> Any:
     return tuple(_scaled(one, factor) for one in stride) if isinstance(stride, tuple) else factor * stride
 
 
-def smem_offsets(kernel: Any, target: str, tensor: str) -> Offsets:
-    """Byte offset of every element of tile "q", "k", "v", "vt" or "o", in the kernel's colexicographic order."""
-    width = 1 if kernel.problem.operands.is_fp8 and tensor != "o" else 2
+def smem_offsets(kernel: Any, target: str, tensor: str, width: int = 2) -> Offsets:
+    """Byte offset of every element of `width` bytes of a tile such as "q", in the kernel's colexicographic order."""
     with dsl.context(target):
         layout = getattr(kernel, f"smem_layout_{tensor}")()
         text, size = str(layout), cute.size(layout)

@@ -70,11 +70,11 @@ def test_rows_are_drawn_with_v_as_they_take_it() -> None:
 def test_the_tile_that_the_product_reads_is_vt_in_the_order_of_keys(name: str) -> None:
     scene = scene_of(name)
     keys, columns = scene.tile("sV").shape
-    laid = smem_offsets(kernel_of(name), "sm_90a", "vt").reshape(scene.tile("sV").stages, keys, columns)
+    laid = smem_offsets(kernel_of(name), "sm_90a", "vt", 1).reshape(scene.tile("sV").stages, keys, columns)
     drawn = scene.tile("sV").offsets().reshape(scene.tile("sV").stages, columns, keys)
     assert np.array_equal(drawn[:, :, keys_in_order(keys)], laid.transpose(0, 2, 1))
     if name in TURNING:
-        stored = smem_offsets(kernel_of(name), "sm_90a", "v")
+        stored = smem_offsets(kernel_of(name), "sm_90a", "v", 1)
         assert np.array_equal(scene.tile("sV_stored").offsets().reshape(-1), stored)
 
 

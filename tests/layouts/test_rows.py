@@ -101,7 +101,7 @@ def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
     row, tile = ROWS[name], scene_of(name).tile(f"s{tensor.upper()}")
     if tile.element_bytes == 1 and tensor == "v":
         return  # V^T, see test_fp8_rows.py
-    expected = smem_offsets(kernel_of(row), row.target, tensor)
+    expected = smem_offsets(kernel_of(row), row.target, tensor, tile.element_bytes)
     drawn = tile.offsets() * tile.element_bytes
     if row.family == "sm90" and tensor in "qo":  # the kernel counts (row, col, warpgroup, stage), the drawing all rows
         rows, cols = tile.shape
