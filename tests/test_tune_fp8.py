@@ -15,14 +15,17 @@ from cuteflash.arguments import FwdTensors, ScaleTensors
 from cuteflash.problem import FP8_DTYPES, UNBOUNDED, FwdProblem
 from cuteflash.reference.fp8 import fp8_attention
 from cuteflash.reference.fp8_accumulator import modelled_attention
-from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90, is_two_level
 from cuteflash.traits.row import Row, TableKey
 from cuteflash.tune import cuda_backend, trials
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
 from cuteflash.tune.cuda_backend import TorchBench, WrongResult, gate_cells
 from cuteflash.tune.feature_checks import settle
 from cuteflash.tune.fp8_accuracy import SAMPLED_ROWS, Fp8Reference, sampled_rows
+from cuteflash.tune.operations import enumerate_traits
 from cuteflash.tune.plan import SINK, with_sinks
+from cuteflash.tune.rank import shortlist
 from cuteflash.tune.select import Pick, proposed
 from cuteflash.tune.store import Store, Timing, candidate_id
 from cuteflash.tune.timing import Runner
@@ -203,6 +206,15 @@ def test_two_levels_are_proposed_although_one_is_faster(speeds: tuple[float, ...
         (pick,) = proposed(store, SM90, (32, 32), "A", "fwd e4m3")
         assert pick.row.traits == TWO and pick.row.dtypes == ("e4m3",)
         assert proposed(store, SM90, (32, 32), "A") == proposed(store, SM90, (32, 32), "A", "fwd e4m3 vt") == []
+
+
+def test_a_limit_leaves_candidates_of_one_level_and_of_two() -> None:
+    arch = get_arch("sm_90a")
+    for task, head_dim in (("fwd e4m3", 64), ("fwd e4m3 vt", 128)):
+        fitting = [one for one in enumerate_traits(task, "sm90", head_dim, head_dim) if one.check(arch) is None]  # type: ignore[arg-type]
+        first = shortlist(fitting, arch)
+        assert [is_two_level(one) for one in first[:8]] == [True, False] * 4
+        assert len(first) == len(set(first)) == len(fitting)
 
 
 def test_features_are_compiled_with_the_form_of_v() -> None:

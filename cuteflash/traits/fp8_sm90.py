@@ -72,3 +72,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
         s, o, p = self.tile_n // 2, self.head_dim_v // 2, self.tile_n // 8
         unrounded = self.tile_n // 4 * self.exp_rows_before_wait if self.fixed_max else 0
         return s + o * (2 if self.two_level else 1) + p + unrounded
+
+
+def is_two_level(traits: object) -> bool:
+    """Whether traits, of whatever kind, accumulate 8-bit products in two levels."""
+    return isinstance(traits, FwdTraitsFp8Sm90) and traits.two_level

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import DTYPES, MASK_KINDS
-from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
+from cuteflash.traits.fp8_sm90 import is_two_level
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Row, TableKey, Traits
 from cuteflash.tune.operations import SWEPT_DTYPES, Task
@@ -138,11 +138,6 @@ def proposed(
     runs = load_runs(store, table.target, gpu, traits)
     accurate = [run for run in runs if is_two_level(traits[run.candidate])]
     return select(accurate or runs, shipped_defaults(store, table, head_dims, task), traits) if runs else []
-
-
-def is_two_level(traits: Traits) -> bool:
-    """Whether traits accumulate in two levels."""
-    return isinstance(traits, FwdTraitsFp8Sm90) and traits.two_level
 
 
 def shipped_defaults(
