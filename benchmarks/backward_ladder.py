@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -26,6 +26,7 @@ from .contest import Maker
 from .implementations import backward_runner
 from .judges import GradientJudge
 
+AnyTraits = TypeVar("AnyTraits")
 BwdTraits = BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
 
 
@@ -67,22 +68,13 @@ class BackwardLadder:
         shipped = _shipped(problem_of(cell), cell, target, self.family)
         if not isinstance(shipped, self.kind):
             raise ValueError(f"cell is {cell.label}; its row on {target} is not one of {self.kind.__name__}")
-        ways = [self._climbed(shipped, plain) for plain in self.plain]
+        ways = [climbed(self.rungs, shipped, plain) for plain in self.plain]
         can_run = (way for way in ways if all(traits.check(get_arch(target)) is None for traits in way.values()))
         found = next(can_run, ways[-1])
         other = _shipped(problem_of(cell, softcap=True), cell, target, self.family)
         if self.kind is BwdTraitsSm90 and isinstance(other, BwdTwoPassTraitsSm90):
             found[TWO_PASSES.title] = other
         return found
-
-    def _climbed(self, shipped: BwdTraits, plain: Mapping[str, Any]) -> dict[str, BwdTraits]:
-        """Title → traits of each rung from one of the plain kernels up."""
-        found: dict[str, BwdTraits] = {}
-        fields = dict(plain)
-        for rung in self.rungs[:-1]:
-            fields = {name: value for name, value in fields.items() if name not in rung.traits}
-            found[rung.title] = dataclasses.replace(shipped, **fields)
-        return found | {SHIPPED.title: shipped}
 
     def told(self) -> list[dict[str, Any]]:
         """Titles and words of its rungs, as a result has them."""
@@ -103,6 +95,16 @@ class BackwardLadder:
     def judge(self, cell: Cell, where: torch.device) -> GradientJudge:
         """What the gradients of all rungs are compared with."""
         return GradientJudge.of(cell, where)
+
+
+def climbed(rungs: Sequence[Rung], shipped: AnyTraits, plain: Mapping[str, Any]) -> dict[str, AnyTraits]:
+    """Title → traits of each rung from a plain kernel up to the shipped row, the last one."""
+    found: dict[str, AnyTraits] = {}
+    fields = dict(plain)
+    for rung in rungs[:-1]:
+        fields = {name: value for name, value in fields.items() if name not in rung.traits}
+        found[rung.title] = dataclasses.replace(shipped, **fields)  # type: ignore[type-var]
+    return found | {SHIPPED.title: shipped}
 
 
 SHIPPED = Rung("shipped row", (), "the table's own row")

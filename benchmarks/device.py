@@ -121,4 +121,5 @@ def _host_us(runners: Sequence[Runner], device: torch.device, calls: int = 1) ->
 def _shortened(inputs: Inputs, length: int) -> Inputs:
     """The first `length` tokens of one sequence."""
     cell = dataclasses.replace(inputs.cell, seqlen=length, seqlen_q=length, tokens=length)
-    return Inputs(cell, *(x[:, :length] for x in (inputs.q, inputs.k, inputs.v)))
+    q, k, v = (x[:, :length] for x in (inputs.q, inputs.k, inputs.v))
+    return Inputs(cell, q, k, v)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import cuteflash
-from cuteflash.quantize_problem import E4M3_MAX, QuantizeOptions
+from cuteflash.problem import E4M3_MAX
+from cuteflash.quantize_problem import QuantizeOptions
 from cuteflash.reference.fp8 import dequantised
 from cuteflash.reference.quantize import quantize
 from cuteflash.tune import accuracy

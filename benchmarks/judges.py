@@ -9,6 +9,7 @@ import torch
 from cuteflash.tune import accuracy, gradients
 from cuteflash.tune.accuracy import Errors
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.fp8_accuracy import Fp8Reference
 from cuteflash.tune.gradients import BwdInputs, Gradients, make_bwd_inputs
 
 from .packed import PackedCell, PackedInputs, checked_places, make_packed_bwd_inputs, make_packed_inputs
@@ -83,6 +84,37 @@ class OutputJudge:
 
     def imprecision(self, out: torch.Tensor) -> str | None:
         return accuracy.imprecision(out, self.reference)
+
+    def kept(self, out: torch.Tensor) -> torch.Tensor:
+        return out.clone()
+
+
+class ModelledJudge:
+    """Judges the output of a forward on 8-bit operands, or on what they stand for, by the modelled errors.
+
+    Kernels may accumulate in one level or two: the errors of one level are allowed to all.
+    """
+
+    def __init__(self, cell: Cell, device: torch.device):
+        self.inputs = make_inputs(cell, device)
+        self.reference = Fp8Reference(self.inputs, accuracy.HEADS_CHECKED)
+        self.flops: float = cell.flops
+        allowed = self.reference.allowed(is_two_level=False)
+        self.facts = {**facts_of(cell), "tolerance": allowed.maximum, "allowed_rms": allowed.rms}
+
+    def poison(self) -> None:
+        """See `Judge`, as for the other methods."""
+        accuracy.poison(self.inputs.empty_out())
+
+    def measured(self, out: torch.Tensor) -> dict[str, Any]:
+        errors = self.reference.errors(out)
+        return {"error": errors.maximum, "rms": errors.rms, "relative": errors.rms / self.reference.size}
+
+    def complaint(self, out: torch.Tensor, other: torch.Tensor | None) -> str | None:
+        return self.reference.complaint(out, other)
+
+    def imprecision(self, out: torch.Tensor) -> str | None:
+        return self.reference.imprecision(out, is_two_level=False)
 
     def kept(self, out: torch.Tensor) -> torch.Tensor:
         return out.clone()

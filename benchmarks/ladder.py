@@ -2,6 +2,7 @@
 
     python -m benchmarks.ladder --json benchmarks/results/ladder.json [--plot PNG] [--into docs/ladder.md]
     python -m benchmarks.ladder --backward --json PATH [--plot PNG]
+    python -m benchmarks.ladder --fp8 --json PATH [--plot PNG]
     python -m benchmarks.ladder --render benchmarks/results/ladder.json --plot PNG --into docs/ladder.md
 
 Every rung is a trait of the shipped kernels (`cuteflash/traits/`): the ladder shows the code that runs, no copy of it.
@@ -19,7 +20,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,12 +34,11 @@ from cuteflash.tune.peers import missing_peer
 from cuteflash.tune.timing import ROUNDS, HangError
 from cuteflash.tune.variants import Variant
 
-from . import backward_ladder, device, ladder_report
+from . import backward_ladder, device, fp8_ladder, ladder_report
 from .ahead import compile_all
-from .backward_ladder import BackwardLadder
 from .contest import Maker, measure, progress, write
 from .implementations import runner, target_of, unavailable, variant_runner
-from .judges import OutputJudge
+from .judges import Judge, OutputJudge
 
 CELLS = "64:4096:causal,128:4096:causal,128:16384:full,256:4096:causal"
 
@@ -172,18 +172,32 @@ LADDERS = (
 )
 
 
-def climb(ladder: Ladder | BackwardLadder, cell: Cell, where: torch.device, rounds: int) -> dict[str, Any]:
+class Climbable(Protocol):
+    """What a run asks of a ladder; see `Ladder` for the methods."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def family(self) -> Family: ...
+    @property
+    def peer(self) -> str | None: ...
+    def serves(self, cell: Cell, target: str) -> bool: ...
+    def told(self) -> list[dict[str, Any]]: ...
+    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, Problem]]: ...
+    def makers(self, cell: Cell, target: str) -> dict[str, Maker]: ...
+    def judge(self, cell: Cell, where: torch.device) -> Judge: ...
+
+
+def climb(ladder: Climbable, cell: Cell, where: torch.device, rounds: int) -> dict[str, Any]:
     """One cell: every rung and the peer, as `benchmarks.contest.measure` gives them."""
     makers = ladder.makers(cell, target_of(where))
-    if missing_peer(ladder.peer) is not None:
+    if ladder.peer is not None and missing_peer(ladder.peer) is not None:
         del makers[ladder.peer]
     told = {"family": ladder.name, "peer": ladder.peer}
     return told | measure(ladder.judge(cell, where), makers, where, rounds)
 
 
-def run(
-    ladders: Sequence[Ladder | BackwardLadder], cells: Sequence[Cell], arguments: argparse.Namespace
-) -> dict[str, Any]:
+def run(ladders: Sequence[Climbable], cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[str, Any]:
     """All ladders on all cells; the file is rewritten after each, so that an interrupted run keeps what it has."""
     where = torch.device("cuda", torch.cuda.current_device())
     target = target_of(where)
@@ -216,17 +230,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--render", type=pathlib.Path, metavar="PATH", help="a result file to render, no GPU needed")
     parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the ladders")
     parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the tables between its markers")
-    parser.add_argument("--backward", action="store_true", help="the ladders of the backward")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--backward", action="store_true", help="the ladders of the backward")
+    which.add_argument("--fp8", action="store_true", help="the ladder of 8-bit operands")
     parser.add_argument("--family", choices=[item.family for item in LADDERS], help="only this family's")
     parser.add_argument("--cells", default=CELLS, metavar="D:S:MASK,...", help=f"default: {CELLS}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compiler processes")
     arguments = parser.parse_args(argv)
     try:
-        arguments.cells = [parse_cell(text) for text in arguments.cells.split(",")]
+        form: dict[str, Any] = {"dtype": "e4m3", "transposed_v": True} if arguments.fp8 else {}
+        arguments.cells = [parse_cell(text, **form) for text in arguments.cells.split(",")]
     except ValueError as failure:
         parser.error(f"--cells: {failure}")
-    ladders: Sequence[Ladder | BackwardLadder] = backward_ladder.LADDERS if arguments.backward else LADDERS
+    ladders: Sequence[Climbable] = LADDERS
+    if arguments.backward or arguments.fp8:
+        ladders = backward_ladder.LADDERS if arguments.backward else fp8_ladder.LADDERS
     arguments.ladders = [item for item in ladders if arguments.family in (None, item.family)]
     return arguments
 
@@ -252,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _left_out(ladder: Ladder | BackwardLadder, where: torch.device) -> bool:
+def _left_out(ladder: Climbable, where: torch.device) -> bool:
     reason = unavailable(ladder.family, where)
     if reason:
         print(f"{ladder.name}: left out, {reason}", file=sys.stderr)

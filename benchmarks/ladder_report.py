@@ -13,6 +13,7 @@ from .rates import rate
 
 Result = Mapping[str, Any]
 
+_ERROR_WORDS = ", then the rms error in O's rms"
 FAMILY_COLOURS = {"sm80": COLOURS["sm80"], "sm90": COLOURS["sm90"]}
 
 
@@ -21,14 +22,24 @@ def cells_of(result: Result, family: str) -> list[Result]:
     return [cell for cell in result["cells"] if cell["family"] == family]
 
 
+def dtype_of(result: Result) -> str:
+    """The element types of the operands."""
+    return ", ".join(dict.fromkeys(cell.get("dtype", "bf16") for cell in result["cells"]))
+
+
+def has_errors(result: Result) -> bool:
+    """Whether the table shows each rung's error."""
+    return any("relative" in entry for cell in result["cells"] for entry in cell["results"].values())
+
+
 def markdown(result: Result) -> str:
     """A table for each family: TFLOP/s of each rung in each cell, with the gain over the rung below."""
     environment = result["environment"]
     versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
     lines = [
-        f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, bf16, 16k tokens, hidden size 2048; in "
-        f"brackets the gain over the rung before. Same run: 8192³ bf16 matrix product {result['matmul_tflops']:.0f} "
-        "TFLOP/s."
+        f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, {dtype_of(result)}, 16k tokens, hidden "
+        f"size 2048; in brackets the gain over the rung before{_ERROR_WORDS if has_errors(result) else ''}. Same run: "
+        f"8192³ bf16 matrix product {result['matmul_tflops']:.0f} TFLOP/s."
     ]
     for family in result["rungs"]:
         cells = cells_of(result, family)
@@ -38,7 +49,7 @@ def markdown(result: Result) -> str:
 
 
 def _table(rungs: Sequence[Result], cells: Sequence[Result]) -> list[str]:
-    peer = cells[0]["peer"]
+    peer: str | None = cells[0]["peer"]
     header = ["rung", "what it does", *(cell["label"] for cell in cells)]
     lines = [f"| {' | '.join(header)} |", f"|---|---|{'---|' * len(cells)}"]
     before: dict[str, float | None] = {}
@@ -49,8 +60,8 @@ def _table(rungs: Sequence[Result], cells: Sequence[Result]) -> list[str]:
             texts.append(_gain_text(now, before.get(cell["label"]), cell["results"].get(rung["title"])))
             before[cell["label"]] = now
         lines.append(f"| {rung['title']} | {rung['does']} | {' | '.join(texts)} |")
-    rates = [rate(dict(cell), peer) for cell in cells]
-    if any(rates):
+    rates = [rate(dict(cell), peer) for cell in cells] if peer is not None else []
+    if peer is not None and any(rates):
         texts = ["-" if value is None else f"{value:.0f}" for value in rates]
         lines.append(f"| *{TITLES[peer]}* | the peer | {' | '.join(texts)} |")
     return lines
@@ -59,7 +70,8 @@ def _table(rungs: Sequence[Result], cells: Sequence[Result]) -> list[str]:
 def _gain_text(now: float | None, before: float | None, entry: Result | None) -> str:
     if now is None:
         return "-" if entry is None else "wrong" if "tflops" in entry else "failed"
-    return f"{now:.0f}" if before is None else f"{now:.0f} ({now / before - 1:+.0%})"
+    error = f", {entry['relative']:.2%}" if entry and "relative" in entry else ""
+    return f"{now:.0f}{error}" if before is None else f"{now:.0f} ({now / before - 1:+.0%}){error}"
 
 
 def insert(text: str, path: pathlib.Path) -> None:
@@ -78,7 +90,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
     figure, axes = pyplot.subplots(len(families), 1, figsize=(10, 3.4 * len(families)), squeeze=False)
     for axis, family in zip(axes[:, 0], families, strict=True):
         _plot_ladder(axis, family, result["rungs"][family], cells_of(result, family))
-    figure.suptitle(f"Effect of each optimisation, bf16, {result['environment']['gpu']}", fontsize=12)
+    figure.suptitle(f"Effect of each optimisation, {dtype_of(result)}, {result['environment']['gpu']}", fontsize=12)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -97,7 +109,7 @@ def _plot_ladder(axis: Any, family: str, rungs: Sequence[Result], cells: Sequenc
                 axis.bar(x, value, width * 0.92, color=colour, alpha=0.25 + 0.75 * share)
                 axis.text(x, value, f" {rung['title']} {value:.0f}", rotation=90, ha="center", va="bottom", fontsize=6)
     for group, cell in enumerate(cells):
-        value = rate(dict(cell), cell["peer"])
+        value = rate(dict(cell), cell["peer"]) if cell["peer"] is not None else None
         if value is not None:
             label = TITLES[cell["peer"]] if group == 0 else None
             axis.hlines(value, group - 0.46, group + 0.46, color=COLOURS[cell["peer"]], linestyle="--", label=label)

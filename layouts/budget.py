@@ -12,6 +12,7 @@ from cuteflash.traits.base import SmemRegion
 from cuteflash.traits.bwd_sm80 import TURN_REGS, BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80, registers_a_thread
 from cuteflash.traits.sm90 import WARPGROUP
@@ -20,7 +21,15 @@ from .scene import Fragment
 
 WARP = 32
 # What a tensor's region of the shared-memory plan is called on a page, beside "s" and its name in capitals.
-NAMES = {"barriers": "barriers", "delta": "sDelta", "do": "sdO", "ds": "sdS", "dq": "sdQ", "handout": "handout"}
+NAMES = {
+    "barriers": "barriers",
+    "delta": "sDelta",
+    "do": "sdO",
+    "ds": "sdS",
+    "dq": "sdQ",
+    "stored_v": "sV_stored",
+    "handout": "handout",
+}
 REGISTER_STEP = 8  # the hardware allocates registers to a warp in units of 8 a thread
 
 
@@ -96,7 +105,9 @@ def _registers(
         # Warpgroups that compute different things have fragments of their own.
         dq_regs = traits.dq_regs if isinstance(traits, BwdTraitsSm90) else 0
         of_dq = tuple(fragment for fragment in fragments if dq_regs and fragment.tensor == "dQ")
-        shared = tuple(fragment for fragment in fragments if fragment not in of_dq)
+        first_consumer = traits.first_consumer if isinstance(traits, FwdTraitsFp8Sm90) else 0
+        turned = tuple(fragment for fragment in fragments if fragment.first_thread < first_consumer)
+        shared = tuple(fragment for fragment in fragments if fragment not in (*of_dq, *turned))
         first_threads = list(dict.fromkeys(fragment.first_thread for fragment in shared))
         alike = consumers // len(first_threads)
         roles = []
@@ -107,7 +118,8 @@ def _registers(
         if of_dq:
             roles.insert(0, _role("dQ warpgroup", 1, WARPGROUP, dq_regs, _live_parts(traits, of_dq)))
         if traits.num_threads > consumers * WARPGROUP:
-            roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, []))
+            parts = _live_parts(traits, turned)
+            roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, parts))
     compiled = None
     if used is not None:
         compiled = {

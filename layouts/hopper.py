@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from cuteflash.problem import DTYPE_BYTES, Dtype
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_K, WGMMA_M
 
-from .algebra import Layout, concatenate
+from .algebra import Layout, composition, concatenate
 from .dsl import coordinates, plain
 from .read import ELEMENT_BYTES, EXAMPLE_HEADS, Frame, Placed, ptx_type
 from .scene import Descriptor, Phase, Step, Tile, Touch
@@ -18,14 +19,13 @@ TMA_STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 STMATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
 STMATRIX_TRANS = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
-WGMMA = "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+WGMMA = "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{dtype}.{dtype}"
 MATRIX_ROWS = "Lane i gives the address of a row of 8 elements; a phase is the 8 rows of one matrix."
 CONSUMERS = "every consumer warp"
 WARPGROUPS = "every consumer warpgroup"
 EXAMPLE_TOKENS = 4096
 UNIT = 16  # bytes that descriptors count in
 CORE_ROWS = 8  # a core matrix is 8 rows of 16 bytes
-CORE_COLS = UNIT // ELEMENT_BYTES
 
 
 def example_tensor(dtype: Any, head_dim: int) -> Any:
@@ -34,6 +34,16 @@ def example_tensor(dtype: Any, head_dim: int) -> Any:
 
     shape = (1, EXAMPLE_TOKENS, EXAMPLE_HEADS, head_dim)
     stride = (EXAMPLE_TOKENS * EXAMPLE_HEADS * head_dim, EXAMPLE_HEADS * head_dim, head_dim, 1)
+    start = cute.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
+
+
+def example_vt(dtype: Any, head_dim: int) -> Any:
+    """A contiguous (batch, heads, head_dim, keys) V^T, likewise."""
+    import cutlass.cute as cute
+
+    shape = (1, EXAMPLE_HEADS, head_dim, EXAMPLE_TOKENS)
+    stride = (EXAMPLE_HEADS * head_dim * EXAMPLE_TOKENS, head_dim * EXAMPLE_TOKENS, EXAMPLE_TOKENS, 1)
     start = cute.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
 
@@ -69,6 +79,9 @@ class Transfer:
         atom, coords: the kernel's TMA atom and coordinate tensor.
         smem: its shared-memory tensor.
         rows: of the kernel's copy; all boxes of a tile have as many.
+        target: id of the tile in shared memory, if that is another one.
+        order: if the tensor in memory has the tile's columns as rows, in an order of its own: number in memory's order
+            to element, as of `Placed`.
     """
 
     tensor: str
@@ -76,6 +89,8 @@ class Transfer:
     coords: Any
     smem: Any
     rows: int
+    target: str = ""
+    order: Layout | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,13 +105,23 @@ class HopperSteps:
 
     frame: Frame
     tiles: Mapping[str, Tile]
-    dtype: str
+    dtype: Dtype
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the operands."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def k_block(self) -> int:
+        """The k extent of a product's instruction."""
+        return WGMMA_K * ELEMENT_BYTES // self.element_bytes
 
     def load(self, what: Transfer, when: When, note: str) -> Step:
         """A TMA load by one thread."""
         box, slabs, parts = self._boxes(what)
         tv = concatenate(Layout(1, 0), box, concatenate(slabs, parts))
-        ends = (f"g{what.tensor}", "global"), (f"s{what.tensor}", "shared memory")
+        ends = (f"g{what.tensor}", "global"), (what.target or f"s{what.tensor}", "shared memory")
         return self._transfer("load", what, ends, Touch("", "read", tv), when, note)
 
     def store(self, what: Transfer, when: When, note: str, by_group: bool = True) -> Step:
@@ -116,16 +141,19 @@ class HopperSteps:
         from cuteflash.atoms.sm90 import tma_partition
 
         rows, cols = self.frame.shape(what.tensor)
-        boxes = cute.local_tile(what.coords[None, None, 0, 0], (what.rows, cols), (None, 0))
-        _, partition = tma_partition(what.atom, what.smem, boxes)
         # TMA counts coordinates from the contiguous one: 0 is the column, 1 the row.
-        box, slabs = coordinates(partition.layout, (rows, 1, 0, 0)).mode(0).modes()
+        tile, steps = ((what.rows, cols), (rows, 1)) if what.order is None else ((cols, what.rows), (1, rows))
+        boxes = cute.local_tile(what.coords[None, None, 0, 0], tile, (None, 0))
+        _, partition = tma_partition(what.atom, what.smem, boxes)
+        moved = coordinates(partition.layout, (*steps, 0, 0)).mode(0)
+        box, slabs = (moved if what.order is None else composition(what.order, moved)).modes()
         return box, slabs, Layout(rows // what.rows, what.rows if rows > what.rows else 0)
 
     def _transfer(
         self, verb: str, what: Transfer, ends: tuple[tuple[str, str], ...], touch: Touch, when: When, note: str
     ) -> Step:
         (source, origin), (target, goal) = ends
+        box_rows = what.rows if what.order is None else self.frame.shape(what.tensor)[1]
         return Step(
             id=f"{verb}_{what.tensor.lower()}",
             title=f"{what.tensor}: {origin} → {goal}",
@@ -139,7 +167,7 @@ class HopperSteps:
                 dataclasses.replace(touch, id=target, mode="write"),
             ),
             note=f"An instruction moves one box; the TMA unit applies the swizzle. {note}".strip(),
-            box=(what.rows, touch.tv.mode(1).size() // what.rows),
+            box=(box_rows, touch.tv.mode(1).size() // box_rows),
         )
 
     def fetch(self, tensor: str, copy: Any, when: When) -> Step:
@@ -183,7 +211,7 @@ class HopperSteps:
     def product(
         self, id: str, title: str, factors: tuple[Factor, Factor, Factor], when: When, note: str, **more: Any
     ) -> Step:
-        """A WGMMA of operands A and B and an accumulator: an instruction is one k-block of 16.
+        """A WGMMA of operands A and B and an accumulator: an instruction is one k-block.
 
         `frame` among `more` divides the product otherwise than the other steps.
         """
@@ -201,12 +229,12 @@ class HopperSteps:
             id=id,
             title=title,
             kind="wgmma",
-            instruction=WGMMA.format(n=n, dtype=ptx_type(self.dtype)),
+            instruction=WGMMA.format(n=n, k=self.k_block, dtype=ptx_type(self.dtype)),
             role=when.role,
             repeat=when.repeat,
             phase=when.phase,
             touches=(*sides, acc.placed.touch(acc.part, "write", counts, frame.first_thread)),
-            note=f"An instruction is one k-block of 16. {note}".strip(),
+            note=f"An instruction is one k-block of {self.k_block}. {note}".strip(),
             descriptor={"a": self._descriptor(frame, a), "b": self._descriptor(frame, b)},
         )
 
@@ -241,26 +269,30 @@ class HopperSteps:
         assert tile.swizzle is not None
         width = UNIT << tile.swizzle.bits
         rows, cols = (mode for mode in tile.layout.modes()[:2])
+        if factor.placed.is_turned:
+            rows, cols = cols, rows
         atom_step = rows.flat_modes()[1][1] if len(rows.flat_modes()) > 1 else 0
         slabs = [(count, step) for count, step in cols.flat_modes()[1:] if count > 1]
-        mn_major = factor.placed.transposed
-        several = slabs and self._extents(frame, factor.placed)[0] * ELEMENT_BYTES > width
-        leading = slabs[0][1] * ELEMENT_BYTES if mn_major and several else UNIT
+        mn_major = factor.placed.is_mn_major
+        several = slabs and self._extents(frame, factor.placed)[0] * self.element_bytes > width
+        leading = slabs[0][1] * self.element_bytes if mn_major and several else UNIT
         return Descriptor(
             tile=tile.id,
             major="MN" if mn_major else "K",
             swizzle_bytes=width,
             leading_bytes=leading,
-            stride_bytes=atom_step * ELEMENT_BYTES,
+            stride_bytes=atom_step * self.element_bytes,
             starts=tuple(int(start) * UNIT for start in k_mode.indices()),
             core=self._core_matrices(frame, factor.placed),
         )
 
     def _core_matrices(self, frame: Frame, placed: Placed) -> Layout:
         """(row, element, core matrix) to element of the tile, of the first instruction and warpgroup."""
-        step = frame.shape(placed.tensor)[0]
+        step, wide = frame.shape(placed.tensor)[0], UNIT // self.element_bytes
         extent = WGMMA_M if placed.operand == "A" else self._extents(frame, placed)[0]
-        rows, cols = (WGMMA_K, extent) if placed.transposed else (extent, WGMMA_K)
-        down = Layout(rows // CORE_ROWS, CORE_ROWS)
-        across = Layout(cols // CORE_COLS, CORE_COLS * step)
-        return concatenate(Layout(CORE_ROWS, 1), Layout(CORE_COLS, step), concatenate(down, across))
+        rows, cols = (self.k_block, extent) if placed.is_mn_major else (extent, self.k_block)
+        along, beside = (step, 1) if placed.is_turned else (1, step)  # of memory's rows and columns
+        down = Layout(rows // CORE_ROWS, CORE_ROWS * along)
+        across = Layout(cols // wide, wide * beside)
+        found = concatenate(Layout(CORE_ROWS, along), Layout(wide, beside), concatenate(down, across))
+        return found if placed.order is None else composition(placed.order, found)

@@ -53,6 +53,7 @@ PAGE = Page(
         "lessons-softmax.js",
         "lessons-loops.js",
         "lessons-backward.js",
+        "lessons-fp8.js",
         "lessons.js",
         "app.js",
     ),
@@ -81,6 +82,9 @@ def page_data(
         gallery: facts on each row that has a page.
         lessons: the numbers of the study path.
     """
+    described: dict[str, dict[str, str]] = {}
+    for kind, (_, name) in KERNELS.items():  # a kernel may have traits of several kinds
+        described[name] = described.get(name, {}) | attribute_docs(kind)
     return {
         "schema": SCHEMA,
         "view": view,
@@ -89,5 +93,5 @@ def page_data(
         "scene": scene,
         "gallery": None if gallery is None else list(gallery),
         "lessons": lessons,
-        "traits": {name: attribute_docs(kind) for kind, (_, name) in KERNELS.items()},
+        "traits": described,
     }

@@ -18,6 +18,7 @@ EXAMPLE_HEADS = 16  # of the (batch, seqlen, heads, head_dim) tensor that a glob
 OPERAND_AXES = {"A": (0, 2), "B": (1, 2), "C": (0, 1)}  # of a product's (M, N, K)
 Operand = Literal["A", "B", "C"]
 ELEMENT_BYTES = DTYPE_BYTES["bf16"]  # of fp16, too
+REGISTER_TYPES = {"Float32": "f32", "Float16": "f16", "BFloat16": "bf16", "Float8E4M3FN": "e4m3"}
 Strides = tuple[int, int]  # steps in a copy's or product's two coordinates, in elements of the whole tile
 
 
@@ -31,6 +32,7 @@ class Placed:
         transposed: the operand's rows are the tile's columns.
         threads: thread of the consumers to element.
         values: (atom values, and the two of (tiles of M, tiles of N, k-blocks) that the operand has) to element.
+        order: if the product takes the tile's elements in another order than the tile, number in that order to element.
     """
 
     operand: Operand
@@ -38,6 +40,17 @@ class Placed:
     transposed: bool
     threads: Layout
     values: Layout
+    order: Layout | None = None
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the tile's columns are rows in memory: a row then has the product's k extent, in its order."""
+        return self.transposed and self.order is not None
+
+    @property
+    def is_mn_major(self) -> bool:
+        """Of an operand in shared memory: whether its M or N extent is contiguous, not that of k."""
+        return self.transposed and not self.is_turned
 
     def touch(self, id: str, mode: Literal["read", "write"], counts: Sequence[int], first_thread: int) -> Touch:
         """The elements that the product's instructions touch; instructions count (tiles of M, tiles of N, k-blocks)."""
@@ -90,8 +103,11 @@ class Frame:
         step = rows if row == self.split else cols * self.shape(tensor)[0] if col == self.split else 0
         return concatenate(threads, Layout(self.groups, step))
 
-    def placed(self, mma: Any, operand: Operand, tensor: str, transposed: bool = False) -> Placed:
-        """An operand of a tiled MMA; `transposed` if its rows are the tile's columns, as V's in PV."""
+    def placed(
+        self, mma: Any, operand: Operand, tensor: str, transposed: bool = False, order: Layout | None = None
+    ) -> Placed:
+        """An operand of a tiled MMA; `transposed` if its rows are the tile's columns, as V's in PV; `order`: as of
+        `Placed`."""
         import cutlass.cute as cute
 
         tile, strides = self.oriented(tensor, transposed)
@@ -99,7 +115,10 @@ class Frame:
         sizes = [mma.get_tile_size(axis) for axis in OPERAND_AXES[operand]]
         partition = getattr(mma.get_slice(0), f"partition_{operand}")(cute.make_identity_tensor(tile))
         threads = self.all_groups(composition(Layout(tuple(sizes), strides), tv.mode(0)), tensor)
-        return Placed(operand, tensor, transposed, threads, coordinates(partition.layout, strides))
+        values = coordinates(partition.layout, strides)
+        if order is not None:
+            threads, values = composition(order, threads), composition(order, values)
+        return Placed(operand, tensor, transposed, threads, values, order)
 
     def copy(self, tv: Any, tiler: Any, tensor: str, transposed: bool = False, everyone: bool = False) -> Layout:
         """(thread, value, instruction) to element of a tiled copy's source or destination.
@@ -141,7 +160,7 @@ class Frame:
             tensor=placed.tensor,
             shape=self.shape(placed.tensor),
             operand=placed.operand,
-            dtype={"Float32": "f32", "Float16": "f16", "BFloat16": "bf16"}[registers.element_type.__name__],
+            dtype=REGISTER_TYPES[registers.element_type.__name__],
             first_thread=self.first_thread,
             tv=concatenate(placed.threads, values),
             registers=values.size() * width // 32,
@@ -188,7 +207,7 @@ def fragment_order(tv: Layout, shape: tuple[int, int], threads: int, chunk: int)
 
 def ptx_type(dtype: str) -> str:
     """An element type as PTX spells it."""
-    return {"fp16": "f16", "bf16": "bf16"}[dtype]
+    return {"fp16": "f16", "bf16": "bf16", "e4m3": "e4m3"}[dtype]
 
 
 def no_launch(packed_heads: int) -> Any:
@@ -206,7 +225,7 @@ def smem_start() -> Any:
     return cute.make_ptr(cutlass.Uint8, 0, cute.AddressSpace.smem, assumed_align=SMEM_ALIGN)
 
 
-def global_tile(frame: Frame, tensor: str, head_dim: int, note: str) -> Tile:
+def global_tile(frame: Frame, tensor: str, head_dim: int, note: str, element_bytes: int = ELEMENT_BYTES) -> Tile:
     """A block's tile of a contiguous (batch, seqlen, heads, head_dim) tensor of EXAMPLE_HEADS heads."""
     rows, cols = frame.shape(tensor)
     return Tile(
@@ -217,11 +236,20 @@ def global_tile(frame: Frame, tensor: str, head_dim: int, note: str) -> Tile:
         layout=Layout((rows, cols), (EXAMPLE_HEADS * head_dim, 1)),
         valid=(rows, head_dim),
         note=f"{note} Drawn for a (batch, seqlen, {EXAMPLE_HEADS} heads, {head_dim}) tensor, whose rows are "
-        f"{EXAMPLE_HEADS * head_dim * ELEMENT_BYTES} bytes apart.",
+        f"{EXAMPLE_HEADS * head_dim * element_bytes} bytes apart.",
+        element_bytes=element_bytes,
     )
 
 
-def shared_tile(tensor: str, smem: Any, base: int, swizzle_bytes: bool, note: str, parts: int = 1) -> Tile:
+def shared_tile(
+    tensor: str,
+    smem: Any,
+    base: int,
+    swizzle_bytes: bool,
+    note: str,
+    parts: int = 1,
+    element_bytes: int = ELEMENT_BYTES,
+) -> Tile:
     """A shared-memory tensor of the kernel from its composed layout, (rows, cols) or (rows, cols, parts x stages).
 
     Args:
@@ -232,7 +260,7 @@ def shared_tile(tensor: str, smem: Any, base: int, swizzle_bytes: bool, note: st
     found = layout_of(smem)
     if not isinstance(found, ComposedLayout):
         raise TypeError(f"{tensor}: {found} has no swizzle")
-    shift = ELEMENT_BYTES.bit_length() - 1 if swizzle_bytes else 0
+    shift = element_bytes.bit_length() - 1 if swizzle_bytes else 0
     swizzle = Swizzle(found.swizzle.bits, found.swizzle.base - shift, found.swizzle.shift)
     layout = found.layout
     if layout.rank == 3 and AXES[tensor][0] == "m":
@@ -250,4 +278,5 @@ def shared_tile(tensor: str, smem: Any, base: int, swizzle_bytes: bool, note: st
         base=base,
         stages=layout.mode(2).size() if layout.rank == 3 else 1,
         note=note,
+        element_bytes=element_bytes,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import DTYPE_BYTES, FwdProblem
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 
 from .hopper import (
@@ -15,8 +15,9 @@ from .hopper import (
     Transfer,
     When,
     example_tensor,
+    example_vt,
 )
-from .read import Frame, global_tile, no_launch, products, shared_tile, smem_start
+from .read import Frame, Placed, global_tile, no_launch, products, shared_tile, smem_start
 from .scene import Fragment, Role, Step, Tile
 from .softmax_steps import SoftmaxSteps
 
@@ -38,9 +39,13 @@ class ReaderSm90:
         self.frame = Frame(sizes, t.mma_warpgroups, t.first_consumer, WARPGROUP)  # type: ignore[arg-type]
         self.smem = kernel.make_tiles(smem_start())
         self.warpgroup = make_warpgroup(kernel, self.smem, no_launch(1))
-        self.of = products(self.frame, kernel)
+        self.of = self.operands()
         shared = {tile.id: tile for tile in self.tiles() if tile.space == "shared"}
         self.draw = HopperSteps(self.frame, shared, self.problem.operands.qk_dtype)
+
+    def operands(self) -> dict[str, Placed]:
+        """Those of both products, by tensor."""
+        return products(self.frame, self.kernel)
 
     def roles(self) -> tuple[Role, ...]:
         """The producer warpgroup, if there is one, then the consumers."""
@@ -60,25 +65,41 @@ class ReaderSm90:
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
-        problem, kernel, plan = self.problem, self.kernel, self.traits.smem_plan
+        operands, kernel, plan = self.problem.operands, self.kernel, self.traits.smem_plan
         share = "O is staged in Q's memory; the next Q waits for its store." if self.traits.share_q_o else ""
         ahead = "The next tile's Q loads into the other stage." if self.traits.q_stage > 1 else ""
         parts = self.traits.mma_warpgroups
         shared = [
-            shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, share or ahead, parts),
-            shared_tile("K", kernel.smem_layout_k(), plan["k"].start, True, ""),
-            shared_tile("V", kernel.smem_layout_v(), plan["v"].start, True, "Rows are keys: the product's k extent."),
+            shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, share or ahead, parts, self.element_bytes),
+            shared_tile("K", kernel.smem_layout_k(), plan["k"].start, True, "", element_bytes=self.element_bytes),
+            *self.tiles_of_v(),
             shared_tile("O", kernel.smem_layout_o(), plan["o"].start, True, share, parts),
         ]
         if not self.traits.p_in_regs:
             shared.insert(2, shared_tile("P", kernel.smem_layout_p(), plan["p"].start, True, "", parts))
         return (
-            global_tile(self.frame, "Q", problem.operands.head_dim, "A block's queries of one head."),
-            global_tile(self.frame, "K", problem.operands.head_dim, "One block of keys."),
-            global_tile(self.frame, "V", problem.operands.head_dim_v, "One block of values."),
-            global_tile(self.frame, "O", problem.operands.head_dim_v, "The block's output."),
+            global_tile(self.frame, "Q", operands.head_dim, "A block's queries of one head.", self.element_bytes),
+            global_tile(self.frame, "K", operands.head_dim, "One block of keys.", self.element_bytes),
+            self.global_v(),
+            global_tile(self.frame, "O", operands.head_dim_v, "The block's output."),
             *shared,
         )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of Q, K, V and P."""
+        return DTYPE_BYTES[self.problem.operands.qk_dtype]
+
+    def global_v(self) -> Tile:
+        """V in global memory."""
+        return global_tile(
+            self.frame, "V", self.problem.operands.head_dim_v, "One block of values.", self.element_bytes
+        )
+
+    def tiles_of_v(self) -> tuple[Tile, ...]:
+        """V in shared memory."""
+        layout, start = self.kernel.smem_layout_v(), self.traits.smem_plan["v"].start
+        return (shared_tile("V", layout, start, True, "Rows are keys: the product's k extent."),)
 
     def fragments(self) -> tuple[Fragment, ...]:
         """Operands and accumulators in registers; products read other operands from shared memory."""
@@ -113,7 +134,7 @@ class ReaderSm90:
         once, often = When("prologue", TILE, loader), When("loop", BLOCK, loader)
         load_q = draw.load(self._moved("Q", tma.load_q, tma.gQ, smem.sQ), once, "Once for each warpgroup.")
         load_k = draw.load(self._moved("K", tma.load_k, tma.gK, smem.sK), often, ahead)
-        load_v = draw.load(self._moved("V", tma.load_v, tma.gV, smem.sV), often, ahead)
+        load_v = self.load_v(tma, often, ahead)
         storing = When("epilogue", TILE, "warp 0 of every consumer warpgroup")
         moved_o = self._moved("O", tma.store_o, tma.gO, smem.sO)
         store_o = draw.store(moved_o, storing, "Clipped to the rows that exist.")
@@ -121,13 +142,18 @@ class ReaderSm90:
         qk, pv = self._products()
         rounded = "Divided by the row sums and rounded."
         stage_o = draw.stage("O", self.kernel.copy_o(), "acc_O", When("epilogue", TILE), rounded)
-        return (load_q, *fetch, load_k, qk, *self._softmax(), load_v, pv, stage_o, store_o)
+        return (load_q, *fetch, load_k, qk, *self._softmax(), *load_v, pv, stage_o, store_o)
+
+    def load_v(self, tma: Any, when: When, ahead: str) -> tuple[Step, ...]:
+        """The steps that bring V of a block to where the product reads it."""
+        return (self.draw.load(self._moved("V", tma.load_v, tma.gV, self.smem.sV), when, ahead),)
 
     def _tma(self) -> Any:
         """The kernel's TMA atoms over example tensors."""
         operands, dtype = self.problem.operands, self.kernel.dtype
         wide, narrow = (example_tensor(dtype, head_dim) for head_dim in (operands.head_dim, operands.head_dim_v))
-        return self.kernel.make_tma(wide, wide, narrow, narrow)
+        values = example_vt(dtype, operands.head_dim_v) if operands.transposed_v else narrow
+        return self.kernel.make_tma(wide, wide, values, example_tensor(self.kernel.out_dtype, operands.head_dim_v))
 
     def _moved(self, tensor: str, atom: Any, coords: Any, smem: Any) -> Transfer:
         return Transfer(tensor, atom, coords, smem, self.frame.part(tensor)[0])
@@ -147,10 +173,11 @@ class ReaderSm90:
         q = Factor(of["Q"], "rQ") if self.traits.q_in_regs else Factor(of["Q"], "sQ", wg.tSrQ)
         p = Factor(of["P"], "rP") if self.traits.p_in_regs else Factor(of["P"], "sP", wg.tOrP)
         k, v = Factor(of["K"], "sK", wg.tSrK), Factor(of["V"], "sV", wg.tOrV)
-        s, o = Factor(of["S"], "acc_S"), Factor(of["O"], "acc_O")
+        s, o = Factor(of["S"], "acc_S"), Factor(of["O"], "acc_PV" if self.traits.two_level else "acc_O")
+        title = "P V, from zero" if self.traits.two_level else "O += P V"
         return (
             self.draw.product("wgmma_qk", "S = Q K^T", (q, k, s), when, f"{before}."),
-            self.draw.product("wgmma_pv", "O += P V", (p, v, o), when, f"{after}."),
+            self.draw.product("wgmma_pv", title, (p, v, o), when, f"{after}."),
         )
 
     def _softmax(self) -> tuple[Step, ...]:

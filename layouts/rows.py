@@ -12,11 +12,12 @@ import numpy as np
 
 from cuteflash.compile import BuildReport
 from cuteflash.dispatch import KERNELS, Choice, choose_shipped
-from cuteflash.problem import FEATURES, BwdProblem, FwdProblem, Operation, Problem
+from cuteflash.problem import DTYPE_BYTES, FEATURES, FP8_DTYPES, BwdProblem, FwdProblem, Operation, Problem
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -55,6 +56,7 @@ class Part(NamedTuple):
 PARTS: dict[type[Any], tuple[Part, ...]] = {
     FwdTraitsSm80: (Part("read_sm80", "ReaderSm80"),),
     FwdTraitsSm90: (Part("read_sm90", "ReaderSm90"),),
+    FwdTraitsFp8Sm90: (Part("read_fp8_sm90", "ReaderFp8Sm90"),),
     BwdTraitsSm80: (Part("read_bwd_sm80", "ReaderBwdSm80"),),
     BwdTraitsSm90: (Part("read_bwd_sm90", "ReaderBwdSm90"),),
     BwdTwoPassTraitsSm90: (
@@ -125,6 +127,8 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
         served = []
         for dtype, mask, lengths in itertools.product(dtypes, row.masks, reversed(row.lengths)):
             problem = dense(dtype, row.traits.head_dim, head_dim_v, mask, **extra)
+            if dtype in FP8_DTYPES:  # V as the row takes it
+                problem = problem.asking(problem.features & row.traits.features)
             choice = _shipped_choice(problem, target, family, cast(Any, lengths))
             if choice is not None and choice.row == row:
                 served.append((problem, lengths, choice))
@@ -170,7 +174,7 @@ def make_scene(
                 "name": name,
                 "module": module,
                 "operation": problem.operation,
-                "element_bytes": 2,
+                "element_bytes": DTYPE_BYTES[problem.operands.qk_dtype],
                 "family": choice.family,
                 "arch": target,
                 "dtype": problem.operands.qk_dtype,

@@ -31,7 +31,9 @@ Kind = Literal[
     "fixed softmax",
     "repair",
     "convert",
+    "permute",
     "rescale",
+    "add",
     "exponentials",
     "differentiate",
     "stmatrix",
@@ -75,7 +77,7 @@ class Tile:
         swizzle: on element offsets; None if there is none.
         base: byte address of the tile: in the block's shared memory, or 0.
         valid: rows and columns that exist in global memory; the others are filled with zeros.
-        element_bytes: 2, or 4 of sums in fp32.
+        element_bytes: 2, 1 of 8-bit operands, or 4 of sums in fp32.
     """
 
     id: str
@@ -103,7 +105,7 @@ class Fragment:
     """A tensor in the registers of many threads.
 
     Attributes:
-        operand: which operand of its product it is.
+        operand: which operand of its product it is; empty if it is on the way from one memory to another.
         first_thread: thread of the block that thread 0 of `tv` is.
         tv: (thread, register element) to element. A thread mode of stride 0 means copies.
         registers: 32-bit registers a thread.
@@ -114,7 +116,7 @@ class Fragment:
     id: str
     tensor: str
     shape: tuple[int, int]
-    operand: Literal["A", "B", "C"]
+    operand: Literal["A", "B", "C", ""]
     dtype: str
     first_thread: int
     tv: Layout

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from cuteflash.kernels.sm90.fixed_max import LARGEST_SUM
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import E4M3_MAX, FwdProblem
 
 from .read import Frame, Placed, ptx_type
 from .scene import Kind, Step, Touch
 
 REPAIR_LOG2: Final = int(math.log2(LARGEST_SUM))
 EVERY = "every key block"
+FOUR_KEYS = (
+    " A register takes four values of a row: two neighbouring keys of one group of 8, and the same two of the next one."
+)
 CUT = "those cut by the mask or by the end of the keys"
 EXPONENTIAL = "fma.rn.f32, ex2.approx.f32"
 Mode = Literal["read", "write"]
@@ -35,6 +38,11 @@ class SoftmaxSteps:
     problem: FwdProblem
     role: str
     fixed_max: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether P has 8 bits."""
+        return self.problem.operands.is_fp8
 
     @property
     def moves(self) -> str:
@@ -76,7 +84,7 @@ class SoftmaxSteps:
             self._rounding(),
             self.moves,
             [self._p_blocks("acc_S", "read"), self._p_blocks("rP", "write")],
-            "No data moves between threads.",
+            "No data moves between threads." + (FOUR_KEYS if self.is_fp8 else ""),
         )
 
     def rescale(self, when: str) -> Step:
@@ -96,8 +104,7 @@ class SoftmaxSteps:
         note = (
             "A block that is seen whole uses the present maxima of its rows, without a search for larger scores and "
             "without rescaling. S stays in its registers, and the rounded exponentials go to P's own. Each thread adds "
-            f"up its part of a row; if the sum of any lane exceeds 2^{REPAIR_LOG2} = {2**REPAIR_LOG2}, its warp "
-            "repairs the block."
+            f"up its part of a row; if the sum of any lane exceeds {self._limit()}, its warp repairs the block."
         )
         if early_rows == 0:
             note += (
@@ -146,8 +153,14 @@ class SoftmaxSteps:
     def _p_blocks(self, id: str, mode: Mode) -> Touch:
         return self.of["P"].touch_k_blocks(id, mode, self.frame.first_thread)
 
+    def _limit(self) -> str:
+        if self.is_fp8:
+            return f"{E4M3_MAX:.0f}, the largest number of e4m3"
+        return f"2^{REPAIR_LOG2} = {2**REPAIR_LOG2}"
+
     def _rounding(self) -> str:
-        return f"cvt.rn.{ptx_type(self.problem.operands.qk_dtype)}x2.f32"
+        saturating = ".satfinite" if self.is_fp8 else ""
+        return f"cvt.rn{saturating}.{ptx_type(self.problem.operands.qk_dtype)}x2.f32"
 
     def _capped(self, instruction: str) -> str:
         return f"tanh.approx.f32, {instruction}" if self.problem.scores.softcap else instruction

@@ -26,6 +26,7 @@ from cuteflash.cli.app import app
 from cuteflash.compile import cache_dir
 from cuteflash.dispatch import choose
 from cuteflash.problem import BwdProblem, FwdProblem, problem_id
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel
 from cuteflash.tune.plan import Plan
@@ -127,6 +128,17 @@ def test_rows_whose_speed_depends_on_values_race_with_sinks_too(plans: list[Plan
     ]  # of each length class the longest
 
 
+def test_8_bit_operands_are_swept_by_their_dtype(plans: list[Plan]) -> None:
+    options = ("--arch", "sm_90a", "--head-dim", "128", "--mask", "full", "--seqlen", "4096", "--dtype", "e4m3")
+    traits = '[{"tile_m": 128, "tile_n": 128, "two_level": true}]'
+    for more in ((), ("--transposed-v",), ("--traits", traits, "--transposed-v")):
+        result = call(*options, *more)
+        assert result.exit_code == 0, result.output
+    assert [plan.cells[0].label for plan in plans] == ["D128 full 4096 e4m3", *["D128 full 4096 e4m3 vt"] * 2]
+    assert [[cell.inputs for cell in plan.cells] for plan in plans] == [["plain", "sink:12:middle"]] * 3
+    assert plans[2].traits == (FwdTraitsFp8Sm90(128, 128, 128, 128, two_level=True),)
+
+
 def test_inputs_can_be_chosen(plans: list[Plan]) -> None:
     options = ("--head-dim", "64", "--causal", "1", "--seqlen", "512")
     assert call("--arch", "sm_80", *options, "--inputs", "plain,sink:30.0,peaked").exit_code == 0
@@ -155,6 +167,14 @@ def test_cells_and_candidates_can_be_given_one_by_one(plans: list[Plan]) -> None
         (("--arch", "sm_80", "--dry-run", "--head-dim", "260"), "head_dim is 260; allowed: multiples of 8"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--family", "sm90"), "which sm_80 does not run"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--kernel", "jvp"), "kernel is 'jvp'; allowed: fwd, bwd"),
+        (
+            ("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--dtype", "e4m3"),
+            "which the sm80 family of sm_80 does",
+        ),
+        (
+            ("--arch", "sm_90a", "--dry-run", "--head-dim", "64", "--transposed-v"),
+            "transposed_v is True with dtype bf16",
+        ),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--seqlen", "4k"), "seqlen is '4k'; allowed: KEYS"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--budget", "soon"), "budget is 'soon'; allowed:"),
         (("--arch", "sm_80", "--dry-run", "--head-dim", "64", "--peers", "fa9"), "peers is 'fa9'; allowed: fa4"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cuteflash.problem import DTYPES, FP8_DTYPES
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.row import KINDS, Row, kind_of, kinds_of
 from cuteflash.traits.values import make_traits, values_of
@@ -15,6 +16,7 @@ from cuteflash.tune.variants import parse_variants
 
 TILE = {"tile_m": 64, "tile_n": 128, "head_dim": 64, "head_dim_v": 64}
 BACKWARD = Cell(64, "full", 512, operation="bwd")
+STORED, GIVEN = (Cell(64, "full", 512, "e4m3", transposed_v=is_transposed) for is_transposed in (False, True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,7 +32,9 @@ def test_values_come_back_as_the_traits_and_the_makers_rows_are_of_the_kind(kind
 
 def test_an_operation_and_family_may_have_several_kinds() -> None:
     assert list(kinds_of("bwd", "sm90")) == ["bwd_sm90", "bwd_two_pass_sm90"]
-    assert list(kinds_of("fwd", "sm90")) == ["fwd_sm90"]
+    assert list(kinds_of("fwd", "sm90")) == ["fwd_sm90", "fwd_fp8_sm90"]
+    assert list(kinds_of("fwd", "sm90", DTYPES)) == ["fwd_sm90"]
+    assert list(kinds_of("fwd", "sm90", FP8_DTYPES)) == ["fwd_fp8_sm90"]
 
 
 @pytest.mark.parametrize(
@@ -79,3 +83,16 @@ def test_variants_are_of_the_kind_that_has_their_fields_or_of_the_one_they_name(
 def test_what_is_wrong_with_variants_is_named(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         _ = [variant.traits(BACKWARD) for variant in parse_variants(text, "sm90")]
+
+
+def test_variants_of_8_bit_operands_turn_v_if_it_is_stored() -> None:
+    (variant,) = parse_variants('[{"tile_m": 128, "tile_n": 128, "two_level": true}]', "sm90")
+    made = {cell: variant.traits(cell) for cell in (STORED, GIVEN)}
+    assert [(kind_of(one), one.turns_v, one.two_level) for one in made.values()] == [  # type: ignore[union-attr]
+        ("fwd_fp8_sm90", True, True),
+        ("fwd_fp8_sm90", False, True),
+    ]
+    (turning,) = parse_variants('[{"tile_m": 128, "tile_n": 128, "turns_v": true}]', "sm90")
+    assert turning.traits(STORED) == dataclasses.replace(made[STORED], two_level=False)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="turns_v is True; allowed for D64 full 512 e4m3 vt: False"):
+        turning.traits(GIVEN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import pathlib
 import re
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from cuteflash import cli, tune
 from cuteflash.compile import build
 from cuteflash.dispatch import kernel_class
-from cuteflash.problem import BwdProblem, FwdProblem, Operation
+from cuteflash.problem import FP8_DTYPES, OPERATIONS, BwdProblem, FwdProblem, Operation
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
@@ -22,20 +23,24 @@ from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
 from cuteflash.traits.tables import tables_of
 from cuteflash.traits.values import field_types, literals
 from cuteflash.tune.cells import Cell, parse_cell
-from cuteflash.tune.operations import SWEPT, enumerate_traits
+from cuteflash.tune.operations import SPECS, TASKS, Task, enumerate_traits, made_for, task_of
 
 HEAD_DIMS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-PAIRS: list[tuple[str, Family]] = [("sm_80", "sm80"), ("sm_90a", "sm80"), ("sm_90a", "sm90")]
+TARGETS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm80"), ("sm_90a", "sm90"))
+PAIRS: list[tuple[Task, Family]] = [
+    (task, family) for task in TASKS for family in FAMILIES if family in SPECS[task].candidates
+]
 MOST = 3300  # what a laptop can still compile over night
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
-@pytest.mark.parametrize(("target", "family"), PAIRS)
-@pytest.mark.parametrize("operation", SWEPT)
+@pytest.mark.parametrize(
+    ("task", "target", "family"), [(task, *place) for task in TASKS for place in TARGETS if (task, place[1]) in PAIRS]
+)
 def test_at_least_200_are_considered_and_each_rejection_has_a_reason(
-    operation: Operation, target: str, family: Family, head_dims: tuple[int, int]
+    task: Task, target: str, family: Family, head_dims: tuple[int, int]
 ) -> None:
-    judged = [(one, one.check(get_arch(target))) for one in enumerate_traits(operation, family, *head_dims)]
+    judged = [(one, one.check(get_arch(target))) for one in enumerate_traits(task, family, *head_dims)]
     assert 200 <= len(judged) <= MOST
     runnable = [traits for traits, reason in judged if reason is None]
     reasons = [reason for _, reason in judged if reason is not None]
@@ -44,34 +49,35 @@ def test_at_least_200_are_considered_and_each_rejection_has_a_reason(
         assert re.search(r"\d|overlap", reason) and "\n" not in reason, reason
         assert len(reason) < 200
     for traits, _ in judged:
-        assert (traits.family, traits.head_dim, traits.head_dim_v) == (family, *head_dims)
+        assert made_for(traits) == (task, family, head_dims)
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("operation", SWEPT)
-def test_each_candidate_comes_once(operation: Operation, family: Family, head_dims: tuple[int, int]) -> None:
-    candidates = list(enumerate_traits(operation, family, *head_dims))
+@pytest.mark.parametrize(("task", "family"), PAIRS)
+def test_each_candidate_comes_once(task: Task, family: Family, head_dims: tuple[int, int]) -> None:
+    candidates = list(enumerate_traits(task, family, *head_dims))
     assert len(set(candidates)) == len(candidates)
 
 
-def values_of_candidates(operation: Operation, family: Family) -> dict[tuple[str, str], set[object]]:
+def values_of_candidates(task: Task, family: Family) -> dict[tuple[str, str], set[object]]:
     """(kind, field) → the values that candidates of head dim 128 have."""
     found: dict[tuple[str, str], set[object]] = collections.defaultdict(set)
-    for traits in enumerate_traits(operation, family, 128, 128):
+    for traits in enumerate_traits(task, family, 128, 128):
         for name, value in dataclasses.asdict(traits).items():
             found[kind_of(traits), name].add(value)
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("operation", SWEPT)
-def test_every_tunable_trait_takes_several_values(operation: Operation, family: Family) -> None:
-    values = values_of_candidates(operation, family)
-    assert {kind for kind, _ in values} == kinds_of(operation, family).keys()
+@pytest.mark.parametrize(("task", "family"), PAIRS)
+def test_every_tunable_trait_takes_several_values(task: Task, family: Family) -> None:
+    values, spec = values_of_candidates(task, family), SPECS[task]
+    kinds = kinds_of(spec.operation, family, spec.dtypes)
+    assert {kind for kind, _ in values} == kinds.keys()
     # The switches of the ablation ladder that only take something away are timed there.
     fixed = {"head_dim", "head_dim_v", "async_copy", "eager_loads", "fused_softmax"}
-    types = {(kind, name): type_ for kind in kinds_of(operation, family) for name, type_ in field_types(kind).items()}
+    if spec.dtypes == FP8_DTYPES:  # of which 8-bit operands allow one value, and a task has one
+        fixed |= {"warp_specialized", "overlap", "p_in_regs", "q_in_regs", "share_q_o", "turns_v"}
+    types = {(kind, name): type_ for kind in kinds for name, type_ in field_types(kind).items()}
     numbers = ("tile_", "_stage", "stages", "_warps", "blocks_per_sm", "exp_rows_before_wait")
     tuned = {
         (kind, name)
@@ -79,7 +85,7 @@ def test_every_tunable_trait_takes_several_values(operation: Operation, family: 
         if type_ is bool or literals(type_) or any(part in name for part in numbers)
     }
     assert {name for kind, name in tuned if len(values[kind, name]) < 2} <= fixed
-    for kind in kinds_of(operation, family):
+    for kind in kinds:
         assert len(values[kind, "tile_m"]) >= 3
         for name, type_ in field_types(kind).items():
             assert set(literals(type_)) <= values[kind, name]
@@ -92,13 +98,13 @@ def test_forward_tiles_and_stages_are_multiplied_out(family: Family) -> None:
     assert len(values[f"fwd_{family}", "kv_stage"]) == 3
 
 
-@pytest.mark.parametrize("operation", SWEPT)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_shipped_row_is_a_candidate_or_compiles_to_one(operation: Operation) -> None:
     spaces: dict[Any, set[object]] = {}
     for (_, target, _), rows in tables_of(operation).items():
         for row in rows:
-            place = operation, row.traits.family, row.traits.head_dim, row.traits.head_dim_v
-            space = spaces.get(place) or spaces.setdefault(place, set(enumerate_traits(*place)))
+            task, family, head_dims = place = made_for(row.traits)
+            space = spaces.get(place) or spaces.setdefault(place, set(enumerate_traits(task, family, *head_dims)))
             same: set[object] = {row.traits}
             # Fewer resident blocks, if they leave as many registers.
             if isinstance(row.traits, FwdTraitsSm80 | BwdTraitsSm80):
@@ -109,7 +115,7 @@ def test_every_shipped_row_is_a_candidate_or_compiles_to_one(operation: Operatio
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
-@pytest.mark.parametrize("operation", SWEPT)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_resident_blocks_are_considered_where_they_change_the_register_limit(
     operation: Operation, head_dims: tuple[int, int]
 ) -> None:
@@ -170,7 +176,8 @@ def test_what_is_pruned_for_registers_would_spill(traits: FwdTraitsSm80, monkeyp
 
 def test_an_operation_is_named_where_it_is_registered_and_nowhere_else() -> None:
     sources = [*pathlib.Path(tune.__file__).parent.rglob("*.py"), *pathlib.Path(cli.__file__).parent.glob("sweep*.py")]
-    for operation, count in (("fwd", 3), ("bwd", 2)):  # its Spec and its Trial, and the default of commands
+    # Its task, its Spec and its Trial, and the default of commands.
+    for operation, count in (("fwd", 4), ("bwd", 3), ("fwd e4m3", 3), ("fwd e4m3 vt", 3)):
         named = {path.name: path.read_text().count(f'"{operation}"') for path in sources}
         assert sum(named.values()) == named["operations.py"] + named["trials.py"] == count
 
@@ -185,6 +192,49 @@ def test_cells_of_another_operation_follow_its_registration() -> None:
     assert parse_cell("64x32:512:full", operation="bwd") == other
 
 
+def test_cells_of_8_bit_operands_are_tasks_of_their_own() -> None:
+    half, stored, given = (
+        Cell(64, "full", 512),
+        Cell(64, "full", 512, "e4m3"),
+        parse_cell("64:512:full", "e4m3", "fwd", True),
+    )
+    assert [cell.task for cell in (half, stored, given)] == ["fwd", "fwd e4m3", "fwd e4m3 vt"]
+    assert [cell.problem.features for cell in (half, stored, given)] == [frozenset(), {"turned_v"}, frozenset()]
+    assert given.problem == dataclasses.replace(
+        stored.problem, operands=dataclasses.replace(stored.problem.operands, transposed_v=True)
+    )
+    assert (stored.label, given.label) == ("D64 full 512 e4m3", "D64 full 512 e4m3 vt")
+    assert stored.id.replace("e4m3", "e4m3 vt") == given.id
+    assert stored.flops == half.flops and stored.nbytes == half.nbytes * 5 // 8  # Q, K, V of 1 byte, O of 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"transposed_v": True}, "transposed_v is True with dtype bf16; allowed with: e4m3"),
+        ({"dtype": "e4m3", "operation": "bwd"}, "dtype is 'e4m3'; allowed for bwd: fp16, bf16"),
+        ({"dtype": "e4m3", "head_dim_v": 24}, "head_dim_v is 24 with e4m3; allowed: multiples of 16"),
+        ({"dtype": "e5m2"}, "dtype is 'e5m2'; allowed for fwd: fp16, bf16, e4m3"),
+    ],
+)
+def test_tasks_that_do_not_exist_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Cell(64, "full", 512, **fields)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_rows_serve_their_own_task_alone(dtype: str) -> None:
+    """A measured row that turns V does not take calls that give V^T from a faster row."""
+    for table, rows in tables_of("fwd").items():
+        for row, is_transposed in itertools.product(rows, (False, True)):
+            if dtype in row.dtypes and (dtype == "e4m3" or not is_transposed):
+                task = task_of("fwd", dtype, is_transposed)
+                problem = SPECS[task].problem(dtype, 64, 64, row.masks[0])
+                assert row.serves(problem, row.lengths[0]) == (made_for(row.traits)[0] == task), (table, row)
+
+
 def test_unknown_families_are_named() -> None:
     with pytest.raises(ValueError, match=r"family is 'sm70'; allowed: sm80, sm90"):
         next(enumerate_traits("fwd", "sm70", 64, 64))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"family is 'sm80'; allowed for fwd e4m3: sm90"):
+        next(enumerate_traits("fwd e4m3", "sm80", 64, 64))

@@ -24,6 +24,7 @@ from cuteflash.traits.values import values_of
 from cuteflash.tune import report
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import newest_verdicts, title, where_lost
+from cuteflash.tune.operations import made_for
 from cuteflash.tune.rank import estimate
 from cuteflash.tune.report import Scope, make_report
 from cuteflash.tune.report.collect import collect
@@ -588,9 +589,7 @@ def test_a_dry_run_is_told_by_the_analytic_score(tmp_path: pathlib.Path) -> None
     assert told[0]["share"] == [None if one is None else pytest.approx(one, rel=1e-4) for one in expected]
     shipped = [space["ids"][place] for place in space["shipped"]]
     assert {traits[name] for name in shipped} == {
-        row.traits
-        for row in TABLES["fwd", "sm_90a", "sm90"]
-        if (row.traits.head_dim, row.traits.head_dim_v) == (128, 128)
+        row.traits for row in TABLES["fwd", "sm_90a", "sm90"] if made_for(row.traits) == ("fwd", "sm90", (128, 128))
     }
     best = min(shipped, key=lambda name: clocks[name])
     assert f"by the analytic score {title(traits[first])} comes first" in space["verdict"]

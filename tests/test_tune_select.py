@@ -18,7 +18,6 @@ from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.operations import SPECS
 from cuteflash.tune.results import (
     Run,
     Slot,
@@ -241,8 +240,7 @@ def test_failures_other_sources_gpus_and_names_do_not_count(store: Store) -> Non
     assert (only.candidate, only.ms) == ("b", 1.0)
 
 
-def test_newer_sources_of_another_operation_change_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SPECS, "bwd", SPECS["fwd"])
+def test_newer_sources_of_another_operation_change_nothing(store: Store) -> None:
     store.add_cell("other", dataclasses.asdict(Cell(64, "causal", 512, "fp16", operation="bwd")))
     record(store, "a", 1.0, at="1")
     record(store, "b", 1.0, cell="other", source="newer", at="2")

@@ -8,7 +8,7 @@ import pathlib
 import random
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,12 +17,13 @@ from cuteflash import usertable
 from cuteflash.compile.imports import files_imported_by
 from cuteflash.compile.key import PACKAGE
 from cuteflash.dispatch import kernel_modules, offers
-from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, OPERATIONS, Feature, Operation
+from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, OPERATIONS, Feature, Operation
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, Measurement, Row, TableKey, Traits, kinds_of
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -30,8 +31,9 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import MODULES, TABLES
 from cuteflash.traits.values import default_values, field_types, literals, make_traits
 from cuteflash.tune import tables
-from cuteflash.tune.operations import SPECS
+from cuteflash.tune.operations import SPECS, Task, task_of_traits
 from cuteflash.tune.tables import (
+    own_modules,
     read_shipped,
     render,
     write_shipped,
@@ -51,27 +53,33 @@ BWD80, BWD90 = TableKey("bwd", "sm_80", "sm80"), TableKey("bwd", "sm_90a", "sm90
 Key = tuple[int, int, str, str, str]
 
 
-def choices(
-    rows: Any, target: str, features: Collection[Feature] = (), operation: Operation = "fwd"
-) -> dict[Key, Traits]:
-    """What runs every problem with these features on every length class, by these rows alone."""
-    found = {}
+def choices(rows: Any, target: str, features: tuple[Feature, ...] = (), task: Task = "fwd") -> dict[Key, Traits]:
+    """What runs every problem of a task with these features on every length class, by these rows alone."""
+    found, spec = {}, SPECS[task]
     for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2):
-        for mask, dtype, lengths in itertools.product(MASK_KINDS, DTYPES, LENGTH_CLASSES):
-            problem = SPECS[operation].problem(dtype, *head_dims, mask).asking(features)
+        for mask, dtype, lengths in itertools.product(MASK_KINDS, spec.dtypes, LENGTH_CLASSES):
+            problem = spec.asking(spec.problem(dtype, *head_dims, mask), features)
             offered = offers(rows, problem, lengths, get_arch(target))
             found[(*head_dims, mask, dtype, lengths)] = next(traits for _, traits, reason in offered if reason is None)
     return found
 
 
-def all_choices(rows: Any, target: str, operation: Operation) -> list[dict[Key, Traits]]:
-    """`choices` without features, with each of them and with all."""
-    features = SPECS[operation].features
-    return [choices(rows, target, some, operation) for some in ((), *((name,) for name in features), features)]
+def all_choices(rows: Any, target: str, tasks: Iterable[Task]) -> list[dict[Key, Traits]]:
+    """`choices` of each task without features, with each of them and with all."""
+    return [
+        choices(rows, target, some, task)
+        for task in tasks
+        for some in ((), *((name,) for name in SPECS[task].features), SPECS[task].features)
+    ]
+
+
+def tasks_of(module: Any) -> list[Task]:
+    """Those that a file's rows are for."""
+    return list(dict.fromkeys(task_of_traits(row.traits) for row in module.ROWS))
 
 
 def heads_of(module: Any) -> list[TableKey]:
-    return [table for table, modules in MODULES.items() if modules[0] is module]
+    return [table for table in MODULES if module in own_modules(table)]
 
 
 def random_row(kind: str, choose: random.Random) -> Row:
@@ -86,7 +94,8 @@ def random_row(kind: str, choose: random.Random) -> Row:
             others = literals(type_) or ((not values[name],) if type_ is bool else range(1, 4))
             values[name] = choose.choice(others)
     without = tuple(name for name in FEATURES if choose.random() < 0.5)
-    return Row(make_traits(kind, values), some(MASK_KINDS), some(DTYPES), some(LENGTH_CLASSES), without)
+    traits = make_traits(kind, values)
+    return Row(traits, some(MASK_KINDS), some(traits.dtypes), some(LENGTH_CLASSES), without)
 
 
 def test_every_word_is_the_vocabularys() -> None:
@@ -196,12 +205,12 @@ def test_a_file_of_several_tables_keeps_what_any_of_them_needs(tmp_path: pathlib
 
 @pytest.mark.slow
 @every_file
-def test_nothing_measured_changes_nothing_that_runs(module: Any, tmp_path: pathlib.Path) -> None:
-    table = heads_of(module)[0]
-    path = write_shipped(table, [], tmp_path)
-    others = [row for other in MODULES[table][1:] for row in other.ROWS]
-    before, after = TABLES[table], [*read_shipped(path), *others]
-    assert all_choices(after, table.target, table.operation) == all_choices(before, table.target, table.operation)
+def test_what_stands_first_measured_again_changes_nothing_that_runs(module: Any, tmp_path: pathlib.Path) -> None:
+    table, tasks = heads_of(module)[0], tasks_of(module)
+    path = write_shipped(table, [MEASURED(module.ROWS[0])], tmp_path)
+    assert path.name == pathlib.Path(module.__file__).name
+    after = [row for other in MODULES[table] for row in (read_shipped(path) if other is module else other.ROWS)]
+    assert all_choices(after, table.target, tasks) == all_choices(TABLES[table], table.target, tasks)
 
 
 def test_a_row_that_the_target_does_not_run_is_refused(own_tables: OwnTables, tmp_path: pathlib.Path) -> None:
@@ -220,7 +229,7 @@ def test_a_row_that_the_target_does_not_run_is_refused(own_tables: OwnTables, tm
 
 
 def test_a_row_that_only_lends_is_kept(tmp_path: pathlib.Path) -> None:
-    assert read_shipped(write_shipped(SM90, [], tmp_path)) == TABLES["fwd", "sm_90a", "sm90"]
+    assert read_shipped(write_shipped(SM90, [], tmp_path)) == MODULES[SM90][0].ROWS
 
 
 def test_a_users_table_grows_with_each_sweep(own_tables: OwnTables) -> None:
@@ -264,18 +273,19 @@ def test_a_shipped_file_that_is_none_or_cannot_be_written_is_an_error(tmp_path: 
 @every_file
 def test_whatever_is_measured_every_problem_keeps_a_row(module: Any, tmp_path: pathlib.Path) -> None:
     choose = random.Random(0)
-    table = heads_of(module)[0]
+    table, tasks = heads_of(module)[0], tasks_of(module)
     for _ in range(2):  # the second time on top of the first one's rows
         measured = []
         for row in choose.sample(module.ROWS, min(8, len(module.ROWS))):
-            without = tuple(name for name in SPECS[table.operation].features if choose.random() < 0.6)
+            without = tuple(name for name in SPECS[tasks[0]].features if choose.random() < 0.6)
             masks = tuple(choose.sample(MASK_KINDS, choose.randint(1, 3)))
-            measured.append(MEASURED(dataclasses.replace(row, masks=masks, dtypes=DTYPES, without=without)))
+            measured.append(MEASURED(dataclasses.replace(row, masks=masks, dtypes=row.traits.dtypes, without=without)))
         path = write_shipped(table, measured, tmp_path)
         for heads, modules in MODULES.items():
             if module in modules:
                 runs = [row for one in modules for row in (read_shipped(path) if one is module else one.ROWS)]
-                choices(runs, heads.target, SPECS[table.operation].features, table.operation)  # raises without a row
+                for task in tasks:
+                    choices(runs, heads.target, SPECS[task].features, task)  # raises without a row
 
 
 def test_a_shipped_file_that_leaves_a_problem_without_a_row_is_not_written(tmp_path: pathlib.Path) -> None:
@@ -303,6 +313,18 @@ def test_rows_of_two_kinds_make_up_one_file(tmp_path: pathlib.Path) -> None:
     after = read_shipped(path)
     assert {one, two} <= set(after)
     assert {row for row in TABLES[BWD90] if row.traits.head_dim != 128} <= set(after)
+
+
+def test_rows_of_8_bit_operands_have_a_file_of_their_own(tmp_path: pathlib.Path) -> None:
+    row = Row(FwdTraitsFp8Sm90(128, 128, 128, 128, two_level=True, turns_v=True), ("full",), FP8_DTYPES)
+    path = write_shipped(SM90, [MEASURED(row)], tmp_path)
+    text = path.read_text()
+    assert path.name == "rows_fp8_sm90.py" and '"""Rows of fwd/sm_90a/sm90 for e4m3.' in text
+    assert f"    fwd_fp8_sm90(128, 128, 128, FULL, two_level=True, turns_v=True).measured({NOTE}),\n" in text
+    after = choices([*TABLES[SM90][: len(MODULES[SM90][0].ROWS)], *read_shipped(path)], "sm_90a", (), "fwd e4m3")
+    assert after[128, 128, "full", "e4m3", "long"] == row.traits
+    given = choices(read_shipped(path), "sm_90a", (), "fwd e4m3 vt")
+    assert given == choices(TABLES[SM90], "sm_90a", (), "fwd e4m3 vt")  # calls with V^T keep their rows
 
 
 def test_softcap_and_lse_are_written_where_a_row_lacks_them() -> None:

@@ -10,10 +10,12 @@ from cuteflash.traits.arch import get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.row import KINDS
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.operations import SPECS, enumerate_traits
 from cuteflash.tune.rank import ESTIMATES, shortlist
-from cuteflash.tune.units import LOOPS, POINTWISE, SMEM, SUMS, TENSOR, loops
+from cuteflash.tune.units import L2, LOOPS, POINTWISE, SMEM, SUMS, TENSOR, TURNING, loops
 
 DOZENS = 3 * 12
 
@@ -52,12 +54,27 @@ def test_two_passes_compute_seven_products_and_add_nothing_up_in_memory() -> Non
     assert products / (single.clocks[TENSOR] / single.scores) == pytest.approx(7 / 5)
 
 
-@pytest.mark.parametrize("operation", SPECS)
-def test_products_are_the_operations(operation: Any) -> None:
-    traits: Any = {"fwd": KINDS["fwd_sm90"], "bwd": KINDS["bwd_sm90"]}[operation](128, 128, 64, 32)
+@pytest.mark.parametrize(("task", "kind"), [("fwd", "fwd_sm90"), ("fwd e4m3", "fwd_fp8_sm90"), ("bwd", "bwd_sm90")])
+def test_products_are_the_operations(task: Any, kind: str) -> None:
+    traits: Any = KINDS[kind](128, 128, 64, 32)
     (loop,) = loops(traits)
-    assert loop.clocks[TENSOR] * 4096 == SPECS[operation].flops(loop.scores, 64, 32)
+    rate = 8192 if kind == "fwd_fp8_sm90" else 4096
+    assert loop.clocks[TENSOR] * rate == SPECS[task].flops(loop.scores, 64, 32)
     assert loop.clocks[POINTWISE] > loop.scores / 16
+
+
+def test_8_bit_products_leave_the_softmax_as_the_bound() -> None:
+    """At head dim 128 the tensor cores wait for the exponentials; at 256 the two are close."""
+    (half,) = loops(FwdTraitsSm90(128, 128, 128, 128))
+    (one,) = loops(FwdTraitsFp8Sm90(128, 128, 128, 128))
+    assert one.clocks[TENSOR] == half.clocks[TENSOR] / 2
+    assert one.clocks[L2] == half.clocks[L2] / 2
+    assert one.bound == POINTWISE
+    (two,) = loops(FwdTraitsFp8Sm90(128, 128, 128, 128, two_level=True))
+    assert two.clocks[POINTWISE] - one.clocks[POINTWISE] == 128  # an addition for each element of O, on 128 lanes
+    (turning,) = loops(FwdTraitsFp8Sm90(128, 128, 128, 128, turns_v=True))
+    assert TURNING not in one.clocks and 0 < turning.clocks[TURNING] < turning.clocks[TENSOR]
+    assert turning.clocks[SMEM] - one.clocks[SMEM] == 3 * 128 * 128 / 128  # V is read, and V^T written in two ways
 
 
 @pytest.mark.parametrize(

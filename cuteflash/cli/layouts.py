@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -20,7 +21,7 @@ from cuteflash.companions import companion
 from cuteflash.dispatch import Choice, choose
 from cuteflash.install import how_to_install
 from cuteflash.output import check_directory, check_file, write_file
-from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS, BwdProblem, FwdProblem, Operation, Problem
+from cuteflash.problem import DTYPES, FP8_DTYPES, MASK_KINDS, OPERATIONS, BwdProblem, FwdProblem, Operation, Problem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.length_class import LENGTH_CLASSES
 
@@ -39,7 +40,11 @@ HeadDim = Annotated[
 HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O; default: the same.")]
 Mask = Annotated[str | None, typer.Option(help=f"One of {', '.join(MASK_KINDS)}; default: full.")]
 Causal = Annotated[bool, typer.Option("--causal", help="Short for --mask causal.")]
-Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; default: bf16.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help=f"One of {', '.join((*DTYPES, *FP8_DTYPES))}; default: bf16. 8 bits: of a forward on Hopper."),
+]
+TransposedV = Annotated[bool, typer.Option("--transposed-v", help="V of 8 bits is given as V^T, not as its rows.")]
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
 Lengths = Annotated[
     str | None, typer.Option(help=f"Class of sequence lengths, one of {', '.join(LENGTH_CLASSES)}; default: long.")
@@ -70,6 +75,7 @@ def layouts(
     mask: Mask = None,
     causal: Causal = False,
     dtype: Dtype = None,
+    transposed_v: TransposedV = False,
     family: Family = None,
     lengths: Lengths = None,
     part: Part = None,
@@ -102,17 +108,22 @@ def layouts(
                 raise ValueError(f"format is {form!r}; with --all allowed: html")
             _refuse(
                 "with --all, which shows every row",
-                {"head-dim-v": head_dim_v, "mask": mask, "dtype": dtype, "lengths": lengths, "part": part},
+                {
+                    "head-dim-v": head_dim_v,
+                    "mask": mask,
+                    "dtype": dtype,
+                    "transposed-v": transposed_v or None,
+                    "lengths": lengths,
+                    "part": part,
+                },
             )
             good = _gallery(operation, (arch, head_dim, family), _needed(output, "site/"), compile_now)
             raise typer.Exit(0 if good else 1)
-        problem, target = _problem(operation, arch, (head_dim, head_dim_v), mask or "full", dtype or "bf16")
+        dims, values = (head_dim, head_dim_v), (dtype or "bf16", transposed_v)
+        problem, target = _problem(operation, arch, dims, mask or "full", values)
         checked_family = None if family is None else _one("family", family, FAMILIES)
-        row = (
-            problem,
-            target,
-            choose(problem, target, checked_family, _one("lengths", lengths or "long", LENGTH_CLASSES)),
-        )
+        checked_lengths = _one("lengths", lengths or "long", LENGTH_CLASSES)
+        row = problem, target, choose(problem, target, checked_family, checked_lengths)
         if form in PICTURES:
             _pictures((*row, compile_now, part), form, panel, (color, stage, swizzle), output)
         else:
@@ -120,17 +131,25 @@ def layouts(
 
 
 def _problem(
-    operation: Operation, arch: str | None, dims: tuple[str | None, str | None], mask: str, dtype: str
+    operation: Operation,
+    arch: str | None,
+    dims: tuple[str | None, str | None],
+    mask: str,
+    values: tuple[str, bool],
 ) -> tuple[Problem, str]:
-    """(problem, target) of one row, checked; `dims` are head_dim and head_dim_v."""
-    head_dim, head_dim_v = dims
+    """(problem, target) of one row, checked; `dims` are head_dim and head_dim_v, `values` dtype and transposed_v."""
+    (head_dim, head_dim_v), (dtype, transposed_v) = dims, values
     if head_dim is None:
         raise ValueError("layouts needs --head-dim, e.g. --head-dim 128, or --all")
     pairs = head_dims(head_dim, head_dim_v)
     if len(pairs) > 1:
         raise ValueError(f"head_dim is {head_dim!r}; allowed: one, or --all")
     dense = FwdProblem.dense if operation == "fwd" else BwdProblem.dense
-    problem = dense(_one("dtype", dtype, DTYPES), *pairs[0], _one("mask", mask, MASK_KINDS))
+    dtypes = (*DTYPES, *FP8_DTYPES) if operation == "fwd" else DTYPES
+    problem: Problem = dense(_one("dtype", dtype, dtypes), *pairs[0], _one("mask", mask, MASK_KINDS))
+    if transposed_v:
+        operands = dataclasses.replace(problem.operands, transposed_v=True)  # says that only 8 bits are transposed
+        problem = dataclasses.replace(problem, operands=operands)
     return problem, information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
 
 

@@ -21,7 +21,7 @@ from cuteflash.cli import sweep_apply
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.compile import cache_dir
-from cuteflash.problem import DTYPES, MASK_KINDS, Operation
+from cuteflash.problem import MASK_KINDS, Operation
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.length_class import DECODE_QUERIES
 from cuteflash.traits.row import Traits
@@ -29,7 +29,7 @@ from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
-from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT
+from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT, SWEPT_DTYPES, task_of
 from cuteflash.tune.peers import PEERS, missing_peer
 from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display
@@ -55,12 +55,12 @@ HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q 
 HeadDimV = Annotated[str | None, typer.Option(help="Columns of V and O, one for each --head-dim; default: the same.")]
 Mask = Annotated[str | None, typer.Option(help=f"Of {', '.join(MASK_KINDS)}; default: full, causal.")]
 Causal = Annotated[str | None, typer.Option(help="0, 1 or 0,1: short for --mask full, causal.")]
-Dtype = Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")]
+Dtype = Annotated[str, typer.Option(help=f"Of {', '.join(SWEPT_DTYPES)}.")]
 Seqlen = Annotated[
     str | None,
     typer.Option(
         help="Keys of a sequence, or QUERIESxKEYS; default: "
-        + "; ".join(f"{name} {spec.lengths}" for name, spec in SPECS.items())
+        + "; ".join(f"{name} {SPECS[task_of(name, 'bf16')].lengths}" for name in SWEPT)
     ),
 ]
 InputKinds = Annotated[
@@ -103,6 +103,7 @@ def sweep(
     mask: Mask = None,
     causal: Causal = None,
     dtype: Dtype = "bf16",
+    transposed_v: results.TransposedV = False,
     seqlen: Seqlen = None,
     inputs: InputKinds = None,
     cells: Cells = None,
@@ -137,7 +138,7 @@ def sweep(
         if until == "time":
             _check_gpu(targets)
         pairs, masks = _pairs(head_dim, head_dim_v, cells), _masks(mask, causal)
-        chosen = _cells(cells, pairs, masks, dtype, seqlen, inputs, operation)
+        chosen = _cells(cells, pairs, masks, dtype, seqlen, inputs, operation, transposed_v)
         _ = [cell.problem for cell in chosen]  # says what head dims there are
         common: dict[str, Any] = {
             "limit": limit or None,
@@ -149,7 +150,7 @@ def sweep(
         }
         plans = []
         for target in targets:
-            families = _families(family, target)
+            families = _families(family, target, chosen)
             own = tuple(with_sinks(chosen, families)) if cells is None and inputs is None else chosen
             plans.append(Plan(target, families, own, _traits(traits, chosen, families), **common))
     if not resume:
@@ -231,15 +232,18 @@ def _cells(
     seqlen: str | None,
     inputs: str | None,
     operation: Operation,
+    transposed_v: bool,
 ) -> tuple[Cell, ...]:
     """The problems to time, without a single query under a causal mask, which takes the kernel of mask full."""
-    dtypes, kinds = names("dtype", dtype, DTYPES), (inputs or PLAIN).split(",")
+    common: dict[str, Any] = {"operation": operation, "transposed_v": transposed_v}
+    dtypes, kinds = names("dtype", dtype, SWEPT_DTYPES), (inputs or PLAIN).split(",")
     if cells is not None:
         if inputs is not None:
             raise ValueError("cells and inputs are both given; allowed: inputs of a cell behind its mask")
-        return tuple(parse_cell(text, kind, operation) for text in cells.split(",") for kind in dtypes)
+        return tuple(parse_cell(text, kind, **common) for text in cells.split(",") for kind in dtypes)
     found = []
-    lengths = (SPECS[operation].lengths if seqlen is None else seqlen).split(",")
+    spec = SPECS[task_of(operation, dtypes[0], transposed_v)]
+    lengths = (spec.lengths if seqlen is None else seqlen).split(",")
     for (d, d_v), masking, kind, text in itertools.product(pairs, masks, dtypes, lengths):
         first, _, second = text.strip().partition("x")
         if not all(part.isdecimal() for part in (first, second or first)):
@@ -248,17 +252,25 @@ def _cells(
         if not (masking == "causal" and queries == 1):
             tokens = DECODE_TOKENS if 0 < queries <= DECODE_QUERIES else TOKENS
             whole = max(1, tokens // max(keys, 1)) * keys
-            cell = Cell(d, masking, keys, kind, head_dim_v=d_v, seqlen_q=queries, tokens=whole, operation=operation)
+            cell = Cell(d, masking, keys, kind, head_dim_v=d_v, seqlen_q=queries, tokens=whole, **common)
             found += [dataclasses.replace(cell, inputs=values) for values in kinds]
     return tuple(dict.fromkeys(found))
 
 
-def _families(text: str | None, target: str) -> tuple[Family, ...]:
+def _families(text: str | None, target: str, cells: Sequence[Cell]) -> tuple[Family, ...]:
+    """The kernel families to sweep. ValueError: the target, or a cell's task, does not have one."""
     runs = get_arch(target).families
     for name in names("family", text, FAMILIES):
         if name not in runs:
             raise ValueError(f"family is {name!r}, which {target} does not run; it runs: {', '.join(runs)}")
-    return tuple(names("family", text, FAMILIES)) or runs[:1]
+    chosen = tuple(names("family", text, FAMILIES)) or runs[:1]
+    for cell, name in itertools.product(cells, chosen):
+        if name not in cell.spec.candidates:
+            raise ValueError(
+                f"dtype is {cell.dtype!r}, which the {name} family of {target} does not compute; "
+                f"families that do: {', '.join(cell.spec.candidates)}"
+            )
+    return chosen
 
 
 def _traits(text: str | None, cells: Sequence[Cell], families: Sequence[Family]) -> tuple[Traits, ...] | None:

@@ -15,13 +15,13 @@ from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.compile import cache_dir
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
-from cuteflash.traits.row import TableKey
+from cuteflash.traits.row import TableKey, Traits
 from cuteflash.tune import tables
 from cuteflash.tune.building import Kernel, complaints
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.explain import title
 from cuteflash.tune.feature_checks import settle
-from cuteflash.tune.operations import SWEPT
+from cuteflash.tune.operations import SPECS, Task, task_of_traits
 from cuteflash.tune.progress import Display
 from cuteflash.tune.results import measured_gpu
 from cuteflash.tune.select import Pick, proposed, swept_head_dims
@@ -51,11 +51,11 @@ def apply(
         chosen = measured_gpu(store, target, gpu)
         asked = [results.padded(pair) for pair in head_dims(head_dim, None)] if head_dim else None
         families: Sequence[Family] = names("family", family, FAMILIES) or get_arch(target).families
-        swept = {operation: swept_head_dims(store, operation) for operation in SWEPT}
+        swept = {task: swept_head_dims(store, task) for task in SPECS}
         picked = {}
-        for table in (TableKey(operation, target, name) for operation in SWEPT for name in families):
-            pairs = swept[table.operation] if asked is None else asked
-            picked[table] = [pick for pair in pairs for pick in proposed(store, table, pair, chosen)]
+        for (task, spec), name in itertools.product(SPECS.items(), families):
+            table, pairs = TableKey(spec.operation, target, name), swept[task] if asked is None else asked
+            picked[table, task] = [pick for pair in pairs for pick in proposed(store, table, pair, chosen, task)]
         if not any(picked.values()):
             there = ", ".join(f"{d}x{d_v}" for d, d_v in sorted(set(itertools.chain(*swept.values()))))
             raise ValueError(
@@ -66,13 +66,13 @@ def apply(
         if better and not dry_run:
             _check_writable(shipped)
         settled = _settled([pick for picks in better for pick in picks], target, jobs)
-        for table, picks in picked.items():
-            made_for = table.operation, table.family
-            rows = [one for one in settled if (one.row.traits.operation, one.row.traits.family) == made_for]
+        for (table, task), picks in picked.items():
+            rows = [one for one in settled if _place(one.row.traits) == (task, table.family)]
+            words = str(table) if task == table.operation else f"{table}, {task}"
             for pick in rows or picks:
-                typer.echo(f"{table}: {_words(pick)}")
+                typer.echo(f"{words}: {_words(pick)}")
             if picks and not rows:
-                typer.echo(f"{table}: nothing beats the shipped rows beyond noise; nothing is written")
+                typer.echo(f"{words}: nothing beats the shipped rows beyond noise; nothing is written")
             elif rows and not dry_run:
                 measured = [MeasuredRow(one.row, chosen, one.at[:10], one.tflops) for one in rows]
                 if shipped is None:
@@ -80,6 +80,11 @@ def apply(
                 else:
                     path = tables.write_shipped(table, measured, shipped)
                 typer.echo(f"written: {path}")
+
+
+def _place(traits: Traits) -> tuple[Task, Family]:
+    """The task and kernel family that a row is for."""
+    return task_of_traits(traits), traits.family
 
 
 def _settled(picks: Sequence[Pick], target: str, jobs: int) -> list[Pick]:

@@ -25,7 +25,7 @@ from cuteflash.tune.backend import PEER
 from cuteflash.tune.explain import explain as explanation_of
 from cuteflash.tune.explain import newest_verdicts, ranked, title
 from cuteflash.tune.funnel import Funnel
-from cuteflash.tune.operations import DEFAULT, SWEPT
+from cuteflash.tune.operations import DEFAULT, SWEPT, SWEPT_DTYPES, task_of
 from cuteflash.tune.plan import Plan, default_traits
 from cuteflash.tune.progress import summary
 from cuteflash.tune.report import Scope, make_report
@@ -46,6 +46,7 @@ Families = Annotated[str | None, typer.Option("--family", help="Comma-separated 
 HeadDims = Annotated[str | None, typer.Option("--head-dim", help="Comma-separated; default: those swept.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
 Kernel = Annotated[str, typer.Option("--kernel", "--operation", help=f"One of {', '.join(SWEPT)}.")]
+TransposedV = Annotated[bool, typer.Option("--transposed-v", help="V of 8 bits is given as V^T, not as its rows.")]
 Gpu = Annotated[str | None, typer.Option(help="Whose timings, if there are several GPUs'.")]
 
 
@@ -58,6 +59,8 @@ def explain(
     where: Annotated[str | None, typer.Option(help="Traits to look for, e.g. tile_m=128,q_in_regs=true.")] = None,
     gpu: Gpu = None,
     kernel: Kernel = DEFAULT,
+    dtype: Annotated[str, typer.Option(help=f"Of the operands, one of {', '.join(SWEPT_DTYPES)}.")] = "bf16",
+    transposed_v: TransposedV = False,
     database: Database = DATABASE,
 ) -> None:
     """Say why a configuration was rejected, or by how much and where it lost, and by what margin the winner won."""
@@ -65,9 +68,11 @@ def explain(
         (pair,) = one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
         (operation,) = one(names("kernel", kernel, SWEPT), "kernel", kernel)
         target = swept(store, arch)
+        (dtype,) = one(names("dtype", dtype, SWEPT_DTYPES), "dtype", dtype)
+        task = task_of(operation, dtype, transposed_v)
         chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
         table = TableKey(operation, target, chosen)
-        typer.echo(explanation_of(store, table, padded(pair), _fields(where), gpu), nl=False)
+        typer.echo(explanation_of(store, table, padded(pair), _fields(where), gpu, task), nl=False)
 
 
 def export(
@@ -144,6 +149,7 @@ def as_json(funnel: Funnel, store: Store) -> dict[str, Any]:
         "spaces": [
             {
                 "operation": space.table.operation,
+                "task": space.task,
                 "family": space.table.family,
                 "head_dim": space.head_dims[0],
                 "head_dim_v": space.head_dims[1],

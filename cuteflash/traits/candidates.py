@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from cuteflash.traits.arch import ARCHS
 from cuteflash.traits.base import FwdTraits
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.sm80 import CHUNK, FwdTraitsSm80, swizzle_width
 from cuteflash.traits.sm90 import WGMMA_M, FwdTraitsSm90
 
@@ -55,6 +56,15 @@ SM90_SWITCHES: tuple[dict[str, Any], ...] = (
     {"longest_first": False},
     {"warp_specialized": False, "pingpong": False, "overlap": False, "exp_rows_before_wait": 0},
 )
+# Of 8-bit operands: an instruction takes 32 keys, and Q, P and O have one place each.
+FP8_TILE_N = range(32, 257, 32)
+FP8_ORDERS: tuple[dict[str, Any], ...] = (
+    {"exp_rows_before_wait": 0},
+    {"exp_rows_before_wait": 2},
+    {"fixed_max": True},
+    *(FIXED_MAX | {"exp_rows_before_wait": rows} for rows in (0, 1, 2)),
+)
+FP8_SWITCHES = ({"pingpong": False}, {"persistent": False}, {"longest_first": False})
 
 
 def fwd_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm80]:
@@ -113,6 +123,29 @@ def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm9
             if stages == SM90_STAGES[0]:
                 yield from changed(base, SM90_ORDERS if base.p_in_regs else ())
                 yield from changed(base, () if places else SM90_SWITCHES)
+
+
+def fwd_candidates_fp8_sm90(head_dim: int, head_dim_v: int, *, turns_v: bool) -> Iterator[FwdTraitsFp8Sm90]:
+    """Forward candidates of the sm90 family for 8-bit operands, which turn V or are given V^T; some come twice."""
+    tiles = itertools.product(SM90_TILE_M, FP8_TILE_N, SM90_STAGES, (1, 2), (True, False))
+    for tile_m, tile_n, stages, q_stage, two_level in tiles:
+        base = FwdTraitsFp8Sm90(
+            tile_m,
+            tile_n,
+            head_dim,
+            head_dim_v,
+            kv_stage=stages,
+            q_stage=q_stage,
+            pingpong=tile_m > WGMMA_M,
+            exp_rows_before_wait=1,
+            two_level=two_level,
+            turns_v=turns_v,
+        )
+        yield base
+        if runs_somewhere(base):
+            yield from changed(base, FP8_ORDERS if stages == SM90_STAGES[0] else FP8_ORDERS[-3:-1])
+            if stages == SM90_STAGES[0] and q_stage == 1:
+                yield from changed(base, FP8_SWITCHES if two_level else ({"rescale_in_product": True}, *FP8_SWITCHES))
 
 
 def changed(base: AnyTraits, changes: tuple[dict[str, Any], ...]) -> Iterator[AnyTraits]:

@@ -9,10 +9,17 @@ ATTRIBUTE = re.compile(r"^ {4}(\w+(?:, \w+)*): ")
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """The sentences of a class's docstring on its attributes, by name."""
+    """The sentences of the docstrings of a class, and of those that it extends, on its attributes, by name."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        found |= _described(inspect.cleandoc(one.__doc__ or ""))
+    return found
+
+
+def _described(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     names: list[str] = []
-    for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
+    for line in text.splitlines():
         start = ATTRIBUTE.match(line)
         if start:
             names = start[1].split(", ")

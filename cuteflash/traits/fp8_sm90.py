@@ -96,3 +96,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
                     f"in multiples of {columns * TURNED_COLUMNS}, not {self.tile_n} and {self.head_dim_v}"
                 )
         return FwdTraitsSm90.check(self, arch)
+
+
+def is_two_level(traits: object) -> bool:
+    """Whether traits, of whatever kind, accumulate 8-bit products in two levels."""
+    return isinstance(traits, FwdTraitsFp8Sm90) and traits.two_level

@@ -103,7 +103,7 @@ class Row:
     def serves(self, problem: Problem, lengths: str) -> bool:
         """Whether the row serves this problem at lengths of this class; head dims are not compared.
 
-        To a forward tiny sequences are short ones.
+        To a forward tiny sequences are short ones. Of 8-bit operands a row that turns V is not given V^T.
         """
         if lengths == "tiny" and problem.operation == "fwd":
             lengths = "short"
@@ -113,6 +113,7 @@ class Row:
             and lengths in self.lengths
             and problem.features.isdisjoint(self.without)
             and problem.features <= self.traits.features
+            and ("turned_v" in problem.features) == ("turned_v" in self.traits.features)
         )
 
     def measured(self, gpu: str, date: str, tflops: int) -> Row:
@@ -136,10 +137,13 @@ def kind_of(traits: Traits) -> str:
     raise TypeError(f"traits are {type(traits).__name__}, which no kind of rows is made of; kinds: {', '.join(KINDS)}")
 
 
-def kinds_of(operation: Operation, family: Family, dtypes: tuple[str, ...] = DTYPES) -> dict[str, type[Traits]]:
-    """Those of `KINDS` that rows of an operation, kernel family and element types may have."""
-    wanted = operation, family, dtypes
-    return {name: kind for name, kind in KINDS.items() if (kind.operation, kind.family, kind.dtypes) == wanted}
+def kinds_of(operation: Operation, family: Family, dtypes: tuple[str, ...] | None = None) -> dict[str, type[Traits]]:
+    """Those of `KINDS` that rows of an operation and kernel family, or also of these `dtypes`, may have."""
+    return {
+        name: kind
+        for name, kind in KINDS.items()
+        if (kind.operation, kind.family) == (operation, family) and dtypes in (None, kind.dtypes)
+    }
 
 
 def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:

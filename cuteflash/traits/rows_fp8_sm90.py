@@ -1,9 +1,4 @@
-"""Rows of fwd/sm_90a/sm90 for 8-bit operands, written by hand: no sweep measures them yet.
-
-Rows that take only Vᵀ stand first; those that turn V serve all other calls. O and the product beside it (`two_level`)
-fit into the registers up to 160 columns. Beyond, a sum over many keys is cut to 13 fraction bits in each step, which
-shows if V has a mean: 18 % at 16k keys. The mean is then better taken out of V (`v_mean`).
-"""
+"""Rows of fwd/sm_90a/sm90 for e4m3, written by hand: no sweep has measured them yet. Notes are in `tables`."""
 
 from __future__ import annotations
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from cuteflash.problem import DTYPES, MASK_KINDS, UNBOUNDED, Dtype, MaskKind, Operation, Problem
+from cuteflash.arguments import ScaleTensors
+from cuteflash.problem import DTYPES, FP8_DTYPES, MASK_KINDS, UNBOUNDED, Dtype, MaskKind, Operation, Problem
+from cuteflash.quantize_problem import HEAD_DIM_STEP as FP8_STEP
+from cuteflash.quantize_problem import QuantizeOptions
+from cuteflash.reference.fp8 import dequantised, stored_rows
+from cuteflash.reference.quantize import quantize
 from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.inputs import PLAIN, of_kind, parse_kind
-from cuteflash.tune.operations import DEFAULT, SPECS
+from cuteflash.tune.operations import DEFAULT, SPECS, Spec, Task, task_of
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -19,7 +25,8 @@ TOKENS = 16384
 HIDDEN = 2048
 WINDOW = (1024, 0)  # keys a query of a window cell sees before and after its own
 
-TORCH_DTYPES = dict(zip(DTYPES, (torch.float16, torch.bfloat16), strict=True))
+TORCH_DTYPES = dict(zip((*DTYPES, *FP8_DTYPES), (torch.float16, torch.bfloat16, torch.float8_e4m3fn), strict=True))
+OUT_DTYPE = torch.bfloat16  # of O, and of what is quantised, if the operands have 8 bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -29,7 +36,7 @@ class Cell:
     head_dim: int  # columns of Q and K
     mask: MaskKind  # a window cell has the window `WINDOW`
     seqlen: int  # keys of one sequence
-    dtype: Dtype = "bf16"  # element type of all tensors
+    dtype: Dtype = "bf16"  # element type of all tensors; of 8 bits, O is `OUT_DTYPE`
     _: dataclasses.KW_ONLY
     head_dim_v: int = 0  # columns of V and O; 0, the default, becomes `head_dim`
     seqlen_q: int = 0  # queries of one sequence, the last ones of it; 0, the default, becomes `seqlen`
@@ -37,6 +44,7 @@ class Cell:
     hidden: int = HIDDEN  # columns of Q's heads together, at most
     inputs: str = PLAIN  # kind of the values, see `inputs`
     operation: Operation = DEFAULT  # what is computed
+    transposed_v: bool = False  # V of 8 bits is given as V^T
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", str(parse_kind(self.inputs)))
@@ -50,6 +58,20 @@ class Cell:
             raise ValueError(f"seqlen_q is {self.seqlen_q}; allowed: 1 to the {self.seqlen} keys")
         if self.mask == "causal" and self.seqlen_q == 1:
             raise ValueError("seqlen_q is 1 with a causal mask; a single query takes the kernel of mask full")
+        _ = self.task  # says which operations there are on the dtype
+        for name in ("head_dim", "head_dim_v"):
+            if self.dtype in FP8_DTYPES and getattr(self, name) % FP8_STEP:
+                raise ValueError(f"{name} is {getattr(self, name)} with {self.dtype}; allowed: multiples of {FP8_STEP}")
+
+    @property
+    def task(self) -> Task:
+        """Whose candidates compute it."""
+        return task_of(self.operation, self.dtype, self.transposed_v)
+
+    @property
+    def spec(self) -> Spec:
+        """What is known of its task."""
+        return SPECS[self.task]
 
     @property
     def batch(self) -> int:
@@ -62,7 +84,7 @@ class Cell:
     @property
     def problem(self) -> Problem:
         """The compile-time side of the cell."""
-        return SPECS[self.operation].problem(self.dtype, self.head_dim, self.head_dim_v, self.mask)
+        return self.spec.problem(self.dtype, self.head_dim, self.head_dim_v, self.mask)
 
     @property
     def lengths(self) -> LengthClass:
@@ -89,12 +111,12 @@ class Cell:
     @property
     def flops(self) -> int:
         """Floating-point operations of the products over the pairs that count."""
-        return SPECS[self.operation].flops(self.batch * self.heads * self.pairs, self.head_dim, self.head_dim_v)
+        return self.spec.flops(self.batch * self.heads * self.pairs, self.head_dim, self.head_dim_v)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together: what has to be read or written once."""
-        elements = SPECS[self.operation].elements(self.seqlen_q, self.seqlen, self.head_dim, self.head_dim_v)
+        elements = self.spec.elements(self.seqlen_q, self.seqlen, self.head_dim, self.head_dim_v)
         return TORCH_DTYPES[self.dtype].itemsize * self.batch * self.heads * elements
 
     @property
@@ -102,7 +124,7 @@ class Cell:
         columns = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         length = str(self.seqlen) if self.seqlen == self.seqlen_q else f"{self.seqlen_q}x{self.seqlen}"
         kind = "" if self.inputs == PLAIN else f" {self.inputs}"
-        dtype = "" if self.dtype == "bf16" else f" {self.dtype}"
+        dtype = "" if self.dtype == "bf16" else f" {self._format}"
         return (
             f"{'' if self.operation == DEFAULT else f'{self.operation} '}D{columns} {self.mask} {length}{dtype}{kind}"
         )
@@ -110,9 +132,13 @@ class Cell:
     @property
     def id(self) -> str:
         """The label with what it leaves out: equal texts, equal cells."""
-        plain = dataclasses.replace(self, inputs=PLAIN).label.removesuffix(f" {self.dtype}")
+        plain = dataclasses.replace(self, inputs=PLAIN).label.removesuffix(f" {self._format}")
         kind = "" if self.inputs == PLAIN else f" {self.inputs}"
-        return f"{plain} {self.dtype} batch {self.batch} heads {self.heads}{kind}"
+        return f"{plain} {self._format} batch {self.batch} heads {self.heads}{kind}"
+
+    @property
+    def _format(self) -> str:
+        return f"{self.dtype} vt" if self.transposed_v else self.dtype
 
 
 def grid(
@@ -127,7 +153,7 @@ def grid(
     return [Cell(d, mask, s, dtype, inputs=kind) for dtype, d, mask, s, kind in product]
 
 
-def parse_cell(text: str, dtype: Dtype = "bf16", operation: Operation = DEFAULT) -> Cell:
+def parse_cell(text: str, dtype: Dtype = "bf16", operation: Operation = DEFAULT, transposed_v: bool = False) -> Cell:
     """`"128:16384:causal"` or, of 192 columns of Q and 128 of V, `"192x128:1x8192:full"`, one query a sequence.
 
     A kind of inputs may follow: `"128:16384:causal:sink:12"`. ValueError says what the form is.
@@ -139,9 +165,9 @@ def parse_cell(text: str, dtype: Dtype = "bf16", operation: Operation = DEFAULT)
         head_dim, _, head_dim_v = columns.partition("x")
         first, _, second = lengths.partition("x")
         kind: MaskKind = mask  # type: ignore[assignment]
-        own = {"head_dim_v": int(head_dim_v or 0), "seqlen_q": int(first) if second else 0}
-        values = inputs[0] if inputs else PLAIN
-        return Cell(int(head_dim), kind, int(second or first), dtype, **own, inputs=values, operation=operation)
+        own: dict[str, Any] = {"head_dim_v": int(head_dim_v or 0), "seqlen_q": int(first) if second else 0}
+        own |= {"inputs": inputs[0] if inputs else PLAIN, "operation": operation, "transposed_v": transposed_v}
+        return Cell(int(head_dim), kind, int(second or first), dtype, **own)
     except ValueError as error:
         form = f"HEAD_DIM[xHEAD_DIM_V]:[SEQLEN_Qx]SEQLEN:{'|'.join(MASK_KINDS)}[:INPUTS]"
         raise ValueError(f"cell is {text!r}; the form is {form} ({error})") from error
@@ -149,29 +175,74 @@ def parse_cell(text: str, dtype: Dtype = "bf16", operation: Operation = DEFAULT)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
-    """Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen, heads, head_dim) and V (.., head_dim_v) of one cell."""
+    """What a forward of one cell reads.
+
+    Attributes:
+        q, k: (batch, seqlen_q, heads, head_dim) and (batch, seqlen, heads, head_dim).
+        v: (batch, seqlen, heads, head_dim_v), or V^T as `flash_attn_func` takes it.
+        scales: of 8-bit operands.
+    """
 
     cell: Cell
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    scales: ScaleTensors | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.q, self.k, self.v))
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Element type of O."""
+        return self.q.dtype if self.scales is None else OUT_DTYPE
+
     def empty_out(self) -> torch.Tensor:
         """An output, (batch, seqlen_q, heads, head_dim_v), full of NaN."""
-        return self.q.new_full((*self.q.shape[:3], self.cell.head_dim_v), float("nan"))
+        shape = *self.q.shape[:3], self.cell.head_dim_v
+        return self.q.new_full(shape, float("nan"), dtype=self.out_dtype)
+
+    def rows_of_v(self) -> torch.Tensor:
+        """V as rows, whether or not it is given so."""
+        return stored_rows(self.v, self.cell.seqlen) if self.cell.transposed_v else self.v
+
+    def with_stored_v(self) -> Inputs:
+        """The same values with V as its rows are stored."""
+        v = self.rows_of_v().contiguous()
+        return dataclasses.replace(self, cell=dataclasses.replace(self.cell, transposed_v=False), v=v)
+
+    def in_16_bits(self) -> Inputs:
+        """The same cell of 16 bits, with what 8-bit operands stand for, rounded to `OUT_DTYPE`."""
+        if self.scales is None:
+            return self
+        q, k, v = (value.to(OUT_DTYPE) for value in self.values())
+        return Inputs(dataclasses.replace(self.cell, dtype="bf16", transposed_v=False), q, k, v)
+
+    def values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What Q, K and the rows of V stand for, fp32."""
+        tensors = self.q, self.k, self.rows_of_v()
+        if self.scales is None:
+            q, k, v = (tensor.float() for tensor in tensors)
+        else:
+            q, k, v = (dequantised(tensor, scale) for tensor, scale in zip(tensors, self.scales, strict=True))
+        return q, k, v
 
 
 def make_inputs(cell: Cell, device: torch.device, seed: int = 0) -> Inputs:
-    """Fresh inputs of the cell's kind."""
+    """Fresh inputs of the cell's kind; those of 8 bits are quantised from normal ones, with a scale a head."""
+    dtype = OUT_DTYPE if cell.dtype in FP8_DTYPES else TORCH_DTYPES[cell.dtype]
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
         shape = (cell.batch, rows, cell.heads, columns)
-        return torch.randn(shape, device=device, dtype=TORCH_DTYPES[cell.dtype], generator=generator)
+        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
     q, k = normal(cell.seqlen_q, cell.head_dim), normal(cell.seqlen, cell.head_dim)
-    return Inputs(cell, *of_kind(cell.inputs, q, k, normal(cell.seqlen, cell.head_dim_v)))
+    made = of_kind(cell.inputs, q, k, normal(cell.seqlen, cell.head_dim_v))
+    if cell.dtype not in FP8_DTYPES:
+        return Inputs(cell, *made)
+    # The reference, not the operator, whose kernels would have to be compiled here.
+    found: Any = quantize(*made, None, None, QuantizeOptions(transpose_v=cell.transposed_v))
+    q8, k8, v8, *scales, _ = found
+    return Inputs(cell, q8, k8, v8, ScaleTensors(*scales))

@@ -84,6 +84,7 @@ def gate_cells(problem: Problem) -> tuple[Cell, ...]:
             hidden=2 * problem.operands.head_dim,
             inputs=inputs,
             operation=problem.operation,
+            transposed_v=problem.operands.transposed_v,
         )
 
     return cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
@@ -158,7 +159,7 @@ class TorchBench:
                 self._judge(traits, result, scene)
             if not all(scene.trial.repeats(traits, results[0], other) for other in results[1:]):
                 raise WrongResult(f"{scene.cell.label}: runs of the same inputs differ")
-            for name, errors in scene.trial.errors(results[0]).items():
+            for name, errors in scene.trial.errors(traits, results[0]).items():
                 found[f"{scene.cell.label} {name}"] = errors
         return {"errors": found}
 
@@ -178,7 +179,7 @@ class TorchBench:
         return scene.sampler(scene.runners[subject])
 
     def _scene(self, cell: Cell, heads: int | None = accuracy.HEADS_CHECKED) -> Scene:
-        trial = TRIALS[cell.operation](cell, self.device, cell.batch * cell.heads if heads is None else heads)
+        trial = TRIALS[cell.task](cell, self.device, cell.batch * cell.heads if heads is None else heads)
         return Scene(cell, trial, Sampler(clock_for(self.device), SAMPLE_MS))
 
     def _runner(self, subject: Traits | str, scene: Scene) -> Runner:
@@ -200,6 +201,6 @@ class TorchBench:
     def _judge(self, subject: Traits | str, result: Any, scene: Scene) -> None:
         complaint = scene.trial.complaint(result, scene.right)
         if complaint is None and not isinstance(subject, str):
-            complaint = scene.trial.imprecision(result)
+            complaint = scene.trial.imprecision(subject, result)
         if complaint is not None:
             raise WrongResult(f"{scene.cell.label}: {complaint}")

@@ -13,7 +13,7 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.row import TableKey, Traits, kind_of, kinds_of
 from cuteflash.traits.sm80 import WARP, FwdTraitsSm80
 from cuteflash.traits.values import field_types, values_of
-from cuteflash.tune.operations import DEFAULT, SPECS
+from cuteflash.tune.operations import DEFAULT, SPECS, Task, task_of_traits
 from cuteflash.tune.rank import BEYOND
 from cuteflash.tune.results import Run, candidates_of, lead, load_runs, measured_gpu
 from cuteflash.tune.store import STAGES, Store, Verdict
@@ -50,6 +50,7 @@ def explain(
     head_dims: tuple[int, int],
     fields: Mapping[str, Any] | None = None,
     gpu: str | None = None,
+    task: Task | None = None,
 ) -> str:
     """What the store knows: how many candidates went how far, who won each cell, then each candidate that matches.
 
@@ -59,6 +60,7 @@ def explain(
         head_dims: padded (head_dim, head_dim_v).
         fields: trait → value that a candidate must have.
         gpu: whose timings; None takes the only GPU there is.
+        task: None is the table's operation on 16-bit operands.
 
     Raises:
         ValueError: no such target, family or trait, nothing swept for these head dims, no candidate with these values,
@@ -66,9 +68,10 @@ def explain(
     """
     operation, target, family = table
     arch, fields, columns = get_arch(target), fields or {}, f"{head_dims[0]}x{head_dims[1]}"
-    other = "" if operation == DEFAULT else f"{operation}, "
-    _check_asked(table, fields)
-    candidates = candidates_of(store, operation, family, head_dims)
+    task = task or operation
+    other = "" if task == DEFAULT else f"{task}, "
+    _check_asked(table, task, fields)
+    candidates = candidates_of(store, task, family, head_dims)
     if not candidates:
         raise ValueError(f"{store.path} has no {other}{family} candidates for head dims {columns}; sweep them first")
     matching = _matching(candidates, fields)
@@ -154,7 +157,7 @@ def margin(run: Run, winner: Run) -> tuple[float, float, float]:
 
 def title(traits: Traits) -> str:
     """A candidate in few words: its kind if there are several, its tile, and every trait that is not the default."""
-    several = len(kinds_of(traits.operation, traits.family)) > 1
+    several = len(kinds_of(traits.operation, traits.family, traits.dtypes)) > 1
     words = [*([kind_of(traits)] if several else []), f"{traits.tile_m}x{traits.tile_n}"]
     for field in dataclasses.fields(traits):
         value = getattr(traits, field.name)
@@ -180,7 +183,7 @@ def footprint(traits: Traits, arch: ArchSpec, compiled_regs: int | None = None) 
         smem_limit=arch.smem_per_block,
         registers=registers,
         fragment_regs=traits.accumulator_regs,
-        stages=traits.smem_plan[SPECS[traits.operation].streamed].stages,
+        stages=traits.smem_plan[SPECS[task_of_traits(traits)].streamed].stages,
         blocks=blocks,
         warps=blocks * traits.num_threads // WARP,
     )
@@ -289,10 +292,10 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if math.isfinite(share) else "unknown"
 
 
-def _check_asked(table: TableKey, fields: Mapping[str, Any]) -> None:
+def _check_asked(table: TableKey, task: Task, fields: Mapping[str, Any]) -> None:
     if table.family not in FAMILIES:
         raise ValueError(f"family is {table.family!r}; allowed: {', '.join(FAMILIES)}")
-    kinds = kinds_of(table.operation, table.family)
+    kinds = kinds_of(table.operation, table.family, SPECS[task].dtypes)
     known = dict.fromkeys([*(name for kind in kinds for name in field_types(kind)), "kind"])
     for name in fields:
         if name not in known:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cuteflash.problem import FEATURES, Feature, problem_id
 from cuteflash.traits.row import Row
 from cuteflash.tune.building import Kernel
-from cuteflash.tune.operations import SPECS
+from cuteflash.tune.operations import SPECS, task_of_traits
 from cuteflash.tune.results import Slot
 from cuteflash.tune.select import Pick, boxes
 
@@ -49,7 +49,7 @@ def _parts(pick: Pick, found: Complaints) -> list[Pick]:
         slots.setdefault(tuple(reasons), set()).update(Slot(*pair, lengths) for lengths in row.lengths)
     settled = []
     for lacks, part in slots.items():
-        for (masks, dtypes, _), _ in boxes(part, ()):
+        for (masks, dtypes, _), _ in boxes(part, (), row.traits.dtypes):
             served = dataclasses.replace(row, masks=masks, dtypes=dtypes, without=lacks)
             settled.append(dataclasses.replace(pick, row=served, lacking=lacking[masks[0], dtypes[0]]))
     return settled
@@ -81,7 +81,7 @@ def _lacking(kernel: Kernel, found: Complaints) -> dict[str, str]:
 def _kernels(row: Row) -> dict[tuple[str, str], Kernel]:
     """(mask, dtype) of a row → its plain kernel, at the row's own head dims."""
     traits = row.traits
-    make = SPECS[traits.operation].problem
+    make = SPECS[task_of_traits(traits)].problem
     return {
         (mask, dtype): (traits, make(dtype, traits.head_dim, traits.head_dim_v, mask))
         for mask, dtype in itertools.product(row.masks, row.dtypes)
@@ -91,7 +91,7 @@ def _kernels(row: Row) -> dict[tuple[str, str], Kernel]:
 def _features(kernel: Kernel) -> Features:
     """What a kernel may be compiled with."""
     traits, _ = kernel
-    return tuple(name for name in SPECS[traits.operation].features if name in traits.features)
+    return tuple(name for name in SPECS[task_of_traits(traits)].features if name in traits.features)
 
 
 def _combinations(kernel: Kernel, fewer: int) -> list[Features]:
@@ -103,4 +103,4 @@ def _combinations(kernel: Kernel, fewer: int) -> list[Features]:
 def _asking(kernel: Kernel, features: Features) -> Kernel:
     """A kernel with just these features."""
     traits, problem = kernel
-    return traits, problem.asking(features)
+    return traits, SPECS[task_of_traits(traits)].asking(problem, features)

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from cuteflash.problem import Problem
-from cuteflash.traits.arch import get_arch
+from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.row import TableKey, Traits
 from cuteflash.traits.tables import TABLES
 from cuteflash.tune.backend import Backend
 from cuteflash.tune.building import compile_all
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.operations import enumerate_traits
+from cuteflash.tune.operations import SPECS, Task, enumerate_traits, made_for
 from cuteflash.tune.plan import Candidate, Group, Plan, Space, default_traits, padded
 from cuteflash.tune.progress import Display
 from cuteflash.tune.racing import Racing
@@ -76,9 +76,9 @@ class Funnel:
 
     def _prune(self) -> None:
         self.watch.begin("prune", None)
-        pairs = dict.fromkeys((cell.operation, padded(cell)) for cell in self.plan.cells)
-        for family, (operation, head_dims) in itertools.product(self.plan.families, pairs):
-            space = make_space(self.plan, TableKey(operation, self.plan.target, family), head_dims)
+        pairs = dict.fromkeys((cell.task, padded(cell)) for cell in self.plan.cells)
+        for family, (task, head_dims) in itertools.product(self.plan.families, pairs):
+            space = make_space(self.plan, family, task, head_dims)
             self._keep(space)
             self.spaces.append(space)
             self.watch.step("prune", "kept", len(space.chosen))
@@ -99,7 +99,7 @@ class Funnel:
         """A space's candidates on each of its problems."""
         problems: dict[Problem, list[Cell]] = {}
         for cell in self.plan.cells:
-            if (cell.operation, padded(cell)) == (space.table.operation, space.head_dims):
+            if (cell.task, padded(cell)) == (space.task, space.head_dims):
                 problems.setdefault(cell.problem, []).append(cell)
         for problem, cells in problems.items():
             candidates = tuple(
@@ -111,28 +111,28 @@ class Funnel:
             yield Group(space.table.family, problem, tuple(cells), candidates)
 
 
-def make_space(plan: Plan, table: TableKey, head_dims: tuple[int, int]) -> Space:
-    """Enumerates, prunes and ranks a table's candidates for padded (head_dim, head_dim_v)."""
+def make_space(plan: Plan, family: Family, task: Task, head_dims: tuple[int, int]) -> Space:
+    """Enumerates, prunes and ranks a task's candidates of a family for padded (head_dim, head_dim_v)."""
+    table = TableKey(SPECS[task].operation, plan.target, family)
     arch = get_arch(table.target)
-    always = list(dict.fromkeys(defaults(plan.cells, table, head_dims)))
-    made_for = table.operation, table.family, *head_dims
-    found: Iterable[Traits] = enumerate_traits(*made_for)
+    always = list(dict.fromkeys(defaults(plan.cells, table, task, head_dims)))
+    found: Iterable[Traits] = enumerate_traits(task, family, *head_dims)
     if plan.traits is not None:
-        found = (one for one in plan.traits if (one.operation, one.family, one.head_dim, one.head_dim_v) == made_for)
+        found = (one for one in plan.traits if made_for(one) == (task, family, head_dims))
     judged = [(traits, traits.check(arch)) for traits in dict.fromkeys([*found, *always])]
     refused = [(traits, reason) for traits, reason in judged if reason is not None]
     order = shortlist([traits for traits, reason in judged if reason is None], arch, always)
     count = len(order) if plan.limit is None else len(always) + plan.limit
     for position, traits in enumerate(order[count:], count + 1):
         refused.append((traits, beyond(position, len(order))))
-    return Space(table, head_dims, tuple(refused), tuple(order[:count]), frozenset(always))
+    return Space(table, task, head_dims, tuple(refused), tuple(order[:count]), frozenset(always))
 
 
-def defaults(cells: Iterable[Cell], table: TableKey, head_dims: tuple[int, int]) -> Iterator[Traits]:
-    """What dispatch runs the cells of these padded head dims with, then every shipped row that is made for them."""
+def defaults(cells: Iterable[Cell], table: TableKey, task: Task, head_dims: tuple[int, int]) -> Iterator[Traits]:
+    """What dispatch runs a task's cells of these padded head dims with, then every shipped row made for them."""
     for cell in cells:
-        if (cell.operation, padded(cell)) == (table.operation, head_dims):
+        if (cell.task, padded(cell)) == (task, head_dims):
             yield from default_traits(cell, table.target, table.family)
     for row in TABLES[table]:
-        if (row.traits.head_dim, row.traits.head_dim_v) == head_dims and not row.traits.check(get_arch(table.target)):
+        if made_for(row.traits) == (task, table.family, head_dims) and not row.traits.check(get_arch(table.target)):
             yield row.traits

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
-from cuteflash.problem import Operation, Problem
+from cuteflash.problem import Problem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass
 from cuteflash.traits.row import TableKey, Traits, kinds_of
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.operations import DEFAULT
+from cuteflash.tune.operations import DEFAULT, Task
 from cuteflash.tune.timing import Rules
 
 # Traits by which a kernel's speed depends on the values that it is given.
@@ -53,9 +52,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Space:
-    """The candidates for one table and pair of padded head dims, and what became of them before compiling."""
+    """The candidates of one task, family and pair of padded head dims, and what became of them before compiling."""
 
     table: TableKey  # operation, target and kernel family
+    task: Task
     head_dims: tuple[int, int]  # padded (head_dim, head_dim_v)
     refused: tuple[tuple[Traits, str], ...]  # (traits, reason) of those that left
     chosen: tuple[Traits, ...]  # the others, those that always take part first, then the most promising
@@ -63,14 +63,14 @@ class Space:
 
     @property
     def title(self) -> str:
-        """Its family and head dims, behind the operation if that is not the default."""
-        return space_title(self.table.operation, self.table.family, self.head_dims)
+        """Its family and head dims, behind the task if that is not the default."""
+        return space_title(self.task, self.table.family, self.head_dims)
 
 
-def space_title(operation: Operation, family: Family, head_dims: tuple[int, int]) -> str:
-    """`"sm90 128x128"`, or `"bwd sm90 128x128"` if the operation is not the default."""
+def space_title(task: Task, family: Family, head_dims: tuple[int, int]) -> str:
+    """`"sm90 128x128"`, or `"bwd sm90 128x128"` if the task is not the default."""
     words = f"{family} {head_dims[0]}x{head_dims[1]}"
-    return words if operation == DEFAULT else f"{operation} {words}"
+    return words if task == DEFAULT else f"{task} {words}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,8 +100,10 @@ def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
     A slot, which is all that tables tell apart, is a problem and a length class: a row that is picked for it has to be
     fast on both.
     """
-    operations = {cell.operation for cell in cells}
-    kinds = [kind for pair in itertools.product(operations, families) for kind in kinds_of(*pair).values()]
+    specs = {cell.task: cell.spec for cell in cells}.values()
+    kinds = [
+        kind for family in families for spec in specs for kind in kinds_of(spec.operation, family, spec.dtypes).values()
+    ]
     if VALUE_DEPENDENT.isdisjoint(field.name for kind in kinds for field in dataclasses.fields(kind)):
         return list(cells)
     longest: dict[tuple[Problem, LengthClass], Cell] = {}

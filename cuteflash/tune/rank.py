@@ -8,6 +8,7 @@ enough to keep the winner among the first dozens, and is never used to judge.
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BWD_ADDRESS_REGS, BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90, is_two_level
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
@@ -37,6 +39,7 @@ SWITCHES_SM90: dict[tuple[str, object], float] = {
     ("share_q_o", True): 1.02,
     ("fixed_max", True): 0.95,
 }
+MOVING_FP8 = 1.1  # maxima that move, of 8-bit operands: the softmax takes the larger share of a step
 SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("double_buffer", False): 1.1,
     ("async_copy", False): 1.4,
@@ -73,15 +76,19 @@ def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Tra
     """`always` as it is, then the other candidates, most promising first.
 
     Candidates of one tile are much alike, so each one makes the next of its tile a little less promising. Those with
-    the same estimate stay in their order.
+    the same estimate stay in their order. Of 8-bit operands, those that accumulate in two levels come in turn with the
+    others, which are faster and less accurate: a limit leaves some of either.
     """
     clocks = {traits: estimate(traits, arch) for traits in candidates if traits not in always}
-    before: collections.Counter[tuple[int, int, int]] = collections.Counter()
+    before: collections.Counter[tuple[int, int, int, bool]] = collections.Counter()
     for traits in sorted(clocks, key=lambda one: clocks[one]):
-        tile = traits.tile_m, traits.tile_n, traits.num_threads
+        tile = traits.tile_m, traits.tile_n, traits.num_threads, is_two_level(traits)
         clocks[traits] *= 1 + VARIETY * before[tile]
         before[tile] += 1
-    return [*always, *sorted(clocks, key=lambda one: clocks[one])]
+    order = sorted(clocks, key=lambda one: clocks[one])
+    accurate, others = ([one for one in order if is_two_level(one) == two] for two in (True, False))
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(accurate, others))
+    return [*always, *(one for one in in_turn if one is not None)]
 
 
 def beyond(place: int, total: int) -> str:
@@ -100,6 +107,10 @@ def _fwd_sm90(traits: FwdTraitsSm90, arch: ArchSpec) -> float:
     unpinned = traits.fixed_max and traits.head_dim_v < UNPINNED_BELOW
     clocks *= 1.05 if traits.exp_rows_before_wait != (0 if unpinned else 1) else 1.0
     return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs)
+
+
+def _fwd_fp8_sm90(traits: FwdTraitsFp8Sm90, arch: ArchSpec) -> float:
+    return _fwd_sm90(traits, arch) * (1.0 if traits.fixed_max else MOVING_FP8)
 
 
 def _fwd_sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
@@ -137,6 +148,7 @@ def _bwd_sm80(traits: BwdTraitsSm80, arch: ArchSpec) -> float:
 ESTIMATES: dict[type[Any], Callable[[Any, ArchSpec], float]] = {
     FwdTraitsSm80: _fwd_sm80,
     FwdTraitsSm90: _fwd_sm90,
+    FwdTraitsFp8Sm90: _fwd_fp8_sm90,
     BwdTraitsSm80: _bwd_sm80,
     BwdTraitsSm90: _bwd_sm90,
     BwdTwoPassTraitsSm90: _bwd_two_pass_sm90,

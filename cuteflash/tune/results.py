@@ -9,11 +9,12 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
-from cuteflash.problem import Operation, problem_id
+from cuteflash.problem import problem_id
 from cuteflash.traits.arch import ARCHS, Family
 from cuteflash.traits.row import Traits
 from cuteflash.traits.values import make_traits
 from cuteflash.tune.cells import Cell
+from cuteflash.tune.operations import Task, made_for
 from cuteflash.tune.store import Store, Timing
 from cuteflash.tune.timing import interval
 
@@ -62,14 +63,10 @@ def all_candidates(store: Store) -> dict[str, Traits]:
     return found
 
 
-def candidates_of(store: Store, operation: Operation, family: Family, head_dims: tuple[int, int]) -> dict[str, Traits]:
-    """Those of an operation's kernel family that are made for padded (head_dim, head_dim_v)."""
-    wanted = operation, family, head_dims
-    return {
-        name: traits
-        for name, traits in all_candidates(store).items()
-        if (traits.operation, traits.family, (traits.head_dim, traits.head_dim_v)) == wanted
-    }
+def candidates_of(store: Store, task: Task, family: Family, head_dims: tuple[int, int]) -> dict[str, Traits]:
+    """Those of a task's kernel family that are made for padded (head_dim, head_dim_v)."""
+    wanted = task, family, head_dims
+    return {name: traits for name, traits in all_candidates(store).items() if made_for(traits) == wanted}
 
 
 def swept_target(store: Store, target: str | None = None) -> str:

@@ -20,9 +20,11 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import DTYPES, MASK_KINDS, Operation
+from cuteflash.problem import DTYPES, MASK_KINDS
+from cuteflash.traits.fp8_sm90 import is_two_level
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Row, TableKey, Traits
+from cuteflash.tune.operations import SWEPT_DTYPES, Task
 from cuteflash.tune.plan import padded
 from cuteflash.tune.results import Run, Slot, candidates_of, cells_of, lead, load_runs
 from cuteflash.tune.store import Store, candidate_id
@@ -107,34 +109,44 @@ def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[st
         served.setdefault(candidate, []).append(slot)
     picks, above = [], set[Slot]()
     for candidate, slots in sorted(served.items(), key=lambda item: (len(item[1]), item[0])):
-        for box, own in boxes(slots, above):
+        for box, own in boxes(slots, above, traits[candidate].dtypes):
             picks.append(_pick(candidate, Row(traits[candidate], *box), own, runs, decisions))
         above.update(slots)
     return picks
 
 
-def swept_head_dims(store: Store, operation: Operation) -> list[tuple[int, int]]:
-    """The padded (head_dim, head_dim_v) of all cells of an operation, in order."""
-    return sorted({padded(cell) for cell in cells_of(store).values() if cell.operation == operation})
+def swept_head_dims(store: Store, task: Task) -> list[tuple[int, int]]:
+    """The padded (head_dim, head_dim_v) of all cells of a task, in order."""
+    return sorted({padded(cell) for cell in cells_of(store).values() if cell.task == task})
 
 
-def proposed(store: Store, table: TableKey, head_dims: tuple[int, int], gpu: str) -> list[Pick]:
+def proposed(
+    store: Store, table: TableKey, head_dims: tuple[int, int], gpu: str, task: Task | None = None
+) -> list[Pick]:
     """The rows that these timings speak for, in place of the shipped table's; none if nothing was timed.
+
+    Of 8-bit operands, rows that accumulate in two levels are proposed if any was timed: one level is faster, and loses
+    a mean of V over many keys.
 
     Args:
         head_dims: padded (head_dim, head_dim_v).
         gpu: whose timings.
+        task: None is the table's operation on 16-bit operands.
     """
-    traits = candidates_of(store, table.operation, table.family, head_dims)
+    task = task or table.operation
+    traits = candidates_of(store, task, table.family, head_dims)
     runs = load_runs(store, table.target, gpu, traits)
-    return select(runs, shipped_defaults(store, table, head_dims), traits) if runs else []
+    accurate = [run for run in runs if is_two_level(traits[run.candidate])]
+    return select(accurate or runs, shipped_defaults(store, table, head_dims, task), traits) if runs else []
 
 
-def shipped_defaults(store: Store, table: TableKey, head_dims: tuple[int, int]) -> dict[Slot, str]:
-    """Slot → candidate id of the shipped row that runs the slot's cells."""
+def shipped_defaults(
+    store: Store, table: TableKey, head_dims: tuple[int, int], task: Task | None = None
+) -> dict[Slot, str]:
+    """Slot → candidate id of the shipped row that runs the slot's cells; `task` as of `proposed`."""
     found = {}
     for cell in cells_of(store).values():
-        if cell.operation == table.operation and padded(cell) == head_dims:
+        if cell.task == (task or table.operation) and padded(cell) == head_dims:
             with contextlib.suppress(NotImplementedError):  # the table has no row for it: anything is a gain
                 choice = choose_shipped(cell.problem, table.target, table.family, cell.lengths)
                 found[Slot.of(cell)] = candidate_id(choice.traits)
@@ -180,16 +192,19 @@ def cover(decisions: Sequence[Decision]) -> dict[Slot, str]:
     }
 
 
-def boxes(slots: Collection[Slot], above: Collection[Slot]) -> list[tuple[Box, set[Slot]]]:
+def boxes(
+    slots: Collection[Slot], above: Collection[Slot], dtypes: Sequence[str] = DTYPES
+) -> list[tuple[Box, set[Slot]]]:
     """Slots as few products (masks, dtypes, lengths), which is what a row serves, each with the slots it adds.
 
-    Products may reach over the slots `above`, which rows that come before have taken.
+    Products may reach over the slots `above`, which rows that come before have taken. `dtypes`: all that a row may
+    serve.
     """
     left, found = set(slots), []
     reach = left | set(above)
     products = {
         box: {Slot(*names) for names in itertools.product(*box)}
-        for box in itertools.product(_subsets(MASK_KINDS), _subsets(DTYPES), _subsets(LENGTH_CLASSES))
+        for box in itertools.product(_subsets(MASK_KINDS), _subsets(dtypes), _subsets(LENGTH_CLASSES))
     }
     fitting = {box: held for box, held in products.items() if held <= reach}
     while left:
@@ -254,4 +269,4 @@ def _pick(
 
 
 def _order(slot: Slot) -> tuple[int, int, int]:
-    return MASK_KINDS.index(slot.mask), DTYPES.index(slot.dtype), LENGTH_CLASSES.index(slot.lengths)
+    return MASK_KINDS.index(slot.mask), SWEPT_DTYPES.index(slot.dtype), LENGTH_CLASSES.index(slot.lengths)

@@ -13,18 +13,19 @@ import pathlib
 import re
 import runpy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from cuteflash import usertable
 from cuteflash.dispatch import offers
-from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, problem_id
+from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, Problem, problem_id
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, kind_of
 from cuteflash.traits.tables import MODULES, TABLES
 from cuteflash.traits.values import default_values
-from cuteflash.tune.operations import SPECS
+from cuteflash.tune.operations import SPECS, Spec, task_of_traits
 from cuteflash.usertable import MeasuredRow, TableError
 
 # What `cuteflash.traits.row` calls a row's masks, dtypes, lengths and features.
@@ -54,6 +55,7 @@ def write_shipped(
     """Puts measured rows above those of the file of a shipped table's own rows and returns its path.
 
     Args:
+        measured: of one set of element types.
         directory: the file's; if it is missing there, it is made of the shipped rows. None is this package's.
 
     Raises:
@@ -61,7 +63,8 @@ def write_shipped(
             not be written.
     """
     _check(table, measured)
-    module = MODULES[table][0]
+    (dtypes,) = {own.row.traits.dtypes for own in measured} or {DTYPES}
+    module = own_module(table, dtypes)
     shipped = pathlib.Path(str(module.__file__))
     path = shipped if directory is None else directory / shipped.name
     newest = [own.row.measured(own.gpu, own.date, round(own.tflops)) for own in measured]
@@ -71,7 +74,7 @@ def write_shipped(
         for key, modules in MODULES.items()
         if module in modules
     }
-    heads = [key for key in tables if MODULES[key][0] is module]
+    heads = [key for key in tables if module in own_modules(key)]
     try:
         path.write_text(render(heads, _reached(rows, tables)))
     except LookupError as error:
@@ -79,6 +82,19 @@ def write_shipped(
     except OSError as error:
         raise TableError(f"the shipped rows {path} cannot be written: {error}") from error
     return path
+
+
+def own_modules(table: TableKey) -> tuple[ModuleType, ...]:
+    """The modules of a table's own rows, which its sweeps write: of each set of element types the first."""
+    found: dict[tuple[str, ...], ModuleType] = {}
+    for module in MODULES[table]:
+        found.setdefault(module.ROWS[0].traits.dtypes, module)
+    return tuple(found.values())
+
+
+def own_module(table: TableKey, dtypes: tuple[str, ...]) -> ModuleType:
+    """That of the rows of some element types."""
+    return next(module for module in own_modules(table) if module.ROWS[0].traits.dtypes == dtypes)
 
 
 def read_shipped(path: pathlib.Path) -> tuple[Row, ...]:
@@ -105,6 +121,8 @@ def render(tables: Sequence[TableKey], rows: Iterable[Row]) -> str:
     words = sorted((word for word in WORDS.values() if re.search(rf"\b{word}\b", body)), key=str.lower)  # as ruff does
     names = [*words, "Row", *makers]
     titles = ", ".join(map(str, tables))
+    others = dict.fromkeys(dtype for row in kept for dtype in row.traits.dtypes if dtype not in DTYPES)
+    titles += f" for {', '.join(others)}" if others else ""
     return (
         f'"""Rows of {titles}.\n\n'
         "`cuteflash sweep apply --shipped` rewrites this file; `measured` says what a sweep found for a row.\n"
@@ -143,17 +161,23 @@ def _reached(rows: Iterable[Row], tables: Mapping[TableKey, Sequence[Row]]) -> l
 
 def _choices(table: TableKey, rows: Sequence[Row]) -> Iterator[Row]:
     """The rows that run each problem and length class of a table, first those with all features."""
-    arch, make, features = get_arch(table.target), SPECS[table.operation].problem, SPECS[table.operation].features
-    sizes = range(len(features), -1, -1)
-    every = [some for size in sizes for some in itertools.combinations(features, size)]
-    problems = itertools.product(every, ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, DTYPES)
-    for asked, head_dim, head_dim_v, mask, dtype in problems:
-        problem = make(dtype, head_dim, head_dim_v, mask).asking(asked)
+    arch, served = get_arch(table.target), {task_of_traits(row.traits) for row in rows}
+    for problem in itertools.chain.from_iterable(_problems(spec) for task, spec in SPECS.items() if task in served):
         for lengths in LENGTH_CLASSES:
             found = next((row for row, _, reason in offers(rows, problem, lengths, arch) if reason is None), None)
             if found is None:
                 raise LookupError(f"no row of {table} for {problem_id(problem)}, lengths {lengths}")
             yield found
+
+
+def _problems(spec: Spec) -> Iterator[Problem]:
+    """Every problem of a task, first those with all features."""
+    sizes = range(len(spec.features), -1, -1)
+    every = [some for size in sizes for some in itertools.combinations(spec.features, size)]
+    for asked, head_dim, head_dim_v, mask, dtype in itertools.product(
+        every, ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, spec.dtypes
+    ):
+        yield spec.asking(spec.problem(dtype, head_dim, head_dim_v, mask), asked)
 
 
 def _arguments(row: Row) -> list[str]:
@@ -164,7 +188,7 @@ def _arguments(row: Row) -> list[str]:
     parameters = {name: one for name, one in maker.parameters.items() if one.kind is not one.VAR_KEYWORD}
     positional = [name for name, one in parameters.items() if one.default is one.empty]
     arguments = [str(getattr(traits, name)) for name in positional]
-    for name, every in (("masks", MASK_KINDS), ("dtypes", DTYPES), ("lengths", LENGTH_CLASSES), ("without", ())):
+    for name, every in (("masks", MASK_KINDS), ("dtypes", traits.dtypes), ("lengths", LENGTH_CLASSES), ("without", ())):
         served = getattr(row, name)
         if served != every:
             words = " + ".join(WORDS[one] for one in served)

@@ -12,12 +12,14 @@ from cuteflash.arguments import BwdOptions, BwdTensors, FwdOptions, FwdTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import kernel_class
 from cuteflash.planning import bwd_scalars, fwd_scalars
-from cuteflash.problem import Operation
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.row import Traits
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune import accuracy, gradients
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
+from cuteflash.tune.fp8_accuracy import Fp8Reference
 from cuteflash.tune.gradients import BwdInputs, Gradients, Saved, make_bwd_inputs, saved_forward
+from cuteflash.tune.operations import Task
 from cuteflash.tune.peers import backward_runner, forward_runner, peer_attention
 from cuteflash.tune.timing import Runner
 
@@ -45,11 +47,11 @@ class Trial(Protocol):
         """None for a right result, else what is wrong with it; `right` is a result believed right, or None."""
         ...
 
-    def imprecision(self, result: Any) -> str | None:
-        """None if a result is as precise as ours have to be, else by how much it is not."""
+    def imprecision(self, traits: Any, result: Any) -> str | None:
+        """None if a kernel's result is as precise as ours have to be, else by how much it is not."""
         ...
 
-    def errors(self, result: Any) -> dict[str, list[float]]:
+    def errors(self, traits: Any, result: Any) -> dict[str, list[float]]:
         """Of each tensor the largest error, what is allowed, the rms error, what is allowed."""
         ...
 
@@ -62,12 +64,11 @@ class Trial(Protocol):
         ...
 
 
-class FwdTrial:
-    """A forward's output."""
+class OutputTrial:
+    """What all forwards have in common."""
 
-    def __init__(self, cell: Cell, device: torch.device, heads: int):
+    def __init__(self, cell: Cell, device: torch.device):
         self.inputs = make_inputs(cell, device)
-        self.reference = accuracy.make_reference(self.inputs, heads)
         self.out = self.inputs.empty_out()
 
     @property
@@ -78,6 +79,20 @@ class FwdTrial:
     def kernel(self, traits: Traits, target: str) -> Runner:
         return fwd_runner(traits, target, self.inputs, self.out)
 
+    def repeats(self, traits: Traits, result: Tensor, other: Tensor) -> bool:
+        return torch.equal(result, other)
+
+    def kept(self, result: Tensor) -> Tensor:
+        return result.clone()
+
+
+class FwdTrial(OutputTrial):
+    """A forward's output."""
+
+    def __init__(self, cell: Cell, device: torch.device, heads: int):
+        super().__init__(cell, device)
+        self.reference = accuracy.make_reference(self.inputs, heads)
+
     def peer(self, name: str) -> Runner:
         inputs = self.inputs
         return forward_runner(peer_attention(name, inputs.cell), inputs.q, inputs.k, inputs.v)
@@ -85,18 +100,33 @@ class FwdTrial:
     def complaint(self, result: Tensor, right: Tensor | None) -> str | None:
         return accuracy.complaint(result, self.reference, right)
 
-    def imprecision(self, result: Tensor) -> str | None:
+    def imprecision(self, traits: Any, result: Tensor) -> str | None:
         return accuracy.imprecision(result, self.reference)
 
-    def errors(self, result: Tensor) -> dict[str, list[float]]:
+    def errors(self, traits: Any, result: Tensor) -> dict[str, list[float]]:
         found, allowed = accuracy.errors(result, self.reference), self.reference.tolerance
         return {"o": [found.maximum, allowed.maximum, found.rms, allowed.rms]}
 
-    def repeats(self, traits: Traits, result: Tensor, other: Tensor) -> bool:
-        return torch.equal(result, other)
 
-    def kept(self, result: Tensor) -> Tensor:
-        return result.clone()
+class Fp8Trial(OutputTrial):
+    """The output of a forward on 8-bit operands."""
+
+    def __init__(self, cell: Cell, device: torch.device, heads: int):
+        super().__init__(cell, device)
+        self.reference = Fp8Reference(self.inputs, heads)
+
+    def peer(self, name: str) -> Runner:
+        raise NotImplementedError(f"{name} takes no 8-bit operands with scales")
+
+    def complaint(self, result: Tensor, right: Tensor | None) -> str | None:
+        return self.reference.complaint(result, right)
+
+    def imprecision(self, traits: FwdTraitsSm90, result: Tensor) -> str | None:
+        return self.reference.imprecision(result, traits.two_level)
+
+    def errors(self, traits: FwdTraitsSm90, result: Tensor) -> dict[str, list[float]]:
+        found, allowed = self.reference.errors(result), self.reference.allowed(traits.two_level)
+        return {"o": [found.maximum, allowed.maximum, found.rms, allowed.rms]}
 
 
 class BwdTrial:
@@ -128,10 +158,10 @@ class BwdTrial:
     def complaint(self, result: Gradients, right: Gradients | None) -> str | None:
         return gradients.complaint(result, self.reference, right)
 
-    def imprecision(self, result: Gradients) -> str | None:
+    def imprecision(self, traits: Any, result: Gradients) -> str | None:
         return gradients.imprecision(result, self.reference)
 
-    def errors(self, result: Gradients) -> dict[str, list[float]]:
+    def errors(self, traits: Any, result: Gradients) -> dict[str, list[float]]:
         found, allowed = self.reference.errors(result), self.reference.tolerance
         return {name: [one.maximum, allowed[name].maximum, one.rms, allowed[name].rms] for name, one in found.items()}
 
@@ -157,7 +187,8 @@ def fwd_runner(traits: Traits, target: str, inputs: Inputs, out: Tensor | None =
     kernel = compiled_for(traits, target, inputs.cell)
     written = inputs.empty_out() if out is None else out
     scalars = fwd_scalars(FwdOptions(), inputs.cell.window, inputs.cell.head_dim, inputs.q.device)
-    arguments = (*FwdTensors(inputs.q, inputs.k, inputs.v, written, None), *scalars)
+    tensors = FwdTensors(inputs.q, inputs.k, inputs.v, written, None)
+    arguments = (*tensors, *(inputs.scales or ()), *scalars)
 
     def run(calls: int) -> Tensor:
         for _ in range(calls):
@@ -217,4 +248,4 @@ def compiled_for(traits: Traits, target: str, cell: Cell) -> Any:
     return compiled(kernel_class(traits), traits, problem, target)
 
 
-TRIALS: dict[Operation, type[Trial]] = {"fwd": FwdTrial, "bwd": BwdTrial}
+TRIALS: dict[Task, type[Trial]] = {"fwd": FwdTrial, "fwd e4m3": Fp8Trial, "fwd e4m3 vt": Fp8Trial, "bwd": BwdTrial}

@@ -13,6 +13,7 @@ from typing import Any
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS, FwdTraitsFp8Sm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import WGMMA_K, WGMMA_M, FwdTraitsSm90
@@ -22,10 +23,15 @@ WGMMA_FLOPS, MMA_FLOPS = 4096, 2048  # dense 16-bit: Hopper's wgmma, Ampere's mm
 SMEM_BYTES, L2_BYTES = 128, 64
 EXPONENTIALS = 16
 SCORES = 21  # by all other instructions of the softmax: six a score on 128 lanes
+FP8_FLOPS = 2 * WGMMA_FLOPS
+CONVERSIONS = 64  # instructions that round two fp32 values to 8 bits each
+LANES = 128  # of fp32
 ADDED_BYTES = 18  # of fp32 sums in memory, if all multiprocessors add: 3.9 TB/s of an H200
+TURN_CLOCKS = 40  # of a warp that turns one part of V: half the latency of a load, permutes and a store, in pairs
 
 TENSOR, SMEM, POINTWISE, L2 = "tensor cores", "shared memory", "exponentials and what belongs to them", "loads from L2"
 SUMS = "fp32 sums of dQ in memory"
+ROUNDING, TURNING = "conversions to 8 bits", "the producer's turning of V"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +71,21 @@ def _fwd_sm90(traits: FwdTraitsSm90) -> tuple[Loop, ...]:
     operands += 0 if traits.q_in_regs else 2 * m * traits.head_dim
     operands += 0 if traits.p_in_regs else 4 * m * n
     clocks = _units(m * n, 2 * m * n * columns / WGMMA_FLOPS, operands / SMEM_BYTES, 2 * n * columns)
+    return (Loop("O", m, n, clocks),)
+
+
+def _fwd_fp8_sm90(traits: FwdTraitsFp8Sm90) -> tuple[Loop, ...]:
+    m, n, d, d_v = traits.tile_m, traits.tile_n, traits.head_dim, traits.head_dim_v
+    loaded = n * (d + d_v)
+    operands = traits.mma_warpgroups * loaded + m * d
+    if traits.turns_v:
+        operands += 3 * n * d_v  # ldmatrix reads V; stmatrix writes V^T with conflicts of two ways
+    clocks = _units(m * n, 2 * m * n * (d + d_v) / FP8_FLOPS, operands / SMEM_BYTES, loaded)
+    if traits.two_level:
+        clocks[POINTWISE] += m * d_v / LANES  # the product beside O is added to it
+    clocks[ROUNDING] = m * n / 2 / CONVERSIONS
+    if traits.turns_v:
+        clocks[TURNING] = n * d_v / (TURNING_WARPS * TURNED_KEYS * TURNED_COLUMNS) * TURN_CLOCKS
     return (Loop("O", m, n, clocks),)
 
 
@@ -137,6 +158,7 @@ def _wgmma_port(rows: int, columns: int, k: int, a_in_smem: bool) -> float:
 LOOPS: dict[type[Any], Callable[[Any], tuple[Loop, ...]]] = {
     FwdTraitsSm80: _fwd_sm80,
     FwdTraitsSm90: _fwd_sm90,
+    FwdTraitsFp8Sm90: _fwd_fp8_sm90,
     BwdTraitsSm80: _bwd_sm80,
     BwdTraitsSm90: _bwd_sm90,
     BwdTwoPassTraitsSm90: _bwd_two_pass_sm90,

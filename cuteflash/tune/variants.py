@@ -14,6 +14,7 @@ from cuteflash.traits.arch import FAMILIES, Family
 from cuteflash.traits.row import KINDS, Traits, kinds_of
 from cuteflash.traits.values import field_types, make_traits
 from cuteflash.tune.cells import Cell
+from cuteflash.tune.operations import task_of_traits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +34,11 @@ class Variant:
 
     def traits(self, cell: Cell) -> Traits:
         """The traits for `cell`; ValueError names what is wrong with the fields, or the kinds that have them."""
-        padded = {"head_dim": padded_head_dim(cell.head_dim), "head_dim_v": padded_head_dim(cell.head_dim_v)}
-        kinds = kinds_of(cell.operation, self.family)
+        padded: dict[str, Any] = {
+            "head_dim": padded_head_dim(cell.head_dim),
+            "head_dim_v": padded_head_dim(cell.head_dim_v),
+        }
+        kinds = kinds_of(cell.operation, self.family, cell.spec.dtypes)
         if self.kind is not None and self.kind not in kinds:
             raise ValueError(f"kind is {self.kind!r}; allowed for {cell.operation} {self.family}: {', '.join(kinds)}")
         fitting = [kind for kind in kinds if self.fields.keys() <= field_types(kind).keys()]
@@ -43,7 +47,14 @@ class Variant:
             every = "; ".join(f"fields of {kind}: {', '.join(field_types(kind))}" for kind in kinds)
             raise ValueError(f"traits are {dict(self.fields)}: {what}; {every}")
         try:
-            return make_traits(self.kind or fitting[0], padded | dict(self.fields))
+            kind = self.kind or fitting[0]
+            if "turns_v" in field_types(kind):
+                padded["turns_v"] = not cell.transposed_v
+            made = make_traits(kind, padded | dict(self.fields))
+            if task_of_traits(made) != cell.task:
+                turns_v = self.fields["turns_v"]
+                raise ValueError(f"turns_v is {turns_v}; allowed for {cell.label}: {not turns_v}")
+            return made
         except ValueError as error:
             raise ValueError(f"traits are {dict(self.fields)}: {error}") from error
 

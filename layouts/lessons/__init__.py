@@ -15,6 +15,7 @@ from cuteflash.traits.length_class import LengthClass
 from cuteflash.traits.sm80 import FwdTraitsSm80
 
 from ..rows import scene_id
+from .eight_bits import fp8_data, fp8_row
 from .gradients import backward_row, gradient_data
 from .loops import loop_data
 from .pipeline import pipeline_data
@@ -31,8 +32,8 @@ _BACKWARD_HEAD_DIM = 128
 
 
 def lesson_scenes() -> dict[str, tuple[Problem, str, Choice]]:
-    """The rows that a page embeds for its lessons: (problem, target, choice) of one row of each family's forward, and
-    of one backward, by the name that lessons give them.
+    """The rows that a page embeds for its lessons: (problem, target, choice) of one row of each family's forward, of
+    one backward and of one forward on 8-bit operands, by the name that lessons give them.
 
     They are rows of the galleries, so that a page with all rows does not embed them twice.
     """
@@ -41,7 +42,7 @@ def lesson_scenes() -> dict[str, tuple[Problem, str, Choice]]:
         family: (problem, target, choose_shipped(problem, target, family, _LESSON_LENGTHS))
         for target, family in _LESSON_ROWS
     }
-    return forward | {"backward": backward_row(_BACKWARD_HEAD_DIM)}
+    return forward | {"backward": backward_row(_BACKWARD_HEAD_DIM), "fp8": fp8_row()}
 
 
 def lesson_data() -> dict[str, Any]:
@@ -56,4 +57,5 @@ def lesson_data() -> dict[str, Any]:
         "ring": ring_data(),
         "turns": turn_data(),
         "gradients": gradient_data(),
+        "fp8": fp8_data(),
     }

@@ -16,35 +16,37 @@ from layouts import dsl
 Offsets = npt.NDArray[np.int32]
 Coordinates = npt.NDArray[np.int64]
 # Many rows share a layout, a product or a copy: each is asked for once, by its text.
-_offsets: dict[tuple[str, str], Offsets] = {}
+_offsets: dict[tuple[str, str, int], Offsets] = {}
 _coordinates: dict[tuple[str, int, str, tuple[int, int]], Coordinates] = {}
 
 
 @cute.jit
-def fill_offsets(out: cute.Tensor, kernel: cutlass.Constexpr, tensor: cutlass.Constexpr[str]):
-    """Byte offset of every element of a shared-memory tile, in colexicographic order."""
+def fill_offsets(
+    out: cute.Tensor, kernel: cutlass.Constexpr, tensor: cutlass.Constexpr[str], width: cutlass.Constexpr[int]
+):
+    """Byte offset of every element of `width` bytes of a shared-memory tile, in colexicographic order."""
     layout = getattr(kernel, f"smem_layout_{tensor}")()
     if cutlass.const_expr(kernel.family == "sm90"):  # the swizzle acts on the byte address
-        scaled = cute.make_layout(layout.outer.shape, stride=_doubled(layout.outer.stride))
+        scaled = cute.make_layout(layout.outer.shape, stride=_scaled(layout.outer.stride, width))
         layout = cute.make_composed_layout(layout.inner, 0, scaled)
-    scale = 1 if cutlass.const_expr(kernel.family == "sm90") else 2
+    scale = 1 if cutlass.const_expr(kernel.family == "sm90") else width
     for i in cutlass.range(cute.size(out)):
         out[i] = cutlass.Int32(layout(i)) * scale
 
 
-def _doubled(stride: Any) -> Any:
-    return tuple(map(_doubled, stride)) if isinstance(stride, tuple) else 2 * stride
+def _scaled(stride: Any, factor: int) -> Any:
+    return tuple(_scaled(one, factor) for one in stride) if isinstance(stride, tuple) else factor * stride
 
 
-def smem_offsets(kernel: Any, target: str, tensor: str) -> Offsets:
-    """Byte offset of every element of tile "q", "k", "v" or "o", in colexicographic order of the kernel's layout."""
+def smem_offsets(kernel: Any, target: str, tensor: str, width: int = 2) -> Offsets:
+    """Byte offset of every element of `width` bytes of a tile such as "q", in the kernel's colexicographic order."""
     with dsl.context(target):
         layout = getattr(kernel, f"smem_layout_{tensor}")()
         text, size = str(layout), cute.size(layout)
-    key = (kernel.family, text)
+    key = (kernel.family, text, width)
     if key not in _offsets:
         out = torch.full((size,), -1, dtype=torch.int32)
-        fill_offsets(from_dlpack(out), kernel, tensor)
+        fill_offsets(from_dlpack(out), kernel, tensor, width)
         _offsets[key] = out.numpy()
     return _offsets[key]
 

@@ -108,6 +108,15 @@ def test_a_kernel_in_two_passes_has_a_page_for_each(here: pathlib.Path) -> None:
     assert names_in(here) == set()
 
 
+@pytest.mark.parametrize(("options", "has_stored"), [((), True), (("--transposed-v",), False)])
+def test_a_row_of_8_bit_operands_has_v_as_it_is_given(options: tuple[str, ...], has_stored: bool) -> None:
+    result = call("--arch", "sm_90a", "--head-dim", "64", "--dtype", "e4m3", *options, "--format", "json")
+    assert result.exit_code == 0, result.output
+    scene = json.loads(result.stdout)
+    assert (scene["kernel"]["dtype"], scene["kernel"]["element_bytes"]) == ("e4m3", 1)
+    assert ("sV_stored" in {tile["id"] for tile in scene["tiles"]}) == has_stored
+
+
 def test_json_goes_to_stdout_or_into_a_file(here: pathlib.Path) -> None:
     options = ("--head-dim-v", "128", "--mask", "window", "--dtype", "fp16", "--family", "sm80", "--format", "json")
     shown = call("--arch", "sm_90a", "--head-dim", "192", *options)
@@ -249,7 +258,11 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--head-dim-v", "7"), "head_dim_v is 7; allowed: multiples of 8 up to 256"),
         ((*ROW, "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
         ((*ROW, "--mask", "full", "--causal"), "mask and causal are both given"),
-        ((*ROW, "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
+        ((*ROW, "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16, e4m3"),
+        ((*ROW, "--kernel", "bwd", "--dtype", "e4m3"), "dtype is 'e4m3'; allowed: fp16, bf16"),
+        ((*ROW, "--dtype", "e4m3"), "no row of fwd/sm_80/sm80 runs head_dim 64, head_dim_v 64, mask full, dtype e4m3"),
+        ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
+        (("--all", "--transposed-v", "-o", "x"), "--transposed-v is given with --all"),
         ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, short, long"),
         ((*ROW, "--lengths", "short,long"), "lengths is 'short,long'; allowed: one of decode, tiny, short, long"),
         (("--all", "--lengths", "long", "-o", "x"), "--lengths is given with --all, which shows every row"),

@@ -31,7 +31,8 @@ SIZES = {"tile_m", "tile_n", "head_dim", "head_dim_v"}
 
 def name_of(row: ShippedRow) -> str:
     dims = f"{row.problem.operands.head_dim}x{row.problem.operands.head_dim_v}"
-    return f"{row.target}-{row.family}-{dims}-{'-'.join((*row.masks, *row.dtypes, *row.lengths))}"
+    features = sorted(row.problem.features)
+    return f"{row.target}-{row.family}-{dims}-{'-'.join((*row.masks, *row.dtypes, *row.lengths, *features))}"
 
 
 ROWS = {name_of(row): row for row in shipped_rows()}
@@ -70,7 +71,10 @@ def kernel_of(row: ShippedRow) -> Any:
     return row.choice.kernel_cls(row.choice.traits, row.problem)
 
 
-with_lse, with_softcap = (functools.partial(FwdProblem.dense, **{name: True}) for name in ("lse", "softcap"))
+def problem_for(row: Row, dtype: Any, head_dims: tuple[int, int], mask: Any, *features: Any) -> FwdProblem:
+    """A problem with these features; V of 8 bits is given as the row takes it."""
+    turned = ("turned_v",) if "turned_v" in row.traits.features else ()
+    return FwdProblem.dense(dtype, *head_dims, mask).asking((*features, *turned))
 
 
 @pytest.mark.slow
@@ -82,11 +86,11 @@ def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
     for (_, target, family), rows in tables_of("fwd").items():
         for row in rows:
             reached = any(
-                choose_shipped(problem(dtype, *head_dims, mask), target, family, lengths).row == row
+                choose_shipped(problem_for(row, dtype, head_dims, mask, *asked), target, family, lengths).row == row
                 for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2)
                 if max(head_dims) == max(row.traits.head_dim, row.traits.head_dim_v)
                 for dtype, mask, lengths in itertools.product(row.dtypes, row.masks, row.lengths)
-                for problem in (FwdProblem.dense, with_lse, with_softcap)
+                for asked in ((), ("lse",), ("softcap",))
             )
             assert ((target, family, row) in drawn) == reached
 
@@ -95,8 +99,10 @@ def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "o"])
 def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
     row, tile = ROWS[name], scene_of(name).tile(f"s{tensor.upper()}")
-    expected = smem_offsets(kernel_of(row), row.target, tensor)
-    drawn = tile.offsets() * 2
+    if tile.element_bytes == 1 and tensor == "v":
+        return  # V^T, see test_fp8_rows.py
+    expected = smem_offsets(kernel_of(row), row.target, tensor, tile.element_bytes)
+    drawn = tile.offsets() * tile.element_bytes
     if row.family == "sm90" and tensor in "qo":  # the kernel counts (row, col, warpgroup, stage), the drawing all rows
         rows, cols = tile.shape
         drawn = drawn.reshape(tile.stages, cols, rows // 64, 64).transpose(0, 2, 1, 3)
@@ -109,7 +115,7 @@ def test_live_tiles_do_not_overlap_and_fill_the_plan(name: str) -> None:
     scene = scene_of(name)
     for tile in (tile for tile in scene.tiles if tile.space == "shared"):
         (region,) = (region for region in scene.budget["smem"]["regions"] if region["id"] == tile.id)
-        assert (region["start"], region["bytes"]) == (tile.base, tile.layout.size() * 2)
+        assert (region["start"], region["bytes"]) == (tile.base, tile.layout.size() * tile.element_bytes)
         assert tile.base % 1024 == 0  # the swizzle's period: the drawn XOR of offsets is that of addresses
         assert tile.offsets().max() + 1 == tile.layout.size()
 
@@ -130,6 +136,11 @@ def test_each_fragment_element_has_one_owner(name: str) -> None:
             assert copies == 1
 
 
+def operands_of(scene: Scene) -> list[Fragment]:
+    """The fragments whose elements lie as a product takes them; of an 8-bit P see test_fp8_rows.py."""
+    return [one for one in scene.fragments if one.operand and not (one.id == "rP" and one.dtype == "e4m3")]
+
+
 @distinct_rows
 def test_fragments_are_the_dsls_partitions(name: str) -> None:
     row, scene = ROWS[name], scene_of(name)
@@ -137,7 +148,7 @@ def test_fragments_are_the_dsls_partitions(name: str) -> None:
     with context(row.target):
         kernel = kernel_of(row)
         qk, pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
-        for fragment in scene.fragments:
+        for fragment in operands_of(scene):
             rows, cols = fragment.shape
             mma = qk if fragment.tensor in "QKS" else pv
             if fragment.tensor == "V":
@@ -161,7 +172,7 @@ def test_copies_are_the_dsls_partitions(name: str) -> None:
     with context(row.target):
         kernel = kernel_of(row)
         for step in scene.steps:
-            if step.kind not in ("ldmatrix", "stmatrix", "st.shared"):
+            if step.kind not in ("ldmatrix", "stmatrix", "st.shared") or "producer" in step.role:
                 continue
             tensor = step.id[-1].upper()
             copy = getattr(kernel, f"copy_{step.id[-1]}")()
@@ -192,6 +203,8 @@ def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
                 "st.global",
                 "stmatrix",
                 "convert",
+                "permute",
+                "add",
                 "softmax",
                 "fixed softmax",
                 "repair",
@@ -209,7 +222,7 @@ def test_tma_boxes_tile_the_shared_tile(name: str) -> None:
         boxes = by_issuer(shared).transpose(0, 2, 1).reshape(-1, shared.tv.mode(1).size())
         assert np.array_equal(np.sort(boxes.reshape(-1)), np.arange(tile.shape[0] * tile.shape[1]))
         assert step.box is not None and boxes.shape[1] == step.box[0] * step.box[1]
-        assert step.box[1] * 2 == 16 << tile.swizzle.bits  # as wide as the swizzle, which TMA demands
+        assert step.box[1] * tile.element_bytes == 16 << tile.swizzle.bits  # as wide as the swizzle, which TMA demands
         # TMA writes a box densely, its columns fastest, and swizzles the addresses: so must the tile lie.
         flat = tile.offsets(swizzled=False).reshape(-1)[: tile.shape[0] * tile.shape[1]]
         for box in boxes:
@@ -234,7 +247,8 @@ def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
 @distinct_rows
 def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(name: str) -> None:
     scene = scene_of(name)
-    assert worst_ways(scene) == 1
+    turning = any(step.id == "stmatrix_v" for step in scene.steps)  # whose matrices are every other column
+    assert worst_ways(scene) == (2 if turning else 1)
     unswizzled = [
         int(touch_ways(scene, step, touch, swizzled=False).max())
         for step in scene.steps
@@ -287,7 +301,8 @@ def test_only_rows_with_fixed_maxima_are_drawn_with_them(name: str) -> None:
     assert steps["rescale_o"].repeat == f"of the key blocks, {cut}"
     assert touched(steps["fixed_softmax"]) == {("acc_S", "read"), ("rP", "write")}  # S stays, O is not touched
     assert "shfl" not in steps["fixed_softmax"].instruction and "vote" in steps["fixed_softmax"].instruction
-    assert "2^9 = 512" in steps["fixed_softmax"].note
+    limit = "448, the largest number of e4m3" if row.problem.operands.is_fp8 else "2^9 = 512"
+    assert limit in steps["fixed_softmax"].note
     assert touched(steps["repair"]) == {("acc_S", "read"), ("rP", "write"), ("acc_O", "read"), ("acc_O", "write")}
     assert steps["repair"].repeat.startswith("seldom")
 

@@ -23,7 +23,7 @@ FILES = (
     BASE_JS,
     *(name for name in PAGE.scripts if name in NEEDED or name.startswith("lessons")),
 )  # in the page's order
-IDS = ["layout", "tv", "swizzle", "mma", "cp-async", "tma", "wgmma", "softmax", "loops", "backward"]
+IDS = ["layout", "tv", "swizzle", "mma", "cp-async", "tma", "wgmma", "softmax", "loops", "backward", "fp8"]
 
 # As much of a document as the lessons touch; texts, attributes and listeners are kept, nothing is laid out.
 BROWSER = """
@@ -128,6 +128,15 @@ def test_the_softmax_lesson_tells_of_fixed_maxima_and_their_repair(mounted: dict
     assert f"fixed_max, {fixed} of {len(rows)} in the table of sm_90a/sm90" in text
     assert "2^9 = 512" in text and "repairs the block" in text
     assert "in every step" not in text  # of agreeing on the maximum: not of every block any more
+
+
+def test_the_lesson_on_8_bits_has_the_numbers_of_the_row_and_of_the_model(mounted: dict[str, Any]) -> None:
+    shown = mounted["fp8"]
+    assert shown["panels"] == ["acc_S", "rP", "rV", "rVt", "sV_stored", "sV"]
+    text = shown["text"]
+    assert "m64n128k32" in text and "turns 16 keys of 32 columns at a time, 8 times a tile" in text
+    assert "P is multiplied by 16 " in text and "stay below 448" in text
+    assert "keys 2, 3, 10, 11" in text  # of lane 1
 
 
 @pytest.mark.parametrize("lesson", ["tv", "swizzle", "mma", "tma", "wgmma"])

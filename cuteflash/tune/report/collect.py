@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from cuteflash.problem import DTYPES, MASK_KINDS, OPERATIONS
+from cuteflash.problem import MASK_KINDS
 from cuteflash.traits.arch import FAMILIES, Family, get_arch
 from cuteflash.traits.row import TableKey, Traits, kinds_of
 from cuteflash.tune.backend import PEER
@@ -14,6 +14,7 @@ from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import STAGE_WORDS, compiled_registers, footprint, newest_verdicts, ranked, where_lost
 from cuteflash.tune.funnel import defaults
 from cuteflash.tune.inputs import PLAIN
+from cuteflash.tune.operations import SPECS, SWEPT_DTYPES, TASKS, Task, made_for
 from cuteflash.tune.peers import PEERS
 from cuteflash.tune.plan import space_title
 from cuteflash.tune.rank import estimate
@@ -56,15 +57,16 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Space:
-    """The candidates for one table and pair of padded head dims, by id in the page's order."""
+    """The candidates of one task, family and pair of padded head dims, by id in the page's order."""
 
     table: TableKey
+    task: Task
     head_dims: tuple[int, int]
     candidates: dict[str, Traits]
 
     @property
     def title(self) -> str:
-        return space_title(self.table.operation, self.table.family, self.head_dims)
+        return space_title(self.task, self.table.family, self.head_dims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,16 +118,16 @@ def _spaces(store: Store, scope: Scope, target: str) -> list[Space]:
     """The scope's candidates that were judged for the target."""
     judged = {verdict.candidate for verdict in store.verdicts(target=target)}
     judged |= {timing.candidate for timing in store.timings(target=target)}
-    groups: dict[tuple[TableKey, tuple[int, int]], dict[str, Traits]] = {}
+    groups: dict[tuple[Task, Family, tuple[int, int]], dict[str, Traits]] = {}
     for name, traits in all_candidates(store).items():  # by id
         if name in judged:
-            table = TableKey(traits.operation, target, traits.family)
-            groups.setdefault((table, (traits.head_dim, traits.head_dim_v)), {})[name] = traits
+            groups.setdefault(made_for(traits), {})[name] = traits
     best_first = get_arch(target).families
-    order = sorted(
-        groups, key=lambda one: (OPERATIONS.index(one[0].operation), best_first.index(one[0].family), one[1])
-    )
-    spaces = [Space(*group, groups[group]) for group in order]
+    order = sorted(groups, key=lambda one: (TASKS.index(one[0]), best_first.index(one[1]), one[2]))
+    spaces = [
+        Space(TableKey(SPECS[task].operation, target, family), task, head_dims, groups[task, family, head_dims])
+        for task, family, head_dims in order
+    ]
     there = "; ".join(space.title for space in spaces)
     for pair in scope.head_dims or ():
         if not any(pair == space.head_dims for space in spaces):
@@ -169,9 +171,9 @@ def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Se
     runs = [run for run in found.runs if run.candidate in number]
     own = ranked(runs)
     peers = {cell: found.peers.get((space.table.family, cell), {}) for cell in own}
-    shipped = shipped_defaults(store, space.table, space.head_dims)
+    shipped = shipped_defaults(store, space.table, space.head_dims, space.task)
     slots = slot_facts(runs, peers, shipped, number)
-    rows = {candidate_id(traits) for traits in defaults((), space.table, space.head_dims)}
+    rows = {candidate_id(traits) for traits in defaults((), space.table, space.task, space.head_dims)}
     costs = _costs(space, found)
     base, base_reasons = _states(space, found.verdicts, None, set(), reasons)
     return {
@@ -181,7 +183,10 @@ def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Se
         "head_dim": space.head_dims[0],
         "head_dim_v": space.head_dims[1],
         "ids": list(number),
-        "traits": trait_columns(kinds_of(space.table.operation, space.table.family), list(space.candidates.values())),
+        "traits": trait_columns(
+            kinds_of(space.table.operation, space.table.family, SPECS[space.task].dtypes),
+            list(space.candidates.values()),
+        ),
         "costs": costs,
         "shipped": [number[name] for name in number if name in rows],
         "base": base,
@@ -242,7 +247,7 @@ def _problem(verdict: Verdict) -> Problem:
 
 
 def _problem_order(problem: Problem) -> tuple[int, int]:
-    return MASK_KINDS.index(problem[0]), -DTYPES.index(problem[1])
+    return MASK_KINDS.index(problem[0]), -SWEPT_DTYPES.index(problem[1])
 
 
 def _costs(space: Space, found: Found) -> Json:
