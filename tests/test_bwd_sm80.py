@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -27,6 +29,7 @@ from cuteflash.kernels.sm80.bwd import FlashBwdSm80
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, threads_of
 from cuteflash.kernels.sm80.bwd_turns import batch_of, last_batch, starts_batch
 from tests.cross_compile import KernelStore
+from tests.test_schedule import untraced
 
 ROW = BwdTraitsSm80(64, 128, 64, 64, dq_warps=4)  # shipped for sm_80, so that it is compiled anyway
 HARDEST = BwdProblem.dense("bf16", 64, 64, "window", softcap=True, deterministic=True)
@@ -85,6 +88,26 @@ def test_only_deterministic_calls_have_warps_for_the_turns() -> None:
     assert (deterministic.turn_threads, deterministic.turns_between) == (WARPGROUP, False)
     between = FlashBwdSm80(ROW, HARDEST)
     assert (between.turn_threads, between.turns_between) == (0, True)
+
+
+@pytest.mark.parametrize(("deterministic", "barrier"), [(True, (NamedBarrier.MMA, 256)), (False, "all")])
+def test_only_the_warps_that_compute_store_a_lone_tile(
+    deterministic: bool, barrier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traits = dataclasses.replace(TURNS_APART, lone_tiles=True)
+    kernel = FlashBwdSm80(traits, BwdProblem.dense("bf16", 64, 64, deterministic=deterministic))
+    barriers: list[Any] = []
+    products = untraced("cuteflash.kernels.sm80.bwd_products")
+    arch = products.cute.arch
+    monkeypatch.setattr(
+        arch, "barrier", lambda barrier_id, number_of_threads: barriers.append((barrier_id, number_of_threads))
+    )
+    monkeypatch.setattr(arch, "sync_threads", lambda: barriers.append("all"))
+    for name in ("stage_rows", "store_rows"):
+        monkeypatch.setattr(products, name, lambda *arguments: None)
+    store_dq: Any = inspect.unwrap(products.store_dq)
+    store_dq(kernel, MagicMock(), MagicMock(), MagicMock(), (0, 0))
+    assert barriers == [barrier, barrier]
 
 
 @pytest.mark.parametrize("turn_steps", TURN_STEPS)
