@@ -186,7 +186,7 @@ class FlashBwdSm80:
             tiles=tiles,
             thread=thread,
             seqlen_q=tile.mask.seqlen_q,
-            first_head=tile.head * work.launch.heads_per_kv,
+            first_head=work.first_head,
             sequence=tile.sequence,
         )
 
