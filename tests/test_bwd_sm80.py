@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from cuteflash.core.lengths import Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import is_lone
 from cuteflash.core.turns import turn_of
@@ -25,6 +26,7 @@ from cuteflash.traits.row import ROW_HEAD_DIMS
 pytest.importorskip("cutlass")
 
 from cuteflash.kernels.common.bwd_prepare import THREADS, lanes_of_row
+from cuteflash.kernels.common.workspace import WorkspaceTiles
 from cuteflash.kernels.sm80.bwd import FlashBwdSm80
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, threads_of
 from cuteflash.kernels.sm80.bwd_turns import batch_of, last_batch, starts_batch
@@ -237,6 +239,20 @@ def test_p_goes_through_shared_memory_unless_warps_divide_the_keys_only() -> Non
 def test_a_workspace_holds_statistics_the_sum_and_turns_of_whole_tiles() -> None:
     assert ROW.workspace(2, 3, 65) == Workspace(batch=2, heads=3, tiles=2, tile_m=64, head_dim=64)
     assert ROW.workspace(2, 3, 65).size == 3 * (2 * 128 * (2 + 64) + 2 * 2 * PARTS)
+
+
+@pytest.mark.parametrize("lone_tiles", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_dq_is_summed_up_in_memory_unless_its_only_block_stores_it(is_packed: bool, lone_tiles: bool) -> None:
+    for seqlen_q, seqlen_k, m_block in itertools.product((1, 32, 33, 64), (0, 1, 32, 33), (0, 1)):
+        order: Any = SimpleNamespace(tile=lambda index: (index, 0, 0))
+        lengths: Any = SimpleNamespace(sequence=lambda n, q=seqlen_q, k=seqlen_k: Sequence(0, q, 0, k))
+        tiles = WorkspaceTiles(order, lengths, is_packed, lone_tiles, 32, 32)  # type: ignore[arg-type]
+        exists = 32 * m_block < seqlen_q
+        if exists or is_packed:  # of a dense batch no tile is asked for that does not exist
+            place = tiles.place(m_block)  # type: ignore[arg-type]
+            assert place.exists == exists
+            assert place.has_sum == (exists and not (lone_tiles and is_lone(seqlen_q, seqlen_k, 32, 32)))
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

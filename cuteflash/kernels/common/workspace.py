@@ -125,7 +125,8 @@ class WorkspacePlace:
         batch: entry of the batch mode; packed sequences have one entry.
         first_row: its first row, counted as Q and O are.
         rows: how many rows its sequence has from there on; 0 or less if the tile does not exist.
-        is_lone: whether its sequence is one tile of queries and one of keys.
+        exists: whether it has a row; those of a dense batch all do.
+        has_sum: whether it exists and key blocks add to its dQ in memory, instead of the only one that stores it.
     """
 
     m_block: Int32
@@ -134,16 +135,18 @@ class WorkspacePlace:
     batch: Index
     first_row: Int32
     rows: Int32
-    is_lone: Boolean
+    exists: Boolean | bool
+    has_sum: Boolean | bool
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceTiles:
-    """All query tiles of a workspace."""
+    """All query tiles of a workspace; `lone_tiles` as in `BwdTraits`."""
 
     order: Order
     lengths: Lengths
     is_packed: cutlass.Constexpr[bool]
+    lone_tiles: cutlass.Constexpr[bool]
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
@@ -157,22 +160,27 @@ class WorkspaceTiles:
             order = flat_order(packed.cu_seqlens_q, rows, workspace.heads, workspace.tile_m, alike)
         else:
             order = TileOrder(workspace.tiles, workspace.heads, workspace.batch, Int32(1), longest_first=False)
-        return cls(order, lengths_of(tensors, packed), is_packed, workspace.tile_m, traits.tile_n)
+        lengths = lengths_of(tensors, packed)
+        return cls(order, lengths, is_packed, traits.lone_tiles, workspace.tile_m, traits.tile_n)
 
     def place(self, index: Int32) -> WorkspacePlace:
         """The tile with number `index`; a whole warp calls it."""
         m_block, head, sequence = self.order.tile(index)
         lengths = self.lengths.sequence(sequence)
         first = m_block * self.tile_m
-        batch = 0 if self.is_packed else sequence
+        rows = lengths.seqlen_q - first
+        exists = has_sum = rows > 0 if self.is_packed else True
+        if self.lone_tiles:
+            has_sum = exists & cutlass.not_(is_lone(lengths.seqlen_q, lengths.seqlen_k, self.tile_m, self.tile_n))
         return WorkspacePlace(
             m_block=m_block,
             head=head,
             sequence=sequence,
-            batch=batch,
+            batch=0 if self.is_packed else sequence,
             first_row=lengths.first_q + first,
-            rows=lengths.seqlen_q - first,
-            is_lone=is_lone(lengths.seqlen_q, lengths.seqlen_k, self.tile_m, self.tile_n),
+            rows=rows,
+            exists=exists,
+            has_sum=has_sum,
         )
 
 
