@@ -250,8 +250,11 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
         ((*ROW, "--mask", "full", "--causal"), "mask and causal are both given"),
         ((*ROW, "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
-        ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, short, long"),
-        ((*ROW, "--lengths", "short,long"), "lengths is 'short,long'; allowed: one of decode, tiny, short, long"),
+        ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, short, medium, long"),
+        (
+            (*ROW, "--lengths", "short,long"),
+            "lengths is 'short,long'; allowed: one of decode, tiny, short, medium, long",
+        ),
         (("--all", "--lengths", "long", "-o", "x"), "--lengths is given with --all, which shows every row"),
         ((*ROW, "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
         ((*ROW, "--family", "sm90"), "family is 'sm90', which sm_80 does not run; it runs: sm80"),
