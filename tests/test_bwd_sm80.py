@@ -21,12 +21,13 @@ from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.bwd_sm80 import TURN_REGS, TURN_STEPS, WARPGROUP, BwdTraitsSm80
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS
 
 pytest.importorskip("cutlass")
 
 from cuteflash.kernels.common.bwd_prepare import THREADS, lanes_of_row
-from cuteflash.kernels.common.workspace import WorkspaceTiles
+from cuteflash.kernels.common.workspace import WorkspaceTensors, WorkspaceTiles
 from cuteflash.kernels.sm80.bwd import FlashBwdSm80
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, threads_of
 from cuteflash.kernels.sm80.bwd_turns import batch_of, last_batch, starts_batch
@@ -239,6 +240,21 @@ def test_p_goes_through_shared_memory_unless_warps_divide_the_keys_only() -> Non
 def test_a_workspace_holds_statistics_the_sum_and_turns_of_whole_tiles() -> None:
     assert ROW.workspace(2, 3, 65) == Workspace(batch=2, heads=3, tiles=2, tile_m=64, head_dim=64)
     assert ROW.workspace(2, 3, 65).size == 3 * (2 * 128 * (2 + 64) + 2 * 2 * PARTS)
+
+
+def test_a_workspace_without_a_sum_holds_statistics_only() -> None:
+    two_passes = BwdTwoPassTraitsSm90(64, 64, 64, 64)
+    assert two_passes.workspace(2, 3, 65).size == 3 * 2 * 128 * 2
+    assert two_passes.workspace_packed(2, 3, 65).size == 3 * (65 // 64 + 3) * 64 * 2
+
+
+def test_tiles_of_all_heads_are_numbered_head_by_head() -> None:
+    tiles, heads = 3, 2
+    turns: Any = SimpleNamespace(shape=(PARTS, 2 * tiles, heads))
+    unused: Any = None
+    workspace = WorkspaceTensors(unused, unused, unused, turns, tiles, unused, 64)  # type: ignore[arg-type]
+    first = [workspace.first_number(head, entry) for head in range(heads) for entry in range(2)]  # type: ignore[arg-type]
+    assert first == [0, 3, 6, 9]
 
 
 @pytest.mark.parametrize("lone_tiles", [False, True])

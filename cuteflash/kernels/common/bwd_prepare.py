@@ -88,7 +88,7 @@ class BwdPrepare:
         if const_expr(tile.dq is not None and not self.traits.first_stores):
             if place.has_sum:
                 self.clear(tile.dq, thread)
-        if const_expr(self.problem.is_deterministic or self.traits.first_stores):
+        if const_expr(tile.turns is not None and (self.problem.is_deterministic or self.traits.first_stores)):
             if thread < PARTS:
                 tile.turns[thread] = Int32(0)
         for i in cutlass.range_constexpr(passes):

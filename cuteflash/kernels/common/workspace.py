@@ -26,7 +26,7 @@ class WorkspaceTile:
     lse_log2: cute.Tensor  # (tile_m,)
     delta: cute.Tensor  # (tile_m,)
     dq: cute.Tensor | None  # (tile_m * head_dim,), in the order of the main kernel's fragments
-    turns: cute.Tensor  # (PARTS,), int32
+    turns: cute.Tensor | None  # (PARTS,), int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,7 @@ class WorkspaceTensors:
     Attributes:
         lse_log2, delta: (rows, heads)
         dq: (tile_m * head_dim, tiles of all sequences, heads); None if dQ needs no sum in memory.
-        turns: (PARTS, tiles of all sequences, heads), int32.
-        head_tiles: query tiles of one head in all sequences.
+        turns: (PARTS, tiles of all sequences, heads), int32; None likewise.
         tiles: query tiles of one sequence; of packed sequences, of all together.
         cu_q: where packed sequences begin; None if dense.
         tile_m: rows of a tile.
@@ -46,8 +45,7 @@ class WorkspaceTensors:
     lse_log2: cute.Tensor
     delta: cute.Tensor
     dq: cute.Tensor | None
-    turns: cute.Tensor
-    head_tiles: Int32
+    turns: cute.Tensor | None
     tiles: Int32
     cu_q: cute.Tensor | None
     tile_m: cutlass.Constexpr[int]
@@ -60,20 +58,20 @@ class WorkspaceTensors:
         rows = Int64(tiles) * tile_m
         statistic = cute.make_layout((tiles * tile_m, workspace.heads), stride=(1, cute.assume(rows, divby=tile_m)))
         part = cute.assume(rows * workspace.heads, divby=tile_m)
-        dq = None
+        dq = turns = None
         if const_expr(head_dim > 0):
             elements = tile_m * head_dim
             strides = (cute.assume(stride, divby=elements) for stride in (Int64(elements), rows * head_dim))
             layout = cute.make_layout((elements, tiles, workspace.heads), stride=(1, *strides))
             dq = cute.make_tensor(mW.iterator + 2 * part, layout)
-        shape, strides = (PARTS, tiles, workspace.heads), (Int64(tiles) * workspace.heads, 1, Int64(tiles))
-        turns = cute.recast_ptr(mW.iterator + (2 + head_dim) * part, dtype=Int32)
+            shape, strides = (PARTS, tiles, workspace.heads), (Int64(tiles) * workspace.heads, 1, Int64(tiles))
+            counters = cute.recast_ptr(mW.iterator + (2 + head_dim) * part, dtype=Int32)
+            turns = cute.make_tensor(counters, cute.make_layout(shape, stride=strides))
         return cls(
             lse_log2=cute.make_tensor(mW.iterator, statistic),
             delta=cute.make_tensor(mW.iterator + part, statistic),
             dq=dq,
-            turns=cute.make_tensor(turns, cute.make_layout(shape, stride=strides)),
-            head_tiles=tiles,
+            turns=turns,
             tiles=workspace.tiles,
             cu_q=cu_q,
             tile_m=tile_m,
@@ -91,15 +89,15 @@ class WorkspaceTensors:
         lse_log2, delta = (
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )
-        dq = None if self.dq is None else self.dq[None, index, head]
-        return WorkspaceTile(lse_log2, delta, dq, self.turns[None, index, head])
+        dq, turns = (None if part is None else part[None, index, head] for part in (self.dq, self.turns))
+        return WorkspaceTile(lse_log2, delta, dq, turns)
 
     def first_number(self, head: Int32, sequence: Int32, first_q: Index | None = None) -> Int32:
         """The number of the first query tile of a head of a sequence, of all heads' tiles in turn.
 
         `first_q` as for `first_tile`.
         """
-        return head * self.head_tiles + self.first_tile(sequence, first_q)
+        return head * self.turns.shape[1] + self.first_tile(sequence, first_q)
 
     def turn(self, number: Int32, part: int) -> cute.Pointer:
         """How many have been at a part of the tile of a number."""
