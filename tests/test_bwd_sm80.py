@@ -83,12 +83,31 @@ def test_two_warps_of_their_own_keep_the_turns(kernels: KernelStore) -> None:
     assert set(re.findall(r"\bbar\.(?:sync|arrive)\s+(.*);", main)) == {f"{name}, {n}" for name, n in threads.items()}
 
 
+@pytest.mark.slow
+def test_an_idle_warpgroup_leaves_registers_that_other_calls_need(kernels: KernelStore) -> None:
+    traits = BwdTraitsSm80(
+        64, 128, 128, 128, double_buffer=False, vector_add=True, turn_warpgroup=True, idle_warpgroup=True
+    )
+    compiled = kernels(FlashBwdSm80, traits, BwdProblem.dense("bf16", 128, 128, "causal"), "sm_90a")
+    compiled.assert_clean()  # without the warpgroup it spills
+    (main,) = (entry for entry in compiled.ptx.split(".entry ") if "setmaxnreg" in entry)
+    assert set(re.findall(r"\bbar\.sync\s+(.*);", main)) == {"1, 256", "2, 256"}
+    assert "bar.arrive" not in main and "ld.acquire" not in main
+
+
 def test_only_deterministic_calls_have_warps_for_the_turns() -> None:
     plain, deterministic = (
         FlashBwdSm80(TURNS_APART, BwdProblem.dense("bf16", 64, 64, deterministic=asked)) for asked in (False, True)
     )
     assert (plain.turn_threads, plain.turns_between) == (0, False)
     assert (deterministic.turn_threads, deterministic.turns_between) == (WARPGROUP, False)
+    idle = FlashBwdSm80(dataclasses.replace(TURNS_APART, idle_warpgroup=True), BwdProblem.dense("bf16", 64, 64))
+    assert (idle.turn_threads, idle.turns_apart, idle.turns_between, idle.is_descending) == (
+        WARPGROUP,
+        False,
+        False,
+        True,
+    )
     between = FlashBwdSm80(ROW, HARDEST)
     assert (between.turn_threads, between.turns_between) == (0, True)
 
@@ -191,6 +210,7 @@ def test_a_warpgroup_for_turns_leaves_its_registers_to_the_others() -> None:
         ({"num_warps": 4, "s_warps": 2, "dkv_warps": 2, "dq_warps": 2}, "leaves no registers to 4 warps"),
         ({"num_warps": 2, "s_warps": 2, "dkv_warps": 2, "dq_warps": 2}, "a multiple of 4; the target is sm_90a"),
         ({"turn_steps": 4}, "turn_steps 4 is not 1, but turn_warpgroup"),
+        ({"turn_warpgroup": False, "idle_warpgroup": True}, "idle_warpgroup needs turn_warpgroup"),
     ],
 )
 def test_a_warpgroup_for_turns_says_why_it_cannot_run(change: dict[str, int], reason: str) -> None:
