@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cuteflash.arguments import BwdOptions, BwdTensors, Fp8Options, FwdOptions, PackedTensors
 from cuteflash.compile import compiled
-from cuteflash.dispatch import choose
+from cuteflash.dispatch import choose, current_target
 from cuteflash.planning import (
     DTYPE_NAMES,
     Result,
@@ -83,15 +83,15 @@ class Planner:
         """
         check_packed(inputs, options)
         q, k, v = inputs[:3]
-        target = target_of(q.device, options.family)
         rows, heads, head_dim = q.shape
         shapes = (rows, heads, v.shape[2]), (heads, rows)
         if is_empty(inputs):
+            target_of(q.device, options.family)  # as `choose` does for the others
             return functools.partial(self._results, shapes=shapes, fill=True)
-        lengths = class_of_lengths(inputs, options)
+        target = current_target(q.device.index)
         operands, scores, storage, window = _parts_of_problem(inputs, options)
         problem = FwdProblem(operands, scores, storage, self.has_lse)
-        choice = choose(problem, target, cast(Family | None, options.family), lengths)
+        choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(inputs, options))
         heads_per_kv = heads // k.shape[1]
         packs = options.pack_gqa
         if packs is None:
@@ -129,9 +129,10 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
     check_packed_bwd(inputs, options)
     packed = inputs.forward
     q, k, v = packed[:3]
-    target = target_of(q.device, options.family)
     if is_empty(packed):
+        target_of(q.device, options.family)  # as `choose` does for the others
         return _zeros
+    target = current_target(q.device.index)
     rows, heads, head_dim = q.shape
     operands, scores, storage, window = _parts_of_problem(packed, options)
     problem = BwdProblem(operands, scores, storage, inputs.dlse is not None, options.deterministic)
@@ -185,9 +186,8 @@ def storage_of(inputs: PackedInputs) -> Storage:
 
 def class_of_lengths(inputs: PackedInputs, options: FwdOptions | Fp8Options | BwdOptions) -> LengthClass:
     """The class that the options name, or that of the mean lengths."""
-    if options.lengths is not None:
-        return cast(LengthClass, options.lengths)
-    return length_class_of_packed(inputs.q.shape[0], inputs.k.shape[0], inputs.batch)
+    found = options.lengths or length_class_of_packed(inputs.q.shape[0], inputs.k.shape[0], inputs.batch)
+    return cast(LengthClass, found)
 
 
 def is_empty(inputs: PackedInputs) -> bool:

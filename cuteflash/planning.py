@@ -142,8 +142,10 @@ class FwdPlanner(Planner):
     def check(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Launch | None:
         options = FwdOptions(*call[-1])
         check_fwd(q, k, v, options)
-        target_of(q.device, options.family)
-        return _without_kernel((*q.shape[:3], v.shape[3]), self.has_lse) if _is_empty(q, k) else None
+        if not _is_empty(q, k):
+            return None
+        target_of(q.device, options.family)  # as `choose` does for the others
+        return _without_kernel((*q.shape[:3], v.shape[3]), self.has_lse)
 
     def plan(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> FwdPlan:
         return FwdPlan(q, k, v, FwdOptions(*call[-1]), self.has_lse)
@@ -157,8 +159,8 @@ class FwdPlan:
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
         dtype = DTYPE_NAMES[q.dtype]
         self.problem = FwdProblem.dense(dtype, head_dim, head_dim_v, mask, softcap=options.softcap > 0, lse=has_lse)
-        self.target = target_of(q.device, options.family)
-        lengths = _length_class("fwd", q, k, options)
+        self.target = current_target(q.device.index)
+        lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, k.shape[1]))
         self.choice = choose(self.problem, self.target, cast(Family | None, options.family), lengths)
         self.pack_gqa = options.pack_gqa
         self.heads_per_kv = q.shape[2] // k.shape[2]
@@ -239,8 +241,10 @@ class BwdPlanner(Planner):
     ) -> Launch | None:
         options = BwdOptions(*call[-1])
         check_bwd(dout, q, k, v, out, lse, dlse, options)
-        target_of(q.device, options.family)
-        return _zeros if _is_empty(q, k) else None
+        if not _is_empty(q, k):
+            return None
+        target_of(q.device, options.family)  # as `choose` does for the others
+        return _zeros
 
     def plan(
         self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
@@ -263,7 +267,8 @@ class BwdPlan:
             dlse=has_dlse,
             deterministic=options.deterministic,
         )
-        target, lengths = target_of(q.device, options.family), _length_class("bwd", q, k, options)
+        target = current_target(q.device.index)
+        lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, k.shape[1], "bwd"))
         choice = choose(self.problem, target, cast(Family | None, options.family), lengths)
         self.traits: Any = choice.traits
         self.kernel: Kernel = compiled(choice.kernel_cls, choice.traits, self.problem, target)
@@ -358,13 +363,6 @@ def target_of(device: torch.device, family: str | None) -> str:
     target = current_target(device.index)
     check_family(target, cast(Family | None, family))
     return target
-
-
-def _length_class(operation: Operation, q: Tensor, k: Tensor, options: FwdOptions | BwdOptions) -> LengthClass:
-    """The class that the options name, or that of the lengths."""
-    if options.lengths is not None:
-        return cast(LengthClass, options.lengths)
-    return length_class_of(q.shape[1], k.shape[1], operation)
 
 
 def _is_empty(q: Tensor, k: Tensor) -> bool:

@@ -96,7 +96,7 @@ def _registers(
         computing = traits.num_threads // WARPGROUP
         roles = [
             _role("warpgroups that compute", computing, traits.num_threads, traits.mma_regs(arch), parts),
-            _role("turn warpgroup", turn_threads // WARPGROUP, turn_threads, TURN_REGS, []),
+            _role("warpgroup apart", turn_threads // WARPGROUP, turn_threads, TURN_REGS, []),
         ]
     elif isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
         roles = [_role("all warps", 0, traits.num_threads, launch, _live_parts(traits, fragments))]

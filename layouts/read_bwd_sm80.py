@@ -70,7 +70,7 @@ class ReaderBwdSm80:
         self.draw = AmpereSteps(self.frame, self.problem.operands.qk_dtype, STEP)
 
     def roles(self) -> tuple[Role, ...]:
-        """All warps do the same, but for those that keep the turns of a deterministic call."""
+        """All warps do the same, but for those that keep the turns of a deterministic call, or only leave registers."""
         traits = self.traits
         does = (
             f"loads, products, pointwise part, additions; {traits.s_warps} along the keys of S and dP, "
@@ -79,8 +79,10 @@ class ReaderBwdSm80:
         warps = Role("warps", 0, traits.num_threads, does)
         if not self.kernel.turn_threads:
             return (warps,)
-        turns = "one warp awaits the turns at dQ, one passes them on; the others give up registers"
-        return warps, Role("turns", traits.num_threads, self.kernel.turn_threads, turns)
+        name, does = "turns", "one warp awaits the turns at dQ, one passes them on; the others give up registers"
+        if not self.kernel.turns_apart:
+            name, does = "idle", "they give up registers"
+        return warps, Role(name, traits.num_threads, self.kernel.turn_threads, does)
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from cuteflash.core.lengths import Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import is_lone
 from cuteflash.core.turns import turn_of
@@ -18,15 +21,18 @@ from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.bwd_sm80 import TURN_REGS, TURN_STEPS, WARPGROUP, BwdTraitsSm80
+from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS
 
 pytest.importorskip("cutlass")
 
 from cuteflash.kernels.common.bwd_prepare import THREADS, lanes_of_row
+from cuteflash.kernels.common.workspace import WorkspaceTensors, WorkspaceTiles
 from cuteflash.kernels.sm80.bwd import FlashBwdSm80
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, threads_of
 from cuteflash.kernels.sm80.bwd_turns import batch_of, last_batch, starts_batch
 from tests.cross_compile import KernelStore
+from tests.test_schedule import untraced
 
 ROW = BwdTraitsSm80(64, 128, 64, 64, dq_warps=4)  # shipped for sm_80, so that it is compiled anyway
 HARDEST = BwdProblem.dense("bf16", 64, 64, "window", softcap=True, deterministic=True)
@@ -77,14 +83,53 @@ def test_two_warps_of_their_own_keep_the_turns(kernels: KernelStore) -> None:
     assert set(re.findall(r"\bbar\.(?:sync|arrive)\s+(.*);", main)) == {f"{name}, {n}" for name, n in threads.items()}
 
 
+@pytest.mark.slow
+def test_an_idle_warpgroup_leaves_registers_that_other_calls_need(kernels: KernelStore) -> None:
+    traits = BwdTraitsSm80(
+        64, 128, 128, 128, double_buffer=False, vector_add=True, turn_warpgroup=True, idle_warpgroup=True
+    )
+    compiled = kernels(FlashBwdSm80, traits, BwdProblem.dense("bf16", 128, 128, "causal"), "sm_90a")
+    compiled.assert_clean()  # without the warpgroup it spills
+    (main,) = (entry for entry in compiled.ptx.split(".entry ") if "setmaxnreg" in entry)
+    assert set(re.findall(r"\bbar\.sync\s+(.*);", main)) == {"1, 256", "2, 256"}
+    assert "bar.arrive" not in main and "ld.acquire" not in main
+
+
 def test_only_deterministic_calls_have_warps_for_the_turns() -> None:
     plain, deterministic = (
         FlashBwdSm80(TURNS_APART, BwdProblem.dense("bf16", 64, 64, deterministic=asked)) for asked in (False, True)
     )
     assert (plain.turn_threads, plain.turns_between) == (0, False)
     assert (deterministic.turn_threads, deterministic.turns_between) == (WARPGROUP, False)
+    idle = FlashBwdSm80(dataclasses.replace(TURNS_APART, idle_warpgroup=True), BwdProblem.dense("bf16", 64, 64))
+    assert (idle.turn_threads, idle.turns_apart, idle.turns_between, idle.is_descending) == (
+        WARPGROUP,
+        False,
+        False,
+        True,
+    )
     between = FlashBwdSm80(ROW, HARDEST)
     assert (between.turn_threads, between.turns_between) == (0, True)
+
+
+@pytest.mark.parametrize(("deterministic", "barrier"), [(True, (NamedBarrier.MMA, 256)), (False, "all")])
+def test_only_the_warps_that_compute_store_a_lone_tile(
+    deterministic: bool, barrier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traits = dataclasses.replace(TURNS_APART, lone_tiles=True)
+    kernel = FlashBwdSm80(traits, BwdProblem.dense("bf16", 64, 64, deterministic=deterministic))
+    barriers: list[Any] = []
+    products = untraced("cuteflash.kernels.sm80.bwd_products")
+    arch = products.cute.arch
+    monkeypatch.setattr(
+        arch, "barrier", lambda barrier_id, number_of_threads: barriers.append((barrier_id, number_of_threads))
+    )
+    monkeypatch.setattr(arch, "sync_threads", lambda: barriers.append("all"))
+    for name in ("stage_rows", "store_rows"):
+        monkeypatch.setattr(products, name, lambda *arguments: None)
+    store_dq: Any = inspect.unwrap(products.store_dq)
+    store_dq(kernel, MagicMock(), MagicMock(), MagicMock(), (0, 0))
+    assert barriers == [barrier, barrier]
 
 
 @pytest.mark.parametrize("turn_steps", TURN_STEPS)
@@ -165,6 +210,7 @@ def test_a_warpgroup_for_turns_leaves_its_registers_to_the_others() -> None:
         ({"num_warps": 4, "s_warps": 2, "dkv_warps": 2, "dq_warps": 2}, "leaves no registers to 4 warps"),
         ({"num_warps": 2, "s_warps": 2, "dkv_warps": 2, "dq_warps": 2}, "a multiple of 4; the target is sm_90a"),
         ({"turn_steps": 4}, "turn_steps 4 is not 1, but turn_warpgroup"),
+        ({"turn_warpgroup": False, "idle_warpgroup": True}, "idle_warpgroup needs turn_warpgroup"),
     ],
 )
 def test_a_warpgroup_for_turns_says_why_it_cannot_run(change: dict[str, int], reason: str) -> None:
@@ -214,6 +260,35 @@ def test_p_goes_through_shared_memory_unless_warps_divide_the_keys_only() -> Non
 def test_a_workspace_holds_statistics_the_sum_and_turns_of_whole_tiles() -> None:
     assert ROW.workspace(2, 3, 65) == Workspace(batch=2, heads=3, tiles=2, tile_m=64, head_dim=64)
     assert ROW.workspace(2, 3, 65).size == 3 * (2 * 128 * (2 + 64) + 2 * 2 * PARTS)
+
+
+def test_a_workspace_without_a_sum_holds_statistics_only() -> None:
+    two_passes = BwdTwoPassTraitsSm90(64, 64, 64, 64)
+    assert two_passes.workspace(2, 3, 65).size == 3 * 2 * 128 * 2
+    assert two_passes.workspace_packed(2, 3, 65).size == 3 * (65 // 64 + 3) * 64 * 2
+
+
+def test_tiles_of_all_heads_are_numbered_head_by_head() -> None:
+    tiles, heads = 3, 2
+    turns: Any = SimpleNamespace(shape=(PARTS, 2 * tiles, heads))
+    unused: Any = None
+    workspace = WorkspaceTensors(unused, unused, unused, turns, tiles, unused, 64)  # type: ignore[arg-type]
+    first = [workspace.first_number(head, entry) for head in range(heads) for entry in range(2)]  # type: ignore[arg-type]
+    assert first == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("lone_tiles", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_dq_is_summed_up_in_memory_unless_its_only_block_stores_it(is_packed: bool, lone_tiles: bool) -> None:
+    for seqlen_q, seqlen_k, m_block in itertools.product((1, 32, 33, 64), (0, 1, 32, 33), (0, 1)):
+        order: Any = SimpleNamespace(tile=lambda index: (index, 0, 0))
+        lengths: Any = SimpleNamespace(sequence=lambda n, q=seqlen_q, k=seqlen_k: Sequence(0, q, 0, k))
+        tiles = WorkspaceTiles(order, lengths, is_packed, lone_tiles, 32, 32)  # type: ignore[arg-type]
+        exists = 32 * m_block < seqlen_q
+        if exists or is_packed:  # of a dense batch no tile is asked for that does not exist
+            place = tiles.place(m_block)  # type: ignore[arg-type]
+            assert place.exists == exists
+            assert place.has_sum == (exists and not (lone_tiles and is_lone(seqlen_q, seqlen_k, 32, 32)))
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

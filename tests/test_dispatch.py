@@ -9,8 +9,8 @@ import pytest
 
 from cuteflash import dispatch
 from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
-from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, FwdProblem
-from cuteflash.traits.length_class import LENGTH_CLASSES
+from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, FwdProblem, MaskKind
+from cuteflash.traits.length_class import LENGTH_CLASSES, length_class_of, length_class_of_packed
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
@@ -35,7 +35,7 @@ def test_the_targets_best_family_is_the_default() -> None:
 def test_the_best_family_of_a_backward_depends_on_the_lengths() -> None:
     problem = BwdProblem.dense("bf16", 64, 64)
     families = {lengths: choose(problem, "sm_90a", None, lengths).family for lengths in LENGTH_CLASSES}
-    assert families == {"decode": "sm90", "tiny": "sm80", "short": "sm90", "long": "sm90"}
+    assert families == {lengths: "sm80" if lengths == "tiny" else "sm90" for lengths in LENGTH_CLASSES}
     assert choose(problem, "sm_90a", "sm90", "tiny").family == "sm90"  # one that is named stays
     forward = FwdProblem.dense("bf16", 64, 64)
     assert {choose(forward, "sm_90a", None, lengths).family for lengths in LENGTH_CLASSES} == {"sm90"}
@@ -77,6 +77,20 @@ def test_a_special_row_above_the_general_one_wins(monkeypatch: pytest.MonkeyPatc
     assert dispatch.choose(FwdProblem.dense("bf16", 64, 64, mask="causal"), "sm_80").traits == GENERAL
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_rows_for_long_loops_begin_later_in_a_backward_than_in_a_forward(mask: MaskKind) -> None:
+    chosen = {}
+    for make in (FwdProblem.dense, BwdProblem.dense):
+        problem = make("bf16", 64, 64, mask)
+        for length in (1024, 2048, 4096):
+            lengths = length_class_of(length, length, problem.operation)
+            chosen[problem.operation, length] = choose_shipped(problem, "sm_90a", "sm90", lengths).row
+            packed = length_class_of_packed(64 * length, 64 * length, 64, length, length)
+            assert choose_shipped(problem, "sm_90a", "sm90", packed).row is chosen[problem.operation, length]
+    assert chosen["fwd", 1024] is not chosen["fwd", 2048] is chosen["fwd", 4096]
+    assert chosen["bwd", 1024] is chosen["bwd", 2048] is not chosen["bwd", 4096]
+
+
 def test_a_row_serves_the_length_classes_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with_rows(monkeypatch, Row(SPECIAL, lengths=("short", "decode")), Row(GENERAL))
     chosen = {
@@ -86,6 +100,7 @@ def test_a_row_serves_the_length_classes_it_names(monkeypatch: pytest.MonkeyPatc
         "decode": SPECIAL,
         "tiny": SPECIAL,  # a forward's row for short ones
         "short": SPECIAL,
+        "medium": GENERAL,  # a forward's row for long ones
         "long": GENERAL,
     }
     assert chosen["short"].source == "shipped table fwd/sm_80/sm80, row of head dims 64x64 (decode, short)"
@@ -163,7 +178,7 @@ def test_unknown_target_and_family() -> None:
     problem = FwdProblem.dense("bf16", 64, 64)
     with pytest.raises(ValueError, match="arch is 'sm_90'; allowed: sm_80"):
         choose(problem, "sm_90")
-    with pytest.raises(ValueError, match="lengths is 'middling'; allowed: decode, tiny, short, long"):
+    with pytest.raises(ValueError, match="lengths is 'middling'; allowed: decode, tiny, short, medium, long"):
         choose(problem, "sm_90a", None, "middling")
     with pytest.raises(ValueError, match="family is 'sm100'; allowed: sm80, sm90"):
         choose(problem, "sm_90a", "sm100")

@@ -361,6 +361,19 @@ def test_gradients_of_two_tiles_may_wait_for_the_warp_that_stores() -> None:
     Rings.gradients_of(rings, 0).barrier.wait(0)  # type: ignore[attr-defined]
 
 
+def test_gradients_of_handed_tiles_are_stored_in_order_and_their_queries_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads = untraced("cuteflash.kernels.sm90.bwd_load")
+    stored: list[tuple[str, int]] = []
+    monkeypatch.setattr(loads, "tile_of_words", lambda launch, words: words)
+    monkeypatch.setattr(loads, "store_tile", lambda kernel, block, tile, wave: stored.append((tile, wave)))
+    block: Any = SimpleNamespace(launch=None, handout=SimpleNamespace(handed=lambda position: f"tile {position}"))
+    store_until: Any = inspect.unwrap(loads.store_until)
+    assert store_until(None, block, 2, 4) == 4 == store_until(None, block, 4, 3)
+    assert stored == [("tile 2", 2), ("tile 3", 3)]
+
+
 @pytest.mark.parametrize(("rows", "expected"), [(0, 3), (255, 3), (256, 2), (1023, 2), (1024, 1), (1 << 20, 1)])
 def test_fewer_tiles_wait_behind_a_longer_one(module: Any, rows: int, expected: int) -> None:
     assert module.tiles_ahead(rows, 3) == expected

@@ -160,7 +160,8 @@ class Gpu:
         self.planned: list[FwdProblem] = []
         properties = types.SimpleNamespace(multi_processor_count=NUM_SMS)
         stream = types.SimpleNamespace(device_index=0, cuda_stream=1)
-        monkeypatch.setattr("cuteflash.planning.current_target", lambda index: "sm_90a")
+        for module in ("planning", "packed_planning"):
+            monkeypatch.setattr(f"cuteflash.{module}.current_target", lambda index: "sm_90a")
         monkeypatch.setattr(packed_planning, "compiled", self._compiled)
         monkeypatch.setattr(Choice, "kernel_cls", property(lambda choice: choice.family))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -483,7 +483,8 @@ LONGEST: dict[str, tuple[Any, str]] = {
     "tensors": ((int32(7), int32(7)), "short"),
     "tiny": ((7, np.int64(32)), "tiny"),
     "short": ((40, 7), "short"),
-    "long": ((1 << 20, 7), "long"),  # most work is in the long ones
+    "medium": ((1 << 20, 7), "medium"),
+    "long": ((1 << 22, 7), "long"),  # most work is in the long ones
 }
 
 

@@ -157,6 +157,19 @@ def test_a_family_that_the_gpu_lacks(gpu: Gpu, pretend, monkeypatch: pytest.Monk
             gpu.fwd(*qkv(**shape), None, -1, -1, 0.0, None, "sm90")
 
 
+@pytest.mark.parametrize("shape", [{}, {"batch": 0}], ids=["some", "empty"])
+def test_a_planned_call_checks_its_family_once(
+    gpu: Gpu, shape: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    check = dispatch.check_family
+    for module in (dispatch, planning):
+        monkeypatch.setattr(module, "check_family", lambda *given: checked.append(given) or check(*given))
+    dispatch.choose.cache_clear()
+    gpu.fwd(*qkv(**shape), None, -1, -1, 0.0, None, "sm90")
+    assert checked == [("sm_90a", "sm90")]
+
+
 def test_a_gpu_that_no_kernel_runs_on(pretend) -> None:
     pretend((7, 5))
     q = fake_cuda()

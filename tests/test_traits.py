@@ -99,12 +99,16 @@ def test_arch_names_and_capabilities() -> None:
         (1535, 1, "short"),
         (17, 1536, "long"),
         (1536, 17, "long"),
+        (17, 3071, "long"),
+        (3072, 3072, "long"),
         (16384, 16384, "long"),
     ],
 )
 def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
     assert length_class_of(seqlen_q, seqlen_k) == shape
-    assert length_class_of(seqlen_q, seqlen_k, "bwd") == ("tiny" if max(seqlen_q, seqlen_k) <= 32 else shape)
+    longer = max(seqlen_q, seqlen_k)
+    backward = "medium" if 1536 <= longer < 3072 and shape == "long" else shape
+    assert length_class_of(seqlen_q, seqlen_k, "bwd") == ("tiny" if longer <= 32 else backward)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,7 @@ def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
         (65536, 65536, 4096, "short"),
         (64, 65536, 64, "decode"),
         (16384, 16384, 2, "long"),
+        (16384, 16384, 8, "medium"),
         (200, 200, 1, "short"),
         (16, 200, 16, "short"),  # a query and a dozen keys
     ],
@@ -129,7 +134,7 @@ def test_the_class_of_packed_sequences_is_that_of_the_mean(
         (65536, 64, (1024, 1024), "short"),  # equal lengths
         (65536, 64, (2048, 2048), "short"),  # uniform ones
         (65536, 64, (13800, 13800), "long"),  # in inverse proportion to their ranks
-        (65536, 64, (4096, 16), "long"),
+        (65536, 64, (4096, 16), "medium"),
         (65536, 4096, (16, 16), "tiny"),
         (65536, 4096, (32, 32), "tiny"),
         (65536, 4096, (33, 32), "short"),
@@ -153,12 +158,14 @@ def test_a_few_queries_against_a_long_cache_are_decoding_whatever_the_longest() 
 
 
 @pytest.mark.parametrize(("traits", "served"), [("fwd", True), ("bwd", False)])
-def test_tiny_sequences_are_short_ones_to_a_forward(traits: str, served: bool) -> None:
+def test_to_a_forward_tiny_sequences_are_short_and_medium_ones_long(traits: str, served: bool) -> None:
     tile = GOOD80 if traits == "fwd" else BwdTraitsSm80(64, 64, 128, 128)
     problem = (FwdProblem if traits == "fwd" else BwdProblem).dense("bf16", 128, 128)
     assert Row(tile, lengths=("short",)).serves(problem, "tiny") == served
     assert not Row(tile, lengths=("decode", "long")).serves(problem, "tiny")
     assert Row(tile, lengths=("tiny",)).serves(problem, "tiny") != served
+    assert Row(tile, lengths=("long",)).serves(problem, "medium") == served
+    assert not Row(tile, lengths=("short",)).serves(problem, "medium")
 
 
 def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None:
@@ -173,7 +180,10 @@ def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None
     [
         ({"masks": ()}, r"masks is \(\); allowed: one or more of full, causal, window"),
         ({"dtypes": ("fp32",)}, r"dtypes is \('fp32',\); allowed: one or more of fp16, bf16"),
-        ({"lengths": ("short", "middling")}, "lengths is .*; allowed: one or more of decode, tiny, short, long"),
+        (
+            {"lengths": ("short", "middling")},
+            "lengths is .*; allowed: one or more of decode, tiny, short, medium, long",
+        ),
     ],
 )
 def test_a_row_names_what_it_cannot_serve(served: dict[str, tuple[str, ...]], complaint: str) -> None:

@@ -6,6 +6,8 @@
     turns      (parts, heads_q, tiles)       how many blocks have come to a part of a tile, int32, if the first one
                                              stores what the others add to, or they add in turn (`cuteflash.core.turns`)
 
+A backward that sums up dQ in registers has neither of the last two.
+
 The rows of each sequence are padded to whole tiles of `tile_m` rows, so that tiles neither overlap nor need a
 predicate. The source runs on Python ints and on traced values alike.
 """
@@ -29,7 +31,7 @@ class Workspace:
         batch, heads: batch entries and query heads.
         tiles: query tiles of one sequence; of packed sequences, the tile numbers of all together.
         tile_m: rows of a tile.
-        head_dim: columns of dQ in it, padded; 0 if dQ needs no sum in memory.
+        head_dim: columns of dQ in it, padded; 0 if dQ needs no sum in memory, and so no turns.
     """
 
     batch: Index
@@ -56,4 +58,5 @@ class Workspace:
     @property
     def size(self) -> Index:
         """Elements of the whole workspace; as an int it may pass 32 bits."""
-        return self.heads * (self.rows * (2 + self.head_dim) + PARTS * self.batch * self.tiles)
+        turns = PARTS * self.batch * self.tiles if self.head_dim else 0
+        return self.heads * (self.rows * (2 + self.head_dim) + turns)

@@ -24,6 +24,8 @@ SM80_TURNS: dict[int, dict[str, Any]] = {
     4: {"vector_add": True, "turn_steps": 4},
     8: {"vector_add": True, "turn_warpgroup": True},
 }
+# For what is short of registers in calls without turns, too.
+SM80_IDLE: dict[str, Any] = SM80_TURNS[8] | {"idle_warpgroup": True, "double_buffer": False}
 SM80_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"double_buffer": False}, {"fresh_addresses": True})
 
 SM90_TILE_M = range(48, 145, 16)
@@ -86,6 +88,8 @@ def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
         for adds in (*SM80_ADDS, SM80_TURNS[base.num_warps]) if plainest else SM80_ADDS:
             added = dataclasses.replace(traits, **adds)
             yield from changed(added, SM80_SWITCHES if plainest else SM80_SWITCHES[:1])
+        if plainest and base.num_warps == max(SM80_TURNS):
+            yield dataclasses.replace(traits, **SM80_IDLE)
 
 
 def _tiny(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm80]:

@@ -52,6 +52,8 @@ class BwdTraitsSm80:
             block that comes next starts later.
         turn_warpgroup: four more warps in a deterministic call, of which two await and pass on the turns; it needs
             sm_90a, on which the four leave registers to the others.
+        idle_warpgroup: the four warps of `turn_warpgroup` are there in other calls, too, idle: they leave registers to
+            the others. Query blocks are then visited from the last to the first, as in deterministic calls.
         blocks_per_sm: resident blocks the compiler must leave registers for.
     """
 
@@ -81,6 +83,7 @@ class BwdTraitsSm80:
     lone_tiles: bool = False
     turn_steps: int = 1
     turn_warpgroup: bool = False
+    idle_warpgroup: bool = False
     blocks_per_sm: int = 1
 
     @property
@@ -149,6 +152,8 @@ class BwdTraitsSm80:
             return f"turn_steps {self.turn_steps} is not one of {', '.join(map(str, TURN_STEPS))}"
         if self.turn_steps > 1 and self.turn_warpgroup:
             return f"turn_steps {self.turn_steps} is not 1, but turn_warpgroup passes on every turn by itself"
+        if self.idle_warpgroup and not self.turn_warpgroup:
+            return "idle_warpgroup needs turn_warpgroup, whose warps it keeps in calls that take no turns"
         return self._check_warps() or copies_complaint(self) or self._check_limits(arch)
 
     def _check_warps(self) -> str | None:

@@ -3,6 +3,7 @@
 decode  a handful of queries against a long cache: one query tile, and the time is that of reading K and V
 tiny    a sequence is a small part of a usual tile; a class of the backward, the forward takes the rows for short
 short   the main loop has few steps, so that prologue, epilogue and scheduling of blocks count
+medium  a backward's main loop still has few steps; a class of the backward, the forward takes the rows for long
 long    only the main loop counts
 
 A class decides what is fast, never what is right: every row gives the same result at all lengths.
@@ -16,14 +17,14 @@ from typing import Literal, get_args
 
 from cuteflash.problem import Operation
 
-LengthClass = Literal["decode", "tiny", "short", "long"]
+LengthClass = Literal["decode", "tiny", "short", "medium", "long"]
 LENGTH_CLASSES: tuple[LengthClass, ...] = get_args(LengthClass)
 
 DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: more queries begin to fill a query tile
 TINY_LENGTH = 32
-# Main loops below a dozen steps of 128 keys. 1536 lies between the powers of two that are common and that are timed, so
-# no such length sits on the edge: 1024 is short, 2048 is long.
-LONG_LENGTH = 1536
+# Main loops below a dozen steps of 128 keys, and below two dozen. Both borders lie between the powers of two that are
+# common and that are timed, so that no such length sits on an edge: 1024 is short, 2048 medium, 4096 long.
+MEDIUM_LENGTH, LONG_LENGTH = 1536, 3072
 LONG_CACHE = 16  # keys a query, at least
 
 
@@ -31,9 +32,18 @@ def length_class_of(seqlen_q: int, seqlen_k: int, operation: Operation = "fwd") 
     """The class of a call with `seqlen_q` queries and `seqlen_k` keys a sequence."""
     if operation == "bwd" and max(seqlen_q, seqlen_k) <= TINY_LENGTH:
         return "tiny"
+    found = _class_of_loop(seqlen_q, seqlen_k)
+    return "long" if operation == "fwd" and found == "medium" else found
+
+
+def _class_of_loop(seqlen_q: int, seqlen_k: int) -> LengthClass:
+    """The class of the main loop, as fine as any operation asks for."""
     if seqlen_q <= DECODE_QUERIES:
         return "decode"
-    return "short" if max(seqlen_q, seqlen_k) < LONG_LENGTH else "long"
+    longer = max(seqlen_q, seqlen_k)
+    if longer < MEDIUM_LENGTH:
+        return "short"
+    return "medium" if longer < LONG_LENGTH else "long"
 
 
 @functools.lru_cache(maxsize=1024)  # a call with known sizes costs 0.1 us of host time
@@ -42,9 +52,10 @@ def length_class_of_packed(
 ) -> LengthClass:
     """The class of `batch` packed sequences, at least one, of which the host only knows the sizes of their tensors.
 
-    It is that of the mean length or, if it is known which length none exceeds, of the geometric mean of the two: the
-    work of a sequence grows with the square of its length, so that a few long ones among many short ones are most of
-    it. A few queries are `decode` only against a long cache, with few keys they are short sequences.
+    A forward passes it on to its backward, so it is as fine as either asks for. It is that of the mean length or, if it
+    is known which length none exceeds, of the geometric mean of the two: the work of a sequence grows with the square
+    of its length, so that a few long ones among many short ones are most of it. A few queries are `decode` only against
+    a long cache, with few keys they are short sequences.
 
     Args:
         rows_q, rows_k: queries and keys of all sequences together.
@@ -55,5 +66,5 @@ def length_class_of_packed(
         if max(longest_q, longest_k) <= TINY_LENGTH:
             return "tiny"
         length_q, length_k = math.isqrt(length_q * longest_q), math.isqrt(length_k * longest_k)
-    found = length_class_of(length_q, length_k)
+    found = _class_of_loop(length_q, length_k)
     return "short" if found == "decode" and length_k < LONG_CACHE * length_q else found

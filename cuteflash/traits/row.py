@@ -37,7 +37,8 @@ FULL = ("full",)  # every query sees every key: one loop, with registers to spar
 CAUSAL = ("causal",)
 WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 FP16, BF16 = ("fp16",), ("bf16",)
-DECODE, TINY, SHORT, LONG = ("decode",), ("tiny",), ("short",), ("long",)
+DECODE, TINY, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("short",), ("medium",), ("long",)
+FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backward are to a forward
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
 
@@ -103,10 +104,10 @@ class Row:
     def serves(self, problem: Problem, lengths: str) -> bool:
         """Whether the row serves this problem at lengths of this class; head dims are not compared.
 
-        To a forward tiny sequences are short ones. Of 8-bit operands a row that turns V is not given V^T.
+        To a forward tiny sequences are short ones, and medium ones are long. A row that turns V is not given Vᵀ.
         """
-        if lengths == "tiny" and problem.operation == "fwd":
-            lengths = "short"
+        if problem.operation == "fwd":
+            lengths = FORWARD_CLASS.get(lengths, lengths)
         return (
             problem.scores.mask in self.masks
             and problem.operands.qk_dtype in self.dtypes

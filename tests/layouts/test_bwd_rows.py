@@ -324,6 +324,9 @@ def test_a_warpgroup_for_turns_is_drawn_in_deterministic_calls_only() -> None:
     assert sum(role["limit"] * role["threads"] for role in registers["roles"]) <= registers["launch"] * 384
     assert (plain.kernel["threads"], deterministic.kernel["threads"]) == (256, 384)
     assert deterministic.budget["occupancy"]["warps"] == 12
+    traits = dataclasses.replace(traits, idle_warpgroup=True)
+    idle = make_scene(BwdProblem.dense("bf16", 64, 64), "sm_90a", Choice("sm80", traits, Row(traits), "one's own"))
+    assert [(role.name, role.threads) for role in idle.roles] == [("warps", 256), ("idle", 128)]
 
 
 @ampere_rows

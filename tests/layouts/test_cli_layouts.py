@@ -263,8 +263,11 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--dtype", "e4m3"), "no row of fwd/sm_80/sm80 runs head_dim 64, head_dim_v 64, mask full, dtype e4m3"),
         ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
         (("--all", "--transposed-v", "-o", "x"), "--transposed-v is given with --all"),
-        ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, short, long"),
-        ((*ROW, "--lengths", "short,long"), "lengths is 'short,long'; allowed: one of decode, tiny, short, long"),
+        ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, short, medium, long"),
+        (
+            (*ROW, "--lengths", "short,long"),
+            "lengths is 'short,long'; allowed: one of decode, tiny, short, medium, long",
+        ),
         (("--all", "--lengths", "long", "-o", "x"), "--lengths is given with --all, which shows every row"),
         ((*ROW, "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
         ((*ROW, "--family", "sm90"), "family is 'sm90', which sm_80 does not run; it runs: sm80"),

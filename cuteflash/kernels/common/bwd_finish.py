@@ -99,19 +99,14 @@ class BwdFinish:
         place = tiles.place(cute.arch.block_idx()[0])
         layout = atoms.swizzled_tile(self.traits.tile_m, self.traits.head_dim)
         stage = SmemAllocator().allocate_tensor(self.dtype, layout, byte_alignment=1024)
-        if const_expr(self.traits.lone_tiles):
-            if place.rows > 0 and not place.is_lone:
-                self.finish(gDQ, views, place, scale, stage)
-        elif const_expr(views.cu_q is None):
-            self.finish(gDQ, views, place, scale, stage)
-        elif place.rows > 0:
+        if place.has_sum:
             self.finish(gDQ, views, place, scale, stage)
 
     @cute.jit
     def finish(
         self, gDQ: cute.Tensor, views: WorkspaceTensors, place: WorkspacePlace, scale: Float32, stage: cute.Tensor
     ):
-        """The tile at `place`, which has a row and whose sum is in memory."""
+        """The tile at `place`, whose sum is in memory."""
         thread = cute.arch.thread_idx()[0]
         parts = self.main.dq_parts()
         part, member = thread // parts.threads, thread % parts.threads

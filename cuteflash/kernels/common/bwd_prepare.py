@@ -66,9 +66,7 @@ class BwdPrepare:
         tiles: WorkspaceTiles,
     ):
         place = tiles.place(cute.arch.block_idx()[0])
-        if const_expr(views.cu_q is None):
-            self.prepare(gO, gDO, (mLSE, mDLSE), views, place)
-        elif place.rows > 0:
+        if place.exists:
             self.prepare(gO, gDO, (mLSE, mDLSE), views, place)
 
     @cute.jit
@@ -88,11 +86,9 @@ class BwdPrepare:
         origin = place.batch, place.head, first
         lse, dlse = (self.load_statistic(x, origin, last, row0, passes) for x in (mLSE, mDLSE))
         if const_expr(tile.dq is not None and not self.traits.first_stores):
-            if const_expr(not self.traits.lone_tiles):
+            if place.has_sum:
                 self.clear(tile.dq, thread)
-            elif not place.is_lone:
-                self.clear(tile.dq, thread)
-        if const_expr(self.problem.is_deterministic or self.traits.first_stores):
+        if const_expr(tile.turns is not None and (self.problem.is_deterministic or self.traits.first_stores)):
             if thread < PARTS:
                 tile.turns[thread] = Int32(0)
         for i in cutlass.range_constexpr(passes):

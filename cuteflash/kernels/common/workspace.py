@@ -26,7 +26,7 @@ class WorkspaceTile:
     lse_log2: cute.Tensor  # (tile_m,)
     delta: cute.Tensor  # (tile_m,)
     dq: cute.Tensor | None  # (tile_m * head_dim,), in the order of the main kernel's fragments
-    turns: cute.Tensor  # (PARTS,), int32
+    turns: cute.Tensor | None  # (PARTS,), int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,7 @@ class WorkspaceTensors:
     Attributes:
         lse_log2, delta: (rows, heads)
         dq: (tile_m * head_dim, tiles of all sequences, heads); None if dQ needs no sum in memory.
-        turns: (PARTS, tiles of all sequences, heads), int32.
-        head_tiles: query tiles of one head in all sequences.
+        turns: (PARTS, tiles of all sequences, heads), int32; None likewise.
         tiles: query tiles of one sequence; of packed sequences, of all together.
         cu_q: where packed sequences begin; None if dense.
         tile_m: rows of a tile.
@@ -46,8 +45,7 @@ class WorkspaceTensors:
     lse_log2: cute.Tensor
     delta: cute.Tensor
     dq: cute.Tensor | None
-    turns: cute.Tensor
-    head_tiles: Int32
+    turns: cute.Tensor | None
     tiles: Int32
     cu_q: cute.Tensor | None
     tile_m: cutlass.Constexpr[int]
@@ -60,20 +58,20 @@ class WorkspaceTensors:
         rows = Int64(tiles) * tile_m
         statistic = cute.make_layout((tiles * tile_m, workspace.heads), stride=(1, cute.assume(rows, divby=tile_m)))
         part = cute.assume(rows * workspace.heads, divby=tile_m)
-        dq = None
+        dq = turns = None
         if const_expr(head_dim > 0):
             elements = tile_m * head_dim
             strides = (cute.assume(stride, divby=elements) for stride in (Int64(elements), rows * head_dim))
             layout = cute.make_layout((elements, tiles, workspace.heads), stride=(1, *strides))
             dq = cute.make_tensor(mW.iterator + 2 * part, layout)
-        shape, strides = (PARTS, tiles, workspace.heads), (Int64(tiles) * workspace.heads, 1, Int64(tiles))
-        turns = cute.recast_ptr(mW.iterator + (2 + head_dim) * part, dtype=Int32)
+            shape, strides = (PARTS, tiles, workspace.heads), (Int64(tiles) * workspace.heads, 1, Int64(tiles))
+            counters = cute.recast_ptr(mW.iterator + (2 + head_dim) * part, dtype=Int32)
+            turns = cute.make_tensor(counters, cute.make_layout(shape, stride=strides))
         return cls(
             lse_log2=cute.make_tensor(mW.iterator, statistic),
             delta=cute.make_tensor(mW.iterator + part, statistic),
             dq=dq,
-            turns=cute.make_tensor(turns, cute.make_layout(shape, stride=strides)),
-            head_tiles=tiles,
+            turns=turns,
             tiles=workspace.tiles,
             cu_q=cu_q,
             tile_m=tile_m,
@@ -91,15 +89,15 @@ class WorkspaceTensors:
         lse_log2, delta = (
             cute.local_tile(part[None, head], (self.tile_m,), (index,)) for part in (self.lse_log2, self.delta)
         )
-        dq = None if self.dq is None else self.dq[None, index, head]
-        return WorkspaceTile(lse_log2, delta, dq, self.turns[None, index, head])
+        dq, turns = (None if part is None else part[None, index, head] for part in (self.dq, self.turns))
+        return WorkspaceTile(lse_log2, delta, dq, turns)
 
     def first_number(self, head: Int32, sequence: Int32, first_q: Index | None = None) -> Int32:
         """The number of the first query tile of a head of a sequence, of all heads' tiles in turn.
 
         `first_q` as for `first_tile`.
         """
-        return head * self.head_tiles + self.first_tile(sequence, first_q)
+        return head * self.turns.shape[1] + self.first_tile(sequence, first_q)
 
     def turn(self, number: Int32, part: int) -> cute.Pointer:
         """How many have been at a part of the tile of a number."""
@@ -125,7 +123,8 @@ class WorkspacePlace:
         batch: entry of the batch mode; packed sequences have one entry.
         first_row: its first row, counted as Q and O are.
         rows: how many rows its sequence has from there on; 0 or less if the tile does not exist.
-        is_lone: whether its sequence is one tile of queries and one of keys.
+        exists: whether it has a row; those of a dense batch all do.
+        has_sum: whether it exists and key blocks add to its dQ in memory, instead of the only one that stores it.
     """
 
     m_block: Int32
@@ -134,16 +133,18 @@ class WorkspacePlace:
     batch: Index
     first_row: Int32
     rows: Int32
-    is_lone: Boolean
+    exists: Boolean | bool
+    has_sum: Boolean | bool
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceTiles:
-    """All query tiles of a workspace."""
+    """All query tiles of a workspace; `lone_tiles` as in `BwdTraits`."""
 
     order: Order
     lengths: Lengths
     is_packed: cutlass.Constexpr[bool]
+    lone_tiles: cutlass.Constexpr[bool]
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
@@ -157,22 +158,27 @@ class WorkspaceTiles:
             order = flat_order(packed.cu_seqlens_q, rows, workspace.heads, workspace.tile_m, alike)
         else:
             order = TileOrder(workspace.tiles, workspace.heads, workspace.batch, Int32(1), longest_first=False)
-        return cls(order, lengths_of(tensors, packed), is_packed, workspace.tile_m, traits.tile_n)
+        lengths = lengths_of(tensors, packed)
+        return cls(order, lengths, is_packed, traits.lone_tiles, workspace.tile_m, traits.tile_n)
 
     def place(self, index: Int32) -> WorkspacePlace:
         """The tile with number `index`; a whole warp calls it."""
         m_block, head, sequence = self.order.tile(index)
         lengths = self.lengths.sequence(sequence)
         first = m_block * self.tile_m
-        batch = 0 if self.is_packed else sequence
+        rows = lengths.seqlen_q - first
+        exists = has_sum = rows > 0 if self.is_packed else True
+        if self.lone_tiles:
+            has_sum = exists & cutlass.not_(is_lone(lengths.seqlen_q, lengths.seqlen_k, self.tile_m, self.tile_n))
         return WorkspacePlace(
             m_block=m_block,
             head=head,
             sequence=sequence,
-            batch=batch,
+            batch=0 if self.is_packed else sequence,
             first_row=lengths.first_q + first,
-            rows=lengths.seqlen_q - first,
-            is_lone=is_lone(lengths.seqlen_q, lengths.seqlen_k, self.tile_m, self.tile_n),
+            rows=rows,
+            exists=exists,
+            has_sum=has_sum,
         )
 
 

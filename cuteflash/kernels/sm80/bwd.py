@@ -55,9 +55,10 @@ class FlashBwdSm80:
     def __init__(self, traits: BwdTraitsSm80, problem: BwdProblem) -> None:
         self.traits = traits
         self.problem = problem
-        by_warpgroup = problem.is_deterministic and traits.turn_warpgroup
-        self.turn_threads = WARPGROUP if by_warpgroup else 0
-        self.turns_between = problem.is_deterministic and not by_warpgroup  # by a warp that computes, too
+        self.turns_apart = problem.is_deterministic and traits.turn_warpgroup
+        self.turns_between = problem.is_deterministic and not self.turns_apart  # by a warp that computes, too
+        self.turn_threads = WARPGROUP if self.turns_apart or traits.idle_warpgroup else 0
+        self.is_descending = problem.is_deterministic or traits.idle_warpgroup
         self.dtype = CUTE_DTYPES[problem.operands.qk_dtype]
 
     def fake_args(self) -> tuple:
@@ -120,7 +121,7 @@ class FlashBwdSm80:
     def kernel(self, operands: BwdOperands, workspace: WorkspaceTensors, launch: BwdLaunch):
         thread = cute.arch.thread_idx()[0]
         tile = launch.tile(cute.arch.block_idx()[0])
-        work = KeyWork(launch, tile, tile.query_blocks(), self.problem.is_deterministic)
+        work = KeyWork(launch, tile, tile.query_blocks(), self.is_descending)
         if const_expr(self.problem.storage.k == "dense"):
             self.work_on(operands, workspace, work, thread)
         elif tile.exists():
@@ -139,10 +140,11 @@ class FlashBwdSm80:
                 self.differentiate(operands, workspace, work, thread)
             else:
                 cute.arch.setmaxregister_decrease(TURN_REGS)
-                if warp == traits.num_warps:
-                    await_each_turn(self, workspace, work, lane)
-                elif warp == traits.num_warps + 1:
-                    pass_each_turn(self, workspace, work, lane)
+                if const_expr(self.turns_apart):
+                    if warp == traits.num_warps:
+                        await_each_turn(self, workspace, work, lane)
+                    elif warp == traits.num_warps + 1:
+                        pass_each_turn(self, workspace, work, lane)
 
     @cute.jit
     def differentiate(self, operands: BwdOperands, workspace: WorkspaceTensors, work: KeyWork, thread: Int32):
@@ -186,7 +188,7 @@ class FlashBwdSm80:
             tiles=tiles,
             thread=thread,
             seqlen_q=tile.mask.seqlen_q,
-            first_head=tile.head * work.launch.heads_per_kv,
+            first_head=work.first_head,
             sequence=tile.sequence,
         )
 

@@ -10,17 +10,17 @@ from cuteflash.traits.sm80 import WARP
 
 
 class NamedBarrier(enum.IntEnum):
-    """Hardware barriers in use if warps of their own keep the turns; 0 is `__syncthreads`."""
+    """Hardware barriers in use if a block has warps that do not compute; 0 is `__syncthreads`."""
 
     MMA = 1  # all warps that compute
-    TURN = 2  # these, and both that keep the turns: dS is written, and it is this block's turn to add
+    TURN = 2  # these, and both that keep the turns, if any: dS is written, and it is this block's turn to add
     ADDED = 3  # those that compute, and the one that passes on turns: the block has added
 
 
 def threads_of(kernel, barrier: NamedBarrier) -> int:
     """How many threads come to a barrier."""
-    more = {NamedBarrier.MMA: 0, NamedBarrier.TURN: 2, NamedBarrier.ADDED: 1}
-    return kernel.traits.num_threads + more[barrier] * WARP
+    more = {NamedBarrier.MMA: 0, NamedBarrier.TURN: 2, NamedBarrier.ADDED: 1}[barrier] if kernel.turns_apart else 0
+    return kernel.traits.num_threads + more * WARP
 
 
 def sync_warps(kernel, barrier: NamedBarrier = NamedBarrier.MMA) -> None:

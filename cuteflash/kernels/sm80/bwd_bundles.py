@@ -119,6 +119,11 @@ class KeyWork:
     blocks: QueryBlocks
     is_descending: cutlass.Constexpr[bool]
 
+    @property
+    def first_head(self) -> Int32:
+        """The first query head of the tile's KV head."""
+        return self.tile.head * self.launch.heads_per_kv
+
     def segments(self, mask: MaskKind) -> list[tuple[Int32, Int32, bool]]:
         """The query blocks [lo, hi), and whether they are masked, in the order in which they are visited."""
         blocks = self.blocks

@@ -130,5 +130,5 @@ def step(
         store_dq(kernel, g, loads, work, (head, stage))
     else:
         add_dq(kernel, g, loads, m_block, head)
-    if const_expr(kernel.turn_threads > 0):
+    if const_expr(kernel.turns_apart):
         say_added(kernel)

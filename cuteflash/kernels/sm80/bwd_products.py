@@ -10,6 +10,7 @@ from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.softmax import exp2
 from cuteflash.core.views import transposed
+from cuteflash.kernels.sm80.bwd_barriers import sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import (
     BwdTiles,
     Gradients,
@@ -120,9 +121,9 @@ def store_dq(kernel: cutlass.Constexpr, g: Gradients, loads: QuerySources, work:
     """Store dQ of a sequence that is one tile, rounded; `place` is its (query head, stage of Q, which is lost)."""
     head, stage = place
     sdQ = loads.tiles.sQ[None, None, stage]
-    cute.arch.sync_threads()  # every warp has read Q
+    sync_warps(kernel)  # every warp has read Q
     stage_rows(kernel, g.mma_dq, g.thread, (g.acc_dQ, work.launch.softmax_scale), sdQ)
-    cute.arch.sync_threads()
+    sync_warps(kernel)
     gdQ = loads.gdQ[None, None, loads.first_head + head]
     store_rows(kernel, sdQ, gdQ, Int32(0), loads.seqlen_q, kernel.problem.operands.head_dim, g.thread)
 

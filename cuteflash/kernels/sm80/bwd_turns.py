@@ -28,12 +28,12 @@ def own_turn(work: KeyWork, m_block: Int32) -> Int32:
     return turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
 
 
-# The first warp awaits and passes on the turns.
-
-
-def turn_pointer(loads: QuerySources, head: Int32, m_block: Int32) -> cute.Pointer:
+def turn_pointer(workspace: WorkspaceTensors, work: KeyWork, head: Int32, m_block: Int32) -> cute.Pointer:
     """Where the number of blocks stands that have added to a query tile of the `head`-th query head of a KV head."""
-    return loads.workspace.tile(m_block, loads.first_head + head, loads.sequence).turns.iterator
+    return workspace.tile(m_block, work.first_head + head, work.tile.sequence).turns.iterator
+
+
+# The first warp awaits and passes on the turns.
 
 
 def starts_batch(kernel, work: KeyWork, m_block: Int32) -> Boolean:
@@ -57,7 +57,7 @@ def look_at_turns(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork,
     if starts_batch(kernel, work, first):
         m_block, has_tile = batch_of(kernel, work, loads.thread, first)
         if has_tile:
-            seen = turns.seen_turn(turn_pointer(loads, head, m_block), sem="relaxed")
+            seen = turns.seen_turn(turn_pointer(loads.workspace, work, head, m_block), sem="relaxed")
     return seen
 
 
@@ -75,7 +75,7 @@ def await_turns(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, p
     if (loads.thread < kernel.traits.turn_steps) & starts_batch(kernel, work, first):
         m_block, has_tile = batch_of(kernel, work, loads.thread, first)
         if has_tile:
-            turn, pointer = own_turn(work, m_block), turn_pointer(loads, head, m_block)
+            turn, pointer = own_turn(work, m_block), turn_pointer(loads.workspace, work, head, m_block)
             while seen < turn:
                 seen = turns.seen_turn(pointer, sem="relaxed")
         cute.arch.fence_acq_rel_gpu()
@@ -107,17 +107,11 @@ def pass_batch(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, he
     """Pass on the turns of a batch, whose additions the threads' own fences cover."""
     m_block, has_tile = batch_of(kernel, work, loads.thread, first)
     if has_tile:
-        pointer = turn_pointer(loads, head, m_block)
+        pointer = turn_pointer(loads.workspace, work, head, m_block)
         cute.arch.atomic_add(pointer, Int32(1), sem="relaxed", scope="gpu")
 
 
 # Two warps of their own do.
-
-
-def turn_pointer_apart(workspace: WorkspaceTensors, work: KeyWork, head: Int32, m_block: Int32) -> cute.Pointer:
-    """`turn_pointer` in a warp that loads nothing."""
-    tile = work.tile
-    return workspace.tile(m_block, tile.head * work.launch.heads_per_kv + head, tile.sequence).turns.iterator
 
 
 @cute.jit
@@ -132,7 +126,7 @@ def await_each_turn(kernel: cutlass.Constexpr, workspace: WorkspaceTensors, work
         for index in cutlass.range(work.blocks.count, unroll=1):
             m_block = work.blocks.hi - 1 - index
             if lane == 0:
-                turn, pointer = own_turn(work, m_block), turn_pointer_apart(workspace, work, head, m_block)
+                turn, pointer = own_turn(work, m_block), turn_pointer(workspace, work, head, m_block)
                 seen = turns.seen_turn(pointer)
                 while seen < turn:
                     seen = turns.seen_turn(pointer)
@@ -163,4 +157,4 @@ def pass_each_turn(kernel: cutlass.Constexpr, workspace: WorkspaceTensors, work:
 def pass_turn(workspace: WorkspaceTensors, work: KeyWork, lane: Int32, head: Int32, m_block: Int32):
     """Let the next block add to a tile."""
     if lane == 0:
-        turns.pass_turn(turn_pointer_apart(workspace, work, head, m_block))
+        turns.pass_turn(turn_pointer(workspace, work, head, m_block))

@@ -123,11 +123,15 @@ def key_partition(
     return tXsX[None, stage], tXgX[None, n_block]
 
 
+def store_gradients(kernel, block: Block, visit: Visit) -> None:
+    """Store dK and dV of the tile of a visit."""
+    store_tile(kernel, block, visit.tile, visit.wave)
+
+
 @cute.jit
-def store_gradients(kernel: cutlass.Constexpr, block: Block, visit: Visit):
+def store_tile(kernel: cutlass.Constexpr, block: Block, tile: KeyTile, wave: Int32):
     """Store dK and dV, which TMA clips, once the consumers have put them in the place of K and V; a whole warp."""
     traits, tma, tiles, rings = kernel.traits, block.tma, block.tiles, block.rings
-    tile, wave = visit.tile, visit.wave
     wait_phase(rings.gradients_of(wave), rings.k.phase(wave))
     for atom, gX, sX, cols in (
         (tma.store_dv, tma.gdV, tiles.sV, traits.head_dim_v),
@@ -146,8 +150,7 @@ def store_gradients(kernel: cutlass.Constexpr, block: Block, visit: Visit):
 def store_until(kernel: cutlass.Constexpr, block: Block, done: Int32, position: Int32):
     """Store the gradients of the tiles before `position` that were handed out, from tile `done` on; see `hand_out`."""
     while done < position:
-        tile = tile_of_words(block.launch, block.handout.handed(done))
-        store_gradients(kernel, block, Visit(tile, tile.query_blocks(), done, Int32(0)))
+        store_tile(kernel, block, tile_of_words(block.launch, block.handout.handed(done)), done)
         done += 1
     return done
 
