@@ -225,7 +225,7 @@ class Inputs:
         if self.scales is None:
             q, k, v = (tensor.float() for tensor in tensors)
         else:
-            q, k, v = (dequantised(tensor, scale) for tensor, scale in zip(tensors, self.scales, strict=True))
+            q, k, v = (dequantised(tensor, scale) for tensor, scale in zip(tensors, self.scales[:3], strict=True))
         return q, k, v
 
 
