@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash.compile import build
 from cuteflash.dispatch import choose, kernel_class
-from cuteflash.problem import BwdProblem, FwdProblem, Problem
+from cuteflash.problem import BwdProblem, FwdProblem, Operands, Problem, Scores
 from cuteflash.tune.cells import Cell
 
-from .names import OURS, base_of, is_deterministic
+from .names import FP8_VT, OURS, base_of, is_deterministic, is_fp8
 
 Kernel = tuple[Any, Problem]  # traits and what they are compiled for
 
 
 def compile_all(kernels: Iterable[Kernel], target: str, jobs: int) -> None:
+    """All kernels of attention into the disk cache, see `build_all`."""
+    build_all(((kernel_class(traits), traits, problem) for traits, problem in dict.fromkeys(kernels)), target, jobs)
+
+
+def build_all(kernels: Iterable[tuple[Any, Any, Any]], target: str, jobs: int) -> None:
     """All kernels into the disk cache, in processes that never touch the GPU; one that fails is met again when run.
 
     The processes import `cuteflash` alone: this package may have been loaded from a folder that is not on their path.
+
+    Args:
+        kernels: class, traits and problem of each.
+        target: what they are compiled for.
+        jobs: processes.
     """
-    calls = [(kernel_class(traits), traits, problem, target) for traits, problem in dict.fromkeys(kernels)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for future in [pool.submit(build, *call) for call in calls]:
+        for future in [pool.submit(build, *kernel, target) for kernel in kernels]:
             future.exception()
 
 
@@ -39,3 +49,14 @@ def kernels_with_gradients(cells: Iterable[Cell], names: Sequence[str], target: 
             for problem in (FwdProblem.dense(*operands, lse=True), backward):
                 with contextlib.suppress(NotImplementedError):
                     yield choose(problem, target, base_of(name), cell.lengths).traits, problem
+
+
+def fp8_kernels(cells: Iterable[Cell], names: Sequence[str], target: str) -> Iterator[Kernel]:
+    """What forwards of cells run by the tables, those with 8-bit operands and our 16-bit ones beside them."""
+    for cell in cells:
+        for name in (name for name in names if base_of(name) in OURS):
+            operands = Operands.of("e4m3" if is_fp8(name) else cell.dtype, cell.head_dim, cell.head_dim_v)
+            operands = dataclasses.replace(operands, transposed_v=name.endswith(FP8_VT))
+            problem = FwdProblem(operands, Scores(cell.mask))
+            with contextlib.suppress(NotImplementedError):
+                yield choose(problem, target, base_of(name), cell.lengths).traits, problem

@@ -16,15 +16,20 @@ from cuteflash.tune.timing import BATCH_MS, ROUNDS, HangError, Runner, first_cal
 from .judges import Judge
 from .names import is_of_peer
 
-MATMUL = "matmul"  # its name among the runners
+MATMUL, FP8_MATMUL = "matmul", "fp8_matmul"  # their names among the runners
 
 Maker = Callable[[Any], Runner]  # an implementation over the inputs of one cell
 
 
 def measure(
-    judge: Judge, makers: Mapping[str, Maker], device: torch.device, rounds: int = ROUNDS, matmul: Matmul | None = None
+    judge: Judge,
+    makers: Mapping[str, Maker],
+    device: torch.device,
+    rounds: int = ROUNDS,
+    matmul: Matmul | None = None,
+    fp8_matmul: Matmul | None = None,
 ) -> dict[str, Any]:
-    """Check every implementation, then time the correct ones side by side, and a matrix product if one is given.
+    """Check every implementation, then time the correct ones side by side, and the matrix products that are given.
 
     The last correct one (peers come last) provides the result that the others are compared with. An implementation
     that raises or is wrong has a "problem"; a peer that lacks what a cell needs is "left out", and a peer's rms error
@@ -59,12 +64,13 @@ def measure(
         runners[name] = run
     del known_right
     ordered = {name: runners[name] for name in makers if name in runners}
-    times = _times(ordered | ({MATMUL: matmul.run} if matmul else {}), device, rounds)
+    matmuls = {name: one for name, one in ((MATMUL, matmul), (FP8_MATMUL, fp8_matmul)) if one}
+    times = _times(ordered | {name: one.run for name, one in matmuls.items()}, device, rounds)
     for name in ordered:
         milliseconds = median(times[name])
         tflops = judge.flops / (milliseconds * 1e9)
         results[name] |= {"ms": milliseconds, "spread": spread(times[name]), "tflops": tflops}
-    beside = {"matmul_tflops": matmul.flops / (median(times[MATMUL]) * 1e9)} if matmul else {}
+    beside = {f"{name}_tflops": one.flops / (median(times[name]) * 1e9) for name, one in matmuls.items()}
     return {**judge.facts, "results": results, **beside}
 
 

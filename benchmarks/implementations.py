@@ -19,8 +19,9 @@ from cuteflash.tune.timing import Runner
 from cuteflash.tune.trials import fwd_runner
 from cuteflash.tune.variants import Variant
 
+from . import cudnn_fp8
 from .contest import Maker
-from .names import OURS, UNNAMED, base_of, is_deterministic
+from .names import OURS, UNNAMED, base_of, is_deterministic, is_fp8
 
 NAMES = OURS + PEERS
 
@@ -30,7 +31,7 @@ def unavailable(name: str, device: torch.device) -> str | None:
     base = base_of(name)
     if base not in (UNNAMED, *NAMES):
         return f"implementation is {name!r}; allowed: {', '.join(NAMES)}"
-    if base in PEERS and (reason := missing_peer(base)):
+    if base in PEERS and (reason := cudnn_fp8.missing() if is_fp8(name) else missing_peer(base)):
         return reason
     if device.type != "cuda":
         return None if base == "fa2" else "needs a CUDA device"

@@ -8,11 +8,13 @@ from typing import Any
 
 from . import report
 from .names import TITLES
+from .plots import COLOURS
+from .rates import rate
 
 Result = Mapping[str, Any]
 
 _ERROR_WORDS = ", then the rms error in O's rms"
-FAMILY_COLOURS = {"sm80": report.COLOURS["sm80"], "sm90": report.COLOURS["sm90"]}
+FAMILY_COLOURS = {"sm80": COLOURS["sm80"], "sm90": COLOURS["sm90"]}
 
 
 def cells_of(result: Result, family: str) -> list[Result]:
@@ -54,11 +56,11 @@ def _table(rungs: Sequence[Result], cells: Sequence[Result]) -> list[str]:
     for rung in rungs:
         texts = []
         for cell in cells:
-            now = report.rate(dict(cell), rung["title"])
+            now = rate(dict(cell), rung["title"])
             texts.append(_gain_text(now, before.get(cell["label"]), cell["results"].get(rung["title"])))
             before[cell["label"]] = now
         lines.append(f"| {rung['title']} | {rung['does']} | {' | '.join(texts)} |")
-    rates = [report.rate(dict(cell), peer) for cell in cells] if peer is not None else []
+    rates = [rate(dict(cell), peer) for cell in cells] if peer is not None else []
     if peer is not None and any(rates):
         texts = ["-" if value is None else f"{value:.0f}" for value in rates]
         lines.append(f"| *{TITLES[peer]}* | the peer | {' | '.join(texts)} |")
@@ -100,19 +102,17 @@ def _plot_ladder(axis: Any, family: str, rungs: Sequence[Result], cells: Sequenc
     for at, rung in enumerate(rungs):
         share = (at + 1) / len(rungs)  # darker the higher
         for group, cell in enumerate(cells):
-            value = report.rate(dict(cell), rung["title"])
+            value = rate(dict(cell), rung["title"])
             if value is not None:
                 x = group + (at - (len(rungs) - 1) / 2) * width
                 colour = FAMILY_COLOURS[family.partition(" ")[0]]  # of a ladder's name
                 axis.bar(x, value, width * 0.92, color=colour, alpha=0.25 + 0.75 * share)
                 axis.text(x, value, f" {rung['title']} {value:.0f}", rotation=90, ha="center", va="bottom", fontsize=6)
     for group, cell in enumerate(cells):
-        value = report.rate(dict(cell), cell["peer"]) if cell["peer"] is not None else None
+        value = rate(dict(cell), cell["peer"]) if cell["peer"] is not None else None
         if value is not None:
             label = TITLES[cell["peer"]] if group == 0 else None
-            axis.hlines(
-                value, group - 0.46, group + 0.46, color=report.COLOURS[cell["peer"]], linestyle="--", label=label
-            )
+            axis.hlines(value, group - 0.46, group + 0.46, color=COLOURS[cell["peer"]], linestyle="--", label=label)
     axis.set_xticks(range(len(cells)), [cell["label"] for cell in cells])
     axis.set_ylabel(f"{family}, TFLOP/s")
     axis.margins(y=0.45)

@@ -4,74 +4,38 @@
     python -m benchmarks.report benchmarks/results/forward.json --plot PATH.png
     python -m benchmarks.report benchmarks/results/forward.json --into README.md
 
-A result has one of four tables, which stand between markers of their own: a forward's on plain inputs; if some cells
-have others, each cell's speed beside that on plain inputs, with the error; that of packed sequences; a backward's, with
-the memory and with a summary of forward + backward, whose table only the terminal shows.
+A result has one of five tables, which stand between markers of their own: a forward's on plain inputs; that with 8-bit
+operands; if some cells have other inputs, each cell's speed beside that on plain ones, with the error; that of packed
+sequences; a backward's, with the memory and with a summary of forward + backward, whose table only the terminal shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from cuteflash.tune.inputs import PLAIN
 
-from .names import DENSE, DETERMINISTIC, OURS, TITLES, UNNAMED, base_of
-
-Result = dict[str, Any]
-
-# label → (ours, the peers of which the fastest counts)
-RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "ours/FA4": (UNNAMED, ("fa4",)),
-    "sm90/FA4": ("sm90", ("fa4",)),
-    "sm90/cuDNN": ("sm90", ("cudnn",)),
-    "sm90/best": ("sm90", ("fa4", "cudnn")),
-    "sm80/FA2": ("sm80", ("fa2",)),
-    "sm90 det./sm90": ("sm90-det", ("sm90",)),
-    "sm80 det./sm80": ("sm80-det", ("sm80",)),
-    "sm90 det./FA4 det.": ("sm90-det", ("fa4-det",)),
-    "ours/dense": (UNNAMED, (UNNAMED + DENSE,)),
-    "sm90/dense": ("sm90", ("sm90-dense",)),
-    "sm80/dense": ("sm80", ("sm80-dense",)),
-}
-COLOURS = {"sm90": "#0b6e4f", "sm80": "#7cb518", "fa4": "#d1495b", "cudnn": "#3066be", "fa2": "#8d99ae"}
-
-
-def ratio(cell: Result, label: str) -> float | None:
-    """Our speed over the peer's in one cell; None where one of them has no right result."""
-    ours, peers = RATIOS[label]
-    rates = [rate(cell, peer) for peer in peers]
-    mine = rate(cell, ours)
-    if mine is None or any(value is None for value in rates):
-        return None
-    return mine / max(value for value in rates if value is not None)
-
-
-def rate(cell: Result, name: str) -> float | None:
-    """TFLOP/s of an implementation in one cell; None where it did not run or was wrong."""
-    entry = cell["results"].get(name)
-    if entry is None or entry.get("problem") or "tflops" not in entry:
-        return None
-    return float(entry["tflops"])
-
-
-def parts(result: Result) -> dict[str, str]:
-    """The lists of cells that a result has, each with the words for what was timed."""
-    if "packed" in result:
-        return {"cells": f"{result['packed']} of packed sequences"}
-    if not is_backward(result):
-        return {"cells": "forward"}
-    return {"cells": "backward", "both": "forward + backward"}
-
-
-def is_backward(result: Result) -> bool:
-    """Whether a result is that of `benchmarks.backward`."""
-    return "both" in result
+from .names import DETERMINISTIC, FP8_OURS, OURS, TITLES, base_of, is_fp8
+from .plots import plot
+from .rates import (
+    RATIOS,
+    Result,
+    has_fp8,
+    is_backward,
+    kind_of,
+    labels_of,
+    names_of,
+    of_plain,
+    parts,
+    rate,
+    ratio,
+    summary,
+    types_of,
+)
 
 
 def summaries(result: Result) -> Result:
@@ -79,31 +43,9 @@ def summaries(result: Result) -> Result:
     return {"summary" if key == "cells" else f"summary_{key}": summary(result[key]) for key in parts(result)}
 
 
-def summary(cells: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """For each ratio: geometric mean, worst cell and number of cells."""
-    found: dict[str, dict[str, Any]] = {}
-    for label in RATIOS:
-        values = [(value, cell["label"]) for cell in cells if (value := ratio(cell, label)) is not None]
-        if values:
-            mean = math.exp(sum(math.log(value) for value, _ in values) / len(values))
-            worst, where = min(values)
-            found[label] = {"geomean": mean, "worst": worst, "worst_cell": where, "cells": len(values)}
-    return found
-
-
-def names_of(cells: Sequence[Result]) -> list[str]:
-    """The implementations that appear, in the order of TITLES."""
-    return [name for name in TITLES if any(name in cell["results"] for cell in cells)]
-
-
-def labels_of(cells: Sequence[Result]) -> list[str]:
-    """The ratios that can be formed in at least one cell."""
-    return [label for label in RATIOS if any(ratio(cell, label) is not None for cell in cells)]
-
-
 def has_other_inputs(result: Result) -> bool:
     """Whether some cells have other inputs than plain ones."""
-    return any(_kind(cell) != PLAIN for cell in result["cells"])
+    return any(kind_of(cell) != PLAIN for cell in result["cells"])
 
 
 def rows(cells: Sequence[Result]) -> Iterator[list[str]]:
@@ -129,25 +71,12 @@ def rows_by_inputs(cells: Sequence[Result]) -> Iterator[list[str]]:
         ratios = [of_plain(cell, cells, name) for name in names if name in OURS]
         errors = [cell["results"].get(name, {}).get("rms_ratio") for name in names]
         yield [
-            cell["label"].removesuffix(f" {_kind(cell)}"),
-            _kind(cell),
+            cell["label"].removesuffix(f" {kind_of(cell)}"),
+            kind_of(cell),
             *_speed_texts(cell, names, labels),
             *map(_ratio_text, ratios),
             *map(_ratio_text, errors),
         ]
-
-
-def of_plain(cell: Result, cells: Sequence[Result], name: str) -> float | None:
-    """An implementation's speed in a cell over that in the same cell with plain inputs; None if one is missing."""
-    same = ("head_dim", "mask", "seqlen", "dtype")
-    plain = next((one for one in cells if _kind(one) == PLAIN and all(one[key] == cell[key] for key in same)), None)
-    base, here = plain and rate(plain, name), rate(cell, name)
-    return here / base if base and here else None
-
-
-def _kind(cell: Result) -> str:
-    """The cell's inputs; results that do not name them have plain ones."""
-    return str(cell.get("inputs", PLAIN))
 
 
 def _speed_texts(cell: Result, names: Sequence[str], labels: Sequence[str]) -> list[str]:
@@ -176,7 +105,11 @@ def summary_lines(result: Result) -> list[str]:
             f"same run: 8192³ bf16 matrix product {device['matmul_tflops']:.0f} TFLOP/s, "
             f"copy {device['copy_gbps']:.0f} GB/s"
         )
-    lines += _roof_lines(result["cells"])
+    if "fp8_matmul_tflops" in result:
+        lines.append(f"same run: 8192³ e4m3 matrix product, one level, {result['fp8_matmul_tflops']:.0f} TFLOP/s")
+    lines += _roof_lines(result["cells"], "matmul_tflops", OURS, "that matrix product")
+    lines += _roof_lines(result["cells"], "fp8_matmul_tflops", FP8_OURS, "the e4m3 matrix product")
+    lines += _fp8_error_lines(result["cells"])
     if has_other_inputs(result):
         lines += _inputs_lines(result["cells"])
     call = "forward + backward under autograd" if is_backward(result) else "call"
@@ -239,24 +172,34 @@ def _inputs_lines(cells: Sequence[Result]) -> Iterator[str]:
             yield f"{TITLES[name]}: rms error at most {max(ratios)[0]:.2f} times torch's own, at {max(ratios)[1]}"
 
 
-def _roof_lines(cells: Sequence[Result]) -> Iterator[str]:
-    """What our fastest family reaches of the matrix product timed beside it, full attention, at the longest lengths."""
+def _roof_lines(cells: Sequence[Result], key: str, names: Sequence[str], words: str) -> Iterator[str]:
+    """What our fastest one of `names` reaches of a matrix product timed beside it, full attention, at the longest
+    lengths; `key`: the product's rate in a cell."""
     longest: dict[int, Result] = {}
     for cell in cells:
         head_dim = cell["head_dim"]
         if (
-            "matmul_tflops" in cell
+            key in cell
             and cell["mask"] == "full"
             and "seqlen" in cell
             and cell["seqlen"] >= longest.get(head_dim, cell)["seqlen"]
         ):
             longest[head_dim] = cell
     shares = ", ".join(
-        f"{cell['label']} {max(rate(cell, name) or 0.0 for name in OURS) / cell['matmul_tflops']:.3f}"
-        for cell in longest.values()
+        f"{cell['label']} {max(rate(cell, name) or 0.0 for name in names) / cell[key]:.3f}" for cell in longest.values()
     )
     if shares:
-        yield f"of that matrix product, timed beside them: {shares}"
+        yield f"of {words}, timed beside them: {shares}"
+
+
+def _fp8_error_lines(cells: Sequence[Result]) -> Iterator[str]:
+    """The largest error of each implementation with 8-bit operands, in the rms of O."""
+    for name in filter(is_fp8, names_of(cells)):
+        errors = [
+            (entry["relative"], cell["label"]) for cell in cells if "relative" in (entry := cell["results"][name])
+        ]
+        if errors:
+            yield f"{TITLES[name]}: rms error at most {max(errors)[0]:.1%} of O's rms, at {max(errors)[1]}"
 
 
 def markdown(result: Result) -> str:
@@ -265,7 +208,7 @@ def markdown(result: Result) -> str:
     environment = result["environment"]
     versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
     lines = [
-        f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, {result['dtype']}, "
+        f"{environment['gpu']}, {environment['date']} ({versions}). TFLOP/s, {types_of(result)}, "
         f"{parts(result)['cells']}; {'64k' if 'packed' in result else '16k'} tokens, hidden size 2048.",
         "",
         f"| {' | '.join(header)} |",
@@ -287,6 +230,8 @@ def marker(result: Result) -> str:
         return f"varlen {result['packed']} benchmark"
     if is_backward(result):
         return "backward benchmark"
+    if has_fp8(result):
+        return "fp8 benchmark"
     return "real inputs" if has_other_inputs(result) else "benchmark"
 
 
@@ -312,7 +257,7 @@ def print_table(result: Result) -> None:
         console = Console(width=140)
     for key, words in parts(result).items():
         header, *body = _table(result, key)
-        title = f"{words}, TFLOP/s, {result['dtype']}, {result['environment']['gpu']}"
+        title = f"{words}, TFLOP/s, {types_of(result)}, {result['environment']['gpu']}"
         table = Table(title=title, box=box.SIMPLE_HEAD)
         for name in header:
             table.add_column(name, justify="left" if name in ("cell", "inputs") else "right", no_wrap=True)
@@ -327,54 +272,6 @@ def print_table(result: Result) -> None:
         console.print(table)
     for line in summary_lines(result):
         console.print(line, highlight=False, markup=False)
-
-
-def plot(result: Result, path: pathlib.Path) -> None:
-    """TFLOP/s over sequence length on plain inputs, one panel per head dim, mask and element type, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cells = [cell for cell in result["cells"] if _kind(cell) == PLAIN]
-    head_dims = sorted({cell["head_dim"] for cell in cells})
-    kinds = list(dict.fromkeys((cell["mask"], cell.get("dtype", result["dtype"])) for cell in cells))
-    size = (4.2 * len(head_dims) + 0.6, 3.2 * len(kinds) + 0.6)
-    figure, axes = pyplot.subplots(len(kinds), len(head_dims), figsize=size, squeeze=False, sharex=True)
-    for row, (mask, dtype) in enumerate(kinds):
-        for column, head_dim in enumerate(head_dims):
-            same = {"mask": mask, "head_dim": head_dim, "dtype": dtype}
-            panel = [cell for cell in cells if all(cell.get(name, dtype) == value for name, value in same.items())]
-            _plot_panel(axes[row][column], sorted(panel, key=lambda cell: int(cell["seqlen"])))
-            title = f"head dim {head_dim}, {mask}"
-            axes[row][column].set_title(title if dtype == result["dtype"] else f"{title}, {dtype}", fontsize=10)
-        axes[row][0].set_ylabel("TFLOP/s")
-    for axis in axes[-1]:
-        axis.set_xlabel("sequence length")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(
-        f"Attention {parts(result)['cells']}, {result['dtype']}, {result['environment']['gpu']}", fontsize=12
-    )
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _plot_panel(axis: Any, cells: Sequence[Result]) -> None:
-    for name in names_of(cells):
-        if name.endswith(DETERMINISTIC):
-            continue  # a point of a table, and one line too many in a panel
-        points = [(cell["seqlen"], value) for cell in cells if (value := rate(cell, name)) is not None]
-        ours = name.startswith("sm")
-        style = {"color": COLOURS[name], "linewidth": 2.2 if ours else 1.4, "linestyle": "-" if ours else "--"}
-        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, label=TITLES[name], **style)
-    lengths = sorted({cell["seqlen"] for cell in cells})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.25)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from cuteflash.startup import quiet_interrupts
 # `python -m cuteflash` imports this package before it runs `__main__`; meanwhile sys.argv[0] is "-m".
 with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
     from cuteflash.api import flash_attn_func
+    from cuteflash.coerce import Fp8
     from cuteflash.packed_api import flash_attn_varlen_func
     from cuteflash.packing import (
         flash_attn_kvpacked_func,
@@ -24,6 +25,7 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
     from cuteflash.version import VERSION as __version__
 
 __all__ = [
+    "Fp8",
     "__version__",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -7,24 +7,31 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8Options
+from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
+    Fp8,
     Window,
     check_family,
-    descales_of,
+    check_not_quantised,
     flag,
     formats_of,
     formats_without_scales,
+    fp8_of,
     not_tensors,
     number,
+    out_dtype_of,
+    scales_of,
     window_of,
 )
+from cuteflash.fp8_inference_ops import fp8_inference, fp8_inference_lse
 from cuteflash.fp8_ops import fp8_fwd, fp8_fwd_lse
 from cuteflash.ops import attend_plain, fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.validate import SCALES, SOFTCAPS
+
+BEFORE_DETERMINISTIC = FwdOptions._fields.index("deterministic")  # options that 8-bit operands have, too
 
 
 class Options(TypedDict, total=False):
@@ -40,8 +47,10 @@ class Options(TypedDict, total=False):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    v_mean: Tensor | None
     transposed_v: bool
     out_dtype: torch.dtype | None
+    fp8: bool | Fp8
 
 
 @overload
@@ -73,8 +82,10 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_mean: Tensor | None = None,
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
+    fp8: bool | Fp8 = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q k^T + mask) v``, without the score matrix in memory.
@@ -99,13 +110,24 @@ def flash_attn_func(
         deterministic: the backward gives bitwise equal gradients for equal inputs, which costs it speed; so does
             ``torch.use_deterministic_algorithms(True)`` while the backward runs. The forward always is deterministic.
         q_descale, k_descale, v_descale: (batch, kv_heads), fp32, positive and finite. All three make q, k and v tensors
-            of ``torch.float8_e4m3fn``, whose elements stand for themselves times the scale of their head; q's scale
-            is that of the KV head that the query head reads. `head_dim` and `head_dim_v` are then multiples of 16, a
-            GPU has to be a Hopper, and there is no gradient. P is rounded to e4m3, too: see docs/fp8.md.
+            of ``torch.float8_e4m3fn``, or all of ``torch.float8_e5m2``, whose elements stand for themselves times the
+            scale of their head; q's scale is that of the KV head that the query head reads. `head_dim` and
+            `head_dim_v` are then multiples of 16, a GPU has to be a Hopper, and there is no gradient. P is rounded to
+            e4m3: see docs/fp8.md.
+            Of shape (batch, kv_heads, blocks), each 128 tokens have scales of their own; GPUs run that for head dims up
+            to 160, and for 192 with a `head_dim_v` of 128.
+        v_mean: (batch, kv_heads, head_dim_v), fp32, with scales: the mean of V's columns, taken out of V before it was
+            quantised, as by ``cuteflash.quantize_qkv(..., smooth_v=True)``. It is added to O before O is rounded; a
+            query that sees no key keeps O = 0.
         transposed_v: with scales, v is (batch, kv_heads, head_dim_v, keys), keys being `seqlen_k` in whole 128s, in the
             order that the product reads: in each 16 keys, position ``4 t + 2 j + b`` holds key ``8 j + 2 t + b``.
             Keys past `seqlen_k` are zeros. Faster, as otherwise the kernel turns V.
-        out_dtype: with scales, the dtype of O, ``torch.bfloat16`` (which None is, too) or ``torch.float16``.
+        out_dtype: with scales or `fp8`, the dtype of O, ``torch.bfloat16`` or ``torch.float16``. None is bf16, with
+            `fp8` q's dtype.
+        fp8: for inference, quantise q, k and v of 16 bits to FP8 and attend to that, in one call: Q and K with a scale
+            for each KV head, V less its mean, which is added to O, and transposed. `head_dim` and `head_dim_v` are
+            multiples of 16, a GPU has to be a Hopper, and tensors that require a gradient are refused. A
+            ``cuteflash.Fp8`` says how to quantise, True is ``Fp8()``.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -141,12 +163,16 @@ def flash_attn_func(
         options += _execution(pack_gqa, family, deterministic)
     result: Tensor | tuple[Tensor, Tensor]
     if q_descale is not None or k_descale is not None or v_descale is not None:
-        descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        shared = options[: Fp8Options._fields.index("transposed_v")]  # there is no backward to be deterministic
-        fp8_options = Fp8Options(*shared)._replace(**formats_of(transposed_v, out_dtype))
-        result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *descales, *fp8_options)
-    elif transposed_v is not False or out_dtype is not None:
-        raise formats_without_scales(transposed_v, out_dtype)
+        scales = scales_of(fp8, v_mean, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        fp8_options = Fp8Options(*options[:BEFORE_DETERMINISTIC])._replace(**formats_of(transposed_v, out_dtype))
+        result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *scales, *fp8_options)
+    elif fp8 is not False and (how := fp8_of(fp8)) is not None:
+        check_not_quantised(transposed_v, v_mean)
+        inference = Fp8InferenceOptions(*options[:BEFORE_DETERMINISTIC])
+        inference = inference._replace(out_dtype=out_dtype_of(out_dtype), hadamard=int(how.hadamard or 0))
+        result = (fp8_inference_lse if return_lse else fp8_inference)(q, k, v, *inference)
+    elif transposed_v is not False or out_dtype is not None or v_mean is not None:
+        raise formats_without_scales(transposed_v, out_dtype, v_mean)
     elif not is_plain:
         result = (fwd_lse if return_lse else fwd)(q, k, v, *options)
     elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -73,6 +73,26 @@ class Fp8Options(NamedTuple):
         return _definition(self, head_dim)
 
 
+class Fp8InferenceOptions(NamedTuple):
+    """The arguments of the operators that quantise 16-bit tensors and attend, after their tensors.
+
+    Attributes:
+        softmax_scale, window_left, window_right, softcap, pack_gqa, family, lengths: see `FwdOptions`.
+        out_dtype: element type of O, ``"bf16"`` or ``"fp16"``; None is that of q.
+        hadamard: columns of a block that a Hadamard rotation of Q and K mixes before they are quantised; 0 is none.
+    """
+
+    softmax_scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    pack_gqa: bool | None = None
+    family: str | None = None
+    out_dtype: str | None = None
+    hadamard: int = 0
+    lengths: str | None = None
+
+
 class BwdOptions(NamedTuple):
     """The arguments of the backward operators after their tensors: those of the forward that a backward has, too.
 
@@ -135,14 +155,17 @@ class PackedTensors(NamedTuple):
 
 
 class ScaleTensors(NamedTuple):
-    """The scales of 8-bit operands, fp32 (batch, heads_k); a kernel of 16-bit operands does not have these arguments.
+    """The scales of 8-bit operands, fp32 (batch, heads_k) or (batch, heads_k, blocks of 128 tokens).
 
-    What a row of an operand stands for is the row times its head's scale.
+    A kernel of 16-bit operands does not have these arguments.
+
+    What a row of an operand stands for is the row times its head's scale, and of V plus its head's mean.
     """
 
     q_descale: Any = None  # of the query heads that read a KV head
     k_descale: Any = None
     v_descale: Any = None
+    v_mean: Any = None  # (batch, heads_k, head_dim_v), fp32; None for a problem without it
 
 
 class FwdScalars(NamedTuple):

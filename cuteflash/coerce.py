@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 import sys
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import FwdOptions
+from cuteflash.arguments import Fp8Options, FwdOptions
 from cuteflash.problem import FP8_OUT, UNBOUNDED
+from cuteflash.quantize_problem import HADAMARD_BLOCKS
 from cuteflash.traits.arch import FAMILIES, Family
 from cuteflash.validate import SCALES, SOFTCAPS, shown
 
-OUT_DTYPES: dict[Any, str] = {None: FP8_OUT, torch.bfloat16: "bf16", torch.float16: "fp16"}
+OUT_DTYPES: dict[Any, str | None] = {None: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
 Window = tuple[int, int]
 UNBOUNDED_WINDOW: Window = (-1, -1)
 
@@ -77,33 +79,102 @@ def check_family(family: object) -> None:
         raise TypeError(f"family is {shown(family)}; allowed: None, {', '.join(map(repr, FAMILIES))}")
 
 
-def descales_of(**descales: object) -> list[Tensor]:
+def descales_of(*, q_descale: object, k_descale: object, v_descale: object) -> tuple[Tensor, Tensor, Tensor]:
     """The scales of 8-bit operands, of which at least one is given: TypeError names the first that is missing."""
     tensors = []
-    for name, value in descales.items():
+    for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if not isinstance(value, Tensor):
             what = "None" if value is None else f"a {type(value).__name__}"
             raise TypeError(
                 f"{name} is {what}; allowed with 8-bit q, k and v: a torch.Tensor, as for each of the others"
             )
         tensors.append(value)
-    return tensors
+    q, k, v = tensors
+    return q, k, v
+
+
+def scales_of(
+    fp8: object, v_mean: object, *, q_descale: object, k_descale: object, v_descale: object
+) -> list[Tensor | None]:
+    """The scales of 8-bit operands, of which at least one is given, and V's mean: errors name what is wrong."""
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    if fp8 is not False and fp8_of(fp8) is not None:
+        given = next(name for name, value in descales.items() if value is not None)
+        raise ValueError(f"fp8 is {shown(fp8)}; allowed with {given}: False, as q, k and v have 8 bits already")
+    if v_mean is not None and not isinstance(v_mean, Tensor):
+        raise not_tensors(v_mean=v_mean)
+    return [*descales_of(**descales), v_mean]
+
+
+def out_dtype_of(out_dtype: object) -> str | None:
+    """The element type of O as an operator takes it, None if none is named."""
+    if out_dtype not in OUT_DTYPES:
+        names = ", ".join(map(str, OUT_DTYPES))
+        raise TypeError(f"out_dtype is {shown(out_dtype)}; allowed: {names}")
+    return OUT_DTYPES[out_dtype]
 
 
 def formats_of(transposed_v: object, out_dtype: object) -> dict[str, Any]:
     """How V and O of 8-bit operands lie in memory, as an operator takes it."""
-    if out_dtype not in OUT_DTYPES:
-        names = ", ".join(map(str, OUT_DTYPES))
-        raise TypeError(f"out_dtype is {shown(out_dtype)}; allowed: {names}")
-    return {"transposed_v": flag("transposed_v", transposed_v), "out_dtype": OUT_DTYPES[out_dtype]}
+    return {"transposed_v": flag("transposed_v", transposed_v), "out_dtype": out_dtype_of(out_dtype) or FP8_OUT}
 
 
-def formats_without_scales(transposed_v: object, out_dtype: object) -> ValueError:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fp8:
+    """How 16-bit tensors become 8-bit operands of attention, for ``flash_attn_func(..., fp8=Fp8(...))``.
+
+    Attributes:
+        hadamard: rotate each block of so many columns of Q and K, 32, 64, 128 or 256, by an orthonormal Hadamard
+            matrix before they are rounded: the scores stay what they are, and channels with outliers are spread over
+            their block. `head_dim` is a multiple of it. None is no rotation.
+
+    Raises:
+        TypeError: `hadamard` is not an int.
+        ValueError: it is not one of these.
+    """
+
+    hadamard: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hadamard is None:
+            return
+        allowed = f"None, {', '.join(map(str, HADAMARD_BLOCKS))}"
+        if not is_int(self.hadamard):
+            raise TypeError(f"hadamard is {shown(self.hadamard)}; allowed: {allowed}")
+        if self.hadamard not in HADAMARD_BLOCKS:
+            raise ValueError(f"hadamard is {shown(self.hadamard)}; allowed: {allowed}")
+
+
+def fp8_of(fp8: object) -> Fp8 | None:
+    """How to quantise; None if not at all."""
+    if isinstance(fp8, Fp8):
+        return fp8
+    return Fp8() if flag("fp8", fp8, "a cuteflash.Fp8, ") else None
+
+
+def check_not_quantised(transposed_v: object, v_mean: object) -> None:
+    """Raise ValueError if 16-bit tensors that are to be quantised come with what only 8-bit ones have."""
+    if transposed_v is not False or v_mean is not None:
+        mean = v_mean if v_mean is None else "given"
+        raise ValueError(
+            f"transposed_v is {shown(transposed_v)}, v_mean is {mean}; allowed with fp8: False and None, as q, k and v "
+            "have 16 bits and are quantised in the call"
+        )
+
+
+def formats_without_scales(transposed_v: object, out_dtype: object, v_mean: object) -> ValueError:
     """The error if 16-bit operands come with what only 8-bit ones have."""
+    mean = v_mean if v_mean is None else "given"
     return ValueError(
-        f"transposed_v is {shown(transposed_v)}, out_dtype is {shown(out_dtype)}; allowed without q_descale, k_descale "
-        "and v_descale: False and None"
+        f"transposed_v is {shown(transposed_v)}, out_dtype is {shown(out_dtype)}, v_mean is {mean}; allowed without "
+        "q_descale, k_descale and v_descale: False, None and None, and with fp8 an out_dtype"
     )
+
+
+def fp8_options_of(options: FwdOptions, transposed_v: object, out_dtype: object) -> Fp8Options:
+    """The options of a call with 8-bit operands; there is no backward to be deterministic."""
+    shared = {name: value for name, value in options._asdict().items() if name in Fp8Options._fields}
+    return Fp8Options(**shared, **formats_of(transposed_v, out_dtype))
 
 
 def options_of(

@@ -1,7 +1,7 @@
 """The operators of 8-bit operands, `torch.ops.cuteflash.fp8_fwd` and `fp8_fwd_lse`.
 
-They differ from `cuteflash.ops` in what they are given: q, k and v of 8 bits, and a scale of each for every KV head.
-There is no gradient: tensors that need one are refused.
+They differ from `cuteflash.ops` in what they are given: q, k and v of 8 bits, a scale of each for every KV head, and
+V's mean if it was taken out. There is no gradient: tensors that need one are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8Options
 from cuteflash.autograd import NO_GRADIENT
-from cuteflash.fp8_planning import TORCH_DTYPES, Fp8Planner, check_family
+from cuteflash.fp8_planning import TORCH_DTYPES, Fp8Planner, check_target
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, Known
 from cuteflash.planning import Launch, Result
@@ -40,10 +40,11 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     def cuda(*arguments: Any) -> Result:
         inputs, options = Fp8Inputs(*arguments[: len(TENSORS)]), arguments[len(TENSORS) :]
         try:
-            call = tuple((x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs), options
+            looks = tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs)
         except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
             check_fp8(inputs, Fp8Options(*options))
             raise
+        call = looks, options
         last, launch = known.last
         if call != last:
             launch = known.find(call, plan, inputs, options)
@@ -51,7 +52,7 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         if reads_values():
-            check_descale_values(inputs)
+            check_descale_values(inputs.descales)
         return launch(inputs)
 
     return cuda
@@ -74,8 +75,7 @@ def _fake(*arguments: Any, has_lse: bool) -> Result:
     inputs, options = _split(arguments)
     check_fp8(inputs, options)
     q = inputs.q
-    if q.device.type == "cuda" and torch.cuda.is_available():  # else traced for another machine's GPU
-        check_family(q.device, options.family)
+    check_target(q, options.family)
     b, s_q, h, _ = q.shape
     o = q.new_empty((b, s_q, h, inputs.head_dim_v(options)), dtype=TORCH_DTYPES[options.out_dtype])
     return (o, q.new_empty((b, h, s_q), dtype=torch.float32)) if has_lse else o
@@ -84,17 +84,24 @@ def _fake(*arguments: Any, has_lse: bool) -> Result:
 def _cpu(*arguments: Any, has_lse: bool) -> Result:
     inputs, options = _split(arguments)
     check_fp8(inputs, options)
-    q, k, v, *descales = inputs
+    q, k, v = inputs[:3]
     check_alignment(q, k, v)
-    check_descale_values(inputs)
+    check_descale_values(inputs.descales)
     rows = stored_rows(v, k.shape[1]) if options.transposed_v else v
     result = fp8_attention(
-        q, k, rows, descales, **options.definition(q.shape[3]), out_dtype=TORCH_DTYPES[options.out_dtype]
+        q,
+        k,
+        rows,
+        inputs.descales.values(),
+        **options.definition(q.shape[3]),
+        v_mean=inputs.v_mean,
+        out_dtype=TORCH_DTYPES[options.out_dtype],
     )
     return result if has_lse else result[0]
 
 
-def _not_differentiable(name: str, implementation: Callable[..., Any], *arguments: Any) -> NoReturn:
+def refuse_gradient(name: str, implementation: Callable[..., Any], *arguments: Any) -> NoReturn:
+    """Refuse a call that needs a gradient."""
     raise NotImplementedError(NO_GRADIENT.format(name))
 
 
@@ -115,14 +122,15 @@ def count_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None
 def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool) -> Operator:
     return Operator(
         name=name,
-        tensors=TENSORS,
+        tensors=TENSORS[:-1],
+        optional=TENSORS[-1:],
         options=Fp8Options,
         returns=returns,
         check=_check,
         cuda=cuda,
         cpu=functools.partial(_cpu, has_lse=has_lse),
         fake=functools.partial(_fake, has_lse=has_lse),
-        differentiable=functools.partial(_not_differentiable, name),
+        differentiable=functools.partial(refuse_gradient, name),
         transforms=_register_transforms,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import cast
 
@@ -14,17 +13,19 @@ from cuteflash.arguments import Fp8Options
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
-from cuteflash.problem import FwdProblem, HalfDtype, Operands, Scores, mask_of_window
-from cuteflash.strides import usable_strides
+from cuteflash.problem import Fp8Dtype, FwdProblem, HalfDtype, Operands, Scores, mask_of_window, packs_block_scales
+from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of
-from cuteflash.validate import ALIGNMENT, FP8
+from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_fp8 import Fp8Inputs, check_fp8
 
+FP8_NAMES: dict[torch.dtype, Fp8Dtype] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FAMILY = "sm90"  # that has products of 8-bit operands
 
 Launch = Callable[[Fp8Inputs], Result]
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of O and of LSE
 
 
 def check_family(device: torch.device, family: str | None) -> str:
@@ -33,10 +34,26 @@ def check_family(device: torch.device, family: str | None) -> str:
     runs = family or get_arch(target).families[0]
     if runs != FAMILY:
         raise NotImplementedError(
-            f"q.dtype is {FP8}, which needs the {FAMILY} family (Hopper); {target} runs {runs}"
+            f"attention on 8-bit operands needs the {FAMILY} family (Hopper); {target} runs {runs}"
             + ("" if family is None else f", which `family` asks for: {family!r}")
         )
     return target
+
+
+def check_target(q: Tensor, family: str | None) -> None:
+    """`check_family` of a traced call; q may be traced for another machine's GPU."""
+    if q.device.type == "cuda" and torch.cuda.is_available():
+        check_family(q.device, family)
+
+
+def operands_of(q: Tensor, head_dim_v: int, options: Fp8Options, v_mean: Tensor | None) -> Operands:
+    """The operands of a call with these options."""
+    return dataclasses.replace(
+        Operands.of(FP8_NAMES[q.dtype], q.shape[-1], head_dim_v),
+        o_dtype=cast(HalfDtype, options.out_dtype),
+        transposed_v=options.transposed_v,
+        has_v_mean=v_mean is not None,
+    )
 
 
 class Fp8Planner:
@@ -62,12 +79,10 @@ class Fp8Planner:
         out_dtype, head_dim_v = TORCH_DTYPES[options.out_dtype], inputs.head_dim_v(options)
         shapes = (batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)
         if q.numel() == 0 or seqlen_k == 0:
-            return functools.partial(self._results, shapes=shapes, dtype=out_dtype, fill=True)
+            return lambda inputs: results(inputs.q, shapes, out_dtype, has_lse=self.has_lse, fill=True)
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
         operands = dataclasses.replace(
-            Operands.of("e4m3", head_dim, head_dim_v),
-            o_dtype=cast(HalfDtype, options.out_dtype),
-            transposed_v=options.transposed_v,
+            operands_of(q, head_dim_v, options, inputs.v_mean), has_block_scales=inputs.has_block_scales
         )
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
@@ -76,28 +91,34 @@ class Fp8Planner:
         packs = options.pack_gqa
         if packs is None:
             packs = should_pack(seqlen_q, heads_per_kv, choice.traits.tile_m)
+            packs = packs and (packs_block_scales(heads_per_kv) or not inputs.has_block_scales)
         problem = problem.packed(heads_per_kv) if packs else problem
         kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
         scalars = fwd_scalars(options, (left, right), head_dim, q.device)
         restrides = [usable_strides(x.stride(), ALIGNMENT) for x in inputs[:3]]
 
         def launch(inputs: Fp8Inputs) -> Result:
-            result = self._results(inputs, shapes, out_dtype, fill=False)
+            result = results(inputs.q, shapes, out_dtype, has_lse=self.has_lse, fill=False)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            kernel(q, k, v, o, lse, *inputs[3:], *scalars)  # in the order of FwdTensors, ScaleTensors and FwdScalars
+            v_mean = columns_contiguous(inputs.v_mean)
+            # In the order of FwdTensors, ScaleTensors and FwdScalars.
+            kernel(q, k, v, o, lse, *inputs.descales.values(), v_mean, *scalars)
             return result
 
         return launch
 
-    def _results(
-        self, inputs: Fp8Inputs, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, fill: bool
-    ) -> Result:
-        """O and LSE, uninitialised or filled with what a query gets that sees no key."""
-        o_shape, lse_shape = shapes
-        q: Tensor = inputs.q
-        o = q.new_zeros(o_shape, dtype=dtype) if fill else q.new_empty(o_shape, dtype=dtype)
-        if not self.has_lse:
-            return o
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
-        return o, lse.fill_(float("-inf")) if fill else lse
+
+def results(q: Tensor, shapes: Shapes, dtype: torch.dtype, *, has_lse: bool, fill: bool) -> Result:
+    """O and LSE of these shapes, uninitialised or filled with what a query gets that sees no key."""
+    o_shape, lse_shape = shapes
+    o = q.new_zeros(o_shape, dtype=dtype) if fill else q.new_empty(o_shape, dtype=dtype)
+    if not has_lse:
+        return o
+    lse = q.new_empty(lse_shape, dtype=torch.float32)
+    return o, lse.fill_(float("-inf")) if fill else lse
+
+
+def columns_contiguous(v_mean: Tensor | None) -> Tensor | None:
+    """V's mean as a kernel reads it."""
+    return v_mean if v_mean is None or v_mean.stride(-1) == 1 else compacted(v_mean)

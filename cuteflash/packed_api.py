@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.coerce import UNBOUNDED_WINDOW, Window, flag, is_int, not_tensors, options_of
+from cuteflash.arguments import Fp8Options
+from cuteflash.coerce import (
+    UNBOUNDED_WINDOW,
+    Window,
+    descales_of,
+    flag,
+    formats_without_scales,
+    fp8_options_of,
+    is_int,
+    not_tensors,
+    options_of,
+)
+from cuteflash.fp8_packed_ops import fp8_varlen_fwd, fp8_varlen_fwd_lse
 from cuteflash.packed_ops import (
     attend_plain_packed,
     varlen_fwd,
@@ -19,6 +32,7 @@ from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import reads_values, shown
+from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
 from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
 
 
@@ -34,6 +48,12 @@ class VarlenOptions(TypedDict, total=False):
     pack_gqa: bool | None
     family: Family | None
     deterministic: bool
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    v_mean: Tensor | None
+    transposed_v: bool
+    out_dtype: torch.dtype | None
 
 
 Longest = int | Tensor | None
@@ -98,6 +118,12 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
     family: Family | None = None,
     deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    transposed_v: bool = False,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of sequences that lie one after the other, each with its own length, as `flash_attn_func`.
@@ -119,6 +145,13 @@ def flash_attn_varlen_func(
             0.
         softmax_scale, causal, window_size, softcap, pack_gqa, family: as for `flash_attn_func`.
         deterministic: as for `flash_attn_func`: gradients are bitwise repeatable. The forward always is.
+        q_descale, k_descale, v_descale, v_mean: as for `flash_attn_func`, each sequence being an entry of the batch:
+            (batch, kv_heads), and (batch, kv_heads, head_dim_v).
+        transposed_v: with scales, v is (kv_heads, head_dim_v, keys), in the order of keys that `flash_attn_func` takes.
+            Sequence i begins at key ``(cu_seqlens_k[i] // 128 + i) * 128``, and there are ``(total_k // 128 + batch) *
+            128`` keys. Those from a sequence's last one that counts up to the next multiple of 16 are zeros; all others
+            that belong to no sequence are not read.
+        out_dtype: as for `flash_attn_func`.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -141,26 +174,45 @@ def flash_attn_varlen_func(
         tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         if not all(isinstance(x, Tensor) for x in tensors.values()):
             raise not_tensors(**tensors)
-    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
-        if used is not None and not isinstance(used, Tensor):
-            raise TypeError(f"{name} is a {type(used).__name__}; allowed: None, a torch.Tensor")
+    for name, optional in (("seqused_q", seqused_q), ("seqused_k", seqused_k), ("v_mean", v_mean)):
+        if optional is not None and not isinstance(optional, Tensor):
+            raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
     longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
     lengths = None
     if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
         lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q):
-        check_packed(inputs, options)
-        check_longest(inputs, {"q": max_seqlen_q, "k": max_seqlen_k})
+    compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
+    limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
     result: Tensor | tuple[Tensor, Tensor]
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
+        return _attend_fp8(fp8_inputs, fp8_options_of(options, transposed_v, out_dtype), limits, return_lse)
+    if transposed_v is not False or out_dtype is not None or v_mean is not None:
+        raise formats_without_scales(transposed_v, out_dtype, v_mean)
+    if limits:
+        check_packed(inputs, options)
+        check_longest(inputs, limits)
     if not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
     elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         result = attend_plain_packed(inputs, options, return_lse)
     else:
         result = (varlen_fwd_lse_cuda if return_lse else varlen_fwd_cuda)(*inputs, *options)
+    return result
+
+
+def _attend_fp8(
+    inputs: Fp8PackedInputs, options: Fp8Options, limits: Mapping[str, Longest], return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with 8-bit operands; `limits`, if not empty, are compared with the lengths."""
+    if limits:
+        check_fp8_packed(inputs, options)
+        check_longest(inputs.packed, limits)
+    result: Tensor | tuple[Tensor, Tensor] = (fp8_varlen_fwd_lse if return_lse else fp8_varlen_fwd)(*inputs, *options)
     return result
 
 

@@ -58,7 +58,7 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
         *options: Any,
     ) -> Result:
         inputs = PackedInputs(q, k, v, cu_q, cu_k, used_q, used_k)
-        call = _call_of(inputs, options, check_packed, FwdOptions)
+        call = call_of(inputs, options, check_packed, FwdOptions)
         last, launch = known.last
         if call != last:
             launch = known.find(call, plan, inputs, options)
@@ -71,7 +71,7 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     return cuda
 
 
-def _call_of(
+def call_of(
     inputs: tuple[Tensor | None, ...],
     options: tuple[Any, ...],
     check: Callable[..., None],
@@ -98,7 +98,7 @@ def cuda_backward() -> Callable[..., Result]:
         inputs, options = PackedBwdInputs(*arguments[:end]), arguments[end:]
         if is_determinism_enforced():
             options = tuple(BwdOptions(*options)._replace(deterministic=True))
-        call = _call_of(inputs, options, check_packed_bwd, BwdOptions)
+        call = call_of(inputs, options, check_packed_bwd, BwdOptions)
         last, launch = known.last
         if call != last:
             launch = known.find(call, plan, inputs, options)
@@ -145,7 +145,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     o = q.new_zeros(rows, heads, v.shape[2])
     lse = q.new_full((heads, rows), float("-inf"), dtype=lse_dtype(q))
     definition = options.definition(head_dim)
-    for of_q, of_k in _spans(inputs):
+    for of_q, of_k in spans(inputs):
         o_part, lse_part = flash_attention_2(q[None, of_q], k[None, of_k], v[None, of_k], **definition)
         o[of_q], lse[:, of_q] = o_part[0], lse_part[0]
     return (o, lse) if has_lse else o
@@ -168,7 +168,7 @@ def _bwd_cpu(*arguments: Any) -> Result:
     check_values(inputs.forward, complete=reads_values())
     definition = options.definition(q.shape[2])
     dq, dk, dv = gradients = tuple(x.new_zeros(x.shape) for x in (q, k, v))
-    for of_q, of_k in _spans(inputs.forward):
+    for of_q, of_k in spans(inputs.forward):
         parts = flash_attention_2_backward(
             dout[None, of_q],
             q[None, of_q],
@@ -183,7 +183,7 @@ def _bwd_cpu(*arguments: Any) -> Result:
     return gradients
 
 
-def _spans(inputs: PackedInputs) -> Iterator[tuple[slice, slice]]:
+def spans(inputs: PackedInputs) -> Iterator[tuple[slice, slice]]:
     """The rows of each sequence that count, those of its queries and those of its keys."""
     sides = []
     for cu_seqlens, used in ((inputs.cu_seqlens_q, inputs.seqused_q), (inputs.cu_seqlens_k, inputs.seqused_k)):
@@ -195,18 +195,19 @@ def _spans(inputs: PackedInputs) -> Iterator[tuple[slice, slice]]:
 
 def register_packed_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, the count of operations, and vmap: one call after the other, as lengths may be mapped, too."""
-    torch.library.register_vmap(op.name(), functools.partial(_mapped, op), lib=library)
+    torch.library.register_vmap(op.name(), functools.partial(mapped, op), lib=library)
     register_autocast(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 
 
 def register_packed_backward_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Likewise of a backward, which runs in the dtype of its forward and has no rule for autocast."""
-    torch.library.register_vmap(op.name(), functools.partial(_mapped, op), lib=library)
+    torch.library.register_vmap(op.name(), functools.partial(mapped, op), lib=library)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_backward_flops)
 
 
-def _mapped(op: OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+def mapped(op: OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    """The rule of vmap: one call after the other."""
     if not info.batch_size:
         raise ValueError("the mapped dimension has size 0; allowed: 1 or more for packed sequences")
     calls = (
@@ -224,19 +225,19 @@ def count_flops(
 ) -> int:
     """Floating-point operations of a forward: two for each product of Q K^T and of P V, whatever the mask leaves out.
 
-    Reads the lengths, see `_pairs`.
+    Reads the lengths, see `pairs`.
     """
-    return 2 * q.shape[1] * _pairs(q, k, cu_q, cu_k) * (q.shape[2] + v.shape[2])
+    return 2 * q.shape[1] * pairs(q, k, cu_q, cu_k) * (q.shape[2] + v.shape[2])
 
 
 def count_backward_flops(*tensors: Any, out_val: Any = None, **named: Any) -> int:
     """Floating-point operations of a backward: Q K^T again, dS K and dS^T Q, then dO V^T and P^T dO."""
     _, q, k, v, _, _, cu_q, cu_k, *_ = tensors
-    count: int = 2 * q.shape[1] * _pairs(q, k, cu_q, cu_k) * (3 * q.shape[2] + 2 * v.shape[2])
+    count: int = 2 * q.shape[1] * pairs(q, k, cu_q, cu_k) * (3 * q.shape[2] + 2 * v.shape[2])
     return count
 
 
-def _pairs(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> int:
+def pairs(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> int:
     """Pairs of a query and a key of the same sequence. Lengths of fake tensors are taken to be equal."""
     if type(cu_q) is Tensor and cu_q.device.type != "meta":
         return int((cu_q.diff().long() * cu_k.diff().long()).sum())

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import BwdOptions, BwdTensors, FwdOptions, PackedTensors
+from cuteflash.arguments import BwdOptions, BwdTensors, Fp8Options, FwdOptions, PackedTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.planning import (
@@ -86,9 +86,9 @@ class Planner:
         target = target_of(q.device, options.family)
         rows, heads, head_dim = q.shape
         shapes = (rows, heads, v.shape[2]), (heads, rows)
-        if _is_empty(inputs):
+        if is_empty(inputs):
             return functools.partial(self._results, shapes=shapes, fill=True)
-        lengths = _length_class(inputs, options)
+        lengths = class_of_lengths(inputs, options)
         operands, scores, storage, window = _parts_of_problem(inputs, options)
         problem = FwdProblem(operands, scores, storage, self.has_lse)
         choice = choose(problem, target, cast(Family | None, options.family), lengths)
@@ -130,12 +130,12 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
     packed = inputs.forward
     q, k, v = packed[:3]
     target = target_of(q.device, options.family)
-    if _is_empty(packed):
+    if is_empty(packed):
         return _zeros
     rows, heads, head_dim = q.shape
     operands, scores, storage, window = _parts_of_problem(packed, options)
     problem = BwdProblem(operands, scores, storage, inputs.dlse is not None, options.deterministic)
-    choice = choose(problem, target, cast(Family | None, options.family), _length_class(packed, options))
+    choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(packed, options))
     kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
     traits: Any = choice.traits
     workspace_shape = (traits.workspace_packed(packed.batch, heads, rows).size,)
@@ -173,19 +173,24 @@ def _parts_of_problem(
     return (
         Operands(dtype, dtype, dtype, inputs.q.shape[2], inputs.v.shape[2]),
         Scores(mask, softcap=options.softcap > 0),
-        Storage("varlen", "varlen", inputs.seqused_q is not None, inputs.seqused_k is not None),
+        storage_of(inputs),
         (left, right),
     )
 
 
-def _length_class(inputs: PackedInputs, options: FwdOptions | BwdOptions) -> LengthClass:
+def storage_of(inputs: PackedInputs) -> Storage:
+    """How the sequences of a call lie in memory."""
+    return Storage("varlen", "varlen", inputs.seqused_q is not None, inputs.seqused_k is not None)
+
+
+def class_of_lengths(inputs: PackedInputs, options: FwdOptions | Fp8Options | BwdOptions) -> LengthClass:
     """The class that the options name, or that of the mean lengths."""
     if options.lengths is not None:
         return cast(LengthClass, options.lengths)
     return length_class_of_packed(inputs.q.shape[0], inputs.k.shape[0], inputs.batch)
 
 
-def _is_empty(inputs: PackedInputs) -> bool:
+def is_empty(inputs: PackedInputs) -> bool:
     """Whether no query sees a key, whatever the lengths and the mask."""
     return inputs.q.numel() == 0 or inputs.k.shape[0] == 0 or inputs.batch == 0
 

@@ -16,11 +16,11 @@ from typing import ClassVar, Literal, Self, cast, get_args
 
 Operation = Literal["fwd", "bwd"]
 HalfDtype = Literal["fp16", "bf16"]
-Fp8Dtype = Literal["e4m3"]
+Fp8Dtype = Literal["e4m3", "e5m2"]
 Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v"]
+Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
@@ -29,10 +29,12 @@ MASK_KINDS: tuple[str, ...] = get_args(MaskKind)
 STORAGE_KINDS: tuple[str, ...] = get_args(StorageKind)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 
-DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1}
+DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
+E4M3_MAX = 448.0  # the largest number of e4m3
 FP8_OUT: HalfDtype = "bf16"  # element type of O if nothing else is asked for
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
+TRANSPOSED_KEYS = 128  # Vᵀ holds a sequence's keys in whole blocks of so many
 PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
 UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
@@ -48,20 +50,28 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
+def packs_block_scales(heads: int) -> bool:
+    """Whether scales of 128 tokens allow so many query heads of a KV head in the rows of a tile: see `Operands`."""
+    return PACK_GQA_MAX % heads == 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operands:
     """The matrices of S = Q Kᵀ and O = P V.
 
     Attributes:
         qk_dtype: element type of Q and K.
-        pv_dtype: element type of V, and of P as the second product reads it.
+        pv_dtype: element type of V, and of P as the second product reads it. Of 8 bits P is e4m3.
         o_dtype: element type of O.
         head_dim: columns of Q and K; a multiple of 8 up to 256.
         head_dim_v: columns of V and O; a multiple of 8 up to 256.
         packed_heads: query heads of one KV head folded into the rows of a tile (``pack_gqa``); 1 is none.
         transposed_v: V is given as Vᵀ, in the order of keys that the product with an 8-bit P reads.
+        has_v_mean: V is given minus a mean of each column, fp32, which is added to O.
+        has_block_scales: each 128 tokens have scales of their own.
 
-    8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry.
+    8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry or for each 128 tokens
+    of it. The rows of a warpgroup then have one scale of Q, so that `packed_heads` divides its 64 rows.
     """
 
     qk_dtype: Dtype
@@ -71,6 +81,8 @@ class Operands:
     head_dim_v: int
     packed_heads: int = 1
     transposed_v: bool = False
+    has_v_mean: bool = False
+    has_block_scales: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_DTYPES))
@@ -82,11 +94,21 @@ class Operands:
             raise ValueError(f"o_dtype is {self.o_dtype!r}; allowed: {self.qk_dtype!r}, that of Q and K")
         if self.transposed_v and not self.is_fp8:
             raise ValueError(f"transposed_v is True; allowed with {self.pv_dtype!r}: False, only 8-bit V is transposed")
+        if self.has_v_mean and not self.is_fp8:
+            raise ValueError(f"has_v_mean is True; allowed with {self.pv_dtype!r}: False, 8-bit V has one apart")
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
+        if self.has_block_scales and not self.is_fp8:
+            raise ValueError(
+                f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, 8-bit operands have scales"
+            )
+        if self.has_block_scales and not packs_block_scales(self.packed_heads):
+            raise ValueError(
+                f"packed_heads is {self.packed_heads}; allowed with has_block_scales: divisors of {PACK_GQA_MAX}"
+            )
 
     @classmethod
     def of(cls, dtype: Dtype, head_dim: int, head_dim_v: int, packed_heads: int = 1) -> Self:
@@ -168,10 +190,6 @@ class FwdProblem:
     storage: Storage = DENSE
     has_lse: bool = False
 
-    def __post_init__(self) -> None:
-        if self.operands.is_fp8 and self.storage != DENSE:
-            raise ValueError(f"storage is {self.storage} with {self.operands.qk_dtype}; allowed: {DENSE}")
-
     @classmethod
     def dense(
         cls,
@@ -196,6 +214,8 @@ class FwdProblem:
             lse=self.has_lse,
             varlen=self.storage != DENSE,
             turned_v=self.operands.is_fp8 and not self.operands.transposed_v,
+            v_mean=self.operands.has_v_mean,
+            block_scales=self.operands.has_block_scales,
         )
 
     @property
@@ -209,7 +229,13 @@ class FwdProblem:
 
     def asking(self, features: Collection[Feature]) -> Self:
         """The same with just these optional features."""
-        operands = dataclasses.replace(self.operands, transposed_v=self.operands.is_fp8 and "turned_v" not in features)
+        is_fp8 = self.operands.is_fp8
+        operands = dataclasses.replace(
+            self.operands,
+            transposed_v=is_fp8 and "turned_v" not in features,
+            has_v_mean=is_fp8 and "v_mean" in features,
+            has_block_scales=is_fp8 and "block_scales" in features,
+        )
         scores = dataclasses.replace(self.scores, softcap="softcap" in features)
         storage = PACKED if "varlen" in features else DENSE
         return dataclasses.replace(self, operands=operands, scores=scores, storage=storage, has_lse="lse" in features)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
 
-from cuteflash.problem import DTYPES, HEAD_DIM_MAX, Dtype
+from cuteflash.problem import DTYPES, HEAD_DIM_MAX, Dtype, Fp8Dtype
 
 Granularity = Literal["head", "block"]
 RotaryDtype = Literal["fp16", "bf16", "fp32"]
 
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-E4M3_MAX = 448.0
 BLOCK_TOKENS = 128  # of a scale, and what the keys of V^T are padded to a multiple of
 HEAD_DIM_STEP = 16  # rows of 8-bit elements begin on 16 bytes
 ROTARY_STEP = 16  # half of the rotated columns are whole loads of 8
@@ -94,6 +93,19 @@ class QuantizeProblem:
     def measures(self) -> bool:
         """Whether something is computed of whole heads before anything is converted."""
         return self.measures_heads or self.smooths_v
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransposeProblem:
+    """What the kernel that makes V^T of 8-bit rows is generated for.
+
+    Attributes:
+        dtype: element type of V.
+        head_dim_v: columns of V.
+    """
+
+    dtype: Fp8Dtype
+    head_dim_v: int
 
 
 class QuantizeTensors(NamedTuple):

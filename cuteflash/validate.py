@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import BwdOptions, Fp8Options, FwdOptions
+from cuteflash.arguments import BwdOptions, Fp8InferenceOptions, Fp8Options, FwdOptions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
 from cuteflash.traits.arch import FAMILIES
 from cuteflash.traits.length_class import LENGTH_CLASSES
@@ -21,7 +21,7 @@ from cuteflash.traits.length_class import LENGTH_CLASSES
 ALIGNMENT = 16  # bytes of one vectorised load; every row starts on such a boundary
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 REFERENCE_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
-FP8 = torch.float8_e4m3fn
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DEVICES = ("cuda", "cpu", "meta")
 CHECK_VARIABLE = "CUTEFLASH_CHECK"
 Dims = tuple[str, ...]
@@ -135,7 +135,7 @@ def reads_values() -> bool:
     return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
 
 
-def check_options(options: FwdOptions | Fp8Options | BwdOptions) -> None:
+def check_options(options: FwdOptions | Fp8Options | Fp8InferenceOptions | BwdOptions) -> None:
     """Raise ValueError if an option is not allowed, whatever the tensors."""
     scale, softcap = options.softmax_scale, options.softcap
     # Kernels take the row maximum of scores that are not scaled yet, and hide a key by -inf: times 0 that would be NaN.
@@ -176,9 +176,8 @@ def check_kind(name: str, tensor: Tensor, dims: Dims, dtypes: tuple[torch.dtype,
     allowed = dtypes or (HALF_DTYPES if tensor.device.type == "cuda" else REFERENCE_DTYPES)
     if tensor.dtype not in allowed:
         names = ", ".join(map(str, allowed))
-        if tensor.dtype == FP8:
-            needs = "q_descale, k_descale and v_descale" if dims == DIMS else "a dense batch"
-            names += f"; {FP8} needs {needs}"
+        if tensor.dtype in FP8_DTYPES:
+            names += f"; {tensor.dtype} needs q_descale, k_descale and v_descale"
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed on {tensor.device.type}: {names}")
     if tensor.dim() != len(dims):
         layout = f"{len(dims)}, ({', '.join(dims)})"

@@ -67,8 +67,13 @@ def check_packed(inputs: PackedInputs, options: FwdOptions | BwdOptions) -> None
         TypeError, ValueError, NotImplementedError: as `check_operands` does; the vectors are int32, contiguous, on q's
             device, and of sizes that belong together.
     """
+    check_operands(inputs.q, inputs.k, inputs.v, options, PACKED_DIMS)
+    check_vectors(inputs)
+
+
+def check_vectors(inputs: PackedInputs) -> None:
+    """What `check_packed` says of the vectors."""
     q = inputs.q
-    check_operands(q, inputs.k, inputs.v, options, PACKED_DIMS)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     for name, vector in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         check_vector(name, vector, q.device)

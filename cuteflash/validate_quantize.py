@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import FwdOptions
-from cuteflash.problem import HEAD_DIM_MAX
+from cuteflash.arguments import Fp8InferenceOptions, FwdOptions
+from cuteflash.problem import DTYPES, HEAD_DIM_MAX
 from cuteflash.quantize_problem import (
     BLOCK_TOKENS,
     GRANULARITIES,
@@ -17,7 +17,16 @@ from cuteflash.quantize_problem import (
     ROTARY_STEP,
     QuantizeOptions,
 )
-from cuteflash.validate import FP32_MAX, FP32_TINY, HALF_DTYPES, POSITIVE, check_fwd, check_strided, holds
+from cuteflash.validate import (
+    FP32_MAX,
+    FP32_TINY,
+    HALF_DTYPES,
+    POSITIVE,
+    check_fwd,
+    check_options,
+    check_strided,
+    holds,
+)
 
 TABLE_DTYPES = (*HALF_DTYPES, torch.float32)
 
@@ -80,6 +89,19 @@ def check_quantize(inputs: QuantizeInputs, options: QuantizeOptions) -> None:
     _check_hadamard(options.hadamard, q.shape[3])
     _check_descales(inputs, options)
     _check_tables(inputs)
+
+
+def check_fp8_inference(q: Tensor, k: Tensor, v: Tensor, options: Fp8InferenceOptions) -> None:
+    """Raise if these tensors cannot be quantised and attended to; reads no element.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `check_quantize` does.
+    """
+    check_options(options)
+    if options.out_dtype is not None and options.out_dtype not in DTYPES:
+        raise ValueError(f"out_dtype is {options.out_dtype!r}; allowed: None, {', '.join(map(repr, DTYPES))}")
+    check_fwd(q, k, v, FwdOptions(pack_gqa=options.pack_gqa))
+    check_quantize(QuantizeInputs(q, k, v), QuantizeOptions(hadamard=options.hadamard))
 
 
 def _check_hadamard(block: int, head_dim: int) -> None:

@@ -3,6 +3,7 @@
     python examples/train_gpt.py                            # in miniature on a CPU, less than two minutes
     python examples/train_gpt.py --preset small --plot curves.png --json curves.json      # 10 million weights, on a GPU
     python examples/train_gpt.py --preset small --attention cuteflash --checkpoint run    # with --resume it continues
+    python examples/train_gpt.py --preset small --attention cuteflash --fp8   # its loss with FP8 attention, too
 
 The text is the source code of Python's standard library; a token is a byte. Ctrl-C saves a checkpoint if there is a
 directory for it. The exit status is 1 if the loss curves do not agree within noise; gpt/curves.py says how that is
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 from gpt import corpus as corpora
-from gpt import curves
+from gpt import curves, fp8
 from gpt.model import TorchMHA, sample
 from gpt.settings import DEVICES, DTYPES, PRESETS, Settings
 from gpt.training import History, Trainer, Watch
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     with errors_of(parser):
         settings = make_settings(options)
+        if options.fp8:
+            fp8.check(settings)
         check_outputs(options)
         corpus = corpora.read()
     names = [options.attention]
@@ -84,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not train(name, trainer, interrupt):
                 return interrupted(name, trainer, options)
             histories[name] = trainer.history
-    return report(settings, corpus, histories, continued(trainer), options)
+    fp8_loss = validated_in_fp8(trainer) if options.fp8 else None
+    return report(settings, corpus, histories, (continued(trainer), fp8_loss), options)
 
 
 @contextlib.contextmanager
@@ -111,6 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR", help="save checkpoints, a file for each run")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints that there are")
+    parser.add_argument("--fp8", action="store_true", help="validate the last model with attention in FP8, too")
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write all measurements")
     parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the loss curves")
     return parser
@@ -189,19 +194,33 @@ def continued(trainer: Trainer) -> str:
     return written.decode(errors="replace")
 
 
+def validated_in_fp8(trainer: Trainer) -> float:
+    """The validation loss with attention in FP8."""
+    with fp8.inference(trainer.model):
+        return trainer.validate()
+
+
 def report(
     settings: Settings,
     corpus: corpora.Corpus,
     histories: Mapping[str, History],
-    text: str,
+    last: tuple[str, float | None],
     options: argparse.Namespace,
 ) -> int:
-    """Print the results, and write the files that were asked for."""
+    """Print the results, and write the files that were asked for.
+
+    `last`: of the last model, what it writes, and its validation loss with attention in FP8 if that was asked for.
+    """
+    text, fp8_loss = last
     torchs = [history for name, history in histories.items() if name != OURS]
     judgement = curves.judge(histories[OURS], torchs) if OURS in histories and torchs else None
     gpu = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
     console = Console()
     console.print(table(histories))
+    if fp8_loss is not None:
+        name, history = list(histories.items())[-1]
+        trained = history.validation[-1][1]
+        console.print(f"\n{name}, attention in FP8: validation loss {fp8_loss:.4f}, {fp8_loss - trained:+.4f} nats")
     console.print(f"\n{text}\n", style="dim", markup=False, highlight=False)
     if judgement is not None:
         console.print(str(judgement), style="green" if judgement.agree else "red", markup=False, highlight=False)
@@ -219,6 +238,7 @@ def report(
             "judgement": judgement
             and dataclasses.asdict(judgement) | {"allowed": judgement.allowed, "agree": judgement.agree},
             "sample": text,
+            "fp8_validation": fp8_loss,
         }
         write_file(options.json, json.dumps(result) + "\n")
     if options.plot is not None:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
-from cuteflash.kernels.sm90.fixed_max import LARGEST_E4M3, LARGEST_SUM
-from cuteflash.problem import FwdProblem
+from cuteflash.kernels.sm90.fixed_max import LARGEST_SUM
+from cuteflash.problem import E4M3_MAX, FwdProblem
 
 from .read import Frame, Placed, ptx_type
 from .scene import Kind, Step, Touch
@@ -155,7 +155,7 @@ class SoftmaxSteps:
 
     def _limit(self) -> str:
         if self.is_fp8:
-            return f"{LARGEST_E4M3:.0f}, the largest number of e4m3"
+            return f"{E4M3_MAX:.0f}, the largest number of e4m3"
         return f"2^{REPAIR_LOG2} = {2**REPAIR_LOG2}"
 
     def _rounding(self) -> str:

@@ -213,7 +213,6 @@ TENSOR = torch.zeros(2, 3)
 REFUSED_2 = {"dropout_p": 0.1, "alibi_slopes": TENSOR}
 REFUSED_3 = {
     "qv": TENSOR,
-    **dict.fromkeys(DESCALES, TENSOR),
     "attention_chunk": 64,
     "num_splits": 2,
     "sm_margin": 4,
@@ -245,6 +244,41 @@ def check_refusals(function: Any, refused: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("function", "refused"), REFUSALS, ids=lambda x: getattr(x, "__name__", ""))
 def test_what_is_not_there_yet_is_refused_by_name(function: Any, refused: dict[str, Any]) -> None:
     check_refusals(function, refused)
+
+
+def quantised(*inputs: Tensor, batch: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """8-bit tensors, and descale factors by name."""
+    generator = torch.Generator().manual_seed(1)
+    scales = [torch.rand(batch, 2, generator=generator) + 0.5 for _ in inputs]
+    return [x.to(torch.float8_e4m3fn) for x in inputs], dict(zip(DESCALES, scales, strict=True))
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_with_kvcache"])
+def test_8_bits_of_flash_attention_3(name: str) -> None:
+    operands, scales = quantised(*tensors(head_dim=32), batch=2)
+    theirs = getattr(flash_attn_interface, name)
+    ours = flash_attn_func(*operands, **scales, causal=True)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(theirs(*operands, causal=True, **scales), ours)
+    scales["k_descale"] = torch.ones(2, 2)
+    ours = flash_attn_func(*operands, **scales)
+    del scales["k_descale"]
+    assert torch.equal(theirs(*operands, **scales), ours)
+    ones = dict.fromkeys(DESCALES, torch.ones(2, 2))
+    assert torch.equal(theirs(*operands), flash_attn_func(*operands, **ones))
+
+
+def test_8_bits_that_do_not_fit_are_named() -> None:
+    inputs = tensors(head_dim=48)
+    operands, scales = quantised(*inputs, batch=2)
+    with pytest.raises(ValueError, match=r"q.shape\[3\] \(head_dim\) is 20; allowed: multiples of 16"):
+        flash_attn_interface.flash_attn_func(*(x[..., :20] for x in operands), **scales)
+    with pytest.raises(ValueError, match=r"v_descale.shape is \(1, 2\); allowed: \(2, 2\)"):
+        flash_attn_interface.flash_attn_func(
+            *(x[..., :16] for x in operands), **scales | {"v_descale": torch.ones(1, 2)}
+        )
+    with pytest.raises(TypeError, match=r"q.dtype is torch.float32; allowed on cpu: torch.float8_e4m3fn"):
+        flash_attn_interface.flash_attn_func(*inputs, **scales)
 
 
 def test_a_heuristic_number_of_splits_is_one() -> None:

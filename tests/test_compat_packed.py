@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash.compat import bert_padding, flash_attn, flash_attn_interface
-from tests.test_compat import REFUSED_2, REFUSED_3, TENSOR, check_refusals, tensors
+from tests.test_compat import REFUSED_2, REFUSED_3, TENSOR, check_refusals, quantised, tensors
 
 CU_SEQLENS_Q, CU_SEQLENS_K = torch.tensor([0, 3, 3, 10], dtype=torch.int32), torch.tensor([0, 4, 6, 14]).int()
 
@@ -46,6 +47,16 @@ def test_varlen_of_flash_attention_3() -> None:
     arguments = (None, None, 0.3, True, None, None, None, None, (3, 0), 0, 8.0)
     theirs = flash_attn_interface.flash_attn_varlen_func(q, k, v, *LENGTHS, *arguments, return_attn_probs=True)
     assert_same(theirs, ours)
+
+
+def test_8_bits_of_flash_attention_3() -> None:
+    operands, scales = quantised(*packed(), batch=3)
+    ours = cuteflash.flash_attn_varlen_func(*operands, *LENGTHS, **scales, causal=True, return_lse=True)
+    theirs = functools.partial(flash_attn_interface.flash_attn_varlen_func, *operands, *LENGTHS, causal=True)
+    assert ours[0].dtype == torch.bfloat16
+    assert_same(theirs(**scales, return_attn_probs=True), ours)
+    ones = dict.fromkeys(scales, torch.ones(3, 2))
+    assert torch.equal(theirs(), cuteflash.flash_attn_varlen_func(*operands, *LENGTHS, **ones, causal=True))
 
 
 def test_used_lengths_of_flash_attention_3() -> None:

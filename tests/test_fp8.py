@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import types
 from typing import Any
 
@@ -18,9 +19,9 @@ from cuteflash import flash_attn_func, fp8_ops, fp8_planning, planning
 from cuteflash.arguments import Fp8Options, FwdArguments, FwdScalars
 from cuteflash.core.signature import fwd_fake_args
 from cuteflash.dispatch import Choice, choose_shipped
-from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage
+from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.reference.fp8 import natural_keys, permuted_keys
-from cuteflash.reference.fp8_accumulator import accumulate, modelled_attention
+from cuteflash.reference.fp8_accumulator import LEAST_EXPONENTS, accumulate, modelled_attention
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from tests.cross_compile import KernelStore
@@ -83,6 +84,65 @@ def test_the_result_is_the_attention_of_what_the_operands_stand_for(
     torch.testing.assert_close(plain.float(), expected, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_mean_of_v_is_added_to_rows_that_see_a_key(is_transposed: bool) -> None:
+    q, k, v, *scales = inputs(s_q=23, s_k=21)  # two queries come before the first key
+    mean = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(3))
+    given = {"causal": True, "out_dtype": torch.float16, "transposed_v": is_transposed, "return_lse": True}
+    vs = transposed(v) if is_transposed else v
+    out, lse = flash_attn_func(q, k, vs, **named(scales), **given, v_mean=mean)
+    values = spread(v, scales[2]) + mean[:, None]
+    expected, _ = flash_attn_func(spread(q, scales[0]), spread(k, scales[1]), values, causal=True, return_lse=True)
+    assert (out[:, :2] == 0).all() and (lse[..., :2] == -math.inf).all()
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=1e-3)
+    _, lse_without = flash_attn_func(q, k, vs, **named(scales), **given)
+    assert torch.equal(lse, lse_without)
+    by_column = mean.mT.contiguous().mT
+    assert torch.equal(flash_attn_func(q, k, vs, **named(scales), **given, v_mean=by_column)[0], out)
+
+
+def test_smoothed_v_of_the_quantiser_is_taken_as_it_is() -> None:
+    q, k, v = (torch.randn(1, 40, 2, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    v = v + 50 * torch.arange(32)
+    some = cuteflash.quantize_qkv(q.half(), k.half(), v.half(), transpose_v=True, smooth_v=True)
+    out = flash_attn_func(
+        some.q, some.k, some.vt, **named([some.q_descale, some.k_descale, some.v_descale]), v_mean=some.v_mean,
+        transposed_v=True, out_dtype=torch.float16,
+    )  # fmt: skip
+    torch.testing.assert_close(out.float(), flash_attn_func(q, k, v), atol=0.6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_operands_may_be_e5m2(is_transposed: bool) -> None:
+    q, k, v, *scales = inputs()
+    given = transposed(v) if is_transposed else v
+    e5m2 = [x.float().to(torch.float8_e5m2) for x in (q, k, given)]
+    out = flash_attn_func(*e5m2, **named(scales), transposed_v=is_transposed, out_dtype=torch.float16)
+    values = (spread(x.float().to(torch.float8_e5m2), scale) for x, scale in zip((q, k, v), scales, strict=True))
+    torch.testing.assert_close(out.float(), flash_attn_func(*values), atol=1e-3, rtol=1e-3)
+
+
+def block_scales(s_q: int, s_k: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    blocks = (-(-tokens // 128) for tokens in (s_q, s_k, s_k))
+    return [torch.rand(2, 2, some, generator=generator) / 100 + 0.005 for some in blocks]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_each_128_tokens_may_have_scales(is_transposed: bool) -> None:
+    (q, k, v, *_), scales = inputs(s_q=130, s_k=260), block_scales(130, 260)
+    given = {"causal": True, "out_dtype": torch.float16, "transposed_v": is_transposed, "return_lse": True}
+    out, lse = flash_attn_func(q, k, transposed(v) if is_transposed else v, **named(scales), **given)
+    of_tokens = [
+        x.float() * scale[:, torch.arange(x.shape[2]) // (x.shape[2] // 2)][:, :, torch.arange(x.shape[1]) // 128]
+        .transpose(1, 2)[..., None]
+        for x, scale in zip((q, k, v), scales, strict=True)
+    ]  # fmt: skip
+    expected, expected_lse = flash_attn_func(*of_tokens, causal=True, return_lse=True)
+    torch.testing.assert_close(out.float(), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(lse, expected_lse)
+
+
 def test_keys_are_permuted_within_16() -> None:
     keys = torch.arange(48.0).expand(2, 48)
     assert permuted_keys(keys)[0, 16:32].tolist() == [
@@ -111,6 +171,26 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "q_descale.dtype is torch.float64; allowed: torch.float32",
     ),
     "shape of a scale": (changed(k_descale=torch.ones(2, 4)), ValueError, r"k_descale.shape is \(2, 4\); allowed: \(2"),
+    "blocks of a scale": (
+        changed(q_descale=torch.ones(2, 2, 1), k_descale=torch.ones(2, 2, 2), v_descale=torch.ones(2, 2, 1)),
+        ValueError,
+        r"k_descale.shape is \(2, 2, 2\); allowed: \(2, 2, 1\), \(batch, heads\) of k and blocks of 128 tokens, as q_d",
+    ),
+    "scales of heads and of blocks": (
+        changed(v_descale=torch.ones(2, 2, 1)),
+        ValueError,
+        r"v_descale.shape is \(2, 2, 1\); allowed: \(2, 2\), \(batch, heads\) of k$",
+    ),
+    "zero in a block": (
+        changed(q_descale=torch.zeros(2, 2, 1), k_descale=torch.ones(2, 2, 1), v_descale=torch.ones(2, 2, 1)),
+        ValueError,
+        r"q_descale\[0, 0, 0\] is 0.0; allowed: positive",
+    ),
+    "heads in a tile": (
+        changed(q=rows(2, 9, 6, 32), **named([torch.ones(2, 2, 1)] * 3), pack_gqa=True),
+        ValueError,
+        "pack_gqa is True with 3 query heads for each KV head; allowed with scales of 128 tokens: divisors of 64",
+    ),
     "device of a scale": (changed(v_descale=EMPTY.to("meta")), ValueError, "v_descale.device is meta; allowed: cpu"),
     "zero": (changed(v_descale=EMPTY * 0), ValueError, r"v_descale\[0, 0\] is 0.0; allowed: positive"),
     "negative": (changed(q_descale=torch.tensor([[1.0, 1], [1, -2]])), ValueError, r"q_descale\[1, 1\] is -2.0"),
@@ -136,6 +216,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"v.shape\[3\] \(keys\) is 32; allowed: 128, those of k in whole 128s",
     ),
+    "dtype of the mean": (changed(v_mean=torch.ones(2, 2, 16).half()), TypeError, "v_mean.dtype is torch.float16"),
+    "shape of the mean": (
+        changed(v_mean=torch.ones(2, 2, 32)),
+        ValueError,
+        r"v_mean.shape is \(2, 2, 32\); allowed: \(2, 2, 16\), \(batch, heads\) of k and v's head_dim",
+    ),
+    "device of the mean": (
+        changed(v_mean=torch.ones(2, 2, 16, device="meta")),
+        ValueError,
+        "v_mean.device is meta; allowed: cpu",
+    ),
+    "no tensor for a mean": (changed(v_mean=0.5), TypeError, "v_mean is a float; allowed: a torch.Tensor"),
     "flag": (changed(transposed_v="yes"), TypeError, "transposed_v is 'yes'; allowed: True, False"),
     "out": (changed(out_dtype=torch.float32), TypeError, "out_dtype is torch.float32; allowed: None, torch.bfloat16"),
     "window": (changed(window_size=(-2, 0)), ValueError, "window_size is"),
@@ -152,7 +244,11 @@ def test_bad_arguments_are_named(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"transposed_v": True}, "transposed_v is True"), ({"out_dtype": torch.float16}, "out_dtype is torch.float16")],
+    [
+        ({"transposed_v": True}, "transposed_v is True"),
+        ({"out_dtype": torch.float16}, "out_dtype is torch.float16"),
+        ({"v_mean": torch.ones(1, 1, 16)}, "v_mean is given; allowed without q_descale"),
+    ],
 )
 def test_16_bits_have_no_formats(given: dict[str, Any], message: str) -> None:
     x = torch.zeros(1, 4, 1, 16)
@@ -160,15 +256,9 @@ def test_16_bits_have_no_formats(given: dict[str, Any], message: str) -> None:
         flash_attn_func(x, x, x, **given)
 
 
-def test_packed_sequences_of_8_bits_are_refused() -> None:
-    x, ends = rows(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"float8_e4m3fn needs a dense batch"):
-        cuteflash.flash_attn_varlen_func(x, x, x, ends, ends)
-
-
-@pytest.mark.parametrize("name", ["q", "v_descale"])
+@pytest.mark.parametrize("name", ["q", "v_descale", "v_mean"])
 def test_gradients_are_refused_before_anything_is_computed(name: str) -> None:
-    arguments = changed()
+    arguments = changed(v_mean=torch.ones(2, 2, 16))
     arguments[name] = arguments[name].clone().requires_grad_()
     with pytest.raises(NotImplementedError, match=r"no gradient of torch.ops.cuteflash.fp8_fwd"):
         flash_attn_func(**arguments)
@@ -180,10 +270,12 @@ def test_gradients_are_refused_before_anything_is_computed(name: str) -> None:
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_opcheck(op: Any, is_transposed: bool) -> None:
     q, k, v, *scales = inputs()
+    mean = torch.ones(2, 2, 16) if is_transposed else None
+    scales = scales if is_transposed else block_scales(9, 21)
     options = Fp8Options(window_right=0, transposed_v=is_transposed, out_dtype="fp16")
     # Not "test_schema", which compares the arguments before and after, of a type that torch does not compare.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, (q, k, transposed(v) if is_transposed else v, *scales, *options), test_utils=checks)
+    torch.library.opcheck(op, (q, k, transposed(v) if is_transposed else v, *scales, mean, *options), test_utils=checks)
 
 
 def test_nothing_to_see() -> None:
@@ -191,6 +283,7 @@ def test_nothing_to_see() -> None:
         q, k, v, *scales = inputs(**shape)
         out, lse = flash_attn_func(q, k, v, **named(scales), return_lse=True)
         assert out.shape == (*q.shape[:3], 16) and (out == 0).all() and (lse == -math.inf).all()
+        assert torch.equal(flash_attn_func(q, k, transposed(v), **named(scales), transposed_v=True), out)
 
 
 def test_fake_results_look_like_real_ones() -> None:
@@ -203,10 +296,10 @@ def test_fake_results_look_like_real_ones() -> None:
 
 def test_vmap_and_autocast() -> None:
     q, k, v, *scales = inputs()
-    stacked = [torch.stack([x, x.flip(0)]) for x in (q, k, v, *scales)]
-    mapped = torch.vmap(lambda *x: FWD(*x))(*stacked)
+    given = q, k, v, *scales, torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(3))
+    mapped = torch.vmap(lambda *x: FWD(*x))(*(torch.stack([x, x.flip(0)]) for x in given))
     with torch.autocast("cpu", torch.bfloat16):
-        expected = FWD(q, k, v, *scales)
+        expected = FWD(*given)
     torch.testing.assert_close(mapped, torch.stack([expected, expected.flip(0)]))
 
 
@@ -231,18 +324,46 @@ def test_a_launch_gets_tensors_scales_and_scalars(monkeypatch: pytest.MonkeyPatc
     gpu = Gpu(monkeypatch)
     tensors = inputs(s_q=300)
     options = Fp8Options(0.3, 5, -1, 2.0, False, None, out_dtype="fp16")
-    out, lse = gpu.fwd_lse(*tensors, *options)
+    out, lse = gpu.fwd_lse(*tensors, None, *options)
     problem, arguments = gpu.launches[0]
     operands = Operands("e4m3", "e4m3", "fp16", 32, 16)
     assert problem == FwdProblem(operands, Scores("window", softcap=True), has_lse=True)
     q, k, v, *scales = tensors
-    assert all(x is y for x, y in zip(arguments, (q, k, v, out, lse, *scales), strict=False))
-    assert FwdScalars(*arguments[8:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, NUM_SMS)
+    assert all(x is y for x, y in zip(arguments, (q, k, v, out, lse, *scales, None), strict=False))
+    assert FwdScalars(*arguments[9:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, NUM_SMS)
     assert out.dtype == torch.float16 and out.shape == (2, 300, 4, 16)
-    gpu.fwd(*tensors[:2], transposed(v), *scales, *Fp8Options(transposed_v=True))
+    gpu.fwd(*tensors[:2], transposed(v), *scales, None, *Fp8Options(transposed_v=True))
     assert gpu.launches[1][0] == FwdProblem(Operands("e4m3", "e4m3", "bf16", 32, 16, transposed_v=True))
-    gpu.fwd(*tensors, *Fp8Options(pack_gqa=True))
+    gpu.fwd(*tensors, None, *Fp8Options(pack_gqa=True))
     assert gpu.launches[2][0].operands.packed_heads == 2
+    gpu.fwd(*(x.float().to(torch.float8_e5m2) for x in tensors[:3]), *scales)
+    assert gpu.launches[3][0] == FwdProblem(Operands("e5m2", "e5m2", "bf16", 32, 16))
+
+
+def test_scales_of_128_tokens_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    for heads, packed in ((8, 4), (6, 1)):  # one scale of Q for a warpgroup's 64 rows
+        q, k, v, *_ = inputs(s_q=9, s_k=260, heads=heads)
+        gpu.fwd(q, k, v, *block_scales(9, 260))
+        problem, arguments = gpu.launches[-1]
+        assert problem.operands.has_block_scales and "block_scales" in problem.features
+        assert problem.operands.packed_heads == packed
+        assert [x.shape[2] for x in arguments[5:8]] == [1, 3, 3]
+    with pytest.raises(NotImplementedError, match="features turned_v, block_scales"):
+        gpu.fwd(*inputs(s_q=9, s_k=9, d_v=192)[:3], *block_scales(9, 9))
+
+
+def test_whether_v_has_a_mean_decides_the_kernel_and_its_values_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    tensors, mean = inputs(), torch.rand(2, 2, 16)
+    gpu.fwd(*tensors)
+    gpu.fwd(*tensors, mean)
+    gpu.fwd(*tensors, mean.mT.contiguous().mT)
+    plain, smooth, by_column = gpu.launches
+    assert not plain[0].operands.has_v_mean and plain[1][8] is None
+    assert smooth[0].operands.has_v_mean and smooth[0].features == plain[0].features | {"v_mean"}
+    assert smooth[1][8] is mean
+    assert by_column[0] == smooth[0] and by_column[1][8].is_contiguous() and torch.equal(by_column[1][8], mean)
 
 
 def test_wrong_scales_are_found_on_a_gpu_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,13 +390,11 @@ def test_other_kernel_families_are_refused(
 ) -> None:
     gpu = Gpu(monkeypatch, target)
     with pytest.raises(NotImplementedError, match=message):
-        gpu.fwd(*inputs(), *Fp8Options(family=family))
+        gpu.fwd(*inputs(), None, *Fp8Options(family=family))
 
 
 def test_problems_that_no_kernel_has_are_refused() -> None:
     operands = Operands.of("e4m3", 64, 64)
-    with pytest.raises(ValueError, match=r"storage is .*varlen.* with e4m3"):
-        FwdProblem(operands, storage=Storage("varlen", "varlen"))
     with pytest.raises(ValueError, match="dtype of a backward is 'e4m3'"):
         BwdProblem(operands)
     with pytest.raises(ValueError, match="o_dtype is 'e4m3'; allowed: fp16, bf16"):
@@ -284,14 +403,23 @@ def test_problems_that_no_kernel_has_are_refused() -> None:
         Operands("e4m3", "bf16", "bf16", 64, 64)
     with pytest.raises(ValueError, match="transposed_v is True"):
         Operands("bf16", "bf16", "bf16", 64, 64, transposed_v=True)
+    with pytest.raises(ValueError, match="has_v_mean is True"):
+        Operands("bf16", "bf16", "bf16", 64, 64, has_v_mean=True)
+    with pytest.raises(ValueError, match="has_block_scales is True"):
+        Operands("bf16", "bf16", "bf16", 64, 64, has_block_scales=True)
+    with pytest.raises(ValueError, match="packed_heads is 3; allowed with has_block_scales: divisors of 64"):
+        Operands("e4m3", "e4m3", "bf16", 64, 64, packed_heads=3, has_block_scales=True)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_kernels_get_scales_after_their_tensors(is_transposed: bool) -> None:
-    operands = Operands("e4m3", "e4m3", "bf16", 64, 96, transposed_v=is_transposed)
+    by_block = not is_transposed
+    operands = Operands("e4m3", "e4m3", "bf16", 64, 96, 1, is_transposed, is_transposed, by_block)
     tensors, packed, scales, scalars, _ = FwdArguments.of(fwd_fake_args(FwdProblem(operands, has_lse=True)))
     assert all(x is None for x in packed) and len(scalars) == 5
-    assert all(len(scale.shape) == 2 for scale in scales)
+    *factors, mean = scales
+    assert all(len(scale.shape) == (3 if by_block else 2) for scale in factors)
+    assert (mean is not None and mean.shape[2] == 96) if is_transposed else mean is None
     assert tensors.v.shape[2 if is_transposed else 3] == 96
     assert {str(x.element_type) for x in tensors[:3]} == {"Float8E4M3FN"} and str(tensors.o.element_type) == "BFloat16"
 
@@ -314,9 +442,15 @@ def test_traits_that_cannot_run_say_why(fields: dict[str, Any], complaint: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "is_transposed"), [(64, True), (128, False), (160, False), (256, True)])
-def test_rows_compile_without_complaint(head_dim: int, is_transposed: bool, kernels: KernelStore) -> None:
-    operands = dataclasses.replace(Operands.of("e4m3", head_dim, head_dim), transposed_v=is_transposed)
+@pytest.mark.parametrize(
+    ("head_dim", "is_transposed", "by_block"),
+    [(64, True, False), (64, True, True), (160, False, True), (256, True, False)],
+)
+def test_rows_compile_without_complaint(
+    head_dim: int, is_transposed: bool, by_block: bool, kernels: KernelStore
+) -> None:
+    operands = Operands.of("e4m3", head_dim, head_dim)
+    operands = dataclasses.replace(operands, transposed_v=is_transposed, has_v_mean=True, has_block_scales=by_block)
     problem = FwdProblem(operands, Scores("window", softcap=True), has_lse=True)
     choice = choose_shipped(problem, "sm_90a", "sm90")
     compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
@@ -324,10 +458,20 @@ def test_rows_compile_without_complaint(head_dim: int, is_transposed: bool, kern
     assert "wgmma.mma_async.sync.aligned.m64n" in compiled.ptx and ".f32.e4m3.e4m3" in compiled.ptx
 
 
-def e4m3(values: list[float]) -> Tensor:
+@pytest.mark.slow
+def test_p_is_e4m3_beside_a_v_of_e5m2(kernels: KernelStore) -> None:
+    problem = FwdProblem(Operands.of("e5m2", 64, 64))
+    choice = choose_shipped(problem, "sm_90a", "sm90")
+    compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
+    compiled.assert_no_complaint()
+    products = set(re.findall(r"wgmma\.mma_async\S+", compiled.ptx))
+    assert {product.partition(".f32.")[2] for product in products} == {"e5m2.e5m2", "e4m3.e5m2"}
+
+
+def e4m3(values: list[float], dtype: torch.dtype = FP8) -> Tensor:
     x = torch.zeros(1, 32)
     x[0, : len(values)] = torch.tensor(values)
-    assert torch.equal(x.to(FP8).float(), x)
+    assert torch.equal(x.to(dtype).float(), x)
     return x
 
 
@@ -349,6 +493,20 @@ def e4m3(values: list[float]) -> Tensor:
 def test_the_accumulator_keeps_13_fraction_bits(c: float, products: list[tuple[float, float]], expected: float) -> None:
     a, b = (e4m3(list(x)) for x in (zip(*products, strict=True) if products else ([], [])))
     assert accumulate(torch.tensor([[c]]), a, b).item() == expected
+
+
+def test_small_values_of_e5m2_have_smaller_exponents() -> None:
+    c, a, b = torch.tensor([[2.0**-20 + 2.0**-32]]), e4m3([2.0**-6]), e4m3([2.0**-14], torch.float8_e5m2)
+    assert accumulate(c, a, b, LEAST_EXPONENTS[torch.float8_e5m2]).item() == 2.0**-19 + 2.0**-32
+    assert accumulate(c, a, b).item() == 2.0**-19  # were b e4m3: aligned to 2^-12, c is cut at 2^-25
+
+
+@pytest.mark.parametrize("tile_n", range(32, 257, 32))
+def test_equal_scores_ask_for_no_repair(tile_n: int) -> None:
+    """A thread has a quarter of a row's exponentials, each `2**p_offset` if all scores are the maximum."""
+    traits = FwdTraitsFp8Sm90(128, tile_n, 64, 64, fixed_max=True)
+    assert 2**traits.p_offset * tile_n / 4 <= 448 / 1.01
+    assert traits.p_offset >= 2.5
 
 
 def test_two_levels_lose_what_one_level_loses() -> None:

@@ -194,7 +194,7 @@ def test_every_warp_visits_the_tiles_of_its_block(module: Any, rows: str) -> Non
     for block in range(blocks):
         handout = ring(module, readers, HANDED_TILES)
         warps.append(
-            functools.partial(module.hand_out, handout, launch, functools.partial(module.await_taken, handout))
+            functools.partial(module.hand_out, handout, launch, functools.partial(module.await_taken, handout), 0)
         )
         for reader in range(readers):
             seen: list[int] = []
@@ -238,7 +238,7 @@ class Block:
         for role in (self.load, self.consume, self.add):
             visit = functools.partial(role, random.Random(f"{role.__name__} {self.seed}"))
             yield functools.partial(self.module.each_handed_tile, self.handout, self.launch, visit)
-        yield functools.partial(self.module.hand_out, self.handout, self.launch, self.store_until)
+        yield functools.partial(self.module.hand_out, self.handout, self.launch, self.store_until, 0)
 
     def load(self, pick: random.Random, tile: Any, wave: int, start: int) -> int:
         (self.empty + self.k.stage(wave)).barrier.wait(self.k.phase(wave) ^ 1)
@@ -282,6 +282,76 @@ def test_a_warp_that_hands_out_and_stores_stops_nobody(module: Any, blocks: int,
     run([warp for block in all_blocks for warp in block.warps()])
     assert all(block.stored == block.visited for block in all_blocks)
     assert added == sorted(n for block in all_blocks for n in block.stored) == [n for n in range(80) if n % 5 < 4]
+
+
+class TurningBlock:
+    """A block of a forward whose producer turns V: one warp loads, three read what is handed out, all four turn it.
+
+    Tiles have 0 to 3 blocks of keys.
+    """
+
+    def __init__(self, module: Any, launch: Launch, seed: int) -> None:
+        self.module, self.launch = module, launch
+        self.handout = ring(module, 4, HANDED_TILES - 1)  # three that turn, one that consumes
+        self.stored_full, self.turned_empty = (Pointer.to(KV_STAGE) for _ in range(2))
+        self.stored_empty, self.turned_full = (Pointer.to(KV_STAGE, arrivals=4) for _ in range(2))
+        self.turned: list[list[int]] = [[] for _ in range(4)]
+        self.picks = [random.Random(f"{seed} {warp}") for warp in range(5)]
+
+    def warps(self) -> Iterator[Callable[[], Any]]:
+        for visit in (self.load_and_turn, functools.partial(self.turn, 2), functools.partial(self.turn, 3)):
+            yield functools.partial(self.module.each_handed_tile, self.handout, self.launch, visit)
+        yield functools.partial(self.module.hand_out, self.handout, self.launch, self.turn_until, (0, 0))
+        yield functools.partial(self.module.each_handed_tile, self.handout, self.launch, self.consume)
+
+    def load_and_turn(self, tile: Any, q_pos: int, kv_pos: int) -> int:
+        for position in range(kv_pos, kv_pos + tile.number % 4):
+            wait(self.stored_empty, position, 1)
+            (self.stored_full + position % KV_STAGE).barrier.arrive()
+            self.turn_block(0, tile.number, position)
+        return kv_pos + tile.number % 4
+
+    def turn(self, warp: int, tile: Any, q_pos: int, kv_pos: int) -> int:
+        for position in range(kv_pos, kv_pos + tile.number % 4):
+            self.turn_block(warp, tile.number, position)
+        return kv_pos + tile.number % 4
+
+    def turn_until(self, done: tuple[int, int], position: int) -> tuple[int, int]:
+        tiles, kv_pos = done
+        while tiles < position:
+            kv_pos = self.turn(1, self.module.tile_of_words(self.launch, self.handout.handed(tiles)), tiles, kv_pos)
+            tiles += 1
+        return tiles, kv_pos
+
+    def turn_block(self, warp: int, number: int, position: int) -> None:
+        wait(self.stored_full, position, 0)
+        wait(self.turned_empty, position, 1)
+        dawdle(self.picks[warp])
+        self.turned[warp].append(number)
+        (self.turned_full + position % KV_STAGE).barrier.arrive()
+        (self.stored_empty + position % KV_STAGE).barrier.arrive()
+
+    def consume(self, tile: Any, q_pos: int, kv_pos: int) -> int:
+        for position in range(kv_pos, kv_pos + tile.number % 4):
+            wait(self.turned_full, position, 0)
+            dawdle(self.picks[4])
+            (self.turned_empty + position % KV_STAGE).barrier.arrive()
+        return kv_pos + tile.number % 4
+
+
+def wait(barriers: Pointer, position: int, flipped: int) -> None:
+    """Wait for a stage of a ring to be full, or with `flipped` 1 to be empty."""
+    (barriers + position % KV_STAGE).barrier.wait(position // KV_STAGE % 2 ^ flipped)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_warp_that_hands_out_and_turns_stops_nobody(module: Any, rows: str) -> None:
+    launch = Launch(Order(80), ROWS[rows])
+    blocks = [TurningBlock(module, launch, seed) for seed in range(2)]
+    run([warp for block in blocks for warp in block.warps()])
+    assert all(turned == block.turned[0] for block in blocks for turned in block.turned)
+    expected = [n for n in range(80) if n % 5 < 4 for _ in range(n % 4)]
+    assert sorted(n for block in blocks for n in block.turned[0]) == expected
 
 
 def test_gradients_of_two_tiles_may_wait_for_the_warp_that_stores() -> None:

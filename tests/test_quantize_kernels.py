@@ -45,7 +45,7 @@ def test_traits_fit_a_multiprocessor(head_dim: int) -> None:
         traits = traits_of(problem)
         assert traits.num_threads % 32 == 0 and traits.num_threads <= 512
         assert traits.resident * traits.num_threads <= arch.max_threads_per_sm
-        assert traits.resident <= 32 and 0 < traits.carveout(problem) <= 100
+        assert traits.resident <= 32 and 0 < traits.carveout(head_dim) <= 100
         assert traits.smem_bytes <= arch.smem_per_block
         assert not problem.scales_by_block or traits.tokens == 128
 

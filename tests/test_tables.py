@@ -11,10 +11,13 @@ from cuteflash.dispatch import choose_shipped, kernel_class
 from cuteflash.problem import (
     DENSE,
     DTYPES,
+    FP8_DTYPES,
     HEAD_DIM_MAX,
     HEAD_DIM_STEP,
     MASK_KINDS,
     OPERATIONS,
+    PACKED,
+    Fp8Dtype,
     FwdProblem,
     Operands,
     Scores,
@@ -66,21 +69,28 @@ def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None
         assert traits.check(get_arch(table.target)) is None
 
 
+@pytest.mark.parametrize("storage", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("transposed_v", [False, True])
-def test_every_problem_of_8_bits_has_a_row(transposed_v: bool) -> None:
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_every_problem_of_8_bits_has_a_row(dtype: Fp8Dtype, transposed_v: bool, storage: Storage) -> None:
     for head_dim, head_dim_v in HEAD_DIM_PAIRS:
         if head_dim % 16 or head_dim_v % 16:
             continue
-        operands = dataclasses.replace(Operands.of("e4m3", head_dim, head_dim_v), transposed_v=transposed_v)
+        operands = Operands.of(dtype, head_dim, head_dim_v)
+        operands = dataclasses.replace(operands, transposed_v=transposed_v, has_v_mean=True)
         for mask, lengths in itertools.product(MASK_KINDS, LENGTH_CLASSES):
-            problem = FwdProblem(operands, Scores(mask, softcap=True), has_lse=True)
+            problem = FwdProblem(operands, Scores(mask, softcap=True), storage, has_lse=True)
             choice = choose_shipped(problem, "sm_90a", "sm90", lengths)
             assert choice.traits.element_bytes == 1
             assert transposed_v or choice.traits.turns_v
+            if max(head_dim, head_dim_v) <= 160 or (head_dim, head_dim_v) == (192, 128):
+                by_block = dataclasses.replace(operands, has_block_scales=True)
+                problem = dataclasses.replace(problem, operands=by_block)
+                assert 128 % choose_shipped(problem, "sm_90a", "sm90", lengths).traits.tile_n == 0
 
 
 @EACH_TABLE
-@pytest.mark.parametrize("storage", [DENSE, Storage("varlen", "varlen", True, True)], ids=["dense", "packed"])
+@pytest.mark.parametrize("storage", [DENSE, PACKED], ids=["dense", "packed"])
 def test_every_problem_has_a_row_that_serves_all_features(table: TableKey, storage: Storage) -> None:
     make, features = PROBLEMS[table.operation]
     for head_dim, head_dim_v in itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS):

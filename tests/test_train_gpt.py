@@ -14,7 +14,7 @@ import pytest
 import torch
 import train_gpt
 from gpt import corpus as corpora
-from gpt import curves
+from gpt import curves, fp8
 from gpt.corpus import SEPARATOR, Batches, Corpus
 from gpt.model import GPT, TorchMHA, nudge, sample
 from gpt.settings import PRESETS, Settings
@@ -329,6 +329,25 @@ def test_a_run_with_all_its_files(small: list[str], tmp_path: pathlib.Path, caps
     assert "validation loss" in capsys.readouterr().out
 
 
+def test_a_trained_model_is_validated_with_attention_in_fp8(
+    small: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.json"
+    assert train_gpt.main([*small, "--dim=32", "--attention=cuteflash", "--fp8", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    trained, in_fp8 = result["runs"]["cuteflash"]["validation"][-1][1], result["fp8_validation"]
+    assert in_fp8 != trained and in_fp8 == pytest.approx(trained, abs=1e-3)
+    assert f"attention in FP8: validation loss {in_fp8:.4f}" in capsys.readouterr().out
+
+
+def test_attention_in_fp8_ends_with_its_context(corpus: Corpus) -> None:
+    trainer = Trainer(dataclasses.replace(SETTINGS, dim=32), corpus, MHA)
+    before = trainer.validate()
+    with fp8.inference(trainer.model):
+        assert trainer.validate() != before
+    assert trainer.validate() == before
+
+
 def test_ctrl_c_saves_what_resume_continues(
     small: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +384,8 @@ def test_ctrl_c_saves_what_resume_continues(
         (["--nudged=0"], "nudged is 0; allowed: positive"),
         (["--checkpoint=c", "--checkpoint-every=0"], "checkpoint-every is 0; allowed: positive"),
         (["--json=/"], "output / is a directory"),
+        (["--fp8"], "dim is 16; allowed with fp8: multiples of 16 columns for each of 2 heads"),
+        (["--fp8", "--dim=32", "--packed"], "packed is given with fp8"),
     ],
 )
 def test_wrong_options(

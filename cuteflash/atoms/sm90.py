@@ -38,10 +38,11 @@ def tiled_mma(
     b_major: OperandMajorMode,
     a_from_regs: bool,
     a_major: OperandMajorMode = OperandMajorMode.K,
+    a_dtype: type[cutlass.Numeric] | None = None,
 ) -> cute.TiledMma:
-    """One warpgroup's m64 x n x k16 product with fp32 accumulators."""
+    """One warpgroup's product of m64 x n and 32 bytes of k with fp32 accumulators; `a_dtype` None is `dtype`, B's."""
     return hopper_helpers.make_trivial_tiled_mma(
-        dtype,
+        a_dtype or dtype,
         dtype,
         a_major,
         b_major,

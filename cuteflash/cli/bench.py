@@ -29,7 +29,7 @@ Set = Annotated[
         "--set",
         help="What to measure; the other options change it. grid: the published cells (D64 to D256, full and causal, "
         "512 to 16384, bf16). real, of the forward: inputs like language models' (D64 and D128, causal, 8192, bf16 and "
-        "fp16). more, of the backward: D96 and D192.",
+        "fp16). fp8, of the forward: 8-bit operands beside bf16 (from 1024). more, of the backward: D96 and D192.",
     ),
 ]
 HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q, K and V.")]
@@ -42,8 +42,9 @@ InputKinds = Annotated[
 Impls = Annotated[
     str | None,
     typer.Option(
-        help=f"Comma-separated implementations of {', '.join((*FAMILIES, *PEERS))}; of the backward also sm90-det, "
-        "sm80-det and fa4-det, which are deterministic."
+        help=f"Comma-separated implementations of {', '.join((*FAMILIES, *PEERS))}; of the forward also sm90-fp8-vt, "
+        "sm90-fp8 and cudnn-fp8, which have 8-bit operands; of the backward sm90-det, sm80-det and fa4-det, which are "
+        "deterministic."
     ),
 ]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Samples of each implementation in a cell.")]

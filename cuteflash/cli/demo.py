@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(device: torch.device) -> Comparison:
     """Embed the sentences with eager attention in fp32 and with cuteflash, in fp32 on a CPU and fp16 on a GPU."""
     integration.register()
-    with _model_directory() as directory:
+    with model_directory() as directory:
         reference, _ = embed(directory, "eager", torch.float32, device)
         if device.type == "cpu":
             ours, calls = embed(directory, integration.NAME, torch.float32, device)
@@ -161,7 +161,7 @@ def embed(directory: str, implementation: str, dtype: torch.dtype, device: torch
 
 
 @contextlib.contextmanager
-def _model_directory() -> Iterator[str]:
+def model_directory() -> Iterator[str]:
     """The pretrained model's folder inside its package, and a quiet transformers while it is in use."""
     package = importlib.resources.files(MODEL_PACKAGE)
     from transformers.utils import logging

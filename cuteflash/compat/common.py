@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuteflash.problem import HEAD_DIM_STEP
+from cuteflash.validate import FP8_DTYPES
 
 ONE_SPLIT = (0, 1)  # allowed `num_splits`; 0 leaves the number to the library
 
@@ -25,7 +26,8 @@ def attend(
     """Call a public function as FlashAttention-2 and 3 treat their inputs.
 
     - A tensor whose last dimension is not contiguous is copied.
-    - A head dim that is not a multiple of 8 is padded with zeros, which changes no score, and cut off the output.
+    - A head dim that is not a multiple of 8 is padded with zeros, which changes no score, and cut off the output; of
+      8-bit tensors it is left to the function's own check, which wants a multiple of 16, as FlashAttention-3 does.
     - A negative side of a window, or None, is unbounded.
 
     Args:
@@ -57,6 +59,8 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 
 def _padding(tensors: Sequence[Tensor]) -> int:
     """Columns that bring the head dim to a multiple of 8; 0 for head dims that differ, which are not made equal."""
+    if any(isinstance(x, Tensor) and x.dtype in FP8_DTYPES for x in tensors):
+        return 0
     dims = {x.shape[-1] if isinstance(x, Tensor) and x.dim() else None for x in tensors}
     dim = dims.pop()
     return 0 if dims or dim is None else -dim % HEAD_DIM_STEP

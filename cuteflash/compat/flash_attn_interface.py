@@ -5,8 +5,9 @@
 
 What differs:
 
-- `qv`, the `*_descale` factors of FP8, `attention_chunk`, `num_splits` above 1, `sm_margin`, and the arguments of
-  `flash_attn_with_kvcache` that extend, rotate, page or index a cache raise NotImplementedError.
+- `qv`, `attention_chunk`, `num_splits` above 1, `sm_margin`, and the arguments of `flash_attn_with_kvcache` that
+  extend, rotate, page or index a cache raise NotImplementedError.
+- 8-bit q, k and v may be e5m2, too. Descale factors with 16-bit ones raise TypeError.
 - The log-sum-exp is differentiable.
 - CPU tensors run the reference.
 """
@@ -16,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cuteflash import api, packed_api
 from cuteflash.compat.common import ONE_SPLIT, attend
 from cuteflash.unsupported import NOTHING, ZERO, refuse
-from cuteflash.validate import shown
+from cuteflash.validate import FP8_DTYPES, shown
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -87,6 +89,9 @@ def flash_attn_func(
 ) -> Any:
     """Attention of q (batch, seqlen_q, heads, head_dim) to k and v (batch, seqlen_k, kv_heads, head_dim).
 
+    Args:
+        q_descale, k_descale, v_descale: fp32 (batch, kv_heads), with 8-bit q, k and v; None is 1. O is bf16 then.
+
     Returns:
         O, (batch, seqlen_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (batch, heads, seqlen_q).
 
@@ -145,6 +150,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), the first token of each sequence, then the total.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
         seqused_q, seqused_k: int32 (batch,), how many of a sequence's tokens are used; None is all.
+        q_descale, k_descale, v_descale: as of `flash_attn_func`.
 
     Returns:
         O, (total_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (heads, total_q).
@@ -264,14 +270,22 @@ def _attend(
     """The result of a public function, which is what FlashAttention-3 returns."""
     refuse(
         qv=(qv, NOTHING),
-        q_descale=(q_descale, NOTHING),
-        k_descale=(k_descale, NOTHING),
-        v_descale=(v_descale, NOTHING),
         attention_chunk=(attention_chunk, ZERO),
         num_splits=(num_splits, ONE_SPLIT),
         sm_margin=(sm_margin, ZERO),
     )
-    return attend(function, tensors, lengths, **options)
+    descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    if all(isinstance(x, Tensor) and x.dtype in FP8_DTYPES and x.dim() > 1 for x in tensors):
+        ends = lengths[0] if lengths else None  # cu_seqlens_q
+        descales = {name: _ones(tensors, ends) if x is None else x for name, x in descales.items()}
+    return attend(function, tensors, lengths, **descales, **options)
+
+
+def _ones(tensors: Sequence[Tensor], ends: Any) -> Tensor:
+    """Descale factors that change nothing: one for each KV head and sequence, all in one place."""
+    q, k = tensors[:2]
+    batch = ends.shape[0] - 1 if isinstance(ends, Tensor) and ends.dim() == 1 else q.shape[0]
+    return q.new_ones((), dtype=torch.float32).expand(max(batch, 0), k.shape[-2])
 
 
 def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,12 @@ from cuteflash.problem import DTYPE_BYTES, Dtype, FwdProblem
 ALIGN_BYTES = 16  # one cp.async or the base of a TMA box
 ALIGN_ELEMENTS = ALIGN_BYTES // 2  # fp16 and bf16
 
-CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "e4m3": cutlass.Float8E4M3FN}
+CUTE_DTYPES = {
+    "fp16": cutlass.Float16,
+    "bf16": cutlass.BFloat16,
+    "e4m3": cutlass.Float8E4M3FN,
+    "e5m2": cutlass.Float8E5M2,
+}
 FAKE_SCALARS = {float: cutlass.Float32(0.0), int: cutlass.Int32(0)}
 
 
@@ -63,13 +68,16 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     )
     scales = ScaleTensors()
     if operands.is_fp8:
-        scales = ScaleTensors(*(_scale(batch, heads_k) for _ in ScaleTensors._fields))
+        blocks = ((cute.sym_int32(symbol=f"blocks_{name}"),) for name in ("q", "k", "v"))
+        factors = (_per_head(batch, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
+        scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     return FwdArguments(tensors, packed, scales, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
 
 
-def _scale(batch: Any, heads: Any) -> Any:
-    """One factor a head; strides are free, as the same factor may stand for several heads."""
+def _per_head(batch: Any, heads: Any, *columns: Any) -> Any:
+    """One factor or row a head; strides are free, as the same one may stand for several heads."""
+    free = cute.sym_int64(), cute.sym_int64()
     return make_fake_tensor(
-        cutlass.Float32, (batch, heads), stride=(cute.sym_int64(), cute.sym_int64()), assumed_align=4
+        cutlass.Float32, (batch, heads, *columns), stride=(*free, *(1 for _ in columns)), assumed_align=4
     )

@@ -61,6 +61,7 @@ class OnlineSoftmax:
         scale_log2: softmax_scale * log2(e), the factor of a score before exp2.
         may_be_empty: whether all scores of a row so far may be -inf.
         p_offset: exponentials, and with them the row sums, are multiplied with 2 to this power.
+        block_scale: a factor of the present block's scores that is in `row_max`, but not in them; None is 1.
     """
 
     row_max: cute.Tensor
@@ -69,6 +70,7 @@ class OnlineSoftmax:
     scale_log2: Float32
     may_be_empty: cutlass.Constexpr[bool]
     p_offset: cutlass.Constexpr[float] = 0.0
+    block_scale: Float32 | None = None
 
     @classmethod
     def create(cls, num_rows: int, scale_log2: Float32, may_be_empty: bool, p_offset: float = 0.0) -> Self:
@@ -96,6 +98,8 @@ class OnlineSoftmax:
         """
         for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
             peak = quad_max(row_peak(scores, r))
+            if const_expr(self.block_scale is not None):
+                peak = peak * self.block_scale
             if const_expr(is_first):
                 self.row_scale[r] = Float32(1.0)
                 self.row_sum[r] = Float32(0.0)
@@ -120,8 +124,9 @@ class OnlineSoftmax:
         shift = self.shift(row)
         if self.p_offset:
             shift = shift - self.p_offset
+        scale = self.scale_log2 if self.block_scale is None else self.scale_log2 * self.block_scale
         for c in range(cute.size(scores.shape[1])):
-            yield exp2(scores[row, c] * self.scale_log2 - shift)
+            yield exp2(scores[row, c] * scale - shift)
 
     def exponentiate(self, scores: cute.Tensor, row: int) -> None:
         """Exponentials of one row of `scores`, in place, added to its sum."""

@@ -21,26 +21,27 @@ from cuteflash.reference.tiles import finite_or_zero, grouped, heads_last, score
 
 PRODUCTS = 32  # of one instruction
 FRACTION_BITS = 13
-LEAST_EXPONENT = -6  # of e4m3: what is smaller is subnormal, and has this exponent
+# What is smaller is subnormal, and has this exponent.
+LEAST_EXPONENTS = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
+LEAST_EXPONENT = LEAST_EXPONENTS[torch.float8_e4m3fn]
 NO_EXPONENT = -1000.0  # of zero
 
 
-def accumulate(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def accumulate(c: Tensor, a: Tensor, b: Tensor, least_exponent: int = LEAST_EXPONENT) -> Tensor:
     """C + A B^T as the instructions compute it, fp32 values in fp64.
 
     Args:
         c: (m, n).
         a: (m, k) e4m3 values in any floating type; k is a multiple of 32.
-        b: (n, k), likewise.
+        b: (n, k), likewise, or values of the type whose `LEAST_EXPONENTS` is `least_exponent`.
     """
     total = c.double()
     for start in range(0, a.shape[1], PRODUCTS):
         left, right = (x[:, start : start + PRODUCTS].double() for x in (a, b))
         products = left[:, None] * right[None]
         # A product of two mantissas in [1, 2) is not normalised: its exponent is the sum of theirs.
-        exponents = (element_exponents(left)[:, None] + element_exponents(right)[None]).masked_fill(
-            products == 0, NO_EXPONENT
-        )
+        exponents = element_exponents(left)[:, None] + element_exponents(right, least_exponent)[None]
+        exponents = exponents.masked_fill(products == 0, NO_EXPONENT)
         largest = torch.maximum(exponents.amax(-1), exponents_of(total))
         unit = torch.exp2(largest - FRACTION_BITS)
         total = (torch.trunc(products / unit[..., None]).sum(-1) + torch.trunc(total / unit)) * unit
@@ -59,9 +60,9 @@ def exponents_of(x: Tensor) -> Tensor:
     return (torch.frexp(x).exponent.double() - 1).masked_fill(x == 0, NO_EXPONENT)
 
 
-def element_exponents(x: Tensor) -> Tensor:
-    """The exponents of e4m3 values as they are stored."""
-    return exponents_of(x).clamp(min=LEAST_EXPONENT)
+def element_exponents(x: Tensor, least_exponent: int = LEAST_EXPONENT) -> Tensor:
+    """The exponents of values as they are stored in 8 bits."""
+    return exponents_of(x).clamp(min=least_exponent)
 
 
 def modelled_attention(
@@ -112,7 +113,7 @@ def modelled_attention(
         for i in range(b * h_k * group):
             at = i // (h_k * group), i // group % h_k, i % group
             start = torch.zeros_like(out[at]) if is_two_level else out[at]
-            product = accumulate(start, rounded[at], vt[at[:2]])
+            product = accumulate(start, rounded[at], vt[at[:2]], LEAST_EXPONENTS[v.dtype])
             out[at] = out[at] + product if is_two_level else product
     out = out / ell.masked_fill(ell == 0, 1.0)[..., None] * v_scale[:, :, None, None, None]
     return heads_last(out, torch.float64)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cuteflash.quantize_problem import BLOCK_TOKENS, E4M3_MAX, QuantizeOptions
+from cuteflash.problem import E4M3_MAX
+from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeOptions
 
 FP8 = torch.float8_e4m3fn
 TINY = torch.finfo(torch.float32).tiny
@@ -36,7 +37,7 @@ def quantize(
         v = v - v_mean[:, None]
     by_block = options.granularity == "block"
     scales = descales or [_descale(x, kv_heads, by_block) for x in (q, k, v)]
-    q8, k8, v8 = (_rounded(x, _of_elements(scale, x)) for x, scale in zip((q, k, v), scales, strict=True))
+    q8, k8, v8 = (_rounded(x, of_elements(scale, x)) for x, scale in zip((q, k, v), scales, strict=True))
     return q8, k8, _transposed(v8) if options.transpose_v else v8, *scales, v_mean
 
 
@@ -81,8 +82,8 @@ def _descale(x: Tensor, kv_heads: int, by_block: bool) -> Tensor:
     return torch.where(largest > 0, (largest / E4M3_MAX).clamp_min(TINY), 1.0)
 
 
-def _of_elements(descale: Tensor, x: Tensor) -> Tensor:
-    """A tensor's descales, expanded to (batch, seqlen, heads, 1)."""
+def of_elements(descale: Tensor, x: Tensor) -> Tensor:
+    """A tensor's descales, (batch, kv_heads[, blocks of 128 tokens]), expanded to (batch, seqlen, heads, 1)."""
     _, seqlen, heads, _ = x.shape
     scale = descale.repeat_interleave(heads // max(descale.shape[1], 1), dim=1)
     if scale.dim() == 2:

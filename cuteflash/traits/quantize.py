@@ -55,9 +55,13 @@ class QuantizeTraits:
         """Shared memory of a block: a tile of V^T or the sums of a tile's columns, and a number for each warp."""
         return max(self.head_dim * self.tokens, 4 * self.quads * self.head_dim) + 4 * WARP
 
-    def carveout(self, problem: QuantizeProblem) -> int:
-        """Percent of a multiprocessor's memory that its converting blocks share; the rest caches what they load."""
-        tile = self.tokens * problem.head_dim_v if problem.transposes_v else 0
+    def carveout(self, columns: int) -> int:
+        """Percent of a multiprocessor's memory that its blocks share; the rest caches what they load.
+
+        Args:
+            columns: of a tile of V^T, 0 if there is none.
+        """
+        tile = self.tokens * columns
         return min(-(-100 * self.resident * (tile + BLOCK_SMEM + 4 * WARP) // SMEM_PER_SM), 100)
 
     def parts(self, seqlen: Any) -> Any:
@@ -86,3 +90,9 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     traits = QuantizeTraits(head_dim, tokens, visits=4 if problem.rotary_dim else 1)
     threads = FEW_THREADS if problem.rotary_dim or problem.scales_by_block else THREADS
     return dataclasses.replace(traits, resident=max(threads // traits.num_threads, 1))
+
+
+def transpose_traits(head_dim_v: int) -> QuantizeTraits:
+    """The traits that `TransposeV` runs with."""
+    traits = QuantizeTraits(head_dim_v, BLOCK_TOKENS if head_dim_v <= 128 else BLOCK_TOKENS // 2)
+    return dataclasses.replace(traits, resident=max(THREADS // traits.num_threads, 1))

@@ -39,7 +39,7 @@ WINDOW = ("window",)  # two masked loops beside the plain one: the most register
 FP16, BF16 = ("fp16",), ("bf16",)
 DECODE, TINY, SHORT, LONG = ("decode",), ("tiny",), ("short",), ("long",)
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
-TURNED_V = ("turned_v",)
+TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
 
 
 class TableKey(NamedTuple):

@@ -63,6 +63,7 @@ class FwdTraitsSm90:
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
+    address_regs: ClassVar[int] = ADDRESS_REGS
 
     tile_m: int
     tile_n: int
@@ -92,6 +93,10 @@ class FwdTraitsSm90:
     @property
     def turns_v(self) -> bool:
         return False
+
+    @property
+    def stored_v_stage(self) -> int:
+        return 0
 
     @property
     def p_offset(self) -> float:
@@ -138,10 +143,16 @@ class FwdTraitsSm90:
         return REGISTER_SPLIT[self.mma_warpgroups][1]
 
     @property
+    def packed_regs(self) -> tuple[int, int]:
+        """`producer_regs` and `mma_regs` of kernels of packed sequences."""
+        return self.producer_regs, self.mma_regs
+
+    @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, Q, K, V, O (over Q with `share_q_o`), P without `p_in_regs`, V as it is stored with `turns_v`."""
         wgs, kv = self.mma_warpgroups, self.kv_stage
-        stages = self.q_stage + kv * (3 if self.turns_v else 2)  # each with a barrier for full and one for empty
+        stored_v = self.stored_v_stage if self.turns_v else 0
+        stages = self.q_stage + 2 * kv + stored_v  # each with a barrier for full and one for empty
         plan = {"barriers": SmemRegion(0, 2 * stages * MBARRIER_BYTES)}
 
         def append(name: str, elements: int, stages: int, nbytes: int = self.element_bytes) -> None:
@@ -152,7 +163,7 @@ class FwdTraitsSm90:
         append("k", kv * self.tile_n * self.head_dim, kv)
         append("v", kv * self.tile_n * self.head_dim_v, kv)
         if self.turns_v:
-            append("stored_v", kv * self.tile_n * self.head_dim_v, kv)
+            append("stored_v", stored_v * self.tile_n * self.head_dim_v, stored_v)
         if self.share_q_o:
             plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * OUT_BYTES, wgs)
         else:
@@ -203,10 +214,10 @@ class FwdTraitsSm90:
             )
         if self.exp_rows_before_wait not in (0, 1, 2):
             return f"exp_rows_before_wait {self.exp_rows_before_wait} is not 0, 1 or 2"
-        if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:
+        if self.accumulator_regs > self.mma_regs - self.address_regs:
             return (
                 f"Q, S, P and O fragments take {self.accumulator_regs} registers a thread, "
-                f"{self.mma_regs} less {ADDRESS_REGS} for addresses are there"
+                f"{self.mma_regs} less {self.address_regs} for addresses are there"
             )
         return memory_complaint(self, arch)
 
@@ -214,11 +225,13 @@ class FwdTraitsSm90:
     def accumulator_regs(self) -> int:
         """Registers a thread needs for the S and O accumulators and, if they stay there, for Q and P.
 
-        Under fixed maxima S stays beside its exponentials, which are rounded once the PV product has read P.
+        Under fixed maxima S stays beside P; rows that do not wait for the PV product to read the last P are rounded
+        into registers of their own.
         """
         s = self.tile_n // 2
-        o = self.head_dim_v // 2
-        p = self.tile_n // 4 if self.p_in_regs else 0
-        q = self.head_dim // 4 if self.q_in_regs else 0
-        unrounded = self.tile_n // 4 * self.exp_rows_before_wait if self.fixed_max else 0
-        return q + s + o + p + unrounded
+        o = self.head_dim_v // 2 * (2 if self.two_level else 1)  # a product of 8 bits beside their sum
+        a_row = self.tile_n * self.element_bytes // 16  # of P
+        p = 2 * a_row if self.p_in_regs else 0
+        q = self.head_dim * self.element_bytes // 8 if self.q_in_regs else 0
+        ahead = a_row * self.exp_rows_before_wait if self.fixed_max else 0
+        return q + s + o + p + ahead

@@ -118,7 +118,8 @@ def render(tables: Sequence[TableKey], rows: Iterable[Row]) -> str:
     kept = list(rows)
     body = "".join(_lines(kind_of(row.traits), _arguments(row), row) for row in kept)
     makers = sorted({kind_of(row.traits) for row in kept})
-    names = [*sorted(word for word in WORDS.values() if re.search(rf"\b{word}\b", body)), "Row", *makers]
+    words = sorted((word for word in WORDS.values() if re.search(rf"\b{word}\b", body)), key=str.lower)  # as ruff does
+    names = [*words, "Row", *makers]
     titles = ", ".join(map(str, tables))
     others = dict.fromkeys(dtype for row in kept for dtype in row.traits.dtypes if dtype not in DTYPES)
     titles += f" for {', '.join(others)}" if others else ""

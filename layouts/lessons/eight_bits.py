@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from cuteflash.dispatch import Choice, choose_shipped
-from cuteflash.kernels.sm90.fixed_max import LARGEST_E4M3
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import E4M3_MAX, FwdProblem
 from cuteflash.reference.fp8 import GROUP, permuted_keys
 from cuteflash.reference.fp8_accumulator import FRACTION_BITS, PRODUCTS, accumulate
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
@@ -63,5 +62,5 @@ def fp8_data() -> dict[str, Any]:
         "products": PRODUCTS,
         "fraction_bits": FRACTION_BITS,
         "offset": 2 ** int(row_traits().p_offset),
-        "largest": int(LARGEST_E4M3),
+        "largest": int(E4M3_MAX),
     }

@@ -24,6 +24,20 @@ def cuda(device: torch.device) -> torch.device:
     return device
 
 
+@pytest.fixture
+def hopper(device: torch.device) -> torch.device:
+    """The device, if it has 8-bit products or is a CPU."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("8-bit operands need a Hopper")
+    return device
+
+
+@pytest.fixture
+def hopper_gpu(cuda: torch.device, hopper: torch.device) -> torch.device:
+    """The device, for what only CUDA has, if it has 8-bit products."""
+    return hopper
+
+
 @pytest.fixture(params=sorted(FAMILIES, reverse=True))
 def family(request: pytest.FixtureRequest, device: torch.device) -> str:
     """Each kernel family; those that the device does not run are skipped."""

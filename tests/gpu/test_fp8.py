@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -26,14 +27,6 @@ LARGEST = 448.0
 MASKS = {"full": Case(), "causal": Case(causal=True), "window": Case(window=(70, 30))}
 
 
-@pytest.fixture
-def hopper(device: torch.device) -> torch.device:
-    """The device, if it has 8-bit products or is a CPU."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("8-bit operands need a Hopper")
-    return device
-
-
 @dataclasses.dataclass(frozen=True)
 class Operands8:
     """Q, K and V of 8 bits with their scales, and what they stand for in fp64."""
@@ -44,7 +37,7 @@ class Operands8:
     scales: list[Tensor]
 
     @classmethod
-    def of(cls, case: Case, device: torch.device, mean: float = 0.0) -> Operands8:
+    def of(cls, case: Case, device: torch.device, mean: float = 0.0, dtype: torch.dtype = FP8) -> Operands8:
         """A case's inputs, quantised with a scale for each KV head."""
         q, k, v = case.inputs(device)
         kv_heads = k.shape[2]
@@ -53,7 +46,7 @@ class Operands8:
             scale = x.unflatten(2, (kv_heads, -1)).abs().amax((1, 3, 4)) / LARGEST
             scales.append(scale)
             spread = scale.repeat_interleave(x.shape[2] // kv_heads, dim=1)[:, None, :, None]
-            quantised.append((x / spread).to(FP8))
+            quantised.append((x / spread).to(dtype))
         return cls(*quantised, scales)
 
     def exact(self, case: Case) -> tuple[Tensor, Tensor]:
@@ -66,7 +59,7 @@ class Operands8:
         batch, keys, heads, columns = self.v.shape
         vt = torch.zeros(batch, heads, columns, -(-keys // 128) * 128, device=self.v.device)
         vt[..., :keys] = self.v.permute(0, 2, 3, 1).float()
-        return permuted_keys(vt).to(FP8).contiguous()
+        return permuted_keys(vt).to(self.v.dtype).contiguous()
 
     def attend(self, case: Case, is_transposed: bool, **options: Any) -> tuple[Tensor, Tensor]:
         """O and LSE of the library, into poisoned memory."""
@@ -105,9 +98,11 @@ def traits_of(operands: Operands8, is_transposed: bool) -> Any:
     return choose_shipped(FwdProblem(made, has_lse=True), "sm_90a", "sm90").traits
 
 
-def assert_as_modelled(case: Case, device: torch.device, *, mean: float = 0.0, is_transposed: bool = False) -> None:
+def assert_as_modelled(
+    case: Case, device: torch.device, *, mean: float = 0.0, is_transposed: bool = False, dtype: torch.dtype = FP8
+) -> None:
     """The error of O is at most what the model and the rounding of O allow; the latter is all that a CPU does."""
-    operands = Operands8.of(case, device, mean)
+    operands = Operands8.of(case, device, mean, dtype)
     out, lse = operands.attend(case, is_transposed)
     exact, exact_lse = operands.exact(case)
     modelled = exact
@@ -132,6 +127,13 @@ def test_head_dims(head_dims: tuple[int, int], is_transposed: bool, hopper: torc
     head_dim, head_dim_v = head_dims
     case = Case(causal=True, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=130, seqlen_k=260, batch=1, heads=2)
     assert_as_modelled(case, hopper, is_transposed=is_transposed)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_e5m2(head_dim: int, is_transposed: bool, hopper: torch.device) -> None:
+    case = Case(causal=True, head_dim=head_dim, seqlen_q=200, seqlen_k=333, heads=4, kv_heads=2)
+    assert_as_modelled(case, hopper, is_transposed=is_transposed, dtype=torch.float8_e5m2)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -186,6 +188,72 @@ def test_sums_over_many_keys_keep_a_mean(head_dim: int, is_transposed: bool, hop
     out, _ = operands.attend(case, is_transposed)
     exact, _ = operands.exact(case)
     assert rms(out.double() - exact) <= 5e-3 * rms(exact)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 144), (192, 128), (256, 240)])
+def test_a_mean_of_v_is_added_to_rows_that_see_a_key(
+    head_dims: tuple[int, int], is_transposed: bool, hopper: torch.device
+) -> None:
+    (head_dim, head_dim_v), window = head_dims, (50, 20)
+    for seqlen_q, causal in ((1, False), (300, False), (300, True)):
+        case = Case(
+            head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q, seqlen_k=140, heads=4, kv_heads=2,
+            causal=causal, window=(-1, -1) if causal else window,
+        )  # fmt: skip
+        operands = Operands8.of(case, hopper)
+        plain, lse = operands.attend(case, is_transposed)
+        generator = torch.Generator(hopper).manual_seed(1)
+        v_mean = 3 * torch.randn(2, 2, head_dim_v, generator=generator, device=hopper)
+        out, lse_too = operands.attend(case, is_transposed, v_mean=v_mean)
+        added = v_mean[:, None].repeat_interleave(2, dim=2)
+        expected = plain.float() + added.masked_fill((lse == -math.inf).mT[..., None], 0.0)
+        assert ((out - expected).abs() <= 2**-8 * (plain.abs() + expected.abs())).all()
+        assert torch.equal(lse, lse_too)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_one_level_keeps_the_mean_of_a_smoothed_v(is_transposed: bool, hopper: torch.device) -> None:
+    keys = 16384 if hopper.type == "cuda" else 512
+    case = Case(head_dim=256, seqlen_q=64, seqlen_k=keys, batch=1, heads=1)
+    q, k, v = case.inputs(hopper)
+    v = v + 1
+    some = cuteflash.quantize_qkv(q, k, v, smooth_v=True)
+    assert some.v is not None and some.v_mean is not None
+    operands = Operands8(some.q, some.k, some.v, [some.q_descale, some.k_descale, some.v_descale])
+    out, _ = operands.attend(case, is_transposed, v_mean=some.v_mean)
+    exact = operands.exact(case)[0] + some.v_mean[:, None]
+    assert rms(out.double() - exact) <= 5e-3 * rms(exact)
+
+
+BLOCK_CASES = {
+    "full": Case(head_dim=128, seqlen_q=300, seqlen_k=1100),
+    "causal": Case(head_dim=64, causal=True, seqlen_q=700),
+    "window": Case(head_dim=160, head_dim_v=144, window=(300, 70), seqlen_q=500),
+    "softcap": Case(head_dim=96, causal=True, softcap=5.0, seqlen_q=130, seqlen_k=400),
+    "latent": Case(head_dim=192, head_dim_v=128, causal=True, seqlen_q=200, seqlen_k=1300),
+    "packed": Case(head_dim=128, seqlen_q=5, seqlen_k=900, heads=8, kv_heads=2),
+    "not packed": Case(head_dim=128, seqlen_q=5, seqlen_k=900, heads=6, kv_heads=2),
+}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("case", BLOCK_CASES)
+def test_each_128_tokens_may_have_scales(case: str, is_transposed: bool, hopper: torch.device) -> None:
+    """Blocks differ in size by up to 4, which moves maxima of rows. 8-bit products of larger scores are inexact."""
+    one = BLOCK_CASES[case]
+    tensors = []
+    for x, step in zip(one.inputs(hopper), (1, 1, 2), strict=True):
+        block = torch.arange(x.shape[1], device=hopper) // 128
+        tensors.append(x * torch.exp2((block * step % 3 - 1).float())[:, None, None].to(x.dtype))
+    some = cuteflash.quantize_qkv(*tensors, granularity="block")
+    assert some.v is not None
+    operands = Operands8(some.q, some.k, some.v, [some.q_descale, some.k_descale, some.v_descale])
+    out, lse = operands.attend(one, is_transposed)
+    exact, exact_lse = operands.exact(one)
+    assert torch.isfinite(out).all()
+    assert rms(out.double() - exact) <= 0.035 * rms(exact)
+    torch.testing.assert_close(lse, exact_lse, atol=5e-3, rtol=2e-4)
 
 
 def test_softcap_and_fp16(hopper: torch.device) -> None:

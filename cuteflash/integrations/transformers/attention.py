@@ -19,6 +19,7 @@ from cuteflash.integrations.transformers.rules import FULL
 from cuteflash.packed_api import flash_attn_varlen_func
 
 INSTEAD = 'use attn_implementation="sdpa" or "eager"'
+FP8_QUERIES = 128  # of a call that is computed in FP8; for fewer, quantising all keys and values takes longer
 
 # Arguments that some models pass and that change the result in a way the operator does not know.
 _REFUSED = {
@@ -64,16 +65,60 @@ def attention(
         TypeError: a dtype that the operator refuses.
     """
     _refuse_unsupported(module, dropout, kwargs)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": kwargs.get("softcap") or 0.0}
+    return _attend(module, (query, key, value), attention_mask, {"softmax_scale": scaling}, kwargs), None
+
+
+def fp8_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`attention` for inference, in FP8 if there are `FP8_QUERIES` queries or more.
+
+    Calls with fewer, such as the steps of generation, are computed in 16 bits.
+
+    Raises:
+        NotImplementedError: also if a tensor requires a gradient, or there are as many queries and padding or several
+            sequences in a row.
+    """
+    _refuse_unsupported(module, dropout, kwargs)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name}.requires_grad is True; attention in FP8 is for inference: run the model under "
+                'torch.no_grad(), or use attn_implementation="cuteflash"'
+            )
+    options = {"softmax_scale": scaling, "fp8": query.shape[2] >= FP8_QUERIES}
+    return _attend(module, (query, key, value), attention_mask, options, kwargs), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Mask | Tensor | None,
+    options: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """O of query, key and value as transformers has them; `options` are of `flash_attn_func`."""
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    options["softcap"] = kwargs.get("softcap") or 0.0
+    o: Tensor
     if attention_mask is None:
         _check_no_mask(module, q.shape[1], k.shape[1], kwargs)
-        return flash_attn_func(q, k, v, **options), None
+        o = flash_attn_func(q, k, v, **options)
+        return o
     mask = _ours_for(attention_mask, q, k)
     options["window_size"] = tuple(-1 if bound is None else bound for bound in mask.interval)
     if mask.sequences is None and mask.used == k.shape[1] and all(kwargs.get(name) is None for name in ENDS):
-        return flash_attn_func(q, k, v, **options), None
-    return _attend_sequences(q, k, v, mask, options, kwargs), None
+        o = flash_attn_func(q, k, v, **options)
+    else:
+        o = _attend_sequences(q, k, v, mask, options, kwargs)
+    return o
 
 
 def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -147,6 +192,11 @@ def _attend_sequences(
     if sequences is None:
         o: Tensor = flash_attn_func(q, k, v, **options)
         return o
+    if options.pop("fp8", False):
+        raise NotImplementedError(
+            f"attention_mask has padding, or several sequences in a row, of {q.shape[1]} queries; attention in FP8 "
+            'allows neither: give inputs of one length, or use attn_implementation="cuteflash"'
+        )
     left, right = mask.interval
     if sequences.are_gathered and (left is not None or right not in (None, 0)):
         raise ValueError(

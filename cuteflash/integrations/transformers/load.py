@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 NAME = "cuteflash"
+FP8_NAME = "cuteflash_fp8"
+NAMES = (NAME, FP8_NAME)  # of implementations of ours
 _INSTEAD = (
     'use attn_implementation="sdpa" or "eager"; a model of several parts takes a dict, for example '
     'attn_implementation={"text_config": "cuteflash", "vision_config": "eager"}'
@@ -119,7 +121,7 @@ def _asks_and_restores(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(implementation: Any) -> bool:
-    return isinstance(implementation, str) and implementation.removeprefix("paged|") == NAME
+    return isinstance(implementation, str) and implementation.removeprefix("paged|") in NAMES
 
 
 def _configs(config: Any) -> Iterator[Any]:

@@ -23,12 +23,19 @@ from cutlass.memory import SmemAllocator
 from cuteflash.core.signature import ALIGN_BYTES
 from cuteflash.kernels.common.quantize_measure import Measure
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
-from cuteflash.kernels.common.quantize_tile import Rows, Tile, block_max, descale_of, largest_magnitude, rounded
+from cuteflash.kernels.common.quantize_tile import (
+    WORDS,
+    Rows,
+    Tile,
+    block_max,
+    descale_of,
+    largest_magnitude,
+    put_columns,
+    rounded,
+)
 from cuteflash.kernels.common.quantize_work import HeadTiles, Place, Work, choose, rotated, seqlen_of, smoothed
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
-
-WORDS = COLUMNS // ROWS  # of a thread in a row of e4m3
 
 
 class Quantize:
@@ -55,7 +62,7 @@ class Quantize:
             grid=(work.size(), 1, 1),
             block=(self.traits.num_threads, 1, 1),
             min_blocks_per_mp=self.traits.resident,
-            preferred_smem_carveout=self.traits.carveout(self.problem),
+            preferred_smem_carveout=self.traits.carveout(self.problem.head_dim_v if self.problem.transposes_v else 0),
             stream=stream,
         )
 
@@ -182,38 +189,11 @@ class Quantize:
         else:
             factor = 1.0 / descale[0]
         if const_expr(problem.transposes_v):
-            self.put_columns(tensors.v8[place.batch, place.head, None, None], tile, list(rows), factor)
+            rows = list(rows)
+            words = [
+                rounded(*(cutlass.select_(tile.has(i), row[e] * factor, Float32(0.0)) for i, row in enumerate(rows)))
+                for e in range(COLUMNS)
+            ]
+            put_columns(tensors.v8[place.batch, place.head, None, None], tile, words, traits, problem.head_dim_v)
         else:
             self.put_rows(Rows.of(tensors.v8, place.batch, place.head), tile, rows, factor)
-
-    @cute.jit
-    def put_columns(self, target: cute.Tensor, tile: Tile, rows: list[cute.Tensor], factor: Float32):
-        """Round a thread's rows of a tile, times a factor, into V^T (head_dim_v, keys); keys beyond the last are 0."""
-        traits, head_dim = self.traits, self.problem.head_dim_v
-        stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
-        for e in cutlass.range_constexpr(COLUMNS):
-            of_rows = (cutlass.select_(tile.has(i), row[e] * factor, Float32(0.0)) for i, row in enumerate(rows))
-            stage[tile.quad ^ self.turn(tile.lane), tile.lane * COLUMNS + e] = rounded(*of_rows)
-        cute.arch.sync_threads()
-        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=ALIGN_BYTES * 8)
-        pieces = traits.quads // WORDS  # of 16 keys in a column
-        piece, total = cute.arch.thread_idx()[0], pieces * head_dim
-        for _ in cutlass.range_constexpr(-(-total // traits.num_threads)):
-            if piece < total:
-                column, group = piece // pieces, piece % pieces
-                place = (group * WORDS) ^ self.turn(column // COLUMNS)
-                words = cute.make_rmem_tensor(WORDS, Uint32)
-                source = cute.make_tensor(
-                    (stage.iterator + column * traits.quads + place).align(ALIGN_BYTES), cute.make_layout(WORDS)
-                )
-                cute.copy(atom, source, words)
-                address = target[column, None].iterator.toint() + tile.first + group * COLUMNS
-                pointer = cute.make_ptr(Uint32, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)
-                cute.copy(atom, words, cute.make_tensor(pointer, cute.make_layout(WORDS)))
-            piece += traits.num_threads
-
-    def turn(self, lane: Int32) -> Int32:
-        """What the words of 16 columns are XORed with in shared memory, so that a warp's writes are in many banks."""
-        lanes, quads = self.problem.head_dim_v // COLUMNS, self.traits.quads
-        step = max(WORDS, WARP // (1 << (lanes - 1).bit_length()))
-        return lane * step % quads

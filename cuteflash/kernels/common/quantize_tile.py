@@ -13,14 +13,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.memory import SmemAllocator
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
-from cuteflash.quantize_problem import E4M3_MAX, QuantizeProblem
-from cuteflash.traits.quantize import COLUMNS, ROWS
+from cuteflash.problem import E4M3_MAX
+from cuteflash.quantize_problem import QuantizeProblem
+from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
 Numeric = type[cutlass.Numeric]
 
 CHUNKS = COLUMNS // ALIGN_ELEMENTS  # loads of 16 bytes of a thread in a row of 16-bit elements
+WORDS = COLUMNS // ROWS  # of a thread in a row of 8-bit elements
 TINY = 2.0**-126  # the smallest normal number of fp32
 ROUND_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
 
@@ -230,3 +233,45 @@ def rounded(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
         write_only_types=[Uint32],
         read_only_args=[a, b, c, d],
     )
+
+
+@cute.jit
+def put_columns(
+    target: cute.Tensor,
+    tile: Tile,
+    words: list[Uint32],
+    traits: cutlass.Constexpr[QuantizeTraits],
+    head_dim: cutlass.Constexpr[int],
+):
+    """Write a tile of 8-bit rows into V^T, by way of shared memory.
+
+    Args:
+        target: (head_dim, keys) of one head.
+        words: of each of the thread's columns its four rows, the first in the lowest byte.
+        head_dim: columns of the tile.
+    """
+    stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
+    for e in cutlass.range_constexpr(COLUMNS):
+        stage[tile.quad ^ bank_turn(tile.lane, traits, head_dim), tile.lane * COLUMNS + e] = words[e]
+    cute.arch.sync_threads()
+    atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=ALIGN_BYTES * 8)
+    pieces = traits.quads // WORDS  # of 16 keys in a column
+    piece, total = cute.arch.thread_idx()[0], pieces * head_dim
+    for _ in cutlass.range_constexpr(-(-total // traits.num_threads)):
+        if piece < total:
+            column, group = piece // pieces, piece % pieces
+            place = (group * WORDS) ^ bank_turn(column // COLUMNS, traits, head_dim)
+            found = cute.make_rmem_tensor(WORDS, Uint32)
+            source = (stage.iterator + column * traits.quads + place).align(ALIGN_BYTES)
+            cute.copy(atom, cute.make_tensor(source, cute.make_layout(WORDS)), found)
+            address = target[column, None].iterator.toint() + tile.first + group * COLUMNS
+            pointer = cute.make_ptr(Uint32, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)
+            cute.copy(atom, found, cute.make_tensor(pointer, cute.make_layout(WORDS)))
+        piece += traits.num_threads
+
+
+def bank_turn(lane: Int32, traits: QuantizeTraits, head_dim: int) -> Int32:
+    """What the words of 16 columns are XORed with in shared memory, so that a warp's writes are in many banks."""
+    lanes = head_dim // COLUMNS
+    step = max(WORDS, WARP // (1 << (lanes - 1).bit_length()))
+    return lane * step % traits.quads

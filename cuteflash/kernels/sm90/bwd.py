@@ -236,7 +236,7 @@ class FlashBwdSm90:
             if const_expr(block.handout is None):
                 visit(functools.partial(store_gradients, self, block))
             else:
-                hand_out(block.handout, block.launch, functools.partial(store_until, self, block))
+                hand_out(block.handout, block.launch, functools.partial(store_until, self, block), Int32(0))
 
     def make_rings(self, base: cute.Pointer) -> Rings:
         """The rings and barriers over the mbarriers at the start of the block's shared memory."""

@@ -1,17 +1,34 @@
-"""The output sink of the forward: rounded O, staged in shared memory and stored with TMA."""
+"""The output sink of the forward: V's mean is added if it was taken out; O is rounded, staged, and stored with TMA."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import rows_view
 from cuteflash.kernels.sm90.bundles import NamedBarrier, Tiles, Tma
 from cuteflash.kernels.sm90.load import query_rows
-from cuteflash.kernels.sm90.warpgroup import Warpgroup
-from cuteflash.traits.sm90 import WARPGROUP
+from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
+from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
+
+
+@cute.jit
+def add_mean(kernel: cutlass.Constexpr, wg: Warpgroup, mean: cute.Tensor):
+    """Add V's mean (head_dim_v,) to O. The weights of a row sum to 1, those of a row that sees no key to 0."""
+    tile = cute.make_identity_tensor((WGMMA_M, kernel.traits.head_dim_v))
+    columns, own = (rows_view(wg.mma_pv.get_slice(thread).partition_C(tile)) for thread in (0, wg.thread))
+    first = own[0, 0][1]
+    for c in cutlass.range_constexpr(cute.size(columns.shape[1])):
+        column = columns[0, c][1]
+        if const_expr(column < kernel.problem.operands.head_dim_v):  # the tile may be wider
+            added = mean[first + column]
+            for row in cutlass.range_constexpr(ROWS):
+                sees_none = wg.softmax.row_max[row] == -Float32.inf
+                wg.out[row, c] = wg.out[row, c] + (Float32(0.0) if sees_none else added)
 
 
 @cute.jit

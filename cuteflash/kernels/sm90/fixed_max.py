@@ -10,75 +10,89 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from cuteflash.core.convert import rounded_words
 from cuteflash.core.softmax import scale_rows
 from cuteflash.kernels.sm90.bundles import Rings
 from cuteflash.kernels.sm90.products import await_pv, product_both
-from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, round_p, store_p_row
+from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, at_block, round_p, store_p_row, take_v_scale
+from cuteflash.problem import E4M3_MAX
 from cuteflash.traits.sm90 import WGMMA_M
 
 # Limit of the sum of a thread's exponentials of one row and block. Rounding is relative, so larger P cost no accuracy,
 # but the key that dominates a row should keep its P of 1, which is exact: up to 2^9 a row's rms error is that of
-# moving maxima. Those of 8 bits would saturate beyond 448.
+# moving maxima. Those of 8 bits saturate beyond 448.
 LARGEST_SUM = 2.0**9
-LARGEST_E4M3 = 448.0
 
 
 @cute.jit
-def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, position: Int32):
-    """`count` steps over blocks that every row sees whole; returns the next K/V position.
+def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, n_block: Int32, position: Int32):
+    """`count` steps over blocks that every row sees whole, backwards from the one before `n_block`.
 
-    With `repair_apart` the repair lies outside of the inner loop, which is then as short as one without repairs.
+    Returns the next K/V position. With `repair_apart` the repair lies outside of the inner loop, which is then as short
+    as one without repairs.
     """
+    anchor = n_block + position  # the sum of a step's block and position, plus 1
     if const_expr(kernel.traits.repair_apart):
         while count > 0:
             while count > 0:  # steps to go; negative, with all bits flipped, after a block that needs a repair
-                sums, outgrown = fixed_step(kernel, wg, rings, position)
+                sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position)
                 if not outgrown:
                     wg.softmax.add(sums)
                 position += 1
                 count = cutlass.select_(outgrown, ~(count - 1), count - 1)
             if count < 0:
-                repair(wg)
+                repair(at_block(kernel, wg, anchor - position))
                 count = ~count
     else:
         for _ in cutlass.range(count, unroll=1):
-            sums, outgrown = fixed_step(kernel, wg, rings, position)
+            sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position)
             if outgrown:
-                repair(wg)
+                repair(at_block(kernel, wg, anchor - 1 - position))
             else:
                 wg.softmax.add(sums)
             position += 1
     return position
 
 
-def fixed_step(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> tuple[cute.Tensor, Boolean]:
+def fixed_step(kernel, wg: Warpgroup, rings: Rings, n_block: Int32, position: Int32) -> tuple[cute.Tensor, Boolean]:
     """One step; returns its row sums, and whether the warp has to repair the block, in which case they are invalid."""
+    wg = at_block(kernel, wg, n_block)
     product_both(kernel, wg, rings, position)
     wg.scores.prepare(kernel.problem.scores, Int32(0), None)
     sums = fixed_softmax(kernel, wg, rings, position)
+    take_v_scale(wg, n_block)
     return sums, is_outgrown(wg, sums)
 
 
 def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.Tensor:
     """P of the scores, once the PV product at `position` has left P's registers and V; returns P's row sums.
 
-    The order in which rows are exponentiated, added up and rounded is the one ptxas schedules best.
+    The order in which rows are exponentiated, added up and rounded is the one ptxas schedules best. Rows that are
+    rounded before the wait lie in other registers than P's, which the product still reads.
     """
     sums = cute.make_rmem_tensor_like(wg.softmax.row_sum)
-    ahead = [exponentials(wg, row, sums) for row in range(kernel.traits.exp_rows_before_wait)]
+    ahead = [list(rounded_row(kernel, wg, row, sums)) for row in range(kernel.traits.exp_rows_before_wait)]
     if ahead:
         rings.v.wait(position)  # V landed before: a branch, past which ptxas does not move the exponentials
     await_pv(wg, rings, position)
     for row in range(ROWS):
-        values = ahead[row] if row < len(ahead) else exponentials(wg, row, sums)
-        store_p_row(wg, row, rounded_words(values, kernel.dtype))
+        if row < len(ahead):
+            # Not a move, which ptxas would leave out and round into P's registers right away.
+            store_p_row(wg, row, [word ^ wg.zero for word in ahead[row]])
+        else:
+            store_p_row(wg, row, rounded_row(kernel, wg, row, sums))
     return sums
+
+
+def rounded_row(kernel, wg: Warpgroup, row: int, sums: cute.Tensor) -> Iterator[Uint32]:
+    """A row's exponentials, rounded to P's registers."""
+    return rounded_words(exponentials(wg, row, sums), kernel.p_dtype)
 
 
 def exponentials(wg: Warpgroup, row: int, sums: cute.Tensor) -> list[Float32]:
@@ -93,7 +107,7 @@ def is_outgrown(wg: Warpgroup, sums: cute.Tensor) -> Boolean:
     packed = wg.scores.packed_heads
     found = Boolean(False)
     for row in range(ROWS):
-        outgrown = sums[row] > (LARGEST_E4M3 if wg.tOrP.element_type.width == 8 else LARGEST_SUM)
+        outgrown = sums[row] > (E4M3_MAX if wg.tOrP.element_type.width == 8 else LARGEST_SUM)
         if WGMMA_M % packed != 0:  # the last rows belong to no token and were never loaded
             outgrown = outgrown & (wg.scores.row(row) < WGMMA_M // packed * packed)
         found = found | outgrown

@@ -16,23 +16,47 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warp as warp_instructions
 
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Block
-from cuteflash.kernels.sm90.handout import visit_tiles
+from cuteflash.kernels.sm90.handout import hand_out, tile_of_words, visit_tiles
 from cuteflash.kernels.sm90.load import make_tile_loads
 from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS
 
 CHUNK = 16  # bytes of a row of a matrix of ldmatrix and stmatrix
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # selectors of a byte permute
+HANDING_WARP = 1  # that finds the tiles of packed sequences: meanwhile its share of V waits
 
 
 @cute.jit
 def load_and_turn(kernel: cutlass.Constexpr, block: Block):
-    """Load every tile of this block, and turn its V; all warps of the producer call it."""
-    visit_tiles(block.handout, block.launch, functools.partial(load_and_turn_tile, kernel, block))
+    """Load every tile of this block, and turn its V; all warps of the producer call it.
+
+    One of them also hands out the tiles of packed sequences.
+    """
+    visit = functools.partial(load_and_turn_tile, kernel, block)
+    if const_expr(block.handout is None):
+        visit_tiles(None, block.launch, visit)
+    elif cute.arch.make_warp_uniform(cute.arch.warp_idx()) == HANDING_WARP:
+        hand_out(block.handout, block.launch, functools.partial(turn_until, kernel, block), (Int32(0), Int32(0)))
+    else:
+        visit_tiles(block.handout, block.launch, visit)
+
+
+@cute.jit
+def turn_until(kernel: cutlass.Constexpr, block: Block, done: tuple[Int32, Int32], position: Int32):
+    """Turn this warp's share of the tiles before `position`; `done` is (tiles, position of the next V)."""
+    tiles, kv_pos = done
+    while tiles < position:
+        tile = tile_of_words(block.launch, block.handout.handed(tiles))
+        blocks = tile.visited_blocks()
+        for _ in cutlass.range(blocks.hi - blocks.lo, unroll=1):
+            turn(kernel, block, Int32(HANDING_WARP), kv_pos)
+            kv_pos += 1
+        tiles += 1
+    return tiles, kv_pos
 
 
 @cute.jit
@@ -41,6 +65,7 @@ def load_and_turn_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile,
     blocks = tile.visited_blocks()
     n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
     loads = make_tile_loads(kernel, block, tile, blocks)
+    ahead = kernel.traits.stored_v_stage > 1  # otherwise the place of the next V is free when this one is turned
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
         if n_hi >= n_lo:
@@ -52,8 +77,12 @@ def load_and_turn_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile,
         for i in cutlass.range(n_hi - n_lo, unroll=1):
             if warp == 0:
                 loads.k(kv_pos + 1, n_hi - 1 - i)
-                loads.v(kv_pos + 1, n_hi - 1 - i)
+                if const_expr(ahead):
+                    loads.v(kv_pos + 1, n_hi - 1 - i)
             turn(kernel, block, warp, kv_pos)
+            if warp == 0:
+                if const_expr(not ahead):
+                    loads.v(kv_pos + 1, n_hi - 1 - i)
             kv_pos += 1
         turn(kernel, block, warp, kv_pos)
         kv_pos += 1
@@ -67,8 +96,8 @@ def turn(kernel: cutlass.Constexpr, block: Block, warp: Int32, position: Int32):
     nbytes = traits.tile_n * traits.head_dim_v
     rings.stored_v.wait(position)
     rings.v.wait_free(position)
-    stage = rings.v.stage(position)
-    stored, turned = tiles.stored_v + stage * nbytes, tiles.turned_v + stage * nbytes
+    stored = tiles.stored_v + rings.stored_v.stage(position) * nbytes
+    turned = tiles.turned_v + rings.v.stage(position) * nbytes
     over_columns = traits.turning_columns
     over_keys = TURNING_WARPS // over_columns
     parts = traits.head_dim_v // (over_columns * TURNED_COLUMNS)  # more at a time do not fit into the registers

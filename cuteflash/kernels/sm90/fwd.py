@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
@@ -40,8 +40,9 @@ from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
-from cuteflash.kernels.sm90.ragged import ragged
+from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
 from cuteflash.problem import FwdProblem
+from cuteflash.traits.fp8_sm90 import TURNING_WARPS
 from cuteflash.traits.sm90 import HANDED_TILES, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 
@@ -56,8 +57,13 @@ class FlashFwdSm90:
 
     @property
     def dtype(self) -> type[cutlass.Numeric]:
-        """Element type of Q, K, V and of P as the PV product reads it."""
+        """Element type of Q, K and V."""
         return CUTE_DTYPES[self.problem.operands.qk_dtype]
+
+    @property
+    def p_dtype(self) -> type[cutlass.Numeric]:
+        """Element type of P as the PV product reads it: of 8 bits that with the longer mantissa."""
+        return cutlass.Float8E4M3FN if self.problem.operands.is_fp8 else self.dtype
 
     @property
     def out_dtype(self) -> type[cutlass.Numeric]:
@@ -68,6 +74,12 @@ class FlashFwdSm90:
     def turns_v(self) -> bool:
         """Whether the producer warpgroup turns V: of 8 bits the product only reads Vᵀ."""
         return self.problem.operands.is_fp8 and not self.problem.operands.transposed_v
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers a thread of the producer warpgroup, and of a consumer warpgroup."""
+        traits = self.traits
+        return traits.packed_regs if self.problem.storage.q == "varlen" else (traits.producer_regs, traits.mma_regs)
 
     @property
     def longest_first(self) -> bool:
@@ -102,7 +114,9 @@ class FlashFwdSm90:
     def tiled_mma_pv(self) -> cute.TiledMma:
         """O += P V: (64, head_dim_v), V MN-major in shared memory, of 8 bits K-major."""
         major = OperandMajorMode.K if self.problem.operands.is_fp8 else OperandMajorMode.MN
-        return atoms.tiled_mma(self.dtype, self.traits.head_dim_v, major, a_from_regs=self.traits.p_in_regs)
+        return atoms.tiled_mma(
+            self.dtype, self.traits.head_dim_v, major, a_from_regs=self.traits.p_in_regs, a_dtype=self.p_dtype
+        )
 
     def smem_layout_q(self) -> cute.ComposedLayout:
         """(64, head_dim, warpgroups x q_stage)"""
@@ -116,6 +130,11 @@ class FlashFwdSm90:
     def smem_layout_v(self) -> cute.ComposedLayout:
         """(tile_n, head_dim_v, kv_stage)"""
         return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim_v, self.traits.kv_stage)
+
+    def smem_layout_stored_v(self) -> cute.ComposedLayout:
+        """(tile_n, head_dim_v, stored_v_stage), of 8 bits that are turned"""
+        traits = self.traits
+        return atoms.smem_tile_layout(self.dtype, traits.tile_n, traits.head_dim_v, traits.stored_v_stage)
 
     def smem_layout_vt(self) -> cute.ComposedLayout:
         """(head_dim_v, tile_n, kv_stage), Vᵀ of 8 bits"""
@@ -159,7 +178,8 @@ class FlashFwdSm90:
         d, dv = traits.head_dim, traits.head_dim_v
         values, layout_v, box_v = keys, self.smem_layout_v(), (traits.tile_n, dv)
         if self.problem.operands.transposed_v:
-            values, layout_v, box_v = columns_first, self.smem_layout_vt(), (dv, traits.tile_n)
+            values = columns_first if storage.k == "dense" else ragged_columns
+            layout_v, box_v = self.smem_layout_vt(), (dv, traits.tile_n)
         smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), layout_v))
         smem_q, smem_o = (
             cute.select(self.smem_box_layout(layout), mode=[0, 1])
@@ -181,7 +201,7 @@ class FlashFwdSm90:
         blocks = launch.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, scalars.num_sms)
-        self.kernel(tma, tensors.lse, Scales.of(scales), launch).launch(
+        self.kernel(tma, tensors.lse, Scales.of(scales, self.problem.storage), launch).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
@@ -196,7 +216,8 @@ class FlashFwdSm90:
         rings = self.make_rings(base)
         handout = None
         if const_expr(self.problem.storage.q == "varlen"):
-            handout = Handout.create(base, traits.smem_handout, most_ahead=HANDED_TILES)
+            most_ahead = HANDED_TILES - 1 if self.turns_v else HANDED_TILES
+            handout = Handout.create(base, traits.smem_handout, most_ahead=most_ahead)
         block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE, scales)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
@@ -205,23 +226,24 @@ class FlashFwdSm90:
                 consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
                 rings.init(consumer_warps)
                 if const_expr(handout is not None):
-                    handout.init(readers=consumer_warps + 1)
+                    handout.init(readers=consumer_warps + (TURNING_WARPS - 1 if self.turns_v else 1))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if const_expr(not traits.warp_specialized):
             consume(self, block)
         elif warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(traits.producer_regs)
+            cute.arch.setmaxregister_decrease(self.registers[0])
             if const_expr(self.turns_v):
                 load_and_turn(self, block)
-            elif warp == 0:
-                load(self, block)
-            if const_expr(handout is not None):
-                if warp == 1:
-                    hand_out(handout, launch, functools.partial(await_taken, handout))
+            else:
+                if warp == 0:
+                    load(self, block)
+                if const_expr(handout is not None):
+                    if warp == 1:
+                        hand_out(handout, launch, functools.partial(await_taken, handout), Int32(0))
         else:
-            cute.arch.setmaxregister_increase(traits.mma_regs)
+            cute.arch.setmaxregister_increase(self.registers[1])
             consume(self, block)
 
     def make_rings(self, base: cute.Pointer) -> Rings:
@@ -236,7 +258,7 @@ class FlashFwdSm90:
             q=TmaRing.create(barriers, q, q_bytes),
             k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
             v=StageRing.create(at_v, kv) if self.turns_v else TmaRing.create(at_v, kv, v_bytes),
-            stored_v=TmaRing.create(at_stored_v, kv, v_bytes) if self.turns_v else None,
+            stored_v=TmaRing.create(at_stored_v, traits.stored_v_stage, v_bytes) if self.turns_v else None,
         )
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
@@ -256,7 +278,7 @@ class FlashFwdSm90:
         if self.problem.operands.is_fp8:
             sV = sVt = tile("v", self.smem_layout_vt())
             if self.turns_v:
-                sV = tile("stored_v", self.smem_layout_v())
+                sV = tile("stored_v", self.smem_layout_stored_v())
                 turned_v, stored_v = (base + plan[name].start for name in ("v", "stored_v"))
         else:
             sV = tile("v", self.smem_layout_v())

@@ -13,7 +13,7 @@ from cuteflash.core.finish import normalize
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
-from cuteflash.kernels.sm90.epilogue import write_output
+from cuteflash.kernels.sm90.epilogue import add_mean, write_output
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
@@ -21,10 +21,12 @@ from cuteflash.kernels.sm90.products import await_pv, finish_pv, finish_qk, prod
 from cuteflash.kernels.sm90.warpgroup import (
     ROWS,
     Warpgroup,
+    at_block,
     make_warpgroup,
     pass_turn,
     round_p,
     take_turn,
+    take_v_scale,
     with_q,
     with_scales,
 )
@@ -96,7 +98,7 @@ def consume_tile(
         load_first(kernel, loads, q_pos, kv_pos)
     v_scale = None
     if const_expr(block.scales is not None):
-        wg = with_scales(kernel, wg, block.scales, block.launch, tile)
+        wg = with_scales(kernel, wg, block.scales, block.launch, own)
         v_scale = block.scales.of_v(tile)
     rings.q.wait(q_pos)
     wg = with_q(kernel, wg, tiles, rings.q.stage(q_pos))
@@ -107,6 +109,8 @@ def consume_tile(
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
     normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale)
+    if const_expr(kernel.problem.operands.has_v_mean):
+        add_mean(kernel, wg, block.scales.mean_of_v(tile))
     write_output(kernel, wg, block.tma, tiles, tile)
     if const_expr(traits.share_q_o):
         if wg.thread < 32:
@@ -157,7 +161,7 @@ def attend(
             kv_pos += 1
     whole = n_block - (full_lo if const_expr(scores.has_left_edge) else n_lo)
     if const_expr(traits.fixed_max):
-        kv_pos = fixed_steps(kernel, wg, rings, whole, kv_pos)
+        kv_pos = fixed_steps(kernel, wg, rings, whole, n_block, kv_pos)
         n_block -= cutlass.max(whole, 0)
     else:
         for _ in cutlass.range(whole, unroll=1):
@@ -210,10 +214,12 @@ def store_p(kernel, wg: Warpgroup, tiles: Tiles) -> None:
 @cute.jit
 def first_scores(kernel: cutlass.Constexpr, wg: Warpgroup, tiles: Tiles, rings: Rings, n_block: Int32, position: Int32):
     """The tile's first S and P; their PV product is issued by the next step."""
+    wg = at_block(kernel, wg, n_block)
     finish_qk(kernel, wg, rings, position)
     prepare_scores(kernel, wg, n_block, True, True)
     exponentiate(wg, range(ROWS))
     store_p(kernel, wg, tiles)
+    take_v_scale(wg, n_block)
 
 
 @cute.jit
@@ -235,6 +241,7 @@ def step_overlapped(
     masked: cutlass.Constexpr[bool],
 ):
     """S of block `n_block` and the PV product of the block before it run together; then the softmax of `n_block`."""
+    wg = at_block(kernel, wg, n_block)
     product_both(kernel, wg, rings, position)
     prepare_scores(kernel, wg, n_block, masked, False)
     rows_before = kernel.traits.exp_rows_before_wait
@@ -244,6 +251,7 @@ def step_overlapped(
     await_pv(wg, rings, position)
     exponentiate(wg, range(rows_before, ROWS))
     store_p(kernel, wg, tiles)
+    take_v_scale(wg, n_block)
     if const_expr(not kernel.traits.rescale_in_product):
         scale_rows(wg.out, wg.softmax.row_scale)
 

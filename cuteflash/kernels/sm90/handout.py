@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -97,7 +98,7 @@ class Handout:
 
 
 @cute.jit
-def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Constexpr):
+def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Constexpr, done: Any):
     """Draw tiles and hand out those that exist, then the end; a whole warp calls it.
 
     Drawing and finding a tile takes a microsecond or two, as the work on a short one does: short tiles are found as far
@@ -105,10 +106,10 @@ def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Const
     the next tile after a long one is not drawn before the block begins with that one.
 
     `follow(done, position)` returns once the block works on tile `position`, or has nothing left to do before it;
-    nothing is waited for if it is negative. `done` is what it returned last, 0 at first.
+    nothing is waited for if it is negative. `done` is what it returned last, at first the one that is given.
     """
     order = launch.order
-    position, done, near = Int32(0), Int32(0), Int32(0)
+    position, near = Int32(0), Int32(0)
     index = order.first()
     draws_ahead = Boolean(False)
     while index < order.size():

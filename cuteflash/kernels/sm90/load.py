@@ -12,9 +12,11 @@ from cutlass import Int32
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.tile import KeyBlocks, QueryTile
+from cuteflash.core.tile_numbers import first_tile
 from cuteflash.kernels.sm90.bundles import Block
 from cuteflash.kernels.sm90.handout import visit_tiles
-from cuteflash.kernels.sm90.ragged import sequence_rows
+from cuteflash.kernels.sm90.ragged import sequence_columns, sequence_rows
+from cuteflash.problem import TRANSPOSED_KEYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,14 @@ def key_rows(kernel, tensor: cute.Tensor, tile: QueryTile) -> cute.Tensor:
     return sequence_rows(tensor, 1, tile.kv_head, tile.first_k, tile.mask.seqlen_k)
 
 
+def value_columns(kernel, tensor: cute.Tensor, tile: QueryTile) -> cute.Tensor:
+    """The keys of a tile's head and sequence in the coordinates of Vᵀ: (columns of V, keys)."""
+    if kernel.problem.storage.k == "dense":
+        return tensor[None, None, tile.kv_head, tile.kv_batch]
+    first = first_tile(tile.first_k, tile.sequence, TRANSPOSED_KEYS) * TRANSPOSED_KEYS
+    return sequence_columns(tensor, tile.kv_head, first, tile.mask.seqlen_k)
+
+
 def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) -> TileLoads:
     """The sources of a query tile."""
     tma, tiles, rings = block.tma, block.tiles, block.rings
@@ -97,8 +107,7 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
     gQ = cute.local_tile(query_rows(kernel, tma.gQ, tile), kernel.query_box(traits.head_dim), (None, 0))
     gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (traits.tile_n, traits.head_dim), (None, 0))
     if kernel.problem.operands.transposed_v:
-        gV = tma.gV[None, None, tile.kv_head, tile.kv_batch]
-        gV = cute.local_tile(gV, (traits.head_dim_v, traits.tile_n), (0, None))
+        gV = cute.local_tile(value_columns(kernel, tma.gV, tile), (traits.head_dim_v, traits.tile_n), (0, None))
     else:
         gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, traits.head_dim_v), (None, 0))
     tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ_boxes, gQ)

@@ -30,8 +30,9 @@ def await_pv(wg: Warpgroup, rings: Rings, position: Int32) -> None:
     warpgroup.wait_group(0)
     rings.v.release(position)
     if wg.acc_PV is not None:
+        scale = None if wg.block_scales is None else wg.block_scales.last_v[0]
         for i in range(cute.size(wg.acc_O)):
-            wg.acc_O[i] = wg.acc_O[i] + wg.acc_PV[i]
+            wg.acc_O[i] = wg.acc_O[i] + (wg.acc_PV[i] if scale is None else wg.acc_PV[i] * scale)
 
 
 def finish_qk(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> None:

@@ -9,6 +9,10 @@ that interval to where the sequence lies. With strides `rows`, and `TURN - rows`
     (END - length + i) rows + (first + length) rows + END (TURN - rows) = (first + i) rows + END TURN
 
 in elements, and END TURN is 2^64.
+
+Of Vᵀ the keys are contiguous, while the strides of all other modes are multiples of 16 bytes. So both lie in steps of
+16 keys there: with strides GRAIN and GRAIN (TURN - 1) and the coordinates (first + length) / GRAIN and END / GRAIN, if
+`first` and `length` are multiples of GRAIN. What pads a sequence's keys to such a length is zero, and belongs to it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from cuteflash.problem import LENGTH_MAX
 END = 1 << 30
 TURN = 1 << 34
 EXTENT = (1 << 31) - (1 << 16)  # of the two further modes: never reached
+GRAIN = 16  # keys of 8 bits
 assert LENGTH_MAX <= END
 
 
@@ -51,3 +56,22 @@ def sequence_rows(tensor: cute.Tensor, packed_heads: int, head: Int32, first: In
     rows = cute.domain_offset(((head * packed_heads, END - length), 0), rows)
     shape = (packed_heads, END), rows.shape[1]
     return cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=rows.stride))
+
+
+def ragged_columns(tensor: cute.Tensor) -> cute.Tensor:
+    """A packed (1, heads, head_dim, keys) Vᵀ as a descriptor is made from it: (head_dim, END, heads, ends, turn)."""
+    _, heads, rows, _ = tensor.shape
+    _, d_head, d_row, d_key = tensor.stride
+    turn = cute.assume(Int64(GRAIN * (TURN - 1)), divby=GRAIN)
+    modes = (rows, d_row), (END, d_key), (heads, d_head), (EXTENT, GRAIN), (EXTENT, turn)
+    shape, stride = zip(*modes, strict=True)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
+def sequence_columns(tensor: cute.Tensor, head: Int32, first: Int32, length: Int32) -> cute.Tensor:
+    """The keys of one sequence and KV head of `ragged_columns`' coordinates, (head_dim, keys), in whole GRAINs.
+
+    `first` is a multiple of GRAIN.
+    """
+    length = cute.round_up(length, GRAIN)
+    return cute.domain_offset((0, END - length), tensor[None, None, head, (first + length) // GRAIN, END // GRAIN])

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Uint32
 
 from cuteflash.core.convert import round_fragment, rounded_words
 from cuteflash.core.launch import Launch
-from cuteflash.core.scales import Scales
+from cuteflash.core.scales import BlockScales, Scales
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import OnlineSoftmax
 from cuteflash.core.tile import QueryTile
@@ -33,6 +33,8 @@ class Warpgroup:
         acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
         acc_PV: accumulator of one PV product, if it is added to O only afterwards (`two_level`).
         bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
+        zero: 0, which the compiler does not know.
+        block_scales: those of the present tile's key blocks, if they have scales of their own; set by `with_scales`.
     """
 
     index: Int32
@@ -50,6 +52,8 @@ class Warpgroup:
     out: cute.Tensor
     softmax: OnlineSoftmax
     bounds: cute.Tensor
+    zero: Uint32
+    block_scales: BlockScales | None = None
 
 
 def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
@@ -66,7 +70,7 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
     else:
         tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ))
     if kernel.problem.operands.is_fp8:
-        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((WGMMA_M, traits.tile_n)), kernel.dtype)
+        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((WGMMA_M, traits.tile_n)), kernel.p_dtype)
     elif traits.p_in_regs:
         tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
     else:
@@ -88,6 +92,7 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         out=rows_view(acc_O),
         softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, kernel.problem.may_be_empty, traits.p_offset),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
+        zero=Uint32(launch.heads_per_kv >> 31),
     )
 
 
@@ -103,11 +108,29 @@ def with_q(kernel, wg: Warpgroup, tiles: Tiles, stage: Int32) -> Warpgroup:
 
 
 def with_scales(kernel, wg: Warpgroup, scales: Scales, launch: Launch, tile: QueryTile) -> Warpgroup:
-    """The warpgroup with the scales of a tile's Q and K in those of its scores."""
+    """The warpgroup with the scales of its part of a tile: those of Q and K in those of its scores."""
     factor = scales.of_scores(tile)
+    wg = dataclasses.replace(wg, block_scales=scales.of_blocks(tile))
     if kernel.problem.scores.softcap:
         return dataclasses.replace(wg, scores=dataclasses.replace(wg.scores, inner_scale=launch.inner_scale * factor))
     return dataclasses.replace(wg, softmax=dataclasses.replace(wg.softmax, scale_log2=launch.scale_log2 * factor))
+
+
+def at_block(kernel, wg: Warpgroup, n_block: Int32) -> Warpgroup:
+    """The warpgroup with the scale of a key block in that of its scores, if key blocks have scales of their own."""
+    if wg.block_scales is None:
+        return wg
+    factor = wg.block_scales.of_keys(n_block)
+    if kernel.problem.scores.softcap:
+        scores = dataclasses.replace(wg.scores, inner_scale=wg.scores.inner_scale * factor)
+        return dataclasses.replace(wg, scores=scores)
+    return dataclasses.replace(wg, softmax=dataclasses.replace(wg.softmax, block_scale=factor))
+
+
+def take_v_scale(wg: Warpgroup, n_block: Int32) -> None:
+    """Load what the product of a key block's V is multiplied with, once the product before it is part of O."""
+    if wg.block_scales is not None:
+        wg.block_scales.take_v(n_block)
 
 
 def round_p(wg: Warpgroup) -> None:

@@ -1,0 +1,151 @@
+"""The operators of packed sequences of 8-bit operands, `torch.ops.cuteflash.fp8_varlen_fwd` and `fp8_varlen_fwd_lse`.
+
+Sequences lie as those of `cuteflash.packed_ops` do, scales are as those of `cuteflash.fp8_ops`, one for every KV head
+of a sequence. There is no gradient: tensors that need one are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cuteflash.arguments import Fp8Options
+from cuteflash.fp8_ops import refuse_gradient
+from cuteflash.fp8_packed_planning import Fp8PackedPlanner, Launch
+from cuteflash.fp8_planning import TORCH_DTYPES, check_target
+from cuteflash.operators import Operator, define
+from cuteflash.ops import ALIGNMENT_MASK, Known
+from cuteflash.packed_ops import call_of, mapped, pairs, spans
+from cuteflash.planning import Result
+from cuteflash.reference import fp8_attention, stored_rows
+from cuteflash.torch_internals import OpOverload
+from cuteflash.transforms import register_autocast
+from cuteflash.validate import check_alignment, reads_values
+from cuteflash.validate_fp8 import check_descale_values
+from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed, first_key
+from cuteflash.validate_packed import check_values
+
+TENSORS = Fp8PackedInputs._fields
+REQUIRED = TENSORS.index("seqused_q")
+
+
+def cuda_forward(has_lse: bool) -> Callable[..., Result]:
+    """The CUDA implementation: look the launch of an equal call up, or plan one."""
+    planner = Fp8PackedPlanner(has_lse)
+    known: Known[Launch] = Known()
+
+    def plan(inputs: Fp8PackedInputs, options: tuple[Any, ...]) -> Launch:
+        return planner.launch(inputs, Fp8Options(*options))
+
+    def cuda(*arguments: Any) -> Result:
+        inputs, options = Fp8PackedInputs(*arguments[: len(TENSORS)]), arguments[len(TENSORS) :]
+        call = call_of(inputs, options, check_fp8_packed, Fp8Options)
+        last, launch = known.last
+        if call != last:
+            launch = known.find(call, plan, inputs, options)
+        q, k, v = inputs[:3]
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
+            check_alignment(q, k, v)
+        if reads_values():
+            check_values(inputs.packed, complete=True)
+            check_descale_values(inputs.descales)
+        return launch(inputs)
+
+    return cuda
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[Fp8PackedInputs, Fp8Options]:
+    *tensors, options = arguments
+    return Fp8PackedInputs(*tensors), options
+
+
+def _check(*arguments: Any) -> None:
+    check_fp8_packed(*_split(arguments))
+
+
+def _fake(*arguments: Any, has_lse: bool) -> Result:
+    inputs, options = _split(arguments)
+    check_fp8_packed(inputs, options)
+    q = inputs.q
+    check_target(q, options.family)
+    rows, heads, _ = q.shape
+    o = q.new_empty((rows, heads, inputs.head_dim_v(options)), dtype=TORCH_DTYPES[options.out_dtype])
+    return (o, q.new_empty((heads, rows), dtype=torch.float32)) if has_lse else o
+
+
+def _cpu(*arguments: Any, has_lse: bool) -> Result:
+    """One sequence after the other through the reference."""
+    inputs, options = _split(arguments)
+    check_fp8_packed(inputs, options)
+    q, k, v = inputs[:3]
+    check_alignment(q, k, v)
+    check_values(inputs.packed, complete=reads_values())
+    check_descale_values(inputs.descales)
+    rows, heads, head_dim = q.shape
+    o = q.new_zeros(rows, heads, inputs.head_dim_v(options), dtype=TORCH_DTYPES[options.out_dtype])
+    lse = q.new_full((heads, rows), float("-inf"), dtype=torch.float32)
+    definition = options.definition(head_dim)
+    for i, (of_q, of_k) in enumerate(spans(inputs.packed)):
+        values = _stored(v, i, of_k) if options.transposed_v else v[None, of_k]
+        o_part, lse_part = fp8_attention(
+            q[None, of_q],
+            k[None, of_k],
+            values,
+            (scale[i : i + 1] for scale in inputs.descales.values()),
+            **definition,
+            v_mean=None if inputs.v_mean is None else inputs.v_mean[i : i + 1],
+            out_dtype=o.dtype,
+        )
+        o[of_q], lse[:, of_q] = o_part[0], lse_part[0]
+    return (o, lse) if has_lse else o
+
+
+def _stored(vt: Tensor, sequence: int, keys: slice) -> Tensor:
+    """V of a sequence as rows, a batch of one, of Vᵀ; its keys are the rows `keys` of K."""
+    start, length = first_key(keys.start, sequence), keys.stop - keys.start
+    return stored_rows(vt[None, ..., start : start + first_key(length, 1)], length)
+
+
+def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
+    """Register autocast, which leaves 8 bits alone, vmap and the count of operations."""
+    register_autocast(library, op, casts=False)
+    torch.library.register_vmap(op.name(), functools.partial(mapped, op), lib=library)
+    register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
+
+
+def count_flops(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any, out_val: Any = None, **named: Any
+) -> int:
+    """Floating-point operations: two for each product of Q K^T and of P V, whatever the mask leaves out.
+
+    Reads the lengths, see `pairs`.
+    """
+    o = out_val[0] if isinstance(out_val, tuple) else out_val
+    return int(2 * q.shape[1] * pairs(q, k, cu_q, cu_k) * (q.shape[2] + o.shape[2]))
+
+
+def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool) -> Operator:
+    return Operator(
+        name=name,
+        tensors=TENSORS[:REQUIRED],
+        optional=TENSORS[REQUIRED:],
+        options=Fp8Options,
+        returns=returns,
+        check=_check,
+        cuda=cuda,
+        cpu=functools.partial(_cpu, has_lse=has_lse),
+        fake=functools.partial(_fake, has_lse=has_lse),
+        differentiable=functools.partial(refuse_gradient, name),
+        transforms=_register_transforms,
+    )
+
+
+fp8_varlen_fwd_cuda, fp8_varlen_fwd_lse_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True)
+FP8_VARLEN_FWD = _forward("fp8_varlen_fwd", Tensor, fp8_varlen_fwd_cuda, has_lse=False)
+FP8_VARLEN_FWD_LSE = _forward("fp8_varlen_fwd_lse", tuple[Tensor, Tensor], fp8_varlen_fwd_lse_cuda, has_lse=True)
+fp8_varlen_fwd, fp8_varlen_fwd_lse = define(FP8_VARLEN_FWD), define(FP8_VARLEN_FWD_LSE)
