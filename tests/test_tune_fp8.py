@@ -204,7 +204,7 @@ def test_two_levels_are_proposed_although_one_is_faster(speeds: tuple[float, ...
             timing = Timing(candidate_id(traits), STORED.id, "sm_90a", "A", "d", "k", "sm90 1", source="s", **found)
             store.record(timing)
         (pick,) = proposed(store, SM90, (32, 32), "A", "fwd e4m3")
-        assert pick.row.traits == TWO and pick.row.dtypes == ("e4m3",)
+        assert pick.row.traits == TWO and pick.row.dtypes == FP8_DTYPES  # which run alike
         assert proposed(store, SM90, (32, 32), "A") == proposed(store, SM90, (32, 32), "A", "fwd e4m3 vt") == []
 
 
@@ -230,6 +230,7 @@ def test_features_are_compiled_with_the_form_of_v() -> None:
         pick = Pick("id", Row(traits, ("full",), FP8_DTYPES), 1.0, None, False, "")
         (settled,) = settle([pick], judge)
         assert settled.row.without == ()
-        (problem,) = asked
-        assert problem.features == {"softcap", "lse"} | ({"turned_v"} if turns_v else set())
+        assert {problem.operands.qk_dtype for problem in asked} == set(FP8_DTYPES)
+        assert all(problem.features == traits.features for problem in asked)
+        assert ("turned_v" in traits.features) == turns_v
         asked.clear()
