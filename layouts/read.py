@@ -211,10 +211,11 @@ def ptx_type(dtype: str) -> str:
 
 
 def no_launch(packed_heads: int) -> Any:
-    """A stand-in for the run-time part of a problem, from which a kernel's fragments take the two scales."""
-    from cutlass import Float32
+    """A stand-in for the run-time part of a problem, from which a kernel's fragments take scales and heads."""
+    from cutlass import Float32, Int32
 
-    return types.SimpleNamespace(scale_log2=Float32(1), inner_scale=Float32(1), packed_heads=packed_heads)
+    scale = Float32(1)
+    return types.SimpleNamespace(scale_log2=scale, inner_scale=scale, packed_heads=packed_heads, heads_per_kv=Int32(1))
 
 
 def smem_start() -> Any:

@@ -99,7 +99,7 @@ class ReaderFp8Sm90(ReaderSm90):
         )
         if not self.kernel.turns_v:
             return (read,)
-        layout, start = self.kernel.smem_layout_v(), plan["stored_v"].start
+        layout, start = self.kernel.smem_layout_stored_v(), plan["stored_v"].start
         stored = shared_tile("V", layout, start, True, "As TMA brings it: rows are keys.", element_bytes=1)
         return (dataclasses.replace(stored, id="sV_stored"), read)
 

@@ -45,14 +45,14 @@ def modelled(inputs: Inputs, is_two_level: bool = True) -> Tensor:
     """What the hardware is expected to give, rounded to O's type."""
     assert inputs.scales is not None
     mask = (inputs.cell.head_dim**-0.5, *inputs.cell.window)
-    given = inputs.q, inputs.k, inputs.rows_of_v(), inputs.scales, mask
+    given = inputs.q, inputs.k, inputs.rows_of_v(), inputs.scales[:3], mask
     return modelled_attention(*given, tile_n=64, p_offset=4.0, is_two_level=is_two_level).to(inputs.out_dtype)
 
 
 def by_definition(inputs: Inputs) -> Tensor:
     assert inputs.scales is not None
     left, right = (-1 if side >= UNBOUNDED else side for side in inputs.cell.window)
-    given = inputs.q, inputs.k, inputs.rows_of_v(), inputs.scales, inputs.cell.head_dim**-0.5
+    given = inputs.q, inputs.k, inputs.rows_of_v(), inputs.scales[:3], inputs.cell.head_dim**-0.5
     return fp8_attention(*given, left, right)[0]
 
 
@@ -83,7 +83,7 @@ def test_inputs_are_normal_ones_quantised_with_a_scale_a_head(cell: Cell) -> Non
     assert inputs.scales is not None
     assert {x.dtype for x in (inputs.q, inputs.k, inputs.v)} == {torch.float8_e4m3fn}
     assert inputs.empty_out().dtype == torch.bfloat16 and bool(inputs.empty_out().isnan().all())
-    assert [scale.shape for scale in inputs.scales] == [(cell.batch, cell.heads)] * 3
+    assert [scale.shape for scale in inputs.scales[:3]] == [(cell.batch, cell.heads)] * 3
     if cell.transposed_v:
         assert inputs.v.shape == (cell.batch, cell.heads, 32, 128)
     for value, exact in zip(inputs.values(), (half.q, half.k, half.v), strict=True):
@@ -178,7 +178,7 @@ def test_a_kernel_gets_its_tensors_and_scales_in_order(cell: Cell, monkeypatch: 
     assert asked[1:] == (traits, cell.problem, "sm_90a")
     inputs = trial.inputs
     assert FwdTensors(*arguments[:5]) == (inputs.q, inputs.k, inputs.v, trial.out, None)
-    assert ScaleTensors(*arguments[5:8]) == inputs.scales and arguments[8:] == ("scalars",)
+    assert ScaleTensors(*arguments[5:-1]) == inputs.scales and arguments[-1] == "scalars"
 
 
 def test_peers_are_left_out(bench: TorchBench) -> None:
@@ -204,7 +204,7 @@ def test_two_levels_are_proposed_although_one_is_faster(speeds: tuple[float, ...
             timing = Timing(candidate_id(traits), STORED.id, "sm_90a", "A", "d", "k", "sm90 1", source="s", **found)
             store.record(timing)
         (pick,) = proposed(store, SM90, (32, 32), "A", "fwd e4m3")
-        assert pick.row.traits == TWO and pick.row.dtypes == ("e4m3",)
+        assert pick.row.traits == TWO and pick.row.dtypes == FP8_DTYPES  # which run alike
         assert proposed(store, SM90, (32, 32), "A") == proposed(store, SM90, (32, 32), "A", "fwd e4m3 vt") == []
 
 
@@ -230,6 +230,7 @@ def test_features_are_compiled_with_the_form_of_v() -> None:
         pick = Pick("id", Row(traits, ("full",), FP8_DTYPES), 1.0, None, False, "")
         (settled,) = settle([pick], judge)
         assert settled.row.without == ()
-        (problem,) = asked
-        assert problem.features == {"softcap", "lse"} | ({"turned_v"} if turns_v else set())
+        assert {problem.operands.qk_dtype for problem in asked} == set(FP8_DTYPES)
+        assert all(problem.features == traits.features for problem in asked)
+        assert ("turned_v" in traits.features) == turns_v
         asked.clear()

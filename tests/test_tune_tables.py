@@ -319,7 +319,7 @@ def test_rows_of_8_bit_operands_have_a_file_of_their_own(tmp_path: pathlib.Path)
     row = Row(FwdTraitsFp8Sm90(128, 128, 128, 128, two_level=True, turns_v=True), ("full",), FP8_DTYPES)
     path = write_shipped(SM90, [MEASURED(row)], tmp_path)
     text = path.read_text()
-    assert path.name == "rows_fp8_sm90.py" and '"""Rows of fwd/sm_90a/sm90 for e4m3.' in text
+    assert path.name == "rows_fp8_sm90.py" and '"""Rows of fwd/sm_90a/sm90 for 8-bit operands.' in text
     assert f"    fwd_fp8_sm90(128, 128, 128, FULL, two_level=True, turns_v=True).measured({NOTE}),\n" in text
     after = choices([*TABLES[SM90][: len(MODULES[SM90][0].ROWS)], *read_shipped(path)], "sm_90a", (), "fwd e4m3")
     assert after[128, 128, "full", "e4m3", "long"] == row.traits

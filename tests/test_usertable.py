@@ -10,13 +10,13 @@ import pathlib
 import subprocess
 import sys
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from cuteflash import usertable
 from cuteflash.dispatch import choose
-from cuteflash.problem import BwdProblem
+from cuteflash.problem import DTYPES, BwdProblem
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Row, TableKey
@@ -79,6 +79,8 @@ def test_a_table_of_the_backward_holds_rows_of_several_kinds(own_tables: OwnTabl
 @dataclasses.dataclass(frozen=True)
 class UnknownTraits:
     """Of a kernel that nobody registered."""
+
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
 
     tile_m: int = 64
     tile_n: int = 64

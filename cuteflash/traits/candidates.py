@@ -56,8 +56,9 @@ SM90_SWITCHES: tuple[dict[str, Any], ...] = (
     {"longest_first": False},
     {"warp_specialized": False, "pingpong": False, "overlap": False, "exp_rows_before_wait": 0},
 )
-# Of 8-bit operands: an instruction takes 32 keys, and Q, P and O have one place each.
+# Of 8-bit operands: an instruction takes 32 keys, and P and O have one place each.
 FP8_TILE_N = range(32, 257, 32)
+FP8_PLACES: tuple[dict[str, Any], ...] = ({}, {"q_stage": 2}, {"q_in_regs": True})
 FP8_ORDERS: tuple[dict[str, Any], ...] = (
     {"exp_rows_before_wait": 0},
     {"exp_rows_before_wait": 2},
@@ -127,24 +128,26 @@ def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm9
 
 def fwd_candidates_fp8_sm90(head_dim: int, head_dim_v: int, *, turns_v: bool) -> Iterator[FwdTraitsFp8Sm90]:
     """Forward candidates of the sm90 family for 8-bit operands, which turn V or are given V^T; some come twice."""
-    tiles = itertools.product(SM90_TILE_M, FP8_TILE_N, SM90_STAGES, (1, 2), (True, False))
-    for tile_m, tile_n, stages, q_stage, two_level in tiles:
+    tiles = itertools.product(SM90_TILE_M, FP8_TILE_N, SM90_STAGES, FP8_PLACES, (True, False))
+    for tile_m, tile_n, stages, place, two_level in tiles:
         base = FwdTraitsFp8Sm90(
             tile_m,
             tile_n,
             head_dim,
             head_dim_v,
             kv_stage=stages,
-            q_stage=q_stage,
             pingpong=tile_m > WGMMA_M,
             exp_rows_before_wait=1,
             two_level=two_level,
             turns_v=turns_v,
+            **place,
         )
         yield base
         if runs_somewhere(base):
             yield from changed(base, FP8_ORDERS if stages == SM90_STAGES[0] else FP8_ORDERS[-3:-1])
-            if stages == SM90_STAGES[0] and q_stage == 1:
+            if turns_v:
+                yield dataclasses.replace(base, **FP8_ORDERS[-2], stored_v_stage=1)
+            if stages == SM90_STAGES[0] and not place:
                 yield from changed(base, FP8_SWITCHES if two_level else ({"rescale_in_product": True}, *FP8_SWITCHES))
 
 

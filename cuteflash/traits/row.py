@@ -37,6 +37,7 @@ FULL = ("full",)  # every query sees every key: one loop, with registers to spar
 CAUSAL = ("causal",)
 WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 FP16, BF16 = ("fp16",), ("bf16",)
+E4M3, E5M2 = ("e4m3",), ("e5m2",)
 DECODE, TINY, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("short",), ("medium",), ("long",)
 FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backward are to a forward
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
@@ -167,9 +168,17 @@ def fwd_sm90(
     return _row(FwdTraitsSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
 
 
-def fwd_fp8_sm90(head_dim: int, tile_m: int, tile_n: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
+def fwd_fp8_sm90(
+    head_dim: int,
+    tile_m: int,
+    tile_n: int,
+    masks: tuple[str, ...] = ALL,
+    *,
+    dtypes: tuple[str, ...] = FP8_DTYPES,
+    **more: Any,
+) -> Row:
     """An sm90 row of 8-bit operands; `more` are keyword arguments of `_row`."""
-    return _row(FwdTraitsFp8Sm90, (head_dim, tile_m, tile_n), masks, dtypes=FP8_DTYPES, **more)
+    return _row(FwdTraitsFp8Sm90, (head_dim, tile_m, tile_n), masks, dtypes=dtypes, **more)
 
 
 def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:

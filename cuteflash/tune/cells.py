@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from cuteflash.arguments import ScaleTensors
-from cuteflash.problem import DTYPES, FP8_DTYPES, MASK_KINDS, UNBOUNDED, Dtype, MaskKind, Operation, Problem
+from cuteflash.problem import FP8_DTYPES, MASK_KINDS, UNBOUNDED, Dtype, MaskKind, Operation, Problem
 from cuteflash.quantize_problem import HEAD_DIM_STEP as FP8_STEP
 from cuteflash.quantize_problem import QuantizeOptions
 from cuteflash.reference.fp8 import dequantised, stored_rows
 from cuteflash.reference.quantize import quantize
 from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.inputs import PLAIN, of_kind, parse_kind
-from cuteflash.tune.operations import DEFAULT, SPECS, Spec, Task, task_of
+from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT_DTYPES, Spec, Task, task_of
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -25,7 +25,7 @@ TOKENS = 16384
 HIDDEN = 2048
 WINDOW = (1024, 0)  # keys a query of a window cell sees before and after its own
 
-TORCH_DTYPES = dict(zip((*DTYPES, *FP8_DTYPES), (torch.float16, torch.bfloat16, torch.float8_e4m3fn), strict=True))
+TORCH_DTYPES = dict(zip(SWEPT_DTYPES, (torch.float16, torch.bfloat16, torch.float8_e4m3fn), strict=True))
 OUT_DTYPE = torch.bfloat16  # of O, and of what is quantised, if the operands have 8 bits
 
 
@@ -225,7 +225,7 @@ class Inputs:
         if self.scales is None:
             q, k, v = (tensor.float() for tensor in tensors)
         else:
-            q, k, v = (dequantised(tensor, scale) for tensor, scale in zip(tensors, self.scales, strict=True))
+            q, k, v = (dequantised(tensor, scale) for tensor, scale in zip(tensors, self.scales[:3], strict=True))
         return q, k, v
 
 

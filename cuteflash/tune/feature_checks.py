@@ -91,7 +91,8 @@ def _kernels(row: Row) -> dict[tuple[str, str], Kernel]:
 def _features(kernel: Kernel) -> Features:
     """What a kernel may be compiled with."""
     traits, _ = kernel
-    return tuple(name for name in SPECS[task_of_traits(traits)].features if name in traits.features)
+    spec = SPECS[task_of_traits(traits)]
+    return tuple(name for name in (*spec.spare, *spec.features) if name in traits.features)
 
 
 def _combinations(kernel: Kernel, fewer: int) -> list[Features]:

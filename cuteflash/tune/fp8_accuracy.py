@@ -128,7 +128,7 @@ class Fp8Reference:
             inputs.q[batch, part.rows, head],
             inputs.k[batch, keys, head],
             inputs.rows_of_v()[batch, keys, head],
-            [scale[batch, head] for scale in inputs.scales],
+            [scale[batch, head] for scale in inputs.scales[:3]],
             (inputs.cell.head_dim**-0.5, *inputs.cell.window),
             p_offset=FIXED_P_OFFSET,
             is_two_level=is_two_level,

@@ -109,8 +109,11 @@ def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[st
         served.setdefault(candidate, []).append(slot)
     picks, above = [], set[Slot]()
     for candidate, slots in sorted(served.items(), key=lambda item: (len(item[1]), item[0])):
-        for box, own in boxes(slots, above, traits[candidate].dtypes):
-            picks.append(_pick(candidate, Row(traits[candidate], *box), own, runs, decisions))
+        one = traits[candidate]
+        for (masks, dtypes, lengths), own in boxes(slots, above, one.dtypes):
+            # Element types of 8 bits run alike: what is timed stands for all of them.
+            row = Row(one, masks, dtypes if one.dtypes == DTYPES else one.dtypes, lengths)
+            picks.append(_pick(candidate, row, own, runs, decisions))
         above.update(slots)
     return picks
 

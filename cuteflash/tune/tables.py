@@ -18,7 +18,7 @@ from typing import Any
 
 from cuteflash import usertable
 from cuteflash.dispatch import offers
-from cuteflash.problem import DTYPES, FEATURES, MASK_KINDS, Problem, problem_id
+from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, Problem, problem_id
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
@@ -29,7 +29,7 @@ from cuteflash.tune.operations import SPECS, Spec, task_of_traits
 from cuteflash.usertable import MeasuredRow, TableError
 
 # What `cuteflash.traits.row` calls a row's masks, dtypes, lengths and features.
-WORDS = {name: name.upper() for name in (*MASK_KINDS, *DTYPES, *LENGTH_CLASSES, *FEATURES)}
+WORDS = {name: name.upper() for name in (*MASK_KINDS, *DTYPES, *FP8_DTYPES, *LENGTH_CLASSES, *FEATURES)}
 LINE = 120  # columns of a source line
 
 
@@ -121,8 +121,7 @@ def render(tables: Sequence[TableKey], rows: Iterable[Row]) -> str:
     words = sorted((word for word in WORDS.values() if re.search(rf"\b{word}\b", body)), key=str.lower)  # as ruff does
     names = [*words, "Row", *makers]
     titles = ", ".join(map(str, tables))
-    others = dict.fromkeys(dtype for row in kept for dtype in row.traits.dtypes if dtype not in DTYPES)
-    titles += f" for {', '.join(others)}" if others else ""
+    titles += " for 8-bit operands" if any(row.traits.dtypes != DTYPES for row in kept) else ""
     return (
         f'"""Rows of {titles}.\n\n'
         "`cuteflash sweep apply --shipped` rewrites this file; `measured` says what a sweep found for a row.\n"

@@ -61,6 +61,6 @@ def fp8_data() -> dict[str, Any]:
         "level": LEVEL,
         "products": PRODUCTS,
         "fraction_bits": FRACTION_BITS,
-        "offset": 2 ** int(row_traits().p_offset),
+        "offset_log2": row_traits().p_offset,
         "largest": int(E4M3_MAX),
     }

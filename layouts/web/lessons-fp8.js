@@ -118,7 +118,7 @@
         figure("rV and rVt: a lane's bytes as they come, and sorted", null, pair(kit, "rV", "rVt")),
         figure("V as it is stored, and Vᵀ drawn by key", null, pair(kit, "sV_stored", "sV")),
         prose(`e4m3 has 4 bits of mantissa, so that rounding P costs 2 to 3 % of O if V's values have no mean, and far less
-          if they have one: errors of many keys cancel. P is multiplied by ${data.offset} before it is rounded, as small
+          if they have one: errors of many keys cancel. P is multiplied by 2^${data.offset_log2} before it is rounded, as small
           numbers lose bits, and must stay below ${data.largest}, as a conversion saturates in silence. A thread whose
           exponentials of a block sum to more has its warp redo the block with new maxima.
 

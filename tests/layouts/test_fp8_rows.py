@@ -29,7 +29,7 @@ Numbers = npt.NDArray[np.int64]
 
 def name_of(row: ShippedRow) -> str:
     operands = row.problem.operands
-    return f"{operands.head_dim}x{operands.head_dim_v}{' vt' if operands.transposed_v else ''}"
+    return f"{operands.head_dim}x{operands.head_dim_v} {'-'.join(row.masks)}{' vt' if operands.transposed_v else ''}"
 
 
 ROWS = {name_of(row): row for row in shipped_rows() if row.problem.operands.is_fp8}
@@ -74,7 +74,7 @@ def test_the_tile_that_the_product_reads_is_vt_in_the_order_of_keys(name: str) -
     drawn = scene.tile("sV").offsets().reshape(scene.tile("sV").stages, columns, keys)
     assert np.array_equal(drawn[:, :, keys_in_order(keys)], laid.transpose(0, 2, 1))
     if name in TURNING:
-        stored = smem_offsets(kernel_of(name), "sm_90a", "v", 1)
+        stored = smem_offsets(kernel_of(name), "sm_90a", "stored_v", 1)
         assert np.array_equal(scene.tile("sV_stored").offsets().reshape(-1), stored)
 
 

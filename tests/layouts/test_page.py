@@ -49,7 +49,11 @@ def test_a_page_carries_the_study_path_and_its_scenes(text: str) -> None:
 
 def test_a_page_explains_the_traits_of_its_kernels(text: str, scene: dict[str, Any]) -> None:
     described = data_of(text)["traits"][scene["kernel"]["name"]].keys()
-    assert described == scene["kernel"]["traits"].keys() | {"two_level", "turns_v"}  # those of 8-bit operands
+    assert described == scene["kernel"]["traits"].keys() | {
+        "two_level",
+        "turns_v",
+        "stored_v_stage",
+    }  # those of 8-bit operands
 
 
 def test_a_page_refers_to_nothing_outside(text: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import TABLES
-from layouts.lessons import lesson_data, lesson_scenes
+from layouts.lessons import eight_bits, lesson_data, lesson_scenes
 from layouts.page import PAGE
 from layouts.rows import make_scene, touch_ways
 from tests.layouts.web import BASE_JS, ROOT, run_js
@@ -135,7 +135,7 @@ def test_the_lesson_on_8_bits_has_the_numbers_of_the_row_and_of_the_model(mounte
     assert shown["panels"] == ["acc_S", "rP", "rV", "rVt", "sV_stored", "sV"]
     text = shown["text"]
     assert "m64n128k32" in text and "turns 16 keys of 32 columns at a time, 8 times a tile" in text
-    assert "P is multiplied by 16 " in text and "stay below 448" in text
+    assert f"P is multiplied by 2^{eight_bits.row_traits().p_offset:g} " in text and "stay below 448" in text
     assert "keys 2, 3, 10, 11" in text  # of lane 1
 
 
