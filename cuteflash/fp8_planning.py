@@ -13,16 +13,31 @@ from cuteflash.arguments import Fp8Options
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
-from cuteflash.problem import Fp8Dtype, FwdProblem, HalfDtype, Operands, Scores, mask_of_window, packs_block_scales
+from cuteflash.problem import (
+    HEAD_DIM_MAX,
+    TRANSPOSED_KEYS,
+    Fp8Dtype,
+    FwdProblem,
+    HalfDtype,
+    Operands,
+    Scores,
+    mask_of_window,
+    packs_block_scales,
+)
+from cuteflash.quantize_problem import TransposeProblem
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of
+from cuteflash.traits.quantize import transpose_traits
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_fp8 import Fp8Inputs, check_fp8
 
 FP8_NAMES: dict[torch.dtype, Fp8Dtype] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FAMILY = "sm90"  # that has products of 8-bit operands
+# Columns of V, and how many queries of a KV head pay for a kernel that transposes V. To turn it beside the products
+# costs a few percent at 64 columns, a tenth at 128 and a third at 256, where tiles get smaller.
+QUERIES_BEFORE = (64, 4096), (160, 2048), (HEAD_DIM_MAX, 512)
 
 Launch = Callable[[Fp8Inputs], Result]
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of O and of LSE
@@ -84,10 +99,14 @@ class Fp8Planner:
         operands = dataclasses.replace(
             operands_of(q, head_dim_v, options, inputs.v_mean), has_block_scales=inputs.has_block_scales
         )
+        heads_per_kv = heads // k.shape[2]
+        transpose = None
+        if not options.transposed_v and transposes_before(seqlen_q * heads_per_kv, head_dim_v):
+            transpose = transposition(FP8_NAMES[q.dtype], head_dim_v, target)
+            operands = dataclasses.replace(operands, transposed_v=True)
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
         choice = choose(problem, target, FAMILY, lengths)
-        heads_per_kv = heads // k.shape[2]
         packs = options.pack_gqa
         if packs is None:
             packs = should_pack(seqlen_q, heads_per_kv, choice.traits.tile_m)
@@ -101,12 +120,39 @@ class Fp8Planner:
             result = results(inputs.q, shapes, out_dtype, has_lse=self.has_lse, fill=False)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
+            v = v if transpose is None else transpose(v)
             v_mean = columns_contiguous(inputs.v_mean)
             # In the order of FwdTensors, ScaleTensors and FwdScalars.
             kernel(q, k, v, o, lse, *inputs.descales.values(), v_mean, *scalars)
             return result
 
         return launch
+
+
+def transposes_before(queries: int, head_dim_v: int) -> bool:
+    """Whether a kernel of its own makes Vᵀ, which many queries get back: it moves V once, however many read it.
+
+    Args:
+        queries: that read a KV head.
+        head_dim_v: columns of V.
+    """
+    return queries >= next(least for columns, least in QUERIES_BEFORE if head_dim_v <= columns)
+
+
+def transposition(dtype: Fp8Dtype, head_dim_v: int, target: str) -> Callable[[Tensor], Tensor]:
+    """What makes Vᵀ (batch, heads, head_dim_v, keys), as attention takes it, of V as it is stored."""
+    from cuteflash.kernels.common.transpose_v import TransposeV  # imports the compiler
+
+    kernel = compiled(TransposeV, transpose_traits(head_dim_v), TransposeProblem(dtype, head_dim_v), target)
+
+    def transpose(v: Tensor) -> Tensor:
+        batch, seqlen, heads, columns = v.shape
+        keys = -(-seqlen // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
+        result = v.new_empty((batch, heads, columns, keys))
+        kernel(v, result)
+        return result
+
+    return transpose
 
 
 def results(q: Tensor, shapes: Shapes, dtype: torch.dtype, *, has_lse: bool, fill: bool) -> Result:

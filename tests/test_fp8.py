@@ -20,10 +20,12 @@ from cuteflash.arguments import Fp8Options, FwdArguments, FwdScalars
 from cuteflash.core.signature import fwd_fake_args
 from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
+from cuteflash.quantize_problem import TransposeProblem
 from cuteflash.reference.fp8 import natural_keys, permuted_keys
 from cuteflash.reference.fp8_accumulator import LEAST_EXPONENTS, accumulate, modelled_attention
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
+from cuteflash.traits.quantize import QuantizeTraits
 from tests.cross_compile import KernelStore
 
 FP8 = torch.float8_e4m3fn
@@ -316,7 +318,7 @@ class Gpu:
         self.fwd, self.fwd_lse = fp8_ops.cuda_forward(has_lse=False), fp8_ops.cuda_forward(has_lse=True)
 
     def _compiled(self, kernel_cls: Any, traits: Any, problem: FwdProblem, target: str) -> Any:
-        assert traits.element_bytes == 1
+        assert isinstance(traits, QuantizeTraits) or traits.element_bytes == 1
         return lambda *arguments: self.launches.append((problem, arguments))
 
 
@@ -338,6 +340,19 @@ def test_a_launch_gets_tensors_scales_and_scalars(monkeypatch: pytest.MonkeyPatc
     assert gpu.launches[2][0].operands.packed_heads == 2
     gpu.fwd(*(x.float().to(torch.float8_e5m2) for x in tensors[:3]), *scales)
     assert gpu.launches[3][0] == FwdProblem(Operands("e5m2", "e5m2", "bf16", 32, 16))
+
+
+def test_many_queries_have_v_transposed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    tensors = inputs(s_q=2048, s_k=200)  # two query heads read a KV head
+    gpu.fwd(*tensors)
+    (transpose, (v, vt)), (attend, arguments) = gpu.launches
+    assert transpose == TransposeProblem("e4m3", 16) and attend.operands.transposed_v
+    assert v is tensors[2] and arguments[2] is vt and vt.shape == (2, 2, 16, 256)
+    gpu.fwd(*inputs(s_q=2047, s_k=200))
+    assert not gpu.launches[2][0].operands.transposed_v
+    for queries, columns, is_before in ((2047, 128, False), (2048, 128, True), (511, 256, False), (512, 176, True)):
+        assert fp8_planning.transposes_before(queries, columns) == is_before
 
 
 def test_scales_of_128_tokens_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +443,7 @@ def test_kernels_get_scales_after_their_tensors(is_transposed: bool) -> None:
     ("fields", "complaint"),
     [
         ({"p_in_regs": False}, "need warp_specialized, overlap and p_in_regs"),
-        ({"share_q_o": True}, "no q_in_regs, no share_q_o"),
+        ({"share_q_o": True}, "no share_q_o, as O takes twice"),
         ({"tile_n": 112}, "tile_n 112 is not a multiple of 32"),
         ({"turns_v": True, "tile_n": 96, "head_dim_v": 96}, "turns_v takes tile_n in multiples of 64, or of 32"),
         ({"two_level": True, "rescale_in_product": True}, "O is not part of the product"),

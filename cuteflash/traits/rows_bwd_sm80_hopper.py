@@ -165,6 +165,7 @@ ROWS: tuple[Row, ...] = (
         double_buffer=False,
         vector_add=True,
         turn_warpgroup=True,
+        idle_warpgroup=True,
     ),
     bwd_sm80(
         128,
