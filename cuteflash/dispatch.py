@@ -165,7 +165,7 @@ def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Seq
             own = next((own for own in own_rows if own.row is row), None)
             return Choice(key.family, traits, row, _source(row, traits, key, own))
         reasons.append(f"{row.traits.tile_m}x{row.traits.tile_n} {reason}")
-    fitting = (row for row in rows if problem.operands.qk_dtype in row.dtypes)
+    fitting = (row for row in rows if problem.operands.row_dtype in row.dtypes)
     operands, asked = problem.operands, ", ".join(name for name in FEATURES if name in problem.features)
     raise NotImplementedError(
         f"no row of {key} runs head_dim {operands.head_dim}, head_dim_v {operands.head_dim_v}, "

@@ -24,7 +24,8 @@ Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_me
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
-FP8_DTYPES: tuple[str, ...] = get_args(Fp8Dtype)  # of Q, K and V; O then has one of `DTYPES`
+FP8_OPERANDS: tuple[str, ...] = get_args(Fp8Dtype)  # of Q, K and V; O then has one of `DTYPES`
+FP8_DTYPES: tuple[str, ...] = ("e4m3",)  # as rows and sweeps name operands of 8 bits: those of e5m2 take the same rows
 MASK_KINDS: tuple[str, ...] = get_args(MaskKind)
 STORAGE_KINDS: tuple[str, ...] = get_args(StorageKind)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
@@ -85,7 +86,7 @@ class Operands:
     has_block_scales: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_DTYPES))
+        _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_OPERANDS))
         if self.pv_dtype != self.qk_dtype:
             raise ValueError(f"pv_dtype is {self.pv_dtype!r}; allowed: {self.qk_dtype!r}, that of Q and K")
         if self.is_fp8:
@@ -113,13 +114,18 @@ class Operands:
     @classmethod
     def of(cls, dtype: Dtype, head_dim: int, head_dim_v: int, packed_heads: int = 1) -> Self:
         """Operands of one element type, and O of the same; of 8 bits, O is `FP8_OUT`."""
-        o_dtype = FP8_OUT if dtype in FP8_DTYPES else cast(HalfDtype, dtype)
+        o_dtype = FP8_OUT if dtype in FP8_OPERANDS else cast(HalfDtype, dtype)
         return cls(dtype, dtype, o_dtype, head_dim, head_dim_v, packed_heads)
 
     @property
     def is_fp8(self) -> bool:
         """Whether Q, K and V have 8 bits."""
-        return self.qk_dtype in FP8_DTYPES
+        return self.qk_dtype in FP8_OPERANDS
+
+    @property
+    def row_dtype(self) -> str:
+        """The element type by which rows know these operands."""
+        return FP8_DTYPES[0] if self.is_fp8 else self.qk_dtype
 
     @property
     def kv_row_bytes(self) -> int:

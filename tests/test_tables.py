@@ -11,7 +11,7 @@ from cuteflash.dispatch import choose_shipped, kernel_class
 from cuteflash.problem import (
     DENSE,
     DTYPES,
-    FP8_DTYPES,
+    FP8_OPERANDS,
     HEAD_DIM_MAX,
     HEAD_DIM_STEP,
     MASK_KINDS,
@@ -71,7 +71,7 @@ def test_every_problem_has_a_row(table: TableKey, mask: str, dtype: str) -> None
 
 @pytest.mark.parametrize("storage", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("transposed_v", [False, True])
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", FP8_OPERANDS)
 def test_every_problem_of_8_bits_has_a_row(dtype: Fp8Dtype, transposed_v: bool, storage: Storage) -> None:
     for head_dim, head_dim_v in HEAD_DIM_PAIRS:
         if head_dim % 16 or head_dim_v % 16:

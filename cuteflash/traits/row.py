@@ -111,7 +111,7 @@ class Row:
             lengths = FORWARD_CLASS.get(lengths, lengths)
         return (
             problem.scores.mask in self.masks
-            and problem.operands.qk_dtype in self.dtypes
+            and problem.operands.row_dtype in self.dtypes
             and lengths in self.lengths
             and problem.features.isdisjoint(self.without)
             and problem.features <= self.traits.features

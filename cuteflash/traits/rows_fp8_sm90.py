@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuteflash.traits.row import BLOCK_SCALES, CAUSAL, FULL, SOFTCAP, VARLEN, Row, fwd_fp8_sm90
+from cuteflash.traits.row import BLOCK_SCALES, CAUSAL, FULL, SOFTCAP, VARLEN, WINDOW, Row, fwd_fp8_sm90
 
 FIXED: dict[str, Any] = {"fixed_max": True, "repair_apart": True}
 AHEAD: dict[str, Any] = {**FIXED, "exp_rows_before_wait": 1}
@@ -19,8 +19,8 @@ ROWS: tuple[Row, ...] = (
     fwd_fp8_sm90(64, 192, 128, FULL + CAUSAL, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 96, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 64, turns_v=True, without=BLOCK_SCALES, **TWO_LEVEL),  # lent to 32 columns of V
-    fwd_fp8_sm90(64, 128, 128, **TWO_LEVEL),  # for scales of 128 tokens, as the next one
-    fwd_fp8_sm90(64, 128, 128, turns_v=True, **TWO_LEVEL),
+    fwd_fp8_sm90(64, 192, 128, WINDOW, **TWO_LEVEL),  # of block scales
+    fwd_fp8_sm90(64, 192, 128, WINDOW, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(96, 128, 128, **TWO_LEVEL_AHEAD),
     fwd_fp8_sm90(96, 128, 128, turns_v=True, **TWO_LEVEL_AHEAD),
     fwd_fp8_sm90(128, 128, 128, without=SOFTCAP, q_stage=2, **TWO_LEVEL_AHEAD),
@@ -29,8 +29,10 @@ ROWS: tuple[Row, ...] = (
     fwd_fp8_sm90(128, 128, 128, q_stage=2, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(160, 128, 64, **TWO_LEVEL_AHEAD),
     fwd_fp8_sm90(160, 128, 64, q_stage=2, turns_v=True, **TWO_LEVEL_AHEAD),
-    fwd_fp8_sm90(192, 128, 128, head_dim_v=128, **TWO_LEVEL_AHEAD),
-    fwd_fp8_sm90(192, 128, 128, head_dim_v=128, turns_v=True, **TWO_LEVEL_AHEAD),
+    fwd_fp8_sm90(192, 128, 128, head_dim_v=128, without=SOFTCAP, **TWO_LEVEL_AHEAD),
+    fwd_fp8_sm90(192, 128, 128, head_dim_v=128, turns_v=True, without=SOFTCAP + VARLEN, **TWO_LEVEL_AHEAD),
+    fwd_fp8_sm90(192, 128, 128, head_dim_v=128, **TWO_LEVEL),
+    fwd_fp8_sm90(192, 128, 128, head_dim_v=128, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(192, 128, 128, **AHEAD),
     fwd_fp8_sm90(192, 128, 128, turns_v=True, **FIXED),
     fwd_fp8_sm90(224, 128, 128, **AHEAD),

@@ -12,6 +12,8 @@ memory, which takes equal head dims; the smaller tile below lends itself to the 
 sm_90a/sm90 of 8-bit operands: rows without `turns_v` are given V^T, and no others. O and the product beside it
 (`two_level`) fit into the registers up to 160 columns. Beyond, a sum over many keys is cut to 13 fraction bits in each
 step, which shows if V has a mean: 18 % at 16k keys. The mean is then better taken out of V, and added to O.
+Of packed sequences the warps that turn V also hand out tiles. The registers that this takes are those in which 128
+columns of V, under a mask, hold a row of P that is rounded ahead.
 
 sm_80/sm80: A100, 163 KiB a block. Four warps on 128 rows read shared memory least, but run out of registers from head
 dim 96 on; so do windows (two masked loops) on wide heads.
