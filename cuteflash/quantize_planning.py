@@ -59,8 +59,13 @@ def empty_results(inputs: QuantizeInputs, options: QuantizeOptions) -> Result:
     none, is_given = (batch, 0), inputs.descales is not None
     shapes = [none] * 3 if is_given else inputs.descale_shapes(options.granularity)
     mean = (batch, kv_heads, head_dim_v) if options.smooth_v else none
+    if options.transpose_v and keys == 0:  # without a key V^T has rows that begin on 16 bytes, too
+        v8 = v.new_empty((*v_shape[:3], BLOCK_TOKENS), dtype=FP8)[..., :0]
+    else:
+        v8 = v.new_empty(v_shape, dtype=FP8)
     return (
-        *(x.new_empty(shape, dtype=FP8) for x, shape in ((q, q.shape), (k, k.shape), (v, v_shape))),
+        *(x.new_empty(x.shape, dtype=FP8) for x in (q, k)),
+        v8,
         *(q.new_empty(shape, dtype=torch.float32) for shape in (*shapes, mean)),
     )
 
