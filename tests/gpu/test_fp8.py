@@ -110,7 +110,8 @@ def assert_as_modelled(
         modelled = operands.modelled(case, traits_of(operands, is_transposed))
     assert torch.isfinite(out).all()
     assert rms(out.double() - exact) <= allowed_rms(modelled, exact)
-    torch.testing.assert_close(lse, exact_lse, atol=2e-3, rtol=1e-4)
+    # Scores are sums of 8-bit products, too: each instruction cuts 33 terms at 13 fraction bits of the largest.
+    torch.testing.assert_close(lse, exact_lse, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
