@@ -28,8 +28,8 @@ Numbers = npt.NDArray[np.int64]
 
 
 def name_of(row: ShippedRow) -> str:
-    operands = row.problem.operands
-    return f"{operands.head_dim}x{operands.head_dim_v} {'-'.join(row.masks)}{' vt' if operands.transposed_v else ''}"
+    operands, words = row.problem.operands, [*row.masks, *sorted(row.problem.features - {"turned_v"})]
+    return f"{operands.head_dim}x{operands.head_dim_v} {'-'.join(words)}{' vt' if operands.transposed_v else ''}"
 
 
 ROWS = {name_of(row): row for row in shipped_rows() if row.problem.operands.is_fp8}
