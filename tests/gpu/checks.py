@@ -19,6 +19,16 @@ from torch import Tensor
 import cuteflash
 from cuteflash.tune.inputs import of_kind
 
+# A language model in miniature, with grouped heads of 64 columns: arguments of transformers' LlamaConfig.
+SMALL_LLAMA: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash import Fp8, flash_attn_func
-from tests.gpu.checks import Case, poisoned, reference, rms
+from tests.gpu.checks import SMALL_LLAMA, Case, poisoned, reference, rms
 
 pytestmark = pytest.mark.gpu
 
@@ -103,14 +103,7 @@ def test_a_language_model_is_close_to_eager(hopper: torch.device) -> None:
     from cuteflash.integrations import transformers as integration
 
     integration.register()
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
+    config = transformers.LlamaConfig(**SMALL_LLAMA)
     tokens = torch.randint(0, 128, (2, 300), device=hopper)
     logits = {}
     for name in ("eager", integration.FP8_NAME):

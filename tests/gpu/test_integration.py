@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import cuteflash
-from tests.gpu.checks import Case, assert_right
+from tests.gpu.checks import SMALL_LLAMA, Case, assert_right
 
 pytestmark = pytest.mark.gpu
 
@@ -48,14 +48,7 @@ def test_a_language_model_agrees_with_eager(batch: str, device: torch.device) ->
 
     integration.register()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
+    config = transformers.LlamaConfig(**SMALL_LLAMA)
     exact = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").to(device).eval()
     tokens = torch.randint(0, 128, (2, 50), device=device)
     mask = torch.ones_like(tokens)
