@@ -303,7 +303,8 @@ def test_the_score_finds_the_hopper_rows_that_were_measured(head_dim: int) -> No
     fitting = [one for one in enumerate_traits("fwd", "sm90", head_dim, head_dim) if one.check(arch) is None]
     order = shortlist(fitting, arch)
     rows = of_16_bits("fwd", "sm_90a", "sm90", head_dim)
-    assert min(map(order.index, rows)) < 24  # of a thousand; candidates of other places for Q stand before some
+    # Of a thousand. At 128 columns candidates with Q in registers, which nobody has timed, stand before the rows.
+    assert min(map(order.index, rows)) < (24 if head_dim == 128 else 10)
     tiles = {(traits.tile_m, traits.tile_n) for traits in order[:40]}
     assert {(traits.tile_m, traits.tile_n) for traits in rows if traits.fixed_max} <= tiles
 
