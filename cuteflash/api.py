@@ -13,7 +13,9 @@ from cuteflash.coerce import (
     Fp8,
     Window,
     check_family,
+    check_no_chunk,
     check_not_quantised,
+    chunk_of,
     flag,
     formats_of,
     formats_without_scales,
@@ -41,6 +43,7 @@ class Options(TypedDict, total=False):
     causal: bool
     window_size: Window | None
     softcap: float
+    attention_chunk: int
     pack_gqa: bool | None
     family: Family | None
     deterministic: bool
@@ -76,6 +79,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: Window | None = UNBOUNDED_WINDOW,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     pack_gqa: bool | None = None,
     family: Family | None = None,
     deterministic: bool = False,
@@ -104,6 +108,8 @@ def flash_attn_func(
         causal: a query sees no key after its position; with a window, its right side becomes 0.
         window_size: (left, right) keys seen before and after a query's position; -1 is all, None is (-1, -1).
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask; 0 is none.
+        attention_chunk: positions are cut into chunks of so many, from the first key on, and a query sees only keys of
+            its own chunk, of those that `causal` and `window_size` let it see; 0 is none. Not of 8-bit operands.
         pack_gqa: fold the query heads of a KV head into the rows of a tile, which pays for short `seqlen_q`. None
             leaves it to a heuristic, True needs at most 64 query heads a KV head. Never changes what is computed.
         family: kernel family to run on a GPU, ``"sm80"`` or ``"sm90"``; None is the best it has. CPUs ignore it.
@@ -158,15 +164,17 @@ def flash_attn_func(
     if return_lse is not False:
         return_lse = flag("return_lse", return_lse)
     options: tuple[Any, ...] = (softmax_scale, left, right, softcap)
-    if pack_gqa is not None or family is not None or deterministic is not False:
+    if pack_gqa is not None or family is not None or deterministic is not False or attention_chunk != 0:
         # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
-        options += _execution(pack_gqa, family, deterministic)
+        options += _execution(pack_gqa, family, deterministic, attention_chunk)
     result: Tensor | tuple[Tensor, Tensor]
     if q_descale is not None or k_descale is not None or v_descale is not None:
+        check_no_chunk(attention_chunk)
         scales = scales_of(fp8, v_mean, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_options = Fp8Options(*options[:BEFORE_DETERMINISTIC])._replace(**formats_of(transposed_v, out_dtype))
         result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *scales, *fp8_options)
     elif fp8 is not False and (how := fp8_of(fp8)) is not None:
+        check_no_chunk(attention_chunk)
         check_not_quantised(transposed_v, v_mean)
         inference = Fp8InferenceOptions(*options[:BEFORE_DETERMINISTIC])
         inference = inference._replace(out_dtype=out_dtype_of(out_dtype), hadamard=int(how.hadamard or 0))
@@ -182,11 +190,14 @@ def flash_attn_func(
     return result
 
 
-def _execution(pack_gqa: bool | None, family: Family | None, deterministic: bool) -> tuple[Any, ...]:
-    """The options that say how to compute."""
+def _execution(
+    pack_gqa: bool | None, family: Family | None, deterministic: bool, attention_chunk: int
+) -> tuple[Any, ...]:
+    """The options that follow the softcap; of those with defaults the last are left out."""
     if pack_gqa is not None:
         pack_gqa = flag("pack_gqa", pack_gqa, "None, ")
     check_family(family)
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
-    return pack_gqa, family, deterministic
+    chunk = chunk_of(attention_chunk)
+    return (pack_gqa, family, deterministic, None, chunk) if chunk else (pack_gqa, family, deterministic)

@@ -33,6 +33,7 @@ class FwdOptions(NamedTuple):
         deterministic: of the backward, which autograd calls with the same options; the forward always is.
         lengths: class of the sequences' lengths (`cuteflash.traits.length_class`), which decides between kernels that
             give the same result; None takes it from the sizes.
+        attention_chunk: a query sees only keys of its own chunk: positions are cut into chunks of so many; 0 is none.
     """
 
     softmax_scale: float | None = None
@@ -43,6 +44,7 @@ class FwdOptions(NamedTuple):
     family: str | None = None
     deterministic: bool = False
     lengths: str | None = None
+    attention_chunk: int = 0
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""
@@ -97,7 +99,7 @@ class BwdOptions(NamedTuple):
     """The arguments of the backward operators after their tensors: those of the forward that a backward has, too.
 
     Attributes:
-        softmax_scale, window_left, window_right, softcap, family, lengths: as of the forward.
+        softmax_scale, window_left, window_right, softcap, family, lengths, attention_chunk: as of the forward.
         deterministic: equal inputs give bitwise equal gradients; ``torch.use_deterministic_algorithms(True)`` asks for
             it as well, unless it only warns.
     """
@@ -109,6 +111,7 @@ class BwdOptions(NamedTuple):
     family: str | None = None
     deterministic: bool = False
     lengths: str | None = None
+    attention_chunk: int = 0
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""
@@ -124,11 +127,13 @@ _ONLY_FWD = FwdOptions._fields.index("pack_gqa")
 
 
 def _definition(options: FwdOptions | Fp8Options | BwdOptions, head_dim: int) -> dict[str, Any]:
-    """What defines the result, by name: the default scale filled in, no side of a window beyond `UNBOUNDED`."""
+    """What defines the result, by name: the default scale filled in, no length of a mask beyond `UNBOUNDED`."""
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    left, right = min(options.window_left, UNBOUNDED), min(options.window_right, UNBOUNDED)
-    resolved = options._replace(softmax_scale=scale, window_left=left, window_right=right)
-    return {name: value for name, value in resolved._asdict().items() if name not in (*EXECUTION, *FORMATS)}
+    resolved = options._asdict() | {"softmax_scale": scale}
+    for name in ("window_left", "window_right", "attention_chunk"):
+        if name in resolved:
+            resolved[name] = min(resolved[name], UNBOUNDED)
+    return {name: value for name, value in resolved.items() if name not in (*EXECUTION, *FORMATS)}
 
 
 class FwdTensors(NamedTuple):
@@ -175,6 +180,7 @@ class FwdScalars(NamedTuple):
     softcap: float
     window_left: int  # `UNBOUNDED` is all
     window_right: int
+    attention_chunk: int  # positive if the problem is chunked; no other kernel reads it
     num_sms: int
 
 
@@ -234,6 +240,7 @@ class BwdScalars(NamedTuple):
     softcap: float
     window_left: int  # `UNBOUNDED` is all
     window_right: int
+    attention_chunk: int  # positive if the problem is chunked; no other kernel reads it
     num_sms: int
 
 

@@ -40,6 +40,21 @@ def window_of(window_size: Window) -> Window:
     )
 
 
+def chunk_of(attention_chunk: object) -> int:
+    """The length of a mask's chunks as an operator takes it; 0 is none."""
+    if not is_int(attention_chunk):
+        raise TypeError(f"attention_chunk is {shown(attention_chunk)}; allowed: an int, 0 (none) or more")
+    if attention_chunk < 0:  # type: ignore[operator]
+        raise ValueError(f"attention_chunk is {shown(attention_chunk)}; allowed: 0 (none) or more")
+    return min(int(attention_chunk), UNBOUNDED)  # type: ignore[call-overload]
+
+
+def check_no_chunk(attention_chunk: object) -> None:
+    """Raise NotImplementedError if chunks are asked for, which no kernel of 8-bit operands has."""
+    if attention_chunk != 0:
+        raise NotImplementedError(f"attention_chunk is {shown(attention_chunk)}; supported with 8-bit operands: 0")
+
+
 def _side(keys: int) -> int:
     """A side of a window as an operator takes it; one beyond every length is none."""
     return int(keys) if keys < UNBOUNDED else -1
@@ -173,6 +188,7 @@ def formats_without_scales(transposed_v: object, out_dtype: object, v_mean: obje
 
 def fp8_options_of(options: FwdOptions, transposed_v: object, out_dtype: object) -> Fp8Options:
     """The options of a call with 8-bit operands; there is no backward to be deterministic."""
+    check_no_chunk(options.attention_chunk)
     shared = {name: value for name, value in options._asdict().items() if name in Fp8Options._fields}
     return Fp8Options(**shared, **formats_of(transposed_v, out_dtype))
 

@@ -12,6 +12,7 @@ from cuteflash.arguments import Fp8Options
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Window,
+    chunk_of,
     descales_of,
     flag,
     formats_without_scales,
@@ -45,6 +46,7 @@ class VarlenOptions(TypedDict, total=False):
     causal: bool
     window_size: Window | None
     softcap: float
+    attention_chunk: int
     pack_gqa: bool | None
     family: Family | None
     deterministic: bool
@@ -115,6 +117,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: Window | None = UNBOUNDED_WINDOW,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     pack_gqa: bool | None = None,
     family: Family | None = None,
     deterministic: bool = False,
@@ -143,7 +146,7 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: (batch,), int32, how many rows of each sequence count, the first ones; None is all. The
             others are as if they were not there; in the result they get O = 0 and LSE = -inf, and their gradients are
             0.
-        softmax_scale, causal, window_size, softcap, pack_gqa, family: as for `flash_attn_func`.
+        softmax_scale, causal, window_size, softcap, attention_chunk, pack_gqa, family: as for `flash_attn_func`.
         deterministic: as for `flash_attn_func`: gradients are bitwise repeatable. The forward always is.
         q_descale, k_descale, v_descale, v_mean: as for `flash_attn_func`, each sequence being an entry of the batch:
             (batch, kv_heads), and (batch, kv_heads, head_dim_v).
@@ -178,10 +181,9 @@ def flash_attn_varlen_func(
         if optional is not None and not isinstance(optional, Tensor):
             raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
     longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
-    lengths = None
-    if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
-        lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
+    lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
+    options = options._replace(attention_chunk=chunk_of(attention_chunk))
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
@@ -235,8 +237,12 @@ def _known_limit(name: str, value: object) -> int | None:
     return limit
 
 
-def _length_class(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int, longest_k: int) -> LengthClass | None:
+def _length_class(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int | None, longest_k: int | None
+) -> LengthClass | None:
     """The class of sequences with these limits; None if the sizes are not known yet, or not those of a correct call."""
+    if longest_q is None or longest_k is None or torch.compiler.is_compiling():
+        return None
     try:
         rows_q, rows_k, ends = q.shape[0], k.shape[0], cu_seqlens.shape[0]
     except IndexError:

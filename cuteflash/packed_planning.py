@@ -169,11 +169,11 @@ def _parts_of_problem(
     inputs: PackedInputs, options: FwdOptions | BwdOptions
 ) -> tuple[Operands, Scores, Storage, tuple[int, int]]:
     """What forward and backward problems have in common, and the window as a kernel takes it."""
-    mask, left, right = mask_of_window(options.window_left, options.window_right, SEVERAL)
+    mask, left, right = mask_of_window(options.window_left, options.window_right, SEVERAL, options.attention_chunk)
     dtype = DTYPE_NAMES[inputs.q.dtype]
     return (
         Operands(dtype, dtype, dtype, inputs.q.shape[2], inputs.v.shape[2]),
-        Scores(mask, softcap=options.softcap > 0),
+        Scores(mask, options.softcap > 0, options.attention_chunk > 0),
         storage_of(inputs),
         (left, right),
     )

@@ -21,7 +21,17 @@ from torch import Tensor, empty_like
 from cuteflash.arguments import BwdOptions, BwdScalars, Fp8Options, FwdOptions, FwdScalars
 from cuteflash.compile import compiled
 from cuteflash.dispatch import check_family, choose, current_target
-from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, BwdProblem, FwdProblem, HalfDtype, Operation, mask_of_window
+from cuteflash.problem import (
+    LENGTH_MAX,
+    PACK_GQA_MAX,
+    BwdProblem,
+    FwdProblem,
+    HalfDtype,
+    Operands,
+    Operation,
+    Scores,
+    mask_of_window,
+)
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of
@@ -156,9 +166,10 @@ class FwdPlan:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> None:
         seqlen_q, head_dim, head_dim_v = q.shape[1], q.shape[3], v.shape[3]
-        mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
+        mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q, options.attention_chunk)
         dtype = DTYPE_NAMES[q.dtype]
-        self.problem = FwdProblem.dense(dtype, head_dim, head_dim_v, mask, softcap=options.softcap > 0, lse=has_lse)
+        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0)
+        self.problem = FwdProblem(Operands.of(dtype, head_dim, head_dim_v), scores, has_lse=has_lse)
         self.target = current_target(q.device.index)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, k.shape[1]))
         self.choice = choose(self.problem, self.target, cast(Family | None, options.family), lengths)
@@ -257,16 +268,10 @@ class BwdPlan:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: BwdOptions, has_dlse: bool) -> None:
         seqlen_q, head_dim, head_dim_v = q.shape[1], q.shape[3], v.shape[3]
-        mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q)
-        self.problem = BwdProblem.dense(
-            DTYPE_NAMES[q.dtype],
-            head_dim,
-            head_dim_v,
-            mask,
-            softcap=options.softcap > 0,
-            dlse=has_dlse,
-            deterministic=options.deterministic,
-        )
+        mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q, options.attention_chunk)
+        operands = Operands.of(DTYPE_NAMES[q.dtype], head_dim, head_dim_v)
+        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0)
+        self.problem = BwdProblem(operands, scores, has_dlse=has_dlse, is_deterministic=options.deterministic)
         target = current_target(q.device.index)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, k.shape[1], "bwd"))
         choice = choose(self.problem, target, cast(Family | None, options.family), lengths)
@@ -355,7 +360,8 @@ def _scalars(
     options: FwdOptions | Fp8Options | BwdOptions, window: tuple[int, int], head_dim: int, device: torch.device
 ) -> dict[str, Any]:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return options.definition(head_dim) | {"window_left": window[0], "window_right": window[1], "num_sms": num_sms}
+    sides = {"window_left": window[0], "window_right": window[1]}
+    return {"attention_chunk": 0} | options.definition(head_dim) | sides | {"num_sms": num_sms}
 
 
 def target_of(device: torch.device, family: str | None) -> str:

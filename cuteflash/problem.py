@@ -140,13 +140,17 @@ class Scores:
     Attributes:
         mask: ``"full"``, ``"causal"`` (bottom-right aligned) or ``"window"`` (both edges at run time).
         softcap: scores pass through ``softcap * tanh(score / softcap)`` before the mask.
+        chunked: a query sees only keys of its own chunk of positions, whose length a kernel gets; of a ``"window"``.
     """
 
     mask: MaskKind = "full"
     softcap: bool = False
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("mask", self.mask, MASK_KINDS)
+        if self.chunked and not self.has_left_edge:
+            raise ValueError(f"chunked is True; allowed with mask {self.mask!r}: False, a chunk has both edges")
 
     @property
     def has_left_edge(self) -> bool:
@@ -205,12 +209,13 @@ class FwdProblem:
         mask: MaskKind = "full",
         *,
         softcap: bool = False,
+        chunked: bool = False,
         lse: bool = False,
         packed_heads: int = 1,
     ) -> Self:
         """A problem whose operands are `Operands.of` one element type and whose sequences have one length."""
         operands = Operands.of(dtype, head_dim, head_dim_v, packed_heads)
-        return cls(operands, Scores(mask, softcap), has_lse=lse)
+        return cls(operands, Scores(mask, softcap, chunked), has_lse=lse)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -277,12 +282,13 @@ class BwdProblem:
         mask: MaskKind = "full",
         *,
         softcap: bool = False,
+        chunked: bool = False,
         dlse: bool = False,
         deterministic: bool = False,
     ) -> Self:
         """A problem whose operands have one element type and whose sequences have one length."""
         operands = Operands.of(dtype, head_dim, head_dim_v)
-        return cls(operands, Scores(mask, softcap), has_dlse=dlse, is_deterministic=deterministic)
+        return cls(operands, Scores(mask, softcap, chunked), has_dlse=dlse, is_deterministic=deterministic)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -304,7 +310,9 @@ def _features(**asked: bool) -> frozenset[Feature]:
     return frozenset(cast(Feature, name) for name, there in asked.items() if there)
 
 
-def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[MaskKind, int, int]:
+def mask_of_window(
+    window_left: int, window_right: int, seqlen_q: int, attention_chunk: int = 0
+) -> tuple[MaskKind, int, int]:
     """The mask kind of a window, with both sides as a kernel takes them.
 
     Args:
@@ -312,12 +320,15 @@ def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[
         window_right: keys a query sees after its own; -1 is all, 0 with `window_left` -1 is causal.
         seqlen_q: queries of one sequence. A single query is the last row of the score matrix, which no right edge
             cuts, so decoding takes the kernel without a mask.
+        attention_chunk: a chunk's length, which has both edges; 0 is none.
 
     Returns:
         (mask kind, left, right) with ``UNBOUNDED`` for a side of -1.
     """
     left = UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED)
     right = UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED)
+    if attention_chunk:
+        return "window", left, right
     if window_left < 0 and (window_right < 0 or seqlen_q == 1):
         return "full", left, right
     if window_left < 0 and window_right == 0:
@@ -328,6 +339,7 @@ def mask_of_window(window_left: int, window_right: int, seqlen_q: int) -> tuple[
 def extras_of(problem: Problem) -> list[str]:
     """What a problem has beyond operands and mask, in words: features, `used_q`, `dlse`, `packed 4`, `fp16 out`, .."""
     extras: list[str] = [name for name in FEATURES if name in problem.features]
+    extras += ["chunked"] * problem.scores.chunked
     extras += [name for name in ("used_q", "used_k") if getattr(problem.storage, name)]
     if isinstance(problem, BwdProblem) and problem.has_dlse:
         extras.append("dlse")

@@ -146,6 +146,9 @@ def check_options(options: FwdOptions | Fp8Options | Fp8InferenceOptions | BwdOp
     for name, side in (("window_left", options.window_left), ("window_right", options.window_right)):
         if side < -1:
             raise ValueError(f"{name} is {side}; allowed: -1 (unbounded) or more")
+    chunk = 0 if isinstance(options, (Fp8Options, Fp8InferenceOptions)) else options.attention_chunk
+    if chunk < 0:
+        raise ValueError(f"attention_chunk is {chunk}; allowed: 0 (none) or more")
     if options.family is not None and options.family not in FAMILIES:
         raise ValueError(f"family is {options.family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")
     if options.lengths is not None and options.lengths not in LENGTH_CLASSES:

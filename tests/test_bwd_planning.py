@@ -67,7 +67,7 @@ def test_a_launch_gets_tensors_scalars_and_the_number_of_sms(gpu: BwdGpu) -> Non
     assert problem == BwdProblem.dense("bf16", 16, 24, "window", softcap=True, dlse=True, deterministic=True)
     expected = BwdTensors(q, k, v, out, lse, dout, dlse, *gradients, tensors.workspace)
     assert all(got is x for got, x in zip(tensors, expected, strict=True))
-    assert scalars == BwdScalars(0.3, 2.0, 5, UNBOUNDED, NUM_SMS)
+    assert scalars == BwdScalars(0.3, 2.0, 5, UNBOUNDED, 0, NUM_SMS)
     for gradient, x in zip(gradients, (q, k, v), strict=True):
         assert gradient.shape == x.shape and gradient.dtype == x.dtype and gradient.is_contiguous()
     assert tensors.workspace.dtype == torch.float32

@@ -332,7 +332,7 @@ def test_a_launch_gets_tensors_scales_and_scalars(monkeypatch: pytest.MonkeyPatc
     assert problem == FwdProblem(operands, Scores("window", softcap=True), has_lse=True)
     q, k, v, *scales = tensors
     assert all(x is y for x, y in zip(arguments, (q, k, v, out, lse, *scales, None), strict=False))
-    assert FwdScalars(*arguments[9:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, NUM_SMS)
+    assert FwdScalars(*arguments[9:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, 0, NUM_SMS)
     assert out.dtype == torch.float16 and out.shape == (2, 300, 4, 16)
     gpu.fwd(*tensors[:2], transposed(v), *scales, None, *Fp8Options(transposed_v=True))
     assert gpu.launches[1][0] == FwdProblem(Operands("e4m3", "e4m3", "bf16", 32, 16, transposed_v=True))
@@ -431,7 +431,7 @@ def test_kernels_get_scales_after_their_tensors(is_transposed: bool) -> None:
     by_block = not is_transposed
     operands = Operands("e4m3", "e4m3", "bf16", 64, 96, 1, is_transposed, is_transposed, by_block)
     tensors, packed, scales, scalars, _ = FwdArguments.of(fwd_fake_args(FwdProblem(operands, has_lse=True)))
-    assert all(x is None for x in packed) and len(scalars) == 5
+    assert all(x is None for x in packed) and len(scalars) == 6
     *factors, mean = scales
     assert all(len(scale.shape) == (3 if by_block else 2) for scale in factors)
     assert (mean is not None and mean.shape[2] == 96) if is_transposed else mean is None

@@ -245,7 +245,7 @@ def test_a_launch_gets_tensors_vectors_a_counter_scales_and_scalars(gpu: Gpu) ->
     assert all(x is y for x, y in zip(vectors, (*list(given.values())[3:5], None, used), strict=True))
     assert counter.tolist() == [0] and counter.dtype == torch.int32
     assert all(x is given.get(name) for name, x in scales._asdict().items())
-    assert scalars == (0.3, 2.0, 5, 1 << 30, 132)
+    assert scalars == (0.3, 2.0, 5, 1 << 30, 0, 132)
     assert (o.dtype, o.shape, lse.shape) == (torch.float16, (15, 4, 16), (4, 15))
 
 
@@ -356,7 +356,7 @@ def test_kernels_get_vectors_and_then_scales(is_transposed: bool) -> None:
     tensors, packed, scales, scalars, _ = FwdArguments.of(fwd_fake_args(problem))
     assert packed.cu_seqlens_q is not None and packed.seqused_q is None and packed.tile_counter is not None
     assert all(len(scale.shape) == 2 for scale in scales[:3]) and (scales.v_mean is not None) == is_transposed
-    assert len(tensors.v.shape) == 3 and tensors.v.shape[1 if is_transposed else 2] == 96 and len(scalars) == 5
+    assert len(tensors.v.shape) == 3 and tensors.v.shape[1 if is_transposed else 2] == 96 and len(scalars) == 6
 
 
 def test_boxes_of_transposed_v_lie_where_the_sequence_does() -> None:

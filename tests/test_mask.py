@@ -15,6 +15,7 @@ from cuteflash.problem import LENGTH_MAX, UNBOUNDED, has_left_edge, mask_of_wind
 from tests.int32 import Int32
 
 LENGTHS_Q, LENGTHS_K, SIDES = (1, 2, 5), (0, 1, 3, 7), (-1, 0, 1, 2, 5, 9)
+CHUNKS, CHUNKED_SIDES = (1, 2, 3, 7, UNBOUNDED), (-1, 0, 2)
 TILES = (1, 2, 3, 4, 16)
 OVERHANG = 192  # rows of the last tile that lie beyond the queries; the kernels compute their bounds too
 
@@ -27,12 +28,19 @@ def small_masks() -> list[tuple[IntervalMask, int, int]]:
         masks.append((IntervalMask(kind, s_q, s_k, *sides), left, right))
         if kind != "window":  # the kernels with both edges compute the same
             masks.append((IntervalMask("window", s_q, s_k, *sides), left, right))
+    for s_q, s_k, left, right in itertools.product(LENGTHS_Q, LENGTHS_K, CHUNKED_SIDES, CHUNKED_SIDES):
+        for chunk in CHUNKS:
+            kind, *sides = mask_of_window(left, right, s_q, chunk)
+            masks.append((IntervalMask(kind, s_q, s_k, *sides, chunk), left, right))
     return masks
 
 
 def sees(mask: IntervalMask, left: int, right: int, query: int, key: int) -> bool:
     """The definition."""
-    distance = key - (query + mask.seqlen_k - mask.seqlen_q)
+    position = query + mask.seqlen_k - mask.seqlen_q
+    distance = key - position
+    if mask.chunk is not None and key // mask.chunk != position // mask.chunk:
+        return False
     return (left < 0 or distance >= -left) and (right < 0 or distance <= right)
 
 
@@ -127,15 +135,15 @@ def test_key_tiles_that_see_the_same_queries_begin_far_from_each_other() -> None
 
 
 lengths = st.integers(1, 5000) | st.integers(LENGTH_MAX - 5000, LENGTH_MAX) | st.integers(1, LENGTH_MAX)
+chunks = st.integers(1, 600) | st.integers(1, UNBOUNDED) | st.just(UNBOUNDED)
 sides = st.integers(0, 600) | st.integers(0, UNBOUNDED) | st.just(UNBOUNDED)
 
 
 @st.composite
 def large_masks(draw: st.DrawFn) -> IntervalMask:
-    return IntervalMask(
-        draw(st.sampled_from(["full", "causal", "window"])),
-        *(Int32(draw(side)) for side in (lengths, lengths, sides, sides)),
-    )
+    kind = draw(st.sampled_from(["full", "causal", "window"]))
+    chunk = Int32(draw(chunks)) if kind == "window" and draw(st.booleans()) else None
+    return IntervalMask(kind, *(Int32(draw(side)) for side in (lengths, lengths, sides, sides)), chunk)
 
 
 @given(large_masks(), st.data())
@@ -147,8 +155,16 @@ def test_bounds_of_long_sequences_stay_in_32_bits(mask: IntervalMask, data: st.D
     left = mask.window_left if mask.kind == "window" else UNBOUNDED
     right = {"full": UNBOUNDED, "causal": 0, "window": mask.window_right}[mask.kind]
     position = query + s_k - s_q
-    assert lo == (0 if left == UNBOUNDED else max(position - int(left), 0))
-    assert hi == (s_k if right == UNBOUNDED else min(position + int(right) + 1, s_k))
+    first, last = 0, s_k
+    if mask.chunk is not None:
+        first = position // int(mask.chunk) * int(mask.chunk)
+        last = first + int(mask.chunk)
+    expected_lo = max(0 if left == UNBOUNDED else max(position - int(left), 0), first)
+    expected_hi = min(s_k if right == UNBOUNDED else min(position + int(right) + 1, s_k), last)
+    if mask.chunk is None or position >= 0:
+        assert (lo, hi) == (expected_lo, expected_hi)
+    else:
+        assert lo >= 0 >= hi
 
 
 @given(large_masks(), st.sampled_from([16, 48, 64, 80, 112, 128, 192]), st.integers(1, 192), st.data())

@@ -87,14 +87,15 @@ def test_windows_beyond_every_length_are_unbounded(window: tuple[int, int]) -> N
 def test_the_schema_is_made_of_the_options() -> None:
     arguments = (
         "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, int window_left=-1, int window_right=-1, "
-        "float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, str? lengths=None)"
+        "float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, str? lengths=None, "
+        "int attention_chunk=0)"
     )
     assert str(FWD._schema) == f"cuteflash::fwd{arguments} -> Tensor"
     assert str(FWD_LSE._schema) == f"cuteflash::fwd_lse{arguments} -> (Tensor, Tensor)"
     assert str(BWD._schema) == (
         "cuteflash::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse=None, "
         "float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0., str? family=None, "
-        "bool deterministic=False, str? lengths=None) -> (Tensor, Tensor, Tensor)"
+        "bool deterministic=False, str? lengths=None, int attention_chunk=0) -> (Tensor, Tensor, Tensor)"
     )
 
 
@@ -166,7 +167,7 @@ def test_a_launch_gets_tensors_scalars_and_the_number_of_sms(gpu: Gpu) -> None:
     problem, arguments = gpu.launches[0]
     assert problem == FwdProblem.dense("bf16", 16, 24, "window", softcap=True, lse=True)
     assert all(got is x for got, x in zip(arguments, (q, k, v, o, lse)))
-    assert arguments[5:] == (0.3, 2.0, 5, UNBOUNDED, NUM_SMS)
+    assert arguments[5:] == (0.3, 2.0, 5, UNBOUNDED, 0, NUM_SMS)
     assert o.shape == (2, 6, 4, 24) and o.dtype == q.dtype and o.is_contiguous()
     assert lse.shape == (2, 4, 6) and lse.dtype == torch.float32 and lse.is_contiguous()
 
@@ -177,7 +178,7 @@ def test_a_launch_gets_plain_numbers_for_numpys(gpu: Gpu, monkeypatch: pytest.Mo
     window = np.int64(3), np.int32(-1)
     flash_attn_func(*qkv(), softmax_scale=np.float64(0.5), softcap=np.float16(2), window_size=window)
     scalars = gpu.launches[0][1][5:]
-    assert scalars == (0.5, 2.0, 3, UNBOUNDED, NUM_SMS) and {type(x) for x in scalars} == {float, int}
+    assert scalars == (0.5, 2.0, 3, UNBOUNDED, 0, NUM_SMS) and {type(x) for x in scalars} == {float, int}
 
 
 def test_without_lse_none_is_allocated(gpu: Gpu) -> None:
@@ -204,17 +205,23 @@ def test_calls_that_take_turns_get_the_launch_of_each(gpu: Gpu) -> None:
 
 
 VARIANTS = {
-    "as it is": (lambda x: x, (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED)),
-    "scale": (lambda x: x, (0.5,), "bf16 full", (0.5, 0.0, UNBOUNDED, UNBOUNDED)),
-    "left": (lambda x: x, (None, 3), "bf16 window", (0.25, 0.0, 3, UNBOUNDED)),
-    "another left": (lambda x: x, (None, 4), "bf16 window", (0.25, 0.0, 4, UNBOUNDED)),
-    "causal": (lambda x: x, (None, -1, 0), "bf16 causal", (0.25, 0.0, UNBOUNDED, 0)),
-    "softcap": (lambda x: x, (None, -1, -1, 2.0), "bf16 full softcap", (0.25, 2.0, UNBOUNDED, UNBOUNDED)),
-    "fp16": (lambda x: x.half(), (), "fp16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED)),
-    "batch": (lambda x: x[:1], (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED)),
-    "length": (lambda x: x[:, 1:], (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED)),
-    "one query": (lambda x: x[:, :1], (None, -1, 0), "bf16 full", (0.25, 0.0, UNBOUNDED, 0)),
-    "strides": (lambda x: x.repeat(1, 2, 1, 1)[:, ::2], (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED)),
+    "as it is": (lambda x: x, (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED, 0)),
+    "scale": (lambda x: x, (0.5,), "bf16 full", (0.5, 0.0, UNBOUNDED, UNBOUNDED, 0)),
+    "left": (lambda x: x, (None, 3), "bf16 window", (0.25, 0.0, 3, UNBOUNDED, 0)),
+    "another left": (lambda x: x, (None, 4), "bf16 window", (0.25, 0.0, 4, UNBOUNDED, 0)),
+    "causal": (lambda x: x, (None, -1, 0), "bf16 causal", (0.25, 0.0, UNBOUNDED, 0, 0)),
+    "chunk": (
+        lambda x: x,
+        (None, -1, 0, 0.0, None, None, False, None, 7),
+        "bf16 window chunked",
+        (0.25, 0.0, UNBOUNDED, 0, 7),
+    ),
+    "softcap": (lambda x: x, (None, -1, -1, 2.0), "bf16 full softcap", (0.25, 2.0, UNBOUNDED, UNBOUNDED, 0)),
+    "fp16": (lambda x: x.half(), (), "fp16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED, 0)),
+    "batch": (lambda x: x[:1], (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED, 0)),
+    "length": (lambda x: x[:, 1:], (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED, 0)),
+    "one query": (lambda x: x[:, :1], (None, -1, 0), "bf16 full", (0.25, 0.0, UNBOUNDED, 0, 0)),
+    "strides": (lambda x: x.repeat(1, 2, 1, 1)[:, ::2], (), "bf16 full", (0.25, 0.0, UNBOUNDED, UNBOUNDED, 0)),
 }
 
 
@@ -223,9 +230,8 @@ def test_what_differs_between_calls_never_leaks_from_one_into_another(gpu: Gpu) 
         q, k, v = (change(x) for x in qkv(d_v=16))
         o, lse = gpu.fwd_lse(q, k, v, *options)
         problem, arguments = gpu.launches[-1]
-        assert (
-            " ".join([problem.operands.qk_dtype, problem.scores.mask] + ["softcap"] * problem.scores.softcap) == title
-        )
+        extras = [name for name in ("softcap", "chunked") if getattr(problem.scores, name)]
+        assert " ".join([problem.operands.qk_dtype, problem.scores.mask, *extras]) == title
         assert arguments[5:] == (*scalars, NUM_SMS)
         assert o.shape == q.shape and o.dtype == q.dtype and o.is_contiguous()
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])

@@ -92,7 +92,7 @@ def test_the_schema() -> None:
         "cuteflash::varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
         "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, int window_left=-1, "
         "int window_right=-1, float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, "
-        "str? lengths=None) -> Tensor"
+        "str? lengths=None, int attention_chunk=0) -> Tensor"
     )
 
 
@@ -202,7 +202,7 @@ def test_a_launch_gets_tensors_vectors_a_counter_and_scalars(gpu: Gpu) -> None:
     *vectors, counter = gpu.packed()
     assert all(got is x for got, x in zip(vectors, (cu_q, cu_k, None, used), strict=True))
     assert counter.tolist() == [0] and counter.dtype == torch.int32
-    assert FwdScalars(*arguments[10:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, NUM_SMS)
+    assert FwdScalars(*arguments[10:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, 0, NUM_SMS)
     assert o.shape == (15, 4, 24) and o.is_contiguous()
     assert lse.shape == (4, 15) and lse.dtype == torch.float32
 

@@ -151,7 +151,8 @@ def test_the_schema() -> None:
         "cuteflash::varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q=None, Tensor? seqused_k=None, "
         "Tensor? dlse=None, float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0., "
-        "str? family=None, bool deterministic=False, str? lengths=None) -> (Tensor, Tensor, Tensor)"
+        "str? family=None, bool deterministic=False, str? lengths=None, int attention_chunk=0) "
+        "-> (Tensor, Tensor, Tensor)"
     )
 
 
@@ -359,7 +360,7 @@ def test_a_launch_gets_tensors_vectors_a_counter_and_scalars(gpu: BwdGpu) -> Non
     *lengths, counter = vectors
     assert all(got is x for got, x in zip(lengths, (cu_q, cu_k, None, used), strict=True))
     assert counter.tolist() == [0] and counter.dtype == torch.int32
-    assert scalars == BwdScalars(0.3, 2.0, 5, UNBOUNDED, NUM_SMS)
+    assert scalars == BwdScalars(0.3, 2.0, 5, UNBOUNDED, 0, NUM_SMS)
     assert tensors.workspace.dtype == torch.float32 and tensors.workspace.shape == (5 * 100 + 4 * 10 + 15,)
     for gradient, x in zip(gradients, (q, k, v), strict=True):
         assert gradient.shape == x.shape and gradient.dtype == x.dtype and gradient.is_contiguous()

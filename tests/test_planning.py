@@ -122,7 +122,9 @@ def test_plans_are_bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scalars_reach_the_kernel_in_the_order_of_their_declaration(gpu: Gpu) -> None:
     gpu.fwd(*qkv(), 0.5, 3, 1, 2.0)
     scalars = FwdScalars(*gpu.launches[0][1][len(FwdTensors._fields) :])
-    assert scalars == FwdScalars(softmax_scale=0.5, softcap=2.0, window_left=3, window_right=1, num_sms=132)
+    assert scalars == FwdScalars(
+        softmax_scale=0.5, softcap=2.0, window_left=3, window_right=1, attention_chunk=0, num_sms=132
+    )
 
 
 def test_packed_heads_are_another_kernel_of_the_same_plan(gpu: Gpu) -> None:

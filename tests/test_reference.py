@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -169,6 +170,19 @@ def test_blocks_visit_every_visible_key_and_no_other(s_q, s_k, left, right):
             assert set(range(lo, hi)) >= wanted
             if wanted:
                 assert lo == min(wanted) and hi == max(wanted) + 1
+
+
+def test_chunks_are_the_definition():
+    for s_q, s_k, left, right, chunk in itertools.product((1, 5), (0, 3, 7), (-1, 0, 2), (-1, 0, 2), (1, 2, 3, 100)):
+        seen = [
+            [sees(i, j, s_q, s_k, left, right) and j // chunk == (i + s_k - s_q) // chunk for j in range(s_k)]
+            for i in range(s_q)
+        ]
+        for i, row in enumerate(seen):
+            lo, hi = key_bounds(i, s_q, s_k, left, right, chunk)
+            assert list(range(lo, hi)) == [j for j, there in enumerate(row) if there]
+        mask = visible(0, s_q, 0, s_k, s_k - s_q, left, right, torch.device("cpu"), chunk=chunk)
+        assert mask is not None and mask.tolist() == seen
 
 
 @pytest.mark.parametrize(("left", "right"), WINDOWS)

@@ -72,6 +72,7 @@ class Launch:
         heads_per_kv: heads, as the tiles see them, that read one KV head.
         lengths: of the sequences.
         window_left, window_right: keys visible before and after a query's own position.
+        attention_chunk: positions of a chunk; None for a problem without chunks.
         scale_log2, inner_scale: exp2 is taken of `scale_log2 * s`, with `s = tanh(inner_scale * q k)` under a softcap
             and `s = q k` otherwise.
         mask_kind, storage, tile_tokens, tile_n, packed_heads: of the kernel.
@@ -82,6 +83,7 @@ class Launch:
     lengths: Lengths
     window_left: Int32
     window_right: Int32
+    attention_chunk: Int32 | None
     scale_log2: Float32
     inner_scale: Float32
     mask_kind: cutlass.Constexpr[MaskKind]
@@ -122,6 +124,7 @@ class Launch:
             lengths=lengths_of(tensors, packed),
             window_left=scalars.window_left,
             window_right=scalars.window_right,
+            attention_chunk=scalars.attention_chunk if scores.chunked else None,
             scale_log2=scale * LOG2_E,
             inner_scale=inner_scale,
             mask_kind=scores.mask,
@@ -146,7 +149,8 @@ class Launch:
 
     def tile_of(self, m_block: Int32, head: Int32, batch: Int32, sequence: Sequence) -> QueryTile:
         """Query tile `m_block` of a head of batch entry `batch`, which is `sequence`."""
-        mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
+        window = self.window_left, self.window_right
+        mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, *window, self.attention_chunk)
         return QueryTile(
             m_block=m_block,
             head=head,
@@ -171,7 +175,7 @@ class BwdLaunch:
     Attributes:
         order: all key tiles, in the order in which they are handed out.
         heads_per_kv: query heads that read one KV head.
-        lengths, window_left, window_right, scale_log2, inner_scale, mask_kind: see `Launch`.
+        lengths, window_left, window_right, attention_chunk, scale_log2, inner_scale, mask_kind: see `Launch`.
         softmax_scale: factor of dQ and dK.
         tile_m, tile_n: of the kernel.
     """
@@ -181,6 +185,7 @@ class BwdLaunch:
     lengths: Lengths
     window_left: Int32
     window_right: Int32
+    attention_chunk: Int32 | None
     scale_log2: Float32
     inner_scale: Float32
     softmax_scale: Float32
@@ -201,6 +206,7 @@ class BwdLaunch:
             lengths=lengths_of(tensors, packed),
             window_left=scalars.window_left,
             window_right=scalars.window_right,
+            attention_chunk=scalars.attention_chunk if scores.chunked else None,
             scale_log2=scale_log2 * LOG2_E,
             inner_scale=inner_scale,
             softmax_scale=scalars.softmax_scale,
@@ -226,7 +232,8 @@ class BwdLaunch:
 
     def tile_of(self, n_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> KeyTile:
         """Key tile `n_block` of a KV head of batch entry `number`, which is `sequence`."""
-        mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
+        window = self.window_left, self.window_right
+        mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, *window, self.attention_chunk)
         return KeyTile(
             n_block=n_block,
             head=head,

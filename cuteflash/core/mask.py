@@ -24,6 +24,7 @@ class IntervalMask:
         kind: ``"full"``, ``"causal"`` or ``"window"``.
         seqlen_q, seqlen_k: lengths; the last query is aligned with the last key.
         window_left, window_right: keys visible before and after the query's own position (``"window"`` only).
+        chunk: positions of a chunk, at least 1; a query sees only keys of its own (``"window"`` only); None is none.
     """
 
     kind: cutlass.Constexpr[MaskKind]
@@ -31,6 +32,7 @@ class IntervalMask:
     seqlen_k: Index
     window_left: Index
     window_right: Index
+    chunk: Index | None = None
 
     def kv_bounds(self, query: Index) -> tuple[Index, Index]:
         """The keys `[lo, hi)` that `query` sees; empty if `hi <= lo`."""
@@ -42,7 +44,12 @@ class IntervalMask:
         # The left window is clamped before the subtraction: unbounded is a large number, not infinity.
         lo = cutlass.max(position - cutlass.min(self.window_left, self.seqlen_k + self.seqlen_q), 0)
         hi = cutlass.min(position + cutlass.min(self.window_right, self.seqlen_k + self.seqlen_q) + 1, self.seqlen_k)
-        return lo, hi
+        if self.chunk is None:
+            return lo, hi
+        chunk = self._chunk()
+        # Positions before the first key have the chunk that ends there, whatever their own would be.
+        first = (cutlass.max(position + chunk, 0) // chunk - 1) * chunk
+        return cutlass.max(lo, first), cutlass.min(hi, first + chunk)
 
     def n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
         """The key blocks `[lo, hi)` that some query of `first..last` (inclusive) sees."""
@@ -72,7 +79,11 @@ class IntervalMask:
             return cutlass.max(position, 0), self.seqlen_q
         lo = cutlass.max(position - cutlass.min(self.window_right, self.seqlen_k + self.seqlen_q), 0)
         hi = cutlass.min(position + cutlass.min(self.window_left, self.seqlen_k + self.seqlen_q) + 1, self.seqlen_q)
-        return lo, hi
+        if self.chunk is None:
+            return lo, hi
+        chunk = self._chunk()
+        first = key // chunk * chunk - self.seqlen_k + self.seqlen_q
+        return cutlass.max(lo, first), cutlass.min(hi, first + chunk)
 
     def m_blocks(self, first: Index, last: Index, tile_m: int) -> tuple[Index, Index]:
         """The query blocks `[lo, hi)` in which some query sees one of the keys `first..last` (inclusive)."""
@@ -86,3 +97,7 @@ class IntervalMask:
         lo, _ = self.q_bounds(last)
         _, hi = self.q_bounds(first)
         return (lo + tile_m - 1) // tile_m, cutlass.max(hi, 0) // tile_m
+
+    def _chunk(self) -> Index:
+        """Positions of a chunk; one that holds all keys is no longer than they are, so that sums stay in 32 bits."""
+        return cutlass.max(cutlass.min(self.chunk, self.seqlen_k), 1)

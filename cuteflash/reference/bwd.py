@@ -40,6 +40,7 @@ def flash_attention_2_backward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of Q, K and V.
 
@@ -70,13 +71,13 @@ def flash_attention_2_backward(
         k_j, v_j = keys[:, :, j0:j1], values[:, :, j0:j1]
         for i0 in range(0, s_q, TILE_M):
             i1 = min(i0 + TILE_M, s_q)
-            lo, hi = block_bounds(i0, i1, s_q, s_k, window_left, window_right)
+            lo, hi = block_bounds(i0, i1, s_q, s_k, window_left, window_right, attention_chunk)
             if j1 <= lo or hi <= j0:
                 continue
             i = (..., slice(i0, i1), slice(None))
             s = scores(queries[i], k_j, softmax_scale, softcap, None)
             p = torch.exp(s - log_sums[..., i0:i1, None])
-            mask = visible(i0, i1, j0, j1, s_k - s_q, window_left, window_right, q.device)
+            mask = visible(i0, i1, j0, j1, s_k - s_q, window_left, window_right, q.device, chunk=attention_chunk)
             if mask is not None:
                 p = p.masked_fill(~mask, 0.0)
             dp = weighted_values(douts[i], v_j.mT)

@@ -32,6 +32,7 @@ def flash_attention_2(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention with the outer loop over queries; arguments and results as `naive.naive_attention`.
 
@@ -48,10 +49,10 @@ def flash_attention_2(
         acc = q_i.new_zeros(*q_i.shape[:-1], d_v)
         m = q_i.new_full(q_i.shape[:-1], float("-inf"))
         ell = torch.zeros_like(m)
-        lo, hi = block_bounds(i0, i1, s_q, s_k, window_left, window_right)
+        lo, hi = block_bounds(i0, i1, s_q, s_k, window_left, window_right, attention_chunk)
         for j0 in range(lo, hi, TILE_N):
             j1 = min(j0 + TILE_N, hi)
-            mask = visible(i0, i1, j0, j1, s_k - s_q, window_left, window_right, q.device)
+            mask = visible(i0, i1, j0, j1, s_k - s_q, window_left, window_right, q.device, chunk=attention_chunk)
             s = scores(q_i, keys[:, :, j0:j1], softmax_scale, softcap, mask)
             m_new = torch.maximum(m, s.amax(dim=-1))
             shift = finite_or_zero(m_new)

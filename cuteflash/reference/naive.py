@@ -24,6 +24,7 @@ def naive_attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention with an unprotected softmax, right for moderate scores only.
 
@@ -41,7 +42,7 @@ def naive_attention(
     """
     s_q, s_k = q.shape[1], k.shape[1]
     queries, keys, values = grouped(q, k, v)
-    mask = visible(0, s_q, 0, s_k, s_k - s_q, window_left, window_right, q.device)
+    mask = visible(0, s_q, 0, s_k, s_k - s_q, window_left, window_right, q.device, chunk=attention_chunk)
     p = torch.exp(scores(queries, keys, softmax_scale, softcap, mask))
     rowsum = p.sum(dim=-1)
     o = weighted_values(p, values) / rowsum.masked_fill(rowsum == 0, 1.0)[..., None]

@@ -57,6 +57,7 @@ class Case:
     logits: float = 1.0
     kind: str = "plain"
     place: int = 0
+    attention_chunk: int = 0
 
     def __str__(self) -> str:
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -84,6 +85,7 @@ class Case:
             "causal": self.causal,
             "window_size": self.window,
             "softcap": self.softcap,
+            "attention_chunk": self.attention_chunk,
             "pack_gqa": self.pack_gqa,
             "return_lse": self.lse,
         }
@@ -100,6 +102,8 @@ def visible(seqlen_q: int, seqlen_k: int, case: Case, device: torch.device) -> T
         seen &= key >= position - left
     if right >= 0:
         seen &= key <= position + right
+    if case.attention_chunk:
+        seen &= key // case.attention_chunk == position // case.attention_chunk
     return seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import cutlass
@@ -10,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.launch import Launch
-from cuteflash.core.scores import ScoreTile
+from cuteflash.core.scores import ScoreTile, computed_here
 from cuteflash.core.softmax import OnlineSoftmax, PlainSoftmax, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
@@ -180,6 +181,9 @@ def softmax_block(
     bounds = None
     if const_expr(masked):
         bounds = cute.make_rmem_tensor((cute.size(f.softmax.row_scale), 2), Int32)
-        f.scores.set_bounds(bounds, tile)
+        seen_by = tile
+        if const_expr(kernel.problem.scores.chunked):  # bounds that cost a division would be kept for the whole loop
+            seen_by = dataclasses.replace(tile, first_token=computed_here(tile.first_token))
+        f.scores.set_bounds(bounds, seen_by)
     f.scores.prepare(kernel.problem.scores, n_block * kernel.traits.tile_n, bounds)
     f.softmax.step(f.scores.values)
