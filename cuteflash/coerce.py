@@ -46,7 +46,8 @@ def chunk_of(attention_chunk: object) -> int:
         raise TypeError(f"attention_chunk is {shown(attention_chunk)}; allowed: an int, 0 (none) or more")
     if attention_chunk < 0:  # type: ignore[operator]
         raise ValueError(f"attention_chunk is {shown(attention_chunk)}; allowed: 0 (none) or more")
-    return min(int(attention_chunk), UNBOUNDED)  # type: ignore[call-overload]
+    chunk: int = int(attention_chunk)  # type: ignore[call-overload]
+    return min(chunk, UNBOUNDED)
 
 
 def check_no_chunk(attention_chunk: object) -> None:
