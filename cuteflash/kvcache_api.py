@@ -1,0 +1,311 @@
+"""Attention with a KV cache in one call: rotate and append new tokens in place, then attend to the cache."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from cuteflash.append import append_kv
+from cuteflash.append_ops import looks_of
+from cuteflash.append_problem import AppendOptions
+from cuteflash.arguments import FwdOptions
+from cuteflash.coerce import UNBOUNDED_WINDOW, Window, chunk_of, flag, is_int, not_tensors, options_of
+from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_lse
+from cuteflash.kvcache_planning import Planner
+from cuteflash.ops import Known
+from cuteflash.torch_internals import is_plain_cuda_call
+from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass, length_class_of_packed
+from cuteflash.validate import reads_values, shown
+from cuteflash.validate_append import AppendInputs, check_append
+from cuteflash.validate_append_values import check_append_values
+from cuteflash.validate_kvcache import KvCacheInputs, check_cache_values, check_kvcache
+
+checked: Known[bool] = Known()
+
+
+class CacheOptions(TypedDict, total=False):
+    """The keyword arguments of `flash_attn_with_kvcache` that leave the result's type alone."""
+
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k_new: Tensor | None
+    max_seqlen_q: int | None
+    rotary_seqlens: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window | None
+    attention_chunk: int
+    softcap: float
+    rotary_interleaved: bool
+    num_splits: int
+    pack_gqa: bool | None
+    family: Family | None
+
+
+class NewTokens(NamedTuple):
+    """What is appended to the caches before attention, and how it is rotated."""
+
+    k: Tensor | None
+    v: Tensor | None
+    cu_seqlens_k_new: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_seqlens: Tensor | None
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CacheOptions],
+) -> Tensor: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[CacheOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window | None = UNBOUNDED_WINDOW,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    family: Family | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries to a KV cache, to which new tokens are appended first, in place: one call a decode step.
+
+    With k and v, token i of sequence b is written to position ``cache_seqlens[b] + i`` of its cache, K rotated by its
+    position if there is a rotary embedding, and Q is rotated, too. Then the queries attend to the keys from
+    ``cache_leftpad[b]`` (0) up to ``cache_seqlens[b]`` plus the new ones; the last query is aligned with the last key.
+    The host reads no length and no table, so that a CUDA graph of a call replays with others. Inference only.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), or with `cu_seqlens_q` (total_q, heads, head_dim).
+        k_cache: (batch_cache, seqlen_cache, kv_heads, head_dim), or with `page_table` (num_pages, page_size, kv_heads,
+            head_dim), pages of any size; q's dtype and device. Rows past a sequence's last key may hold anything.
+        v_cache: likewise, (..., head_dim_v).
+        k: (batch, seqlen_new, kv_heads, head_dim), or with `cu_seqlens_k_new` (total_new, kv_heads, head_dim); None
+            appends nothing.
+        v: likewise, (..., head_dim_v).
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), fp32 or q's dtype, with k and v: the first `rotary_dim`
+            columns of q and k, a multiple of 16, are rotated. Query i gets the position of new token i, or without
+            causal, window and chunk all queries get that of the first.
+        cache_seqlens: (batch,) int32, tokens that each sequence's cache holds before the call, left padding included,
+            or one int for all. None is all of the cache, and not allowed with k and v.
+        cache_batch_idx: (batch,) int32, the entry of the caches that each sequence has; not with a page table.
+        cache_leftpad: (batch,) int32, how many of a cache entry's first rows are no keys. Positions of the rotary
+            embedding count them, those of `attention_chunk` do not.
+        page_table: (batch, pages of a sequence) int32, the pages of each sequence. Entries past its last key may hold
+            anything.
+        cu_seqlens_q: (batch + 1,) int32, the first query of each sequence, then the end of the last one.
+        cu_seqlens_k_new: (batch + 1,) int32, likewise of the new tokens.
+        max_seqlen_q: a number of queries that no sequence exceeds, with `cu_seqlens_q`; it helps to choose the fastest
+            kernel and decides nothing else.
+        rotary_seqlens: (batch,) int32, where rotary positions begin, instead of `cache_seqlens`.
+        softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, family: as for `flash_attn_func`.
+        rotary_interleaved: a rotated pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
+        num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library. It never
+            changes what is computed.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        O, (batch, seqlen_q, heads, head_dim_v) or (total_q, heads, head_dim_v), contiguous, in q's dtype; with
+        `return_lse` also LSE, (batch, heads, seqlen_q) or (heads, total_q), fp32, natural logarithm. A query that sees
+        no key gets O = 0 and LSE = -inf.
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not supported, or two that do not belong together.
+        ValueError: a shape, stride, device mix, combination of arguments or option that is not allowed, or a tensor
+            that requires grad outside of ``torch.no_grad()``. What vectors and tables say, as a cache that is too short
+            or a page that does not exist, is checked on a CPU, and on a GPU only under ``CUTEFLASH_CHECK=1``, which
+            makes each call wait for the GPU. The caches have not been written to then.
+        NotImplementedError: a device, family or kind of tensor that is not supported.
+    """
+    return_lse = flag("return_lse", return_lse)
+    new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
+    caches = KvCacheInputs(q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad)
+    _check_types(caches, new, cache_seqlens)
+    _check_splits(num_splits)
+    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, False, None)
+    options = options._replace(attention_chunk=chunk_of(attention_chunk), lengths=_length_class(caches, max_seqlen_q))
+    caches = caches._replace(seqused_k=_begins(cache_seqlens, caches))
+    if new.k is not None:
+        caches = _append(caches, new, options, flag("rotary_interleaved", rotary_interleaved))
+    return (kvcache_fwd_lse if return_lse else kvcache_fwd)(*caches, *options)
+
+
+def _append(caches: KvCacheInputs, new: NewTokens, options: FwdOptions, interleaved: bool) -> KvCacheInputs:
+    """Append and rotate, after all checks of the call; the tensors of the attention that follows."""
+    q, k_cache, v_cache, cu_seqlens_q, begins, page_table, cache_batch_idx, _ = caches
+    k, v, ends, cos, sin, rotary_seqlens = new
+    assert k is not None and v is not None and begins is not None  # as `_check_types` found
+    rotated_q, rotated_ends = (None, None) if cos is None else (q, cu_seqlens_q)
+    is_fixed = max(options.window_left, options.window_right) < 0 and options.attention_chunk == 0
+    inputs = AppendInputs(
+        k_cache, v_cache, k, v, begins, page_table, cache_batch_idx, ends, cos, sin, rotary_seqlens,
+        q=rotated_q, cu_seqlens_q=rotated_ends,
+    )  # fmt: skip
+    append_options = AppendOptions(interleaved, is_fixed)
+    if not torch.compiler.is_compiling():  # a graph that is traced writes nothing, and operators check it as well
+        _check_once(caches, inputs, options, append_options)
+    seqused = begins + (k.shape[1] if ends is None else ends[1:] - ends[:-1])
+    if _reads(q):
+        check_append_values(inputs, append_options)
+        check_cache_values(caches._replace(seqused_k=seqused), complete=reads_values())
+    rotated = append_kv(
+        k_cache,
+        v_cache,
+        k,
+        v,
+        begins,
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
+        cu_seqlens_k_new=ends,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=interleaved,
+        rotary_seqlens=rotary_seqlens,
+        q=rotated_q,
+        cu_seqlens_q=rotated_ends,
+        fixed_q=is_fixed,
+    )
+    return caches._replace(q=q if rotated is None else rotated, seqused_k=seqused)
+
+
+def _check_once(
+    caches: KvCacheInputs, inputs: AppendInputs, options: FwdOptions, append_options: AppendOptions
+) -> None:
+    """Check what a call looks like, so that nothing is written before an error: calls that look alike only once."""
+    if is_grad_enabled():
+        for name, x in (*caches._asdict().items(), *inputs._asdict().items()):
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name} requires grad; allowed: tensors that do not, or a call under torch.no_grad(), as attention "
+                    "with a cache has no gradient"
+                )
+    if not is_plain_cuda_call(caches.q, caches.k_cache, caches.v_cache):
+        _check(caches, inputs, options, append_options)
+        return
+    call = looks_of(caches), looks_of(inputs[2:4]), looks_of(inputs[7:11]), options, append_options
+    if checked.last[0] != call:
+        checked.find(call, _check, caches, inputs, options, append_options)
+
+
+def _check(caches: KvCacheInputs, inputs: AppendInputs, options: FwdOptions, append_options: AppendOptions) -> bool:
+    """Check tensors and options; on a GPU also that it has a kernel, which is compiled now."""
+    check_kvcache(caches, options)
+    check_append(inputs, append_options)
+    if caches.q.device.type == "cuda":
+        Planner(has_lse=False).launch(caches, options)
+    return True
+
+
+def _check_types(caches: KvCacheInputs, new: NewTokens, cache_seqlens: object) -> None:
+    """Raise if an argument has the wrong type, or a tensor is given without one that it belongs to."""
+    for i, (name, x) in enumerate((*caches._asdict().items(), *new._asdict().items())):
+        if not isinstance(x, Tensor) and (x is not None or i < 3):
+            raise not_tensors(**{name: x})
+    if new.k is None:
+        for name, x in new._asdict().items():
+            if x is not None:
+                raise ValueError(f"{name} is given without k; allowed: None, as nothing is appended and rotated")
+        return
+    if new.v is None:
+        raise ValueError("v is None; allowed with k: a tensor")
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens is None; allowed with k and v: an int or a tensor, where they are written to")
+
+
+def _check_splits(num_splits: object) -> None:
+    if not is_int(num_splits):
+        raise TypeError(f"num_splits is {shown(num_splits)}; allowed: an int, 0 (any number) or more")
+    if num_splits < 0:  # type: ignore[operator]
+        raise ValueError(f"num_splits is {shown(num_splits)}; allowed: 0 (any number) or more")
+
+
+def _begins(cache_seqlens: int | Tensor | None, caches: KvCacheInputs) -> Tensor | None:
+    """Tokens of each sequence before the call, as the operators take them."""
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    if not is_int(cache_seqlens):
+        raise TypeError(f"cache_seqlens is {shown(cache_seqlens)}; allowed: None, an int, a torch.Tensor")
+    if caches.k_cache.dim() == 4 and (caches.page_table is None or caches.page_table.dim() == 2):
+        most = caches.capacity
+        if not 0 <= cache_seqlens <= most:
+            raise ValueError(f"cache_seqlens is {shown(cache_seqlens)}; allowed: 0 to {most}, the rows of a cache entry")
+    shape = caches.q.shape[:1] if caches.cu_seqlens_q is None else (caches.cu_seqlens_q.shape[0] - 1,)
+    return torch.full(shape, int(cache_seqlens), dtype=torch.int32, device=caches.q.device)
+
+
+def _length_class(caches: KvCacheInputs, max_seqlen_q: object) -> LengthClass | None:
+    """The class of packed queries with this limit; None if the sizes say it, or are not those of a correct call."""
+    if max_seqlen_q is None:
+        return None
+    if not is_int(max_seqlen_q) or max_seqlen_q < 0:  # type: ignore[operator]
+        kind = ValueError if is_int(max_seqlen_q) else TypeError
+        raise kind(f"max_seqlen_q is {shown(max_seqlen_q)}; allowed: None, an int of 0 or more")
+    ends, table = caches.cu_seqlens_q, caches.page_table
+    if ends is None or torch.compiler.is_compiling() or caches.k_cache.dim() != 4:
+        return None
+    if ends.dim() != 1 or ends.shape[0] < 2 or (table is not None and table.dim() != 2):
+        return None
+    longest: int = int(max_seqlen_q)  # type: ignore[call-overload]
+    batch, keys = ends.shape[0] - 1, caches.capacity
+    return length_class_of_packed(caches.q.shape[0], batch * keys, batch, longest, keys)
+
+
+def _reads(q: Tensor) -> bool:
+    """Whether the values of small tensors are checked before anything is written."""
+    if torch.compiler.is_compiling() or type(q) is not Tensor:
+        return False
+    return q.device.type == "cpu" or (reads_values() and q.device.type == "cuda")
