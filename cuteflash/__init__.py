@@ -13,6 +13,7 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
     from cuteflash.api import flash_attn_func
     from cuteflash.append import append_kv, apply_rotary
     from cuteflash.coerce import Fp8
+    from cuteflash.kvcache_api import flash_attn_with_kvcache
     from cuteflash.packed_api import flash_attn_varlen_func
     from cuteflash.packing import (
         flash_attn_kvpacked_func,
@@ -36,6 +37,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "pad_input",
     "quantize_qkv",
     "unpad_input",

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.append import append_kv
-from cuteflash.append_ops import looks_of
+from cuteflash.append_ops import append_kv_op, append_now, looks_of
 from cuteflash.append_problem import AppendOptions
 from cuteflash.arguments import FwdOptions
 from cuteflash.coerce import UNBOUNDED_WINDOW, Window, chunk_of, flag, is_int, not_tensors, options_of
 from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_lse
 from cuteflash.kvcache_planning import Planner
+from cuteflash.operators import note_writes
 from cuteflash.ops import Known
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
-from cuteflash.validate import reads_values, shown
+from cuteflash.validate import holds, reads_values, shown
 from cuteflash.validate_append import AppendInputs, check_append
 from cuteflash.validate_append_values import check_append_values
 from cuteflash.validate_kvcache import KvCacheInputs, check_cache_values, check_kvcache
+from cuteflash.validate_packed import check_vector
 
 checked: Known[bool] = Known()
 
@@ -181,14 +182,15 @@ def flash_attn_with_kvcache(
     caches = caches._replace(seqused_k=_begins(cache_seqlens, caches))
     if new.k is not None:
         caches = _append(caches, new, options, flag("rotary_interleaved", rotary_interleaved))
-    return (kvcache_fwd_lse if return_lse else kvcache_fwd)(*caches, *options)
+    result: Tensor | tuple[Tensor, Tensor] = (kvcache_fwd_lse if return_lse else kvcache_fwd)(*caches, *options)
+    return result
 
 
 def _append(caches: KvCacheInputs, new: NewTokens, options: FwdOptions, interleaved: bool) -> KvCacheInputs:
     """Append and rotate, after all checks of the call; the tensors of the attention that follows."""
     q, k_cache, v_cache, cu_seqlens_q, begins, page_table, cache_batch_idx, _ = caches
     k, v, ends, cos, sin, rotary_seqlens = new
-    assert k is not None and v is not None and begins is not None  # as `_check_types` found
+    k, v, begins = cast(Tensor, k), cast(Tensor, v), cast(Tensor, begins)  # as `_check_types` found
     rotated_q, rotated_ends = (None, None) if cos is None else (q, cu_seqlens_q)
     is_fixed = max(options.window_left, options.window_right) < 0 and options.attention_chunk == 0
     inputs = AppendInputs(
@@ -202,24 +204,13 @@ def _append(caches: KvCacheInputs, new: NewTokens, options: FwdOptions, interlea
     if _reads(q):
         check_append_values(inputs, append_options)
         check_cache_values(caches._replace(seqused_k=seqused), complete=reads_values())
-    rotated = append_kv(
-        k_cache,
-        v_cache,
-        k,
-        v,
-        begins,
-        page_table=page_table,
-        cache_batch_idx=cache_batch_idx,
-        cu_seqlens_k_new=ends,
-        rotary_cos=cos,
-        rotary_sin=sin,
-        rotary_interleaved=interleaved,
-        rotary_seqlens=rotary_seqlens,
-        q=rotated_q,
-        cu_seqlens_q=rotated_ends,
-        fixed_q=is_fixed,
-    )
-    return caches._replace(q=q if rotated is None else rotated, seqused_k=seqused)
+    rotated: Tensor | None
+    if is_plain_cuda_call(q, k_cache, k):
+        rotated = append_now(inputs, append_options)
+        note_writes(k_cache, v_cache)
+    else:
+        rotated = append_kv_op(*inputs, *append_options)
+    return caches._replace(q=q if cos is None or rotated is None else rotated, seqused_k=seqused)
 
 
 def _check_once(
@@ -230,8 +221,8 @@ def _check_once(
         for name, x in (*caches._asdict().items(), *inputs._asdict().items()):
             if x is not None and x.requires_grad:
                 raise ValueError(
-                    f"{name} requires grad; allowed: tensors that do not, or a call under torch.no_grad(), as attention "
-                    "with a cache has no gradient"
+                    f"{name} requires grad; allowed: tensors that do not, or a call under torch.no_grad(), as this "
+                    "attention has no gradient"
                 )
     if not is_plain_cuda_call(caches.q, caches.k_cache, caches.v_cache):
         _check(caches, inputs, options, append_options)
@@ -275,15 +266,20 @@ def _check_splits(num_splits: object) -> None:
 
 def _begins(cache_seqlens: int | Tensor | None, caches: KvCacheInputs) -> Tensor | None:
     """Tokens of each sequence before the call, as the operators take them."""
-    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+    if cache_seqlens is None:
+        return None
+    shape = caches.q.shape[:1] if caches.cu_seqlens_q is None else (caches.cu_seqlens_q.shape[0] - 1,)
+    if isinstance(cache_seqlens, Tensor):
+        check_vector("cache_seqlens", cache_seqlens, caches.q.device)
+        if holds(cache_seqlens.shape[0] != shape[0]):
+            raise ValueError(f"cache_seqlens.shape is {tuple(cache_seqlens.shape)}; allowed: {tuple(shape)}, the batch")
         return cache_seqlens
     if not is_int(cache_seqlens):
         raise TypeError(f"cache_seqlens is {shown(cache_seqlens)}; allowed: None, an int, a torch.Tensor")
     if caches.k_cache.dim() == 4 and (caches.page_table is None or caches.page_table.dim() == 2):
         most = caches.capacity
         if not 0 <= cache_seqlens <= most:
-            raise ValueError(f"cache_seqlens is {shown(cache_seqlens)}; allowed: 0 to {most}, the rows of a cache entry")
-    shape = caches.q.shape[:1] if caches.cu_seqlens_q is None else (caches.cu_seqlens_q.shape[0] - 1,)
+            raise ValueError(f"cache_seqlens is {shown(cache_seqlens)}; allowed: 0 to {most}, the rows of an entry")
     return torch.full(shape, int(cache_seqlens), dtype=torch.int32, device=caches.q.device)
 
 

@@ -70,6 +70,7 @@ RANKS: dict[str, int] = {
     "packed_api": 11,
     "quantize": 11,
     "append": 11,
+    "kvcache_api": 12,
     "packing": 12,
     "nn": 13,
     "integrations": 13,
