@@ -178,7 +178,7 @@ def _differentiable(implementation: Callable[..., Any], *arguments: Any) -> Tens
     for name, table in zip(("cos", "sin"), arguments[1:3], strict=True):
         if table.requires_grad:
             raise ValueError(f"{name} requires grad; allowed: tables that do not, as they have no gradient here")
-    complete = (*arguments, *RotaryOptions()[len(arguments) - ROTARY_TENSORS :])
+    complete = *RotaryInputs(*arguments[:ROTARY_TENSORS]), *RotaryOptions(*arguments[ROTARY_TENSORS:])
     result: Tensor = _Rotation.apply(implementation, *complete)  # type: ignore[no-untyped-call]
     return result
 

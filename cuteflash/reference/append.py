@@ -71,9 +71,9 @@ def rotate(x: Tensor, ends: Tensor | None, begins: Tensor, tables: Tables, fixed
     Tokens after the last packed sequence stay as they are.
     """
     tokens = Tokens.of(x, ends)
-    rows = x.reshape(-1, *x.shape[-2:])
-    if begins.numel() == 0 or rows.numel() == 0:
+    if begins.numel() == 0 or x.numel() == 0:
         return x.clone(memory_format=torch.contiguous_format)
+    rows = x.reshape(-1, *x.shape[-2:])
     positions = begins.long()[tokens.sequence] + (0 if fixed else tokens.index)
     result = torch.where(tokens.exists[:, None, None], rotated(rows, positions, tables).to(x.dtype), rows)
     return result.reshape(x.shape)
