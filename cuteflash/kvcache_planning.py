@@ -68,10 +68,14 @@ class Planner:
         target = current_target(q.device.index)
         is_packed = inputs.cu_seqlens_q is not None
         length = -(-q.shape[0] // inputs.batch) if is_packed else q.shape[1]
-        mask, *window = mask_of_window(options.window_left, options.window_right, SEVERAL if is_packed else length)
+        mask, *window = mask_of_window(
+            options.window_left, options.window_right, SEVERAL if is_packed else length, options.attention_chunk
+        )
         dtype = DTYPE_NAMES[q.dtype]
         operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3])
-        problem = FwdProblem(operands, Scores(mask, options.softcap > 0), storage_of(inputs), self.has_lse)
+        problem = FwdProblem(
+            operands, Scores(mask, options.softcap > 0, options.attention_chunk > 0), storage_of(inputs), self.has_lse
+        )
         choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(inputs, options))
         heads_per_kv = q.shape[-2] // k.shape[2]
         packs = options.pack_gqa

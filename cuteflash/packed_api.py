@@ -181,12 +181,14 @@ def flash_attn_varlen_func(
             a compiled graph the max_seqlens are not checked. Without the check such vectors make a kernel read and
             write memory that is not theirs.
     """
+    chunk = chunk_of(attention_chunk)
     if page_table is not None:
         formats = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
         _refuse_with_pages(**formats, seqused_q=seqused_q, out_dtype=out_dtype, transposed_v=transposed_v or None)
         options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, None)
-        inputs = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
-        return _attend_paged(inputs, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
+        paged = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
+        options, limits = options._replace(attention_chunk=chunk), {"q": max_seqlen_q, "k": max_seqlen_k}
+        return _attend_paged(paged, options, limits, flag("return_lse", return_lse))
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
         tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -198,24 +200,31 @@ def flash_attn_varlen_func(
     longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
     lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
-    options = options._replace(attention_chunk=chunk_of(attention_chunk))
+    options = options._replace(attention_chunk=chunk)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
-    result: Tensor | tuple[Tensor, Tensor]
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
         return _attend_fp8(fp8_inputs, fp8_options_of(options, transposed_v, out_dtype), limits, return_lse)
     if transposed_v is not False or out_dtype is not None or v_mean is not None:
         raise formats_without_scales(transposed_v, out_dtype, v_mean)
+    return _attend(inputs, options, limits, is_plain, return_lse)
+
+
+def _attend(
+    inputs: PackedInputs, options: FwdOptions, limits: Mapping[str, Longest], is_plain: bool, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call of 16 bits or more; `limits`, if not empty, are compared with the lengths."""
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
+    result: Tensor | tuple[Tensor, Tensor]
     if not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
-    elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif is_grad_enabled() and (inputs.q.requires_grad or inputs.k.requires_grad or inputs.v.requires_grad):
         result = attend_plain_packed(inputs, options, return_lse)
     else:
         result = (varlen_fwd_lse_cuda if return_lse else varlen_fwd_cuda)(*inputs, *options)
