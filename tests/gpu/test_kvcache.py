@@ -1,4 +1,4 @@
-"""`flash_attn_with_kvcache`: random calls by definition, many steps as one prefill, and as a CUDA graph that replays."""
+"""`flash_attn_with_kvcache`: random calls by definition, many steps as one prefill, and a CUDA graph of a step."""
 
 from __future__ import annotations
 
