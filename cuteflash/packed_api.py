@@ -211,20 +211,21 @@ def flash_attn_varlen_func(
         return _attend_fp8(fp8_inputs, fp8_options_of(options, transposed_v, out_dtype), limits, return_lse)
     if transposed_v is not False or out_dtype is not None or v_mean is not None:
         raise formats_without_scales(transposed_v, out_dtype, v_mean)
-    return _attend(inputs, options, limits, is_plain, return_lse)
-
-
-def _attend(
-    inputs: PackedInputs, options: FwdOptions, limits: Mapping[str, Longest], is_plain: bool, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """A call of 16 bits or more; `limits`, if not empty, are compared with the lengths."""
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
+    return _attend(inputs, options, is_plain, return_lse)
+
+
+def _attend(
+    inputs: PackedInputs, options: FwdOptions, is_plain: bool, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with 16-bit operands; `is_plain` ones on a GPU go past the dispatcher."""
     result: Tensor | tuple[Tensor, Tensor]
+    q, k, v = inputs[:3]
     if not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
-    elif is_grad_enabled() and (inputs.q.requires_grad or inputs.k.requires_grad or inputs.v.requires_grad):
+    elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         result = attend_plain_packed(inputs, options, return_lse)
     else:
         result = (varlen_fwd_lse_cuda if return_lse else varlen_fwd_cuda)(*inputs, *options)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from cuteflash import kvcache_api
 from cuteflash.problem import HEAD_DIM_STEP
 from cuteflash.validate import FP8_DTYPES
 
@@ -52,7 +53,25 @@ def attend(
     return result[0][..., :head_dim], *result[1:]
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
+def attend_cached(
+    q: Tensor,
+    caches: Sequence[Tensor],
+    new: Sequence[Tensor | None],
+    *,
+    softmax_scale: float | None,
+    window_size: Any,
+    **options: Any,
+) -> Any:
+    """Call `flash_attn_with_kvcache` likewise. Caches that are written to are never copied, and so never padded."""
+    function = kvcache_api.flash_attn_with_kvcache
+    if all(x is None for x in new):
+        return attend(function, (q, *caches), softmax_scale=softmax_scale, window_size=window_size, **options)
+    q, *tokens = (_contiguous_rows(x) for x in (q, *new))
+    window = _window(window_size)
+    return function(q, *caches, *tokens, softmax_scale=softmax_scale, window_size=window, **options)
+
+
+def _contiguous_rows(x: Any) -> Any:
     """A tensor with a contiguous last dimension; what is not one is left to the function's own check."""
     return x.contiguous() if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1 else x
 

@@ -5,8 +5,8 @@
 
 What differs:
 
-- `dropout_p` above 0, `alibi_slopes`, `block_table`, and the arguments of `flash_attn_with_kvcache` that extend, rotate
-  or index a cache raise NotImplementedError.
+- `dropout_p` above 0 and `alibi_slopes` raise NotImplementedError.
+- `flash_attn_with_kvcache` writes to the caches it is given or raises: it never copies them.
 - With `return_attn_probs=True` the third result, `S_dmask`, is None: FlashAttention-2 fills it under dropout only.
 - The log-sum-exp of a query that sees no key is -inf, not inf, and it is differentiable.
 - CPU tensors run the reference.
@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from cuteflash import api, packed_api, packing
-from cuteflash.compat.common import ONE_SPLIT, attend
+from cuteflash.compat.common import attend, attend_cached
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 
 __all__ = [
@@ -148,6 +148,8 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), the first token of each sequence, then the total.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
+        block_table: int32 (batch, pages of a sequence): k and v are pages, (num_pages, page_size, kv_heads, head_dim),
+            and `cu_seqlens_k` only says how long each sequence is.
 
     Returns:
         O, shaped as q; with `return_attn_probs` (O, LSE, None), LSE fp32 (heads, total_q).
@@ -164,7 +166,7 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
-        block_table=block_table,
+        page_table=block_table,
     )
 
 
@@ -250,33 +252,36 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention to a whole cache, (batch, seqlen_cache, kv_heads, head_dim): all of its keys are valid.
+    """Attention to a cache, (batch_cache, seqlen_cache, kv_heads, head_dim), to which k and v are appended in place.
+
+    Args:
+        block_table: int32 (batch, pages of a sequence), with caches of pages, (num_pages, page_size, kv_heads,
+            head_dim), of any size.
 
     Returns:
         O, shaped as q; with `return_softmax_lse` (O, LSE).
 
     Raises:
-        NotImplementedError: an argument that extends, rotates, shortens or indexes the cache is used.
+        NotImplementedError: `alibi_slopes` is used.
+        TypeError, ValueError: as `cuteflash.flash_attn_with_kvcache`.
     """
-    refuse(
-        k=(k, NOTHING),
-        v=(v, NOTHING),
-        rotary_cos=(rotary_cos, NOTHING),
-        rotary_sin=(rotary_sin, NOTHING),
-        cache_seqlens=(cache_seqlens, NOTHING),
-        cache_batch_idx=(cache_batch_idx, NOTHING),
-        cache_leftpad=(cache_leftpad, NOTHING),
-        block_table=(block_table, NOTHING),
-        alibi_slopes=(alibi_slopes, NOTHING),
-        num_splits=(num_splits, ONE_SPLIT),
-    )
-    return attend(
-        api.flash_attn_func,
-        (q, k_cache, v_cache),
+    refuse(alibi_slopes=(alibi_slopes, NOTHING))
+    return attend_cached(
+        q,
+        (k_cache, v_cache),
+        (k, v),
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        page_table=block_table,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
         return_lse=return_softmax_lse,
     )
 
@@ -288,7 +293,6 @@ def _attend(
     *,
     dropout_p: float,
     alibi_slopes: Tensor | None,
-    block_table: Tensor | None = None,
     return_attn_probs: bool,
     **options: Any,
 ) -> Any:
@@ -296,7 +300,6 @@ def _attend(
     refuse(
         dropout_p=(dropout_p, ZERO),
         alibi_slopes=(alibi_slopes, NOTHING),
-        block_table=(block_table, NOTHING),
     )
     result = attend(function, tensors, lengths, return_lse=return_attn_probs, **options)
     return (*result, None) if return_attn_probs else result

@@ -5,8 +5,10 @@
 
 What differs:
 
-- `qv`, `attention_chunk`, `num_splits` above 1, `sm_margin`, and the arguments of `flash_attn_with_kvcache` that
-  extend, rotate, page or index a cache raise NotImplementedError.
+- `qv`, `sm_margin` and `scheduler_metadata` raise NotImplementedError, and so does `num_splits` above 1 of functions
+  without a cache.
+- `flash_attn_with_kvcache` writes to the caches it is given or raises: it never copies them. A cache of 8 bits is
+  attended to as a whole; descale factors of a 16-bit one raise NotImplementedError.
 - 8-bit q, k and v may be e5m2, too. Descale factors with 16-bit ones raise TypeError.
 - The log-sum-exp is differentiable.
 - CPU tensors run the reference.
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cuteflash import api, packed_api
-from cuteflash.compat.common import ONE_SPLIT, attend
+from cuteflash.compat.common import ONE_SPLIT, attend, attend_cached
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, shown
 
@@ -124,7 +126,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     seqused_q: Tensor | None = None,
@@ -143,6 +145,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    page_table: Tensor | None = None,
 ) -> Any:
     """Attention of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim).
 
@@ -151,6 +154,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
         seqused_q, seqused_k: int32 (batch,), how many of a sequence's tokens are used; None is all.
         q_descale, k_descale, v_descale: as of `flash_attn_func`.
+        page_table: int32 (batch, pages of a sequence): k and v are pages, (num_pages, page_size, kv_heads, head_dim),
+            and `seqused_k` or, without it, `cu_seqlens_k` says how long each sequence is.
 
     Returns:
         O, (total_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (heads, total_q).
@@ -168,6 +173,7 @@ def flash_attn_varlen_func(
         sm_margin=sm_margin,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        page_table=page_table,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -210,17 +216,22 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention to a whole cache, (batch, seqlen_cache, kv_heads, head_dim): all of its keys are valid.
+    """Attention to a cache, (batch_cache, seqlen_cache, kv_heads, head_dim), to which k and v are appended in place.
+
+    Args:
+        page_table: int32 (batch, pages of a sequence), with caches of pages, (num_pages, page_size, kv_heads,
+            head_dim), of any size.
+        q_descale, k_descale, v_descale: with q and whole caches of 8 bits, as of `flash_attn_func`.
 
     Returns:
-        O, (batch, seqlen_q, heads, head_dim_v); with `return_softmax_lse` (O, LSE).
+        O, shaped as q; with `return_softmax_lse` (O, LSE).
 
     Raises:
-        NotImplementedError: an argument that extends, rotates, shortens, pages or indexes the cache is used.
+        NotImplementedError: an argument that the module's text names is used; with 8 bits also one that extends,
+            rotates, shortens, pages or indexes the cache.
+        TypeError, ValueError: as `cuteflash.flash_attn_with_kvcache`.
     """
-    unused = {
-        "k": k,
-        "v": v,
+    extent = {
         "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin,
         "cache_seqlens": cache_seqlens,
@@ -231,26 +242,25 @@ def flash_attn_with_kvcache(
         "cu_seqlens_k_new": cu_seqlens_k_new,
         "max_seqlen_q": max_seqlen_q,
         "rotary_seqlens": rotary_seqlens,
-        "scheduler_metadata": scheduler_metadata,
     }
-    refuse(**{name: (value, NOTHING) for name, value in unused.items()})
-    return _attend(
-        api.flash_attn_func,
-        (q, k_cache, v_cache),
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        sm_margin=sm_margin,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        pack_gqa=pack_gqa,
-        return_lse=return_softmax_lse,
-    )
+    given = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "pack_gqa": pack_gqa,
+        "return_lse": return_softmax_lse,
+        "attention_chunk": attention_chunk,
+    }
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refuse(qv=(qv, NOTHING), sm_margin=(sm_margin, ZERO), scheduler_metadata=(scheduler_metadata, NOTHING))
+    if isinstance(q, Tensor) and q.dtype in FP8_DTYPES:
+        refuse(**{name: (value, NOTHING) for name, value in ({"k": k, "v": v} | extent).items()})
+        tensors = q, k_cache, v_cache
+        return _attend(api.flash_attn_func, tensors, num_splits=num_splits, sm_margin=0, **descales, **given)
+    refuse(**{name: (value, NOTHING) for name, value in descales.items()})
+    options = extent | given | {"rotary_interleaved": rotary_interleaved, "num_splits": num_splits}
+    return attend_cached(q, (k_cache, v_cache), (k, v), **options)
 
 
 def _attend(
@@ -262,7 +272,6 @@ def _attend(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
-    attention_chunk: int,
     num_splits: int = 1,
     sm_margin: int,
     **options: Any,
@@ -270,7 +279,6 @@ def _attend(
     """The result of a public function, which is what FlashAttention-3 returns."""
     refuse(
         qv=(qv, NOTHING),
-        attention_chunk=(attention_chunk, ZERO),
         num_splits=(num_splits, ONE_SPLIT),
         sm_margin=(sm_margin, ZERO),
     )
