@@ -181,14 +181,13 @@ def flash_attn_varlen_func(
             a compiled graph the max_seqlens are not checked. Without the check such vectors make a kernel read and
             write memory that is not theirs.
     """
-    chunk = chunk_of(attention_chunk)
+    how = softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic
     if page_table is not None:
         formats = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
         _refuse_with_pages(**formats, seqused_q=seqused_q, out_dtype=out_dtype, transposed_v=transposed_v or None)
-        options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, None)
+        options = options_of(*how, None)._replace(attention_chunk=chunk_of(attention_chunk))
         paged = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
-        options, limits = options._replace(attention_chunk=chunk), {"q": max_seqlen_q, "k": max_seqlen_k}
-        return _attend_paged(paged, options, limits, flag("return_lse", return_lse))
+        return _attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
         tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -199,8 +198,7 @@ def flash_attn_varlen_func(
             raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
     longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
     lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
-    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
-    options = options._replace(attention_chunk=chunk)
+    options = options_of(*how, lengths)._replace(attention_chunk=chunk_of(attention_chunk))
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuteflash import flash_attn_func
+from cuteflash import flash_attn_func, flash_attn_with_kvcache
 from cuteflash.compat import bert_padding, flash_attn, flash_attn_interface
 
 REQUIRED = inspect.Parameter.empty
@@ -161,8 +161,42 @@ def test_a_whole_cache(module: Any) -> None:
     q, k, v = tensors()
     ours = flash_attn_func(q, k, v, causal=True, return_lse=True)
     out, lse = module.flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True)
-    assert torch.equal(out, ours[0]) and torch.equal(lse, ours[1])
-    assert torch.equal(module.flash_attn_with_kvcache(q, k, v, causal=True), ours[0])
+    torch.testing.assert_close((out, lse), ours)
+    torch.testing.assert_close(module.flash_attn_with_kvcache(q, k, v, causal=True), ours[0])
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_a_cache_that_grows_in_the_order_of_both(is_paged: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = tensors(3, 3, head_dim=16)
+    caches = [torch.randn(2, 16, 2, 16, generator=generator) for _ in range(2)]
+    lengths = torch.tensor([4, 13], dtype=torch.int32)
+    cos, sin = (torch.randn(16, 8, generator=generator) for _ in range(2))
+    table = torch.arange(8, dtype=torch.int32).reshape(2, 4) if is_paged else None
+    if is_paged:
+        caches = [x.reshape(8, 4, 2, 16) for x in caches]
+    mine, two, three = ([x.clone() for x in caches] for _ in range(3))
+    ours = flash_attn_with_kvcache(
+        q, *mine, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, page_table=table, softmax_scale=0.3,
+        window_size=(5, 1), softcap=8.0, rotary_interleaved=False, return_lse=True,
+    )  # fmt: skip
+    tokens = (k, v, cos, sin, lengths, None, None, table)
+    tail = (0.3, False, (5, 1), 8.0, False, None, 2, True)
+    theirs = flash_attn.flash_attn_with_kvcache(q, *two, *tokens, *tail)
+    assert all(torch.equal(a, b) for a, b in zip((*theirs, *two), (*ours, *mine), strict=True))
+    tokens = (k, v, None, cos, sin, lengths, None, None, table, None, None, 3, None)
+    tail = (None, None, None, 0.3, False, (5, 1), 0, 8.0, False, None, 2, None, 0, True)
+    theirs = flash_attn_interface.flash_attn_with_kvcache(q, *three, *tokens, *tail)
+    assert all(torch.equal(a, b) for a, b in zip((*theirs, *three), (*ours, *mine), strict=True))
+    assert not torch.equal(mine[0], caches[0])
+
+
+def test_chunks_of_flash_attention_3() -> None:
+    q, k, v = tensors()
+    ours = flash_attn_func(q, k, v, causal=True, attention_chunk=3)
+    assert torch.equal(flash_attn_interface.flash_attn_func(q, k, v, causal=True, attention_chunk=3), ours)
+    theirs = flash_attn_interface.flash_attn_with_kvcache(q, k, v, causal=True, attention_chunk=3)
+    torch.testing.assert_close(theirs, ours)
 
 
 @pytest.mark.parametrize("num_heads_q", [None, 4])
@@ -211,23 +245,16 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
 
 TENSOR = torch.zeros(2, 3)
 REFUSED_2 = {"dropout_p": 0.1, "alibi_slopes": TENSOR}
-REFUSED_3 = {
-    "qv": TENSOR,
-    "attention_chunk": 64,
-    "num_splits": 2,
-    "sm_margin": 4,
-}
-CACHE = ("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad")
-CACHE_3 = ("page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens", "scheduler_metadata")
+REFUSED_3 = {"qv": TENSOR, "num_splits": 2, "sm_margin": 4}
+DESCALES_3 = dict.fromkeys(("q_descale", "k_descale", "v_descale"), TENSOR)
 REFUSALS = [
     (flash_attn.flash_attn_func, REFUSED_2),
-    (
-        flash_attn.flash_attn_with_kvcache,
-        dict.fromkeys((*CACHE, "block_table", "alibi_slopes"), TENSOR) | {"num_splits": 2},
-    ),
+    (flash_attn.flash_attn_with_kvcache, {"alibi_slopes": TENSOR}),
     (flash_attn_interface.flash_attn_func, REFUSED_3),
-    (flash_attn_interface.flash_attn_with_kvcache, REFUSED_3 | dict.fromkeys((*CACHE, *CACHE_3), TENSOR)),
-    (flash_attn_interface.flash_attn_with_kvcache, {"cache_seqlens": 7, "max_seqlen_q": 5}),
+    (
+        flash_attn_interface.flash_attn_with_kvcache,
+        {"qv": TENSOR, "sm_margin": 4, "scheduler_metadata": TENSOR} | DESCALES_3,
+    ),
 ]
 
 

@@ -231,28 +231,17 @@ def flash_attn_with_kvcache(
             rotates, shortens, pages or indexes the cache.
         TypeError, ValueError: as `cuteflash.flash_attn_with_kvcache`.
     """
-    extent = {
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "cache_seqlens": cache_seqlens,
-        "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad,
-        "page_table": page_table,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k_new": cu_seqlens_k_new,
-        "max_seqlen_q": max_seqlen_q,
+    extent: dict[str, Any] = {
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "page_table": page_table,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q,
         "rotary_seqlens": rotary_seqlens,
-    }
-    given = {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": window_size,
-        "softcap": softcap,
-        "pack_gqa": pack_gqa,
-        "return_lse": return_softmax_lse,
-        "attention_chunk": attention_chunk,
-    }
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap,
+        "pack_gqa": pack_gqa, "return_lse": return_softmax_lse, "attention_chunk": attention_chunk,
+    }  # fmt: skip
+    descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refuse(qv=(qv, NOTHING), sm_margin=(sm_margin, ZERO), scheduler_metadata=(scheduler_metadata, NOTHING))
     if isinstance(q, Tensor) and q.dtype in FP8_DTYPES:
         refuse(**{name: (value, NOTHING) for name, value in ({"k": k, "v": v} | extent).items()})
