@@ -89,7 +89,8 @@ def append_kv(
         v: likewise, (..., head_dim_v).
         cache_seqlens: (batch,) int32, tokens that the cache of each sequence has already, or one int for all.
         page_table: (batch, pages of a sequence) int32, the pages of each sequence; any page size.
-        cache_batch_idx: (batch,) int32, the entry of the caches that a sequence has, instead of its own number.
+        cache_batch_idx: (batch,) int32, the entry of the caches, or row of the page table, that a sequence has, instead
+            of its own number.
         cu_seqlens_k_new: (batch + 1,) int32, where the new tokens of each sequence begin, and the end of the last.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), fp32 or k's dtype: the first `rotary_dim` columns, a
             multiple of 16, are rotated in fp32 by the row of their position.
@@ -113,7 +114,7 @@ def append_kv(
         NotImplementedError: a device or kind of tensor that is not supported, or e4m3 before compute capability 8.9.
     """
     seqlens: Any = cache_seqlens
-    if is_int(seqlens):
+    if not isinstance(seqlens, Tensor) and is_int(seqlens):
         seqlens = _vector("cache_seqlens", int(seqlens), k, cu_seqlens_k_new)
     inputs = AppendInputs(
         k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos, rotary_sin,

@@ -21,7 +21,19 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
     Every length is symbolic, every stride but the last a symbolic number of 64 bits; that rows begin on 16 bytes is the
     caller's to see to.
     """
-    names = ("batch", "ends", "heads", "kv_heads", "seqlen_q", "seqlen_k", "entries", "slots", "pages", "positions")
+    names = (
+        "batch",
+        "ends",
+        "heads",
+        "kv_heads",
+        "seqlen_q",
+        "seqlen_k",
+        "entries",
+        "slots",
+        "rows",
+        "pages",
+        "positions",
+    )
     size = {name: cute.sym_int32(symbol=name) for name in names}
 
     def strided(dtype: type[cutlass.Numeric], align: int, *shape: Any, last: Any = 1) -> Any:
@@ -65,7 +77,7 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
         rotary_seqlens=vector("batch", problem.has_rotary_seqlens),
         cu_seqlens_q=vector("ends", problem.q == "packed"),
         cu_seqlens_k_new=vector("ends", problem.k == "packed"),
-        page_table=strided(Int32, 4, size["batch"], size["pages"]) if problem.is_paged else None,
+        page_table=strided(Int32, 4, size["rows"], size["pages"]) if problem.is_paged else None,
         cache_batch_idx=vector("batch", problem.has_batch_idx),
         cos=table(),
         sin=table(),
