@@ -15,6 +15,8 @@ from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.validate import shown
 from cuteflash.validate_append import AppendInputs, RotaryInputs
 
+PLAIN = AppendOptions()
+
 
 class AppendArguments(TypedDict, total=False):
     """The keyword arguments of `append_kv` that leave the result's type alone."""
@@ -120,12 +122,18 @@ def append_kv(
         k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos, rotary_sin,
         rotary_seqlens, k_descale, v_descale, q, cu_seqlens_q,
     )  # fmt: skip
-    _check_types(inputs, required=5)
-    options = AppendOptions(flag("rotary_interleaved", rotary_interleaved), flag("fixed_q", fixed_q))
+    options = PLAIN
+    if rotary_interleaved is not False or fixed_q is not False:
+        options = AppendOptions(flag("rotary_interleaved", rotary_interleaved), flag("fixed_q", fixed_q))
     if is_plain_cuda_call(k_cache, k, v) and not (is_grad_enabled() and _requires_grad(inputs)):
-        rotated = append_now(inputs, options)
+        try:
+            rotated = append_now(inputs, options)
+        except AttributeError:  # of what is not a tensor
+            _check_types(inputs, required=5)
+            raise
         note_writes(k_cache, v_cache)
         return rotated
+    _check_types(inputs, required=5)
     result: Tensor = append_kv_op(*inputs, *options)
     return None if q is None else result
 
@@ -196,7 +204,7 @@ def _check_types(inputs: AppendInputs | RotaryInputs, required: int) -> None:
 
 
 def _requires_grad(inputs: tuple[Any, ...]) -> bool:
-    return any(x is not None and x.requires_grad for x in inputs)
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def _check_longest(max_seqlen: int, inputs: RotaryInputs, options: RotaryOptions) -> None:
