@@ -36,10 +36,6 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
     )
     size = {name: cute.sym_int32(symbol=name) for name in names}
 
-    def strided(dtype: type[cutlass.Numeric], align: int, *shape: Any, last: Any = 1) -> Any:
-        strides = tuple(cute.sym_int64() for _ in shape[1:])
-        return make_fake_tensor(dtype, shape, stride=(*strides, last), assumed_align=align)
-
     def rows(kind: Rows, seqlen: str, heads: str, head_dim: int) -> Any:
         if kind == "none":
             return None
@@ -86,3 +82,9 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
     )
     scalars = AppendScalars(Int32(0), Int32(1), Float32(1.0))
     return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def strided(dtype: type[cutlass.Numeric], align: int, *shape: Any, last: Any = 1) -> Any:
+    """A tensor whose strides but the last are symbols."""
+    strides = tuple(cute.sym_int64() for _ in shape[1:])
+    return make_fake_tensor(dtype, shape, stride=(*strides, last), assumed_align=align)
