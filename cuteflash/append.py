@@ -15,6 +15,8 @@ from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.validate import shown
 from cuteflash.validate_append import AppendInputs, RotaryInputs
 
+PLAIN = AppendOptions()
+
 
 class AppendArguments(TypedDict, total=False):
     """The keyword arguments of `append_kv` that leave the result's type alone."""
@@ -89,7 +91,8 @@ def append_kv(
         v: likewise, (..., head_dim_v).
         cache_seqlens: (batch,) int32, tokens that the cache of each sequence has already, or one int for all.
         page_table: (batch, pages of a sequence) int32, the pages of each sequence; any page size.
-        cache_batch_idx: (batch,) int32, the entry of the caches that a sequence has, instead of its own number.
+        cache_batch_idx: (batch,) int32, the entry of the caches, or row of the page table, that a sequence has, instead
+            of its own number.
         cu_seqlens_k_new: (batch + 1,) int32, where the new tokens of each sequence begin, and the end of the last.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), fp32 or k's dtype: the first `rotary_dim` columns, a
             multiple of 16, are rotated in fp32 by the row of their position.
@@ -113,18 +116,24 @@ def append_kv(
         NotImplementedError: a device or kind of tensor that is not supported, or e4m3 before compute capability 8.9.
     """
     seqlens: Any = cache_seqlens
-    if is_int(seqlens):
+    if not isinstance(seqlens, Tensor) and is_int(seqlens):
         seqlens = _vector("cache_seqlens", int(seqlens), k, cu_seqlens_k_new)
     inputs = AppendInputs(
         k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos, rotary_sin,
         rotary_seqlens, k_descale, v_descale, q, cu_seqlens_q,
     )  # fmt: skip
-    _check_types(inputs, required=5)
-    options = AppendOptions(flag("rotary_interleaved", rotary_interleaved), flag("fixed_q", fixed_q))
+    options = PLAIN
+    if rotary_interleaved is not False or fixed_q is not False:
+        options = AppendOptions(flag("rotary_interleaved", rotary_interleaved), flag("fixed_q", fixed_q))
     if is_plain_cuda_call(k_cache, k, v) and not (is_grad_enabled() and _requires_grad(inputs)):
-        rotated = append_now(inputs, options)
+        try:
+            rotated = append_now(inputs, options)
+        except AttributeError:  # of what is not a tensor
+            _check_types(inputs, required=5)
+            raise
         note_writes(k_cache, v_cache)
         return rotated
+    _check_types(inputs, required=5)
     result: Tensor = append_kv_op(*inputs, *options)
     return None if q is None else result
 
@@ -195,7 +204,7 @@ def _check_types(inputs: AppendInputs | RotaryInputs, required: int) -> None:
 
 
 def _requires_grad(inputs: tuple[Any, ...]) -> bool:
-    return any(x is not None and x.requires_grad for x in inputs)
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def _check_longest(max_seqlen: int, inputs: RotaryInputs, options: RotaryOptions) -> None:

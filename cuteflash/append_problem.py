@@ -55,7 +55,7 @@ class AppendProblem:
         q: how the queries to rotate lie in memory, if there are any.
         k: how the new tokens do.
         is_paged: the caches consist of pages.
-        has_batch_idx: a tensor says which entry of the caches a sequence has.
+        has_batch_idx: a tensor says which entry of the caches, or row of the page table, a sequence has.
         has_seqlens: a tensor says where each sequence goes on; otherwise all do so at the same position.
         has_rotary_seqlens: another one says at which position the rotary embedding goes on.
         rotary_dim: columns of Q and K that the rotary embedding rotates; 0 is none.
@@ -111,7 +111,7 @@ class AppendTensors(NamedTuple):
     rotary_seqlens: Any = None  # (batch,) int32: where its rotary positions begin, if that is elsewhere
     cu_seqlens_q: Any = None  # (batch + 1,) int32
     cu_seqlens_k_new: Any = None  # (batch + 1,) int32
-    page_table: Any = None  # (batch, pages of a sequence) int32
+    page_table: Any = None  # (entries, pages of each) int32
     cache_batch_idx: Any = None  # (batch,) int32
     cos: Any = None  # (seqlen_rotary, rotary_dim / 2)
     sin: Any = None

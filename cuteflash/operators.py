@@ -151,9 +151,7 @@ def _autograd(operator: Operator) -> Callable[..., Any]:
 
 def note_writes(*tensors: Tensor) -> None:
     """Tell autograd that tensors are written to: a backward that saved one of them then raises."""
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _implementations(operator: Operator) -> Callable[[DispatchKeySet], Callable[..., Any]]:

@@ -137,7 +137,7 @@ def holds(condition: bool | torch.SymBool) -> bool:
 
 def reads_values() -> bool:
     """Whether calls on a GPU are to read and check their small tensors, which waits for it: `CUTEFLASH_CHECK=1`."""
-    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
+    return CHECK_VARIABLE in os.environ and os.environ[CHECK_VARIABLE] not in ("", "0")  # `get` raises and catches
 
 
 def check_options(options: FwdOptions | Fp8Options | Fp8InferenceOptions | BwdOptions) -> None:

@@ -156,14 +156,15 @@ def _check_new(inputs: AppendInputs) -> None:
 
 def _check_where(inputs: AppendInputs) -> None:
     k_cache, batch = inputs.k_cache, inputs.batch
+    table = inputs.page_table
+    if table is not None:
+        _check_page_table(table, k_cache)
     if inputs.cache_batch_idx is not None:
-        if inputs.page_table is not None:
-            raise ValueError("cache_batch_idx is given with page_table; allowed: one of the two")
         _check_vector("cache_batch_idx", inputs.cache_batch_idx, batch, "k_cache", k_cache)
-    if inputs.page_table is not None:
-        check_page_table(inputs.page_table, batch, k_cache)
-    elif inputs.cache_batch_idx is None and holds(k_cache.shape[0] < batch):
-        raise ValueError(f"k_cache.shape[0] (batch_cache) is {k_cache.shape[0]}; allowed: {batch} or more, the batch")
+    else:
+        name, entries = ("k_cache", k_cache) if table is None else ("page_table", table)
+        if holds(entries.shape[0] < batch):
+            raise ValueError(f"{name}.shape[0] is {entries.shape[0]}; allowed: {batch} or more, the batch")
     rows = inputs.k.shape[0 if inputs.cu_seqlens_k_new is not None else 1]
     room = inputs.capacity * (batch if inputs.cu_seqlens_k_new is not None else 1)
     if holds(rows > room):
@@ -171,14 +172,13 @@ def _check_where(inputs: AppendInputs) -> None:
         raise ValueError(f"k has {rows} tokens; allowed: up to {room}, as {what}")
 
 
-def check_page_table(page_table: Tensor, batch: int, cache: Tensor) -> None:
-    """Raise if a table does not have a row of page numbers for each sequence."""
+def _check_page_table(page_table: Tensor, cache: Tensor) -> None:
     check_strided("page_table", page_table)
     if page_table.dtype != torch.int32:
         raise TypeError(f"page_table.dtype is {page_table.dtype}; allowed: torch.int32")
     _check_device("page_table", page_table, "k_cache", cache)
-    if page_table.dim() != 2 or holds(page_table.shape[0] != batch):
-        raise ValueError(f"page_table.shape is {tuple(page_table.shape)}; allowed: ({batch}, pages of a sequence)")
+    if page_table.dim() != 2:
+        raise ValueError(f"page_table.shape is {tuple(page_table.shape)}; allowed: (batch, pages of a sequence)")
     if holds(page_table.shape[1] > 1) and holds(page_table.stride(1) != 1):
         raise ValueError(f"page_table.stride(1) is {page_table.stride(1)}; allowed: 1 (contiguous)")
 

@@ -22,8 +22,7 @@ def check_append_values(inputs: AppendInputs, options: AppendOptions) -> None:
                 f"cache_seqlens[{i}] is {begin}; allowed: 0 to {capacity - count}, as sequence {i} gets {count} tokens "
                 f"and has {capacity} positions"
             )
-    _check_batch_idx(inputs, new)
-    _check_pages(inputs, begins, new)
+    _check_pages(inputs, _check_batch_idx(inputs, new), begins, new)
     for name in ("k_descale", "v_descale"):
         _check_descale(name, getattr(inputs, name))
     if inputs.rotary_cos is None:
@@ -63,30 +62,35 @@ def _lengths(name: str, ends: Tensor | None, x: Tensor, batch: int) -> list[int]
     return [end - begin for begin, end in itertools.pairwise(values)]
 
 
-def _check_batch_idx(inputs: AppendInputs, new: list[int]) -> None:
+def _check_batch_idx(inputs: AppendInputs, new: list[int]) -> list[int]:
+    """The entry of the caches, or row of the page table, that each sequence has."""
     if inputs.cache_batch_idx is None:
-        return
-    entries = inputs.k_cache.shape[0]
+        return list(range(len(new)))
+    name, table = ("k_cache", inputs.k_cache) if inputs.page_table is None else ("page_table", inputs.page_table)
+    entries: list[int] = inputs.cache_batch_idx.tolist()
     owners: dict[int, int] = {}
-    for i, (entry, count) in enumerate(zip(inputs.cache_batch_idx.tolist(), new, strict=True)):
-        if not 0 <= entry < entries:
-            raise ValueError(f"cache_batch_idx[{i}] is {entry}; allowed: 0 to {entries - 1}, an entry of k_cache")
+    for i, (entry, count) in enumerate(zip(entries, new, strict=True)):
+        if not 0 <= entry < table.shape[0]:
+            raise ValueError(f"cache_batch_idx[{i}] is {entry}; allowed: 0 to {table.shape[0] - 1}, an entry of {name}")
         if count and owners.setdefault(entry, i) != i:
             raise ValueError(
                 f"cache_batch_idx[{i}] is {entry}, that of sequence {owners[entry]}; allowed: one that no other "
                 "sequence with new tokens has"
             )
+    return entries
 
 
-def _check_pages(inputs: AppendInputs, begins: list[int], new: list[int]) -> None:
+def _check_pages(inputs: AppendInputs, entries: list[int], begins: list[int], new: list[int]) -> None:
     if inputs.page_table is None:
         return
     num_pages, page_size = inputs.k_cache.shape[:2]
-    for i, (row, begin, count) in enumerate(zip(inputs.page_table.tolist(), begins, new, strict=True)):
+    pages = inputs.page_table.tolist()
+    for i, (entry, begin, count) in enumerate(zip(entries, begins, new, strict=True)):
         for j in range(begin // page_size, -(-(begin + count) // page_size)) if count else ():
-            if not 0 <= row[j] < num_pages:
+            if not 0 <= pages[entry][j] < num_pages:
                 raise ValueError(
-                    f"page_table[{i}, {j}] is {row[j]}, to which sequence {i} writes; allowed: 0 to {num_pages - 1}"
+                    f"page_table[{entry}, {j}] is {pages[entry][j]}, to which sequence {i} writes; allowed: 0 to "
+                    f"{num_pages - 1}"
                 )
 
 

@@ -70,7 +70,7 @@ def append_by_hand(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         position = seqlens[b] + i
         entry, slot = b if given["cache_batch_idx"] is None else int(given["cache_batch_idx"][b]), position
         if given["page_table"] is not None:
-            entry, slot = int(given["page_table"][b, position // k_cache.shape[1]]), position % k_cache.shape[1]
+            entry, slot = int(given["page_table"][entry, position // k_cache.shape[1]]), position % k_cache.shape[1]
         k, v = given["k"][at], given["v"][at]
         if rotary:
             k = turn(k, given["rotary_cos"][starts[b] + i], given["rotary_sin"][starts[b] + i], interleaved)
@@ -119,11 +119,11 @@ def random_call(seed: int, dtypes: tuple[torch.dtype, ...] = (torch.float16, tor
     entries, slots = batch + 2, capacity
     if page_size:
         pages = -(-capacity // page_size)
-        entries, slots = batch * pages + 3, page_size
-        order = torch.randperm(entries, generator=generator)[: batch * pages]
-        tensors["page_table"] = order.reshape(batch, pages).to(torch.int32)
-    elif rng.random() < 0.5:
-        tensors["cache_batch_idx"] = torch.randperm(entries, generator=generator)[:batch].to(torch.int32)
+        rows, entries, slots = batch + 2, (batch + 2) * pages + 3, page_size
+        order = torch.randperm(entries, generator=generator)[: rows * pages]
+        tensors["page_table"] = order.reshape(rows, pages).to(torch.int32)
+    if rng.random() < 0.4:
+        tensors["cache_batch_idx"] = torch.randperm(batch + 2, generator=generator)[:batch].to(torch.int32)
     cache_dtype = FP8 if is_fp8 else dtype
     caches = [torch.randn(entries, slots, kv_heads, x).to(cache_dtype) for x in (head_dim, head_dim_v)]
     tensors |= {"k_cache": caches[0], "v_cache": caches[1], "k": k, "v": v}

@@ -103,11 +103,13 @@ def places(
     tokens: Tokens, positions: Tensor, page_table: Tensor | None, batch_idx: Tensor | None, slots: int
 ) -> tuple[Tensor, Tensor]:
     """The (entry, slot) of each token's position in its sequence; -1 is an entry that does not exist."""
+    entries = tokens.sequence if batch_idx is None else batch_idx.long()[tokens.sequence]
     if page_table is None:
-        return tokens.sequence if batch_idx is None else batch_idx.long()[tokens.sequence], positions
+        return entries, positions
     pages = positions.div(slots, rounding_mode="floor")
-    exists = (pages >= 0) & (pages < page_table.shape[1])
+    rows, columns = page_table.shape
     if page_table.numel() == 0:
         return torch.full_like(pages, -1), positions
-    found = page_table.long()[tokens.sequence, pages.clamp(0, page_table.shape[1] - 1)]
+    exists = (pages >= 0) & (pages < columns) & (entries >= 0) & (entries < rows)
+    found = page_table.long()[entries.clamp(0, rows - 1), pages.clamp(0, columns - 1)]
     return torch.where(exists, found, -1), positions - pages * slots

@@ -44,12 +44,12 @@ def check(call: Call, device: torch.device) -> None:
         assert_near(found, q, "q")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(36))
 def test_random_calls(seed: int, device: torch.device) -> None:
     check(random_call(seed), device)
 
 
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize("seed", range(100, 102))
 def test_new_values_at_the_same_shapes(seed: int, device: torch.device) -> None:
     call = random_call(seed)
     check(call, device)

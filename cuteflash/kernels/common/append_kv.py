@@ -168,17 +168,18 @@ class AppendKv:
         entry, slot = sequence, position
         entries, slots = cache.shape[0], cache.shape[1]
         exists = position >= 0
+        if const_expr(self.problem.has_batch_idx):
+            entry = tensors.cache_batch_idx[sequence]
         if const_expr(self.problem.is_paged):
             page = position // slots
-            exists = exists & (page < tensors.page_table.shape[1])
-            entry = Int32(-1)
+            rows, pages = tensors.page_table.shape
+            exists = exists & (page < pages) & (entry >= 0) & (entry < rows)
+            found = Int32(-1)
             if exists:
-                entry = tensors.page_table[sequence, page]
-            slot = position - page * slots
+                found = tensors.page_table[entry, page]
+            entry, slot = found, position - page * slots
         else:
             exists = exists & (position < slots)
-            if const_expr(self.problem.has_batch_idx):
-                entry = tensors.cache_batch_idx[sequence]
         return Place(entry, slot, exists & (entry >= 0) & (entry < entries))
 
     def address(self, x: cute.Tensor, number: Int32, head: Int32) -> Int64:

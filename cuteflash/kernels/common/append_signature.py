@@ -21,12 +21,20 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
     Every length is symbolic, every stride but the last a symbolic number of 64 bits; that rows begin on 16 bytes is the
     caller's to see to.
     """
-    names = ("batch", "ends", "heads", "kv_heads", "seqlen_q", "seqlen_k", "entries", "slots", "pages", "positions")
+    names = (
+        "batch",
+        "ends",
+        "heads",
+        "kv_heads",
+        "seqlen_q",
+        "seqlen_k",
+        "entries",
+        "slots",
+        "rows",
+        "pages",
+        "positions",
+    )
     size = {name: cute.sym_int32(symbol=name) for name in names}
-
-    def strided(dtype: type[cutlass.Numeric], align: int, *shape: Any, last: Any = 1) -> Any:
-        strides = tuple(cute.sym_int64() for _ in shape[1:])
-        return make_fake_tensor(dtype, shape, stride=(*strides, last), assumed_align=align)
 
     def rows(kind: Rows, seqlen: str, heads: str, head_dim: int) -> Any:
         if kind == "none":
@@ -65,7 +73,7 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
         rotary_seqlens=vector("batch", problem.has_rotary_seqlens),
         cu_seqlens_q=vector("ends", problem.q == "packed"),
         cu_seqlens_k_new=vector("ends", problem.k == "packed"),
-        page_table=strided(Int32, 4, size["batch"], size["pages"]) if problem.is_paged else None,
+        page_table=strided(Int32, 4, size["rows"], size["pages"]) if problem.is_paged else None,
         cache_batch_idx=vector("batch", problem.has_batch_idx),
         cos=table(),
         sin=table(),
@@ -74,3 +82,9 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
     )
     scalars = AppendScalars(Int32(0), Int32(1), Float32(1.0))
     return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def strided(dtype: type[cutlass.Numeric], align: int, *shape: Any, last: Any = 1) -> Any:
+    """A tensor whose strides but the last are symbols."""
+    strides = tuple(cute.sym_int64() for _ in shape[1:])
+    return make_fake_tensor(dtype, shape, stride=(*strides, last), assumed_align=align)

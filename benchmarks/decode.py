@@ -1,0 +1,281 @@
+"""Decoding: how fast attention of a few queries reads a KV cache, beside the rate of a copy and other implementations.
+
+    python -m benchmarks.decode --json benchmarks/results/decode.json      # measure, on a GPU
+    python -m benchmarks.decode --from benchmarks/results/decode.json --into docs/serving.md
+
+GB/s count the keys and values that a step reads once, nothing else. The copy beside them reads and writes as many bytes
+together, in the same rounds; a kernel that only reads may be faster. A step is timed call after call, and as a CUDA
+graph of a call for each cache. Several caches are visited in turn, so that none is read out of the GPU's cache;
+`--one-cache` visits one. Every query sees all keys. Outputs are compared with attention in fp32 before a clock runs.
+Peers are torch's SDPA backends and flash-attn-4, which get no pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cuteflash.api import flash_attn_func
+from cuteflash.tune.peers import BACKENDS, PEERS, Attention, missing_peer
+from cuteflash.tune.timing import Runner, first_call, interleaved, median
+
+from . import device
+from .contest import one_line, write
+from .decode_inputs import PAGES, Caches, Shape, attention_in_fp32, complaint, copies_of, make_caches
+from .report import insert
+
+MARKER = "decode benchmark"
+ROUNDS, QUICK_ROUNDS = 7, 3
+HOST_CALLS = 100
+SPLITS: dict[str, Any] = {"num_splits": 0}  # as many parts as the kernel's planning chooses
+OURS, GRAPH, COPY = "ours", " (graph)", "copy"
+KIB = 1024
+HEADS = ((32, 8, (8 * KIB,)), (32, 8, (128 * KIB,)), (32, 8, (8 * KIB,) * 16), (64, 8, (4 * KIB,) * 64),
+         (32, 32, (4 * KIB,) * 32), (32, 1, (32 * KIB,) * 8), (32, 8, (128 * KIB, *(KIB,) * 63)))  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """How a run measures.
+
+    Attributes:
+        rounds: of interleaved batches.
+        one_cache: a single cache is visited again and again.
+        peers: names of other implementations.
+        pages: page sizes.
+    """
+
+    rounds: int = ROUNDS
+    one_cache: bool = False
+    peers: tuple[str, ...] = PEERS
+    pages: tuple[int, ...] = PAGES
+
+
+def shapes(head_dims: Sequence[int], queries: int, quick: bool) -> list[Shape]:
+    """The grid; the quick one has a single sequence of 8k, many of 4k, and mixed lengths."""
+    kinds = [HEADS[i] for i in (0, 3, 6)] if quick else HEADS
+    return [Shape(head_dim, *kind)._replace(queries=queries) for head_dim in head_dims for kind in kinds]
+
+
+def attend(caches: Caches) -> Tensor:
+    """Ours: without pages the public function, with pages the operator of caches."""
+    if caches.page_table is None:
+        out: Tensor = flash_attn_func(caches.q, caches.k, caches.v, **SPLITS)
+        return out
+    op = torch.ops.cuteflash.kvcache_fwd
+    found: Tensor = op(caches.q, caches.k, caches.v, seqused_k=caches.lengths, page_table=caches.page_table, **SPLITS)
+    return found
+
+
+def peer(name: str) -> Attention:
+    """A peer without a mask, that takes several query heads for a KV head."""
+    if name == "fa4":
+        from flash_attn.cute import flash_attn_func as flash_attention_4
+
+        return Attention(lambda q, k, v: flash_attention_4(q, k, v)[0])
+    call = functools.partial(scaled_dot_product_attention, enable_gqa=True)
+    return Attention(call, heads_first=True, context=functools.partial(torch.nn.attention.sdpa_kernel, BACKENDS[name]))
+
+
+class Rotation:
+    """A runner that visits caches in turn."""
+
+    def __init__(self, call: Callable[[Caches], Tensor], caches: Sequence[Caches]) -> None:
+        self.call, self.caches = call, caches
+        self.next = 0
+
+    def __call__(self, calls: int) -> Tensor:
+        with torch.inference_mode():
+            for _ in range(calls):
+                out = self.call(self.caches[self.next])
+                self.next = (self.next + 1) % len(self.caches)
+        return out
+
+
+class Replay:
+    """A runner that replays a CUDA graph with a call for each cache; it counts as that many calls."""
+
+    def __init__(self, rotation: Rotation) -> None:
+        self.graph, self.calls = torch.cuda.CUDAGraph(), len(rotation.caches)
+        with torch.cuda.graph(self.graph):
+            self.out = rotation(self.calls)
+
+    def __call__(self, calls: int) -> Tensor:
+        for _ in range(calls):
+            self.graph.replay()
+        return self.out
+
+
+def contestants(shape: Shape, where: torch.device, settings: Settings) -> Iterator[tuple[str, Any]]:
+    """The name and the rotation of each implementation, one after the other; an exception in place of one that fails.
+
+    Peers come last. They and `ours` share the caches without pages, of which a shape of mixed lengths has none.
+    """
+    count = copies_of(shape, settings.one_cache)
+    if not shape.is_mixed:
+        caches = [make_caches(shape, where, 0, seed) for seed in range(count)]
+        yield OURS, Rotation(attend, caches)
+        for name in settings.peers:
+            missing = missing_peer(name)
+            yield name, NotImplementedError(missing) if missing else _peer_rotation(name, caches)
+    for page_size in settings.pages:
+        paged = [make_caches(shape, where, page_size, seed) for seed in range(count)]
+        yield f"{OURS}, pages of {page_size}", Rotation(attend, paged)
+
+
+def _peer_rotation(name: str, caches: Sequence[Caches]) -> Rotation:
+    attention = peer(name)
+
+    def call(one: Caches) -> Tensor:
+        q, k, v = (attention.turned(x) for x in (one.q, one.k, one.v))
+        with attention.context():
+            return attention.turned(attention.call(q, k, v))
+
+    return Rotation(call, caches)
+
+
+def measure(shape: Shape, where: torch.device, settings: Settings) -> dict[str, Any]:
+    """All implementations on one shape: microseconds and GB/s, call after call and as a graph, host's microseconds."""
+    results: dict[str, dict[str, Any]] = {}
+    runners: dict[str, Runner] = {}
+    for name, rotation in contestants(shape, where, settings):
+        entry = results[name] = {}
+        try:
+            if isinstance(rotation, Exception):
+                raise rotation
+            first = rotation.caches[0]
+            wrong = complaint(first_call(rotation, where), attention_in_fp32(first))
+            if wrong is None:
+                rotation(len(rotation.caches))
+                if where.type == "cuda":
+                    runners[name + GRAPH] = Replay(rotation)
+                runners[name] = rotation
+        except Exception as failure:
+            wrong = one_line(failure)
+        if wrong:
+            entry["left out" if name in PEERS else "problem"] = wrong
+    runners[COPY] = copier(shape.nbytes, where)
+    times = {name: 1e3 * median(own) for name, own in interleaved(runners, where, settings.rounds).items()}
+    eager = {name: runners[name] for name in results if name in runners}
+    host = device.known_microseconds(eager, where, HOST_CALLS if where.type == "cuda" else 1, settings.rounds)
+    for name, entry in results.items():
+        if name in eager:
+            entry |= {"us": times[name], "gbps": shape.nbytes / times[name] / 1e3, "host_us": host[name]}
+        replay = runners.get(name + GRAPH)
+        if isinstance(replay, Replay):
+            us = times[name + GRAPH] / replay.calls
+            entry |= {"graph_us": us, "graph_gbps": shape.nbytes / us / 1e3}
+    copied = shape.nbytes / times[COPY] / 1e3
+    return {"label": shape.label, "bytes": shape.nbytes, "copy_gbps": copied, "results": results}
+
+
+def copier(nbytes: int, where: torch.device) -> Runner:
+    """A runner that copies, reading and writing `nbytes` together."""
+    source = torch.ones(nbytes // 2, dtype=torch.uint8, device=where)
+    target = torch.empty_like(source)
+
+    def run(calls: int) -> Tensor:
+        for _ in range(calls):
+            target.copy_(source)
+        return target
+
+    return run
+
+
+def run(grid: Sequence[Shape], where: torch.device, path: pathlib.Path | None, settings: Settings) -> dict[str, Any]:
+    """Measure all shapes; the file at `path` is rewritten after each."""
+    result: dict[str, Any] = {"environment": device.environment(where), "settings": settings._asdict(), "shapes": []}
+    result["queries"] = grid[0].queries
+    for shape in grid:
+        result["shapes"].append(measure(shape, where, settings))
+        if path is not None:
+            write(result, path)
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    return result
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables and their notes, in markdown."""
+    environment, cells = result["environment"], result["shapes"]
+    names = list(dict.fromkeys(name for cell in cells for name in cell["results"]))
+    visited = "one cache" if result["settings"]["one_cache"] else "caches visited in turn"
+    lines = [
+        f"{environment['gpu']}, {environment['date']}. GB/s of keys and values, bf16, {result['queries']} "
+        f"quer{'y' if result['queries'] == 1 else 'ies'} a sequence, {visited}: as a CUDA graph, in brackets call "
+        "after call.",
+        "",
+        f"| | {' | '.join(names)} | copy |",
+        f"|---|{'---|' * (len(names) + 1)}",
+    ]
+    for cell in cells:
+        found = " | ".join(_text(cell["results"].get(name)) for name in names)
+        lines.append(f"| {cell['label']} | {found} | {cell['copy_gbps']:.0f} |")
+    return "\n".join([*lines, "", *(f"- {line}" for line in notes(result))]) + "\n"
+
+
+def _text(entry: dict[str, Any] | None) -> str:
+    if entry is None or "left out" in entry:
+        return "–"
+    if "problem" in entry:
+        return "wrong"
+    eager = f"{entry['gbps']:.0f}"
+    return f"{entry['graph_gbps']:.0f} ({eager})" if "graph_gbps" in entry else eager
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """What was wrong, failed or was left out, in words."""
+    return [
+        f"{cell['label']}, {name}: {kind}: {entry[kind]}"
+        for cell in result["shapes"]
+        for name, entry in cell["results"].items()
+        for kind in ("problem", "left out")
+        if kind in entry
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure or read, print, write; 1 if a result of ours was wrong or a call failed, 2 without a GPU, else 0."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.decode", description="decoding, measured")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256], metavar="D")
+    parser.add_argument("--queries", type=int, choices=(1, 4), default=1, help="of a sequence")
+    parser.add_argument("--one-cache", action="store_true", help="visit one cache again and again")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--pages", type=int, nargs="*", default=list(PAGES), metavar="SIZE")
+    parser.add_argument("--quick", action="store_true", help="three shapes of a head dim, three rounds")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here after every shape")
+    parser.add_argument(
+        "--from", dest="source", type=pathlib.Path, metavar="FILE", help="read results, measure nothing"
+    )
+    parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the table between its markers")
+    arguments = parser.parse_args(argv)
+    if arguments.source:
+        result = json.loads(arguments.source.read_text())
+    elif not torch.cuda.is_available():
+        print("measuring decoding needs a CUDA device; torch finds none", file=sys.stderr)
+        return 2
+    else:
+        settings = Settings(
+            QUICK_ROUNDS if arguments.quick else ROUNDS,
+            arguments.one_cache,
+            tuple(arguments.peers),
+            tuple(arguments.pages),
+        )
+        grid = shapes(arguments.head_dims, arguments.queries, arguments.quick)
+        result = run(grid, torch.device("cuda", torch.cuda.current_device()), arguments.json, settings)
+    print(markdown(result), end="")
+    if arguments.into:
+        insert(markdown(result), arguments.into, MARKER)
+    return 1 if any(": problem: " in line for line in notes(result)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
