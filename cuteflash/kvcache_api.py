@@ -143,7 +143,7 @@ def flash_attn_with_kvcache(
             causal, window and chunk all queries get that of the first.
         cache_seqlens: (batch,) int32, tokens that each sequence's cache holds before the call, left padding included,
             or one int for all. None is all of the cache, and not allowed with k and v.
-        cache_batch_idx: (batch,) int32, the entry of the caches that each sequence has; not with a page table.
+        cache_batch_idx: (batch,) int32, the entry of the caches, or the row of the page table, that each sequence has.
         cache_leftpad: (batch,) int32, how many of a cache entry's first rows are no keys. Positions of the rotary
             embedding count them, those of `attention_chunk` do not.
         page_table: (batch, pages of a sequence) int32, the pages of each sequence. Entries past its last key may hold

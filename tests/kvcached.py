@@ -110,11 +110,11 @@ def query_spans(call: Call) -> list[Any]:
 def keys_of(given: dict[str, Any], cache: Tensor, b: int, end: int) -> Tensor:
     """The rows of a sequence's keys, or values."""
     begin = int(given["cache_leftpad"][b]) if "cache_leftpad" in given else 0
+    entry = int(given["cache_batch_idx"][b]) if "cache_batch_idx" in given else b
     if "page_table" in given:
-        size, table = cache.shape[1], given["page_table"][b].tolist()
+        size, table = cache.shape[1], given["page_table"][entry].tolist()
         rows = [cache[table[row // size], row % size] for row in range(begin, end)]
         return torch.stack(rows) if rows else cache[:0, 0]
-    entry = int(given["cache_batch_idx"][b]) if "cache_batch_idx" in given else b
     return cache[entry, begin:end]
 
 
@@ -192,29 +192,26 @@ def add_caches(
 ) -> None:
     """Caches that hold `before` tokens of each sequence, and the table or vector that says where."""
     (kv_heads, *columns), batch, page_size = shape, len(before), rng.choice((0, 0, 1, 5, 8, 16))
-    entries, slots = batch, CAPACITY
+    owners = list(range(batch))
+    if rng.random() < 0.4:
+        owners = torch.randperm(batch + 2, generator=generator)[:batch].tolist()
+        tensors["cache_batch_idx"] = torch.tensor(owners, dtype=torch.int32)
+    entries, slots = (batch + 2 if "cache_batch_idx" in tensors else batch), CAPACITY
+    pages = -(-CAPACITY // page_size) if page_size else 1
+    table = torch.arange(entries)[:, None]
     if page_size:
-        pages = -(-CAPACITY // page_size)
-        entries, slots = batch * pages + 2, page_size
-        order = torch.randperm(entries, generator=generator)[: batch * pages]
-        tensors["page_table"] = order.reshape(batch, pages).to(torch.int32)
-    elif rng.random() < 0.4:
-        entries = batch + 2
-        tensors["cache_batch_idx"] = torch.randperm(entries, generator=generator)[:batch].to(torch.int32)
+        table = torch.randperm(entries * pages + 2, generator=generator)[: entries * pages].reshape(entries, pages)
+        entries, slots = entries * pages + 2, page_size
     for name, width in zip(("k_cache", "v_cache"), columns, strict=True):
         cache = torch.full((entries, slots, kv_heads, width), torch.nan, dtype=dtype)
-        for b, length in enumerate(before):
+        for owner, length in zip(owners, before, strict=True):
             for row in range(length):
-                entry, slot = (b, row)
-                if page_size:
-                    entry, slot = int(tensors["page_table"][b, row // page_size]), row % page_size
-                elif "cache_batch_idx" in tensors:
-                    entry = int(tensors["cache_batch_idx"][b])
-                cache[entry, slot] = torch.randn(kv_heads, width, generator=generator).to(dtype)
+                values = torch.randn(kv_heads, width, generator=generator)
+                cache[table[owner, row // slots], row % slots] = values.to(dtype)
         tensors[name] = cache
-    if page_size:  # pages that no sequence reaches, before or after the call
-        table = tensors["page_table"]
+    if page_size:  # entries of pages that no sequence reaches, before or after the call
         new = tensors["cu_seqlens_k_new"].diff().tolist() if "cu_seqlens_k_new" in tensors else None
-        for b, length in enumerate(before):
+        for b, (owner, length) in enumerate(zip(owners, before, strict=True)):
             tokens = new[b] if new else tensors["k"].shape[1] if "k" in tensors else 0
-            table[b, -(-(length + tokens) // page_size) :] = -12345
+            table[owner, -(-(length + tokens) // page_size) :] = -12345
+        tensors["page_table"] = table.to(torch.int32)

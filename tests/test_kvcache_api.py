@@ -123,11 +123,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"cache_batch_idx\[1\] is 2",
     ),
-    "table and entries": (
-        paged(cache_batch_idx=torch.tensor([0, 1], dtype=torch.int32)),
-        ValueError,
-        "cache_batch_idx is given with page_table",
-    ),
     "cache too short": (
         decode(cache_seqlens=torch.tensor([5, 20], dtype=torch.int32)),
         ValueError,
