@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -180,3 +182,13 @@ def test_tensors_that_require_grad_are_taken_without_gradients() -> None:
     given = decode(q=torch.zeros(2, 1, 4, 16, requires_grad=True))
     with torch.no_grad():
         assert not cuteflash.flash_attn_with_kvcache(**given).requires_grad
+
+
+def test_the_snippets_of_the_page_run() -> None:
+    text = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "serving.md").read_text()
+    names: dict[str, Any] = {}
+    shapes = []
+    for snippet in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        exec(compile(snippet, "serving.md", "exec"), names)
+        shapes.append(tuple(names["out"].shape))
+    assert shapes == [(2, 1, 8, 64), (8, 8, 64)]
