@@ -28,6 +28,7 @@ from cuteflash.kernels.sm80.bwd_products import (
     probabilities,
     product,
     product_dq,
+    set_bounds,
     store_dq,
     store_scores,
 )
@@ -59,8 +60,7 @@ def make_gradients(kernel, tiles: BwdTiles, work: KeyWork, thread: Int32) -> Gra
 @cute.jit
 def accumulate(kernel: cutlass.Constexpr, g: Gradients, loads: QuerySources, work: KeyWork):
     """Sum up dK and dV over the query blocks of all query heads, and add to dQ; K and V are issued, not committed."""
-    for r in cutlass.range_constexpr(cute.size(g.bounds.shape[0])):
-        g.bounds[r, 0], g.bounds[r, 1] = work.tile.q_bounds(g.scores.row(r))
+    set_bounds(g, work.tile)
     if const_expr(kernel.traits.stages > 1):
         load_queries(kernel, loads, Int32(0), work.first(), 0, loads.thread)
     cute.arch.cp_async_commit_group()

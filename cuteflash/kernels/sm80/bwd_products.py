@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.convert import rounded_fragment
+from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import exp2
+from cuteflash.core.tile import KeyTile
 from cuteflash.core.views import transposed
 from cuteflash.kernels.sm80.bwd_barriers import sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import (
@@ -57,6 +61,13 @@ def product_dq(kernel, g: Gradients, tiles: BwdTiles, thread: Int32) -> None:
 
 
 @cute.jit
+def set_bounds(g: Gradients, tile: KeyTile):
+    """The queries that see each key of this thread."""
+    for r in cutlass.range_constexpr(cute.size(g.bounds.shape[0])):
+        g.bounds[r, 0], g.bounds[r, 1] = tile.q_bounds(g.scores.row(r))
+
+
+@cute.jit
 def probabilities(
     kernel: cutlass.Constexpr,
     g: Gradients,
@@ -74,6 +85,8 @@ def probabilities(
         for i in cutlass.range_constexpr(cute.size(slopes)):
             slopes[i] = 1.0 - g.acc_S[i] * g.acc_S[i]
     if const_expr(masked):
+        if const_expr(scores.chunked):  # bounds that cost a division would be kept for the whole loop
+            set_bounds(g, dataclasses.replace(work.tile, first_key=computed_here(work.tile.first_key)))
         g.scores.hide(m_block * kernel.traits.tile_m, g.bounds, True, scores.mask == "window")
     lse = column_statistics(sLSE, g.scores)
     for r in cutlass.range_constexpr(cute.size(values.shape[0])):
