@@ -57,11 +57,6 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
         dtype = ROTARY_DTYPES[problem.rotary_dtype]
         return strided(dtype, ALIGN_BYTES, size["positions"], problem.rotary_dim // 2)
 
-    def descale() -> Any:
-        if not problem.quantises:
-            return None
-        return strided(Float32, 4, size["batch"], size["kv_heads"], last=cute.sym_int64())
-
     tensors = AppendTensors(
         q=rows(problem.q, "seqlen_q", "heads", problem.head_dim),
         q_out=rows(problem.q, "seqlen_q", "heads", problem.head_dim),
@@ -77,8 +72,7 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
         cache_batch_idx=vector("batch", problem.has_batch_idx),
         cos=table(),
         sin=table(),
-        k_descale=descale(),
-        v_descale=descale(),
+        **{name: _descale(size) if problem.quantises else None for name in ("k_descale", "v_descale")},
     )
     scalars = AppendScalars(Int32(0), Int32(1), Float32(1.0))
     return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -88,3 +82,8 @@ def strided(dtype: type[cutlass.Numeric], align: int, *shape: Any, last: Any = 1
     """A tensor whose strides but the last are symbols."""
     strides = tuple(cute.sym_int64() for _ in shape[1:])
     return make_fake_tensor(dtype, shape, stride=(*strides, last), assumed_align=align)
+
+
+def _descale(size: dict[str, Any]) -> Any:
+    """One factor a head; strides are free, as the same one may stand for several sequences."""
+    return strided(Float32, 4, size["batch"], size["kv_heads"], last=cute.sym_int64())
