@@ -19,6 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cuteflash import flash_attn_func, flash_attn_varlen_func, kvcache_ops, kvcache_planning, packed_planning
 from cuteflash.arguments import FwdScalars, FwdTensors, PackedTensors
+from cuteflash.core.lengths import Lengths
+from cuteflash.core.paged import Pages
 from cuteflash.dispatch import Choice
 from cuteflash.kvcache_planning import box_rows, check_reach
 from cuteflash.problem import FwdProblem, Storage
@@ -374,3 +376,18 @@ def test_storage_of_caches() -> None:
     with pytest.raises(ValueError, match="storage of q is 'paged'; allowed: dense, varlen"):
         Storage("paged")
     assert dataclasses.replace(Storage("dense", "paged"), page_rows=8).gathers is False
+
+
+def test_where_rows_lie() -> None:
+    table = torch.tensor([[7, 3], [2, 5]])
+    pages = Pages(table, [1, 0], 4, None)
+    assert pages.entry(0) == 1
+    assert [pages.place(1, row) for row in (0, 3, 4, 6)] == [(2, 0), (2, 3), (5, 0), (5, 2)]
+    dense = Pages(None, None, None, (9, 9))
+    assert (dense.entry(3), dense.place(3, 17)) == (3, (3, 17))
+
+
+def test_rows_before_the_first_key_do_not_count() -> None:
+    lengths = Lengths(3, 20, used_k=[5, 9, 4], left_k=[0, 2, 6])
+    spans = [lengths.sequence(i)[2:] for i in range(3)]
+    assert spans == [(0, 5), (2, 7), (6, 0)]
