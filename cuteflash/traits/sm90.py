@@ -123,7 +123,7 @@ class FwdTraitsSm90:
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements; packed sequences need a warp of the producer that hands out tiles."""
-        return frozenset({"softcap", "lse", "varlen"} if self.warp_specialized else {"softcap", "lse"})
+        return frozenset({"softcap", "lse", "sink"} | ({"varlen"} if self.warp_specialized else set()))
 
     @property
     def k_step(self) -> int:
