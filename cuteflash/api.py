@@ -7,13 +7,14 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions
+from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions, with_sinks
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Fp8,
     Window,
     check_family,
     check_not_quantised,
+    check_sinks_alone,
     flag,
     formats_of,
     formats_without_scales,
@@ -51,6 +52,7 @@ class Options(TypedDict, total=False):
     transposed_v: bool
     out_dtype: torch.dtype | None
     fp8: bool | Fp8
+    sinks: Tensor | None
 
 
 @overload
@@ -86,12 +88,14 @@ def flash_attn_func(
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
     fp8: bool | Fp8 = False,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q k^T + mask) v``, without the score matrix in memory.
 
     Query i of a sequence sits at position ``i + seqlen_k - seqlen_q`` of the keys (masks are aligned bottom-right), and
-    sees key j where ``position - left <= j <= position + right``. A query that sees no key gets O = 0 and LSE = -inf.
+    sees key j where ``position - left <= j <= position + right``. A query that sees no key gets O = 0 and LSE = -inf
+    (with `sinks` the sink).
 
     Args:
         q: (batch, seqlen_q, heads, head_dim). fp16 or bf16; on a CPU also fp32 and fp64. `head_dim` is a multiple of 8
@@ -128,6 +132,9 @@ def flash_attn_func(
             for each KV head, V less its mean, which is added to O, and transposed. `head_dim` and `head_dim_v` are
             multiples of 16, a GPU has to be a Hopper, and tensors that require a gradient are refused. A
             ``cuteflash.Fp8`` says how to quantise, True is ``Fp8()``.
+        sinks: (heads,) a logit of each query head, fp32 or q's dtype, that joins the softmax of its rows and has no
+            value: ``O = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. LSE includes it, and it has a gradient;
+            softcap and `softmax_scale` leave it alone. -inf is no sink, as None is. See docs/sinks.md.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -162,7 +169,11 @@ def flash_attn_func(
         # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
         options += _execution(pack_gqa, family, deterministic)
     result: Tensor | tuple[Tensor, Tensor]
-    if q_descale is not None or k_descale is not None or v_descale is not None:
+    if sinks is not None:
+        only_8_bits = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
+        check_sinks_alone(sinks, **only_8_bits, transposed_v=transposed_v, out_dtype=out_dtype, fp8=fp8)
+        result = (fwd_lse if return_lse else fwd)(q, k, v, *with_sinks(FwdOptions(*options), sinks))
+    elif q_descale is not None or k_descale is not None or v_descale is not None:
         scales = scales_of(fp8, v_mean, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_options = Fp8Options(*options[:BEFORE_DETERMINISTIC])._replace(**formats_of(transposed_v, out_dtype))
         result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *scales, *fp8_options)

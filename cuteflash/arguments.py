@@ -116,6 +116,17 @@ class BwdOptions(NamedTuple):
         return _definition(self, head_dim)
 
 
+def with_sinks(options: FwdOptions, sinks: Any) -> tuple[Any, ...]:
+    """The arguments after the tensors of a forward operator, sinks being the last."""
+    return *options, sinks
+
+
+def without_sinks(options: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """The options among these arguments, and the sinks; None if there are none."""
+    count = len(FwdOptions._fields)
+    return (options[:count], options[count]) if len(options) > count else (options, None)
+
+
 def bwd_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments for a backward of those for its forward, in both of which trailing defaults may be left out."""
     return options[:_ONLY_FWD] + options[_ONLY_FWD + 1 :]

@@ -8,10 +8,11 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8Options
+from cuteflash.arguments import Fp8Options, with_sinks
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Window,
+    check_sinks_alone,
     descales_of,
     flag,
     formats_without_scales,
@@ -54,6 +55,7 @@ class VarlenOptions(TypedDict, total=False):
     v_mean: Tensor | None
     transposed_v: bool
     out_dtype: torch.dtype | None
+    sinks: Tensor | None
 
 
 Longest = int | Tensor | None
@@ -124,6 +126,7 @@ def flash_attn_varlen_func(
     v_mean: Tensor | None = None,
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of sequences that lie one after the other, each with its own length, as `flash_attn_func`.
@@ -152,6 +155,7 @@ def flash_attn_varlen_func(
             128`` keys. Those from a sequence's last one that counts up to the next multiple of 16 are zeros; all others
             that belong to no sequence are not read.
         out_dtype: as for `flash_attn_func`.
+        sinks: as for `flash_attn_func`. Rows that belong to no sequence, or do not count, keep LSE = -inf.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -187,6 +191,9 @@ def flash_attn_varlen_func(
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
     result: Tensor | tuple[Tensor, Tensor]
+    if sinks is not None:
+        only_8_bits = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
+        check_sinks_alone(sinks, **only_8_bits, transposed_v=transposed_v, out_dtype=out_dtype)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
@@ -196,7 +203,9 @@ def flash_attn_varlen_func(
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
-    if not is_plain:
+    if sinks is not None:
+        result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *with_sinks(options, sinks))
+    elif not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
     elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         result = attend_plain_packed(inputs, options, return_lse)

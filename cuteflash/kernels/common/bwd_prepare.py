@@ -57,9 +57,9 @@ class BwdPrepare:
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         tiles = WorkspaceTiles.of(self.traits, tensors, packed, workspace)
         self.kernel.set_name_prefix("flash_bwd_prepare", remove_cutlass_symbol=True)
-        self.kernel(rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, tiles, sinks).launch(
-            grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream
-        )
+        self.kernel(
+            rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, tiles, sinks
+        ).launch(grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
