@@ -170,8 +170,7 @@ def flash_attn_func(
         options += _execution(pack_gqa, family, deterministic)
     result: Tensor | tuple[Tensor, Tensor]
     if sinks is not None:
-        only_8_bits = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
-        check_sinks_alone(sinks, **only_8_bits, transposed_v=transposed_v, out_dtype=out_dtype, fp8=fp8)
+        check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
         result = (fwd_lse if return_lse else fwd)(q, k, v, *with_sinks(FwdOptions(*options), sinks))
     elif q_descale is not None or k_descale is not None or v_descale is not None:
         scales = scales_of(fp8, v_mean, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8Options, with_sinks
+from cuteflash.arguments import Fp8Options, FwdOptions, with_sinks
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Window,
@@ -190,10 +190,8 @@ def flash_attn_varlen_func(
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
-    result: Tensor | tuple[Tensor, Tensor]
     if sinks is not None:
-        only_8_bits = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
-        check_sinks_alone(sinks, **only_8_bits, transposed_v=transposed_v, out_dtype=out_dtype)
+        check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
@@ -203,6 +201,15 @@ def flash_attn_varlen_func(
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
+    return _attend(inputs, options, sinks, return_lse, is_plain)
+
+
+def _attend(
+    inputs: PackedInputs, options: FwdOptions, sinks: Tensor | None, return_lse: bool, is_plain: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with 16-bit operands, or on a CPU; `is_plain` as `is_plain_cuda_call` says."""
+    q, k, v = inputs[:3]
+    result: Tensor | tuple[Tensor, Tensor]
     if sinks is not None:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *with_sinks(options, sinks))
     elif not is_plain:

@@ -164,7 +164,7 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions, sinks: Tensor | Non
     kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
     traits: Any = choice.traits
     places = traits.workspace_packed(packed.batch, heads, rows)
-    workspace_shape, parts_shape = (places.size,), (heads, places.sink_parts)
+    workspace_shape, parts_shape = (places.size,), () if sinks is None else (heads, places.sink_parts)
     scalars = bwd_scalars(options, window, head_dim, q.device)
     step = ALIGNMENT // q.element_size()
     restrides = [usable_strides(x.stride(), step) for x in (q, k, v, inputs.out)]
