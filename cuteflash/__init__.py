@@ -10,6 +10,7 @@ from cuteflash.startup import quiet_interrupts
 
 # `python -m cuteflash` imports this package before it runs `__main__`; meanwhile sys.argv[0] is "-m".
 with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
+    import cuteflash.sink_ops  # noqa: F401 - only backwards ask for its operators, by their names
     from cuteflash.api import flash_attn_func
     from cuteflash.append import append_kv, apply_rotary
     from cuteflash.coerce import Fp8

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions
+from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions, with_sinks
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Fp8,
@@ -15,6 +15,7 @@ from cuteflash.coerce import (
     check_family,
     check_no_chunk,
     check_not_quantised,
+    check_sinks_alone,
     chunk_of,
     flag,
     formats_of,
@@ -54,6 +55,7 @@ class Options(TypedDict, total=False):
     transposed_v: bool
     out_dtype: torch.dtype | None
     fp8: bool | Fp8
+    sinks: Tensor | None
 
 
 @overload
@@ -90,12 +92,14 @@ def flash_attn_func(
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
     fp8: bool | Fp8 = False,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q k^T + mask) v``, without the score matrix in memory.
 
     Query i of a sequence sits at position ``i + seqlen_k - seqlen_q`` of the keys (masks are aligned bottom-right), and
-    sees key j where ``position - left <= j <= position + right``. A query that sees no key gets O = 0 and LSE = -inf.
+    sees key j where ``position - left <= j <= position + right``. A query that sees no key gets O = 0 and LSE = -inf
+    (with `sinks` the sink).
 
     Args:
         q: (batch, seqlen_q, heads, head_dim). fp16 or bf16; on a CPU also fp32 and fp64. `head_dim` is a multiple of 8
@@ -134,6 +138,9 @@ def flash_attn_func(
             for each KV head, V less its mean, which is added to O, and transposed. `head_dim` and `head_dim_v` are
             multiples of 16, a GPU has to be a Hopper, and tensors that require a gradient are refused. A
             ``cuteflash.Fp8`` says how to quantise, True is ``Fp8()``.
+        sinks: (heads,) a logit of each query head, fp32 or q's dtype, that joins the softmax of its rows and has no
+            value: ``O = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. LSE includes it, and it has a gradient;
+            softcap and `softmax_scale` leave it alone. -inf is no sink, as None is. See docs/sinks.md.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -155,20 +162,20 @@ def flash_attn_func(
     if not (is_plain or (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor))):
         raise not_tensors(q=q, k=k, v=v)
     left, right = (-1, -1) if window_size is UNBOUNDED_WINDOW or window_size is None else window_of(window_size)
-    if causal is not False and flag("causal", causal):
-        right = 0
+    right = 0 if causal is not False and flag("causal", causal) else right
     if softmax_scale is not None and type(softmax_scale) is not float:  # NumPy's float64 is one of its subclasses
         softmax_scale = number("softmax_scale", softmax_scale, SCALES)
-    if type(softcap) is not float:
-        softcap = number("softcap", softcap, SOFTCAPS)
-    if return_lse is not False:
-        return_lse = flag("return_lse", return_lse)
+    softcap = softcap if type(softcap) is float else number("softcap", softcap, SOFTCAPS)
+    return_lse = return_lse is not False and flag("return_lse", return_lse)
     options: tuple[Any, ...] = (softmax_scale, left, right, softcap)
     if pack_gqa is not None or family is not None or deterministic is not False or attention_chunk != 0:
         # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
         options += _execution(pack_gqa, family, deterministic, attention_chunk)
     result: Tensor | tuple[Tensor, Tensor]
-    if q_descale is not None or k_descale is not None or v_descale is not None:
+    if sinks is not None:
+        check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
+        result = (fwd_lse if return_lse else fwd)(q, k, v, *with_sinks(FwdOptions(*options), sinks))
+    elif q_descale is not None or k_descale is not None or v_descale is not None:
         check_no_chunk(attention_chunk)
         scales = scales_of(fp8, v_mean, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_options = Fp8Options(*options[:BEFORE_DETERMINISTIC])._replace(**formats_of(transposed_v, out_dtype))

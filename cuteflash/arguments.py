@@ -5,6 +5,7 @@
     PackedTensors those of packed sequences } (`cuteflash.core.signature`), and of every launch
     ScaleTensors  those of 8-bit operands   }
     FwdScalars    its run-time scalars      }
+    sinks         of a problem with sinks, after the scalars: one vector; of a backward `SinkTensors`
 
 An option with the name of a scalar is passed on as that scalar. A backward has the same, named `Bwd`.
 """
@@ -118,6 +119,17 @@ class BwdOptions(NamedTuple):
         return _definition(self, head_dim)
 
 
+def with_sinks(options: FwdOptions, sinks: Any) -> tuple[Any, ...]:
+    """The arguments after the tensors of a forward operator, sinks being the last."""
+    return *options, sinks
+
+
+def without_sinks(options: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """The options among these arguments, and the sinks; None if there are none."""
+    count = len(FwdOptions._fields)
+    return (options[:count], options[count]) if len(options) > count else (options, None)
+
+
 def bwd_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments for a backward of those for its forward, in both of which trailing defaults may be left out."""
     return options[:_ONLY_FWD] + options[_ONLY_FWD + 1 :]
@@ -188,18 +200,24 @@ class FwdScalars(NamedTuple):
 
 
 class FwdArguments(NamedTuple):
-    """All arguments of a forward kernel. It takes them flat: a nested tuple costs each launch 0.5 us of host time."""
+    """All arguments of a forward kernel. It takes them flat: a nested tuple costs each launch 0.5 us of host time.
+
+    Attributes:
+        sinks: (heads_q,), the logit of each query head that has no key; only a kernel with sinks has this argument.
+    """
 
     tensors: FwdTensors
     packed: PackedTensors
     scales: ScaleTensors
     scalars: FwdScalars
+    sinks: Any
     stream: Any
 
     @classmethod
-    def of(cls, flat: tuple[Any, ...]) -> Self:
+    def of(cls, flat: tuple[Any, ...], has_sinks: bool = False) -> Self:
         """From the flat arguments that `__call__` gets."""
-        end, scalars = len(FwdTensors._fields), len(flat) - len(FwdScalars._fields) - 1
+        last = len(flat) - 1 - has_sinks
+        end, scalars = len(FwdTensors._fields), last - len(FwdScalars._fields)
         tensors, between = FwdTensors(*flat[:end]), flat[end:scalars]
         is_packed = len(between) >= len(PackedTensors._fields)  # those that are missing are missing altogether
         packed = len(PackedTensors._fields) if is_packed else 0
@@ -207,14 +225,16 @@ class FwdArguments(NamedTuple):
             tensors,
             PackedTensors(*between[:packed]),
             ScaleTensors(*between[packed:]),
-            FwdScalars(*flat[scalars:-1]),
+            FwdScalars(*flat[scalars:last]),
+            flat[last] if has_sinks else None,
             flat[-1],
         )
 
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them."""
         groups = (group for group in (self.packed, self.scales) if any(x is not None for x in group))
-        return (*self.tensors, *itertools.chain(*groups), *self.scalars, self.stream)
+        sinks = () if self.sinks is None else (self.sinks,)
+        return (*self.tensors, *itertools.chain(*groups), *self.scalars, *sinks, self.stream)
 
 
 class BwdTensors(NamedTuple):
@@ -247,21 +267,36 @@ class BwdScalars(NamedTuple):
     num_sms: int
 
 
+class SinkTensors(NamedTuple):
+    """The sinks of a backward and their gradient; a kernel without sinks does not have these arguments."""
+
+    sinks: Any = None  # (heads_q,), as of the forward
+    dsinks: Any = None  # (heads_q, n) fp32, whose rows add up to the gradient, see `cuteflash.core.workspace`
+
+
 class BwdArguments(NamedTuple):
     """All arguments of a backward kernel, which takes them flat."""
 
     tensors: BwdTensors
     packed: PackedTensors
     scalars: BwdScalars
+    sinks: SinkTensors
     stream: Any
 
     @classmethod
-    def of(cls, flat: tuple[Any, ...]) -> Self:
+    def of(cls, flat: tuple[Any, ...], has_sinks: bool = False) -> Self:
         """From the flat arguments that `__call__` gets."""
-        end, scalars = len(BwdTensors._fields), len(flat) - len(BwdScalars._fields) - 1
-        return cls(BwdTensors(*flat[:end]), PackedTensors(*flat[end:scalars]), BwdScalars(*flat[scalars:-1]), flat[-1])
+        last = len(flat) - 1 - has_sinks * len(SinkTensors._fields)
+        end, scalars = len(BwdTensors._fields), last - len(BwdScalars._fields)
+        return cls(
+            BwdTensors(*flat[:end]),
+            PackedTensors(*flat[end:scalars]),
+            BwdScalars(*flat[scalars:last]),
+            SinkTensors(*flat[last:-1]),
+            flat[-1],
+        )
 
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them."""
-        packed = () if all(x is None for x in self.packed) else self.packed
-        return (*self.tensors, *packed, *self.scalars, self.stream)
+        groups = (group for group in (self.packed, self.scalars, self.sinks) if any(x is not None for x in group))
+        return (*self.tensors, *itertools.chain(*groups), self.stream)

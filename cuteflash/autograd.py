@@ -70,6 +70,30 @@ class Dispatched(NamedTuple):
         return self.operator(*tensors, *bwd_options(self.options))
 
 
+class DispatchedSinks(NamedTuple):
+    """The route of a forward with sinks, likewise: a `SinkRoute`.
+
+    Attributes:
+        implementation, options, returns_lse: as of `Dispatched`; all options are there.
+        operator: of the backward, by its name below `torch.ops.cuteflash`.
+    """
+
+    implementation: Callable[..., tuple[Tensor, Tensor]]
+    operator: str
+    options: tuple[Any, ...]
+    returns_lse: bool
+
+    def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """O and LSE of q, k, v, the vectors and the sinks."""
+        return self.implementation(*tensors[:-1], *self.options, tensors[-1])
+
+    def backward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of q, k, v and sinks, from dout, q, k, v, out, lse, sinks, the vectors, and dlse."""
+        operator = getattr(torch.ops.cuteflash, self.operator)
+        gradients: tuple[Tensor, Tensor, Tensor, Tensor] = operator(*tensors, *bwd_options(self.options))
+        return gradients
+
+
 class Attention(Function):
     """The node of a dense forward. `PackedAttention` apart, as calls with lists of tensors would cost it 1.4 us."""
 
@@ -116,6 +140,31 @@ class PackedAttention(Function):
         return dq, dk, dv, None, *(None for _ in vectors)
 
 
+class SinkAttention(Function):
+    """The node of a forward with sinks, dense or of packed sequences."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: DispatchedSinks, sinks: Tensor, *vectors: Tensor | None
+    ) -> Any:
+        """As of `Attention`."""
+        out, lse = route.forward(q, k, v, *vectors, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *vectors)
+        ctx.set_materialize_grads(False)
+        ctx.route = route
+        return (out, lse) if route.returns_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:  # type: ignore[override]
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse, sinks, *vectors = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv, dsinks = ctx.route.backward(dout, q, k, v, out, lse, sinks, *vectors, dlse)
+        return dq, dk, dv, None, dsinks, *(None for _ in vectors)
+
+
 class NotDifferentiable(Function):
     """A node whose results have no gradient: an error if one is asked for, not silence."""
 
@@ -131,4 +180,5 @@ class NotDifferentiable(Function):
 
 attend = direct_node(Attention)
 attend_packed = direct_node(PackedAttention)
+attend_sinks = direct_node(SinkAttention)
 not_differentiable = direct_node(NotDifferentiable)

@@ -178,6 +178,25 @@ def check_not_quantised(transposed_v: object, v_mean: object) -> None:
         )
 
 
+def check_sinks_alone(
+    sinks: object,
+    q_descale: object,
+    k_descale: object,
+    v_descale: object,
+    v_mean: object,
+    transposed_v: object,
+    out_dtype: object,
+    fp8: object = False,
+) -> None:
+    """Raise if sinks are not a tensor, or come with one of the others, which belong to attention in 8 bits."""
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; allowed: None, a torch.Tensor")
+    others = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
+    for name, value in (others | {"transposed_v": transposed_v, "out_dtype": out_dtype, "fp8": fp8}).items():
+        if isinstance(value, Tensor) or value:
+            raise NotImplementedError(f"{name} is given with sinks; supported with sinks: q, k and v of 16 bits")
+
+
 def formats_without_scales(transposed_v: object, out_dtype: object, v_mean: object) -> ValueError:
     """The error if 16-bit operands come with what only 8-bit ones have."""
     mean = v_mean if v_mean is None else "given"

@@ -20,11 +20,11 @@ from cuteflash.fp8_packed_planning import Fp8PackedPlanner, Launch
 from cuteflash.fp8_planning import TORCH_DTYPES, check_target
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, Known
-from cuteflash.packed_ops import call_of, mapped, pairs, spans
+from cuteflash.packed_ops import call_of, pairs, spans
 from cuteflash.planning import Result
 from cuteflash.reference import fp8_attention, stored_rows
 from cuteflash.torch_internals import OpOverload
-from cuteflash.transforms import register_autocast
+from cuteflash.transforms import one_by_one, register_autocast
 from cuteflash.validate import check_alignment, reads_values
 from cuteflash.validate_fp8 import check_descale_values
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed, first_key
@@ -114,7 +114,7 @@ def _stored(vt: Tensor, sequence: int, keys: slice) -> Tensor:
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, which leaves 8 bits alone, vmap and the count of operations."""
     register_autocast(library, op, casts=False)
-    torch.library.register_vmap(op.name(), functools.partial(mapped, op), lib=library)
+    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 
 

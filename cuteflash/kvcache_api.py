@@ -49,6 +49,7 @@ class CacheOptions(TypedDict, total=False):
     num_splits: int
     pack_gqa: bool | None
     family: Family | None
+    sinks: Tensor | None
 
 
 class NewTokens(NamedTuple):
@@ -121,6 +122,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     family: Family | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries to a KV cache, to which new tokens are appended first, in place: one call a decode step.
@@ -153,7 +155,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q: a number of queries that no sequence exceeds, with `cu_seqlens_q`; it helps to choose the fastest
             kernel and decides nothing else.
         rotary_seqlens: (batch,) int32, where rotary positions begin, instead of `cache_seqlens`.
-        softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, family: as for `flash_attn_func`.
+        softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, family, sinks: as for `flash_attn_func`.
         rotary_interleaved: a rotated pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
         num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library. It never
             changes what is computed.
@@ -174,7 +176,7 @@ def flash_attn_with_kvcache(
     """
     return_lse = flag("return_lse", return_lse)
     new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
-    caches = KvCacheInputs(q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad)
+    caches = KvCacheInputs(q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks)
     _check_types(caches, new, cache_seqlens)
     _check_splits(num_splits)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, False, None)
@@ -188,7 +190,7 @@ def flash_attn_with_kvcache(
 
 def _append(caches: KvCacheInputs, new: NewTokens, options: FwdOptions, interleaved: bool) -> KvCacheInputs:
     """Append and rotate, after all checks of the call; the tensors of the attention that follows."""
-    q, k_cache, v_cache, cu_seqlens_q, begins, page_table, cache_batch_idx, _ = caches
+    q, k_cache, v_cache, cu_seqlens_q, begins, page_table, cache_batch_idx, *_ = caches
     k, v, ends, cos, sin, rotary_seqlens = new
     k, v, begins = cast(Tensor, k), cast(Tensor, v), cast(Tensor, begins)  # as `_check_types` found
     rotated_q, rotated_ends = (None, None) if cos is None else (q, cu_seqlens_q)

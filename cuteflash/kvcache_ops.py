@@ -21,11 +21,11 @@ from cuteflash.autograd import NO_GRADIENT
 from cuteflash.kvcache_planning import Planner, result_shapes
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, Known, check_target
-from cuteflash.packed_ops import call_of, mapped
+from cuteflash.packed_ops import call_of
 from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2
 from cuteflash.torch_internals import OpOverload
-from cuteflash.transforms import register_autocast
+from cuteflash.transforms import one_by_one, register_autocast
 from cuteflash.validate import check_alignments, lse_dtype, reads_values
 from cuteflash.validate_kvcache import KvCacheInputs, check_cache_values, check_kvcache, key_spans
 
@@ -90,7 +90,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     for queries, (k, v) in zip(_query_spans(inputs), _keys(inputs), strict=True):
         is_packed = inputs.cu_seqlens_q is not None
         q_part = q[None, queries] if is_packed else q[queries]
-        o_part, lse_part = flash_attention_2(q_part, k[None], v[None], **definition)
+        o_part, lse_part = flash_attention_2(q_part, k[None], v[None], **definition, sinks=inputs.sinks)
         if is_packed:
             o[queries], lse[:, queries] = o_part[0], lse_part[0]
         else:
@@ -124,7 +124,7 @@ def _not_differentiable(name: str, implementation: Callable[..., Any], *argument
 
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, the count of operations, and vmap: one call after the other."""
-    torch.library.register_vmap(op.name(), functools.partial(mapped, op), lib=library)
+    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
     register_autocast(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 

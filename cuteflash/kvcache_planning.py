@@ -16,8 +16,8 @@ import torch
 from cuteflash.arguments import FwdOptions, PackedTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
-from cuteflash.packed_planning import SEVERAL, counters
-from cuteflash.planning import DTYPE_NAMES, Result, fwd_scalars, should_pack, target_of
+from cuteflash.packed_planning import SEVERAL, counted_rows, counters
+from cuteflash.planning import DTYPE_NAMES, Result, fwd_scalars, should_pack, sink_dtype, target_of
 from cuteflash.problem import (
     CACHE_ROWS_MAX,
     DENSE,
@@ -33,6 +33,7 @@ from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
+from cuteflash.validate_packed import PackedInputs
 
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
 
@@ -73,9 +74,8 @@ class Planner:
         )
         dtype = DTYPE_NAMES[q.dtype]
         operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3])
-        problem = FwdProblem(
-            operands, Scores(mask, options.softcap > 0, options.attention_chunk > 0), storage_of(inputs), self.has_lse
-        )
+        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks))
+        problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
         choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(inputs, options))
         heads_per_kv = q.shape[-2] // k.shape[2]
         packs = options.pack_gqa
@@ -94,7 +94,8 @@ class Planner:
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
             vectors = () if storage == DENSE else vectors_of(inputs)
-            kernel(q, k, v, o, lse, *vectors, *scalars)
+            sinks = () if inputs.sinks is None else (inputs.sinks,)
+            kernel(q, k, v, o, lse, *vectors, *scalars, *sinks)
             return result
 
         return launch
@@ -112,6 +113,11 @@ class Planner:
         o.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
+            if inputs.sinks is not None:
+                counts = inputs.q.new_ones(lse.shape[-1:], dtype=torch.bool)
+                if inputs.cu_seqlens_q is not None:
+                    counts = counted_rows(PackedInputs(*inputs[:3], inputs.cu_seqlens_q, inputs.cu_seqlens_q))
+                torch.where(counts, inputs.sinks[:, None].float(), lse, out=lse)
         return result
 
 
@@ -136,7 +142,7 @@ def result_shapes(inputs: KvCacheInputs) -> tuple[tuple[int, ...], tuple[int, ..
 
 def storage_of(inputs: KvCacheInputs) -> Storage:
     """How the sequences of a call lie in memory. Whole caches, one for each sequence of a dense batch, are dense."""
-    if all(x is None for x in inputs[3:]):
+    if all(x is None for x in inputs[3:-1]):
         return DENSE
     return Storage(
         "dense" if inputs.cu_seqlens_q is None else "varlen",

@@ -37,10 +37,11 @@ class Operator:
         optional: names of further tensors, each of which may be None, which is its default.
         mutates: names of those tensors that it writes to.
         options: a NamedTuple class with a default for each field: the arguments after the tensors.
+        trailing: names of tensors after the options, each of which may be None, which is its default.
         returns: its result, as the annotation of a function.
-        check: takes the tensors and the options; raises if no implementation can take them.
+        check: takes the same; raises if no implementation can take them.
         cuda: takes all arguments, flat and without defaults that were left out: it is called for every launch.
-        cpu, fake: take the tensors and the options.
+        cpu, fake: take the tensors, also the trailing ones, and the options.
         transforms: registers what torch's transforms and modes do with it.
         differentiable: runs a call that needs a gradient inside an autograd node; takes an implementation and all its
             arguments, flat. None if its results have no gradient, which is then an error if one is asked for.
@@ -58,6 +59,7 @@ class Operator:
     transforms: Callable[[torch.library.Library, OpOverload], None]
     optional: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
+    trailing: tuple[str, ...] = ()
     differentiable: Callable[..., Any] | None = None
     with_gradients: Operator | None = None
 
@@ -67,13 +69,16 @@ class Operator:
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
         hints, defaults = get_type_hints(self.options), self.options._field_defaults
         parameters = [inspect.Parameter(name, positional, annotation=Tensor) for name in self.tensors]
-        parameters += [
-            inspect.Parameter(name, positional, annotation=Tensor | None, default=None) for name in self.optional
-        ]
+        optional, trailing = (
+            [inspect.Parameter(name, positional, annotation=Tensor | None, default=None) for name in names]
+            for names in (self.optional, self.trailing)
+        )
+        parameters += optional
         parameters += [
             inspect.Parameter(name, positional, annotation=hints[name], default=defaults[name])
             for name in self.options._fields
         ]
+        parameters += trailing
 
         def prototype() -> None: ...
 
@@ -85,11 +90,16 @@ class Operator:
         """The implementation for a CPU, with flat arguments."""
         return self.cpu(*self.split(arguments))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of all arguments."""
+        return *self.tensors, *self.optional, *self.options._fields, *self.trailing
+
     def split(self, arguments: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
         """The tensors, also those left out, then the options as one."""
-        names = (*self.tensors, *self.optional)
-        given = dict(zip(names, arguments, strict=False)) | {name: named.pop(name) for name in names if name in named}
-        return *(given.get(name) for name in names), self.options(*arguments[len(names) :], **named)
+        given = dict(zip(self.names, arguments, strict=False)) | named
+        options = self.options(**{name: given[name] for name in self.options._fields if name in given})
+        return *(given.get(name) for name in (*self.tensors, *self.optional, *self.trailing)), options
 
 
 def define(operator: Operator) -> OpOverload:
@@ -129,14 +139,19 @@ def overload(operator: Operator) -> OpOverload:
 
 def _autograd(operator: Operator) -> Callable[..., Any]:
     names = (*operator.tensors, *operator.optional)
+    first_trailing = len(names) + len(operator.options._fields)
     differentiable = operator.differentiable or functools.partial(not_differentiable, operator.name)
     mutated = tuple(names.index(name) for name in operator.mutates)
     plain, with_gradients = _implementations(operator), _implementations(operator.with_gradients or operator)
 
     def autograd(keyset: DispatchKeySet, *arguments: Any) -> Any:
+        tensors = arguments[: len(names)]
+        if len(arguments) > first_trailing:
+            tensors += arguments[first_trailing:]
         if torch_internals.is_forward_ad_active():
-            check_no_tangents(dict(zip(names, arguments, strict=False)))
-        if is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[: len(names)]):
+            given = dict(zip(operator.names, arguments, strict=False))
+            check_no_tangents({name: given.get(name) for name in (*names, *operator.trailing)})
+        if is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             implementation = with_gradients(keyset)
             if not torch_internals.are_functorch_transforms_active():
                 return differentiable(implementation, *arguments)

@@ -23,17 +23,15 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 
-from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options
-from cuteflash.autograd import Dispatched, attend
+from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options, without_sinks
+from cuteflash.autograd import Dispatched, DispatchedSinks, attend, attend_sinks
+from cuteflash.calls import Call, bwd_call_of, call_of, call_with_sinks
 from cuteflash.operators import Operator, define
 from cuteflash.planning import (
     BwdPlanner,
-    Call,
     FwdPlanner,
     Launch,
     Result,
-    bwd_call_of,
-    call_of,
     target_of,
 )
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
@@ -43,6 +41,7 @@ from cuteflash.transforms import register_backward_transforms, register_transfor
 from cuteflash.validate import ALIGNMENT, check_alignment, check_bwd, check_fwd, lse_dtype
 
 ALIGNMENT_MASK = ALIGNMENT - 1
+ALL_OPTIONS = len(FwdOptions._fields)
 LAUNCHES_MAX = 4096  # a serving process sees ever new lengths: a launch is about 1 kB, and planned again in 10 us
 
 Kept = TypeVar("Kept")
@@ -87,6 +86,8 @@ class CudaForward:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
         """The results, as the operator returns them."""
+        if len(options) > ALL_OPTIONS:
+            return self.with_sinks(q, k, v, options)
         call = checked_call(q, k, v, options)
         last, launch = self.known.last
         if call != last:
@@ -94,6 +95,16 @@ class CudaForward:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         return launch(q, k, v)
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> Result:
+        """The results of a call with all options and, unless None, sinks."""
+        options, sinks = without_sinks(arguments)
+        if sinks is None:
+            return self(q, k, v, *options)
+        call = call_with_sinks(checked_call(q, k, v, options), sinks)
+        launch = self.known.find(call, self.planner.launch, call, q, k, v, sinks)
+        check_alignment(q, k, v)
+        return launch(q, k, v, sinks)
 
 
 class CudaBackward:
@@ -161,8 +172,8 @@ def is_determinism_enforced() -> bool:
     return are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
-    check_fwd(q, k, v, options)
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: FwdOptions, *, has_lse: bool) -> Result:
+    _check_fwd(q, k, v, sinks, options)
     check_target(q, options.family)
     b, s_q, h, _ = q.shape
     o = q.new_empty((b, s_q, h, v.shape[3]))
@@ -175,10 +186,14 @@ def check_target(q: Tensor, family: str | None) -> None:
         target_of(q.device, family)
 
 
-def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> Result:
-    check_fwd(q, k, v, options)
+def _check_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: FwdOptions) -> None:
+    check_fwd(q, k, v, options, sinks)
+
+
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: FwdOptions, *, has_lse: bool) -> Result:
+    check_fwd(q, k, v, options, sinks)
     check_alignment(q, k, v)
-    result = flash_attention_2(q, k, v, **options.definition(q.shape[3]))
+    result = flash_attention_2(q, k, v, **options.definition(q.shape[3]), sinks=sinks)
     return result if has_lse else result[0]
 
 
@@ -200,6 +215,9 @@ def _bwd_cpu(*arguments: Any) -> Result:
 def _differentiable_forward(
     implementation: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *options: Any, has_lse: bool
 ) -> Result:
+    options, sinks = without_sinks(options)
+    if sinks is not None:
+        return attend_sinks(q, k, v, DispatchedSinks(implementation, "sink_bwd", options, has_lse), sinks)
     return attend(q, k, v, Dispatched(implementation, bwd, options, has_lse))
 
 
@@ -210,8 +228,9 @@ def _forward(
         name=name,
         tensors=("q", "k", "v"),
         options=FwdOptions,
+        trailing=("sinks",),
         returns=returns,
-        check=check_fwd,
+        check=_check_fwd,
         cuda=cuda,
         cpu=functools.partial(_fwd_cpu, has_lse=has_lse),
         fake=functools.partial(_fwd_fake, has_lse=has_lse),

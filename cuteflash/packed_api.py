@@ -8,10 +8,11 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8Options, FwdOptions
+from cuteflash.arguments import Fp8Options, FwdOptions, with_sinks
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Window,
+    check_sinks_alone,
     chunk_of,
     descales_of,
     flag,
@@ -59,6 +60,7 @@ class VarlenOptions(TypedDict, total=False):
     transposed_v: bool
     out_dtype: torch.dtype | None
     page_table: Tensor | None
+    sinks: Tensor | None
 
 
 Longest = int | Tensor | None
@@ -131,6 +133,7 @@ def flash_attn_varlen_func(
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
     page_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of sequences that lie one after the other, each with its own length, as `flash_attn_func`.
@@ -164,6 +167,7 @@ def flash_attn_varlen_func(
             page_size`` of page ``page_table[i, r // page_size]``. Lengths are `seqused_k` or, without it, those of
             `cu_seqlens_k`, one of which is needed; entries after a sequence's last page are not read, nor are rows
             after its last key. Inference only: tensors that need a gradient are refused.
+        sinks: as for `flash_attn_func`. Rows that belong to no sequence, or do not count, keep LSE = -inf.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -186,16 +190,15 @@ def flash_attn_varlen_func(
         formats = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
         _refuse_with_pages(**formats, seqused_q=seqused_q, out_dtype=out_dtype, transposed_v=transposed_v or None)
         options = options_of(*how, None)._replace(attention_chunk=chunk_of(attention_chunk))
-        paged = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
+        _check_optional(sinks=sinks)
+        paged = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)._replace(sinks=sinks)
         return _attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
         tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         if not (isinstance(cu_seqlens_k, Tensor) and all(isinstance(x, Tensor) for x in tensors.values())):
             raise not_tensors(**tensors)
-    for name, optional in (("seqused_q", seqused_q), ("seqused_k", seqused_k), ("v_mean", v_mean)):
-        if optional is not None and not isinstance(optional, Tensor):
-            raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
+    _check_optional(seqused_q=seqused_q, seqused_k=seqused_k, v_mean=v_mean)
     longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
     lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
     options = options_of(*how, lengths)._replace(attention_chunk=chunk_of(attention_chunk))
@@ -203,25 +206,39 @@ def flash_attn_varlen_func(
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
+    if sinks is not None:
+        check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
         return _attend_fp8(fp8_inputs, fp8_options_of(options, transposed_v, out_dtype), limits, return_lse)
     if transposed_v is not False or out_dtype is not None or v_mean is not None:
         raise formats_without_scales(transposed_v, out_dtype, v_mean)
+    _check_limits(inputs, options, limits)
+    return _attend(inputs, options, sinks, return_lse, is_plain)
+
+
+def _check_optional(**tensors: object) -> None:
+    for name, optional in tensors.items():
+        if optional is not None and not isinstance(optional, Tensor):
+            raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
+
+
+def _check_limits(inputs: PackedInputs, options: FwdOptions, limits: Mapping[str, Longest]) -> None:
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
-    return _attend(inputs, options, is_plain, return_lse)
 
 
 def _attend(
-    inputs: PackedInputs, options: FwdOptions, is_plain: bool, return_lse: bool
+    inputs: PackedInputs, options: FwdOptions, sinks: Tensor | None, return_lse: bool, is_plain: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A call with 16-bit operands; `is_plain` ones on a GPU go past the dispatcher."""
-    result: Tensor | tuple[Tensor, Tensor]
+    """A call with 16-bit operands, or on a CPU; `is_plain` as `is_plain_cuda_call` says."""
     q, k, v = inputs[:3]
-    if not is_plain:
+    result: Tensor | tuple[Tensor, Tensor]
+    if sinks is not None:
+        result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *with_sinks(options, sinks))
+    elif not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
     elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         result = attend_plain_packed(inputs, options, return_lse)

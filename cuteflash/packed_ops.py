@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options
-from cuteflash.autograd import Dispatched, attend_packed
+from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options, without_sinks
+from cuteflash.autograd import Dispatched, DispatchedSinks, attend_packed, attend_sinks
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, Known, check_target, is_determinism_enforced
 from cuteflash.packed_planning import Planner, bwd_launch
@@ -27,8 +27,8 @@ from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
 from cuteflash.strides import compacted
 from cuteflash.torch_internals import OpOverload, is_plain_backward
-from cuteflash.transforms import register_autocast
-from cuteflash.validate import check_alignment, lse_dtype, reads_values
+from cuteflash.transforms import one_by_one, register_autocast
+from cuteflash.validate import check_alignment, check_sinks, lse_dtype, reads_values
 from cuteflash.validate_packed import (
     PackedBwdInputs,
     PackedInputs,
@@ -44,8 +44,8 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
     planner = Planner(has_lse)
     known: Known[Any] = Known()
 
-    def plan(inputs: PackedInputs, options: tuple[Any, ...]) -> Any:
-        return planner.launch(inputs, FwdOptions(*options))
+    def plan(inputs: PackedInputs, options: tuple[Any, ...], *sinks: Tensor) -> Any:
+        return planner.launch(inputs, FwdOptions(*options), *sinks)
 
     def cuda(
         q: Tensor,
@@ -58,15 +58,17 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
         *options: Any,
     ) -> Result:
         inputs = PackedInputs(q, k, v, cu_q, cu_k, used_q, used_k)
-        call = call_of(inputs, options, check_packed, FwdOptions)
+        options, logits = without_sinks(options)
+        sinks = () if logits is None else (logits,)
+        call = call_of((*inputs, *sinks), options, _check_flat, FwdOptions)
         last, launch = known.last
         if call != last:
-            launch = known.find(call, plan, inputs, options)
+            launch = known.find(call, plan, inputs, options, *sinks)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         if reads_values():
             check_values(inputs, complete=True)
-        return launch(inputs)
+        return launch(inputs, *sinks)
 
     return cuda
 
@@ -115,8 +117,14 @@ def cuda_backward() -> Callable[..., Result]:
 
 
 def _check(*arguments: Any) -> None:
-    *tensors, options = arguments
+    *tensors, sinks, options = arguments
     check_packed(PackedInputs(*tensors), options)
+    check_sinks(tensors[0], sinks)
+
+
+def _check_flat(tensors: tuple[Any, ...], options: FwdOptions) -> None:
+    count = len(PackedInputs._fields)
+    _check(*tensors[:count], tensors[count] if len(tensors) > count else None, options)
 
 
 def _check_backward(*arguments: Any) -> None:
@@ -136,7 +144,7 @@ def _fake(*arguments: Any, has_lse: bool) -> Result:
 def _cpu(*arguments: Any, has_lse: bool) -> Result:
     """One sequence after the other through the reference."""
     _check(*arguments)
-    *tensors, options = arguments
+    *tensors, sinks, options = arguments
     inputs = PackedInputs(*tensors)
     q, k, v = inputs[:3]
     check_alignment(q, k, v)
@@ -146,7 +154,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     lse = q.new_full((heads, rows), float("-inf"), dtype=lse_dtype(q))
     definition = options.definition(head_dim)
     for of_q, of_k in spans(inputs):
-        o_part, lse_part = flash_attention_2(q[None, of_q], k[None, of_k], v[None, of_k], **definition)
+        o_part, lse_part = flash_attention_2(q[None, of_q], k[None, of_k], v[None, of_k], **definition, sinks=sinks)
         o[of_q], lse[:, of_q] = o_part[0], lse_part[0]
     return (o, lse) if has_lse else o
 
@@ -195,29 +203,15 @@ def spans(inputs: PackedInputs) -> Iterator[tuple[slice, slice]]:
 
 def register_packed_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, the count of operations, and vmap: one call after the other, as lengths may be mapped, too."""
-    torch.library.register_vmap(op.name(), functools.partial(mapped, op), lib=library)
+    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
     register_autocast(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 
 
 def register_packed_backward_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Likewise of a backward, which runs in the dtype of its forward and has no rule for autocast."""
-    torch.library.register_vmap(op.name(), functools.partial(mapped, op), lib=library)
+    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_backward_flops)
-
-
-def mapped(op: OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-    """The rule of vmap: one call after the other."""
-    if not info.batch_size:
-        raise ValueError("the mapped dimension has size 0; allowed: 1 or more for packed sequences")
-    calls = (
-        op(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
-        for i in range(info.batch_size)
-    )
-    results = list(calls)
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0,) * len(results[0])
 
 
 def count_flops(
@@ -256,6 +250,10 @@ def _differentiable_forward(
     *options: Any,
     has_lse: bool,
 ) -> Result:
+    options, sinks = without_sinks(options)
+    if sinks is not None:
+        route = DispatchedSinks(implementation, "varlen_sink_bwd", options, has_lse)
+        return attend_sinks(q, k, v, route, sinks, cu_q, cu_k, used_q, used_k)
     return attend_packed(q, k, v, Dispatched(implementation, varlen_bwd, options, has_lse), cu_q, cu_k, used_q, used_k)
 
 
@@ -267,6 +265,7 @@ def _forward(
         tensors=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
         optional=("seqused_q", "seqused_k"),
         options=FwdOptions,
+        trailing=("sinks",),
         returns=returns,
         check=_check,
         cuda=cuda,

@@ -22,20 +22,21 @@ from cuteflash.planning import (
     bwd_scalars,
     fwd_scalars,
     should_pack,
+    sink_dtype,
     target_of,
 )
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
-from cuteflash.validate import ALIGNMENT
+from cuteflash.validate import ALIGNMENT, check_sinks
 from cuteflash.validate_packed import PackedBwdInputs, PackedInputs, check_packed, check_packed_bwd
 
 COUNTERS_MAX = 1024
 SEVERAL = 2  # queries: a mask is never simplified as for a single one, since lengths are not known
 
-Launch = Callable[[PackedInputs], Result]
-BwdLaunch = Callable[[PackedBwdInputs], Result]
+Launch = Callable[..., Result]  # takes `PackedInputs`, and the sinks if there are some
+BwdLaunch = Callable[..., Result]  # takes `PackedBwdInputs`, likewise
 
 
 class TileCounters:
@@ -75,21 +76,22 @@ class Planner:
     def __init__(self, has_lse: bool) -> None:
         self.has_lse = has_lse
 
-    def launch(self, inputs: PackedInputs, options: FwdOptions) -> Launch:
+    def launch(self, inputs: PackedInputs, options: FwdOptions, sinks: Tensor | None = None) -> Launch:
         """A checked launch for calls with the same sizes, strides and options; what it keeps holds no tensor.
 
         Raises:
             TypeError, ValueError, NotImplementedError: as `check_packed`, `target_of` and `choose` do.
         """
         check_packed(inputs, options)
+        check_sinks(inputs.q, sinks)
         q, k, v = inputs[:3]
         rows, heads, head_dim = q.shape
         shapes = (rows, heads, v.shape[2]), (heads, rows)
         if is_empty(inputs):
             target_of(q.device, options.family)  # as `choose` does for the others
-            return functools.partial(self._results, shapes=shapes, fill=True)
+            return functools.partial(self._without_keys, shapes=shapes)
         target = current_target(q.device.index)
-        operands, scores, storage, window = _parts_of_problem(inputs, options)
+        operands, scores, storage, window = _parts_of_problem(inputs, options, sinks)
         problem = FwdProblem(operands, scores, storage, self.has_lse)
         choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(inputs, options))
         heads_per_kv = heads // k.shape[1]
@@ -101,14 +103,24 @@ class Planner:
         step = ALIGNMENT // q.element_size()
         restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
 
-        def launch(inputs: PackedInputs) -> Result:
+        def launch(inputs: PackedInputs, *sinks: Tensor) -> Result:
             result = self._results(inputs, shapes, fill=storage.used_q)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], counters.of(o.device)), *scalars)
+            kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], counters.of(o.device)), *scalars, *sinks)
             return result
 
         return launch
+
+    def _without_keys(
+        self, inputs: PackedInputs, *sinks: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> Result:
+        """O and LSE if no query sees a key."""
+        result = self._results(inputs, shapes, fill=True)
+        if sinks and self.has_lse:
+            lse = result[1]
+            torch.where(counted_rows(inputs), sinks[0][:, None].float(), lse, out=lse)
+        return result
 
     def _results(self, inputs: PackedInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]], fill: bool) -> Result:
         """O and LSE, uninitialised or filled with what a query gets that sees no key."""
@@ -121,12 +133,24 @@ class Planner:
         return o, lse.fill_(float("-inf")) if fill else lse
 
 
-def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
+def counted_rows(inputs: PackedInputs) -> Tensor:
+    """(total_q,) whether a row belongs to a sequence, and counts there."""
+    rows = torch.arange(inputs.q.shape[0], device=inputs.q.device, dtype=torch.int32)
+    if not inputs.batch:
+        return rows < 0
+    ends, starts = inputs.cu_seqlens_q[1:], inputs.cu_seqlens_q[:-1]
+    used = ends - starts if inputs.seqused_q is None else inputs.seqused_q
+    sequences = torch.searchsorted(ends, rows, right=True).clamp(max=inputs.batch - 1)
+    return (rows >= starts[sequences]) & (rows < (starts + used)[sequences])
+
+
+def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions, sinks: Tensor | None = None) -> BwdLaunch:
     """A checked launch of the backward for calls with the same sizes, strides and options, as `Planner.launch`.
 
     The kernels write the gradients of rows that count, and of those after the last sequence; all others are zeros.
     """
     check_packed_bwd(inputs, options)
+    check_sinks(inputs.q, sinks)
     packed = inputs.forward
     q, k, v = packed[:3]
     if is_empty(packed):
@@ -134,12 +158,13 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
         return _zeros
     target = current_target(q.device.index)
     rows, heads, head_dim = q.shape
-    operands, scores, storage, window = _parts_of_problem(packed, options)
+    operands, scores, storage, window = _parts_of_problem(packed, options, sinks)
     problem = BwdProblem(operands, scores, storage, inputs.dlse is not None, options.deterministic)
     choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(packed, options))
     kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
     traits: Any = choice.traits
-    workspace_shape = (traits.workspace_packed(packed.batch, heads, rows).size,)
+    places = traits.workspace_packed(packed.batch, heads, rows)
+    workspace_shape, parts_shape = (places.size,), () if sinks is None else (heads, places.sink_parts)
     scalars = bwd_scalars(options, window, head_dim, q.device)
     step = ALIGNMENT // q.element_size()
     restrides = [usable_strides(x.stride(), step) for x in (q, k, v, inputs.out)]
@@ -147,7 +172,7 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
     copies_dout = dout_last != 1 or any(stride % step for stride in dout_strides)
     copies_lse, copies_dlse = (x is not None and x.stride() != (rows, 1) for x in (inputs.lse, inputs.dlse))
 
-    def launch(inputs: PackedBwdInputs) -> Result:
+    def launch(inputs: PackedBwdInputs, *sinks: Tensor) -> Result:
         dq, dk, dv = gradients = tuple(
             x.new_zeros(x.shape) if used else x.new_empty(x.shape)
             for x, used in zip(inputs.forward[:3], (storage.used_q, storage.used_k, storage.used_k), strict=True)
@@ -159,21 +184,22 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:
         dlse = compacted(inputs.dlse) if inputs.dlse is not None and copies_dlse else inputs.dlse
         workspace = lse.new_empty(workspace_shape)
         vectors = PackedTensors(*inputs.forward[3:], counters.of(q.device))
-        kernel(*BwdTensors(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace), *vectors, *scalars)
-        return gradients
+        parts = [lse.new_zeros(parts_shape) for _ in sinks]  # not every tile exists
+        kernel(*BwdTensors(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace), *vectors, *scalars, *sinks, *parts)
+        return *gradients, *(part.sum(dim=1).to(x.dtype) for x, part in zip(sinks, parts, strict=True))
 
     return launch
 
 
 def _parts_of_problem(
-    inputs: PackedInputs, options: FwdOptions | BwdOptions
+    inputs: PackedInputs, options: FwdOptions | BwdOptions, sinks: Tensor | None
 ) -> tuple[Operands, Scores, Storage, tuple[int, int]]:
     """What forward and backward problems have in common, and the window as a kernel takes it."""
     mask, left, right = mask_of_window(options.window_left, options.window_right, SEVERAL, options.attention_chunk)
     dtype = DTYPE_NAMES[inputs.q.dtype]
     return (
         Operands(dtype, dtype, dtype, inputs.q.shape[2], inputs.v.shape[2]),
-        Scores(mask, options.softcap > 0, options.attention_chunk > 0),
+        Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(sinks)),
         storage_of(inputs),
         (left, right),
     )
@@ -195,6 +221,8 @@ def is_empty(inputs: PackedInputs) -> bool:
     return inputs.q.numel() == 0 or inputs.k.shape[0] == 0 or inputs.batch == 0
 
 
-def _zeros(inputs: PackedBwdInputs) -> Result:
-    """Gradients that are 0."""
-    return tuple(x.new_zeros(x.shape) for x in inputs.forward[:3])
+def _zeros(inputs: PackedBwdInputs, *sinks: Tensor) -> Result:
+    """The gradients if no query sees a key; sinks then have all the weight."""
+    gradients = tuple(x.new_zeros(x.shape) for x in inputs.forward[:3])
+    dlse = inputs.lse.new_zeros(1) if inputs.dlse is None else inputs.dlse.where(counted_rows(inputs.forward), 0.0)
+    return *gradients, *(dlse.sum(dim=-1).to(x.dtype).expand(x.shape) for x in sinks)

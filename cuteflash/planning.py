@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, empty_like
 
 from cuteflash.arguments import BwdOptions, BwdScalars, Fp8Options, FwdOptions, FwdScalars
+from cuteflash.calls import Call, sizes_kind
 from cuteflash.compile import compiled
 from cuteflash.dispatch import check_family, choose, current_target
 from cuteflash.problem import (
@@ -28,72 +29,27 @@ from cuteflash.problem import (
     FwdProblem,
     HalfDtype,
     Operands,
-    Operation,
     Scores,
+    SinkDtype,
     mask_of_window,
 )
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of
-from cuteflash.validate import ALIGNMENT, check_bwd, check_fwd
+from cuteflash.validate import ALIGNMENT, check_bwd, check_fwd, check_sinks
 
 Result = Any  # of a forward a Tensor without LSE, (Tensor, Tensor) with it; of a backward three Tensors
 Kernel = Callable[..., object]
 Launch = Callable[..., Result]  # takes the operator's tensors
-# Shapes of q, k and v, their strides, element types and device indices, and the options: flat, because it is hashed at
-# every call, and a nested tuple costs 0.1 us more.
-Call = tuple[Any, ...]
-Options = tuple[Any, ...]  # an operator's, flat; trailing defaults may be left out
 
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+SINK_DTYPES: dict[torch.dtype, SinkDtype] = {torch.float32: "fp32", **DTYPE_NAMES}
 PLANS_MAX = 4096  # scales and windows are part of a kind, and may differ from call to call
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Call:
-    """What a launch depends on. RuntimeError: a sparse tensor has no strides, a nested one no shape."""
-    return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), options,
-    )  # fmt: skip
-
-
-def sizes_kind(
-    operation: Operation, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ...]
-) -> tuple[Any, ...] | None:
-    """What of the sizes decides a plan; None if the shapes do not belong together, are empty or are too long."""
-    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        return None
-    batch, seqlen_q, heads, head_dim = q_shape
-    k_batch, seqlen_k, kv_heads, k_head_dim = k_shape
-    v_batch, v_seqlen, v_heads, head_dim_v = v_shape
-    if (
-        batch == k_batch == v_batch != 0
-        and head_dim == k_head_dim
-        and seqlen_k == v_seqlen
-        and kv_heads == v_heads != 0 != heads
-        and heads % kv_heads == 0
-        and 0 < seqlen_q <= LENGTH_MAX
-        and 0 < seqlen_k <= LENGTH_MAX
-    ):
-        heads_per_kv = heads // kv_heads
-        fits_packed = seqlen_q * heads_per_kv <= LENGTH_MAX
-        lengths = length_class_of(seqlen_q, seqlen_k, operation)
-        return head_dim, head_dim_v, heads_per_kv, fits_packed, lengths, seqlen_q == 1
-    return None
-
-
-def bwd_call_of(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, options: Options
-) -> Call:
-    """What a backward's launch depends on, the first six as in `call_of`. RuntimeError as there."""
-    return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        out.shape, dout.shape, lse.shape, dlse if dlse is None else dlse.shape,
-        out.stride(), dout.stride(), lse.stride(), dlse if dlse is None else dlse.stride(),
-        q.dtype, k.dtype, v.dtype, out.dtype, dout.dtype, lse.dtype, dlse if dlse is None else dlse.dtype,
-        q.get_device(), k.get_device(), v.get_device(), out.get_device(), dout.get_device(), lse.get_device(),
-        dlse if dlse is None else dlse.get_device(), options,
-    )  # fmt: skip
+def sink_dtype(sinks: Tensor | None) -> SinkDtype | None:
+    """Their element type as problems name it."""
+    return None if sinks is None else SINK_DTYPES[sinks.dtype]
 
 
 class Planner(abc.ABC):
@@ -149,26 +105,28 @@ class FwdPlanner(Planner):
         sizes = sizes_kind("fwd", *call[:3])
         return sizes and (call[6:], sizes)
 
-    def check(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Launch | None:
+    def check(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Launch | None:
         options = FwdOptions(*call[-1])
-        check_fwd(q, k, v, options)
+        check_fwd(q, k, v, options, sinks)
         if not _is_empty(q, k):
             return None
         target_of(q.device, options.family)  # as `choose` does for the others
         return _without_kernel((*q.shape[:3], v.shape[3]), self.has_lse)
 
-    def plan(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> FwdPlan:
-        return FwdPlan(q, k, v, FwdOptions(*call[-1]), self.has_lse)
+    def plan(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> FwdPlan:
+        return FwdPlan(q, k, v, FwdOptions(*call[-1]), self.has_lse, sinks)
 
 
 class FwdPlan:
     """The kernels and scalars of one kind of calls, made from the first of them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, has_lse: bool, sinks: Tensor | None = None
+    ) -> None:
         seqlen_q, head_dim, head_dim_v = q.shape[1], q.shape[3], v.shape[3]
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q, options.attention_chunk)
         dtype = DTYPE_NAMES[q.dtype]
-        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0)
+        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(sinks))
         self.problem = FwdProblem(Operands.of(dtype, head_dim, head_dim_v), scores, has_lse=has_lse)
         self.target = current_target(q.device.index)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, k.shape[1]))
@@ -216,15 +174,15 @@ class FwdPlan:
         like_q = d == d_v and q_strides == (s_q * h * d, h * d, d, 1)
         restride = any(restrides)
 
-        def launch(q: Tensor, k: Tensor, v: Tensor) -> Result:
+        def launch(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Result:
             o = empty_like(q) if like_q else q.new_empty(o_shape)
             if restride:
                 q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
             if like_lse is None:
-                kernel(q, k, v, o, None, *scalars)  # in the order of FwdTensors and FwdScalars
+                kernel(q, k, v, o, None, *scalars, *sinks)  # in the order of `FwdArguments.flat`
                 return o
             lse = empty_like(like_lse)
-            kernel(q, k, v, o, lse, *scalars)
+            kernel(q, k, v, o, lse, *scalars, *sinks)
             return o, lse
 
         return launch
@@ -248,29 +206,49 @@ class BwdPlanner(Planner):
         return call[14:], sizes
 
     def check(
-        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+        self,
+        call: Call,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *others: Tensor | None,
     ) -> Launch | None:
-        options = BwdOptions(*call[-1])
+        options, dlse, sinks = BwdOptions(*call[-1]), others[0], others[1:]
         check_bwd(dout, q, k, v, out, lse, dlse, options)
+        check_sinks(q, *(sinks or (None,)))
         if not _is_empty(q, k):
             return None
         target_of(q.device, options.family)  # as `choose` does for the others
         return _zeros
 
     def plan(
-        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+        self,
+        call: Call,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *others: Tensor | None,
     ) -> BwdPlan:
-        return BwdPlan(q, k, v, BwdOptions(*call[-1]), has_dlse=dlse is not None)
+        dlse, *sinks = others
+        return BwdPlan(q, k, v, BwdOptions(*call[-1]), dlse is not None, *sinks)
 
 
 class BwdPlan:
     """The kernel and scalars of one kind of backward calls, made from the first of them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: BwdOptions, has_dlse: bool) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, options: BwdOptions, has_dlse: bool, sinks: Tensor | None = None
+    ) -> None:
         seqlen_q, head_dim, head_dim_v = q.shape[1], q.shape[3], v.shape[3]
         mask, left, right = mask_of_window(options.window_left, options.window_right, seqlen_q, options.attention_chunk)
         operands = Operands.of(DTYPE_NAMES[q.dtype], head_dim, head_dim_v)
-        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0)
+        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(sinks))
         self.problem = BwdProblem(operands, scores, has_dlse=has_dlse, is_deterministic=options.deterministic)
         target = current_target(q.device.index)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, k.shape[1], "bwd"))
@@ -309,10 +287,13 @@ class BwdPlan:
         copies_lse, copies_dlse = lse_strides != compact, dlse_strides is not None and dlse_strides != compact
         copies = copies_dout or copies_lse or copies_dlse
         restride = any(restrides)
-        like_workspace = fp32_template((self.traits.workspace(b, h, s_q).size,), self.device)
-        kernel, scalars = self.kernel, self.scalars
+        places = self.traits.workspace(b, h, s_q)
+        like_workspace = fp32_template((places.size,), self.device)
+        kernel, scalars, parts_shape = self.kernel, self.scalars, (h, places.sink_parts)
 
-        def launch(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any) -> Result:
+        def launch(
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any, sinks: Any = None
+        ) -> Result:
             dq = empty_like(q) if q_like else q.new_empty(q_shape)
             dk = empty_like(k) if k_like else k.new_empty(k_shape)
             dv = empty_like(v) if v_like else v.new_empty(v_shape)
@@ -324,9 +305,13 @@ class BwdPlan:
                 lse = compacted(lse) if copies_lse else lse
                 dlse = compacted(dlse) if copies_dlse else dlse
             workspace = empty_like(like_workspace)
-            # In the order of BwdTensors and BwdScalars.
-            kernel(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, *scalars)
-            return dq, dk, dv
+            # In the order of `BwdArguments.flat`.
+            if sinks is None:
+                kernel(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, *scalars)
+                return dq, dk, dv
+            parts = workspace.new_empty(parts_shape)
+            kernel(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, *scalars, sinks, parts)
+            return dq, dk, dv, parts.sum(dim=1).to(sinks.dtype)
 
         return launch
 
@@ -380,13 +365,20 @@ def _without_kernel(o_shape: tuple[int, ...], has_lse: bool) -> Launch:
     """The results if no query sees a key: O = 0 and LSE = -inf, both possibly empty."""
     b, s_q, h, _ = o_shape
 
-    def fill(q: Tensor, k: Tensor, v: Tensor) -> Result:
+    def fill(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Result:
         o = q.new_zeros(o_shape)
-        return (o, q.new_full((b, h, s_q), float("-inf"), dtype=torch.float32)) if has_lse else o
+        if not has_lse:
+            return o
+        lse = q.new_full((b, h, s_q), float("-inf"), dtype=torch.float32)
+        return o, lse if sinks is None else lse.copy_(sinks[:, None])
 
     return fill
 
 
-def _zeros(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *forward: Tensor | None) -> Result:
-    """The gradients if no query sees a key, possibly empty."""
-    return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+def _zeros(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Result:
+    """The gradients if no query sees a key, possibly empty; sinks then have all the weight."""
+    zeros = tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    dlse, sinks = (*others, None)[2:4]  # after out and lse
+    if sinks is None:
+        return zeros
+    return *zeros, torch.zeros_like(sinks) if dlse is None else dlse.sum(dim=(0, 2)).to(sinks.dtype)

@@ -20,7 +20,8 @@ Fp8Dtype = Literal["e4m3", "e5m2"]
 Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen", "paged"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales"]
+SinkDtype = Literal["fp32", "fp16", "bf16"]
+Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "sink"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
@@ -29,6 +30,7 @@ FP8_DTYPES: tuple[str, ...] = ("e4m3",)  # as rows and sweeps name operands of 8
 MASK_KINDS: tuple[str, ...] = get_args(MaskKind)
 STORAGE_KINDS: tuple[str, ...] = get_args(StorageKind)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
+SINK_DTYPES: tuple[SinkDtype, ...] = get_args(SinkDtype)
 
 DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 E4M3_MAX = 448.0  # the largest number of e4m3
@@ -143,16 +145,27 @@ class Scores:
         mask: ``"full"``, ``"causal"`` (bottom-right aligned) or ``"window"`` (both edges at run time).
         softcap: scores pass through ``softcap * tanh(score / softcap)`` before the mask.
         chunked: a query sees only keys of its own chunk of positions, whose length a kernel gets; of a ``"window"``.
+        sink: each query head has a logit that joins the softmax of its rows and has no value: its element type; None
+            is none.
     """
 
     mask: MaskKind = "full"
     softcap: bool = False
     chunked: bool = False
+    sink: SinkDtype | None = None
 
     def __post_init__(self) -> None:
         _check_choice("mask", self.mask, MASK_KINDS)
         if self.chunked and not self.has_left_edge:
             raise ValueError(f"chunked is True; allowed with mask {self.mask!r}: False, a chunk has both edges")
+        if self.sink is not None:
+            _check_choice("sink", self.sink, SINK_DTYPES)
+
+    def asking(self, features: Collection[Feature]) -> Self:
+        """The same mask with just these optional features; sinks are fp32."""
+        return dataclasses.replace(
+            self, softcap="softcap" in features, sink=SINK_DTYPES[0] if "sink" in features else None
+        )
 
     @property
     def has_left_edge(self) -> bool:
@@ -233,12 +246,13 @@ class FwdProblem:
         *,
         softcap: bool = False,
         chunked: bool = False,
+        sink: SinkDtype | None = None,
         lse: bool = False,
         packed_heads: int = 1,
     ) -> Self:
         """A problem whose operands are `Operands.of` one element type and whose sequences have one length."""
         operands = Operands.of(dtype, head_dim, head_dim_v, packed_heads)
-        return cls(operands, Scores(mask, softcap, chunked), has_lse=lse)
+        return cls(operands, Scores(mask, softcap, chunked, sink), has_lse=lse)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -250,6 +264,7 @@ class FwdProblem:
             turned_v=self.operands.is_fp8 and not self.operands.transposed_v,
             v_mean=self.operands.has_v_mean,
             block_scales=self.operands.has_block_scales,
+            sink=self.scores.sink is not None,
         )
 
     @property
@@ -270,7 +285,7 @@ class FwdProblem:
             has_v_mean=is_fp8 and "v_mean" in features,
             has_block_scales=is_fp8 and "block_scales" in features,
         )
-        scores = dataclasses.replace(self.scores, softcap="softcap" in features)
+        scores = self.scores.asking(features)
         storage = PACKED if "varlen" in features else DENSE
         return dataclasses.replace(self, operands=operands, scores=scores, storage=storage, has_lse="lse" in features)
 
@@ -307,21 +322,27 @@ class BwdProblem:
         *,
         softcap: bool = False,
         chunked: bool = False,
+        sink: SinkDtype | None = None,
         dlse: bool = False,
         deterministic: bool = False,
     ) -> Self:
         """A problem whose operands have one element type and whose sequences have one length."""
         operands = Operands.of(dtype, head_dim, head_dim_v)
-        return cls(operands, Scores(mask, softcap, chunked), has_dlse=dlse, is_deterministic=deterministic)
+        return cls(operands, Scores(mask, softcap, chunked, sink), has_dlse=dlse, is_deterministic=deterministic)
 
     @property
     def features(self) -> frozenset[Feature]:
         """The features in use, beyond a mask, which not every row serves."""
-        return _features(softcap=self.scores.softcap, varlen=self.storage != DENSE, deterministic=self.is_deterministic)
+        return _features(
+            softcap=self.scores.softcap,
+            varlen=self.storage != DENSE,
+            deterministic=self.is_deterministic,
+            sink=self.scores.sink is not None,
+        )
 
     def asking(self, features: Collection[Feature]) -> Self:
         """The same with just these optional features."""
-        scores = dataclasses.replace(self.scores, softcap="softcap" in features)
+        scores = self.scores.asking(features)
         storage = PACKED if "varlen" in features else DENSE
         return dataclasses.replace(self, scores=scores, storage=storage, is_deterministic="deterministic" in features)
 
@@ -358,36 +379,3 @@ def mask_of_window(
     if window_left < 0 and window_right == 0:
         return "causal", left, right
     return "window", left, right
-
-
-def extras_of(problem: Problem) -> list[str]:
-    """What a problem has beyond operands and mask, in words: features, `used_q`, `dlse`, `packed 4`, `fp16 out`, .."""
-    extras: list[str] = [name for name in FEATURES if name in problem.features]
-    extras += ["chunked"] * problem.scores.chunked
-    extras += [name for name in ("used_q", "used_k") if getattr(problem.storage, name)]
-    if problem.storage.k == "paged":
-        extras.append(f"paged {problem.storage.page_rows}")
-        extras += [
-            name.removeprefix("has_")
-            for name in ("has_page_table", "has_cache_batch_idx", "has_leftpad")
-            if getattr(problem.storage, name)
-        ]
-    if isinstance(problem, BwdProblem) and problem.has_dlse:
-        extras.append("dlse")
-    if problem.operands.packed_heads > 1:
-        extras.append(f"packed {problem.operands.packed_heads}")
-    if problem.operands.is_fp8 and problem.operands.o_dtype != FP8_OUT:
-        extras.append(f"{problem.operands.o_dtype} out")
-    return extras
-
-
-def problem_id(problem: Problem) -> str:
-    """Identity of an operation's problem, readable: `"bf16 128x128 causal"`, then `extras_of`."""
-    return " ".join(
-        [
-            problem.operands.qk_dtype,
-            f"{problem.operands.head_dim}x{problem.operands.head_dim_v}",
-            problem.scores.mask,
-            *extras_of(problem),
-        ]
-    )

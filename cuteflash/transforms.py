@@ -1,7 +1,7 @@
 """What torch's transforms and modes make of an operator. All but the first are registered with torch.
 
 forward-mode AD    refused if an input has a tangent: without a formula torch would take the result's for zero
-vmap               the mapped dimension joins the batch, and one call serves all
+vmap               the mapped dimension joins the batch, and one call serves all; mapped sinks take one call each
 autocast           q, k and v in autocast's dtype, as torch's own scaled_dot_product_attention takes them; a backward
                    has no rule, since it runs in the dtype of its forward
 FlopCounterMode    two matrix products of a forward, five of a backward, over all scores, also masked ones, as torch
@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash import torch_internals
-from cuteflash.arguments import BwdOptions, FwdOptions
+from cuteflash.arguments import BwdOptions, FwdOptions, without_sinks
 from cuteflash.torch_internals import OpOverload
 from cuteflash.validate import check_bwd, check_fwd
 
@@ -53,7 +53,8 @@ def register_backward_transforms(library: torch.library.Library, op: OpOverload)
 
 
 def _check_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> None:
-    check_fwd(q, k, v, FwdOptions(*options))
+    options, sinks = without_sinks(options)
+    check_fwd(q, k, v, FwdOptions(*options), sinks)
 
 
 def _check_backward(
@@ -82,6 +83,8 @@ def register_vmap(library: torch.library.Library, op: OpOverload, tensors: int, 
     """
 
     def mapped(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        if any(dim is not None for dim in in_dims[tensors:]):
+            return one_by_one(op, info, in_dims, *arguments)
         size, options = info.batch_size, arguments[tensors:]
         mapped_tensors = zip(arguments[:tensors], in_dims[:tensors], strict=True)
         stacked: list[Any] = [x if x is None else _stacked(x, dim, size) for x, dim in mapped_tensors]
@@ -94,6 +97,20 @@ def register_vmap(library: torch.library.Library, op: OpOverload, tensors: int, 
         return tuple(x.unflatten(0, (size, batch)) for x in result), (0,) * len(result)
 
     torch.library.register_vmap(op.name(), mapped, lib=library)
+
+
+def one_by_one(op: OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    """The rule of vmap for what cannot share a call: one call after the other."""
+    if not info.batch_size:
+        raise ValueError("the mapped dimension has size 0; allowed: 1 or more for packed sequences and sinks")
+    calls = (
+        op(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    )
+    results = list(calls)
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0,) * len(results[0])
 
 
 def _stacked(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -113,9 +130,14 @@ def _autocast_rule(op: OpOverload, device_type: str, casts: bool) -> Callable[..
             return tensor.to(torch.get_autocast_dtype(device_type))
         return tensor
 
-    def autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
+    def cast_half(argument: Any) -> Any:
+        """Sinks of 16 bits have q's dtype; fp32 is always allowed."""
+        is_half = isinstance(argument, Tensor) and argument.dtype is not torch.float32
+        return cast(argument) if is_half else argument
+
+    def autocast(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
         with torch_internals.below_autocast(device_type):
-            return op(cast(q), cast(k), cast(v), *options)
+            return op(cast(q), cast(k), cast(v), *map(cast_half, others))
 
     return autocast
 

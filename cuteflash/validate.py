@@ -33,9 +33,22 @@ POSITIVE = f"positive number that fp32 holds ({FP32_TINY:.2g} to {FP32_MAX:.2g})
 SCALES, SOFTCAPS = f"None or a {POSITIVE}", f"0 (none) or a {POSITIVE}"
 
 
-def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions) -> None:
+def check_fwd(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions, sinks: Tensor | None = None) -> None:
     """Raise if the forward operators cannot take these arguments on any GPU, or on a CPU; see `check_operands`."""
     check_operands(q, k, v, options, DIMS)
+    check_sinks(q, sinks)
+
+
+def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """Raise if the sinks, if there are any, are not one logit of fp32 or q's dtype for each head of a checked q."""
+    if sinks is None:
+        return
+    check_strided("sinks", sinks)
+    if sinks.dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"sinks.dtype is {sinks.dtype}; allowed: torch.float32 or {q.dtype}, that of q")
+    check_same_device("sinks", sinks, q)
+    if sinks.dim() != 1 or holds(sinks.shape[0] != q.shape[-2]):
+        raise ValueError(f"sinks.shape is {tuple(sinks.shape)}; allowed: ({q.shape[-2]},), one for each head of q")
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, options: FwdOptions | BwdOptions, dims: Dims) -> None:

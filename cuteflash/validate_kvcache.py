@@ -16,6 +16,7 @@ from cuteflash.validate import (
     check_kind,
     check_options,
     check_same_kind,
+    check_sinks,
     check_strided,
     check_strides,
     holds,
@@ -41,6 +42,7 @@ class KvCacheInputs(NamedTuple):
     page_table: Tensor | None = None  # (entries, pages of each)
     cache_batch_idx: Tensor | None = None  # (batch,)
     cache_leftpad: Tensor | None = None  # (batch,)
+    sinks: Tensor | None = None  # (heads,)
 
     @property
     def batch(self) -> int:
@@ -84,6 +86,7 @@ def check_kvcache(inputs: KvCacheInputs, options: FwdOptions) -> None:
     for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v)):
         check_strides(name, tensor)
     _check_vectors(inputs)
+    check_sinks(q, inputs.sinks)
     _check_capacity(inputs, options.pack_gqa)
 
 

@@ -27,7 +27,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, FwdProblem, Operation, Problem, problem_id
+from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, FwdProblem, Operation, Problem
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import TableKey, Traits
 from cuteflash.traits.tables import MODULES, TABLES, tables_of

@@ -93,6 +93,9 @@ def by_hand(call: Call, dtype: torch.dtype, caches: tuple[Tensor, Tensor] | None
     for b, of_q in enumerate(query_spans(call)):
         k, v = (keys_of(given, cache, b, lengths[b]) for cache in (k_cache, v_cache))
         part_o, part_lse = reference(q[of_q].reshape(1, -1, *q.shape[-2:]), k[None], v[None], call.case, dtype)
+        if "sinks" in given:
+            whole = torch.logaddexp(part_lse, given["sinks"].float()[:, None])
+            part_o, part_lse = part_o * torch.exp(part_lse - whole).transpose(1, 2)[..., None], whole
         o[of_q] = part_o.reshape(o[of_q].shape)
         lse[(slice(None), of_q) if o.dim() == 3 else of_q] = part_lse.reshape(heads, -1)
     return {"k_cache": given["k_cache"], "v_cache": given["v_cache"], "o": o, "lse": lse}
@@ -168,6 +171,8 @@ def random_call(seed: int, dtypes: tuple[torch.dtype, ...]) -> Call:
         options["rotary_interleaved"] = rng.random() < 0.5
         if rng.random() < 0.3:
             tensors["rotary_seqlens"] = torch.randint(0, 40, (batch,), generator=generator).to(torch.int32)
+    if rng.random() < 0.3:
+        tensors["sinks"] = torch.randn(heads, generator=generator).to(rng.choice((dtype, torch.float32)))
     if rng.random() < 0.3:
         options["num_splits"] = rng.choice((0, 1, 3))
     case = Case(

@@ -19,7 +19,8 @@ import time
 from typing import Any
 
 from cuteflash.compile import BuildReport, Resources
-from cuteflash.problem import Problem, problem_id
+from cuteflash.problem import Problem
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.tune.backend import Backend, Machine

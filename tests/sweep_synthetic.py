@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import DTYPES, MASK_KINDS, Operation, problem_id
+from cuteflash.problem import DTYPES, MASK_KINDS, Operation
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES, length_class_of
 from cuteflash.traits.row import Traits

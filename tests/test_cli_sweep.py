@@ -25,7 +25,8 @@ from cuteflash.cli import sweep_apply
 from cuteflash.cli.app import app
 from cuteflash.compile import cache_dir
 from cuteflash.dispatch import choose
-from cuteflash.problem import BwdProblem, FwdProblem, problem_id
+from cuteflash.problem import BwdProblem, FwdProblem
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.funnel import Funnel

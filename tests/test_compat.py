@@ -76,6 +76,7 @@ FLASH_ATTENTION_3: dict[str, dict[str, Any]] = {
         "qv": None,
         **DESCALES,
         **TAIL_3,
+        "s_aux": None,
     },
     "flash_attn_qkvpacked_func": {
         "qkv": REQUIRED,
@@ -97,6 +98,8 @@ FLASH_ATTENTION_3: dict[str, dict[str, Any]] = {
         "qv": None,
         **DESCALES,
         **TAIL_3,
+        "page_table": None,
+        "s_aux": None,
     },
     "flash_attn_with_kvcache": {
         **dict.fromkeys(("q", "k_cache", "v_cache"), REQUIRED),

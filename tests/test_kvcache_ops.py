@@ -77,8 +77,9 @@ def test_the_schema() -> None:
     assert str(KVCACHE._schema) == (
         "cuteflash::kvcache_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cu_seqlens_q=None, "
         "Tensor? seqused_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "
+        "Tensor? sinks=None, "
         "float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0., bool? pack_gqa=None, "
-        "str? family=None, bool deterministic=False, str? lengths=None) -> Tensor"
+        "str? family=None, bool deterministic=False, str? lengths=None, int attention_chunk=0) -> Tensor"
     )
 
 
@@ -121,7 +122,7 @@ def test_gradients_and_tangents_are_refused_by_name() -> None:
 def test_vmap_makes_one_call_after_the_other() -> None:
     tensors = built()
     q = torch.stack([tensors["q"], -tensors["q"]])
-    out = torch.vmap(KVCACHE, in_dims=(0, *[None] * 7))(*(tensors | {"q": q}).values())
+    out = torch.vmap(KVCACHE, in_dims=(0, *[None] * 8))(*(tensors | {"q": q}).values())
     for i in range(2):
         assert torch.equal(out[i], KVCACHE(*(tensors | {"q": q[i]}).values()))
 
@@ -228,7 +229,7 @@ def test_a_launch_gets_tensors_vectors_table_and_scalars(gpu: Gpu, queries: Any)
     for name in ("cu_seqlens_q", "seqused_k", "page_table", "cache_batch_idx", "cache_leftpad"):
         assert getattr(packed, name) is tensors[name]
     assert (packed.tile_counter is None) == (queries is None)
-    assert FwdScalars(*rest[len(PackedTensors._fields) :]) == FwdScalars(0.3, 0.0, 5, 1 << 30, NUM_SMS)
+    assert FwdScalars(*rest[len(PackedTensors._fields) :]) == FwdScalars(0.3, 0.0, 5, 1 << 30, 0, NUM_SMS)
 
 
 def test_whole_dense_caches_take_the_kernel_of_dense_batches(gpu: Gpu) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cuteflash import api, flash_attn_func, ops, planning
+from cuteflash import api, calls, flash_attn_func, ops, planning
 from cuteflash.dispatch import Choice
 from cuteflash.problem import UNBOUNDED, FwdProblem, mask_of_window
 from cuteflash.traits.row import Row
@@ -88,7 +88,7 @@ def test_the_schema_is_made_of_the_options() -> None:
     arguments = (
         "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, int window_left=-1, int window_right=-1, "
         "float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, str? lengths=None, "
-        "int attention_chunk=0)"
+        "int attention_chunk=0, Tensor? sinks=None)"
     )
     assert str(FWD._schema) == f"cuteflash::fwd{arguments} -> Tensor"
     assert str(FWD_LSE._schema) == f"cuteflash::fwd_lse{arguments} -> (Tensor, Tensor)"
@@ -105,7 +105,7 @@ def test_a_field_of_the_options_is_an_argument_of_the_schema() -> None:
         dropout: float = 0.5
         sink: str | None = None
 
-    schema = dataclasses.replace(ops.FWD, options=Longer, tensors=("q", "cu_q")).schema
+    schema = dataclasses.replace(ops.FWD, options=Longer, tensors=("q", "cu_q"), trailing=()).schema
     assert (
         schema == "fwd(Tensor q, Tensor cu_q, float? softmax_scale=None, float dropout=0.5, str? sink=None) -> Tensor"
     )
@@ -258,7 +258,8 @@ def test_only_making_a_plan_asks_for_the_class_of_lengths(gpu: Gpu, monkeypatch:
         raise AssertionError("asked")
 
     gpu.fwd(*qkv())
-    monkeypatch.setattr(planning, "length_class_of", asked)
+    for module in (calls, planning):
+        monkeypatch.setattr(module, "length_class_of", asked)
     gpu.fwd(*qkv())
     traced = make_fx(FWD, tracing_mode="symbolic")(*qkv())
     assert isinstance(next(iter(traced.graph.nodes)).meta["val"].shape[1], torch.SymInt)

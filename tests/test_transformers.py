@@ -187,7 +187,7 @@ def attention_inputs() -> tuple[torch.nn.Module, Tensor, Tensor, Tensor]:
     ("arguments", "error", "message"),
     [
         ({"dropout": 0.1}, NotImplementedError, "dropout is 0.1"),
-        ({"s_aux": torch.zeros(2)}, NotImplementedError, "attention sinks"),
+        ({"sinks": torch.zeros(2)}, NotImplementedError, "attention sinks"),
         ({"indices": torch.zeros(2)}, NotImplementedError, "sparse attention"),
         ({"position_bias": torch.zeros(1)}, NotImplementedError, "position bias"),
         ({"output_attentions": True}, ValueError, "output_attentions is True"),
@@ -229,7 +229,42 @@ def test_without_a_mask_nothing_is_hidden():
     torch.testing.assert_close(ours.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
 
-def test_a_layer_with_sinks_is_refused():
+def test_sinks_join_the_softmax():
+    module, q, k, v = attention_inputs()
+    sinks = torch.tensor([0.5, -1.0])
+    logits = torch.cat([q @ k.mT / 4, sinks[None, :, None, None].expand(2, 2, 6, 1)], dim=-1)
+    for s_aux in (sinks, sinks[None, :, None, None], sinks.bfloat16()):
+        ours, _ = integration.attention(module, q, k, v, None, s_aux=s_aux)
+        torch.testing.assert_close(ours.transpose(1, 2), logits.softmax(dim=-1)[..., :-1] @ v)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gpt_oss_trains_as_with_eager_attention(padded):
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=50, num_local_experts=2, num_experts_per_tok=1, sliding_window=5, pad_token_id=0,
+        attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tokens, seen = torch.randint(1, 50, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    if padded:
+        seen[1, :4] = 0
+    model, results = transformers.GptOssForCausalLM(config), []
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, mean=1.0)
+    for implementation in ("eager", "cuteflash"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        logits = model(input_ids=tokens, attention_mask=seen).logits[seen.bool()]
+        logits.square().mean().backward()
+        results.append([logits.detach(), *(layer.self_attn.sinks.grad.clone() for layer in model.model.layers)])
+        results[-1].append(model.model.embed_tokens.weight.grad.clone())
+    assert results[0][1].abs().min() > 0
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-3)
+
+
+def test_a_layer_with_sinks_that_gives_none_is_refused():
     module, q, k, v = attention_inputs()
     module.sinks = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(NotImplementedError, match="Module has sinks"):

@@ -33,7 +33,7 @@ def settings(model_type: str, implementation: Any = None) -> Any:
         ("roformer", "RoFormerForCausalLM", "RoFormerForCausalLM does not run on cuteflash"),
         ("git", "GitModel", "GitModel does not run on cuteflash"),
         ("blip", "BlipForConditionalGeneration", "Blip.* does not run on cuteflash"),
-        ("gpt_oss", "GptOssForCausalLM", "GptOss.* does not run on cuteflash: of the flash implementations"),
+        ("minimax_m3_vl_text", "MiniMaxM3VLTextModel", "MiniMaxM3VL.* does not run on cuteflash: of the flash impl"),
         ("sam", "SamModel", "SamModel does not run on cuteflash"),
         ("bigbird_pegasus", "BigBirdPegasusModel", "BigBirdPegasusBlockSparseAttention"),
         ("pegasus_x", "PegasusXModel", "PegasusXGlobalLocalAttention"),
@@ -55,7 +55,12 @@ def test_a_part_of_a_model_is_refused_unless_it_is_left_out():
 
 @pytest.mark.parametrize(
     ("model_type", "cls"),
-    [("bloom", "BloomModel"), ("git", "GitModel"), ("clap", "ClapModel"), ("gpt_oss", "GptOssModel")],
+    [
+        ("bloom", "BloomModel"),
+        ("git", "GitModel"),
+        ("clap", "ClapModel"),
+        ("minimax_m3_vl_text", "MiniMaxM3VLTextModel"),
+    ],
 )
 def test_a_refused_change_leaves_the_model_as_it_was(model_type, cls):
     model = getattr(transformers, cls)(settings(model_type, "eager"))
@@ -80,7 +85,7 @@ def test_a_name_set_behind_transformers_back_fails_at_the_first_mask():
 
 def test_other_implementations_are_left_alone():
     transformers.BloomModel(settings("bloom", "eager")).set_attn_implementation("eager")
-    transformers.GptOssModel(settings("gpt_oss", "eager"))
+    transformers.MiniMaxM3VLTextModel(settings("minimax_m3_vl_text", "eager"))
 
 
 def test_registering_again_wraps_nothing_twice():

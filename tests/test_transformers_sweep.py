@@ -21,6 +21,7 @@ from tests.transformers_sweep.probes import FAILS, NO_REFERENCE, REFUSED, RIGHT,
         "gemma2",  # also with attention to both sides
         "t5gemma",  # windows to both sides do not count the query
         "qwen2_vl_vision",  # several images in one row
+        "gpt_oss",  # attention sinks
     ],
 )
 def test_right_or_refused(model_type):
@@ -31,7 +32,7 @@ def test_right_or_refused(model_type):
     assert outcomes[RIGHT] and all(probe.endswith(("attention weights", "dropout in training")) for probe in refused)
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "gpt_oss", "t5", "doge"])
+@pytest.mark.parametrize("model_type", ["bloom", "minimax_m3_vl", "t5", "doge"])
 def test_refused(model_type):
     assert {finding.outcome for finding in look_at(model_type)} == {REFUSED}
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem, problem_id
+from cuteflash.problem import DTYPES, MASK_KINDS, FwdProblem
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm80 import FwdTraitsSm80

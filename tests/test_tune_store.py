@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuteflash.problem import FwdProblem, problem_id
+from cuteflash.problem import FwdProblem
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.store import SCHEMA_VERSION, STAGES, Store, StoreError, Timing, Verdict, candidate_id

@@ -17,7 +17,8 @@ from cuteflash.cli.bar import progress_bar
 from cuteflash.cli.options import problem_of
 from cuteflash.compile import BuildReport, build
 from cuteflash.dispatch import choose, kernel_class
-from cuteflash.problem import Operation, Problem, extras_of
+from cuteflash.problem import Operation, Problem
+from cuteflash.problem_names import extras_of
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import Traits

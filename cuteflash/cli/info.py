@@ -12,7 +12,8 @@ from cuteflash import usertable
 from cuteflash.compile import cache_dir
 from cuteflash.compile.cache import cache_size
 from cuteflash.dispatch import KERNELS, Choice, choose, current_target
-from cuteflash.problem import Problem, extras_of
+from cuteflash.problem import Problem
+from cuteflash.problem_names import extras_of
 from cuteflash.traits.arch import ARCHS, Family, get_arch
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90

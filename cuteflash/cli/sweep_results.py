@@ -18,7 +18,8 @@ from rich.table import Table
 from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.dispatch import padded_head_dim
 from cuteflash.output import check_file, write_file
-from cuteflash.problem import Operands, problem_id
+from cuteflash.problem import Operands
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
 from cuteflash.traits.row import TableKey
 from cuteflash.tune.backend import PEER

@@ -11,6 +11,7 @@ What differs:
   attended to as a whole; descale factors of a 16-bit one raise NotImplementedError.
 - 8-bit q, k and v may be e5m2, too. Descale factors with 16-bit ones raise TypeError.
 - The log-sum-exp is differentiable.
+- `s_aux`, attention sinks, which forks of FlashAttention-3 have, and their gradient.
 - CPU tensors run the reference.
 """
 
@@ -88,11 +89,13 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """Attention of q (batch, seqlen_q, heads, head_dim) to k and v (batch, seqlen_k, kv_heads, head_dim).
 
     Args:
         q_descale, k_descale, v_descale: fp32 (batch, kv_heads), with 8-bit q, k and v; None is 1. O is bf16 then.
+        s_aux: (heads,), the `sinks` of `cuteflash.flash_attn_func`, as forks of FlashAttention-3 name them.
 
     Returns:
         O, (batch, seqlen_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (batch, heads, seqlen_q).
@@ -117,6 +120,7 @@ def flash_attn_func(
         softcap=softcap,
         pack_gqa=pack_gqa,
         deterministic=deterministic,
+        sinks=s_aux,
         return_lse=return_attn_probs,
     )
 
@@ -146,6 +150,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     page_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """Attention of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim).
 
@@ -153,7 +158,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), the first token of each sequence, then the total.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
         seqused_q, seqused_k: int32 (batch,), how many of a sequence's tokens are used; None is all.
-        q_descale, k_descale, v_descale: as of `flash_attn_func`.
+        q_descale, k_descale, v_descale, s_aux: as of `flash_attn_func`.
         page_table: int32 (batch, pages of a sequence): k and v are pages, (num_pages, page_size, kv_heads, head_dim),
             and `seqused_k` or, without it, `cu_seqlens_k` says how long each sequence is.
 
@@ -180,6 +185,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         pack_gqa=pack_gqa,
         deterministic=deterministic,
+        sinks=s_aux,
         return_lse=return_attn_probs,
     )
 

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cuteflash.arguments import BwdArguments, BwdScalars, BwdTensors, PackedTensors
-from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES, FAKE_SCALARS
+from cuteflash.arguments import BwdArguments, BwdScalars, BwdTensors, PackedTensors, SinkTensors
+from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES, FAKE_SCALARS, fake_sinks
 from cuteflash.problem import BwdProblem
 
 
@@ -62,4 +62,10 @@ def bwd_fake_args(problem: BwdProblem) -> tuple[Any, ...]:
         tile_counter=vector(1, storage.k == "varlen"),
     )
     scalars = BwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(BwdScalars).items()})
-    return BwdArguments(tensors, packed, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
+    sinks = SinkTensors()
+    if problem.scores.sink is not None:
+        parts = make_fake_compact_tensor(
+            cutlass.Float32, (heads_q, cute.sym_int32(symbol="parts")), stride_order=(1, 0), assumed_align=4
+        )
+        sinks = SinkTensors(fake_sinks(problem.scores, heads_q), parts)
+    return BwdArguments(tensors, packed, scalars, sinks, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()

@@ -1,4 +1,4 @@
-"""The end of a query tile: O divided by the row sums, and the log-sum-exp."""
+"""The end of a query tile: the row sums with their sinks, O divided by them, and the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from cuteflash.core.scores import ScoreTile
+from cuteflash.core.sinks import Sinks
 from cuteflash.core.softmax import OnlineSoftmax, scale_rows
 from cuteflash.core.tile import QueryTile
 
@@ -19,6 +20,7 @@ def normalize(
     tile: QueryTile,
     mLSE: cute.Tensor | None,
     v_scale: Float32 | None = None,
+    sinks: Sinks | None = None,
 ):
     """Divide O by the row sums; write the log-sum-exp if it is asked for.
 
@@ -28,9 +30,16 @@ def normalize(
         tile: the rows of `scores`.
         mLSE: (b, h_q, s_q) fp32; of packed sequences (1, h_q, total).
         v_scale: what V is multiplied with, if it has a scale.
+        sinks: those that join the row sums, if there are sinks.
     """
     lse = cute.make_rmem_tensor_like(softmax.row_scale)
-    softmax.finish(lse)
+    if const_expr(sinks is not None):
+        of_rows = cute.make_rmem_tensor_like(lse)
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            of_rows[r] = sinks.of(tile, scores.token(r)[1])
+        softmax.finish_with_sinks(lse, of_rows)
+    else:
+        softmax.finish(lse)
     if const_expr(v_scale is not None):
         for r in cutlass.range_constexpr(cute.size(lse)):
             softmax.row_scale[r] = softmax.row_scale[r] * v_scale

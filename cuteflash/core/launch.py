@@ -14,6 +14,7 @@ from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.paged import Pages, seqlen_of_caches
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
+from cuteflash.core.sinks import Sinks
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
 from cuteflash.core.views import with_batch
@@ -78,6 +79,7 @@ class Launch:
         lengths: of the sequences.
         window_left, window_right: keys visible before and after a query's own position.
         attention_chunk: positions of a chunk; None for a problem without chunks.
+        sinks: those of the query heads; None if there are none.
         scale_log2, inner_scale: exp2 is taken of `scale_log2 * s`, with `s = tanh(inner_scale * q k)` under a softcap
             and `s = q k` otherwise.
         mask_kind, storage, tile_tokens, tile_n, packed_heads: of the kernel.
@@ -92,6 +94,7 @@ class Launch:
     attention_chunk: Int32 | None
     scale_log2: Float32
     inner_scale: Float32
+    sinks: Sinks | None
     mask_kind: cutlass.Constexpr[MaskKind]
     storage: cutlass.Constexpr[Storage]
     tile_tokens: cutlass.Constexpr[int]
@@ -100,7 +103,14 @@ class Launch:
     pages: Pages | None = None
 
     @staticmethod
-    def of(kernel, tensors: FwdTensors, packed: PackedTensors, scalars: FwdScalars, persistent: bool) -> Launch:
+    def of(
+        kernel,
+        tensors: FwdTensors,
+        packed: PackedTensors,
+        scalars: FwdScalars,
+        persistent: bool,
+        sinks: cute.Tensor | None = None,
+    ) -> Launch:
         """The launch of a kernel.
 
         Args:
@@ -108,6 +118,7 @@ class Launch:
             tensors: the kernel's, as `batched` returns them.
             packed, scalars: the kernel's.
             persistent: there are `num_sms` blocks; groups of heads of a dense batch then fill whole waves of them.
+            sinks: (heads_q,), the kernel's.
         """
         operands, scores, storage = kernel.problem.operands, kernel.problem.scores, kernel.problem.storage
         batch, seqlen_q, heads_q, _ = tensors.q.shape
@@ -126,6 +137,7 @@ class Launch:
             group, longest_first = cutlass.min(group, heads * batch), kernel.longest_first
             order = TileOrder(m_blocks, heads, batch, group, longest_first, zigzag=longest_first)
         scale, inner_scale = score_scales(scores.softcap, scalars)
+        lengths = lengths_of(tensors, packed)
         return Launch(
             order=order,
             heads_per_kv=heads_per_kv,
@@ -135,6 +147,7 @@ class Launch:
             attention_chunk=scalars.attention_chunk if scores.chunked else None,
             scale_log2=scale * LOG2_E,
             inner_scale=inner_scale,
+            sinks=None if sinks is None else Sinks(sinks, lengths.batch),
             mask_kind=scores.mask,
             storage=storage,
             tile_tokens=kernel.tile_tokens,

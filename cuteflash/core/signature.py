@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors, PackedTensors, ScaleTensors
-from cuteflash.problem import DTYPE_BYTES, Dtype, FwdProblem
+from cuteflash.problem import DTYPE_BYTES, Dtype, FwdProblem, Scores
 
 ALIGN_BYTES = 16  # one cp.async or the base of a TMA box
 ALIGN_ELEMENTS = ALIGN_BYTES // 2  # fp16 and bf16
@@ -19,6 +19,7 @@ CUTE_DTYPES = {
     "bf16": cutlass.BFloat16,
     "e4m3": cutlass.Float8E4M3FN,
     "e5m2": cutlass.Float8E5M2,
+    "fp32": cutlass.Float32,
 }
 FAKE_SCALARS = {float: cutlass.Float32(0.0), int: cutlass.Int32(0)}
 
@@ -76,7 +77,16 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         factors = (_per_head(batch, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
         scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
-    return FwdArguments(tensors, packed, scales, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
+    sinks, stream = fake_sinks(problem.scores, heads_q), make_fake_stream(use_tvm_ffi_env_stream=True)
+    return FwdArguments(tensors, packed, scales, scalars, sinks, stream).flat()
+
+
+def fake_sinks(scores: Scores, heads: Any) -> Any:
+    """The logit of each query head, with a free stride; None if there are no sinks."""
+    if scores.sink is None:
+        return None
+    dtype = CUTE_DTYPES[scores.sink]
+    return make_fake_tensor(dtype, (heads,), stride=(cute.sym_int64(),), assumed_align=dtype.width // 8)
 
 
 def _table() -> Any:

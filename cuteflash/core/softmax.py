@@ -19,6 +19,7 @@ from cutlass import Float32, const_expr
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MAX_CHAINS = 4
+SINK_RULES = 100.0  # powers of two by which a sink exceeds a row's maximum, from which on it is the row's whole sum
 
 
 def exp2(x: Float32) -> Float32:
@@ -142,6 +143,29 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + sums[r]
 
     @cute.jit
+    def finish_with_sinks(self, lse: cute.Tensor, sinks: cute.Tensor):
+        """As `finish`, with a logit for each row that joins its sum; rows without a key get 0 and their sink.
+
+        The sink is taken relative to the row's maximum, as the exponentials were. If it exceeds that by so much that
+        its power of two might overflow, all keys together have no weight that fp32 holds beside it.
+        """
+        for r in cutlass.range_constexpr(cute.size(self.row_sum)):
+            total = self.whole_sum(r)
+            shift = self.shift(r)
+            if const_expr(self.p_offset):
+                shift = shift - self.p_offset
+            excess = sinks[r] * LOG2_E - shift
+            log2_sum = cute.math.log2(total + exp2(excess), fastmath=True)
+            empty = total == 0.0
+            self.row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total + exp2(excess))
+            log2_sum = excess if excess > SINK_RULES else log2_sum
+            lse[r] = sinks[r] if empty else (shift + log2_sum) * LN_2
+
+    def whole_sum(self, row: int) -> Float32:
+        """A row's sum over the quad."""
+        return quad_sum(self.row_sum[row])
+
+    @cute.jit
     def finish(self, lse: cute.Tensor):
         """`row_scale` becomes 1 / row sum, `lse` the natural-log log-sum-exp; rows without a key get 0 and -inf."""
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
@@ -160,6 +184,14 @@ class PlainSoftmax(OnlineSoftmax):
 
     It shows the gain of `OnlineSoftmax`. `row_max` is of scaled scores.
     """
+
+    def shift(self, row: int) -> Float32:
+        """The number to subtract from a row's scores times log2(e)."""
+        return self.finite_max(row) * LOG2_E
+
+    def whole_sum(self, row: int) -> Float32:
+        """A row's sum, which every lane of the quad has."""
+        return self.row_sum[row]
 
     @cute.jit
     def take_peaks(self, scores: cute.Tensor, is_first: cutlass.Constexpr[bool]):

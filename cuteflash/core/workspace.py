@@ -20,6 +20,7 @@ from typing import Any
 from cuteflash.core.tile_numbers import count_tiles
 
 Index = Any  # a Python int or a traced cutlass.Int32
+PREPARE_WARPS = 8  # of the blocks that compute the statistics of a tile each
 PARTS = 2  # of a dQ tile, at most, that are added one apart from the other
 
 
@@ -54,6 +55,11 @@ class Workspace:
     def rows(self) -> Index:
         """Padded rows of all sequences of one head."""
         return self.batch * self.tiles * self.tile_m
+
+    @property
+    def sink_parts(self) -> Index:
+        """Parts that add up to the gradient of a head's sink, in a tensor of their own: one of each warp and tile."""
+        return self.batch * self.tiles * PREPARE_WARPS
 
     @property
     def size(self) -> Index:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cuteflash.reference.bwd import flash_attention_2_backward
+from cuteflash.reference.bwd import flash_attention_2_backward, sink_gradient
 from cuteflash.reference.fa1 import flash_attention_1
 from cuteflash.reference.fa2 import flash_attention_2
 from cuteflash.reference.fp8 import fp8_attention, stored_rows
@@ -51,5 +51,6 @@ __all__ = [
     "naive_attention",
     "online_softmax_attention",
     "safe_softmax_attention",
+    "sink_gradient",
     "stored_rows",
 ]

@@ -90,6 +90,19 @@ def flash_attention_2_backward(
     return heads_last(dq, q.dtype), heads_last(dk[:, :, None], k.dtype), heads_last(dv[:, :, None], v.dtype)
 
 
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, sinks: Tensor) -> Tensor:
+    """The gradient of the sinks (h_q,), fp32 (fp64 for fp64 inputs): a sink's P is exp(sink - LSE), its dP is 0.
+
+    The other arguments are as of `flash_attention_2_backward`. A row with LSE -inf has no share.
+    """
+    dtype = lse.dtype
+    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    share = torch.exp(sinks.to(dtype)[:, None] - lse) * delta
+    return -share.masked_fill(lse == float("-inf"), 0.0).sum(dim=(0, 2))
+
+
 def _sum_over_rows(weights: Tensor, rows: Tensor) -> Tensor:
     """Weights (b, h_k, g, rows, cols), transposed, with (b, h_k, g, rows, d) give (b, h_k, cols, d)."""
     return weights.flatten(2, 3).mT @ rows.flatten(2, 3)

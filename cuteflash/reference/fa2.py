@@ -33,8 +33,13 @@ def flash_attention_2(
     window_right: int = -1,
     softcap: float = 0.0,
     attention_chunk: int = 0,
+    *,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with the outer loop over queries; arguments and results as `naive.naive_attention`.
+
+    With `sinks` (h_q,) each head has a logit that joins the softmax of its rows and has no value: LSE includes it, and
+    O of a row that sees no key is 0.
 
     Accumulates in fp32 (in fp64 for fp64 inputs), which is LSE's type, too. The results are new and contiguous.
     """
@@ -62,6 +67,12 @@ def flash_attention_2(
             acc = rescale[..., None] * acc + weighted_values(p, values[:, :, j0:j1])
             m = m_new
         acc = acc / ell.masked_fill(ell == 0, 1.0)[..., None]
+        log_sums = m + torch.log(ell)
+        if sinks is not None:
+            of_rows = sinks.to(m.dtype).view(m.shape[1], m.shape[2], 1)
+            with_sinks = torch.logaddexp(log_sums, of_rows)
+            acc = acc * torch.exp(log_sums - finite_or_zero(with_sinks))[..., None]
+            log_sums = with_sinks
         o[:, i0:i1] = acc.permute(0, 3, 1, 2, 4).reshape(b, i1 - i0, h_q, d_v)
-        lse[:, :, i0:i1] = (m + torch.log(ell)).reshape(b, h_q, i1 - i0)
+        lse[:, :, i0:i1] = log_sums.reshape(b, h_q, i1 - i0)
     return o, lse

@@ -60,7 +60,7 @@ class BwdTraitsSm80:
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm80"
     features: ClassVar[frozenset[Feature]] = frozenset(
-        {"softcap", "deterministic", "varlen"}
+        {"softcap", "deterministic", "varlen", "sink"}
     )  # those that the kernel implements
     first_stores: ClassVar[bool] = False
     persistent: ClassVar[bool] = False

@@ -58,7 +58,7 @@ class BwdTraitsSm90:
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm90"
     features: ClassVar[frozenset[Feature]] = frozenset(
-        {"softcap", "deterministic", "varlen"}
+        {"softcap", "deterministic", "varlen", "sink"}
     )  # those that the kernel implements
     first_stores: ClassVar[bool] = True
     turns_at_once: ClassVar[int] = 0

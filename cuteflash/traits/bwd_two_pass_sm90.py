@@ -41,7 +41,7 @@ class BwdTwoPassTraitsSm90:
     operation: ClassVar[Operation] = "bwd"
     family: ClassVar[Family] = "sm90"
     # Those that the kernels implement.
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic", "varlen"})
+    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic", "varlen", "sink"})
     first_stores: ClassVar[bool] = False
     turns_at_once: ClassVar[int] = 0
     lone_tiles: ClassVar[bool] = False

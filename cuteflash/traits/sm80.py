@@ -103,7 +103,9 @@ class FwdTraitsSm80:
 
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm80"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse", "varlen"})  # those the kernel implements
+    features: ClassVar[frozenset[Feature]] = frozenset(
+        {"softcap", "lse", "varlen", "sink"}
+    )  # those the kernel implements
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256

@@ -21,6 +21,7 @@ ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
 # The sum over all warpgroups is at most the 65536 / threads that the block was launched with.
 MAX_REGS, REGISTER_FILE = 255, 65536  # a thread's at most, a multiprocessor's
+PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "sink"})  # of every kernel
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 PAGED_SPLIT = 40, 232  # of two consumer warpgroups, if the producer looks up where K and V lie
 
@@ -124,7 +125,7 @@ class FwdTraitsSm90:
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements; packed sequences need a warp of the producer that hands out tiles."""
-        return frozenset({"softcap", "lse", "varlen"} if self.warp_specialized else {"softcap", "lse"})
+        return PLAIN_FEATURES | {"varlen"} if self.warp_specialized else PLAIN_FEATURES
 
     @property
     def k_step(self) -> int:

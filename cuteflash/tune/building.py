@@ -15,7 +15,8 @@ import queue
 from collections.abc import Generator, Iterable, Sequence
 
 from cuteflash.compile import BuildReport, cache_dir
-from cuteflash.problem import Problem, problem_id
+from cuteflash.problem import Problem
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.row import Traits
 from cuteflash.tune.backend import Backend
 from cuteflash.tune.plan import Candidate, Group, Limits, Plan

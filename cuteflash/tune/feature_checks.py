@@ -10,7 +10,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from cuteflash.problem import FEATURES, Feature, problem_id
+from cuteflash.problem import FEATURES, Feature
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.row import Row
 from cuteflash.tune.building import Kernel
 from cuteflash.tune.operations import SPECS, task_of_traits

@@ -18,7 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cuteflash.problem import Problem, problem_id
+from cuteflash.problem import Problem
+from cuteflash.problem_names import problem_id
 from cuteflash.tune.backend import GATE, PEER, Backend, Machine
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.plan import Candidate, Group, Plan, default_traits

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
-from cuteflash.problem import problem_id
+from cuteflash.problem_names import problem_id
 from cuteflash.traits.arch import ARCHS, Family
 from cuteflash.traits.row import Traits
 from cuteflash.traits.values import make_traits

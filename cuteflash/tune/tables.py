@@ -18,7 +18,8 @@ from typing import Any
 
 from cuteflash import usertable
 from cuteflash.dispatch import offers
-from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, Problem, problem_id
+from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, Problem
+from cuteflash.problem_names import problem_id
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES

@@ -105,6 +105,7 @@ class Paged:
             "page_table": None if table is None else vector(table),
             "cache_batch_idx": vector(order) if self.indexed else None,
             "cache_leftpad": None if self.leftpad is None else vector(self.leftpad),
+            "sinks": None,
         }
 
     def options(self, family: str | None) -> FwdOptions:

@@ -110,8 +110,8 @@ _REFERENCE = (
 _REASONS = (
     (r"(\w+) \([^)]*\) is attention code", r"a layer computes attention in code of its own (`\1`)"),
     ("its attention is code of its own", "attention is code of its own, not behind the attention interface"),
-    ("of the flash implementations it allows", "allows only kernels that know its sinks or sparsity"),
-    ("attention sinks", "attention sinks"),
+    ("of the flash implementations it allows", "allows only kernels that know its sparsity"),
+    ("attention sinks|has sinks", "attention sinks of each query"),
     ("position bias", "an additive position bias"),
     ("sparse attention", "sparse attention to selected keys"),
     ("packed into one row", "sequences packed into one row"),

@@ -2,15 +2,16 @@
 
     model = AutoModel.from_pretrained(name, attn_implementation="cuteflash", dtype=torch.bfloat16)
 
-Encoders and decoders, grouped heads, sliding windows, softcap, key-value caches (also static and sliding ones), padding
-on either side and several sequences packed into one row. A layer makes one operator call, whatever the padding.
+Encoders and decoders, grouped heads, sliding windows, softcap, attention sinks, key-value caches (also static and
+sliding ones), padding on either side and several sequences packed into one row. A layer makes one operator call,
+whatever the padding.
 
 `attn_implementation="cuteflash_fp8"` is for inference: attention of 128 queries and more is computed in FP8; of fewer,
 as in the steps of generation, in 16 bits. It refuses tensors that require a gradient and, of 128 queries and more,
 padding and several sequences in a row.
 
 Refused, by name, are models whose attention does not go through transformers' attention interface; dropout, attention
-weights as an output, sinks, position biases, sparse attention, paged caches; and masks that are not causal, sliding or
+weights as an output, position biases, sparse attention, paged caches; and masks that are not causal, sliding or
 full, with padding or packed sequences. docs/transformers.md lists every architecture.
 """
 

@@ -23,8 +23,7 @@ FP8_QUERIES = 128  # of a call that is computed in FP8; for fewer, quantising al
 
 # Arguments that some models pass and that change the result in a way the operator does not know.
 _REFUSED = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks of each query",
     "position_bias": "an additive position bias",
     "head_mask": "a head mask",
     "indices": "sparse attention to selected keys",
@@ -53,7 +52,8 @@ def attention(
         dropout: 0.
         scaling: None is 1 / sqrt(head_dim).
         **kwargs: `softcap` counts, without a mask `is_causal` and `sliding_window`, and with one `cu_seq_lens_q`,
-            `cu_seq_lens_k`, `max_length_q` and `max_length_k`, see `sequences_of`.
+            `cu_seq_lens_k`, `max_length_q` and `max_length_k`, see `sequences_of`; `s_aux` are attention sinks, a logit
+            of each head.
 
     Returns:
         O (batch, query length, heads, head_dim_v), and None for the attention weights.
@@ -87,6 +87,10 @@ def fp8_attention(
             sequences in a row.
     """
     _refuse_unsupported(module, dropout, kwargs)
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError(
+            's_aux is given: attention sinks are not supported by cuteflash in FP8; use attn_implementation="cuteflash"'
+        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise NotImplementedError(
@@ -107,6 +111,8 @@ def _attend(
     """O of query, key and value as transformers has them; `options` are of `flash_attn_func`."""
     q, k, v = (x.transpose(1, 2) for x in tensors)
     options["softcap"] = kwargs.get("softcap") or 0.0
+    if kwargs.get("s_aux") is not None:
+        options["sinks"] = _sinks_of(kwargs["s_aux"], q)
     o: Tensor
     if attention_mask is None:
         _check_no_mask(module, q.shape[1], k.shape[1], kwargs)
@@ -121,6 +127,11 @@ def _attend(
     return o
 
 
+def _sinks_of(s_aux: Tensor, q: Tensor) -> Tensor:
+    """The logit of each head, of a type that the operator takes."""
+    return s_aux.flatten() if s_aux.dtype == q.dtype else s_aux.flatten().float()
+
+
 def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(
@@ -129,9 +140,10 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
     for name, meaning in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{name} is given: {meaning} is not supported by cuteflash; {INSTEAD}")
-    if getattr(module, "sinks", None) is not None:
+    if getattr(module, "sinks", None) is not None and kwargs.get("s_aux") is None:
         raise NotImplementedError(
-            f"{type(module).__name__} has sinks: attention sinks are not supported by cuteflash; {INSTEAD}"
+            f"{type(module).__name__} has sinks and no s_aux is given: attention sinks are supported by cuteflash only "
+            f"as s_aux; {INSTEAD}"
         )
     if kwargs.get("output_attentions") or (not torch.compiler.is_compiling() and _weights_are_collected()):
         raise ValueError(

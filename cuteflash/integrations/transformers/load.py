@@ -30,13 +30,13 @@ def refuse_class(cls: type) -> None:
     Raises:
         NotImplementedError: the class cannot run on us.
     """
-    kernels = getattr(cls, "_compatible_flash_implementations", None)
-    if kernels is not None and NAME not in kernels:
+    kernels, module = getattr(cls, "_compatible_flash_implementations", None), sys.modules.get(cls.__module__, torch)
+    if kernels is not None and NAME not in kernels and not _gives_sinks(module):
         raise NotImplementedError(
             f"{cls.__name__} does not run on cuteflash: of the flash implementations it allows only {kernels}, which "
-            f"know its attention sinks or sparsity, and cuteflash does not; {_INSTEAD}"
+            f"know its sparsity, and cuteflash does not; {_INSTEAD}"
         )
-    choices = vars(sys.modules.get(cls.__module__, torch)).items()
+    choices = vars(module).items()
     own_choice = any(re.search("ATTENTION_CLASSES$", name) and NAME not in value for name, value in choices)
     if own_choice or not cls._can_set_attn_implementation():  # type: ignore[attr-defined]
         raise NotImplementedError(
@@ -139,6 +139,15 @@ def _own_modules(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torc
         if not isinstance(child, PreTrainedModel):
             yield f"{path}{name}", child
             yield from _own_modules(child, f"{path}{name}.")
+
+
+@functools.cache
+def _gives_sinks(module: Any) -> bool:
+    """Whether a model's code gives attention sinks to the interface, which is why it allows only certain kernels."""
+    try:
+        return "s_aux=" in inspect.getsource(module)
+    except (OSError, TypeError):
+        return False
 
 
 @functools.cache

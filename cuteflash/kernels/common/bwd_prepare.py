@@ -5,6 +5,10 @@
     dQ       = 0                         the sum that its blocks add to, in fp32, if the first one does not store
     turns    = 0                         how many of them have come to a tile
 
+With sinks it also gives their gradient, in parts that the host adds up:
+
+    dsinks   = -sum(exp(sink - LSE) * delta)  of the rows of one head that a warp has seen
+
 Rows without a key and rows that pad the last tile get +inf and 0, with which P is 0. The kernel does nothing but move
 memory: a block loads the rows of a whole tile before it adds up the first.
 """
@@ -16,16 +20,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 
-from cuteflash.arguments import BwdTensors, PackedTensors
+from cuteflash.arguments import BwdTensors, PackedTensors, SinkTensors
 from cuteflash.core.signature import ALIGN_ELEMENTS, CUTE_DTYPES
-from cuteflash.core.softmax import LOG2_E
+from cuteflash.core.softmax import LOG2_E, exp2
 from cuteflash.core.views import rows_first
-from cuteflash.core.workspace import PARTS, Workspace
+from cuteflash.core.workspace import PARTS, PREPARE_WARPS, Workspace
 from cuteflash.kernels.common.workspace import WorkspacePlace, WorkspaceTensors, WorkspaceTiles
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.base import BwdTraits
 
-THREADS = 256
+THREADS = 32 * PREPARE_WARPS
 ROW_LANES = (16, 8, 4)  # neighbouring threads that may share a row: at least a sector of 32 bytes
 STORE = 4  # fp32 elements of 16 bytes
 
@@ -46,14 +50,16 @@ class BwdPrepare:
         self.chunks = problem.operands.head_dim_v // ALIGN_ELEMENTS
         self.lanes = lanes_of_row(self.chunks)
 
-    def launch(self, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace, stream) -> None:
+    def launch(
+        self, tensors: BwdTensors, packed: PackedTensors, sinks: SinkTensors, workspace: Workspace, stream
+    ) -> None:
         """Launch it; `workspace` says where the results go, `tensors` are as `batched` returns them."""
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         tiles = WorkspaceTiles.of(self.traits, tensors, packed, workspace)
         self.kernel.set_name_prefix("flash_bwd_prepare", remove_cutlass_symbol=True)
-        self.kernel(rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, tiles).launch(
-            grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream
-        )
+        self.kernel(
+            rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, tiles, sinks
+        ).launch(grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -64,14 +70,21 @@ class BwdPrepare:
         mDLSE: cute.Tensor | None,
         views: WorkspaceTensors,
         tiles: WorkspaceTiles,
+        sinks: SinkTensors,
     ):
         place = tiles.place(cute.arch.block_idx()[0])
         if place.exists:
-            self.prepare(gO, gDO, (mLSE, mDLSE), views, place)
+            self.prepare(gO, gDO, (mLSE, mDLSE), views, place, sinks)
 
     @cute.jit
     def prepare(
-        self, gO: cute.Tensor, gDO: cute.Tensor, statistics: tuple, views: WorkspaceTensors, place: WorkspacePlace
+        self,
+        gO: cute.Tensor,
+        gDO: cute.Tensor,
+        statistics: tuple,
+        views: WorkspaceTensors,
+        place: WorkspacePlace,
+        sinks: SinkTensors,
     ):
         """The tile at `place`, which has a row."""
         mLSE, mDLSE = statistics
@@ -91,6 +104,9 @@ class BwdPrepare:
         if const_expr(tile.turns is not None and (self.problem.is_deterministic or self.traits.first_stores)):
             if thread < PARTS:
                 tile.turns[thread] = Int32(0)
+        sink, dsink = Float32(0.0), Float32(0.0)
+        if const_expr(sinks.sinks is not None):
+            sink = sinks.sinks[place.head].to(Float32) * LOG2_E
         for i in cutlass.range_constexpr(passes):
             row = row0 + i * (THREADS // self.lanes)
             delta = self.row_sum(rO[None, None, i], rDO[None, None, i], lane)
@@ -100,6 +116,18 @@ class BwdPrepare:
             if lane == 0 and row < self.traits.tile_m:
                 tile.delta[row] = Float32(0.0) if hidden else delta
                 tile.lse_log2[row] = Float32.inf if hidden else lse[i] * LOG2_E
+                if const_expr(sinks.sinks is not None):
+                    dsink -= Float32(0.0) if hidden else exp2(sink - lse[i] * LOG2_E) * delta
+        if const_expr(sinks.sinks is not None):
+            self.store_part(sinks.dsinks, views, place, cute.arch.warp_reduction_sum(dsink))
+
+    @cute.jit
+    def store_part(self, dsinks: cute.Tensor, views: WorkspaceTensors, place: WorkspacePlace, part: Float32):
+        """Store a warp's part of the gradient of its head's sink."""
+        thread = cute.arch.thread_idx()[0]
+        if thread % 32 == 0:
+            tile = views.first_tile(place.sequence) + place.m_block
+            dsinks[place.head, tile * PREPARE_WARPS + thread // 32] = part
 
     def load(self, gX: cute.Tensor, first: Int32, last: Int32, place: tuple[Int32, Int32, int]) -> cute.Tensor:
         """This thread's chunks of its rows: (chunk, chunks of a row, rows).

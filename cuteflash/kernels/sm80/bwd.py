@@ -97,7 +97,8 @@ class FlashBwdSm80:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, packed, scalars, stream = BwdArguments.of(arguments)
+        has_sinks = self.problem.scores.sink is not None
+        tensors, packed, scalars, sinks, stream = BwdArguments.of(arguments, has_sinks)
         tensors = batched(tensors, self.problem.storage)
         workspace = workspace_of(self.traits, tensors, packed)
         launch = BwdLaunch.of(self, tensors, packed, scalars)
@@ -106,7 +107,7 @@ class FlashBwdSm80:
             *(rows_first(x) for x in (tensors.q, tensors.k, tensors.v, tensors.do, tensors.dk, tensors.dv)),
             gdQ=rows_first(tensors.dq) if self.traits.lone_tiles else None,
         )
-        BwdPrepare(self.traits, self.problem).launch(tensors, packed, workspace, stream)
+        BwdPrepare(self.traits, self.problem).launch(tensors, packed, sinks, workspace, stream)
         self.kernel.set_name_prefix("flash_bwd_sm80", remove_cutlass_symbol=True)
         self.kernel(operands, views, launch).launch(
             grid=(launch.order.size(), 1, 1),

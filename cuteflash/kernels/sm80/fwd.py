@@ -110,13 +110,14 @@ class FlashFwdSm80:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, packed_tensors, _, scalars, stream = FwdArguments.of(arguments)
+        has_sinks = self.problem.scores.sink is not None
+        tensors, packed_tensors, _, scalars, sinks, stream = FwdArguments.of(arguments, has_sinks)
         tensors = batched(tensors, self.problem.storage)
         traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(
             query_view(tensors.q, packed), rows_first(tensors.k), rows_first(tensors.v), query_view(tensors.o, packed)
         )
-        launch = Launch.of(self, tensors, packed_tensors, scalars, persistent=False)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, False, sinks)
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
         self.kernel(operands, tensors.lse, launch).launch(
             grid=(launch.order.size(), 1, 1),
@@ -147,7 +148,7 @@ class FlashFwdSm80:
         sources = self.kv_sources(operands, kv_head, tiles, launch, tile)
         load_q(self, operands.gQ[None, None, tile.head, tile.batch], tiles.sQ, tile, thread)
         attend(self, f, sources, tile)
-        normalize(f.softmax, f.scores, f.out, tile, mLSE)
+        normalize(f.softmax, f.scores, f.out, tile, mLSE, sinks=launch.sinks)
         write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
 
     def kv_sources(

@@ -141,7 +141,8 @@ class FlashBwdSm90:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, packed, scalars, stream = BwdArguments.of(arguments)
+        has_sinks = self.problem.scores.sink is not None
+        tensors, packed, scalars, sinks, stream = BwdArguments.of(arguments, has_sinks)
         traits = self.traits
         tensors = batched(tensors, self.problem.storage)
         workspace = workspace_of(traits, tensors, packed)
@@ -150,7 +151,7 @@ class FlashBwdSm90:
         blocks = launch.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, scalars.num_sms)
-        BwdPrepare(traits, self.problem).launch(tensors, packed, workspace, stream)
+        BwdPrepare(traits, self.problem).launch(tensors, packed, sinks, workspace, stream)
         self.kernel(make_tma(self, tensors), views, launch).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),

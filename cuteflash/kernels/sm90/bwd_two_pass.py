@@ -42,9 +42,10 @@ class FlashBwdTwoPassSm90:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, packed, scalars, stream = BwdArguments.of(arguments)
+        has_sinks = self.problem.scores.sink is not None
+        tensors, packed, scalars, sinks, stream = BwdArguments.of(arguments, has_sinks)
         tensors = batched(tensors, self.problem.storage)
         workspace = workspace_of(self.traits, tensors, packed)
-        BwdPrepare(self.traits, self.problem).launch(tensors, packed, workspace, stream)
+        BwdPrepare(self.traits, self.problem).launch(tensors, packed, sinks, workspace, stream)
         for one_pass in (DkvPass(self.traits, self.problem), DqPass(self.traits, self.problem)):
             one_pass.launch(tensors, packed, workspace, scalars, stream)

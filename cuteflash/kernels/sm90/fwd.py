@@ -231,11 +231,12 @@ class FlashFwdSm90:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, packed_tensors, scales, scalars, stream = FwdArguments.of(arguments)
+        has_sinks = self.problem.scores.sink is not None
+        tensors, packed_tensors, scales, scalars, sinks, stream = FwdArguments.of(arguments, has_sinks)
         traits = self.traits
         tensors = batched(tensors, self.problem.storage)
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
-        launch = Launch.of(self, tensors, packed_tensors, scalars, persistent=traits.persistent)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks)
         blocks = launch.order.size()
         if const_expr(traits.persistent):
             blocks = cutlass.min(blocks, scalars.num_sms)

@@ -108,7 +108,7 @@ def consume_tile(
         kv_pos = attend(kernel, wg, tiles, rings, loads, tile, blocks, kv_pos)
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
-    normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale)
+    normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
     if const_expr(kernel.problem.operands.has_v_mean):
         add_mean(kernel, wg, block.scales.mean_of_v(tile))
     write_output(kernel, wg, block.tma, tiles, tile)

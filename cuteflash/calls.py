@@ -1,0 +1,67 @@
+"""What of a call decides its launch, as a key to look that up by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from cuteflash.problem import LENGTH_MAX, Operation
+from cuteflash.traits.length_class import length_class_of
+
+# Shapes of q, k and v, their strides, element types and device indices, and the options: flat, because it is hashed at
+# every call, and a nested tuple costs 0.1 us more.
+Call = tuple[Any, ...]
+Options = tuple[Any, ...]  # an operator's, flat; trailing defaults may be left out
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Call:
+    """What a launch depends on. RuntimeError: a sparse tensor has no strides, a nested one no shape."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), options,
+    )  # fmt: skip
+
+
+def sizes_kind(
+    operation: Operation, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ...]
+) -> tuple[Any, ...] | None:
+    """What of the sizes decides a plan; None if the shapes do not belong together, are empty or are too long."""
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        return None
+    batch, seqlen_q, heads, head_dim = q_shape
+    k_batch, seqlen_k, kv_heads, k_head_dim = k_shape
+    v_batch, v_seqlen, v_heads, head_dim_v = v_shape
+    if (
+        batch == k_batch == v_batch != 0
+        and head_dim == k_head_dim
+        and seqlen_k == v_seqlen
+        and kv_heads == v_heads != 0 != heads
+        and heads % kv_heads == 0
+        and 0 < seqlen_q <= LENGTH_MAX
+        and 0 < seqlen_k <= LENGTH_MAX
+    ):
+        heads_per_kv = heads // kv_heads
+        fits_packed = seqlen_q * heads_per_kv <= LENGTH_MAX
+        lengths = length_class_of(seqlen_q, seqlen_k, operation)
+        return head_dim, head_dim_v, heads_per_kv, fits_packed, lengths, seqlen_q == 1
+    return None
+
+
+def bwd_call_of(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, options: Options
+) -> Call:
+    """What a backward's launch depends on, the first six as in `call_of`. RuntimeError as there."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        out.shape, dout.shape, lse.shape, dlse if dlse is None else dlse.shape,
+        out.stride(), dout.stride(), lse.stride(), dlse if dlse is None else dlse.stride(),
+        q.dtype, k.dtype, v.dtype, out.dtype, dout.dtype, lse.dtype, dlse if dlse is None else dlse.dtype,
+        q.get_device(), k.get_device(), v.get_device(), out.get_device(), dout.get_device(), lse.get_device(),
+        dlse if dlse is None else dlse.get_device(), options,
+    )  # fmt: skip
+
+
+def call_with_sinks(call: Call, sinks: Tensor) -> Call:
+    """What the launch of a call with sinks depends on: that of them is part of what decides its plan."""
+    return *call[:-1], (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()), call[-1]
