@@ -241,7 +241,7 @@ def test_a_launch_gets_tensors_vectors_a_counter_scales_and_scalars(gpu: Gpu) ->
     assert traits.turns_v and {"varlen", "turned_v"} <= traits.features
     tensors, packed, scales, scalars, _ = FwdArguments.of((*arguments, None))
     assert all(x is y for x, y in zip(tensors, (*list(given.values())[:3], o, lse), strict=True))
-    *vectors, counter = packed
+    *vectors, counter, _, _, _ = packed
     assert all(x is y for x, y in zip(vectors, (*list(given.values())[3:5], None, used), strict=True))
     assert counter.tolist() == [0] and counter.dtype == torch.int32
     assert all(x is given.get(name) for name, x in scales._asdict().items())

@@ -357,7 +357,7 @@ def test_a_launch_gets_tensors_vectors_a_counter_and_scalars(gpu: BwdGpu) -> Non
     )
     expected = BwdTensors(q, k, v, out, lse, dout, dlse, *gradients, tensors.workspace)
     assert all(got is x for got, x in zip(tensors, expected, strict=True))
-    *lengths, counter = vectors
+    *lengths, counter, _, _, _ = vectors
     assert all(got is x for got, x in zip(lengths, (cu_q, cu_k, None, used), strict=True))
     assert counter.tolist() == [0] and counter.dtype == torch.int32
     assert scalars == BwdScalars(0.3, 2.0, 5, UNBOUNDED, 0, NUM_SMS)
