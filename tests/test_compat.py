@@ -97,6 +97,7 @@ FLASH_ATTENTION_3: dict[str, dict[str, Any]] = {
         "qv": None,
         **DESCALES,
         **TAIL_3,
+        "page_table": None,
     },
     "flash_attn_with_kvcache": {
         **dict.fromkeys(("q", "k_cache", "v_cache"), REQUIRED),
