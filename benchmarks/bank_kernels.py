@@ -23,7 +23,8 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cuteflash.atoms import sm80, sm90
+from cuteflash.atoms import row_copies, sm80, sm90
+from cuteflash.traits import chunks
 
 from .bank_patterns import COLS, INSTRUCTIONS, LANES, REGISTERS, ROWS, Case, Instruction
 
@@ -94,12 +95,12 @@ class BankProbe:
         if name == "st.shared.b32":
             return sm80.store_pairs(DTYPE, mma).get_slice(lane).partition_D(identity)
         if self.what.pattern == "rows":
-            return sm80.store_copy(DTYPE, LANES, COLS).get_slice(lane).partition_S(identity)
-        atom = cute.make_copy_atom(CopyUniversalOp(), DTYPE, num_bits_per_copy=sm80.CHUNK_BITS)
+            return row_copies.store_copy(DTYPE, LANES, COLS).get_slice(lane).partition_S(identity)
+        atom = cute.make_copy_atom(CopyUniversalOp(), DTYPE, num_bits_per_copy=row_copies.CHUNK_BITS)
         if self.what.pattern == "halves":
-            owners = cute.make_layout(((4, 2, 4), sm80.CHUNK), stride=((8 * sm80.CHUNK, 4, 1), 8))
+            owners = cute.make_layout(((4, 2, 4), chunks.CHUNK), stride=((8 * chunks.CHUNK, 4, 1), 8))
             return cute.make_tiled_copy(atom, owners, (8, COLS // 2)).get_slice(lane).partition_S(identity)
-        lanes, chunk = cute.make_layout((LANES, 1)), cute.make_layout((1, sm80.CHUNK))
+        lanes, chunk = cute.make_layout((LANES, 1)), cute.make_layout((1, chunks.CHUNK))
         return cute.make_tiled_copy_tv(atom, lanes, chunk).get_slice(lane).partition_S(identity)
 
     def offsets(self, lane) -> list:

@@ -11,7 +11,7 @@ from cuteflash.append_ops import append_kv_op, append_now, looks_of
 from cuteflash.append_problem import AppendOptions
 from cuteflash.arguments import FwdOptions
 from cuteflash.coerce import UNBOUNDED_WINDOW, Window, chunk_of, flag, is_int, not_tensors, options_of
-from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_lse
+from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse, kvcache_fwd_lse_cuda
 from cuteflash.kvcache_planning import Planner
 from cuteflash.operators import note_writes
 from cuteflash.ops import Known
@@ -184,7 +184,12 @@ def flash_attn_with_kvcache(
     caches = caches._replace(seqused_k=_begins(cache_seqlens, caches))
     if new.k is not None:
         caches = _append(caches, new, options, flag("rotary_interleaved", rotary_interleaved))
-    result: Tensor | tuple[Tensor, Tensor] = (kvcache_fwd_lse if return_lse else kvcache_fwd)(*caches, *options)
+    result: Tensor | tuple[Tensor, Tensor]
+    tensors = caches[:3]
+    if is_plain_cuda_call(*tensors) and not (is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        result = (kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda)(*caches, *options)
+    else:
+        result = (kvcache_fwd_lse if return_lse else kvcache_fwd)(*caches, *options)
     return result
 
 

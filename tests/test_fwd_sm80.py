@@ -15,7 +15,7 @@ from cuteflash.traits.sm80 import FwdTraitsSm80
 cutlass = pytest.importorskip("cutlass")
 from cutlass import cute  # noqa: E402
 
-from cuteflash.atoms import sm80 as atoms  # noqa: E402
+from cuteflash.atoms import row_copies  # noqa: E402
 from cuteflash.core.views import transposed  # noqa: E402
 from cuteflash.kernels.sm80.fwd import FlashFwdSm80  # noqa: E402
 from tests.cross_compile import Compiled, KernelStore  # noqa: E402
@@ -160,7 +160,7 @@ def test_a_pass_of_the_copy_covers_whole_rows_of_a_slab_once(cols: int) -> None:
     traits = FwdTraitsSm80(128, 64, cols, cols)
 
     def probe() -> None:
-        copy = atoms.load_copy(cutlass.BFloat16, traits.num_threads, cols)
+        copy = row_copies.load_copy(cutlass.BFloat16, traits.num_threads, cols)
         rows = cute.size(copy.tiler_mn[0])
         slab = cute.size(copy.tiler_mn[1])
         assert rows == traits.copy_rows(cols) and cols % slab == 0

@@ -9,7 +9,7 @@ from cuteflash.core.workspace import Workspace
 from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
-from cuteflash.traits.sm80 import swizzle_width
+from cuteflash.traits.chunks import swizzle_width
 from cuteflash.traits.sm90 import (
     MBARRIER_BYTES,
     REGISTER_SPLIT,

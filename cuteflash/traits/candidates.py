@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from cuteflash.traits.arch import ARCHS
 from cuteflash.traits.base import FwdTraits
+from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
-from cuteflash.traits.sm80 import CHUNK, FwdTraitsSm80, swizzle_width
+from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import WGMMA_M, FwdTraitsSm90
 
 AnyTraits = TypeVar("AnyTraits")

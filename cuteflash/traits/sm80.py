@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar, Protocol
 
 from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
 from cuteflash.traits.base import FwdTraits, SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
+from cuteflash.traits.chunks import CHUNK, swizzle_width
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
-CHUNK = 8  # elements of one 16-byte access
 ADDRESS_REGS = 16  # registers a thread needs at least beside its fragments
 REGS_STEP = 8  # the compiler's register limit is a multiple of this
-
-
-def swizzle_width(cols: int) -> int:
-    """Columns of the slabs a shared-memory tile is swizzled in: the widest of 64, 32, 16 that divides `cols`."""
-    return math.gcd(cols, 64)
 
 
 class BlockTraits(FwdTraits, Protocol):

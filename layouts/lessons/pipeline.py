@@ -1,9 +1,9 @@
 """The loads of the sm80 kernel's main loop, action by action, for a small number of key blocks.
 
 The kernel's own `prologue`, `load_block` and `attend_block` run (`cuteflash/kernels/sm80/fwd_mma.py`), with stand-ins
-for what they call; every action is such a call and names its line. `cuteflash.atoms.sm80.load` decides whether a load
-is still in flight when its call returns. A page shows the state of a buffer that the kernel may rely on: copies count
-as in flight until a wait for their group and a barrier.
+for what they call; every action is such a call and names its line. `cuteflash.atoms.row_copies.load` decides whether a
+load is still in flight when its call returns. A page shows the state of a buffer that the kernel may rely on: copies
+count as in flight until a wait for their group and a barrier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from cutlass.cute.nvgpu import cpasync
 
-from cuteflash.atoms import sm80 as atoms
+from cuteflash.atoms import row_copies
 from cuteflash.dispatch import kernel_class
 from cuteflash.kernels.sm80 import fwd_mma
 from cuteflash.problem import FwdProblem
@@ -141,7 +141,7 @@ def loads_asynchronously(traits: FwdTraitsSm80, problem: FwdProblem) -> bool:
         copy=lambda copy, source, target, pred=None: copies.append((source, target)),
         make_rmem_tensor_like=lambda tensor: Anything(),
     )
-    load = Replay((atoms.load,), {"cute": cute, "cpasync": cpasync}).functions["load"]
+    load = Replay((row_copies.load,), {"cute": cute, "cpasync": cpasync}).functions["load"]
     with context("sm_80"):
         load(kernel_class(traits)(traits, problem).load_copy(traits.head_dim), "global", "shared", None)
     return copies == [("global", "shared")]

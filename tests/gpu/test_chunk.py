@@ -30,7 +30,7 @@ def test_forward(chunk: int, lengths: tuple[int, int], mask: str, family: str, d
     check(dataclasses.replace(SIDES[mask], **sizes, lse=True), family, device)
 
 
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
 def test_forward_of_other_head_dims(head_dim: int, family: str, device: torch.device) -> None:
     case = Case(333, 700, head_dim=head_dim, causal=True, attention_chunk=300, softcap=20.0, lse=True)
     check(case, family, device)
@@ -55,7 +55,7 @@ def test_backward(chunk: int, lengths: tuple[int, int], mask: str, family: str, 
     gradients.check(gradients.small(device, dataclasses.replace(SIDES[mask], **sizes, lse=True)), family, device)
 
 
-@pytest.mark.parametrize("head_dim", [32, 128, 256])
+@pytest.mark.parametrize("head_dim", [128])
 def test_backward_of_other_head_dims(head_dim: int, family: str, device: torch.device) -> None:
     case = Case(300, 400, head_dim=head_dim, dtype="fp16", causal=True, attention_chunk=120, softcap=20.0)
     gradients.check(gradients.small(device, case), family, device, deterministic=True)

@@ -15,7 +15,7 @@ from tests.kvcached import by_hand, random_call
 
 pytestmark = pytest.mark.gpu
 
-CALLS, STEPS = 24, 1000
+CALLS, STEPS = 8, 1000  # a call is a kernel of its own in each family
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -40,7 +40,7 @@ def test_a_call_is_append_rotary_and_attention(seed: int, family: str, device: t
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_steps_are_one_prefill(page_size: int, family: str, device: torch.device) -> None:
     """Tokens that are appended one by one give what all of them give at once, up to the order of sums."""
-    steps, batch, heads, kv_heads, head_dim = 40, 3, 4, 2, 64
+    steps, batch, heads, kv_heads, head_dim = 40, 3, 8, 2, 64
     generator = torch.Generator(device).manual_seed(page_size)
 
     def normal(count: int) -> Tensor:
@@ -86,7 +86,7 @@ class Decoder:
         return o
 
 
-@pytest.mark.parametrize("page_size", [0, 16, 5])
+@pytest.mark.parametrize("page_size", [0, 16])
 def test_a_captured_graph_replays_every_step(page_size: int, family: str, cuda: torch.device) -> None:
     batch, heads, kv_heads, head_dim, capacity = 4, 8, 2, 64, STEPS + 64
     generator = torch.Generator(cuda).manual_seed(page_size)

@@ -12,11 +12,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from cuteflash.atoms import sm80 as atoms
+from cuteflash.atoms import row_copies
 from cuteflash.core.launch import Launch
 from cuteflash.core.paged import Pages
 from cuteflash.core.tile import QueryTile
-from cuteflash.traits.sm80 import CHUNK
+from cuteflash.traits.chunks import CHUNK
 
 LANES = 32
 
@@ -92,7 +92,7 @@ class RowGather:
                     inside[0] = exists and self.columns[slab]
                 source = start + slab * self.chunks * CHUNK
                 line = cute.make_tensor(source, cute.make_layout(((CHUNK, 1),), stride=((1, 0),)))
-                atoms.load(self.copy, line, self.tXsX[None, i, slab, stage], inside)
+                row_copies.load(self.copy, line, self.tXsX[None, i, slab, stage], inside)
 
 
 @cute.jit
@@ -110,7 +110,7 @@ def make_gather(
     """One thread's share of the loads of a head.
 
     Args:
-        copy: of `atoms.load_copy`, by whole warps; `thread` is counted among them.
+        copy: of `row_copies.load_copy`, by whole warps; `thread` is counted among them.
         gX: (page size, head dim, pages) of the head.
         sX: (tile_n, columns, stages).
     """

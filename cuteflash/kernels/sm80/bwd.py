@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import BwdArguments
+from cuteflash.atoms import row_copies
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.bwd_signature import bwd_fake_args
 from cuteflash.core.launch import BwdLaunch, batched
@@ -89,11 +90,11 @@ class FlashBwdSm80:
 
     def load_copy(self, cols: int) -> cute.TiledCopy:
         """Global memory to a shared tile of `cols` columns, by all threads of the block."""
-        return atoms.load_copy(self.dtype, self.traits.num_threads, cols)
+        return row_copies.load_copy(self.dtype, self.traits.num_threads, cols)
 
     def store_copy(self, cols: int) -> cute.TiledCopy:
         """A shared tile of `cols` columns to registers and global memory, by all threads of the block."""
-        return atoms.store_copy(self.dtype, self.traits.num_threads, cols)
+        return row_copies.store_copy(self.dtype, self.traits.num_threads, cols)
 
     @cute.jit
     def __call__(self, *arguments):

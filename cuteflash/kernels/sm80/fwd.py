@@ -20,6 +20,7 @@ from cutlass import Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import FwdArguments
+from cuteflash.atoms import row_copies
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.finish import normalize
 from cuteflash.core.gqa import query_view
@@ -102,11 +103,11 @@ class FlashFwdSm80:
 
     def load_copy(self, cols: int) -> cute.TiledCopy:
         """Global memory to a shared tile of `cols` columns, by all threads of the block."""
-        return atoms.load_copy(self.dtype, self.traits.num_threads, cols, self.traits.async_copy)
+        return row_copies.load_copy(self.dtype, self.traits.num_threads, cols, self.traits.async_copy)
 
     def store_copy(self, cols: int) -> cute.TiledCopy:
         """A shared tile of `cols` columns to registers and global memory, by all threads of the block."""
-        return atoms.store_copy(self.dtype, self.traits.num_threads, cols)
+        return row_copies.store_copy(self.dtype, self.traits.num_threads, cols)
 
     @cute.jit
     def __call__(self, *arguments):

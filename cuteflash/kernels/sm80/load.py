@@ -1,7 +1,7 @@
 """Loads of Q, K and V into swizzled shared memory, by cp.async or, without `async_copy`, through registers.
 
 Elements beyond the head dim, the queries or the keys become zeros, by cp.async itself or, through registers, by
-`atoms.load`: if shared memory held NaN before, its product with a masked weight (0) would be NaN.
+`row_copies.load`: if shared memory held NaN before, its product with a masked weight (0) would be NaN.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from cuteflash.atoms import sm80 as atoms
+from cuteflash.atoms import row_copies
 from cuteflash.core.gqa import row_coord
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.gather import RowGather
 from cuteflash.kernels.sm80.bundles import KvSource
-from cuteflash.traits.sm80 import CHUNK
+from cuteflash.traits.chunks import CHUNK
 
 
 def column_predicate(coords: cute.Tensor, head_dim: int) -> cute.Tensor:
@@ -67,7 +67,7 @@ def load_rows(load: KvSource, n_block: Int32, stage: Int32 | int, rows: Int32 | 
                 if const_expr(load.columns is not None):
                     exists = exists and load.columns[0, i, slab]
                 inside[0, i, slab] = exists
-    atoms.load(load.copy, load.tXgX[None, None, None, n_block], load.tXsX[None, None, None, stage], inside)
+    row_copies.load(load.copy, load.tXgX[None, None, None, n_block], load.tXsX[None, None, None, stage], inside)
 
 
 @cute.jit
@@ -85,7 +85,7 @@ def load_q(kernel: cutlass.Constexpr, gQ: cute.Tensor, sQ: cute.Tensor, tile: Qu
             column = coords[0, i, slab][1]
             inside = cute.make_rmem_tensor((1,), Boolean)
             inside[0] = row < rows and column < head_dim
-            atoms.load(copy, query_chunk(gQ, tile, row, column), tQsQ[None, i, slab], inside)
+            row_copies.load(copy, query_chunk(gQ, tile, row, column), tQsQ[None, i, slab], inside)
 
 
 def query_chunk(gX: cute.Tensor, tile: QueryTile, row: Int32, column: Int32) -> cute.Tensor:

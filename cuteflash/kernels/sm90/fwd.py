@@ -43,8 +43,8 @@ from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
 from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
 from cuteflash.problem import FwdProblem
+from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.fp8_sm90 import TURNING_WARPS
-from cuteflash.traits.sm80 import CHUNK, swizzle_width
 from cuteflash.traits.sm90 import HANDED_TILES, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 

@@ -19,7 +19,7 @@ from cutlass import Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import CopyRing, TmaRing
-from cuteflash.atoms.sm80 import load_copy
+from cuteflash.atoms.row_copies import load_copy
 from cuteflash.core.paged import Pages
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.gather import LANES, RowGather, entry_of, make_gather
