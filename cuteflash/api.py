@@ -14,6 +14,7 @@ from cuteflash.coerce import (
     Window,
     check_family,
     check_not_quantised,
+    check_unsplit,
     flag,
     formats_of,
     formats_without_scales,
@@ -22,6 +23,7 @@ from cuteflash.coerce import (
     number,
     out_dtype_of,
     scales_of,
+    splits_of,
     window_of,
 )
 from cuteflash.fp8_inference_ops import fp8_inference, fp8_inference_lse
@@ -31,6 +33,7 @@ from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.validate import SCALES, SOFTCAPS
 
+BETWEEN = FwdOptions()[FwdOptions._fields.index("deterministic") + 1 : FwdOptions._fields.index("num_splits")]
 BEFORE_DETERMINISTIC = FwdOptions._fields.index("deterministic")  # options that 8-bit operands have, too
 
 
@@ -51,6 +54,7 @@ class Options(TypedDict, total=False):
     transposed_v: bool
     out_dtype: torch.dtype | None
     fp8: bool | Fp8
+    num_splits: int
 
 
 @overload
@@ -86,6 +90,7 @@ def flash_attn_func(
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
     fp8: bool | Fp8 = False,
+    num_splits: int = 1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q k^T + mask) v``, without the score matrix in memory.
@@ -128,6 +133,10 @@ def flash_attn_func(
             for each KV head, V less its mean, which is added to O, and transposed. `head_dim` and `head_dim_v` are
             multiples of 16, a GPU has to be a Hopper, and tensors that require a gradient are refused. A
             ``cuteflash.Fp8`` says how to quantise, True is ``Fp8()``.
+        num_splits: into how many parts the keys of a query tile are split at most, each read by another block of the
+            GPU. That pays if few queries see many keys, as in decoding; 0 leaves it to a heuristic, 1 is none. Parts
+            are summed up in fp32, in an order that is always the same. With scales or `fp8` nothing is split, and only
+            0 and 1 are allowed. A backward is never split.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -158,17 +167,17 @@ def flash_attn_func(
     if return_lse is not False:
         return_lse = flag("return_lse", return_lse)
     options: tuple[Any, ...] = (softmax_scale, left, right, softcap)
-    if pack_gqa is not None or family is not None or deterministic is not False:
+    if pack_gqa is not None or family is not None or deterministic is not False or num_splits != 1:
         # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
-        options += _execution(pack_gqa, family, deterministic)
+        options += _execution(pack_gqa, family, deterministic, num_splits)
     result: Tensor | tuple[Tensor, Tensor]
     if q_descale is not None or k_descale is not None or v_descale is not None:
         scales = scales_of(fp8, v_mean, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        fp8_options = Fp8Options(*options[:BEFORE_DETERMINISTIC])._replace(**formats_of(transposed_v, out_dtype))
+        fp8_options = Fp8Options(*_unsplit(options))._replace(**formats_of(transposed_v, out_dtype))
         result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *scales, *fp8_options)
     elif fp8 is not False and (how := fp8_of(fp8)) is not None:
         check_not_quantised(transposed_v, v_mean)
-        inference = Fp8InferenceOptions(*options[:BEFORE_DETERMINISTIC])
+        inference = Fp8InferenceOptions(*_unsplit(options))
         inference = inference._replace(out_dtype=out_dtype_of(out_dtype), hadamard=int(how.hadamard or 0))
         result = (fp8_inference_lse if return_lse else fp8_inference)(q, k, v, *inference)
     elif transposed_v is not False or out_dtype is not None or v_mean is not None:
@@ -182,11 +191,19 @@ def flash_attn_func(
     return result
 
 
-def _execution(pack_gqa: bool | None, family: Family | None, deterministic: bool) -> tuple[Any, ...]:
+def _execution(pack_gqa: bool | None, family: Family | None, deterministic: bool, num_splits: int) -> tuple[Any, ...]:
     """The options that say how to compute."""
     if pack_gqa is not None:
         pack_gqa = flag("pack_gqa", pack_gqa, "None, ")
     check_family(family)
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
-    return pack_gqa, family, deterministic
+    options = pack_gqa, family, deterministic
+    splits = splits_of(num_splits)
+    return options if splits == 1 else (*options, *BETWEEN, splits)
+
+
+def _unsplit(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options that operands of 8 bits have, too. ValueError: they are to be split."""
+    check_unsplit(FwdOptions(*options).num_splits)
+    return options[:BEFORE_DETERMINISTIC]

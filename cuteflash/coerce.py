@@ -14,7 +14,7 @@ from cuteflash.arguments import Fp8Options, FwdOptions
 from cuteflash.problem import FP8_OUT, UNBOUNDED
 from cuteflash.quantize_problem import HADAMARD_BLOCKS
 from cuteflash.traits.arch import FAMILIES, Family
-from cuteflash.validate import SCALES, SOFTCAPS, shown
+from cuteflash.validate import SCALES, SOFTCAPS, SPLITS, shown
 
 OUT_DTYPES: dict[Any, str | None] = {None: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
 Window = tuple[int, int]
@@ -186,6 +186,7 @@ def options_of(
     family: Family | None,
     deterministic: bool,
     lengths: str | None,
+    num_splits: int = 1,
 ) -> FwdOptions:
     """The options of a call, as an operator takes them; `lengths` is one already."""
     if window_size is None or window_size is UNBOUNDED_WINDOW:
@@ -203,4 +204,23 @@ def options_of(
     check_family(family)
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
-    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic, lengths)
+    options = FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic, lengths)
+    return (
+        options if type(num_splits) is int and num_splits == 1 else options._replace(num_splits=splits_of(num_splits))
+    )
+
+
+def splits_of(num_splits: int) -> int:
+    """A checked `num_splits`. TypeError: it is not an int; ValueError: it is negative."""
+    if not is_int(num_splits):
+        raise TypeError(f"num_splits is {shown(num_splits)}; allowed: {SPLITS}")
+    found = int(num_splits)
+    if found < 0:
+        raise ValueError(f"num_splits is {shown(num_splits)}; allowed: {SPLITS}")
+    return found
+
+
+def check_unsplit(num_splits: int) -> None:
+    """Raise ValueError if operands of 8 bits are to be split."""
+    if num_splits > 1:
+        raise ValueError(f"num_splits is {num_splits}; allowed with scales or fp8: 0, 1 (keys are not split)")

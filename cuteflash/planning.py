@@ -12,6 +12,7 @@ with what is usual; one that is not usual is checked in full as well, and passes
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
@@ -20,8 +21,9 @@ from torch import Tensor, empty_like
 
 from cuteflash.arguments import BwdOptions, BwdScalars, Fp8Options, FwdOptions, FwdScalars
 from cuteflash.compile import compiled
-from cuteflash.dispatch import check_family, choose, current_target
+from cuteflash.dispatch import check_family, choose, choose_split, current_target
 from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, BwdProblem, FwdProblem, HalfDtype, Operation, mask_of_window
+from cuteflash.split_planning import ROWS, SplitLaunch, Tiles
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of
@@ -167,7 +169,10 @@ class FwdPlan:
         self.scalars = fwd_scalars(options, (left, right), head_dim, q.device)
         self.step: int = ALIGNMENT // q.element_size()  # elements
         self.device = q.device
+        self.num_splits = options.num_splits
+        self.lengths = lengths
         self._kernels: dict[bool, Kernel] = {}
+        self._split: dict[bool, tuple[Kernel, SplitLaunch]] = {}
 
     def can_address(self, call: Call) -> bool:
         """Whether its kernels can take the strides of a call as they are."""
@@ -190,6 +195,27 @@ class FwdPlan:
             self._kernels[packs] = found
         return found
 
+    def split_kernel(self, call: Call) -> tuple[Kernel, SplitLaunch] | None:
+        """The kernel that splits keys, with what it needs, if a call is to run it."""
+        (batch, seqlen_q, _, _), (_, seqlen_k, kv_heads, _) = call[:2]
+        tiles = Tiles(batch, kv_heads, self.heads_per_kv, seqlen_q, seqlen_k)
+        if not tiles.should_split(self.num_splits, self.scalars.num_sms):
+            return None
+        packs = self.pack_gqa
+        if packs is None:
+            packs = should_pack(seqlen_q, self.heads_per_kv, ROWS)
+        if packs not in self._split:
+            family = cast(Family | None, self.choice.family)
+            choice = choose_split(self.problem, self.target, family, self.lengths)
+            if choice is None:
+                return None
+            problem = dataclasses.replace(self.problem, is_split=True)
+            problem = problem.packed(self.heads_per_kv) if packs else problem
+            kernel = compiled(choice.kernel_cls, choice.traits, problem, self.target)
+            launch = SplitLaunch.of(choice.traits, self.num_splits, self.scalars.num_sms, self.device)
+            self._split[packs] = kernel, launch
+        return self._split[packs]
+
     def launch(self, call: Call, restrides: Sequence[tuple[int, ...] | None] = ()) -> Launch:
         """A launch for a checked call of this kind.
 
@@ -199,7 +225,9 @@ class FwdPlan:
         """
         (b, s_q, h, d), q_strides = call[0], call[3]
         d_v = self.problem.operands.head_dim_v
-        kernel, scalars, o_shape = self.kernel(s_q), self.scalars, (b, s_q, h, d_v)
+        split = self.split_kernel(call)
+        kernel, scalars, o_shape = split[0] if split else self.kernel(s_q), self.scalars, (b, s_q, h, d_v)
+        further = split[1].arguments if split else tuple
         like_lse = fp32_template((b, h, s_q), self.device) if self.problem.has_lse else None
         # empty_like is faster than new_empty, and the same thing if q is laid out as the output is.
         like_q = d == d_v and q_strides == (s_q * h * d, h * d, d, 1)
@@ -210,10 +238,10 @@ class FwdPlan:
             if restride:
                 q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
             if like_lse is None:
-                kernel(q, k, v, o, None, *scalars)  # in the order of FwdTensors and FwdScalars
+                kernel(q, k, v, o, None, *further(), *scalars)  # in the order of FwdArguments
                 return o
             lse = empty_like(like_lse)
-            kernel(q, k, v, o, lse, *scalars)
+            kernel(q, k, v, o, lse, *further(), *scalars)
             return o, lse
 
         return launch

@@ -20,7 +20,7 @@ Fp8Dtype = Literal["e4m3", "e5m2"]
 Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales"]
+Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
@@ -187,6 +187,7 @@ class FwdProblem:
     Attributes:
         operands, scores, storage: see these classes.
         has_lse: the log-sum-exp of each row is written, fp32, natural log.
+        is_split: the keys of a tile may be dealt to several blocks, see `cuteflash.core.split`.
     """
 
     operation: ClassVar[Operation] = "fwd"
@@ -195,6 +196,11 @@ class FwdProblem:
     scores: Scores = Scores()
     storage: Storage = DENSE
     has_lse: bool = False
+    is_split: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_split and self.operands.is_fp8:
+            raise ValueError(f"is_split is True; allowed with {self.operands.qk_dtype!r}: False")
 
     @classmethod
     def dense(
@@ -222,6 +228,7 @@ class FwdProblem:
             turned_v=self.operands.is_fp8 and not self.operands.transposed_v,
             v_mean=self.operands.has_v_mean,
             block_scales=self.operands.has_block_scales,
+            split=self.is_split,
         )
 
     @property
@@ -244,7 +251,14 @@ class FwdProblem:
         )
         scores = dataclasses.replace(self.scores, softcap="softcap" in features)
         storage = PACKED if "varlen" in features else DENSE
-        return dataclasses.replace(self, operands=operands, scores=scores, storage=storage, has_lse="lse" in features)
+        return dataclasses.replace(
+            self,
+            operands=operands,
+            scores=scores,
+            storage=storage,
+            has_lse="lse" in features,
+            is_split="split" in features,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

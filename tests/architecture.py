@@ -49,6 +49,7 @@ RANKS: dict[str, int] = {
     "dispatch": 6,
     "autograd": 6,
     "transforms": 6,
+    "split_planning": 6,
     "planning": 7,
     "operators": 7,
     "ops": 8,

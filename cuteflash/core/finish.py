@@ -35,6 +35,12 @@ def normalize(
         for r in cutlass.range_constexpr(cute.size(lse)):
             softmax.row_scale[r] = softmax.row_scale[r] * v_scale
     scale_rows(out, softmax.row_scale)
+    write_lse(lse, scores, tile, mLSE)
+
+
+@cute.jit
+def write_lse(lse: cute.Tensor, scores: ScoreTile, tile: QueryTile, mLSE: cute.Tensor | None):
+    """Write the log-sum-exp of this thread's rows if it is asked for; arguments as of `normalize`."""
     if const_expr(mLSE is not None):
         rows = tile.rows()
         if scores.first_key == 0:

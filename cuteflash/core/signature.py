@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors, PackedTensors, ScaleTensors
+from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors, PackedTensors, ScaleTensors, SplitTensors
 from cuteflash.problem import DTYPE_BYTES, Dtype, FwdProblem
 
 ALIGN_BYTES = 16  # one cp.async or the base of a TMA box
@@ -64,15 +64,20 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         cu_seqlens_k=vector(ends, storage.k == "varlen"),
         seqused_q=vector(sequences, storage.used_q),
         seqused_k=vector(sequences, storage.used_k),
-        tile_counter=vector(1, storage.q == "varlen"),
+        tile_counter=vector(1, storage.q == "varlen" and not problem.is_split),
     )
     scales = ScaleTensors()
     if operands.is_fp8:
         blocks = ((cute.sym_int32(symbol=f"blocks_{name}"),) for name in ("q", "k", "v"))
         factors = (_per_head(batch, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
         scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
+    split = SplitTensors()
+    if problem.is_split:
+        size, blocks = (cute.sym_int32(symbol=name) for name in ("partials", "blocks"))
+        partials = make_fake_compact_tensor(cutlass.Float32, (size,), assumed_align=ALIGN_BYTES)
+        split = SplitTensors(partials, vector(blocks, True), FAKE_SCALARS[int])
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
-    return FwdArguments(tensors, packed, scales, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
+    return FwdArguments(tensors, packed, scales, scalars, make_fake_stream(use_tvm_ffi_env_stream=True), split).flat()
 
 
 def _per_head(batch: Any, heads: Any, *columns: Any) -> Any:

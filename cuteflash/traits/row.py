@@ -115,7 +115,7 @@ class Row:
             and lengths in self.lengths
             and problem.features.isdisjoint(self.without)
             and problem.features <= self.traits.features
-            and ("turned_v" in problem.features) == ("turned_v" in self.traits.features)
+            and all((name in problem.features) == (name in self.traits.features) for name in ("turned_v", "split"))
         )
 
     def measured(self, gpu: str, date: str, tflops: int) -> Row:

@@ -49,6 +49,7 @@ from cuteflash.traits import (
     rows_sm80_hopper,
     rows_sm80_small,
     rows_sm90,
+    rows_split_sm90,
 )
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass
@@ -56,7 +57,7 @@ from cuteflash.traits.row import Row, TableKey
 
 # The modules whose rows make up a table, in order. The first is the table's own, which its sweep writes.
 MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
-    TableKey("fwd", "sm_90a", "sm90"): (rows_sm90, rows_fp8_sm90),
+    TableKey("fwd", "sm_90a", "sm90"): (rows_sm90, rows_fp8_sm90, rows_split_sm90),
     TableKey("fwd", "sm_90a", "sm80"): (rows_sm80_hopper, rows_sm80),
     TableKey("fwd", "sm_80", "sm80"): (rows_sm80,),
     TableKey("fwd", "sm_86", "sm80"): (rows_sm80_small,),
