@@ -173,6 +173,7 @@ def formats_without_scales(transposed_v: object, out_dtype: object, v_mean: obje
 
 def fp8_options_of(options: FwdOptions, transposed_v: object, out_dtype: object) -> Fp8Options:
     """The options of a call with 8-bit operands; there is no backward to be deterministic."""
+    check_unsplit(options.num_splits)
     shared = {name: value for name, value in options._asdict().items() if name in Fp8Options._fields}
     return Fp8Options(**shared, **formats_of(transposed_v, out_dtype))
 

@@ -54,6 +54,7 @@ class VarlenOptions(TypedDict, total=False):
     v_mean: Tensor | None
     transposed_v: bool
     out_dtype: torch.dtype | None
+    num_splits: int
 
 
 Longest = int | Tensor | None
@@ -124,6 +125,7 @@ def flash_attn_varlen_func(
     v_mean: Tensor | None = None,
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
+    num_splits: int = 1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of sequences that lie one after the other, each with its own length, as `flash_attn_func`.
@@ -152,6 +154,7 @@ def flash_attn_varlen_func(
             128`` keys. Those from a sequence's last one that counts up to the next multiple of 16 are zeros; all others
             that belong to no sequence are not read.
         out_dtype: as for `flash_attn_func`.
+        num_splits: as for `flash_attn_func`. All sequences' tiles share the blocks evenly, however their lengths differ.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -181,7 +184,9 @@ def flash_attn_varlen_func(
     lengths = None
     if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
         lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
-    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
+    options = options_of(
+        softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths, num_splits
+    )
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}

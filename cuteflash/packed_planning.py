@@ -6,6 +6,7 @@ name, and a CUDA graph replays with others.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from cuteflash.arguments import BwdOptions, BwdTensors, Fp8Options, FwdOptions, PackedTensors
 from cuteflash.compile import compiled
-from cuteflash.dispatch import choose, current_target
+from cuteflash.dispatch import choose, choose_split, current_target
 from cuteflash.planning import (
     DTYPE_NAMES,
     Result,
@@ -25,6 +26,7 @@ from cuteflash.planning import (
     target_of,
 )
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
+from cuteflash.split_planning import SplitLaunch, Tiles
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
@@ -91,13 +93,20 @@ class Planner:
         target = current_target(q.device.index)
         operands, scores, storage, window = _parts_of_problem(inputs, options)
         problem = FwdProblem(operands, scores, storage, self.has_lse)
-        choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(inputs, options))
+        scalars = fwd_scalars(options, window, head_dim, q.device)
+        family, lengths = cast(Family | None, options.family), class_of_lengths(inputs, options)
         heads_per_kv = heads // k.shape[1]
+        choice, split = choose(problem, target, family, lengths), None
+        mean_q = -(-rows // inputs.batch)
+        tiles = Tiles(inputs.batch, k.shape[1], heads_per_kv, mean_q, -(-k.shape[0] // inputs.batch))
+        splitting = choose_split(problem, target, choice.family, lengths)
+        if splitting is not None and tiles.should_split(options.num_splits, scalars.num_sms):
+            choice, problem = splitting, dataclasses.replace(problem, is_split=True)
+            split = SplitLaunch.of(choice.traits, options.num_splits, scalars.num_sms, q.device)
         packs = options.pack_gqa
         if packs is None:
-            packs = should_pack(-(-rows // inputs.batch), heads_per_kv, choice.traits.tile_m)
+            packs = should_pack(mean_q, heads_per_kv, choice.traits.tile_m)
         kernel = compiled(choice.kernel_cls, choice.traits, problem.packed(heads_per_kv) if packs else problem, target)
-        scalars = fwd_scalars(options, window, head_dim, q.device)
         step = ALIGNMENT // q.element_size()
         restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
 
@@ -105,7 +114,10 @@ class Planner:
             result = self._results(inputs, shapes, fill=storage.used_q)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], counters.of(o.device)), *scalars)
+            if split is None:
+                kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], counters.of(o.device)), *scalars)
+            else:
+                kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], None), *split.arguments(), *scalars)
             return result
 
         return launch

@@ -171,7 +171,7 @@ def test_a_good_kernel_draws_no_warning() -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("has_lse", [False, True])
 def test_forward_arguments(dtype: str, has_lse: bool) -> None:
-    (q, k, v, o, lse), _, _, scalars, _ = FwdArguments.of(fwd_fake_args(FwdProblem.dense(dtype, 96, 64, lse=has_lse)))
+    (q, k, v, o, lse), _, _, scalars, *_ = FwdArguments.of(fwd_fake_args(FwdProblem.dense(dtype, 96, 64, lse=has_lse)))
     assert [tensor.shape[3] for tensor in (q, k, v, o)] == [96, 96, 64, 64]
     assert all(tensor.stride[3] == 1 for tensor in (q, k, v, o))
     assert all(stride.divisibility == 8 and stride.width == 64 for stride in q.stride[:3])

@@ -430,7 +430,7 @@ def test_problems_that_no_kernel_has_are_refused() -> None:
 def test_kernels_get_scales_after_their_tensors(is_transposed: bool) -> None:
     by_block = not is_transposed
     operands = Operands("e4m3", "e4m3", "bf16", 64, 96, 1, is_transposed, is_transposed, by_block)
-    tensors, packed, scales, scalars, _ = FwdArguments.of(fwd_fake_args(FwdProblem(operands, has_lse=True)))
+    tensors, packed, scales, scalars, *_ = FwdArguments.of(fwd_fake_args(FwdProblem(operands, has_lse=True)))
     assert all(x is None for x in packed) and len(scalars) == 5
     *factors, mean = scales
     assert all(len(scale.shape) == (3 if by_block else 2) for scale in factors)

@@ -239,7 +239,7 @@ def test_a_launch_gets_tensors_vectors_a_counter_scales_and_scalars(gpu: Gpu) ->
     storage = Storage("varlen", "varlen", used_k=True)
     assert problem == FwdProblem(operands, Scores("window", softcap=True), storage, has_lse=True)
     assert traits.turns_v and {"varlen", "turned_v"} <= traits.features
-    tensors, packed, scales, scalars, _ = FwdArguments.of((*arguments, None))
+    tensors, packed, scales, scalars, *_ = FwdArguments.of((*arguments, None))
     assert all(x is y for x, y in zip(tensors, (*list(given.values())[:3], o, lse), strict=True))
     *vectors, counter = packed
     assert all(x is y for x, y in zip(vectors, (*list(given.values())[3:5], None, used), strict=True))
@@ -353,7 +353,7 @@ def test_16_bits_have_no_formats(given: dict[str, Any]) -> None:
 def test_kernels_get_vectors_and_then_scales(is_transposed: bool) -> None:
     operands = Operands("e4m3", "e4m3", "bf16", 64, 96, transposed_v=is_transposed, has_v_mean=is_transposed)
     problem = FwdProblem(operands, storage=Storage("varlen", "varlen", used_k=True))
-    tensors, packed, scales, scalars, _ = FwdArguments.of(fwd_fake_args(problem))
+    tensors, packed, scales, scalars, *_ = FwdArguments.of(fwd_fake_args(problem))
     assert packed.cu_seqlens_q is not None and packed.seqused_q is None and packed.tile_counter is not None
     assert all(len(scale.shape) == 2 for scale in scales[:3]) and (scales.v_mean is not None) == is_transposed
     assert len(tensors.v.shape) == 3 and tensors.v.shape[1 if is_transposed else 2] == 96 and len(scalars) == 5

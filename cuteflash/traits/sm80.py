@@ -12,6 +12,7 @@ from cuteflash.traits.base import FwdTraits, SmemRegion, head_dims_complaint, me
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
+ARRIVAL_BYTES = 16
 CHUNK = 8  # elements of one 16-byte access
 ADDRESS_REGS = 16  # registers a thread needs at least beside its fragments
 REGS_STEP = 8  # the compiler's register limit is a multiple of this
@@ -99,11 +100,11 @@ class FwdTraitsSm80:
         cutlass_symbol: leave "cutlass" in the kernel's symbol, for which ptxas schedules more aggressively: more
             latency hidden, more registers and sometimes spills.
         blocks_per_sm: resident blocks the compiler must leave registers for.
+        splits: the keys of a tile may be dealt to several blocks (`cuteflash.core.split`); such rows run nothing else.
     """
 
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm80"
-    features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "lse", "varlen"})  # those the kernel implements
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
@@ -123,6 +124,12 @@ class FwdTraitsSm80:
     longest_first: bool = True
     cutlass_symbol: bool = False
     blocks_per_sm: int = 1
+    splits: bool = False
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Those that the kernel implements."""
+        return frozenset({"softcap", "lse", "varlen", "split"} if self.splits else {"softcap", "lse", "varlen"})
 
     @property
     def num_threads(self) -> int:
@@ -136,7 +143,10 @@ class FwdTraitsSm80:
         v = SmemRegion(q.end, v_bytes, self.kv_stage)
         k_bytes = self.kv_stage * self.tile_n * self.head_dim * self.element_bytes
         k = SmemRegion(v.end, k_bytes, self.kv_stage)
-        return {"q": q, "v": v, "k": k, "o": SmemRegion(0, self.tile_m * self.head_dim_v * self.element_bytes)}
+        plan = {"q": q, "v": v, "k": k, "o": SmemRegion(0, self.tile_m * self.head_dim_v * self.element_bytes)}
+        if self.splits:
+            plan["arrival"] = SmemRegion(plan_bytes(plan), ARRIVAL_BYTES)
+        return plan
 
     @property
     def smem_bytes(self) -> int:

@@ -49,6 +49,7 @@ from cuteflash.traits import (
     rows_sm80_hopper,
     rows_sm80_small,
     rows_sm90,
+    rows_split_sm80,
     rows_split_sm90,
 )
 from cuteflash.traits.arch import Family
@@ -58,11 +59,11 @@ from cuteflash.traits.row import Row, TableKey
 # The modules whose rows make up a table, in order. The first is the table's own, which its sweep writes.
 MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
     TableKey("fwd", "sm_90a", "sm90"): (rows_sm90, rows_fp8_sm90, rows_split_sm90),
-    TableKey("fwd", "sm_90a", "sm80"): (rows_sm80_hopper, rows_sm80),
-    TableKey("fwd", "sm_80", "sm80"): (rows_sm80,),
-    TableKey("fwd", "sm_86", "sm80"): (rows_sm80_small,),
-    TableKey("fwd", "sm_89", "sm80"): (rows_sm80_small,),
-    TableKey("fwd", "sm_120", "sm80"): (rows_sm80_small,),
+    TableKey("fwd", "sm_90a", "sm80"): (rows_sm80_hopper, rows_sm80, rows_split_sm80),
+    TableKey("fwd", "sm_80", "sm80"): (rows_sm80, rows_split_sm80),
+    TableKey("fwd", "sm_86", "sm80"): (rows_sm80_small, rows_split_sm80),
+    TableKey("fwd", "sm_89", "sm80"): (rows_sm80_small, rows_split_sm80),
+    TableKey("fwd", "sm_120", "sm80"): (rows_sm80_small, rows_split_sm80),
     TableKey("bwd", "sm_90a", "sm90"): (rows_bwd_sm90,),
     TableKey("bwd", "sm_90a", "sm80"): (rows_bwd_sm80_hopper,),
     TableKey("bwd", "sm_80", "sm80"): (rows_bwd_sm80,),

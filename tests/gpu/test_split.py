@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import cuteflash
 from tests.gpu.checks import Case, assert_right, poisoned
+from tests.gpu.packed import DISTRIBUTIONS, Lengths, Packed
 
 pytestmark = pytest.mark.gpu
 
@@ -119,3 +121,52 @@ def test_a_graph_replays(family: str, cuda: torch.device) -> None:
         torch.cuda.synchronize()
         for out in outs:
             assert_right(fresh, DECODE, out)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_packed_lengths(distribution: str, num_splits: int, mask: str, family: str, device: torch.device) -> None:
+    choose = random.Random(distribution)
+    case = dataclasses.replace(MASKS[mask], heads=4, kv_heads=2)
+    lengths = DISTRIBUTIONS[distribution](choose)
+    ones = tuple(min(n, 1) for n in lengths)
+    longer = tuple(n * choose.randint(0, 9) for n in lengths)
+    for queries in (ones, lengths):
+        Packed(queries, longer, case, num_splits=num_splits).check(family, device)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", [(5000,), (1,) * 70 + (9000,), (9000,) + (0,) * 100 + (200,)], ids=len)
+def test_packed_decoding(lengths: Lengths, mask: str, family: str, device: torch.device) -> None:
+    case = dataclasses.replace(MASKS[mask], heads=8, kv_heads=1, head_dim=128)
+    for queries in (1, 4):
+        Packed((queries,) * len(lengths), lengths, case, num_splits=0).check(family, device)
+
+
+def test_only_rows_in_use_count(family: str, device: torch.device) -> None:
+    case = dataclasses.replace(MASKS["causal"], heads=4, kv_heads=2)
+    lengths, keys = (3, 200, 1, 0, 90), (3000, 500, 900, 300, 0)
+    packed = Packed(lengths, keys, case, (2, 0, 1, 0, 90), (1700, 500, 0, 300, 0), rest_q=70, rest_k=9, num_splits=0)
+    packed.check(family, device)
+
+
+def test_a_graph_replays_with_growing_lengths(family: str, cuda: torch.device) -> None:
+    case = dataclasses.replace(DECODE, batch=3, seqlen_k=6000)
+    q, k, v = case.inputs(cuda)
+    rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    vectors = Packed((1,) * 3, (6000,) * 3, case).vectors(cuda)
+    used = torch.tensor((1, 2, 3), dtype=torch.int32, device=cuda)
+    vectors["seqused_k"] = used
+    options = {"num_splits": 0, "family": family, "return_lse": True, **vectors}
+    with torch.no_grad():
+        cuteflash.flash_attn_varlen_func(*rows, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = cuteflash.flash_attn_varlen_func(*rows, **options)
+        for lengths in ((1, 2, 3), (0, 700, 6000), (6000, 6000, 6000), (5, 6000, 0)):
+            used.copy_(torch.tensor(lengths))
+            out.fill_(float("nan"))
+            graph.replay()
+            packed = Packed((1,) * 3, (6000,) * 3, case, used_k=lengths)
+            packed.assert_right(rows, out, lse)
