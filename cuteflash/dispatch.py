@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash import usertable
-from cuteflash.problem import FEATURES, FwdProblem, Operation, Problem
+from cuteflash.problem import FEATURES, Operation, Problem
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
@@ -97,14 +97,6 @@ def choose_shipped(
 ) -> Choice:
     """`choose` on a machine without tables of the user's own."""
     return _choose(problem, table_key(problem.operation, target, family, lengths), lengths, ())
-
-
-def choose_split(problem: FwdProblem, target: str, family: Family | None, lengths: LengthClass) -> Choice | None:
-    """As `choose`, for a kernel that splits the keys of a tile; None if no row does for this problem."""
-    try:
-        return choose(dataclasses.replace(problem, is_split=True), target, family, lengths)
-    except NotImplementedError:
-        return None
 
 
 def offers(

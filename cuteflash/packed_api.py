@@ -19,6 +19,7 @@ from cuteflash.coerce import (
     is_int,
     not_tensors,
     options_of,
+    with_splits,
 )
 from cuteflash.fp8_packed_ops import fp8_varlen_fwd, fp8_varlen_fwd_lse
 from cuteflash.packed_ops import (
@@ -154,7 +155,7 @@ def flash_attn_varlen_func(
             128`` keys. Those from a sequence's last one that counts up to the next multiple of 16 are zeros; all others
             that belong to no sequence are not read.
         out_dtype: as for `flash_attn_func`.
-        num_splits: as for `flash_attn_func`. All sequences' tiles share the blocks evenly, however their lengths differ.
+        num_splits: as for `flash_attn_func`. Sequences of any lengths share the blocks evenly.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -181,12 +182,9 @@ def flash_attn_varlen_func(
         if optional is not None and not isinstance(optional, Tensor):
             raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
     longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
-    lengths = None
-    if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
-        lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
-    options = options_of(
-        softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths, num_splits
-    )
+    lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
+    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, lengths)
+    options = with_splits(options, num_splits)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
@@ -240,8 +238,12 @@ def _known_limit(name: str, value: object) -> int | None:
     return limit
 
 
-def _length_class(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int, longest_k: int) -> LengthClass | None:
+def _length_class(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int | None, longest_k: int | None
+) -> LengthClass | None:
     """The class of sequences with these limits; None if the sizes are not known yet, or not those of a correct call."""
+    if longest_q is None or longest_k is None or torch.compiler.is_compiling():
+        return None
     try:
         rows_q, rows_k, ends = q.shape[0], k.shape[0], cu_seqlens.shape[0]
     except IndexError:

@@ -6,7 +6,6 @@ name, and a CUDA graph replays with others.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from cuteflash.arguments import BwdOptions, BwdTensors, Fp8Options, FwdOptions, PackedTensors
 from cuteflash.compile import compiled
-from cuteflash.dispatch import choose, choose_split, current_target
+from cuteflash.dispatch import choose, current_target
 from cuteflash.planning import (
     DTYPE_NAMES,
     Result,
@@ -26,7 +25,7 @@ from cuteflash.planning import (
     target_of,
 )
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
-from cuteflash.split_planning import SplitLaunch, Tiles
+from cuteflash.split_planning import ROWS, SplitKernels, Tiles
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
@@ -96,17 +95,16 @@ class Planner:
         scalars = fwd_scalars(options, window, head_dim, q.device)
         family, lengths = cast(Family | None, options.family), class_of_lengths(inputs, options)
         heads_per_kv = heads // k.shape[1]
-        choice, split = choose(problem, target, family, lengths), None
-        mean_q = -(-rows // inputs.batch)
-        tiles = Tiles(inputs.batch, k.shape[1], heads_per_kv, mean_q, -(-k.shape[0] // inputs.batch))
-        splitting = choose_split(problem, target, choice.family, lengths)
-        if splitting is not None and tiles.should_split(options.num_splits, scalars.num_sms):
-            choice, problem = splitting, dataclasses.replace(problem, is_split=True)
-            split = SplitLaunch.of(choice.traits, options.num_splits, scalars.num_sms, q.device)
-        packs = options.pack_gqa
-        if packs is None:
-            packs = should_pack(mean_q, heads_per_kv, choice.traits.tile_m)
-        kernel = compiled(choice.kernel_cls, choice.traits, problem.packed(heads_per_kv) if packs else problem, target)
+        choice = choose(problem, target, family, lengths)
+        mean_q, mean_k = (-(-x.shape[0] // inputs.batch) for x in (q, k))
+        packs = functools.partial(_packs, options, mean_q, heads_per_kv)
+        kernels = SplitKernels(problem, target, choice.family, lengths, options.num_splits, scalars.num_sms, q.device)
+        split = kernels.of(Tiles(inputs.batch, k.shape[1], heads_per_kv, mean_q, mean_k), packs(ROWS))
+        if split is None:
+            problem = problem.packed(heads_per_kv) if packs(choice.traits.tile_m) else problem
+            kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
+        else:
+            kernel, split_launch = split
         step = ALIGNMENT // q.element_size()
         restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
 
@@ -117,7 +115,7 @@ class Planner:
             if split is None:
                 kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], counters.of(o.device)), *scalars)
             else:
-                kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], None), *split.arguments(), *scalars)
+                kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], None), *split_launch.arguments(), *scalars)
             return result
 
         return launch
@@ -131,6 +129,12 @@ class Planner:
             return o
         lse = q.new_empty(lse_shape, dtype=torch.float32)
         return o, lse.fill_(float("-inf")) if fill else lse
+
+
+def _packs(options: FwdOptions, mean_q: int, heads_per_kv: int, tile_m: int) -> bool:
+    """Whether the query heads of a KV head share tiles of `tile_m` rows."""
+    packs = options.pack_gqa
+    return should_pack(mean_q, heads_per_kv, tile_m) if packs is None else packs
 
 
 def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions) -> BwdLaunch:

@@ -12,7 +12,6 @@ with what is usual; one that is not usual is checked in full as well, and passes
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
@@ -21,9 +20,9 @@ from torch import Tensor, empty_like
 
 from cuteflash.arguments import BwdOptions, BwdScalars, Fp8Options, FwdOptions, FwdScalars
 from cuteflash.compile import compiled
-from cuteflash.dispatch import check_family, choose, choose_split, current_target
+from cuteflash.dispatch import check_family, choose, current_target
 from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, BwdProblem, FwdProblem, HalfDtype, Operation, mask_of_window
-from cuteflash.split_planning import ROWS, SplitLaunch, Tiles
+from cuteflash.split_planning import ROWS, SplitKernels, SplitLaunch, Tiles
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of
@@ -169,10 +168,9 @@ class FwdPlan:
         self.scalars = fwd_scalars(options, (left, right), head_dim, q.device)
         self.step: int = ALIGNMENT // q.element_size()  # elements
         self.device = q.device
-        self.num_splits = options.num_splits
-        self.lengths = lengths
         self._kernels: dict[bool, Kernel] = {}
-        self._split: dict[bool, tuple[Kernel, SplitLaunch]] = {}
+        family, num_sms = self.choice.family, self.scalars.num_sms
+        self.split = SplitKernels(self.problem, self.target, family, lengths, options.num_splits, num_sms, self.device)
 
     def can_address(self, call: Call) -> bool:
         """Whether its kernels can take the strides of a call as they are."""
@@ -198,23 +196,10 @@ class FwdPlan:
     def split_kernel(self, call: Call) -> tuple[Kernel, SplitLaunch] | None:
         """The kernel that splits keys, with what it needs, if a call is to run it."""
         (batch, seqlen_q, _, _), (_, seqlen_k, kv_heads, _) = call[:2]
-        tiles = Tiles(batch, kv_heads, self.heads_per_kv, seqlen_q, seqlen_k)
-        if not tiles.should_split(self.num_splits, self.scalars.num_sms):
-            return None
         packs = self.pack_gqa
         if packs is None:
             packs = should_pack(seqlen_q, self.heads_per_kv, ROWS)
-        if packs not in self._split:
-            family = cast(Family | None, self.choice.family)
-            choice = choose_split(self.problem, self.target, family, self.lengths)
-            if choice is None:
-                return None
-            problem = dataclasses.replace(self.problem, is_split=True)
-            problem = problem.packed(self.heads_per_kv) if packs else problem
-            kernel = compiled(choice.kernel_cls, choice.traits, problem, self.target)
-            launch = SplitLaunch.of(choice.traits, self.num_splits, self.scalars.num_sms, self.device)
-            self._split[packs] = kernel, launch
-        return self._split[packs]
+        return self.split.of(Tiles(batch, kv_heads, self.heads_per_kv, seqlen_q, seqlen_k), packs)
 
     def launch(self, call: Call, restrides: Sequence[tuple[int, ...] | None] = ()) -> Launch:
         """A launch for a checked call of this kind.

@@ -6,13 +6,19 @@ The host knows shapes only: lengths that lie on the device may make a split usel
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, empty_like
 
-from cuteflash.core.split import LEAST_KEYS, partials_size
+from cuteflash.compile import compiled
+from cuteflash.core.split_slots import LEAST_KEYS, partials_size
+from cuteflash.dispatch import choose
+from cuteflash.problem import FwdProblem
 from cuteflash.strides import fp32_template
+from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass
 
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 ROWS = 64  # of a query tile of kernels that split
@@ -99,3 +105,43 @@ class SplitLaunch:
     def arguments(self) -> tuple[Any, ...]:
         """In the order of `cuteflash.arguments.SplitTensors`, for a launch on the current stream."""
         return empty_like(self.partials), arrivals.of(self.partials.device, self.blocks), self.most_parts
+
+
+@dataclasses.dataclass
+class SplitKernels:
+    """The kernels that split keys of one kind of calls, with and without packed heads.
+
+    Attributes:
+        problem: of these calls, not packed and not split.
+        target, family, lengths: see `cuteflash.dispatch.choose`.
+        num_splits: the option.
+        num_sms: multiprocessors of `device`.
+    """
+
+    problem: FwdProblem
+    target: str
+    family: Family
+    lengths: str
+    num_splits: int
+    num_sms: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._found: dict[bool, tuple[Callable[..., object], SplitLaunch] | None] = {}
+
+    def of(self, tiles: Tiles, packs: bool) -> tuple[Callable[..., object], SplitLaunch] | None:
+        """The kernel for a call, with what it needs; None if it is not to be split, or no row does that."""
+        if not tiles.should_split(self.num_splits, self.num_sms):
+            return None
+        if packs not in self._found:
+            self._found[packs] = self._kernel(tiles.heads_per_kv if packs else 1)
+        return self._found[packs]
+
+    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
+        problem = dataclasses.replace(self.problem, is_split=True)
+        try:
+            choice = choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
+        except NotImplementedError:
+            return None
+        kernel = compiled(choice.kernel_cls, choice.traits, problem.packed(packed_heads), self.target)
+        return kernel, SplitLaunch.of(choice.traits, self.num_splits, self.num_sms, self.device)

@@ -38,6 +38,7 @@ RANKS: dict[str, int] = {
     "reference": 2,
     "core": 2,
     "core.tile_numbers": -1,
+    "core.split_slots": -1,
     "core.workspace": 0,  # sizes that traits, planning and kernels share
     "atoms": 2,
     "unsupported": 3,
@@ -46,7 +47,7 @@ RANKS: dict[str, int] = {
     "kernels.sm80": 4,
     "kernels.sm90": 4,
     "compile": 5,
-    "dispatch": 6,
+    "dispatch": 5,
     "autograd": 6,
     "transforms": 6,
     "split_planning": 6,

@@ -10,7 +10,8 @@ import torch
 
 import cuteflash
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.split import partials_size, share_of_tile, share_size, slot_of
+from cuteflash.core.split import share_of_tile, share_size
+from cuteflash.core.split_slots import partials_size, slot_of
 from cuteflash.core.tile import KeyBlocks, KeyShare
 from cuteflash.split_planning import Tiles
 

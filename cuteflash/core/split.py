@@ -7,10 +7,7 @@ A tile inside one share is computed as ever. Of a tile that borders of shares cu
 of its share, and writes O and the log-sum-exp of these keys to memory; the last one of them to come merges all parts
 (`cuteflash.kernels.common.partials`). A block has at most two such tiles: one that began before its share, and one that
 ends after it. So two slots a block hold all partial results, whatever the lengths, and one counter a block counts the
-parts of the tile that begins in its share and ends in another.
-
-    o      (2 blocks, tile_m, head_dim_v)   fp32: slot 2 b of a tile that began before block b's share, 2 b + 1 of
-    lse    (2 blocks, tile_m)               one that begins in it
+parts of the tile that begins in its share and ends in another (`cuteflash.core.split_slots`).
 
 All tiles of a sequence get as many units, those of the tile that visits the most: a mask may leave some of the others
 without work. Arithmetic on shares runs on Python ints and on traced values alike.
@@ -26,11 +23,11 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cuteflash.core.lengths import Sequence
+from cuteflash.core.split_slots import LEAST_KEYS
 from cuteflash.core.tile import KeyShare, QueryTile
 
 Index = Any  # a Python int or a traced cutlass.Int32
 WARP = 32
-LEAST_KEYS = 128  # of a share: fewer are read sooner than merged
 
 
 def share_size(total: Index, blocks: Index, widest: Index, most_parts: Index, least: Index) -> Index:
@@ -52,11 +49,6 @@ def share_of_tile(at: Index, end: Index, first: Index, width: Index, share: Inde
     begin = at - first
     last = cutlass.min(width, end - begin)
     return KeyShare(first, last, begin // share, (begin + width - 1) // share)
-
-
-def slot_of(block: Index, begins: Index) -> Index:
-    """The slot of a block's part of a tile; `begins` is 1 if the tile begins in the block's share, else 0."""
-    return 2 * block + begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +168,3 @@ def tile_at(launch, share: Int32, place: tuple[Int32, Int32], at: Int32, end: In
     tile, first = (at - begin) // width, (at - begin) % width
     found = launch.tile_of(tile % m_blocks, tile // m_blocks, number, sequence)
     return dataclasses.replace(found, share=share_of_tile(at, end, first, width, share))
-
-
-def partials_size(blocks: int, rows: int, columns: int) -> int:
-    """Elements of all slots of `rows` rows and `columns` columns, and of their log-sum-exps."""
-    return 2 * blocks * rows * (columns + 1)

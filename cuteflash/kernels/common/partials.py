@@ -1,7 +1,7 @@
 """The end of a tile whose keys are split: each block's part goes to memory, and the last block to come merges them.
 
 A part is O of its keys, normalized, and their log-sum-exp, fp32. Nobody waits: a block that is not the last one goes on
-with its next tile. Slots and counters are those of `cuteflash.core.split`.
+with its next tile. Slots are those of `cuteflash.core.split_slots`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cuteflash.arguments import FwdTensors, SplitTensors
 from cuteflash.core.gqa import query_view, row_coord, row_token
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
-from cuteflash.core.split import slot_of
+from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
 
 PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
