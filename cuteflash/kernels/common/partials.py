@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.arguments import FwdTensors, SplitTensors
@@ -22,7 +22,9 @@ from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
 
 PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
-AT_ONCE = 8  # parts that a thread loads before it merges any of them
+LOADS = 32  # that a thread has in flight when it merges
+FEW_ROWS, MANY_ROWS = 2, 4  # rows of a warp that are merged one by one, at most; rows that are merged together
+WARP = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,64 +120,107 @@ class Partials:
         return word[0] != 0
 
     @cute.jit
-    def merge(self, tile: QueryTile, thread: Int32, threads: cutlass.Constexpr[int]):
-        """Merge all parts of a tile, and write O and the log-sum-exp; `threads` threads call it."""
-        chunks = self.head_dim_v // QUAD
-        total = tile.rows() * chunks
-        index = thread
-        while index < total:
-            self.merge_chunk(tile, index // chunks, index % chunks)
-            index += threads
+    def merge(self, tile: QueryTile, thread: Int32, warps: cutlass.Constexpr[int]):
+        """Merge all parts of a tile, and write O and the log-sum-exp; `warps` warps call it.
+
+        A warp takes a row, its lanes four columns each. What takes time is to wait for memory, so that each thread has
+        many loads in flight: of all parts of one row or, if there are many rows, of some parts of several.
+        """
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        rows = tile.rows()
+        for first_column in cutlass.range_constexpr(0, self.head_dim_v, QUAD * WARP):
+            if rows <= warps * FEW_ROWS:
+                for row in cutlass.range(warp, rows, warps, unroll=1):
+                    self.merge_rows(tile, (row, warps), first_column, 1, LOADS)
+            else:
+                for row in cutlass.range(warp, rows, warps * MANY_ROWS, unroll=1):
+                    self.merge_rows(tile, (row, warps), first_column, MANY_ROWS, LOADS // MANY_ROWS)
 
     @cute.jit
-    def merge_chunk(self, tile: QueryTile, row: Int32, chunk: Int32):
-        """Merge four columns of a row."""
-        share = tile.share
-        count = share.last_owner - share.owner + 1
-        acc = cute.make_rmem_tensor(QUAD, Float32)
+    def merge_rows(
+        self,
+        tile: QueryTile,
+        place: tuple[Int32, int],
+        first_column: cutlass.Constexpr[int],
+        many: cutlass.Constexpr[int],
+        at_once: cutlass.Constexpr[int],
+    ):
+        """Merge 128 columns of `many` rows, the first one and the step between them being `place`, by one warp.
+
+        Parts are taken `at_once` together; a row that does not exist is the last one that does.
+        """
+        count = tile.share.last_owner - tile.share.owner + 1
+        column = first_column + QUAD * (cute.arch.lane_idx())
+        first_row, step = place
+        rows = [cutlass.min(first_row + i * step, tile.rows() - 1) for i in range(many)]
+        acc = cute.make_rmem_tensor((QUAD, many), Float32)
+        peak, weight = (cute.make_rmem_tensor(many, Float32) for _ in range(2))
         acc.fill(0.0)
-        peak, weight = -Float32.inf, Float32(0.0)
-        for first in cutlass.range(0, count, AT_ONCE, unroll=1):
-            values, lse = self.load_parts(share.owner, count, first, row, chunk)
-            new = peak
-            for i in cutlass.range_constexpr(AT_ONCE):
-                new = cute.arch.fmax(new, lse[i])
-            shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-            scale = exp2((peak - shift) * LOG2_E)
-            peak, weight = new, weight * scale
-            for e in cutlass.range_constexpr(QUAD):
-                acc[e] = acc[e] * scale
-            for i in cutlass.range_constexpr(AT_ONCE):
-                factor = exp2((lse[i] - shift) * LOG2_E)
-                weight += factor
+        peak.fill(-Float32.inf)
+        weight.fill(0.0)
+        for first in cutlass.range(0, count, at_once, unroll=1):
+            parts = first, cutlass.min(count - first, at_once)
+            found = [self.load_parts(tile.share.owner, parts, row, column, at_once) for row in rows]
+            for i in cutlass.range_constexpr(many):
+                values, lse = found[i]
+                new = cute.arch.fmax(peak[i], cute.arch.warp_reduction_max(lse))
+                shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
+                scale = exp2((peak[i] - shift) * LOG2_E)
+                factor = exp2((lse - shift) * LOG2_E)
+                peak[i] = new
+                weight[i] = weight[i] * scale + cute.arch.warp_reduction_sum(factor)
                 for e in cutlass.range_constexpr(QUAD):
-                    acc[e] += cutlass.select_(lse[i] == -Float32.inf, Float32(0.0), factor * values[e, i])
+                    acc[e, i] = acc[e, i] * scale
+                for part in cutlass.range_constexpr(at_once):
+                    of_part = cute.arch.shuffle_sync(factor, part)
+                    for e in cutlass.range_constexpr(QUAD):
+                        product = of_part * values[e, part]
+                        acc[e, i] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
+        for i in cutlass.range_constexpr(many):
+            if first_row + i * step < tile.rows():
+                self.write_row(tile, rows[i], column, acc[None, i], (peak[i], weight[i]))
+
+    def load_parts(
+        self, owner: Int32, parts: tuple[Int32, Int32], row: Int32, column: Int32, at_once: int
+    ) -> tuple[cute.Tensor, Float32]:
+        """Load some parts of a row: (four columns of each, the log-sum-exp of the lane-th one or -inf).
+
+        Args:
+            owner: the block with the tile's first part.
+            parts: the first part, and how many of `at_once` exist; the last one stands for those that do not.
+        """
+        first, count = parts
+        values = cute.make_rmem_tensor((QUAD, at_once), Float32)
+        atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=QUAD * Float32.width)
+        inside = cutlass.min(column, self.columns - QUAD)
+        lane = cute.arch.lane_idx()
+
+        def slot(part: Int32) -> Int32:
+            part = first + cutlass.min(part, count - 1)
+            return slot_of(owner + part, Int32(part == 0))
+
+        lse = self.values[self.lse_at(slot(lane), row)]
+        for i in range(at_once):
+            source = self.at(slot(Int32(i)), row, inside).align(QUAD * Float32.width // 8)
+            cute.copy(atom, cute.make_tensor(source, cute.make_layout(QUAD)), values[None, i])
+        return values, cutlass.select_(lane < count, lse, -Float32.inf)
+
+    @cute.jit
+    def write_row(self, tile: QueryTile, row: Int32, column: Int32, acc: cute.Tensor, sums: tuple[Float32, Float32]):
+        """Write four columns of a row, and by one lane its log-sum-exp; `sums` are its peak and sum of weights."""
+        peak, weight = sums
         is_empty = weight == 0.0
         inverse = cutlass.select_(is_empty, Float32(0.0), 1.0 / weight)
         for e in cutlass.range_constexpr(QUAD):
             acc[e] = acc[e] * inverse
-        self.write_chunk(tile, row, chunk, acc)
-        if cutlass.const_expr(self.mLSE is not None):
-            if chunk == 0:
+        if column < self.head_dim_v:
+            self.write_chunk(tile, row, column // QUAD, acc)
+        if const_expr(self.mLSE is not None):
+            if column == 0:
                 token, head = row_token(row, tile.packed_heads)
-                lse_row = peak + cute.math.log2(weight, fastmath=True) * LN_2
+                lse = peak + cute.math.log2(weight, fastmath=True) * LN_2
                 head += tile.head * tile.packed_heads
-                self.mLSE[tile.batch, head, tile.first_row + token] = -Float32.inf if is_empty else lse_row
-
-    @cute.jit
-    def load_parts(self, owner: Int32, count: Int32, first: Int32, row: Int32, chunk: Int32):
-        """(four columns of a row, its log-sum-exp) of the `first` and the following parts; -inf if there is none."""
-        values = cute.make_rmem_tensor((QUAD, AT_ONCE), Float32)
-        lse = cute.make_rmem_tensor(AT_ONCE, Float32)
-        atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=QUAD * Float32.width)
-        for i in cutlass.range_constexpr(AT_ONCE):
-            part = cutlass.min(first + i, count - 1)
-            slot = slot_of(owner + part, Int32(part == 0))
-            source = self.at(slot, row, chunk * QUAD).align(QUAD * Float32.width // 8)
-            cute.copy(atom, cute.make_tensor(source, cute.make_layout(QUAD)), values[None, i])
-            found = self.values[self.lse_at(slot, row)]
-            lse[i] = -Float32.inf if first + i >= count else found
-        return values, lse
+                self.mLSE[tile.batch, head, tile.first_row + token] = -Float32.inf if is_empty else lse
 
     def write_chunk(self, tile: QueryTile, row: Int32, chunk: Int32, acc: cute.Tensor) -> None:
         """Round four columns of a row and store them."""

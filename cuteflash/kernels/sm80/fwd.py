@@ -177,7 +177,7 @@ class FlashFwdSm80:
             word = cute.recast_ptr(base + self.traits.smem_plan["arrival"].start, dtype=Int32)
             arrival = cute.make_tensor(word, cute.make_layout(1))
             if partials.come(tile, f.thread, arrival, cute.arch.sync_threads):
-                partials.merge(tile, f.thread, self.traits.num_threads)
+                partials.merge(tile, f.thread, self.traits.num_warps)
         return kv_pos
 
     @cute.jit

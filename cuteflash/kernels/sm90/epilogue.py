@@ -51,7 +51,7 @@ def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: Q
         columns = rows_view(wg.mma_pv.get_slice(wg.thread).partition_C(identity))
         block.partials.write(wg.scores, wg.out, columns, lse, tile)
         if block.partials.come(tile, wg.thread, block.arrival, sync):
-            block.partials.merge(tile, wg.thread, WARPGROUP)
+            block.partials.merge(tile, wg.thread, WARPGROUP // 32)
 
 
 @cute.jit

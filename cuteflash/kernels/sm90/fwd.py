@@ -211,6 +211,7 @@ class FlashFwdSm90:
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=traits.blocks_per_sm,  # without it setmaxnreg is dropped
+            use_pdl=self.problem.is_split,
             preferred_smem_carveout=100 if traits.blocks_per_sm > 1 else None,
         )
 
@@ -245,6 +246,9 @@ class FlashFwdSm90:
                 if const_expr(handout is not None):
                     handout.init(readers=consumer_warps + (TURNING_WARPS - 1 if self.turns_v else 1))
             cute.arch.mbarrier_init_fence()
+        if const_expr(self.problem.is_split):  # the next launch may begin where blocks end; this one has, perhaps
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         cute.arch.sync_threads()
 
         if const_expr(not traits.warp_specialized):
