@@ -12,6 +12,7 @@ from cuteflash.startup import quiet_interrupts
 with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
     from cuteflash.api import flash_attn_func
     from cuteflash.coerce import Fp8
+    from cuteflash.combine import flash_attn_combine, merge_attn_states
     from cuteflash.packed_api import flash_attn_varlen_func
     from cuteflash.packing import (
         flash_attn_kvpacked_func,
@@ -27,12 +28,14 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
 __all__ = [
     "Fp8",
     "__version__",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "merge_attn_states",
     "pad_input",
     "quantize_qkv",
     "unpad_input",

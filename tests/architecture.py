@@ -66,6 +66,7 @@ RANKS: dict[str, int] = {
     "api": 11,
     "packed_api": 11,
     "quantize": 11,
+    "combine": 11,
     "packing": 12,
     "nn": 13,
     "integrations": 13,

@@ -87,7 +87,8 @@ def test_windows_beyond_every_length_are_unbounded(window: tuple[int, int]) -> N
 def test_the_schema_is_made_of_the_options() -> None:
     arguments = (
         "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, int window_left=-1, int window_right=-1, "
-        "float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, str? lengths=None)"
+        "float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, "
+        "str? lengths=None, int num_splits=1)"
     )
     assert str(FWD._schema) == f"cuteflash::fwd{arguments} -> Tensor"
     assert str(FWD_LSE._schema) == f"cuteflash::fwd_lse{arguments} -> (Tensor, Tensor)"

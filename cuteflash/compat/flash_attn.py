@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from cuteflash import api, packed_api, packing
-from cuteflash.compat.common import ONE_SPLIT, attend
+from cuteflash.compat.common import attend
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 
 __all__ = [
@@ -268,11 +268,11 @@ def flash_attn_with_kvcache(
         cache_leftpad=(cache_leftpad, NOTHING),
         block_table=(block_table, NOTHING),
         alibi_slopes=(alibi_slopes, NOTHING),
-        num_splits=(num_splits, ONE_SPLIT),
     )
     return attend(
         api.flash_attn_func,
         (q, k_cache, v_cache),
+        num_splits=num_splits,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,

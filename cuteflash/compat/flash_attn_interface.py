@@ -5,9 +5,10 @@
 
 What differs:
 
-- `qv`, `attention_chunk`, `num_splits` above 1, `sm_margin`, and the arguments of `flash_attn_with_kvcache` that
+- `qv`, `attention_chunk`, `sm_margin`, and the arguments of `flash_attn_with_kvcache` that
   extend, rotate, page or index a cache raise NotImplementedError.
-- 8-bit q, k and v may be e5m2, too. Descale factors with 16-bit ones raise TypeError.
+- 8-bit q, k and v may be e5m2, too. Their keys are not split: `num_splits` above 1 raises ValueError. Descale factors
+  with 16-bit ones raise TypeError.
 - The log-sum-exp is differentiable.
 - CPU tensors run the reference.
 """
@@ -21,11 +22,18 @@ import torch
 from torch import Tensor
 
 from cuteflash import api, packed_api
-from cuteflash.compat.common import ONE_SPLIT, attend
+from cuteflash.combine import flash_attn_combine
+from cuteflash.compat.common import attend
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, shown
 
-__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
 
 Window = tuple[int, int]
 
@@ -263,7 +271,6 @@ def _attend(
     k_descale: Tensor | None,
     v_descale: Tensor | None,
     attention_chunk: int,
-    num_splits: int = 1,
     sm_margin: int,
     **options: Any,
 ) -> Any:
@@ -271,7 +278,6 @@ def _attend(
     refuse(
         qv=(qv, NOTHING),
         attention_chunk=(attention_chunk, ZERO),
-        num_splits=(num_splits, ONE_SPLIT),
         sm_margin=(sm_margin, ZERO),
     )
     descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
