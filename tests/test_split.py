@@ -13,7 +13,13 @@ from cuteflash.core.mask import IntervalMask
 from cuteflash.core.split import share_of_tile, share_size
 from cuteflash.core.split_slots import partials_size, slot_of
 from cuteflash.core.tile import KeyBlocks, KeyShare
+from cuteflash.dispatch import choose_shipped
+from cuteflash.problem import PACKED, FwdProblem, Operands, Scores
 from cuteflash.split_planning import Tiles
+from cuteflash.traits.arch import get_arch
+from cuteflash.traits.base import FwdTraits
+from cuteflash.traits.row import ROW_HEAD_DIMS
+from cuteflash.traits.tables import MODULES, SPLIT_ROWS
 
 
 def dealt(widths: list[int], blocks: int, most_parts: int, least: int) -> list[list[tuple[int, KeyShare]]]:
@@ -167,3 +173,44 @@ def test_operands_of_8_bits_are_not_split() -> None:
     cuteflash.flash_attn_func(q, k, v, **scales, num_splits=0)
     with pytest.raises(ValueError, match="num_splits"):
         cuteflash.flash_attn_func(q, k, v, **scales, num_splits=2)
+
+
+FAMILIES = [(key.target, key.family) for key in MODULES if key.operation == "fwd"]
+HEAD_DIMS = [*((d, d) for d in ROW_HEAD_DIMS), (192, 128)]
+
+
+def hardest(head_dims: tuple[int, int]) -> FwdProblem:
+    """What asks the most of a row."""
+    return FwdProblem(Operands.of("bf16", *head_dims, 4), Scores("window", softcap=True), PACKED, True, is_split=True)
+
+
+def kernels() -> list[tuple[str, FwdTraits, FwdProblem]]:
+    """Each kernel that a target chooses, once."""
+    found = {}
+    for (target, family), head_dims in itertools.product(FAMILIES, HEAD_DIMS):
+        problem = hardest(head_dims)
+        traits = choose_shipped(problem, target, family).traits
+        found.setdefault(traits, (target, traits, problem))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("target", "family"), FAMILIES)
+def test_every_head_dim_has_a_row(target: str, family: str) -> None:
+    for head_dims in HEAD_DIMS:
+        choice = choose_shipped(hardest(head_dims), target, family)
+        assert "split" in choice.traits.features
+        assert choice.traits.check(get_arch(target)) is None
+
+
+def test_every_row_is_chosen() -> None:
+    chosen = {traits for _, traits, _ in kernels()}
+    assert {row.traits for rows in SPLIT_ROWS.values() for row in rows} <= chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "traits", "problem"), kernels(), ids=str)
+def test_rows_do_not_spill(target: str, traits: FwdTraits, problem: FwdProblem, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("cutlass")
+    from cuteflash.dispatch import kernel_class
+
+    request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, target).assert_clean()

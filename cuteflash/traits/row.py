@@ -41,7 +41,7 @@ E4M3, E5M2 = ("e4m3",), ("e5m2",)
 DECODE, TINY, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("short",), ("medium",), ("long",)
 FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backward are to a forward
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
-TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
+TURNED_V, V_MEAN, BLOCK_SCALES, SPLIT = ("turned_v",), ("v_mean",), ("block_scales",), ("split",)
 
 
 class TableKey(NamedTuple):

@@ -58,12 +58,12 @@ from cuteflash.traits.row import Row, TableKey
 
 # The modules whose rows make up a table, in order. The first is the table's own, which its sweep writes.
 MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
-    TableKey("fwd", "sm_90a", "sm90"): (rows_sm90, rows_fp8_sm90, rows_split_sm90),
-    TableKey("fwd", "sm_90a", "sm80"): (rows_sm80_hopper, rows_sm80, rows_split_sm80),
-    TableKey("fwd", "sm_80", "sm80"): (rows_sm80, rows_split_sm80),
-    TableKey("fwd", "sm_86", "sm80"): (rows_sm80_small, rows_split_sm80),
-    TableKey("fwd", "sm_89", "sm80"): (rows_sm80_small, rows_split_sm80),
-    TableKey("fwd", "sm_120", "sm80"): (rows_sm80_small, rows_split_sm80),
+    TableKey("fwd", "sm_90a", "sm90"): (rows_sm90, rows_fp8_sm90),
+    TableKey("fwd", "sm_90a", "sm80"): (rows_sm80_hopper, rows_sm80),
+    TableKey("fwd", "sm_80", "sm80"): (rows_sm80,),
+    TableKey("fwd", "sm_86", "sm80"): (rows_sm80_small,),
+    TableKey("fwd", "sm_89", "sm80"): (rows_sm80_small,),
+    TableKey("fwd", "sm_120", "sm80"): (rows_sm80_small,),
     TableKey("bwd", "sm_90a", "sm90"): (rows_bwd_sm90,),
     TableKey("bwd", "sm_90a", "sm80"): (rows_bwd_sm80_hopper,),
     TableKey("bwd", "sm_80", "sm80"): (rows_bwd_sm80,),
@@ -78,6 +78,9 @@ BEST_FAMILIES: dict[tuple[Operation, str, LengthClass], Family] = {
 TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()
 }
+
+# Rows that split keys, of the forward's families on all targets: no sweep knows them.
+SPLIT_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_split_sm90.ROWS, "sm80": rows_split_sm80.ROWS}
 
 
 def tables_of(operation: Operation) -> dict[TableKey, tuple[Row, ...]]:
