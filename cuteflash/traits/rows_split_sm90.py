@@ -21,7 +21,7 @@ ROWS: tuple[Row, ...] = (
     _split(32, 128, 5, 2),
     _split(64, 128, 2, 2),
     _split(96, 64, 3, 2),
-    _split(128, 64, 6, 1, q_in_regs=True),
+    _split(128, 64, 6, 1, q_in_regs=True, exp_rows_before_wait=0),
     _split(160, 128, 2, 1),
     _split(192, 128, 2, 1, head_dim_v=128),
     _split(192, 64, 3, 1),
