@@ -14,6 +14,7 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
     from cuteflash.api import flash_attn_func
     from cuteflash.append import append_kv, apply_rotary
     from cuteflash.coerce import Fp8
+    from cuteflash.combine import flash_attn_combine, merge_attn_states
     from cuteflash.kvcache_api import flash_attn_with_kvcache
     from cuteflash.packed_api import flash_attn_varlen_func
     from cuteflash.packing import (
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "append_kv",
     "apply_rotary",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -39,6 +41,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "merge_attn_states",
     "pad_input",
     "quantize_qkv",
     "unpad_input",

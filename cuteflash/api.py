@@ -16,6 +16,7 @@ from cuteflash.coerce import (
     check_no_chunk,
     check_not_quantised,
     check_sinks_alone,
+    check_unsplit,
     chunk_of,
     flag,
     formats_of,
@@ -25,6 +26,7 @@ from cuteflash.coerce import (
     number,
     out_dtype_of,
     scales_of,
+    splits_of,
     window_of,
 )
 from cuteflash.fp8_inference_ops import fp8_inference, fp8_inference_lse
@@ -34,6 +36,7 @@ from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.validate import SCALES, SOFTCAPS
 
+BETWEEN = FwdOptions()[FwdOptions._fields.index("deterministic") + 1 : FwdOptions._fields.index("num_splits")]
 BEFORE_DETERMINISTIC = FwdOptions._fields.index("deterministic")  # options that 8-bit operands have, too
 
 
@@ -55,6 +58,7 @@ class Options(TypedDict, total=False):
     transposed_v: bool
     out_dtype: torch.dtype | None
     fp8: bool | Fp8
+    num_splits: int
     sinks: Tensor | None
 
 
@@ -92,6 +96,7 @@ def flash_attn_func(
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
     fp8: bool | Fp8 = False,
+    num_splits: int = 1,
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -138,6 +143,10 @@ def flash_attn_func(
             for each KV head, V less its mean, which is added to O, and transposed. `head_dim` and `head_dim_v` are
             multiples of 16, a GPU has to be a Hopper, and tensors that require a gradient are refused. A
             ``cuteflash.Fp8`` says how to quantise, True is ``Fp8()``.
+        num_splits: into how many parts the keys of a query tile are split at most, each read by another block of the
+            GPU. That pays if few queries see many keys, as in decoding; 0 leaves it to a heuristic, 1 is none. Parts
+            are summed up in fp32, in an order that is always the same. With scales or `fp8` nothing is split, and only
+            0 and 1 are allowed. A backward is never split.
         sinks: (heads,) a logit of each query head, fp32 or q's dtype, that joins the softmax of its rows and has no
             value: ``O = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. LSE includes it, and it has a gradient;
             softcap and `softmax_scale` leave it alone. -inf is no sink, as None is. See docs/sinks.md.
@@ -168,9 +177,15 @@ def flash_attn_func(
     softcap = softcap if type(softcap) is float else number("softcap", softcap, SOFTCAPS)
     return_lse = return_lse is not False and flag("return_lse", return_lse)
     options: tuple[Any, ...] = (softmax_scale, left, right, softcap)
-    if pack_gqa is not None or family is not None or deterministic is not False or attention_chunk != 0:
+    if (
+        pack_gqa is not None
+        or family is not None
+        or deterministic is not False
+        or attention_chunk != 0
+        or num_splits != 1
+    ):
         # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
-        options += _execution(pack_gqa, family, deterministic, attention_chunk)
+        options += _execution(pack_gqa, family, deterministic, attention_chunk, num_splits)
     result: Tensor | tuple[Tensor, Tensor]
     if sinks is not None:
         check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
@@ -178,12 +193,12 @@ def flash_attn_func(
     elif q_descale is not None or k_descale is not None or v_descale is not None:
         check_no_chunk(attention_chunk)
         scales = scales_of(fp8, v_mean, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        fp8_options = Fp8Options(*options[:BEFORE_DETERMINISTIC])._replace(**formats_of(transposed_v, out_dtype))
+        fp8_options = Fp8Options(*_unsplit(options))._replace(**formats_of(transposed_v, out_dtype))
         result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *scales, *fp8_options)
     elif fp8 is not False and (how := fp8_of(fp8)) is not None:
         check_no_chunk(attention_chunk)
         check_not_quantised(transposed_v, v_mean)
-        inference = Fp8InferenceOptions(*options[:BEFORE_DETERMINISTIC])
+        inference = Fp8InferenceOptions(*_unsplit(options))
         inference = inference._replace(out_dtype=out_dtype_of(out_dtype), hadamard=int(how.hadamard or 0))
         result = (fp8_inference_lse if return_lse else fp8_inference)(q, k, v, *inference)
     elif transposed_v is not False or out_dtype is not None or v_mean is not None:
@@ -198,7 +213,7 @@ def flash_attn_func(
 
 
 def _execution(
-    pack_gqa: bool | None, family: Family | None, deterministic: bool, attention_chunk: int
+    pack_gqa: bool | None, family: Family | None, deterministic: bool, attention_chunk: int, num_splits: int
 ) -> tuple[Any, ...]:
     """The options that follow the softcap; of those with defaults the last are left out."""
     if pack_gqa is not None:
@@ -206,5 +221,14 @@ def _execution(
     check_family(family)
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
-    chunk = chunk_of(attention_chunk)
-    return (pack_gqa, family, deterministic, None, chunk) if chunk else (pack_gqa, family, deterministic)
+    options = pack_gqa, family, deterministic
+    chunk, splits = chunk_of(attention_chunk), splits_of(num_splits)
+    if splits != 1:
+        return *options, None, chunk, splits
+    return (*options, None, chunk) if chunk else options
+
+
+def _unsplit(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options that operands of 8 bits have, too. ValueError: they are to be split."""
+    check_unsplit(FwdOptions(*options).num_splits)
+    return options[:BEFORE_DETERMINISTIC]

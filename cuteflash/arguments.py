@@ -4,6 +4,7 @@
     FwdTensors    the tensors of a kernel   } the order of its `__call__`, of the fakes that it is compiled with
     PackedTensors those of packed sequences } (`cuteflash.core.signature`), and of every launch
     ScaleTensors  those of 8-bit operands   }
+    SplitTensors  those of split keys       }
     FwdScalars    its run-time scalars      }
     sinks         of a problem with sinks, after the scalars: one vector; of a backward `SinkTensors`
 
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from cuteflash.problem import FP8_OUT, UNBOUNDED
 
-EXECUTION = ("pack_gqa", "family", "deterministic", "lengths")  # options that say how to compute
+EXECUTION = ("pack_gqa", "family", "deterministic", "lengths", "num_splits")  # options that say how to compute
 FORMATS = ("transposed_v", "out_dtype")  # options that say how tensors are given; all others say what to compute
 
 
@@ -35,6 +36,8 @@ class FwdOptions(NamedTuple):
         lengths: class of the sequences' lengths (`cuteflash.traits.length_class`), which decides between kernels that
             give the same result; None takes it from the sizes.
         attention_chunk: a query sees only keys of its own chunk: positions are cut into chunks of so many; 0 is none.
+        num_splits: into how many parts the keys of a query tile are split at most, each read by another block; 1 is
+            none, 0 leaves it to a heuristic.
     """
 
     softmax_scale: float | None = None
@@ -46,6 +49,7 @@ class FwdOptions(NamedTuple):
     deterministic: bool = False
     lengths: str | None = None
     attention_chunk: int = 0
+    num_splits: int = 1
 
     def definition(self, head_dim: int) -> dict[str, Any]:
         """See `_definition`."""
@@ -132,10 +136,10 @@ def without_sinks(options: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
 
 def bwd_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments for a backward of those for its forward, in both of which trailing defaults may be left out."""
-    return options[:_ONLY_FWD] + options[_ONLY_FWD + 1 :]
+    return options[:_PACK_GQA] + options[_PACK_GQA + 1 : _NUM_SPLITS]
 
 
-_ONLY_FWD = FwdOptions._fields.index("pack_gqa")
+_PACK_GQA, _NUM_SPLITS = (FwdOptions._fields.index(name) for name in ("pack_gqa", "num_splits"))
 
 
 def _definition(options: FwdOptions | Fp8Options | BwdOptions, head_dim: int) -> dict[str, Any]:
@@ -188,6 +192,14 @@ class ScaleTensors(NamedTuple):
     v_mean: Any = None  # (batch, heads_k, head_dim_v), fp32; None for a problem without it
 
 
+class SplitTensors(NamedTuple):
+    """What a kernel gets that splits keys; others do not have these arguments."""
+
+    partials: Any = None  # (n,) fp32, see `cuteflash.core.split`
+    arrivals: Any = None  # (blocks,) int32, 0 before a launch and after it; launches that overlap have one each
+    most_parts: Any = None  # int, of a tile, at least 2
+
+
 class FwdScalars(NamedTuple):
     """The run-time scalars of a forward kernel; it gets a float in fp32 and an int in 32 bits."""
 
@@ -212,13 +224,15 @@ class FwdArguments(NamedTuple):
     scalars: FwdScalars
     sinks: Any
     stream: Any
+    split: SplitTensors = SplitTensors()
 
     @classmethod
-    def of(cls, flat: tuple[Any, ...], has_sinks: bool = False) -> Self:
-        """From the flat arguments that `__call__` gets."""
+    def of(cls, flat: tuple[Any, ...], is_split: bool = False, has_sinks: bool = False) -> Self:
+        """From the flat arguments that `__call__` gets; `is_split` and `has_sinks` as the problem."""
         last = len(flat) - 1 - has_sinks
         end, scalars = len(FwdTensors._fields), last - len(FwdScalars._fields)
-        tensors, between = FwdTensors(*flat[:end]), flat[end:scalars]
+        split = scalars - (len(SplitTensors._fields) if is_split else 0)
+        tensors, between = FwdTensors(*flat[:end]), flat[end:split]
         is_packed = len(between) >= len(PackedTensors._fields)  # those that are missing are missing altogether
         packed = len(PackedTensors._fields) if is_packed else 0
         return cls(
@@ -228,11 +242,12 @@ class FwdArguments(NamedTuple):
             FwdScalars(*flat[scalars:last]),
             flat[last] if has_sinks else None,
             flat[-1],
+            SplitTensors(*flat[split:scalars]),
         )
 
     def flat(self) -> tuple[Any, ...]:
-        """As `__call__` takes them."""
-        groups = (group for group in (self.packed, self.scales) if any(x is not None for x in group))
+        """As `__call__` takes them: those of split keys come last before the scalars."""
+        groups = (group for group in (self.packed, self.scales, self.split) if any(x is not None for x in group))
         sinks = () if self.sinks is None else (self.sinks,)
         return (*self.tensors, *itertools.chain(*groups), *self.scalars, *sinks, self.stream)
 

@@ -14,7 +14,7 @@ from cuteflash.arguments import Fp8Options, FwdOptions
 from cuteflash.problem import FP8_OUT, UNBOUNDED
 from cuteflash.quantize_problem import HADAMARD_BLOCKS
 from cuteflash.traits.arch import FAMILIES, Family
-from cuteflash.validate import SCALES, SOFTCAPS, shown
+from cuteflash.validate import SCALES, SOFTCAPS, SPLITS, shown
 
 OUT_DTYPES: dict[Any, str | None] = {None: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
 Window = tuple[int, int]
@@ -209,6 +209,7 @@ def formats_without_scales(transposed_v: object, out_dtype: object, v_mean: obje
 def fp8_options_of(options: FwdOptions, transposed_v: object, out_dtype: object) -> Fp8Options:
     """The options of a call with 8-bit operands; there is no backward to be deterministic."""
     check_no_chunk(options.attention_chunk)
+    check_unsplit(options.num_splits)
     shared = {name: value for name, value in options._asdict().items() if name in Fp8Options._fields}
     return Fp8Options(**shared, **formats_of(transposed_v, out_dtype))
 
@@ -240,3 +241,25 @@ def options_of(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic, lengths)
+
+
+def splits_of(num_splits: int) -> int:
+    """A checked `num_splits`. TypeError: it is not an int; ValueError: it is negative."""
+    if not is_int(num_splits):
+        raise TypeError(f"num_splits is {shown(num_splits)}; allowed: {SPLITS}")
+    found = int(num_splits)
+    if found < 0:
+        raise ValueError(f"num_splits is {shown(num_splits)}; allowed: {SPLITS}")
+    return found
+
+
+def with_splits(options: FwdOptions, num_splits: int) -> FwdOptions:
+    """The options with `num_splits`; errors as `splits_of`."""
+    is_default = type(num_splits) is int and num_splits == 1  # first, since it is what most calls have
+    return options if is_default else options._replace(num_splits=splits_of(num_splits))
+
+
+def check_unsplit(num_splits: int) -> None:
+    """Raise ValueError if operands of 8 bits are to be split."""
+    if num_splits > 1:
+        raise ValueError(f"num_splits is {num_splits}; allowed with scales or fp8: 0, 1 (keys are not split)")

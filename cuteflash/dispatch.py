@@ -22,7 +22,7 @@ from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import BEST_FAMILIES, TABLES
+from cuteflash.traits.tables import BEST_FAMILIES, SPLIT_ROWS, TABLES
 from cuteflash.usertable import MeasuredRow
 
 KERNELS: dict[type[Any], tuple[str, str]] = {
@@ -158,7 +158,7 @@ def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Seq
     """The choice from the user's rows, then the shipped ones."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
-    rows = (*(own.row for own in own_rows), *TABLES[key])
+    rows = SPLIT_ROWS[key.family] if "split" in problem.features else (*(own.row for own in own_rows), *TABLES[key])
     reasons = []
     for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target)):
         if reason is None:

@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from cuteflash.append_ops import append_kv_op, append_now, looks_of
 from cuteflash.append_problem import AppendOptions
 from cuteflash.arguments import FwdOptions
-from cuteflash.coerce import UNBOUNDED_WINDOW, Window, chunk_of, flag, is_int, not_tensors, options_of
+from cuteflash.coerce import UNBOUNDED_WINDOW, Window, chunk_of, flag, is_int, not_tensors, options_of, splits_of
 from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse, kvcache_fwd_lse_cuda
 from cuteflash.kvcache_planning import Planner
 from cuteflash.operators import note_writes
@@ -178,9 +178,12 @@ def flash_attn_with_kvcache(
     new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
     caches = KvCacheInputs(q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks)
     _check_types(caches, new, cache_seqlens)
-    _check_splits(num_splits)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, False, None)
-    options = options._replace(attention_chunk=chunk_of(attention_chunk), lengths=_length_class(caches, max_seqlen_q))
+    options = options._replace(
+        attention_chunk=chunk_of(attention_chunk),
+        lengths=_length_class(caches, max_seqlen_q),
+        num_splits=splits_of(num_splits),
+    )
     caches = caches._replace(seqused_k=_begins(cache_seqlens, caches))
     if new.k is not None:
         caches = _append(caches, new, options, flag("rotary_interleaved", rotary_interleaved))
@@ -262,13 +265,6 @@ def _check_types(caches: KvCacheInputs, new: NewTokens, cache_seqlens: object) -
         raise ValueError("v is None; allowed with k: a tensor")
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; allowed with k and v: an int or a tensor, where they are written to")
-
-
-def _check_splits(num_splits: object) -> None:
-    if not is_int(num_splits):
-        raise TypeError(f"num_splits is {shown(num_splits)}; allowed: an int, 0 (any number) or more")
-    if num_splits < 0:  # type: ignore[operator]
-        raise ValueError(f"num_splits is {shown(num_splits)}; allowed: 0 (any number) or more")
 
 
 def _begins(cache_seqlens: int | Tensor | None, caches: KvCacheInputs) -> Tensor | None:

@@ -9,15 +9,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from cuteflash.arguments import FwdOptions, PackedTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
-from cuteflash.packed_planning import SEVERAL, counted_rows, counters
-from cuteflash.planning import DTYPE_NAMES, Result, fwd_scalars, should_pack, sink_dtype, target_of
+from cuteflash.packed_planning import SEVERAL, counted_rows, counters, packs_heads
+from cuteflash.planning import DTYPE_NAMES, Result, fwd_scalars, sink_dtype, target_of
 from cuteflash.problem import (
     CACHE_ROWS_MAX,
     DENSE,
@@ -28,6 +28,7 @@ from cuteflash.problem import (
     Storage,
     mask_of_window,
 )
+from cuteflash.split_planning import ROWS, SplitKernels, Tiles
 from cuteflash.strides import usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
@@ -76,26 +77,31 @@ class Planner:
         operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3])
         scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks))
         problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
-        choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(inputs, options))
-        heads_per_kv = q.shape[-2] // k.shape[2]
-        packs = options.pack_gqa
-        if packs is None:
-            packs = should_pack(length, heads_per_kv, choice.traits.tile_m)
-        rows = box_rows(inputs, strides, choice.traits.tile_n) if choice.family == "sm90" else 0
-        if rows == 0 and problem.storage.k == "paged":
-            check_reach(inputs, strides)
-        problem = with_page_rows(problem.packed(heads_per_kv) if packs else problem, rows)
-        kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
-        scalars = fwd_scalars(options, (window[0], window[1]), q.shape[-1], q.device)
         storage = problem.storage
+        lengths = class_of_lengths(inputs, options)
+        choice = choose(problem, target, cast(Family | None, options.family), lengths)
+        heads_per_kv = q.shape[-2] // k.shape[2]
+        scalars = fwd_scalars(options, (window[0], window[1]), q.shape[-1], q.device)
+        fitted = functools.partial(with_boxes, inputs, strides)
+        packs = functools.partial(packs_heads, options, length, heads_per_kv)
+        kernels = SplitKernels(
+            problem, target, choice.family, lengths, options.num_splits, scalars.num_sms, q.device, fitted
+        )
+        split = kernels.of(Tiles(inputs.batch, k.shape[2], heads_per_kv, length, inputs.capacity), packs(ROWS))
+        if split is None:
+            problem = problem.packed(heads_per_kv) if packs(choice.traits.tile_m) else problem
+            kernel = compiled(choice.kernel_cls, choice.traits, fitted(problem, choice.traits), target)
+            further: Callable[[], tuple[Any, ...]] = tuple
+        else:
+            kernel, further = split[0], split[1].arguments
 
         def launch(inputs: KvCacheInputs) -> Result:
             result = self._results(inputs, shapes)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            vectors = () if storage == DENSE else vectors_of(inputs)
+            vectors = () if storage == DENSE else vectors_of(inputs, is_split=split is not None)
             sinks = () if inputs.sinks is None else (inputs.sinks,)
-            kernel(q, k, v, o, lse, *vectors, *scalars, *sinks)
+            kernel(q, k, v, o, lse, *vectors, *further(), *scalars, *sinks)
             return result
 
         return launch
@@ -121,12 +127,13 @@ class Planner:
         return result
 
 
-def vectors_of(inputs: KvCacheInputs) -> PackedTensors:
+def vectors_of(inputs: KvCacheInputs, is_split: bool) -> PackedTensors:
     """The vectors and the table of a launch."""
+    draws = inputs.cu_seqlens_q is not None and not is_split
     return PackedTensors(
         cu_seqlens_q=inputs.cu_seqlens_q,
         seqused_k=inputs.seqused_k,
-        tile_counter=None if inputs.cu_seqlens_q is None else counters.of(inputs.q.device),
+        tile_counter=counters.of(inputs.q.device) if draws else None,
         page_table=inputs.page_table,
         cache_batch_idx=inputs.cache_batch_idx,
         cache_leftpad=inputs.cache_leftpad,
@@ -154,10 +161,16 @@ def storage_of(inputs: KvCacheInputs) -> Storage:
     )
 
 
-def with_page_rows(problem: FwdProblem, rows: int) -> FwdProblem:
-    """The problem with boxes of so many rows, if its K and V are paged."""
+def with_boxes(inputs: KvCacheInputs, strides: Sequence[Strides], problem: FwdProblem, traits: Any) -> FwdProblem:
+    """The problem with the boxes that a kernel with these traits loads, if its K and V are paged.
+
+    ValueError: as `check_reach`.
+    """
     if problem.storage.k != "paged":
         return problem
+    rows = box_rows(inputs, strides, traits.tile_n) if traits.family == "sm90" else 0
+    if rows == 0:
+        check_reach(inputs, strides)
     return dataclasses.replace(problem, storage=dataclasses.replace(problem.storage, page_rows=rows))
 
 

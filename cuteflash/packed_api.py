@@ -21,6 +21,7 @@ from cuteflash.coerce import (
     is_int,
     not_tensors,
     options_of,
+    with_splits,
 )
 from cuteflash.fp8_packed_ops import fp8_varlen_fwd, fp8_varlen_fwd_lse
 from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse, kvcache_fwd_lse_cuda
@@ -59,6 +60,7 @@ class VarlenOptions(TypedDict, total=False):
     v_mean: Tensor | None
     transposed_v: bool
     out_dtype: torch.dtype | None
+    num_splits: int
     page_table: Tensor | None
     sinks: Tensor | None
 
@@ -132,6 +134,7 @@ def flash_attn_varlen_func(
     v_mean: Tensor | None = None,
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
+    num_splits: int = 1,
     page_table: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -162,6 +165,7 @@ def flash_attn_varlen_func(
             128`` keys. Those from a sequence's last one that counts up to the next multiple of 16 are zeros; all others
             that belong to no sequence are not read.
         out_dtype: as for `flash_attn_func`.
+        num_splits: as for `flash_attn_func`. Sequences of any lengths share the blocks evenly.
         page_table: (batch, pages of a sequence), int32, each row contiguous, on q's device: k and v are then pages of
             a cache, (num_pages, page_size, kv_heads, head_dim) and head_dim_v, and row r of sequence i is row ``r %
             page_size`` of page ``page_table[i, r // page_size]``. Lengths are `seqused_k` or, without it, those of
@@ -202,6 +206,7 @@ def flash_attn_varlen_func(
     longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
     lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
     options = options_of(*how, lengths)._replace(attention_chunk=chunk_of(attention_chunk))
+    options = with_splits(options, num_splits)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}

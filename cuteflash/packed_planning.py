@@ -26,6 +26,7 @@ from cuteflash.planning import (
     target_of,
 )
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
+from cuteflash.split_planning import ROWS, SplitKernels, Tiles
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
@@ -93,13 +94,19 @@ class Planner:
         target = current_target(q.device.index)
         operands, scores, storage, window = _parts_of_problem(inputs, options, sinks)
         problem = FwdProblem(operands, scores, storage, self.has_lse)
-        choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(inputs, options))
-        heads_per_kv = heads // k.shape[1]
-        packs = options.pack_gqa
-        if packs is None:
-            packs = should_pack(-(-rows // inputs.batch), heads_per_kv, choice.traits.tile_m)
-        kernel = compiled(choice.kernel_cls, choice.traits, problem.packed(heads_per_kv) if packs else problem, target)
         scalars = fwd_scalars(options, window, head_dim, q.device)
+        family, lengths = cast(Family | None, options.family), class_of_lengths(inputs, options)
+        heads_per_kv = heads // k.shape[1]
+        choice = choose(problem, target, family, lengths)
+        mean_q, mean_k = (-(-x.shape[0] // inputs.batch) for x in (q, k))
+        packs = functools.partial(packs_heads, options, mean_q, heads_per_kv)
+        kernels = SplitKernels(problem, target, choice.family, lengths, options.num_splits, scalars.num_sms, q.device)
+        split = kernels.of(Tiles(inputs.batch, k.shape[1], heads_per_kv, mean_q, mean_k), packs(ROWS))
+        if split is None:
+            problem = problem.packed(heads_per_kv) if packs(choice.traits.tile_m) else problem
+            kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
+        else:
+            kernel, split_launch = split
         step = ALIGNMENT // q.element_size()
         restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
 
@@ -107,7 +114,11 @@ class Planner:
             result = self._results(inputs, shapes, fill=storage.used_q)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            kernel(q, k, v, o, lse, *PackedTensors(*inputs[3:], counters.of(o.device)), *scalars, *sinks)
+            if split is None:
+                vectors: tuple[Any, ...] = PackedTensors(*inputs[3:], counters.of(o.device))
+            else:
+                vectors = (*PackedTensors(*inputs[3:], None), *split_launch.arguments())
+            kernel(q, k, v, o, lse, *vectors, *scalars, *sinks)
             return result
 
         return launch
@@ -142,6 +153,12 @@ def counted_rows(inputs: PackedInputs) -> Tensor:
     used = ends - starts if inputs.seqused_q is None else inputs.seqused_q
     sequences = torch.searchsorted(ends, rows, right=True).clamp(max=inputs.batch - 1)
     return (rows >= starts[sequences]) & (rows < (starts + used)[sequences])
+
+
+def packs_heads(options: FwdOptions, mean_q: int, heads_per_kv: int, tile_m: int) -> bool:
+    """Whether the query heads of a KV head share tiles of `tile_m` rows."""
+    packs = options.pack_gqa
+    return should_pack(mean_q, heads_per_kv, tile_m) if packs is None else packs
 
 
 def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions, sinks: Tensor | None = None) -> BwdLaunch:

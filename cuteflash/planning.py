@@ -33,6 +33,7 @@ from cuteflash.problem import (
     SinkDtype,
     mask_of_window,
 )
+from cuteflash.split_planning import ROWS, SplitKernels, SplitLaunch, Tiles
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of
@@ -137,6 +138,8 @@ class FwdPlan:
         self.step: int = ALIGNMENT // q.element_size()  # elements
         self.device = q.device
         self._kernels: dict[bool, Kernel] = {}
+        family, num_sms = self.choice.family, self.scalars.num_sms
+        self.split = SplitKernels(self.problem, self.target, family, lengths, options.num_splits, num_sms, self.device)
 
     def can_address(self, call: Call) -> bool:
         """Whether its kernels can take the strides of a call as they are."""
@@ -159,6 +162,14 @@ class FwdPlan:
             self._kernels[packs] = found
         return found
 
+    def split_kernel(self, call: Call) -> tuple[Kernel, SplitLaunch] | None:
+        """The kernel that splits keys, with what it needs, if a call is to run it."""
+        (batch, seqlen_q, _, _), (_, seqlen_k, kv_heads, _) = call[:2]
+        packs = self.pack_gqa
+        if packs is None:
+            packs = should_pack(seqlen_q, self.heads_per_kv, ROWS)
+        return self.split.of(Tiles(batch, kv_heads, self.heads_per_kv, seqlen_q, seqlen_k), packs)
+
     def launch(self, call: Call, restrides: Sequence[tuple[int, ...] | None] = ()) -> Launch:
         """A launch for a checked call of this kind.
 
@@ -168,7 +179,9 @@ class FwdPlan:
         """
         (b, s_q, h, d), q_strides = call[0], call[3]
         d_v = self.problem.operands.head_dim_v
-        kernel, scalars, o_shape = self.kernel(s_q), self.scalars, (b, s_q, h, d_v)
+        split = self.split_kernel(call)
+        kernel, scalars, o_shape = split[0] if split else self.kernel(s_q), self.scalars, (b, s_q, h, d_v)
+        further = split[1].arguments if split else tuple
         like_lse = fp32_template((b, h, s_q), self.device) if self.problem.has_lse else None
         # empty_like is faster than new_empty, and the same thing if q is laid out as the output is.
         like_q = d == d_v and q_strides == (s_q * h * d, h * d, d, 1)
@@ -179,10 +192,10 @@ class FwdPlan:
             if restride:
                 q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
             if like_lse is None:
-                kernel(q, k, v, o, None, *scalars, *sinks)  # in the order of `FwdArguments.flat`
+                kernel(q, k, v, o, None, *further(), *scalars, *sinks)  # in the order of `FwdArguments.flat`
                 return o
             lse = empty_like(like_lse)
-            kernel(q, k, v, o, lse, *scalars, *sinks)
+            kernel(q, k, v, o, lse, *further(), *scalars, *sinks)
             return o, lse
 
         return launch

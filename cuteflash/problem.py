@@ -21,7 +21,7 @@ Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen", "paged"]
 SinkDtype = Literal["fp32", "fp16", "bf16"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "sink"]
+Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split", "sink"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
@@ -227,6 +227,7 @@ class FwdProblem:
     Attributes:
         operands, scores, storage: see these classes.
         has_lse: the log-sum-exp of each row is written, fp32, natural log.
+        is_split: the keys of a tile may be dealt to several blocks, see `cuteflash.core.split`.
     """
 
     operation: ClassVar[Operation] = "fwd"
@@ -235,6 +236,11 @@ class FwdProblem:
     scores: Scores = Scores()
     storage: Storage = DENSE
     has_lse: bool = False
+    is_split: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_split and self.operands.is_fp8:
+            raise ValueError(f"is_split is True; allowed with {self.operands.qk_dtype!r}: False")
 
     @classmethod
     def dense(
@@ -264,6 +270,7 @@ class FwdProblem:
             turned_v=self.operands.is_fp8 and not self.operands.transposed_v,
             v_mean=self.operands.has_v_mean,
             block_scales=self.operands.has_block_scales,
+            split=self.is_split,
             sink=self.scores.sink is not None,
         )
 
@@ -287,7 +294,14 @@ class FwdProblem:
         )
         scores = self.scores.asking(features)
         storage = PACKED if "varlen" in features else DENSE
-        return dataclasses.replace(self, operands=operands, scores=scores, storage=storage, has_lse="lse" in features)
+        return dataclasses.replace(
+            self,
+            operands=operands,
+            scores=scores,
+            storage=storage,
+            has_lse="lse" in features,
+            is_split="split" in features,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

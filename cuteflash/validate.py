@@ -30,6 +30,7 @@ PACKED_DIMS: Dims = ("total", "heads", "head_dim")  # of packed sequences, which
 # Kernels get scalars in fp32, in which what is under the smallest normal number becomes 0.
 FP32_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 POSITIVE = f"positive number that fp32 holds ({FP32_TINY:.2g} to {FP32_MAX:.2g})"
+SPLITS = "0 (a heuristic), 1 (none), or a limit"
 SCALES, SOFTCAPS = f"None or a {POSITIVE}", f"0 (none) or a {POSITIVE}"
 
 
@@ -169,6 +170,8 @@ def check_options(options: FwdOptions | Fp8Options | Fp8InferenceOptions | BwdOp
         raise ValueError(f"attention_chunk is {chunk}; allowed: 0 (none) or more")
     if options.family is not None and options.family not in FAMILIES:
         raise ValueError(f"family is {options.family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")
+    if isinstance(options, FwdOptions) and options.num_splits < 0:
+        raise ValueError(f"num_splits is {options.num_splits}; allowed: {SPLITS}")
     if options.lengths is not None and options.lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {options.lengths!r}; allowed: None, {', '.join(map(repr, LENGTH_CLASSES))}")
 

@@ -69,6 +69,7 @@ TAIL_3 = {
     "return_attn_probs": False,
 }
 FLASH_ATTENTION_3: dict[str, dict[str, Any]] = {
+    "flash_attn_combine": {"out_partial": REQUIRED, "lse_partial": REQUIRED, "out": None, "out_dtype": None},
     "flash_attn_func": {
         **dict.fromkeys(("q", "k", "v"), REQUIRED),
         "softmax_scale": None,
@@ -248,7 +249,7 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
 
 TENSOR = torch.zeros(2, 3)
 REFUSED_2 = {"dropout_p": 0.1, "alibi_slopes": TENSOR}
-REFUSED_3 = {"qv": TENSOR, "num_splits": 2, "sm_margin": 4}
+REFUSED_3 = {"qv": TENSOR, "sm_margin": 4}
 DESCALES_3 = dict.fromkeys(("q_descale", "k_descale", "v_descale"), TENSOR)
 REFUSALS = [
     (flash_attn.flash_attn_func, REFUSED_2),
@@ -311,9 +312,12 @@ def test_8_bits_that_do_not_fit_are_named() -> None:
         flash_attn_interface.flash_attn_func(*inputs, **scales)
 
 
-def test_a_heuristic_number_of_splits_is_one() -> None:
+@pytest.mark.parametrize("num_splits", [0, 2])
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_with_kvcache"])
+def test_splits(name: str, num_splits: int) -> None:
     q, k, v = tensors()
-    assert torch.equal(flash_attn_interface.flash_attn_func(q, k, v, num_splits=0), flash_attn_func(q, k, v))
+    assert torch.equal(getattr(flash_attn_interface, name)(q, k, v, num_splits=num_splits), flash_attn_func(q, k, v))
+    assert torch.equal(flash_attn.flash_attn_with_kvcache(q, k, v, num_splits=num_splits), flash_attn_func(q, k, v))
 
 
 @pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])

@@ -88,7 +88,7 @@ def test_the_schema_is_made_of_the_options() -> None:
     arguments = (
         "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, int window_left=-1, int window_right=-1, "
         "float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, str? lengths=None, "
-        "int attention_chunk=0, Tensor? sinks=None)"
+        "int attention_chunk=0, int num_splits=1, Tensor? sinks=None)"
     )
     assert str(FWD._schema) == f"cuteflash::fwd{arguments} -> Tensor"
     assert str(FWD_LSE._schema) == f"cuteflash::fwd_lse{arguments} -> (Tensor, Tensor)"

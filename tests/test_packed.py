@@ -92,7 +92,7 @@ def test_the_schema() -> None:
         "cuteflash::varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
         "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, int window_left=-1, "
         "int window_right=-1, float softcap=0., bool? pack_gqa=None, str? family=None, bool deterministic=False, "
-        "str? lengths=None, int attention_chunk=0, Tensor? sinks=None) -> Tensor"
+        "str? lengths=None, int attention_chunk=0, int num_splits=1, Tensor? sinks=None) -> Tensor"
     )
 
 

@@ -12,8 +12,6 @@ from cuteflash import kvcache_api
 from cuteflash.problem import HEAD_DIM_STEP
 from cuteflash.validate import FP8_DTYPES
 
-ONE_SPLIT = (0, 1)  # allowed `num_splits`; 0 leaves the number to the library
-
 
 def attend(
     function: Callable[..., Any],

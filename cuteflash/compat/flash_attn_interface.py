@@ -5,11 +5,11 @@
 
 What differs:
 
-- `qv`, `sm_margin` and `scheduler_metadata` raise NotImplementedError, and so does `num_splits` above 1 of functions
-  without a cache.
+- `qv`, `sm_margin` and `scheduler_metadata` raise NotImplementedError.
 - `flash_attn_with_kvcache` writes to the caches it is given or raises: it never copies them. A cache of 8 bits is
   attended to as a whole; descale factors of a 16-bit one raise NotImplementedError.
-- 8-bit q, k and v may be e5m2, too. Descale factors with 16-bit ones raise TypeError.
+- 8-bit q, k and v may be e5m2, too. Their keys are not split: `num_splits` above 1 raises ValueError. Descale factors
+  with 16-bit ones raise TypeError.
 - The log-sum-exp is differentiable.
 - `s_aux`, attention sinks, which forks of FlashAttention-3 have, and their gradient.
 - CPU tensors run the reference.
@@ -24,11 +24,18 @@ import torch
 from torch import Tensor
 
 from cuteflash import api, packed_api
-from cuteflash.compat.common import ONE_SPLIT, attend, attend_cached
+from cuteflash.combine import flash_attn_combine
+from cuteflash.compat.common import attend, attend_cached
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, shown
 
-__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
 
 Window = tuple[int, int]
 
@@ -267,14 +274,12 @@ def _attend(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
-    num_splits: int = 1,
     sm_margin: int,
     **options: Any,
 ) -> Any:
     """The result of a public function, which is what FlashAttention-3 returns."""
     refuse(
         qv=(qv, NOTHING),
-        num_splits=(num_splits, ONE_SPLIT),
         sm_margin=(sm_margin, ZERO),
     )
     descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}

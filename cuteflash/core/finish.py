@@ -32,6 +32,17 @@ def normalize(
         v_scale: what V is multiplied with, if it has a scale.
         sinks: those that join the row sums, if there are sinks.
     """
+    lse = finish_rows(softmax, scores, tile, sinks)
+    if const_expr(v_scale is not None):
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            softmax.row_scale[r] = softmax.row_scale[r] * v_scale
+    scale_rows(out, softmax.row_scale)
+    write_lse(lse, scores, tile, mLSE)
+
+
+@cute.jit
+def finish_rows(softmax: OnlineSoftmax, scores: ScoreTile, tile: QueryTile, sinks: Sinks | None):
+    """The log-sum-exp of this thread's rows, whose `row_scale` becomes what O is multiplied with; as of `normalize`."""
     lse = cute.make_rmem_tensor_like(softmax.row_scale)
     if const_expr(sinks is not None):
         of_rows = cute.make_rmem_tensor_like(lse)
@@ -40,10 +51,12 @@ def normalize(
         softmax.finish_with_sinks(lse, of_rows)
     else:
         softmax.finish(lse)
-    if const_expr(v_scale is not None):
-        for r in cutlass.range_constexpr(cute.size(lse)):
-            softmax.row_scale[r] = softmax.row_scale[r] * v_scale
-    scale_rows(out, softmax.row_scale)
+    return lse
+
+
+@cute.jit
+def write_lse(lse: cute.Tensor, scores: ScoreTile, tile: QueryTile, mLSE: cute.Tensor | None):
+    """Write the log-sum-exp of this thread's rows if it is asked for; arguments as of `normalize`."""
     if const_expr(mLSE is not None):
         rows = tile.rows()
         if scores.first_key == 0:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cuteflash.arguments import BwdScalars, BwdTensors, FwdScalars, FwdTensors, PackedTensors
+from cuteflash.arguments import BwdScalars, BwdTensors, FwdScalars, FwdTensors, PackedTensors, SplitTensors
 from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.paged import Pages, seqlen_of_caches
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
 from cuteflash.core.sinks import Sinks
 from cuteflash.core.softmax import LOG2_E
+from cuteflash.core.split import Line
 from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
 from cuteflash.core.views import with_batch
-from cuteflash.problem import MaskKind, Storage
+from cuteflash.problem import DENSE, MaskKind, Storage
 
 QUERY_TENSORS = ("q", "o", "lse", "do", "dlse", "dq")  # that have a row for each query
 KEY_TENSORS = ("k", "v", "dk", "dv")
@@ -74,7 +75,7 @@ class Launch:
     """What the blocks of one launch share.
 
     Attributes:
-        order: all query tiles, in the order in which they are handed out.
+        order: all query tiles, in the order in which they are handed out; None if keys are split.
         heads_per_kv: heads, as the tiles see them, that read one KV head.
         lengths: of the sequences.
         window_left, window_right: keys visible before and after a query's own position.
@@ -84,9 +85,10 @@ class Launch:
             and `s = q k` otherwise.
         mask_kind, storage, tile_tokens, tile_n, packed_heads: of the kernel.
         pages: where the rows of paged K and V lie; None of others.
+        line: all query tiles, if keys are split.
     """
 
-    order: Order
+    order: Order | None
     heads_per_kv: Int32
     lengths: Lengths
     window_left: Int32
@@ -101,6 +103,7 @@ class Launch:
     tile_n: cutlass.Constexpr[int]
     packed_heads: cutlass.Constexpr[int]
     pages: Pages | None = None
+    line: Line | None = None
 
     @staticmethod
     def of(
@@ -110,6 +113,7 @@ class Launch:
         scalars: FwdScalars,
         persistent: bool,
         sinks: cute.Tensor | None = None,
+        split: SplitTensors | None = None,
     ) -> Launch:
         """The launch of a kernel.
 
@@ -119,6 +123,7 @@ class Launch:
             packed, scalars: the kernel's.
             persistent: there are `num_sms` blocks; groups of heads of a dense batch then fill whole waves of them.
             sinks: (heads_q,), the kernel's.
+            split: the kernel's, if keys are split.
         """
         operands, scores, storage = kernel.problem.operands, kernel.problem.scores, kernel.problem.storage
         batch, seqlen_q, heads_q, _ = tensors.q.shape
@@ -126,8 +131,11 @@ class Launch:
         lengths = lengths_of(tensors, packed)
         heads = heads_q // operands.packed_heads
         heads_per_kv = heads // heads_k
-        order: Order
-        if storage.q == "varlen":
+        lengths = lengths_of(tensors, packed)
+        order: Order | None
+        if kernel.problem.is_split:
+            order = None
+        elif storage.q == "varlen":
             order = ragged_order(kernel, tensors, packed, heads, heads_per_kv, persistent)
         else:
             m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
@@ -154,6 +162,7 @@ class Launch:
             tile_n=kernel.traits.tile_n,
             packed_heads=operands.packed_heads,
             pages=Pages.of(tensors, packed, storage) if storage.k == "paged" else None,
+            line=line_of(kernel, tensors, packed, split) if kernel.problem.is_split else None,
         )
 
     def tile(self, index: Int32) -> QueryTile:
@@ -169,10 +178,13 @@ class Launch:
         """How many rows of K a tile's head and sequence have: what a tile costs at most."""
         return tile.mask.seqlen_k
 
+    def mask_of(self, sequence: Sequence) -> IntervalMask:
+        """The keys that each query of a sequence sees."""
+        return IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
+
     def tile_of(self, m_block: Int32, head: Int32, batch: Int32, sequence: Sequence) -> QueryTile:
         """Query tile `m_block` of a head of batch entry `batch`, which is `sequence`."""
-        window = self.window_left, self.window_right
-        mask = IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, *window, self.attention_chunk)
+        mask = self.mask_of(sequence)
         return QueryTile(
             m_block=m_block,
             head=head,
@@ -188,6 +200,16 @@ class Launch:
             tokens=self.tile_tokens,
             packed_heads=self.packed_heads,
         )
+
+
+def line_of(kernel, tensors: FwdTensors, packed: PackedTensors, split: SplitTensors) -> Line:
+    """All tiles of a kernel that splits keys; `tensors` as `batched` returns them."""
+    storage = kernel.problem.storage
+    sequences = tensors.q.shape[0]
+    if storage.q == "varlen":
+        sequences = packed.cu_seqlens_q.shape[0]  # one more than there are: the rows after the last one
+    heads = tensors.q.shape[2] // kernel.problem.operands.packed_heads
+    return Line(sequences, heads, split.most_parts, differs=storage != DENSE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +237,7 @@ class BwdLaunch:
     storage: cutlass.Constexpr[Storage]
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
+    line: ClassVar[None] = None  # keys are not split
 
     @staticmethod
     def of(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdScalars) -> BwdLaunch:

@@ -59,6 +59,14 @@ class IntervalMask:
         n_lo = cutlass.min(lo // tile_n, n_hi) if has_left_edge(self.kind) else 0
         return n_lo, n_hi
 
+    def most_blocks(self, tokens: int, tile_n: int) -> Index:
+        """How many key blocks any `tokens` neighbouring queries visit at most, at least 1."""
+        blocks = (self.seqlen_k + tile_n - 1) // tile_n
+        if self.kind == "window":
+            seen = cutlass.min(self.window_left, self.seqlen_k) + cutlass.min(self.window_right, self.seqlen_k) + tokens
+            blocks = cutlass.min(blocks, (seen + tile_n - 2) // tile_n + 1)
+        return cutlass.max(blocks, 1)
+
     def full_n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
         """The key blocks `[lo, hi)` that every query of `first..last` (inclusive) sees whole; none if `lo > hi`."""
         _, hi = self.kv_bounds(first)

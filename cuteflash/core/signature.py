@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors, PackedTensors, ScaleTensors
+from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors, PackedTensors, ScaleTensors, SplitTensors
 from cuteflash.problem import DTYPE_BYTES, Dtype, FwdProblem, Scores
 
 ALIGN_BYTES = 16  # one cp.async or the base of a TMA box
@@ -66,7 +66,7 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         cu_seqlens_k=vector(ends, storage.k == "varlen"),
         seqused_q=vector(sequences, storage.used_q),
         seqused_k=vector(sequences, storage.used_k),
-        tile_counter=vector(1, storage.q == "varlen"),
+        tile_counter=vector(1, storage.q == "varlen" and not problem.is_split),
         page_table=_table() if storage.has_page_table else None,
         cache_batch_idx=vector(sequences, storage.has_cache_batch_idx),
         cache_leftpad=vector(sequences, storage.has_leftpad),
@@ -76,9 +76,14 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         blocks = ((cute.sym_int32(symbol=f"blocks_{name}"),) for name in ("q", "k", "v"))
         factors = (_per_head(batch, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
         scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
+    split = SplitTensors()
+    if problem.is_split:
+        size, blocks = (cute.sym_int32(symbol=name) for name in ("partials", "blocks"))
+        partials = make_fake_compact_tensor(cutlass.Float32, (size,), assumed_align=ALIGN_BYTES)
+        split = SplitTensors(partials, vector(blocks, True), FAKE_SCALARS[int])
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     sinks, stream = fake_sinks(problem.scores, heads_q), make_fake_stream(use_tvm_ffi_env_stream=True)
-    return FwdArguments(tensors, packed, scales, scalars, sinks, stream).flat()
+    return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split).flat()
 
 
 def fake_sinks(scores: Scores, heads: Any) -> Any:

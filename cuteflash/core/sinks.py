@@ -26,6 +26,14 @@ class Sinks:
     sequences: Index | None
 
     def of(self, tile: QueryTile, packed_head: Int32) -> Float32:
-        """The sink of one of the heads whose rows are in a tile; -inf is none."""
+        """The sink of one of the heads whose rows are in a tile; -inf is none.
+
+        Parts of a tile have none: it joins when they are merged.
+        """
+        logit = self.of_all_keys(tile, packed_head)
+        return logit if tile.share is None else cutlass.select_(tile.share.is_whole(), logit, -Float32.inf)
+
+    def of_all_keys(self, tile: QueryTile, packed_head: Int32) -> Float32:
+        """As `of`, also of a tile whose keys are split."""
         logit = self.logits[tile.head * tile.packed_heads + packed_head].to(Float32)
         return logit if self.sequences is None else cutlass.select_(tile.sequence < self.sequences, logit, -Float32.inf)

@@ -35,6 +35,29 @@ class KeyBlocks:
 
 
 @dataclasses.dataclass(frozen=True)
+class KeyShare:
+    """The part of a tile's key blocks that one block computes, see `cuteflash.core.split`.
+
+    Attributes:
+        first, last: of the tile's units, `[first, last)`; unit i is the i-th key block that the tile visits.
+        owner, last_owner: the blocks with the tile's first and its last part.
+    """
+
+    first: Index
+    last: Index
+    owner: Index
+    last_owner: Index
+
+    def is_whole(self) -> Boolean:
+        """Whether the tile has one part."""
+        return self.owner == self.last_owner
+
+    def of(self, blocks: KeyBlocks) -> KeyBlocks:
+        """Those of the tile's key blocks."""
+        return KeyBlocks(cutlass.min(blocks.lo + self.first, blocks.hi), cutlass.min(blocks.lo + self.last, blocks.hi))
+
+
+@dataclasses.dataclass(frozen=True)
 class QueryTile:
     """One work item: the queries `[first_token, first_token + tokens)` of a head, or of the heads packed with it.
 
@@ -52,6 +75,7 @@ class QueryTile:
         tile_n: keys of a block.
         tokens: queries of a whole tile; the last tile of a sequence may have fewer.
         packed_heads: query heads folded into the rows; 1 is none.
+        share: the key blocks to compute; None is all.
     """
 
     m_block: Int32
@@ -67,6 +91,7 @@ class QueryTile:
     tile_n: cutlass.Constexpr[int]
     tokens: cutlass.Constexpr[int]
     packed_heads: cutlass.Constexpr[int]
+    share: KeyShare | None = None
 
     @property
     def kv_head(self) -> Int32:
@@ -83,12 +108,14 @@ class QueryTile:
         return self.first_q + self.first_token
 
     def visited_blocks(self) -> KeyBlocks:
-        """The key blocks that the tile visits."""
-        return KeyBlocks(*self.mask.n_blocks(self.first_token, self._last_token(), self.tile_n))
+        """The key blocks that the tile visits, of its share."""
+        blocks = KeyBlocks(*self.mask.n_blocks(self.first_token, self._last_token(), self.tile_n))
+        return blocks if self.share is None else self.share.of(blocks)
 
     def full_blocks(self) -> tuple[Index, Index]:
         """The key blocks `[lo, hi)` that every query sees whole; none if `lo > hi`."""
-        return self.mask.full_n_blocks(self.first_token, self._last_token(), self.tile_n)
+        lo, hi = self.mask.full_n_blocks(self.first_token, self._last_token(), self.tile_n)
+        return (lo, hi) if self.share is None else (cutlass.max(lo, self.visited_blocks().lo), hi)
 
     def rows(self) -> Int32:
         """How many rows of the tile exist."""

@@ -41,7 +41,8 @@ E4M3, E5M2 = ("e4m3",), ("e5m2",)
 DECODE, TINY, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("short",), ("medium",), ("long",)
 FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backward are to a forward
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
-TURNED_V, V_MEAN, BLOCK_SCALES, SINK = ("turned_v",), ("v_mean",), ("block_scales",), ("sink",)
+TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
+SPLIT, SINK = ("split",), ("sink",)
 
 
 class TableKey(NamedTuple):
@@ -115,7 +116,7 @@ class Row:
             and lengths in self.lengths
             and problem.features.isdisjoint(self.without)
             and problem.features <= self.traits.features
-            and ("turned_v" in problem.features) == ("turned_v" in self.traits.features)
+            and all((name in problem.features) == (name in self.traits.features) for name in ("turned_v", "split"))
         )
 
     def measured(self, gpu: str, date: str, tflops: int) -> Row:

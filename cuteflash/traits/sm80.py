@@ -12,6 +12,7 @@ from cuteflash.traits.chunks import CHUNK, swizzle_width
 
 WARP = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 16
+ARRIVAL_BYTES = 16
 ADDRESS_REGS = 16  # registers a thread needs at least beside its fragments
 REGS_STEP = 8  # the compiler's register limit is a multiple of this
 
@@ -93,13 +94,11 @@ class FwdTraitsSm80:
         cutlass_symbol: leave "cutlass" in the kernel's symbol, for which ptxas schedules more aggressively: more
             latency hidden, more registers and sometimes spills.
         blocks_per_sm: resident blocks the compiler must leave registers for.
+        splits: the keys of a tile may be dealt to several blocks (`cuteflash.core.split`); such rows run nothing else.
     """
 
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm80"
-    features: ClassVar[frozenset[Feature]] = frozenset(
-        {"softcap", "lse", "varlen", "sink"}
-    )  # those the kernel implements
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
@@ -119,6 +118,13 @@ class FwdTraitsSm80:
     longest_first: bool = True
     cutlass_symbol: bool = False
     blocks_per_sm: int = 1
+    splits: bool = False
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Those that the kernel implements."""
+        plain: frozenset[Feature] = frozenset({"softcap", "lse", "varlen", "sink"})
+        return plain | {"split"} if self.splits else plain
 
     @property
     def num_threads(self) -> int:
@@ -132,7 +138,10 @@ class FwdTraitsSm80:
         v = SmemRegion(q.end, v_bytes, self.kv_stage)
         k_bytes = self.kv_stage * self.tile_n * self.head_dim * self.element_bytes
         k = SmemRegion(v.end, k_bytes, self.kv_stage)
-        return {"q": q, "v": v, "k": k, "o": SmemRegion(0, self.tile_m * self.head_dim_v * self.element_bytes)}
+        plan = {"q": q, "v": v, "k": k, "o": SmemRegion(0, self.tile_m * self.head_dim_v * self.element_bytes)}
+        if self.splits:
+            plan["arrival"] = SmemRegion(plan_bytes(plan), ARRIVAL_BYTES)
+        return plan
 
     @property
     def smem_bytes(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from cuteflash.problem import DTYPES, Feature, Operation
-from cuteflash.traits.arch import ArchSpec, Family
+from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 
 WARPGROUP = 128
@@ -16,6 +16,7 @@ MBARRIER_BYTES = 8
 OUT_BYTES = 2  # of an element of O
 SWIZZLE_ALIGN = 1024  # bytes: the period of the 128-byte swizzle
 HANDED_TILES = 4  # tiles of packed sequences that are handed out ahead
+ARRIVAL_BYTES = 16
 HANDED_BYTES = 32  # of each: what it is
 ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # Registers a thread may hold after setmaxnreg, by number of consumer warpgroups: (producer, consumer).
@@ -24,6 +25,7 @@ MAX_REGS, REGISTER_FILE = 255, 65536  # a thread's at most, a multiprocessor's
 PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "sink"})  # of every kernel
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 PAGED_SPLIT = 40, 232  # of two consumer warpgroups, if the producer looks up where K and V lie
+PAIR_SPLIT = 40, 216  # of two blocks with one consumer warpgroup each
 
 
 def handout_regions(start: int) -> tuple[SmemRegion, SmemRegion]:
@@ -58,6 +60,8 @@ class FwdTraitsSm90:
             product that runs beside the softmax. 0 leaves the order to the compiler, which waits early.
         persistent: as many blocks as multiprocessors, each looping over tiles.
         longest_first: the long tiles of a causal or windowed problem start first, waves run forwards and backwards.
+        splits: the keys of a tile may be dealt to several blocks (`cuteflash.core.split`); such rows run nothing else.
+        blocks_per_sm: resident blocks.
     """
 
     operation: ClassVar[Operation] = "fwd"
@@ -85,6 +89,8 @@ class FwdTraitsSm90:
     exp_rows_before_wait: int = 0
     persistent: bool = True
     longest_first: bool = True
+    splits: bool = False
+    blocks_per_sm: int = 1
 
     # What only kernels of 8-bit operands have, see `FwdTraitsFp8Sm90`.
 
@@ -125,7 +131,9 @@ class FwdTraitsSm90:
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements; packed sequences need a warp of the producer that hands out tiles."""
-        return PLAIN_FEATURES | {"varlen"} if self.warp_specialized else PLAIN_FEATURES
+        if not self.warp_specialized:
+            return PLAIN_FEATURES
+        return PLAIN_FEATURES | ({"varlen", "split"} if self.splits else {"varlen"})
 
     @property
     def k_step(self) -> int:
@@ -135,14 +143,18 @@ class FwdTraitsSm90:
     @property
     def producer_regs(self) -> int:
         """Registers a thread of the producer warpgroup, if there is one."""
-        return REGISTER_SPLIT[self.mma_warpgroups][0]
+        return self._register_split[0]
 
     @property
     def mma_regs(self) -> int:
         """Registers a thread of a consumer warpgroup."""
         if not self.warp_specialized:
             return min(MAX_REGS, REGISTER_FILE // self.num_threads // 8 * 8)
-        return REGISTER_SPLIT[self.mma_warpgroups][1]
+        return self._register_split[1]
+
+    @property
+    def _register_split(self) -> tuple[int, int]:
+        return PAIR_SPLIT if self.blocks_per_sm > 1 else REGISTER_SPLIT[self.mma_warpgroups]
 
     @property
     def packed_regs(self) -> tuple[int, int]:
@@ -185,6 +197,11 @@ class FwdTraitsSm90:
         return handout_regions(self.smem_plan["barriers"].end)
 
     @property
+    def smem_arrival(self) -> SmemRegion:
+        """A word of kernels that split keys, in the room that the plan leaves before Q."""
+        return SmemRegion(self.smem_plan["barriers"].end, ARRIVAL_BYTES)
+
+    @property
     def smem_bytes(self) -> int:
         return plan_bytes(self.smem_plan)
 
@@ -219,6 +236,13 @@ class FwdTraitsSm90:
             return (
                 f"share_q_o takes O as wide as Q, not {self.head_dim_v} and {self.head_dim} columns: the rows coincide"
             )
+        if self.splits and (self.mma_warpgroups > 1 or self.fixed_max or not self.warp_specialized):
+            return "splits needs one consumer warpgroup and a producer, and no fixed_max: a share may be masked wholly"
+        if self.blocks_per_sm not in (1, 2) or (self.blocks_per_sm == 2 and not self.splits):
+            return f"blocks_per_sm is {self.blocks_per_sm}, not 1 or, with splits, 2"
+        resident = self.blocks_per_sm * (self.smem_bytes + BLOCK_SMEM)
+        if self.blocks_per_sm > 1 and resident > arch.smem_per_sm:
+            return f"{self.blocks_per_sm} blocks need {resident} bytes of shared memory, there are {arch.smem_per_sm}"
         if self.exp_rows_before_wait not in (0, 1, 2):
             return f"exp_rows_before_wait {self.exp_rows_before_wait} is not 0, 1 or 2"
         if self.accumulator_regs > self.mma_regs - self.address_regs:

@@ -49,6 +49,8 @@ from cuteflash.traits import (
     rows_sm80_hopper,
     rows_sm80_small,
     rows_sm90,
+    rows_split_sm80,
+    rows_split_sm90,
 )
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass
@@ -76,6 +78,9 @@ BEST_FAMILIES: dict[tuple[Operation, str, LengthClass], Family] = {
 TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()
 }
+
+# Rows that split keys, of the forward's families on all targets: no sweep knows them.
+SPLIT_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_split_sm90.ROWS, "sm80": rows_split_sm80.ROWS}
 
 
 def tables_of(operation: Operation) -> dict[TableKey, tuple[Row, ...]]:

@@ -55,6 +55,7 @@ class Packed:
         case: everything but the lengths.
         used_q, used_k: how many rows of each sequence count; None is all, and nothing is said of it.
         rest_q, rest_k: rows after the last sequence's end.
+        num_splits: as of the public function.
     """
 
     lengths_q: Lengths
@@ -64,6 +65,7 @@ class Packed:
     used_k: Lengths | None = None
     rest_q: int = 0
     rest_k: int = 0
+    num_splits: int = 1
 
     @property
     def keys(self) -> Lengths:
@@ -112,7 +114,8 @@ class Packed:
         """O and LSE from the public function, into poisoned memory."""
         with poisoned(), torch.no_grad():
             given = vectors or self.vectors(inputs[0].device)
-            result = cuteflash.flash_attn_varlen_func(*inputs, **given, family=family, **self.case.options())
+            options = {"family": family, "num_splits": self.num_splits, **self.case.options()}
+            result = cuteflash.flash_attn_varlen_func(*inputs, **given, **options)
         return result if self.case.lse else (result, None)
 
     def reference(self, inputs: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ the softmax of one with the products of another. Rows of a cache are looked up i
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -22,13 +24,16 @@ from cutlass.memory import SmemAllocator
 from cuteflash.arguments import FwdArguments
 from cuteflash.atoms import row_copies
 from cuteflash.atoms import sm80 as atoms
-from cuteflash.core.finish import normalize
+from cuteflash.core.finish import finish_rows, normalize, write_lse
 from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
+from cuteflash.core.softmax import scale_rows
+from cuteflash.core.split import each_part
 from cuteflash.core.tile import QueryTile
-from cuteflash.core.views import rows_first, transposed
+from cuteflash.core.views import rows_first, rows_view, transposed
 from cuteflash.kernels.common.gather import make_gather
+from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm80.bundles import KvSources, Operands, Tiles
 from cuteflash.kernels.sm80.epilogue import write_output
 from cuteflash.kernels.sm80.fwd_mma import attend, make_fragments
@@ -112,16 +117,19 @@ class FlashFwdSm80:
     @cute.jit
     def __call__(self, *arguments):
         has_sinks = self.problem.scores.sink is not None
-        tensors, packed_tensors, _, scalars, sinks, stream = FwdArguments.of(arguments, has_sinks)
+        tensors, packed_tensors, _, scalars, sinks, stream, split = FwdArguments.of(
+            arguments, self.problem.is_split, has_sinks
+        )
         tensors = batched(tensors, self.problem.storage)
         traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(
             query_view(tensors.q, packed), rows_first(tensors.k), rows_first(tensors.v), query_view(tensors.o, packed)
         )
-        launch = Launch.of(self, tensors, packed_tensors, scalars, False, sinks)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, False, sinks, split)
+        blocks = split.arrivals.shape[0] if const_expr(self.problem.is_split) else launch.order.size()
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
-        self.kernel(operands, tensors.lse, launch).launch(
-            grid=(launch.order.size(), 1, 1),
+        self.kernel(operands, tensors.lse, launch, Partials.of(self, tensors, split, launch.sinks)).launch(
+            grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=traits.blocks_per_sm,
@@ -129,28 +137,67 @@ class FlashFwdSm80:
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch):
-        tile = launch.tile(cute.arch.block_idx()[0])
-        if const_expr(self.problem.storage.q == "dense"):
-            self.compute(operands, mLSE, launch, tile)
-        elif tile.exists():
-            self.compute(operands, mLSE, launch, tile)
+    def kernel(self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch, partials: Partials | None):
+        base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
+        if const_expr(self.problem.is_split):
+            each_part(launch, functools.partial(self.compute_share, operands, partials, launch, base))
+        else:
+            tile = launch.tile(cute.arch.block_idx()[0])
+            if const_expr(self.problem.storage.q == "dense"):
+                self.compute(operands, mLSE, launch, base, tile)
+            elif tile.exists():
+                self.compute(operands, mLSE, launch, base, tile)
 
     @cute.jit
-    def compute(self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch, tile: QueryTile):
+    def compute(
+        self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch, base: cute.Pointer, tile: QueryTile
+    ):
         """Attend and write one tile."""
+        f, tiles = self.attend_tile(operands, launch, base, tile)
+        normalize(f.softmax, f.scores, f.out, tile, mLSE, sinks=launch.sinks)
+        write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
+
+    @cute.jit
+    def compute_share(
+        self,
+        operands: Operands,
+        partials: Partials,
+        launch: Launch,
+        base: cute.Pointer,
+        tile: QueryTile,
+        q_pos: Int32,
+        kv_pos: Int32,
+    ):
+        """Attend and write a tile, or this block's share of its keys; the last block merges all of these."""
+        cute.arch.sync_threads()  # every warp is done with the shared memory of the tile before
+        f, tiles = self.attend_tile(operands, launch, base, tile)
+        lse = finish_rows(f.softmax, f.scores, tile, launch.sinks)
+        scale_rows(f.out, f.softmax.row_scale)
+        if tile.share.is_whole():
+            write_lse(lse, f.scores, tile, partials.mLSE)
+            write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
+        else:
+            identity = cute.make_identity_tensor((self.traits.tile_m, self.traits.head_dim_v))
+            partials.write(f.scores, f.out, rows_view(f.mma.get_slice(f.thread).partition_C(identity)), lse, tile)
+            word = cute.recast_ptr(base + self.traits.smem_plan["arrival"].start, dtype=Int32)
+            arrival = cute.make_tensor(word, cute.make_layout(1))
+            if partials.come(tile, f.thread, arrival, cute.arch.sync_threads):
+                partials.merge(tile, f.thread, self.traits.num_warps)
+        return kv_pos
+
+    @cute.jit
+    def attend_tile(self, operands: Operands, launch: Launch, base: cute.Pointer, tile: QueryTile):
+        """Attend to a tile's keys; (fragments, shared-memory tensors)."""
         thread = cute.arch.thread_idx()[0]
         kv_head = tile.head  # packed, it is a KV head
         if const_expr(tile.packed_heads == 1):
             kv_head = tile.kv_head
-        base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
         f = make_fragments(self, tiles, launch, thread)
         sources = self.kv_sources(operands, kv_head, tiles, launch, tile)
         load_q(self, operands.gQ[None, None, tile.head, tile.batch], tiles.sQ, tile, thread)
         attend(self, f, sources, tile)
-        normalize(f.softmax, f.scores, f.out, tile, mLSE, sinks=launch.sinks)
-        write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
+        return f, tiles
 
     def kv_sources(
         self, operands: Operands, kv_head: Int32, tiles: Tiles, launch: Launch, tile: QueryTile

@@ -63,14 +63,31 @@ def wait_loads(pending: int) -> None:
 def attend(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: QueryTile):
     """Accumulate O over the key blocks of a tile, last block first; Q's copies are issued, not committed.
 
+    A share of a tile's keys may have no block.
+    """
+    f.acc_O.fill(0.0)
+    f.softmax.reset()
+    if const_expr(tile.share is None):
+        attend_blocks(kernel, f, loads, tile)
+    else:
+        blocks = tile.visited_blocks()
+        if blocks.hi > blocks.lo:
+            attend_blocks(kernel, f, loads, tile)
+        else:
+            cute.arch.cp_async_commit_group()  # Q
+            wait_loads(0)
+
+
+@cute.jit
+def attend_blocks(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: QueryTile):
+    """`attend` from where O and the softmax are empty.
+
     Three loops visit the blocks cut by the mask's right edge, those seen whole, and those cut by its left edge. A tile
     that sees no key visits one block, wholly masked.
     """
     scores, blocks = kernel.problem.scores, tile.visited_blocks()
     full_lo, full_hi = tile.full_blocks()
     n_last = cutlass.max(blocks.hi - 1, 0)
-    f.acc_O.fill(0.0)
-    f.softmax.reset()
     prologue(kernel, f, loads, tile, blocks.lo, n_last)
 
     step = functools.partial(attend_block, kernel, f, loads, tile, (blocks.lo, n_last))
@@ -83,7 +100,12 @@ def attend(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: Quer
     for _ in cutlass.range(right, unroll=1):
         n_block -= 1
         step(n_block, True)
-    whole = n_block - (cutlass.max(full_lo, blocks.lo) if const_expr(scores.has_left_edge) else 0)
+    first_whole = 0
+    if const_expr(scores.has_left_edge):
+        first_whole = cutlass.max(full_lo, blocks.lo)
+    elif const_expr(tile.share is not None):
+        first_whole = blocks.lo
+    whole = n_block - first_whole
     for _ in cutlass.range(whole, unroll=1):
         n_block -= 1
         step(n_block, False)

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cuteflash.atoms.barriers import Ring, TmaRing
 from cuteflash.core.launch import Launch
 from cuteflash.core.scales import Scales
+from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm90.handout import Handout
 from cuteflash.traits.fp8_sm90 import TURNING_WARPS
 
@@ -99,3 +100,5 @@ class Block:
     handout: Handout | None  # of packed sequences
     mLSE: cute.Tensor | None  # (b, h_q, s_q)
     scales: Scales | None  # of 8-bit operands
+    partials: Partials | None = None  # of split keys
+    arrival: cute.Tensor | None = None  # (1,) Int32 in shared memory, of split keys, too

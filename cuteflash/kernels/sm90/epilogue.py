@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.core.convert import rounded_fragment
+from cuteflash.core.finish import finish_rows, write_lse
+from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.sm90.bundles import NamedBarrier, Tiles, Tma
+from cuteflash.kernels.sm90.bundles import Block, NamedBarrier, Tiles, Tma
 from cuteflash.kernels.sm90.load import query_rows
 from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
@@ -29,6 +33,24 @@ def add_mean(kernel: cutlass.Constexpr, wg: Warpgroup, mean: cute.Tensor):
             for row in cutlass.range_constexpr(ROWS):
                 sees_none = wg.softmax.row_max[row] == -Float32.inf
                 wg.out[row, c] = wg.out[row, c] + (Float32(0.0) if sees_none else added)
+
+
+@cute.jit
+def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: QueryTile):
+    """Write O and the log-sum-exp of a tile, or of a block's share of its keys; the last block merges all of these."""
+    lse = finish_rows(wg.softmax, wg.scores, tile, block.launch.sinks)
+    scale_rows(wg.out, wg.softmax.row_scale)
+    if tile.share.is_whole():
+        write_lse(lse, wg.scores, tile, block.mLSE)
+        write_output(kernel, wg, block.tma, block.tiles, tile)
+    else:
+        barrier = NamedBarrier.EPILOGUE + wg.index
+        sync = functools.partial(cute.arch.barrier, barrier_id=barrier, number_of_threads=WARPGROUP)
+        identity = cute.make_identity_tensor((WGMMA_M, kernel.traits.head_dim_v))
+        columns = rows_view(wg.mma_pv.get_slice(wg.thread).partition_C(identity))
+        block.partials.write(wg.scores, wg.out, columns, lse, tile)
+        if block.partials.come(tile, wg.thread, block.arrival, sync):
+            block.partials.merge(tile, wg.thread, WARPGROUP // 32)
 
 
 @cute.jit

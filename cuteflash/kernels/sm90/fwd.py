@@ -36,6 +36,7 @@ from cuteflash.core.launch import Launch, batched
 from cuteflash.core.scales import Scales
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.views import columns_first, rows_first, transposed
+from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
@@ -232,32 +233,51 @@ class FlashFwdSm90:
     @cute.jit
     def __call__(self, *arguments):
         has_sinks = self.problem.scores.sink is not None
-        tensors, packed_tensors, scales, scalars, sinks, stream = FwdArguments.of(arguments, has_sinks)
+        tensors, packed_tensors, scales, scalars, sinks, stream, split = FwdArguments.of(
+            arguments, self.problem.is_split, has_sinks
+        )
         traits = self.traits
         tensors = batched(tensors, self.problem.storage)
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
-        launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks)
-        blocks = launch.order.size()
-        if const_expr(traits.persistent):
-            blocks = cutlass.min(blocks, scalars.num_sms)
-        self.kernel(tma, tensors.lse, Scales.of(scales, self.problem.storage), launch).launch(
+        launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks, split)
+        if const_expr(self.problem.is_split):
+            blocks = split.arrivals.shape[0]
+        else:
+            blocks = launch.order.size()
+            if const_expr(traits.persistent):
+                blocks = cutlass.min(blocks, scalars.num_sms)
+        partials = Partials.of(self, tensors, split, launch.sinks)
+        self.kernel(tma, tensors.lse, Scales.of(scales, self.problem.storage), launch, partials).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+            min_blocks_per_mp=traits.blocks_per_sm,  # without it setmaxnreg is dropped
+            use_pdl=self.problem.is_split,
+            preferred_smem_carveout=100 if traits.blocks_per_sm > 1 else None,
         )
 
     @cute.kernel
-    def kernel(self, tma: Tma, mLSE: cute.Tensor | None, scales: Scales | None, launch: Launch):
+    def kernel(
+        self,
+        tma: Tma,
+        mLSE: cute.Tensor | None,
+        scales: Scales | None,
+        launch: Launch,
+        partials: Partials | None,
+    ):
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
         rings = self.make_rings(base)
         handout = None
-        if const_expr(self.problem.storage.q == "varlen"):
+        if const_expr(self.problem.storage.q == "varlen" and not self.problem.is_split):
             most_ahead = HANDED_TILES - 1 if self.turns_v else HANDED_TILES
             handout = Handout.create(base, traits.smem_handout, most_ahead=most_ahead)
-        block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE, scales)
+        arrival = None
+        if const_expr(partials is not None):
+            word = cute.recast_ptr(base + traits.smem_arrival.start, dtype=Int32)
+            arrival = cute.make_tensor(word, cute.make_layout(1))
+        block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE, scales, partials, arrival)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
                 if const_expr(atom is not None):
@@ -269,6 +289,9 @@ class FlashFwdSm90:
                     readers = TURNING_WARPS - 1 if self.turns_v else len(self.loading_warps)
                     handout.init(readers=consumer_warps + readers)
             cute.arch.mbarrier_init_fence()
+        if const_expr(self.problem.is_split):  # the next launch may begin where blocks end; this one has, perhaps
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         cute.arch.sync_threads()
 
         if const_expr(not traits.warp_specialized):

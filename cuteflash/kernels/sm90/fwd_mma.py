@@ -13,7 +13,7 @@ from cuteflash.core.finish import normalize
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
-from cuteflash.kernels.sm90.epilogue import add_mean, write_output
+from cuteflash.kernels.sm90.epilogue import add_mean, finish_share, write_output
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
@@ -39,7 +39,8 @@ def consume(kernel: cutlass.Constexpr, block: Block):
     if const_expr(kernel.traits.pingpong):
         if wg.index == kernel.traits.mma_warpgroups - 1:
             pass_turn(kernel, wg)
-    visit = consume_tile if const_expr(kernel.problem.storage.q == "dense") else consume_if_present
+    all_there = kernel.problem.storage.q == "dense" or kernel.problem.is_split
+    visit = consume_tile if const_expr(all_there) else consume_if_present
     visit_tiles(block.handout, block.launch, functools.partial(visit, kernel, block, wg))
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -108,10 +109,13 @@ def consume_tile(
         kv_pos = attend(kernel, wg, tiles, rings, loads, tile, blocks, kv_pos)
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
-    normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
-    if const_expr(kernel.problem.operands.has_v_mean):
-        add_mean(kernel, wg, block.scales.mean_of_v(tile))
-    write_output(kernel, wg, block.tma, tiles, tile)
+    if const_expr(kernel.problem.is_split):
+        finish_share(kernel, wg, block, tile)
+    else:
+        normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
+        if const_expr(kernel.problem.operands.has_v_mean):
+            add_mean(kernel, wg, block.scales.mean_of_v(tile))
+        write_output(kernel, wg, block.tma, tiles, tile)
     if const_expr(traits.share_q_o):
         if wg.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

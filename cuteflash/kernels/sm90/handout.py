@@ -26,6 +26,7 @@ from cuteflash.atoms.barriers import wait_phase
 from cuteflash.core.launch import BwdLaunch, Launch
 from cuteflash.core.lengths import Sequence
 from cuteflash.core.schedule import each_tile
+from cuteflash.core.split import each_part
 from cuteflash.core.tile import KeyTile, QueryTile
 from cuteflash.traits.base import SmemRegion
 from cuteflash.traits.sm90 import HANDED_BYTES, HANDED_TILES
@@ -182,7 +183,9 @@ def visit_tiles(handout: Handout | None, launch: Launch | BwdLaunch, visit: cutl
     `visit(tile, q_pos, kv_pos)` is called with a tile and the positions of its Q and of its first K and V in their
     rings; it returns the next K/V position. In a backward K and V come once a tile, and Q step by step.
     """
-    if const_expr(handout is None):
+    if const_expr(launch.line is not None):
+        each_part(launch, visit)
+    elif const_expr(handout is None):
         each_tile(launch.order, functools.partial(visit_index, launch, visit))
     else:
         each_handed_tile(handout, launch, visit)

@@ -1,0 +1,170 @@
+"""Split keys: the key blocks of all query tiles laid end to end, and dealt to the blocks in equal shares.
+
+    tiles     |-- tile 0 --|-- tile 1 --|-- tile 2 --|-- 3 --|     one unit a key block
+    shares    |---- 0 ----|---- 1 ----|---- 2 ----|--- 3 ---|      one share a block of the launch
+
+A tile inside one share is computed as ever. Of a tile that borders of shares cut, each of its blocks computes the keys
+of its share, and writes O and the log-sum-exp of these keys to memory; the last one of them to come merges all parts
+(`cuteflash.kernels.common.partials`). A block has at most two such tiles: one that began before its share, and one that
+ends after it. So two slots a block hold all partial results, whatever the lengths, and one counter a block counts the
+parts of the tile that begins in its share and ends in another (`cuteflash.core.split_slots`).
+
+All tiles of a sequence get as many units, those of the tile that visits the most: a mask may leave some of the others
+without work. Arithmetic on shares runs on Python ints and on traced values alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cuteflash.core.lengths import Sequence
+from cuteflash.core.split_slots import LEAST_KEYS
+from cuteflash.core.tile import KeyShare, QueryTile
+
+Index = Any  # a Python int or a traced cutlass.Int32
+WARP = 32
+
+
+def share_size(total: Index, blocks: Index, widest: Index, most_parts: Index, least: Index) -> Index:
+    """Units of a share.
+
+    Args:
+        total: units of all tiles.
+        blocks: shares, at most.
+        widest: the most units of a tile.
+        most_parts: parts of a tile at most, 2 or more. A tile of w units touches `(w - 2) // share + 2` shares at most.
+        least: units of a share at least.
+    """
+    share = cutlass.max((total + blocks - 1) // blocks, least)
+    return cutlass.max(share, cutlass.max(widest - 2, 0) // (most_parts - 1) + 1)
+
+
+def share_of_tile(at: Index, end: Index, first: Index, width: Index, share: Index) -> KeyShare:
+    """The part of a tile of `width` units, whose unit `first` lies `at`, that a share has which ends at `end`."""
+    begin = at - first
+    last = cutlass.min(width, end - begin)
+    return KeyShare(first, last, begin // share, (begin + width - 1) // share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """All tiles of a launch, laid end to end: sequence by sequence, head by head.
+
+    Attributes:
+        sequences: of the batch, and one with the rows after them if queries are packed.
+        heads: as the tiles see them.
+        most_parts: see `share_size`.
+        differs: whether lengths differ from sequence to sequence, and only the device knows them.
+    """
+
+    sequences: Int32
+    heads: Int32
+    most_parts: Int32
+    differs: cutlass.Constexpr[bool]
+
+    def tiles(self, launch, sequence: Sequence) -> tuple[Int32, Int32]:
+        """(query tiles of a head, units of each) of a sequence."""
+        m_blocks = (sequence.seqlen_q + launch.tile_tokens - 1) // launch.tile_tokens
+        return m_blocks, launch.mask_of(sequence).most_blocks(launch.tile_tokens, launch.tile_n)
+
+    @cute.jit
+    def units(self, launch: Any, index: Int32):
+        """(units of all tiles, units of one) of sequence `index`; 0 if there is none."""
+        total, width = Int32(0), Int32(0)
+        if index < self.sequences:
+            m_blocks, width = self.tiles(launch, launch.sequence(index))
+            total = m_blocks * width * self.heads
+        return total, width
+
+    @cute.jit
+    def size(self, launch: Any):
+        """(units of all tiles, the most of one); a whole warp calls it."""
+        if const_expr(self.differs):
+            total, widest = Int32(0), Int32(0)
+            first = Int32(0)
+            while first < self.sequences:
+                units, width = self.units(launch, first + cute.arch.lane_idx())
+                total += units
+                widest = cutlass.max(widest, width)
+                first += WARP
+            total, widest = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_max(widest)
+        else:
+            total, widest = self.units(launch, Int32(0))
+            total *= self.sequences
+        return total, widest
+
+    @cute.jit
+    def find(self, launch: Any, at: Int32, sequence: Int32, begin: Int32):
+        """(the sequence that unit `at` belongs to, its first unit); a whole warp calls it.
+
+        It is looked for from `sequence` on, whose first unit is `begin`.
+        """
+        if const_expr(self.differs):
+            ends = self.ends(launch, sequence, begin)
+            passed = passed_by(ends, at)
+            while passed == WARP:
+                begin = cute.arch.shuffle_sync(ends, WARP - 1)
+                sequence += WARP
+                ends = self.ends(launch, sequence, begin)
+                passed = passed_by(ends, at)
+            before = cute.arch.shuffle_sync(ends, cutlass.max(passed - 1, 0))
+            begin = cutlass.select_(passed > 0, before, begin)
+            sequence += passed
+        else:
+            units, _ = self.units(launch, Int32(0))
+            sequence = at // units
+            begin = sequence * units
+        return sequence, begin
+
+    @cute.jit
+    def ends(self, launch: Any, sequence: Int32, begin: Int32):
+        """Where the units of this lane's sequence end, of a warp's from `sequence` on, the first of which is `begin`"""
+        lane = cute.arch.lane_idx()
+        total, _ = self.units(launch, sequence + lane)
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
+            if lane >= 1 << step:
+                total += other
+        return begin + total
+
+
+def passed_by(ends: Int32, at: Int32) -> Int32:
+    """How many of the sequences, whose lanes hold the ends of their units, come before unit `at`."""
+    return cute.arch.popc(cute.arch.vote_ballot_sync(ends <= at))
+
+
+@cute.jit
+def each_part(launch: Any, visit: cutlass.Constexpr):
+    """Visit this block's parts of tiles, `visit` being as `each_tile` has it but for the tile in place of its number.
+
+    A whole warp calls it.
+    """
+    line = launch.line
+    total, widest = line.size(launch)
+    least = max(LEAST_KEYS // launch.tile_n, 1)
+    share = share_size(total, cute.arch.grid_dim()[0], widest, line.most_parts, Int32(least))
+    at = cute.arch.block_idx()[0] * share
+    end = cutlass.min(at + share, total)
+    sequence, begin = Int32(0), Int32(0)
+    q_pos, kv_pos = Int32(0), Int32(0)
+    while at < end:
+        sequence, begin = line.find(launch, at, sequence, begin)
+        tile = tile_at(launch, share, (sequence, begin), at, end)
+        kv_pos = visit(tile, q_pos, kv_pos)
+        q_pos += 1
+        at += tile.share.last - tile.share.first
+
+
+def tile_at(launch, share: Int32, place: tuple[Int32, Int32], at: Int32, end: Int32) -> QueryTile:
+    """The tile that unit `at` belongs to, of the sequence and with the first unit of `place`, and a block's part."""
+    number, begin = place
+    sequence = launch.sequence(number)
+    m_blocks, width = launch.line.tiles(launch, sequence)
+    tile, first = (at - begin) // width, (at - begin) % width
+    found = launch.tile_of(tile % m_blocks, tile // m_blocks, number, sequence)
+    return dataclasses.replace(found, share=share_of_tile(at, end, first, width, share))

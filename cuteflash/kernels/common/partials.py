@@ -1,0 +1,243 @@
+"""The end of a tile whose keys are split: each block's part goes to memory, and the last block to come merges them.
+
+A part is O of its keys, normalized, and their log-sum-exp, fp32. Nobody waits: a block that is not the last one goes on
+with its next tile. Slots are those of `cuteflash.core.split_slots`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp
+
+from cuteflash.arguments import FwdTensors, SplitTensors
+from cuteflash.core.gqa import query_view, row_coord, row_token
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.sinks import Sinks
+from cuteflash.core.softmax import LN_2, LOG2_E, exp2
+from cuteflash.core.split_slots import slot_of
+from cuteflash.core.tile import QueryTile
+
+PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
+LOADS = 32  # that a thread has in flight when it merges
+FEW_ROWS, MANY_ROWS = 2, 4  # rows of a warp that are merged one by one, at most; rows that are merged together
+WARP = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Partials:
+    """The partial results of a launch.
+
+    Attributes:
+        values: (2 blocks * tile_m * (head_dim_v + 1),) fp32: O of all slots, then the log-sum-exps of all.
+        arrivals: (blocks,), parts that have come of the tile that begins in a block's share.
+        gO: O as `query_view` has it.
+        mLSE: (b, h_q, s_q); None if it is not asked for.
+        sinks: those that join the sums of a tile, if there are sinks.
+        head_dim_v: of the problem.
+        rows, columns: of a slot, `tile_m` and the padded `head_dim_v`.
+    """
+
+    values: cute.Tensor
+    arrivals: cute.Tensor
+    gO: cute.Tensor
+    mLSE: cute.Tensor | None
+    sinks: Sinks | None
+    head_dim_v: cutlass.Constexpr[int]
+    rows: cutlass.Constexpr[int]
+    columns: cutlass.Constexpr[int]
+
+    @classmethod
+    def of(cls, kernel, tensors: FwdTensors, split: SplitTensors, sinks: Sinks | None) -> Partials | None:
+        """Those of a kernel; None if it does not split. `tensors` as `batched` returns them."""
+        if not kernel.problem.is_split:
+            return None
+        operands, traits = kernel.problem.operands, kernel.traits
+        return cls(
+            values=split.partials,
+            arrivals=split.arrivals,
+            gO=query_view(tensors.o, operands.packed_heads),
+            mLSE=tensors.lse,
+            sinks=sinks,
+            head_dim_v=operands.head_dim_v,
+            rows=traits.tile_m,
+            columns=traits.head_dim_v,
+        )
+
+    def at(self, slot: Int32, row: Int32, column: Int32) -> cute.Pointer:
+        """Where an element of a slot's O lies."""
+        return self.values.iterator + ((slot * self.rows + row) * self.columns + column)
+
+    def lse_at(self, slot: Int32, row: Int32) -> Int32:
+        """The index of a row's log-sum-exp in `values`."""
+        slots = 2 * self.arrivals.shape[0]
+        return slots * self.rows * self.columns + slot * self.rows + row
+
+    @cute.jit
+    def write(self, scores: ScoreTile, out: cute.Tensor, columns: cute.Tensor, lse: cute.Tensor, tile: QueryTile):
+        """Write a block's part of a tile.
+
+        Args:
+            scores: for the rows of this thread's elements.
+            out: its elements of O, normalized, as (rows, columns).
+            columns: likewise, the coordinates of its elements in the tile.
+            lse: of its rows.
+        """
+        block = cute.arch.block_idx()[0]
+        slot = slot_of(block, Int32(tile.share.owner == block))
+        rows = tile.rows()
+        atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=PAIR * Float32.width)
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = scores.row(r)
+            if row < rows:
+                for c in cutlass.range_constexpr(0, cute.size(out.shape[1]), PAIR):
+                    pair = cute.make_rmem_tensor(PAIR, Float32)
+                    for i in cutlass.range_constexpr(PAIR):
+                        pair[i] = out[r, c + i]
+                    target = self.at(slot, row, columns[0, c][1]).align(PAIR * Float32.width // 8)
+                    cute.copy(atom, pair, cute.make_tensor(target, cute.make_layout(PAIR)))
+                if scores.first_key == 0:
+                    self.values[self.lse_at(slot, row)] = lse[r]
+
+    @cute.jit
+    def come(self, tile: QueryTile, thread: Int32, word: cute.Tensor, sync: cutlass.Constexpr[Callable[[], None]]):
+        """Whether this block's part of a tile is the last one to come; all threads that wrote it call this.
+
+        Args:
+            word: (1,) Int32 in shared memory.
+            sync: barrier of these threads.
+        """
+        sync()
+        if thread == 0:
+            share = tile.share
+            counter = self.arrivals.iterator + share.owner
+            before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+            is_last = before == share.last_owner - share.owner
+            word[0] = Int32(is_last)
+            if is_last:
+                self.arrivals[share.owner] = Int32(0)
+        sync()
+        return word[0] != 0
+
+    @cute.jit
+    def merge(self, tile: QueryTile, thread: Int32, warps: cutlass.Constexpr[int]):
+        """Merge all parts of a tile, and write O and the log-sum-exp; `warps` warps call it.
+
+        A warp takes a row, its lanes four columns each. What takes time is to wait for memory, so that each thread has
+        many loads in flight: of all parts of one row or, if there are many rows, of some parts of several.
+        """
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        rows = tile.rows()
+        for first_column in cutlass.range_constexpr(0, self.head_dim_v, QUAD * WARP):
+            if rows <= warps * FEW_ROWS:
+                for row in cutlass.range(warp, rows, warps, unroll=1):
+                    self.merge_rows(tile, (row, warps), first_column, 1, LOADS)
+            else:
+                for row in cutlass.range(warp, rows, warps * MANY_ROWS, unroll=1):
+                    self.merge_rows(tile, (row, warps), first_column, MANY_ROWS, LOADS // MANY_ROWS)
+
+    @cute.jit
+    def merge_rows(
+        self,
+        tile: QueryTile,
+        place: tuple[Int32, int],
+        first_column: cutlass.Constexpr[int],
+        many: cutlass.Constexpr[int],
+        at_once: cutlass.Constexpr[int],
+    ):
+        """Merge 128 columns of `many` rows, the first one and the step between them being `place`, by one warp.
+
+        Parts are taken `at_once` together; a row that does not exist is the last one that does.
+        """
+        count = tile.share.last_owner - tile.share.owner + 1
+        column = first_column + QUAD * (cute.arch.lane_idx())
+        first_row, step = place
+        rows = [cutlass.min(first_row + i * step, tile.rows() - 1) for i in range(many)]
+        acc = cute.make_rmem_tensor((QUAD, many), Float32)
+        peak, weight = (cute.make_rmem_tensor(many, Float32) for _ in range(2))
+        acc.fill(0.0)
+        peak.fill(-Float32.inf)
+        weight.fill(0.0)
+        if const_expr(self.sinks is not None):
+            for i in cutlass.range_constexpr(many):
+                peak[i] = self.sinks.of_all_keys(tile, row_token(rows[i], tile.packed_heads)[1])
+                weight[i] = cutlass.select_(peak[i] == -Float32.inf, Float32(0.0), Float32(1.0))
+        for first in cutlass.range(0, count, at_once, unroll=1):
+            parts = first, cutlass.min(count - first, at_once)
+            found = [self.load_parts(tile.share.owner, parts, row, column, at_once) for row in rows]
+            for i in cutlass.range_constexpr(many):
+                values, lse = found[i]
+                new = cute.arch.fmax(peak[i], cute.arch.warp_reduction_max(lse))
+                shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
+                scale = exp2((peak[i] - shift) * LOG2_E)
+                factor = exp2((lse - shift) * LOG2_E)
+                peak[i] = new
+                weight[i] = weight[i] * scale + cute.arch.warp_reduction_sum(factor)
+                for e in cutlass.range_constexpr(QUAD):
+                    acc[e, i] = acc[e, i] * scale
+                for part in cutlass.range_constexpr(at_once):
+                    of_part = cute.arch.shuffle_sync(factor, part)
+                    for e in cutlass.range_constexpr(QUAD):
+                        product = of_part * values[e, part]
+                        acc[e, i] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
+        for i in cutlass.range_constexpr(many):
+            if first_row + i * step < tile.rows():
+                self.write_row(tile, rows[i], column, acc[None, i], (peak[i], weight[i]))
+
+    def load_parts(
+        self, owner: Int32, parts: tuple[Int32, Int32], row: Int32, column: Int32, at_once: int
+    ) -> tuple[cute.Tensor, Float32]:
+        """Load some parts of a row: (four columns of each, the log-sum-exp of the lane-th one or -inf).
+
+        Args:
+            owner: the block with the tile's first part.
+            parts: the first part, and how many of `at_once` exist; the last one stands for those that do not.
+        """
+        first, count = parts
+        values = cute.make_rmem_tensor((QUAD, at_once), Float32)
+        atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=QUAD * Float32.width)
+        inside = cutlass.min(column, self.columns - QUAD)
+        lane = cute.arch.lane_idx()
+
+        def slot(part: Int32) -> Int32:
+            part = first + cutlass.min(part, count - 1)
+            return slot_of(owner + part, Int32(part == 0))
+
+        lse = self.values[self.lse_at(slot(lane), row)]
+        for i in range(at_once):
+            source = self.at(slot(Int32(i)), row, inside).align(QUAD * Float32.width // 8)
+            cute.copy(atom, cute.make_tensor(source, cute.make_layout(QUAD)), values[None, i])
+        return values, cutlass.select_(lane < count, lse, -Float32.inf)
+
+    @cute.jit
+    def write_row(self, tile: QueryTile, row: Int32, column: Int32, acc: cute.Tensor, sums: tuple[Float32, Float32]):
+        """Write four columns of a row, and by one lane its log-sum-exp; `sums` are its peak and sum of weights."""
+        peak, weight = sums
+        is_empty = weight == 0.0
+        inverse = cutlass.select_(is_empty, Float32(0.0), 1.0 / weight)
+        for e in cutlass.range_constexpr(QUAD):
+            acc[e] = acc[e] * inverse
+        if column < self.head_dim_v:
+            self.write_chunk(tile, row, column // QUAD, acc)
+        if const_expr(self.mLSE is not None):
+            if column == 0:
+                token, head = row_token(row, tile.packed_heads)
+                lse = peak + cute.math.log2(weight, fastmath=True) * LN_2
+                head += tile.head * tile.packed_heads
+                self.mLSE[tile.batch, head, tile.first_row + token] = -Float32.inf if is_empty else lse
+
+    def write_chunk(self, tile: QueryTile, row: Int32, chunk: Int32, acc: cute.Tensor) -> None:
+        """Round four columns of a row and store them."""
+        dtype = self.gO.element_type
+        rounded = cute.make_rmem_tensor(QUAD, dtype)
+        rounded.store(acc.load().to(dtype))
+        origin = tile.first_row if tile.packed_heads == 1 else (0, tile.first_row)
+        rows = cute.domain_offset((origin, 0), self.gO[None, None, tile.head, tile.batch])
+        line = rows[row_coord(row, tile.packed_heads), None]
+        start = cute.zipped_divide(line, (QUAD,))[None, chunk].iterator.align(QUAD * dtype.width // 8)
+        atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=QUAD * dtype.width)
+        cute.copy(atom, rounded, cute.make_tensor(start, cute.make_layout(QUAD)))

@@ -1,0 +1,150 @@
+"""When the keys of query tiles are split between blocks, and what such a launch needs beside its tensors.
+
+The host knows shapes only: lengths that lie on the device may make a split useless, never wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, empty_like
+
+from cuteflash.compile import compiled
+from cuteflash.core.split_slots import LEAST_KEYS, partials_size
+from cuteflash.dispatch import choose
+from cuteflash.problem import FwdProblem
+from cuteflash.strides import fp32_template
+from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass
+
+MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
+ROWS = 64  # of a query tile of kernels that split
+PLAIN_ROWS = 128  # of others, as a rule
+FEW_KEYS = 512  # what a tile of many rows reads at least if it is worth a split
+LINE_MAX = 1 << 30  # key blocks of all tiles, whose numbers are 32-bit
+CAPTURED_CALLS = 1024  # that find counters which are 0 already
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The size of a problem: `batch` sequences of at most `seqlen_q` queries and `seqlen_k` keys, `heads` KV heads."""
+
+    batch: int
+    heads: int
+    heads_per_kv: int
+    seqlen_q: int
+    seqlen_k: int
+
+    def should_split(self, num_splits: int, num_sms: int) -> bool:
+        """Whether a launch with this option runs a kernel that splits keys."""
+        rows = self.seqlen_q * self.heads_per_kv
+        tiles = self.batch * self.heads * -(-rows // ROWS)
+        if num_splits == 1 or self.seqlen_k <= LEAST_KEYS or tiles * self.seqlen_k >= LINE_MAX:
+            return False
+        if num_splits > 1 or rows <= ROWS:  # few rows: the time is that of reading K and V
+            return True
+        plain = (
+            self.batch * self.heads * min(-(-rows // PLAIN_ROWS), self.heads_per_kv * -(-self.seqlen_q // PLAIN_ROWS))
+        )
+        return 10 * plain <= 8 * num_sms and self.seqlen_k >= FEW_KEYS
+
+
+class Arrivals:
+    """The counters of parts that have come, for the launches of one device; each launch leaves its own at 0.
+
+    Launches on one stream follow each other, and share them. A call that is captured into a graph gets its own, as the
+    graph may be replayed on any stream: of those that are 0 already, or else cleared at each replay.
+    """
+
+    def __init__(self) -> None:
+        self._of_stream: dict[tuple[int, int, int], Tensor] = {}
+        self._ready: dict[tuple[int, int], list[Tensor]] = {}
+
+    def of(self, device: torch.device, blocks: int) -> Tensor:
+        """(blocks,) int32, for a launch on the device's current stream."""
+        stream = torch.cuda.current_stream(device)
+        ready = self._ready.setdefault((stream.device_index, blocks), [])
+        if torch.cuda.is_current_stream_capturing():
+            return ready.pop() if ready else torch.zeros(blocks, dtype=torch.int32, device=device)
+        if len(ready) <= CAPTURED_CALLS // 2:
+            ready.extend(torch.zeros(CAPTURED_CALLS, blocks, dtype=torch.int32, device=device))
+        key = stream.device_index, stream.cuda_stream, blocks
+        found = self._of_stream.get(key)
+        if found is None:
+            found = self._of_stream[key] = torch.zeros(blocks, dtype=torch.int32, device=device)
+        return found
+
+
+arrivals = Arrivals()
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitLaunch:
+    """What the launches of one kernel that splits keys need beside their tensors.
+
+    Attributes:
+        blocks: of a launch.
+        most_parts: of a tile, at least 2.
+        partials: what `empty_like` makes a launch's partial results from.
+    """
+
+    blocks: int
+    most_parts: int
+    partials: Tensor
+
+    @classmethod
+    def of(cls, traits: Any, num_splits: int, num_sms: int, device: torch.device) -> SplitLaunch:
+        """That of a kernel with these traits."""
+        blocks = num_sms * traits.blocks_per_sm
+        size = partials_size(blocks, traits.tile_m, traits.head_dim_v)
+        return cls(blocks, num_splits or MOST_PARTS, fp32_template((size,), device))
+
+    def arguments(self) -> tuple[Any, ...]:
+        """In the order of `cuteflash.arguments.SplitTensors`, for a launch on the current stream."""
+        return empty_like(self.partials), arrivals.of(self.partials.device, self.blocks), self.most_parts
+
+
+@dataclasses.dataclass
+class SplitKernels:
+    """The kernels that split keys of one kind of calls, with and without packed heads.
+
+    Attributes:
+        problem: of these calls, not packed and not split.
+        target, family, lengths: see `cuteflash.dispatch.choose`.
+        num_splits: the option.
+        num_sms: multiprocessors of `device`.
+        fitted: a problem as a kernel with given traits has it.
+    """
+
+    problem: FwdProblem
+    target: str
+    family: Family
+    lengths: str
+    num_splits: int
+    num_sms: int
+    device: torch.device
+    fitted: Callable[[FwdProblem, Any], FwdProblem] = lambda problem, _: problem
+
+    def __post_init__(self) -> None:
+        self._found: dict[bool, tuple[Callable[..., object], SplitLaunch] | None] = {}
+
+    def of(self, tiles: Tiles, packs: bool) -> tuple[Callable[..., object], SplitLaunch] | None:
+        """The kernel for a call, with what it needs; None if it is not to be split, or no row does that."""
+        if not tiles.should_split(self.num_splits, self.num_sms):
+            return None
+        if packs not in self._found:
+            self._found[packs] = self._kernel(tiles.heads_per_kv if packs else 1)
+        return self._found[packs]
+
+    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
+        problem = dataclasses.replace(self.problem, is_split=True)
+        try:
+            choice = choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
+        except NotImplementedError:
+            return None
+        problem = self.fitted(problem.packed(packed_heads), choice.traits)
+        kernel = compiled(choice.kernel_cls, choice.traits, problem, self.target)
+        return kernel, SplitLaunch.of(choice.traits, self.num_splits, self.num_sms, self.device)

@@ -1,0 +1,38 @@
+"""Rows of the sm80 forward that split keys, of all targets, written by hand.
+
+The time is that of reading K and V, so that as many key blocks are in flight as fit. Of each head dim the first row is
+that of Hopper, the next those of targets with less shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuteflash.traits.row import Row, fwd_sm80
+
+
+def _split(head_dim: int, tile_n: int, kv_stage: int, blocks_per_sm: int, **more: Any) -> Row:
+    return fwd_sm80(head_dim, 64, tile_n, 4, kv_stage=kv_stage, blocks_per_sm=blocks_per_sm, splits=True, **more)
+
+
+ROWS: tuple[Row, ...] = (
+    _split(32, 128, 3, 2),
+    _split(32, 64, 3, 2),
+    _split(64, 64, 4, 2),
+    _split(64, 64, 3, 1),
+    _split(96, 64, 3, 2),
+    _split(96, 64, 2, 1),
+    _split(128, 64, 3, 2),
+    _split(128, 64, 2, 2),
+    _split(128, 64, 2, 1),
+    _split(160, 64, 4, 1),
+    _split(160, 64, 2, 1),
+    _split(160, 32, 2, 1),
+    _split(192, 64, 4, 1),
+    _split(192, 64, 2, 1),
+    _split(192, 32, 2, 1),
+    _split(224, 32, 4, 1),
+    _split(224, 32, 2, 1),
+    _split(256, 32, 4, 1),
+    _split(256, 32, 2, 1),
+)

@@ -1,0 +1,30 @@
+"""Rows of fwd/sm_90a/sm90 that split keys, written by hand.
+
+The time is that of reading K and V: one consumer warpgroup, and as many key blocks in flight as fit. Half as many
+blocks have half as many parts to merge, but up to head dim 96 one warpgroup does not compute as fast as memory delivers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuteflash.traits.row import Row, fwd_sm90
+
+
+def _split(head_dim: int, tile_n: int, kv_stage: int, blocks_per_sm: int, **more: Any) -> Row:
+    return fwd_sm90(
+        head_dim, 64, tile_n, kv_stage=kv_stage, blocks_per_sm=blocks_per_sm, pingpong=False, splits=True, **more
+    )
+
+
+ROWS: tuple[Row, ...] = (
+    _split(32, 128, 5, 2),
+    _split(64, 128, 2, 2),
+    _split(96, 64, 3, 2),
+    _split(128, 64, 6, 1, q_in_regs=True, exp_rows_before_wait=0),
+    _split(160, 128, 2, 1),
+    _split(192, 128, 2, 1, head_dim_v=128),
+    _split(192, 64, 3, 1),
+    _split(224, 64, 2, 1),
+    _split(256, 64, 2, 1),
+)
