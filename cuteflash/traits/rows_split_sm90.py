@@ -1,7 +1,8 @@
 """Rows of fwd/sm_90a/sm90 that split keys, written by hand.
 
 The time is that of reading K and V: one consumer warpgroup, and as many key blocks in flight as fit. Half as many
-blocks have half as many parts to merge, but up to head dim 96 one warpgroup does not compute as fast as memory delivers.
+blocks have half as many parts to merge, but up to head dim 96 one warpgroup does not compute as fast as memory
+delivers.
 """
 
 from __future__ import annotations
