@@ -13,6 +13,8 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 
 TURNING_WARPS = 4  # all of the producer warpgroup
 TURNED_KEYS, TURNED_COLUMNS = 16, 32  # of V, that a warp turns at a time
+SLICE_STEP = 16  # columns of V
+EXPONENTIALS_GROUP = 16
 LANES_OF_ROW = 4  # that share a row of S
 PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "v_mean"})
 TURNING_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"turned_v"}
@@ -27,6 +29,10 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     Attributes:
         two_level: each P V is accumulated from zero and then added to O in fp32, as the tensor cores keep only 13
             fraction bits of a sum of 8-bit products. Takes as many registers as O.
+        slice_columns: with `two_level`, a product takes that many columns of V at a time, each time into the same
+            registers, which are then added to their part of O: the second accumulator is no wider. 0 is all columns.
+        fma_exponentials: of 16 exponentials of a block that is seen whole, how many are computed by multiplications and
+            additions; the special function units compute 16 a clock, the others 128.
         turns_v: the producer warpgroup turns tiles of V as it is stored into Vᵀ. Without it only Vᵀ can be given.
         stored_v_stage: with `turns_v`, tiles of V in flight that are not turned yet; `kv_stage` counts those that are.
     """
@@ -36,6 +42,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     address_regs: ClassVar[int] = 16
 
     two_level: bool = False
+    slice_columns: int = 0
+    fma_exponentials: int = 0
     turns_v: bool = False
     stored_v_stage: int = 2
 
@@ -85,6 +93,9 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
             return "8-bit operands: no share_q_o, as O takes twice Q's memory"
         if self.rescale_in_product and self.two_level:
             return "rescale_in_product with two_level: O is not part of the product"
+        complaint = self._check_slices()
+        if complaint is not None:
+            return complaint
         if self.turns_v:
             if self.stored_v_stage < 1:
                 return f"stored_v_stage {self.stored_v_stage} is below 1: nothing would be turned"
@@ -96,6 +107,21 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
                     f"in multiples of {columns * TURNED_COLUMNS}, not {self.tile_n} and {self.head_dim_v}"
                 )
         return FwdTraitsSm90.check(self, arch)
+
+    def _check_slices(self) -> str | None:
+        if self.slice_columns:
+            if not self.two_level:
+                return "slice_columns needs two_level: a product that is added to O as it runs has no registers to save"
+            if self.slice_columns % SLICE_STEP or self.head_dim_v % self.slice_columns:
+                return (
+                    f"slice_columns {self.slice_columns} is not a multiple of {SLICE_STEP} that divides "
+                    f"head_dim_v {self.head_dim_v}"
+                )
+        if not 0 <= self.fma_exponentials <= EXPONENTIALS_GROUP:
+            return f"fma_exponentials {self.fma_exponentials} is not 0 to {EXPONENTIALS_GROUP}"
+        if self.fma_exponentials and not self.fixed_max:
+            return "fma_exponentials needs fixed_max: only blocks that are seen whole have them"
+        return None
 
 
 def is_two_level(traits: object) -> bool:
