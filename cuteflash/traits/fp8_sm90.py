@@ -33,6 +33,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
             registers, which are then added to their part of O: the second accumulator is no wider. 0 is all columns.
         fma_exponentials: of 16 exponentials of a block that is seen whole, how many are computed by multiplications and
             additions; the special function units compute 16 a clock, the others 128.
+        masked_by_fixed_max: with `fixed_max`, blocks cut by the mask's right edge do not update the row maxima either,
+            unless the mask has a left edge, too. Costs code, pays if such blocks are many.
         turns_v: the producer warpgroup turns tiles of V as it is stored into Vᵀ. Without it only Vᵀ can be given.
         stored_v_stage: with `turns_v`, tiles of V in flight that are not turned yet; `kv_stage` counts those that are.
     """
@@ -44,6 +46,7 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     two_level: bool = False
     slice_columns: int = 0
     fma_exponentials: int = 0
+    masked_by_fixed_max: bool = False
     turns_v: bool = False
     stored_v_stage: int = 2
 
@@ -119,6 +122,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
                 )
         if not 0 <= self.fma_exponentials <= EXPONENTIALS_GROUP:
             return f"fma_exponentials {self.fma_exponentials} is not 0 to {EXPONENTIALS_GROUP}"
+        if self.masked_by_fixed_max and not self.fixed_max:
+            return "masked_by_fixed_max needs fixed_max"
         if self.fma_exponentials and not self.fixed_max:
             return "fma_exponentials needs fixed_max: only blocks that are seen whole have them"
         return None
