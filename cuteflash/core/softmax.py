@@ -19,39 +19,11 @@ from cutlass import Float32, const_expr
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MAX_CHAINS = 4
-FMA_GROUP = 16  # columns, of which some have their exponentials by `exp2_by_fma`
-# x is a whole number, which lies in the lowest bits of x + 1.5 * 2^23, and a rest r of at most a half; then
-# 2^r = 1 + 0.69328 r + 0.24221 r^2 + 0.055009 r^3, and the whole number is added to its exponent.
-EXP2_BY_FMA = """{
-.reg .f32 x, shifted, r, power;
-.reg .b32 bits, whole;
-max.NaN.f32 x, {$r0}, 0fC2FE0000;
-min.NaN.f32 x, x, 0f42FE0000;
-add.rn.f32 shifted, x, 0f4B400000;
-sub.rn.f32 r, shifted, 0f4B400000;
-sub.rn.f32 r, x, r;
-fma.rn.f32 power, r, 0f3D61510C, 0f3E780629;
-fma.rn.f32 power, power, r, 0f3F317AFD;
-fma.rn.f32 power, power, r, 0f3F800000;
-mov.b32 whole, shifted;
-mov.b32 bits, power;
-shl.b32 whole, whole, 23;
-add.s32 bits, bits, whole;
-mov.b32 {$w0}, bits;
-}"""
 
 
 def exp2(x: Float32) -> Float32:
     """2**x by `ex2.approx.ftz`."""
     return cute.math.exp2(x, fastmath=True)
-
-
-def exp2_by_fma(x: Float32) -> Float32:
-    """2**x without the special function units, to a relative 1e-4; exact if x is a whole number.
-
-    x is clamped to [-127, 127]; NaN becomes more than 2**126, so that whoever looks for large results finds it.
-    """
-    return cute.arch.inline_ptx(EXP2_BY_FMA, write_only_types=[Float32], read_only_args=[x])
 
 
 def quad_max(value: Float32) -> Float32:
@@ -147,20 +119,14 @@ class OnlineSoftmax:
         """The number to subtract from a row's scaled scores."""
         return self.finite_max(row) * self.scale_log2
 
-    def exponentials(
-        self, scores: cute.Tensor, row: int, columns: range | None = None, by_fma: int = 0
-    ) -> Iterator[Float32]:
-        """The exponentials of one row of `scores`, or of some of its columns, under the present maximum, one by one.
-
-        `by_fma` of each 16 columns do without the special function units: of finite scores only, see `exp2_by_fma`.
-        """
+    def exponentials(self, scores: cute.Tensor, row: int) -> Iterator[Float32]:
+        """The exponentials of one row of `scores` under the present maximum, one by one."""
         shift = self.shift(row)
         if self.p_offset:
             shift = shift - self.p_offset
         scale = self.scale_log2 if self.block_scale is None else self.scale_log2 * self.block_scale
-        for c in columns or range(cute.size(scores.shape[1])):
-            exponential = exp2_by_fma if c * by_fma % FMA_GROUP < by_fma else exp2
-            yield exponential(scores[row, c] * scale - shift)
+        for c in range(cute.size(scores.shape[1])):
+            yield exp2(scores[row, c] * scale - shift)
 
     def exponentiate(self, scores: cute.Tensor, row: int) -> None:
         """Exponentials of one row of `scores`, in place, added to its sum."""

@@ -13,8 +13,6 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 
 TURNING_WARPS = 4  # all of the producer warpgroup
 TURNED_KEYS, TURNED_COLUMNS = 16, 32  # of V, that a warp turns at a time
-SLICE_STEP = 16  # columns of V
-EXPONENTIALS_GROUP = 16
 LANES_OF_ROW = 4  # that share a row of S
 PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "v_mean"})
 TURNING_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"turned_v"}
@@ -29,10 +27,6 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     Attributes:
         two_level: each P V is accumulated from zero and then added to O in fp32, as the tensor cores keep only 13
             fraction bits of a sum of 8-bit products. Takes as many registers as O.
-        slice_columns: with `two_level`, a product takes that many columns of V at a time, each time into the same
-            registers, which are then added to their part of O: the second accumulator is no wider. 0 is all columns.
-        fma_exponentials: of 16 exponentials of a block that is seen whole, how many are computed by multiplications and
-            additions; the special function units compute 16 a clock, the others 128.
         masked_by_fixed_max: with `fixed_max`, blocks cut by the mask's right edge do not update the row maxima either,
             unless the mask has a left edge, too. Costs code, pays if such blocks are many.
         turns_v: the producer warpgroup turns tiles of V as it is stored into Vᵀ. Without it only Vᵀ can be given.
@@ -44,8 +38,6 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     address_regs: ClassVar[int] = 16
 
     two_level: bool = False
-    slice_columns: int = 0
-    fma_exponentials: int = 0
     masked_by_fixed_max: bool = False
     turns_v: bool = False
     stored_v_stage: int = 2
@@ -55,12 +47,13 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
         """P is multiplied with 2 to this power: e4m3 ends at 448, and below 2^-6 it loses bits.
 
         Fixed maxima leave room for scores above them. As many equal scores as a thread has in a block must not sum up
-        to more than 448 under their own maximum: such a block would be repaired, and no maximum would help it.
+        to more than 448 under their own maximum: such a block would be repaired, and no maximum would help it. The power
+        is whole, so that the largest P of a row, which is 1 times it, is exact: it may be most of the row's sum.
         """
         if not self.fixed_max:
             return MOVING_P_OFFSET
         room = math.log2(0.99 * E4M3_MAX / (self.tile_n // LANES_OF_ROW))  # exp2 is not exact
-        return min(FIXED_P_OFFSET, math.floor(room * 4) / 4)
+        return min(FIXED_P_OFFSET, math.floor(room))
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -96,9 +89,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
             return "8-bit operands: no share_q_o, as O takes twice Q's memory"
         if self.rescale_in_product and self.two_level:
             return "rescale_in_product with two_level: O is not part of the product"
-        complaint = self._check_slices()
-        if complaint is not None:
-            return complaint
+        if self.masked_by_fixed_max and not self.fixed_max:
+            return "masked_by_fixed_max needs fixed_max"
         if self.turns_v:
             if self.stored_v_stage < 1:
                 return f"stored_v_stage {self.stored_v_stage} is below 1: nothing would be turned"
@@ -110,23 +102,6 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
                     f"in multiples of {columns * TURNED_COLUMNS}, not {self.tile_n} and {self.head_dim_v}"
                 )
         return FwdTraitsSm90.check(self, arch)
-
-    def _check_slices(self) -> str | None:
-        if self.slice_columns:
-            if not self.two_level:
-                return "slice_columns needs two_level: a product that is added to O as it runs has no registers to save"
-            if self.slice_columns % SLICE_STEP or self.head_dim_v % self.slice_columns:
-                return (
-                    f"slice_columns {self.slice_columns} is not a multiple of {SLICE_STEP} that divides "
-                    f"head_dim_v {self.head_dim_v}"
-                )
-        if not 0 <= self.fma_exponentials <= EXPONENTIALS_GROUP:
-            return f"fma_exponentials {self.fma_exponentials} is not 0 to {EXPONENTIALS_GROUP}"
-        if self.masked_by_fixed_max and not self.fixed_max:
-            return "masked_by_fixed_max needs fixed_max"
-        if self.fma_exponentials and not self.fixed_max:
-            return "fma_exponentials needs fixed_max: only blocks that are seen whole have them"
-        return None
 
 
 def is_two_level(traits: object) -> bool:

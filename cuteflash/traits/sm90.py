@@ -91,14 +91,6 @@ class FwdTraitsSm90:
         return False
 
     @property
-    def slice_columns(self) -> int:
-        return 0
-
-    @property
-    def fma_exponentials(self) -> int:
-        return 0
-
-    @property
     def masked_by_fixed_max(self) -> bool:
         return False
 
@@ -241,9 +233,7 @@ class FwdTraitsSm90:
         into registers of their own.
         """
         s = self.tile_n // 2
-        o = self.head_dim_v // 2
-        if self.two_level:
-            o += (self.slice_columns or self.head_dim_v) // 2  # a product of 8 bits beside their sum
+        o = self.head_dim_v // 2 * (2 if self.two_level else 1)  # a product of 8 bits beside their sum
         a_row = self.tile_n * self.element_bytes // 16  # of P
         p = 2 * a_row if self.p_in_regs else 0
         q = self.head_dim * self.element_bytes // 8 if self.q_in_regs else 0

@@ -19,7 +19,7 @@ from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cuteflash.core.convert import rounded_words
 from cuteflash.core.softmax import scale_rows
 from cuteflash.kernels.sm90.bundles import Rings
-from cuteflash.kernels.sm90.products import await_pv, await_slice, product_both, slices
+from cuteflash.kernels.sm90.products import await_pv, product_both
 from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup, at_block, round_p, store_p_row, take_v_scale
 from cuteflash.problem import E4M3_MAX
 from cuteflash.traits.sm90 import WGMMA_M
@@ -28,7 +28,6 @@ from cuteflash.traits.sm90 import WGMMA_M
 # but the key that dominates a row should keep its P of 1, which is exact: up to 2^9 a row's rms error is that of
 # moving maxima. Those of 8 bits saturate beyond 448.
 LARGEST_SUM = 2.0**9
-VALUES_OF_WORD = 4  # 8-bit values in a register
 
 
 @cute.jit
@@ -90,8 +89,6 @@ def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.
     The order in which rows are exponentiated, added up and rounded is the one ptxas schedules best. Rows that are
     rounded before the wait lie in other registers than P's, which the product still reads.
     """
-    if slices(wg) > 1:
-        return sliced_softmax(kernel, wg, rings, position)
     sums = cute.make_rmem_tensor_like(wg.softmax.row_sum)
     ahead = [list(rounded_row(kernel, wg, row, sums)) for row in range(kernel.traits.exp_rows_before_wait)]
     if ahead:
@@ -106,40 +103,15 @@ def fixed_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.
     return sums
 
 
-def sliced_softmax(kernel, wg: Warpgroup, rings: Rings, position: Int32) -> cute.Tensor:
-    """`fixed_softmax` beside a PV product by slices: each runs beside its share of the rows that do not wait."""
-    sums = cute.make_rmem_tensor_like(wg.softmax.row_sum)
-    rows_ahead, parts = kernel.traits.exp_rows_before_wait, slices(wg)
-    words_of_row = cute.size(wg.scores.values.shape[1]) // VALUES_OF_WORD
-    ahead: list[list[Uint32]] = [[] for _ in range(rows_ahead)]
-    for part in range(parts):
-        first, last = (share * rows_ahead * words_of_row // parts for share in (part, part + 1))
-        for row in range(rows_ahead):
-            low, high = (min(max(end - row * words_of_row, 0), words_of_row) for end in (first, last))
-            columns = range(low * VALUES_OF_WORD, high * VALUES_OF_WORD)
-            if columns:
-                ahead[row].extend(rounded_words(exponentials(wg, row, sums, columns), kernel.p_dtype))
-        if last > first:
-            rings.v.wait(position)  # see above
-        await_slice(wg, rings, position, part)
-    for row in range(ROWS):
-        if row < rows_ahead:
-            store_p_row(wg, row, [word ^ wg.zero for word in ahead[row]])
-        else:
-            store_p_row(wg, row, rounded_row(kernel, wg, row, sums))
-    return sums
-
-
 def rounded_row(kernel, wg: Warpgroup, row: int, sums: cute.Tensor) -> Iterator[Uint32]:
     """A row's exponentials, rounded to P's registers."""
     return rounded_words(exponentials(wg, row, sums), kernel.p_dtype)
 
 
-def exponentials(wg: Warpgroup, row: int, sums: cute.Tensor, columns: range | None = None) -> list[Float32]:
-    """A row's exponentials beside its scores, which stay; `sums` gets their sum, or has it added if they are some."""
-    values = list(wg.softmax.exponentials(wg.scores.values, row, columns, wg.fma_exponentials))
-    before = [] if columns is None or columns.start == 0 else [sums[row]]
-    sums[row] = functools.reduce(operator.add, before + values)
+def exponentials(wg: Warpgroup, row: int, sums: cute.Tensor) -> list[Float32]:
+    """A row's exponentials beside its scores, which stay; `sums` gets their sum."""
+    values = list(wg.softmax.exponentials(wg.scores.values, row))
+    sums[row] = functools.reduce(operator.add, values)
     return values
 
 

@@ -118,13 +118,6 @@ class FlashFwdSm90:
             self.dtype, self.traits.head_dim_v, major, a_from_regs=self.traits.p_in_regs, a_dtype=self.p_dtype
         )
 
-    def tiled_mma_slice(self) -> cute.TiledMma:
-        """P V of `slice_columns` columns of V, or of all."""
-        columns = self.traits.slice_columns
-        if not columns:
-            return self.tiled_mma_pv()
-        return atoms.tiled_mma(self.dtype, columns, OperandMajorMode.K, a_from_regs=True, a_dtype=self.p_dtype)
-
     def smem_layout_q(self) -> cute.ComposedLayout:
         """(64, head_dim, warpgroups x q_stage)"""
         tiles = self.traits.mma_warpgroups * self.traits.q_stage

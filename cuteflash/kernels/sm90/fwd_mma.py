@@ -155,7 +155,9 @@ def attend(
     if const_expr(scores.mask != "full" or traits.fixed_max):
         right = n_block - full_hi + (1 if const_expr(traits.fixed_max and scores.has_left_edge) else 0)
         right = cutlass.max(cutlass.min(right, n_block - n_lo), 0)
-        if const_expr(traits.masked_by_fixed_max and not scores.has_left_edge):  # every row has seen key 0, or sees none
+        if const_expr(
+            traits.masked_by_fixed_max and not scores.has_left_edge
+        ):  # every row has seen key 0, or sees none
             kv_pos = fixed_steps(kernel, wg, rings, right, n_block, kv_pos, masked=True)
             n_block -= right
         else:

@@ -30,12 +30,9 @@ class Warpgroup:
         thread: 0..127 inside the warpgroup.
         tSrQ, tSrK: operands of the QK product; tOrP, tOrV: operands of the PV product. Q's is of the present tile only
             after `with_q`.
-        mma_slice: the PV product of as many columns of V as are multiplied at a time.
         acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
-        acc_PV: accumulator of one PV product, if it is added to O only afterwards (`two_level`): of all columns, or of
-            one slice of them.
+        acc_PV: accumulator of one PV product, if it is added to O only afterwards (`two_level`).
         bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
-        fma_exponentials: of 16 exponentials of a block that is seen whole, those without special function units.
         zero: 0, which the compiler does not know.
         block_scales: those of the present tile's key blocks, if they have scales of their own; set by `with_scales`.
     """
@@ -44,7 +41,6 @@ class Warpgroup:
     thread: Int32
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
-    mma_slice: cute.TiledMma
     tSrQ: cute.Tensor
     tSrK: cute.Tensor
     tOrP: cute.Tensor
@@ -57,7 +53,6 @@ class Warpgroup:
     softmax: OnlineSoftmax
     bounds: cute.Tensor
     zero: Uint32
-    fma_exponentials: int
     block_scales: BlockScales | None = None
 
 
@@ -66,8 +61,8 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
     traits = kernel.traits
     thread = cute.arch.thread_idx()[0] % WARPGROUP
     index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - traits.producer_warpgroups
-    mma_qk, mma_pv, mma_slice = kernel.tiled_mma_qk(), kernel.tiled_mma_pv(), kernel.tiled_mma_slice()
-    thr_qk, thr_pv, thr_slice = (mma.get_slice(thread) for mma in (mma_qk, mma_pv, mma_slice))
+    mma_qk, mma_pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
+    thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
     acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((WGMMA_M, traits.tile_n)), Float32)
     acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((WGMMA_M, traits.head_dim_v)), Float32)
     if traits.q_in_regs:
@@ -80,30 +75,24 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
     else:
         tOrP = mma_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, index]))
-    acc_PV = None
-    if traits.two_level:
-        columns = traits.slice_columns or traits.head_dim_v
-        acc_PV = cute.make_rmem_tensor(thr_slice.partition_shape_C((WGMMA_M, columns)), Float32)
     shape = WGMMA_M, traits.tile_n
     return Warpgroup(
         index=index,
         thread=thread,
         mma_qk=mma_qk,
         mma_pv=mma_pv,
-        mma_slice=mma_slice,
         tSrQ=tSrQ,
         tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(tiles.sK)),
         tOrP=tOrP,
-        tOrV=mma_slice.make_fragment_B(thr_slice.partition_B(tiles.sVt)),
+        tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(tiles.sVt)),
         acc_S=acc_S,
         acc_O=acc_O,
-        acc_PV=acc_PV,
+        acc_PV=cute.make_rmem_tensor_like(acc_O) if traits.two_level else None,
         scores=ScoreTile.of(mma_qk, thread, acc_S, shape, launch.inner_scale, launch.packed_heads),
         out=rows_view(acc_O),
         softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, kernel.problem.may_be_empty, traits.p_offset),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         zero=Uint32(launch.heads_per_kv >> 31),
-        fma_exponentials=traits.fma_exponentials,
     )
 
 
