@@ -47,8 +47,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
         """P is multiplied with 2 to this power: e4m3 ends at 448, and below 2^-6 it loses bits.
 
         Fixed maxima leave room for scores above them. As many equal scores as a thread has in a block must not sum up
-        to more than 448 under their own maximum: such a block would be repaired, and no maximum would help it. The power
-        is whole, so that the largest P of a row, which is 1 times it, is exact: it may be most of the row's sum.
+        to more than 448 under their own maximum: such a block would be repaired, and no maximum would help it. The
+        power is whole, so that the largest P of a row, which is 1 times it, is exact: it may be most of the row's sum.
         """
         if not self.fixed_max:
             return MOVING_P_OFFSET
