@@ -1,9 +1,10 @@
 """Steps whose softmax does not update the row maxima, and the repair of a block whose scores exceed them by too much.
 
-Rows with `fixed_max` take the maxima of a tile's first scores; masked blocks still update them. All other blocks use
-the present maxima without comparing: exponentials are rounded into P's registers, while S stays in its own. Each
-thread's sum of its exponentials then tells whether a score exceeded its row's maximum by too much. If so, the warp
-redoes the block's softmax from S with updated maxima, and rescales O and the row sums.
+Rows with `fixed_max` take the maxima of a tile's first scores; masked blocks still update them, unless the traits say
+`masked_by_fixed_max`. All other blocks use the present maxima without comparing: exponentials are rounded into P's
+registers, while S stays in its own. Each thread's sum of its exponentials then tells whether a score exceeded its row's
+maximum by too much. If so, the warp redoes the block's softmax from S with updated maxima, and rescales O and the row
+sums.
 """
 
 from __future__ import annotations
