@@ -32,6 +32,7 @@ STORED = Rung("V turned", (), "the row for V as it is stored: the producer warpg
 PLAIN: Mapping[str, Any] = {
     "fixed_max": False,
     "repair_apart": False,
+    "masked_by_fixed_max": False,
     "two_level": False,
     "exp_rows_before_wait": 1,
     "q_stage": 1,
@@ -46,6 +47,7 @@ RUNGS = (
     Rung("two levels", ("two_level",), "each block's product is added to O in fp32; up to 160 columns"),
     Rung("repair apart", ("repair_apart",), "the repair is outside of the loop"),
     Rung("Q ahead", ("q_stage",), "the next tile's Q loads beside this one's products"),
+    Rung("masked blocks", ("masked_by_fixed_max",), "blocks that a causal mask cuts keep the maxima, too"),
     SHIPPED,
 )
 

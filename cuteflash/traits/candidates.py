@@ -64,6 +64,8 @@ FP8_ORDERS: tuple[dict[str, Any], ...] = (
     {"exp_rows_before_wait": 0},
     {"exp_rows_before_wait": 2},
     {"fixed_max": True},
+    FIXED_MAX | {"exp_rows_before_wait": 0, "pingpong": False},
+    *(FIXED_MAX | {"exp_rows_before_wait": rows, "masked_by_fixed_max": True} for rows in (0, 1)),
     *(FIXED_MAX | {"exp_rows_before_wait": rows} for rows in (0, 1, 2)),
 )
 FP8_SWITCHES = ({"pingpong": False}, {"persistent": False}, {"longest_first": False})

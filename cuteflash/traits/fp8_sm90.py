@@ -27,6 +27,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     Attributes:
         two_level: each P V is accumulated from zero and then added to O in fp32, as the tensor cores keep only 13
             fraction bits of a sum of 8-bit products. Takes as many registers as O.
+        masked_by_fixed_max: with `fixed_max`, blocks cut by the mask's right edge do not update the row maxima either,
+            unless the mask has a left edge, too. Costs code, pays if such blocks are many.
         turns_v: the producer warpgroup turns tiles of V as it is stored into Vᵀ. Without it only Vᵀ can be given.
         stored_v_stage: with `turns_v`, tiles of V in flight that are not turned yet; `kv_stage` counts those that are.
     """
@@ -36,6 +38,7 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     address_regs: ClassVar[int] = 16
 
     two_level: bool = False
+    masked_by_fixed_max: bool = False
     turns_v: bool = False
     stored_v_stage: int = 2
 
@@ -44,12 +47,13 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
         """P is multiplied with 2 to this power: e4m3 ends at 448, and below 2^-6 it loses bits.
 
         Fixed maxima leave room for scores above them. As many equal scores as a thread has in a block must not sum up
-        to more than 448 under their own maximum: such a block would be repaired, and no maximum would help it.
+        to more than 448 under their own maximum: such a block would be repaired, and no maximum would help it. The
+        power is whole, so that the largest P of a row, which is 1 times it, is exact: it may be most of the row's sum.
         """
         if not self.fixed_max:
             return MOVING_P_OFFSET
         room = math.log2(0.99 * E4M3_MAX / (self.tile_n // LANES_OF_ROW))  # exp2 is not exact
-        return min(FIXED_P_OFFSET, math.floor(room * 4) / 4)
+        return min(FIXED_P_OFFSET, math.floor(room))
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -85,6 +89,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
             return "8-bit operands: no share_q_o, as O takes twice Q's memory"
         if self.rescale_in_product and self.two_level:
             return "rescale_in_product with two_level: O is not part of the product"
+        if self.masked_by_fixed_max and not self.fixed_max:
+            return "masked_by_fixed_max needs fixed_max"
         if self.turns_v:
             if self.stored_v_stage < 1:
                 return f"stored_v_stage {self.stored_v_stage} is below 1: nothing would be turned"

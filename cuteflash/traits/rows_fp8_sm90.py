@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuteflash.traits.row import BLOCK_SCALES, CAUSAL, FULL, SOFTCAP, VARLEN, WINDOW, Row, fwd_fp8_sm90
+from cuteflash.traits.row import BLOCK_SCALES, CAUSAL, FULL, LONG, SHORT, SOFTCAP, VARLEN, WINDOW, Row, fwd_fp8_sm90
 
 FIXED: dict[str, Any] = {"fixed_max": True, "repair_apart": True}
 AHEAD: dict[str, Any] = {**FIXED, "exp_rows_before_wait": 1}
@@ -14,6 +14,9 @@ TWO_LEVEL_AHEAD: dict[str, Any] = {**AHEAD, "two_level": True}
 ROWS: tuple[Row, ...] = (
     fwd_fp8_sm90(32, 192, 128, **TWO_LEVEL),
     fwd_fp8_sm90(32, 192, 128, turns_v=True, **TWO_LEVEL),
+    fwd_fp8_sm90(64, 192, 128, FULL, lengths=SHORT, q_stage=2, pingpong=False, **TWO_LEVEL),
+    fwd_fp8_sm90(64, 192, 128, CAUSAL, lengths=LONG, q_stage=2, masked_by_fixed_max=True, **TWO_LEVEL),
+    fwd_fp8_sm90(64, 128, 128, CAUSAL, lengths=SHORT, q_stage=2, masked_by_fixed_max=True, **TWO_LEVEL_AHEAD),
     fwd_fp8_sm90(64, 192, 128, FULL + CAUSAL, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 96, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 128, FULL + CAUSAL, turns_v=True, **TWO_LEVEL),

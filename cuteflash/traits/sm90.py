@@ -99,6 +99,10 @@ class FwdTraitsSm90:
         return False
 
     @property
+    def masked_by_fixed_max(self) -> bool:
+        return False
+
+    @property
     def turns_v(self) -> bool:
         return False
 

@@ -51,6 +51,7 @@ def test_a_page_explains_the_traits_of_its_kernels(text: str, scene: dict[str, A
     described = data_of(text)["traits"][scene["kernel"]["name"]].keys()
     assert described == scene["kernel"]["traits"].keys() | {
         "two_level",
+        "masked_by_fixed_max",
         "turns_v",
         "stored_v_stage",
     }  # those of 8-bit operands

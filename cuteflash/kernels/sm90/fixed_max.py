@@ -1,9 +1,10 @@
 """Steps whose softmax does not update the row maxima, and the repair of a block whose scores exceed them by too much.
 
-Rows with `fixed_max` take the maxima of a tile's first scores; masked blocks still update them. All other blocks use
-the present maxima without comparing: exponentials are rounded into P's registers, while S stays in its own. Each
-thread's sum of its exponentials then tells whether a score exceeded its row's maximum by too much. If so, the warp
-redoes the block's softmax from S with updated maxima, and rescales O and the row sums.
+Rows with `fixed_max` take the maxima of a tile's first scores; masked blocks still update them, unless the traits say
+`masked_by_fixed_max`. All other blocks use the present maxima without comparing: exponentials are rounded into P's
+registers, while S stays in its own. Each thread's sum of its exponentials then tells whether a score exceeded its row's
+maximum by too much. If so, the warp redoes the block's softmax from S with updated maxima, and rescales O and the row
+sums.
 """
 
 from __future__ import annotations
@@ -31,8 +32,16 @@ LARGEST_SUM = 2.0**9
 
 
 @cute.jit
-def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: Int32, n_block: Int32, position: Int32):
-    """`count` steps over blocks that every row sees whole, backwards from the one before `n_block`.
+def fixed_steps(
+    kernel: cutlass.Constexpr,
+    wg: Warpgroup,
+    rings: Rings,
+    count: Int32,
+    n_block: Int32,
+    position: Int32,
+    masked: cutlass.Constexpr[bool] = False,
+):
+    """`count` steps over blocks that every row sees whole, or `masked` ones, backwards from the one before `n_block`.
 
     Returns the next K/V position. With `repair_apart` the repair lies outside of the inner loop, which is then as short
     as one without repairs.
@@ -41,7 +50,7 @@ def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: I
     if const_expr(kernel.traits.repair_apart):
         while count > 0:
             while count > 0:  # steps to go; negative, with all bits flipped, after a block that needs a repair
-                sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position)
+                sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position, masked)
                 if not outgrown:
                     wg.softmax.add(sums)
                 position += 1
@@ -51,7 +60,7 @@ def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: I
                 count = ~count
     else:
         for _ in cutlass.range(count, unroll=1):
-            sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position)
+            sums, outgrown = fixed_step(kernel, wg, rings, anchor - 1 - position, position, masked)
             if outgrown:
                 repair(at_block(kernel, wg, anchor - 1 - position))
             else:
@@ -60,11 +69,16 @@ def fixed_steps(kernel: cutlass.Constexpr, wg: Warpgroup, rings: Rings, count: I
     return position
 
 
-def fixed_step(kernel, wg: Warpgroup, rings: Rings, n_block: Int32, position: Int32) -> tuple[cute.Tensor, Boolean]:
+def fixed_step(
+    kernel, wg: Warpgroup, rings: Rings, n_block: Int32, position: Int32, masked: bool
+) -> tuple[cute.Tensor, Boolean]:
     """One step; returns its row sums, and whether the warp has to repair the block, in which case they are invalid."""
     wg = at_block(kernel, wg, n_block)
     product_both(kernel, wg, rings, position)
-    wg.scores.prepare(kernel.problem.scores, Int32(0), None)
+    if masked:
+        wg.scores.prepare(kernel.problem.scores, n_block * kernel.traits.tile_n, wg.bounds)
+    else:
+        wg.scores.prepare(kernel.problem.scores, Int32(0), None)
     sums = fixed_softmax(kernel, wg, rings, position)
     take_v_scale(wg, n_block)
     return sums, is_outgrown(wg, sums)

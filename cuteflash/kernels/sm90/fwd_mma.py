@@ -139,7 +139,8 @@ def attend(
     After the first block, three loops visit the blocks cut by the mask's right edge, those seen whole, and those cut by
     its left edge. With `fixed_max` the second loop does not update the row maxima unless scores exceed them by too
     much. Before it, every row that sees any key must have seen one. Without a left edge the block of key 0 comes first
-    and provides it, attention sinks included; with one, the first loop takes the first whole block as well.
+    and provides it, attention sinks included; with one, the first loop takes the first whole block as well. Hence
+    without a left edge the first loop can leave the maxima alone, too (`masked_by_fixed_max`).
     """
     traits, scores = kernel.traits, kernel.problem.scores
     n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
@@ -159,10 +160,14 @@ def attend(
     if const_expr(scores.mask != "full" or traits.fixed_max):
         right = n_block - full_hi + (1 if const_expr(traits.fixed_max and scores.has_left_edge) else 0)
         right = cutlass.max(cutlass.min(right, n_block - n_lo), 0)
-        for _ in cutlass.range(right, unroll=1):
-            n_block -= 1
-            step(n_block, kv_pos, True)
-            kv_pos += 1
+        if const_expr(traits.masked_by_fixed_max and not scores.has_left_edge):
+            kv_pos = fixed_steps(kernel, wg, rings, right, n_block, kv_pos, masked=True)
+            n_block -= right
+        else:
+            for _ in cutlass.range(right, unroll=1):
+                n_block -= 1
+                step(n_block, kv_pos, True)
+                kv_pos += 1
     whole = n_block - (full_lo if const_expr(scores.has_left_edge) else n_lo)
     if const_expr(traits.fixed_max):
         kv_pos = fixed_steps(kernel, wg, rings, whole, n_block, kv_pos)
