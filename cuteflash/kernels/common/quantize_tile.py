@@ -1,4 +1,4 @@
-"""A tile of tokens in the registers of a block: loaded, rotated, measured, rounded to e4m3.
+"""A tile of tokens in the registers of a block: loaded, rotated, measured, rounded to 8 bits.
 
 Each thread has 16 neighbouring columns of 4 rows. The rows are those whose keys lie side by side in V^T (`Tile.row`),
 so that one thread fills whole words of it; neighbouring threads have the other columns of the same rows.
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Boolean, Float32, Int32, Int64, Uint32
+from cutlass import AddressSpace, Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
-from cuteflash.problem import E4M3_MAX
+from cuteflash.problem import FP8_MAX, Fp8Dtype
 from cuteflash.quantize_problem import QuantizeProblem
 from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
@@ -25,7 +25,7 @@ Numeric = type[cutlass.Numeric]
 CHUNKS = COLUMNS // ALIGN_ELEMENTS  # loads of 16 bytes of a thread in a row of 16-bit elements
 WORDS = COLUMNS // ROWS  # of a thread in a row of 8-bit elements
 TINY = 2.0**-126  # the smallest normal number of fp32
-ROUND_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
+ROUND_PAIR = "cvt.rn.satfinite.{}x2.f32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,18 @@ class Rows:
     stride: Int64
 
     @classmethod
-    def of(cls, tensor: cute.Tensor, batch: Int32, head: Int32) -> Rows:
-        """Of a (batch, seqlen, heads, head_dim) tensor."""
+    def of(cls, tensor: cute.Tensor, first: Int32, head: Int32) -> Rows:
+        """Of a (batch, seqlen, heads, head_dim) or (rows, heads, head_dim) tensor.
+
+        Args:
+            tensor: which it is.
+            first: the batch entry, or the row at which a packed sequence begins.
+            head: which one.
+        """
         nbytes = tensor.element_type.width // 8
-        of_batch, of_row, of_head, _ = tensor.stride
-        first = Int64(of_batch) * batch + Int64(of_head) * head
-        return cls(tensor.iterator.toint() + first * nbytes, Int64(of_row) * nbytes)
+        of_first, *_, of_head, _ = tensor.stride
+        offset = Int64(of_first) * first + Int64(of_head) * head
+        return cls(tensor.iterator.toint() + offset * nbytes, Int64(tensor.stride[-3]) * nbytes)
 
     @classmethod
     def of_table(cls, tensor: cute.Tensor) -> Rows:
@@ -65,7 +71,8 @@ class Tile:
     """What a thread has of a tile.
 
     Attributes:
-        first, last: the tile's first row, and the last row of its sequence.
+        first, last: the tile's first row, and the last row of its sequence that counts.
+        end: of packed sequences, whose last rows may not count, where their rows end; None if all count.
         lane: the thread's columns begin at 16 times this.
         quad: which four rows of the tile it has.
         is_own: no thread before it has the same; the threads beyond a tile's last quad repeat that.
@@ -76,6 +83,7 @@ class Tile:
     lane: Int32
     quad: Int32
     is_own: Boolean
+    end: Int32 | None = None
 
     @classmethod
     def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int) -> Tile:
@@ -92,6 +100,19 @@ class Tile:
         """Whether the thread's row `i` exists."""
         return self.row(i) <= self.last
 
+    def is_written(self, i: int) -> Boolean:
+        """Whether the result has the thread's row `i`, which is 0 if it does not count."""
+        return self.has(i) if self.end is None else self.row(i) < self.end
+
+    def any(self) -> Boolean:
+        """Whether some row of the tile counts."""
+        return self.first <= self.last
+
+    def nearest(self, i: int) -> Int32:
+        """The thread's row `i`, or one that is there to be loaded in its place; of nothing that counts the first."""
+        row = cutlass.min(self.row(i), self.last)
+        return row if self.end is None else cutlass.max(row, 0)
+
     def load(self, rows: Rows, offsets: tuple[Int32, ...], dtype: Numeric) -> cute.Tensor:
         """(elements, rows) of each of the thread's rows 16 bytes from each of some byte offsets on.
 
@@ -104,8 +125,11 @@ class Tile:
 
     def load_row(self, rows: Rows, offsets: tuple[Int32, ...], i: int, target: cute.Tensor) -> None:
         """Load of the thread's row `i` 16 bytes from each of some byte offsets on."""
+        self.load_pieces(rows, offsets, self.nearest(i), target)
+
+    def load_pieces(self, rows: Rows, offsets: tuple[Int32, ...], row: Int32, target: cute.Tensor) -> None:
+        """Load of a row 16 bytes from each of some byte offsets on."""
         atom = cute.make_copy_atom(CopyUniversalOp(), target.element_type, num_bits_per_copy=ALIGN_BYTES * 8)
-        row = cutlass.min(self.row(i), self.last)
         pieces = cute.zipped_divide(target, (ALIGN_BYTES * 8 // target.element_type.width,))
         for j, offset in enumerate(offsets):
             cute.copy(atom, rows.piece(row, offset, target.element_type), pieces[None, j])
@@ -128,11 +152,15 @@ def widened(row: cute.Tensor) -> cute.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """A rotary embedding of the first columns of a head: its cosines and sines, (seqlen, rotary_dim / 2)."""
+    """A rotary embedding of the first columns of a head: its cosines and sines, (seqlen, rotary_dim / 2).
+
+    Of packed sequences `last` is the last row of both: what the vectors of lengths say may exceed them.
+    """
 
     problem: cutlass.Constexpr[QuantizeProblem]
     cos: Rows
     sin: Rows
+    last: Int32
     dtype: cutlass.Constexpr[Numeric]
 
     def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int) -> None:
@@ -159,8 +187,11 @@ class Rotary:
         steps = range(0, ALIGN_ELEMENTS * nbytes, ALIGN_BYTES)
         offsets = tuple(column * nbytes + step for column in columns for step in steps)
         tables = tuple(cute.make_rmem_tensor(ALIGN_ELEMENTS * len(columns), self.dtype) for _ in range(2))
+        row = tile.nearest(i)
+        if self.problem.is_packed:
+            row = cutlass.min(row, self.last)
         for rows, table in zip((self.cos, self.sin), tables, strict=True):
-            tile.load_row(rows, offsets, i, table)
+            tile.load_pieces(rows, offsets, row, table)
         cos, sin = (widened(table) for table in tables)
         return cos, sin
 
@@ -209,9 +240,9 @@ def largest_magnitude(rows: Iterable[cute.Tensor]) -> Float32:
     return cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
 
 
-def descale_of(size: Float32) -> Float32:
+def descale_of(size: Float32, to: Fp8Dtype) -> Float32:
     """The scale that a largest magnitude asks for: positive and normal, 1 for a magnitude of 0."""
-    descale = cute.arch.fmax(size / Float32(E4M3_MAX), Float32(TINY))
+    descale = cute.arch.fmax(size / Float32(FP8_MAX[to]), Float32(TINY))
     return cutlass.select_(size > Float32(0.0), descale, Float32(1.0))
 
 
@@ -225,10 +256,11 @@ def block_max(value: Float32, numbers: cute.Tensor, warps: int) -> Float32:
     return peak
 
 
-def rounded(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """Four values as e4m3, the first in the lowest byte. What is too large becomes 448, an infinity, too."""
+def rounded(a: Float32, b: Float32, c: Float32, d: Float32, to: Fp8Dtype) -> Uint32:
+    """Four values in 8 bits, the first in the lowest byte. What is too large becomes the largest, an infinity, too."""
+    pair = ROUND_PAIR.format(to)
     return cute.arch.inline_ptx(
-        f"{{.reg .b16 low, high; {ROUND_PAIR} low, {{$r1}}, {{$r0}}; {ROUND_PAIR} high, {{$r3}}, {{$r2}}; "
+        f"{{.reg .b16 low, high; {pair} low, {{$r1}}, {{$r0}}; {pair} high, {{$r3}}, {{$r2}}; "
         "mov.b32 {$w0}, {low, high};}",
         write_only_types=[Uint32],
         read_only_args=[a, b, c, d],
@@ -242,6 +274,7 @@ def put_columns(
     words: list[Uint32],
     traits: cutlass.Constexpr[QuantizeTraits],
     head_dim: cutlass.Constexpr[int],
+    first_key: Int32 | None = None,
 ):
     """Write a tile of 8-bit rows into V^T, by way of shared memory.
 
@@ -249,7 +282,9 @@ def put_columns(
         target: (head_dim, keys) of one head.
         words: of each of the thread's columns its four rows, the first in the lowest byte.
         head_dim: columns of the tile.
+        first_key: where the tile's rows begin in `target`; None is where they begin in their sequence.
     """
+    first = tile.first if const_expr(first_key is None) else first_key
     stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
     for e in cutlass.range_constexpr(COLUMNS):
         stage[tile.quad ^ bank_turn(tile.lane, traits, head_dim), tile.lane * COLUMNS + e] = words[e]
@@ -264,7 +299,7 @@ def put_columns(
             found = cute.make_rmem_tensor(WORDS, Uint32)
             source = (stage.iterator + column * traits.quads + place).align(ALIGN_BYTES)
             cute.copy(atom, cute.make_tensor(source, cute.make_layout(WORDS)), found)
-            address = target[column, None].iterator.toint() + tile.first + group * COLUMNS
+            address = target[column, None].iterator.toint() + first + group * COLUMNS
             pointer = cute.make_ptr(Uint32, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)
             cute.copy(atom, found, cute.make_tensor(pointer, cute.make_layout(WORDS)))
         piece += traits.num_threads
