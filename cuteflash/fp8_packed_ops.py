@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8Options
+from cuteflash.core.tile_numbers import first_tile
 from cuteflash.fp8_ops import refuse_gradient
 from cuteflash.fp8_packed_planning import Fp8PackedPlanner, Launch
 from cuteflash.fp8_planning import TORCH_DTYPES, check_target
@@ -22,6 +23,7 @@ from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, Known
 from cuteflash.packed_ops import call_of, mapped, pairs, spans
 from cuteflash.planning import Result
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.reference import fp8_attention, stored_rows
 from cuteflash.torch_internals import OpOverload
 from cuteflash.transforms import register_autocast
@@ -79,13 +81,18 @@ def _fake(*arguments: Any, has_lse: bool) -> Result:
 
 
 def _cpu(*arguments: Any, has_lse: bool) -> Result:
-    """One sequence after the other through the reference."""
     inputs, options = _split(arguments)
     check_fp8_packed(inputs, options)
-    q, k, v = inputs[:3]
-    check_alignment(q, k, v)
+    check_alignment(*inputs[:3])
     check_values(inputs.packed, complete=reads_values())
     check_descale_values(inputs.descales)
+    result = attend_sequences(inputs, options)
+    return result if has_lse else result[0]
+
+
+def attend_sequences(inputs: Fp8PackedInputs, options: Fp8Options) -> tuple[Tensor, Tensor]:
+    """O and LSE of one sequence after the other through the reference."""
+    q, k, v = inputs[:3]
     rows, heads, head_dim = q.shape
     o = q.new_zeros(rows, heads, inputs.head_dim_v(options), dtype=TORCH_DTYPES[options.out_dtype])
     lse = q.new_full((heads, rows), float("-inf"), dtype=torch.float32)
@@ -96,13 +103,22 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
             q[None, of_q],
             k[None, of_k],
             values,
-            (scale[i : i + 1] for scale in inputs.descales.values()),
+            _scales_of(inputs, i, of_q, of_k),
             **definition,
             v_mean=None if inputs.v_mean is None else inputs.v_mean[i : i + 1],
             out_dtype=o.dtype,
         )
         o[of_q], lse[:, of_q] = o_part[0], lse_part[0]
-    return (o, lse) if has_lse else o
+    return o, lse
+
+
+def _scales_of(inputs: Fp8PackedInputs, sequence: int, of_q: slice, of_k: slice) -> list[Tensor]:
+    """The scales of a sequence, a batch of one."""
+    scales = inputs.descales.values()
+    if not inputs.has_block_scales:
+        return [scale[sequence : sequence + 1] for scale in scales]
+    firsts = (first_tile(rows.start, sequence, BLOCK_TOKENS) for rows in (of_q, of_k, of_k))
+    return [scale[..., first:] for scale, first in zip(scales, firsts, strict=True)]
 
 
 def _stored(vt: Tensor, sequence: int, keys: slice) -> Tensor:

@@ -8,18 +8,24 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8Options
+from cuteflash.arguments import Fp8InferenceOptions, Fp8Options
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
+    Fp8,
     Window,
+    check_not_inferred,
+    check_not_quantised,
     descales_of,
     flag,
     formats_without_scales,
+    fp8_of,
     fp8_options_of,
+    inference_options_of,
     is_int,
     not_tensors,
     options_of,
 )
+from cuteflash.fp8_packed_inference_ops import fp8_varlen_inference, fp8_varlen_inference_lse
 from cuteflash.fp8_packed_ops import fp8_varlen_fwd, fp8_varlen_fwd_lse
 from cuteflash.packed_ops import (
     attend_plain_packed,
@@ -34,6 +40,7 @@ from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import reads_values, shown
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
 from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
+from cuteflash.validate_quantize import check_fp8_packed_inference
 
 
 class VarlenOptions(TypedDict, total=False):
@@ -54,6 +61,7 @@ class VarlenOptions(TypedDict, total=False):
     v_mean: Tensor | None
     transposed_v: bool
     out_dtype: torch.dtype | None
+    fp8: bool | Fp8
 
 
 Longest = int | Tensor | None
@@ -124,6 +132,7 @@ def flash_attn_varlen_func(
     v_mean: Tensor | None = None,
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
+    fp8: bool | Fp8 = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of sequences that lie one after the other, each with its own length, as `flash_attn_func`.
@@ -146,12 +155,15 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, pack_gqa, family: as for `flash_attn_func`.
         deterministic: as for `flash_attn_func`: gradients are bitwise repeatable. The forward always is.
         q_descale, k_descale, v_descale, v_mean: as for `flash_attn_func`, each sequence being an entry of the batch:
-            (batch, kv_heads), and (batch, kv_heads, head_dim_v).
+            (batch, kv_heads), and (batch, kv_heads, head_dim_v). Scales of 128 tokens each are (1, kv_heads, blocks),
+            as `quantize_qkv` gives them: those of sequence i begin at block ``cu_seqlens[i] // 128 + i``.
         transposed_v: with scales, v is (kv_heads, head_dim_v, keys), in the order of keys that `flash_attn_func` takes.
             Sequence i begins at key ``(cu_seqlens_k[i] // 128 + i) * 128``, and there are ``(total_k // 128 + batch) *
             128`` keys. Those from a sequence's last one that counts up to the next multiple of 16 are zeros; all others
             that belong to no sequence are not read.
         out_dtype: as for `flash_attn_func`.
+        fp8: as for `flash_attn_func`, with scales and a mean of V for each sequence. Rows that do not count change
+            nothing.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -188,9 +200,13 @@ def flash_attn_varlen_func(
     return_lse = flag("return_lse", return_lse)
     result: Tensor | tuple[Tensor, Tensor]
     if q_descale is not None or k_descale is not None or v_descale is not None:
+        check_not_inferred(fp8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
         return _attend_fp8(fp8_inputs, fp8_options_of(options, transposed_v, out_dtype), limits, return_lse)
+    if fp8 is not False and (how := fp8_of(fp8)) is not None:
+        check_not_quantised(transposed_v, v_mean)
+        return _quantise_and_attend(inputs, inference_options_of(options, how, out_dtype), limits, return_lse)
     if transposed_v is not False or out_dtype is not None or v_mean is not None:
         raise formats_without_scales(transposed_v, out_dtype, v_mean)
     if limits:
@@ -213,6 +229,18 @@ def _attend_fp8(
         check_fp8_packed(inputs, options)
         check_longest(inputs.packed, limits)
     result: Tensor | tuple[Tensor, Tensor] = (fp8_varlen_fwd_lse if return_lse else fp8_varlen_fwd)(*inputs, *options)
+    return result
+
+
+def _quantise_and_attend(
+    inputs: PackedInputs, options: Fp8InferenceOptions, limits: Mapping[str, Longest], return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with 16-bit tensors through FP8; `limits` as for `_attend_fp8`."""
+    if limits:
+        check_fp8_packed_inference(inputs, options)
+        check_longest(inputs, limits)
+    run = fp8_varlen_inference_lse if return_lse else fp8_varlen_inference
+    result: Tensor | tuple[Tensor, Tensor] = run(*inputs, *options)
     return result
 
 

@@ -32,9 +32,9 @@ class QuantizedQKV(NamedTuple):
 
     Of packed sequences q, k and v are (rows, heads, head_dim), and each sequence is an entry of the batch in q_descale,
     k_descale, v_descale and v_mean. What has blocks of 128 tokens has them for all sequences together, ``total // 128 +
-    batch``, those of sequence i from number ``cu_seqlens[i] // 128 + i`` on: descales of blocks are (kv_heads, blocks),
-    V^T is (kv_heads, head_dim_v, 128 * blocks). Rows and keys that do not count are 0, the descale of a block without
-    any is 1.
+    batch``, those of sequence i from number ``cu_seqlens[i] // 128 + i`` on: descales of blocks are (1, kv_heads,
+    blocks), V^T is (kv_heads, head_dim_v, 128 * blocks). Rows and keys that do not count are 0, the descale of a block
+    without any is 1.
     """
 
     q: Tensor

@@ -120,8 +120,9 @@ class QuantizeTensors(NamedTuple):
     """The tensors of the quantising kernels; inside them CuTe tensors, outside torch's.
 
     A descale is (batch, kv_heads), or (batch, kv_heads, blocks) with granularity ``"block"``. Packed tensors have all
-    rows in one dimension and none for the batch, as V^T and the descales of blocks: (kv_heads, blocks). The numbers of
-    a sequence's blocks, and so its keys in V^T, follow from where it begins, see `core.tile_numbers.first_tile`.
+    rows in one dimension and none for the batch, as V^T; the descales of all their blocks are (1, kv_heads, blocks).
+    The numbers of a sequence's blocks, and so its keys in V^T, follow from where it begins, see
+    `core.tile_numbers.first_tile`.
     """
 
     q: Any  # (batch, seqlen_q, heads, head_dim)

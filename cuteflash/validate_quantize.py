@@ -88,8 +88,8 @@ class QuantizeInputs(NamedTuple):
         kv_heads = self.k.shape[-2]
         if granularity == "head":
             return ((self.batch, kv_heads),) * 3
-        entries = () if self.packed is not None else (self.batch,)
-        return tuple((*entries, kv_heads, blocks) for blocks in self.blocks)
+        entries = self.batch if self.packed is None else 1
+        return tuple((entries, kv_heads, blocks) for blocks in self.blocks)
 
 
 def check_quantize(inputs: QuantizeInputs, options: QuantizeOptions) -> None:
@@ -127,11 +127,22 @@ def check_fp8_inference(q: Tensor, k: Tensor, v: Tensor, options: Fp8InferenceOp
     Raises:
         TypeError, ValueError, NotImplementedError: as `check_quantize` does.
     """
+    _check_inference_options(options)
+    check_fwd(q, k, v, FwdOptions(pack_gqa=options.pack_gqa))
+    check_quantize(QuantizeInputs(q, k, v), QuantizeOptions(hadamard=options.hadamard))
+
+
+def check_fp8_packed_inference(inputs: PackedInputs, options: Fp8InferenceOptions) -> None:
+    """The same of packed sequences."""
+    _check_inference_options(options)
+    check_packed(inputs, FwdOptions(pack_gqa=options.pack_gqa))
+    check_quantize(QuantizeInputs(**inputs._asdict()), QuantizeOptions(hadamard=options.hadamard))
+
+
+def _check_inference_options(options: Fp8InferenceOptions) -> None:
     check_options(options)
     if options.out_dtype is not None and options.out_dtype not in DTYPES:
         raise ValueError(f"out_dtype is {options.out_dtype!r}; allowed: None, {', '.join(map(repr, DTYPES))}")
-    check_fwd(q, k, v, FwdOptions(pack_gqa=options.pack_gqa))
-    check_quantize(QuantizeInputs(q, k, v), QuantizeOptions(hadamard=options.hadamard))
 
 
 def _check_hadamard(block: int, head_dim: int) -> None:
@@ -152,9 +163,9 @@ def _check_descales(inputs: QuantizeInputs, options: QuantizeOptions) -> None:
             continue
         _check_tensor(name, descale, inputs.q, (torch.float32,))
         if descale.dim() != len(shape) or any(holds(a != b) for a, b in zip(descale.shape, shape, strict=True)):
-            entries = "" if inputs.packed is not None and options.granularity == "block" else "batch, "
+            entries = "1" if inputs.packed is not None and options.granularity == "block" else "batch"
             blocks = f", blocks of {BLOCK_TOKENS} tokens" if options.granularity == "block" else ""
-            sizes = f"({entries}kv_heads{blocks})"
+            sizes = f"({entries}, kv_heads{blocks})"
             raise ValueError(
                 f"{name}.shape is {tuple(descale.shape)}; allowed with granularity {options.granularity!r}: "
                 f"{tuple(shape)}, {sizes}"

@@ -61,18 +61,19 @@ RANKS: dict[str, int] = {
     "packed_ops": 9,
     "fp8_packed_ops": 10,
     "quantize_ops": 10,
-    "api": 11,
-    "packed_api": 11,
-    "quantize": 11,
-    "packing": 12,
-    "nn": 13,
-    "integrations": 13,
-    "compat": 13,
-    "tune": 14,
-    "companions": 14,  # what lies beside cuteflash/ is the command line's to load, nobody else's
-    "cli": 15,
-    "__main__": 16,
-    "": 16,  # cuteflash/__init__.py, the public face
+    "fp8_packed_inference_ops": 11,
+    "api": 12,
+    "packed_api": 12,
+    "quantize": 12,
+    "packing": 13,
+    "nn": 14,
+    "integrations": 14,
+    "compat": 14,
+    "tune": 15,
+    "companions": 15,  # what lies beside cuteflash/ is the command line's to load, nobody else's
+    "cli": 16,
+    "__main__": 17,
+    "": 17,  # cuteflash/__init__.py, the public face
 }
 STDLIB_ONLY = (
     "arguments",

@@ -210,7 +210,7 @@ def check_packed(
             rows[part] = True
 
         def descale(x: Tensor, block: slice, i: int = i) -> Tensor:
-            return x[None, :, block] if by_block else x[i : i + 1]
+            return x[:, :, block] if by_block else x[i : i + 1]
 
         of_vt = slice(blocks[1].start * BLOCK, blocks[1].stop * BLOCK)
         alone = QuantizedQKV(

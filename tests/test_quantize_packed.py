@@ -62,7 +62,7 @@ def test_lengths_of_zero(lengths: Any, granularity: str) -> None:
 def test_given_scales_are_used_and_returned(granularity: str) -> None:
     q, k, v = packed()
     blocks = [len(x) // 128 + len(LENGTHS[0]) for x in (q, k, k)]
-    shapes = [(5, 2)] * 3 if granularity == "head" else [(2, count) for count in blocks]
+    shapes = [(5, 2)] * 3 if granularity == "head" else [(1, 2, count) for count in blocks]
     scales = {f"{name}_descale": torch.rand(shape) * 0.01 + 1e-3 for name, shape in zip("qkv", shapes, strict=True)}
     found = check_packed((q, k, v), LENGTHS, granularity=granularity, **scales)
     assert found.q_descale is scales["q_descale"]
@@ -110,9 +110,9 @@ def test_bad_input_is_named() -> None:
         (both | {"seqused_q": cu_q[1:]}, ValueError, r"seqused_q\[1\] is 130; allowed: 0 to 0"),
         (both | {"dtype": torch.float16}, TypeError, "dtype is torch.float16; allowed: torch.float8_e4m3fn, torch.flo"),
         (
-            both | {f"{x}_descale": torch.ones(2, 3) for x in "qkv"} | {"granularity": "block"},
+            both | {f"{x}_descale": torch.ones(1, 2, 3) for x in "qkv"} | {"granularity": "block"},
             ValueError,
-            r"q_descale.shape is \(2, 3\); allowed with granularity 'block': \(2, 7\), \(kv_heads, blocks of 128 tok",
+            r"q_descale.shape is \(1, 2, 3\); allowed with granularity 'block': \(1, 2, 7\), \(1, kv_heads, blocks",
         ),
     ]
     for arguments, error, message in cases:

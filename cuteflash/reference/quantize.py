@@ -57,8 +57,8 @@ def quantize_packed(
     Args:
         tensors: Q, K and V, (rows, heads, head_dim).
         spans: of each sequence the rows of Q and of K that count; they begin with the sequence.
-        descales, tables, options: see `quantize`; descales of blocks are (kv_heads, blocks), a sequence's blocks from
-            `first_tile` on.
+        descales, tables, options: see `quantize`; descales of blocks are (1, kv_heads, blocks), those of a sequence
+            from `first_tile` on.
         results: where to put what `quantize` returns. What belongs to no row that counts becomes 0, and a descale 1.
     """
     by_block, (q, k, v) = options.granularity == "block", tensors
@@ -75,7 +75,7 @@ def quantize_packed(
         ]
         given = None
         if descales is not None:
-            given = tuple((x[part] if by_block else x[i])[None] for x, part in zip(descales, parts, strict=True))
+            given = tuple(x[:, *part] if by_block else x[i : i + 1] for x, part in zip(descales, parts, strict=True))
         found = quantize(q[None, of_q], k[None, of_k], v[None, of_k], given, tables, options)  # type: ignore[arg-type]
         keys = slice(parts[2][1].start * BLOCK_TOKENS, parts[2][1].stop * BLOCK_TOKENS)
         places = of_q, of_k, (..., keys) if options.transpose_v else of_k
@@ -85,7 +85,7 @@ def quantize_packed(
         if descales is None:
             for x, part, value in zip(scales, parts, found[3:6], strict=True):
                 assert value is not None
-                x[part if by_block else i] = value[0]
+                x[(0, *part) if by_block else i] = value[0]
         if found[6] is not None:
             mean[i] = found[6][0]
 

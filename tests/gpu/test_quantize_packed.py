@@ -83,7 +83,7 @@ def test_given_scales(granularity: str, device: torch.device) -> None:
     q, k, v = packed(LENGTHS, device)
     batch = len(LENGTHS[0])
     blocks = [len(x) // 128 + batch for x in (q, k, k)]
-    shapes = [(batch, 2)] * 3 if granularity == "head" else [(2, count) for count in blocks]
+    shapes = [(batch, 2)] * 3 if granularity == "head" else [(1, 2, count) for count in blocks]
     named = zip("qkv", shapes, strict=True)
     scales = {f"{name}_descale": torch.rand(shape, device=device) * 0.01 + 1e-3 for name, shape in named}
     check_packed((q, k, v), LENGTHS, granularity=granularity, transpose_v=True, **scales)

@@ -177,7 +177,7 @@ class Quantize:
         if self.problem.granularity == "head":
             at: tuple[Int32, ...] = place.batch, place.head
         elif self.problem.is_packed:
-            at = place.head, cutlass.min(block, descales.shape[1] - 1)
+            at = Int32(0), place.head, cutlass.min(block, descales.shape[2] - 1)
         else:
             at = place.batch, place.head, block
         return cute.make_tensor(descales.iterator + cute.crd2idx(at, descales.layout), cute.make_layout(1))
@@ -186,7 +186,7 @@ class Quantize:
         """Whether a tile has a descale; the last number of packed blocks has none, for no sequence can own it."""
         if self.problem.granularity == "head" or not self.problem.is_packed:
             return True
-        return place.tile * self.traits.tokens // BLOCK_TOKENS < descales.shape[1]
+        return place.tile * self.traits.tokens // BLOCK_TOKENS < descales.shape[2]
 
     @cute.jit
     def find_factor(self, descale: cute.Tensor, peak: Float32, scale: cutlass.Constexpr[float], is_listed: Boolean):

@@ -38,8 +38,9 @@ def quantize_fake_args(problem: QuantizeProblem) -> tuple[Any, ...]:
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=4)
 
     def descale(blocks: Any) -> Any:
-        by_block = problem.granularity == "block"
-        return compact(Float32, *(entries if by_block else (batch,)), kv_heads, *((blocks,) if by_block else ()))
+        if problem.granularity == "head":
+            return compact(Float32, batch, kv_heads)
+        return compact(Float32, 1 if problem.is_packed else batch, kv_heads, blocks)
 
     def table() -> Any:
         if not problem.rotary_dim:
