@@ -84,9 +84,7 @@ def test_scales_of_blocks_are_those_of_the_quantiser(transpose_v: bool) -> None:
 def test_scales_of_blocks_have_one_shape() -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in packed(0))
     wrong = {f"{name}_descale": torch.ones(1, 2, 7) for name in "qkv"}
-    message = (
-        r"k_descale.shape is \(1, 2, 7\); allowed: \(1, 2, 8\), \(1, heads of k, blocks of 128 tokens\), as q"
-    )
+    message = r"k_descale.shape is \(1, 2, 7\); allowed: \(1, 2, 8\), \(1, heads of k, blocks of 128 tokens\), as q"
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(q, k, v, *vectors(), **wrong)
 
