@@ -18,7 +18,6 @@ from tests.gpu.packed import Packed, around_tiles, one_long, tiny, zipf
 
 pytestmark = pytest.mark.gpu
 
-SAME = 1e-2  # of the rms of O: a mean that is summed up in another order moves some elements to the next of 8 bits
 ERROR = 0.08  # relative, of normal values: see `test_fp8_inference.ROUNDING`
 MASKS = {"full": Case(lse=True), "causal": Case(lse=True, causal=True), "window": Case(lse=True, window=(70, 30))}
 USED = ((100, 0, 1, 0, 39, 513), (0, 128, 0, 250, 60, 1024))
@@ -36,28 +35,30 @@ def attend(packed: Packed, inputs: Any, **options: Any) -> tuple[Tensor, Tensor]
 
 
 def check(packed: Packed, device: torch.device, fp8: Any = True) -> None:
-    """Each sequence is what `flash_attn_func` makes of it, as exact as 8 bits are; all other rows are 0 and -inf."""
-    inputs = q, k, v = packed.inputs(device)
+    """Each sequence is as exact as 8 bits are; all other rows are 0 and -inf."""
+    inputs = packed.inputs(device)
     out, lse = attend(packed, inputs, fp8=fp8)
     exact, exact_lse = packed.reference(inputs, torch.float32)
-    seen = torch.zeros(len(out), dtype=torch.bool, device=device)
-    for i, (of_q, of_k) in enumerate(zip(packed.spans("q"), packed.spans("k"), strict=True)):
-        if of_q.start == of_q.stop:
-            continue
-        seen[of_q] = True
-        alone = q[None, of_q], k[None, of_k], v[None, of_k]
-        expected, expected_lse = cuteflash.flash_attn_func(*alone, fp8=fp8, **packed.case.options())
-        assert torch.isfinite(out[of_q]).all()
-        assert rms(out[of_q].float() - expected[0].float()) <= SAME * rms(expected), f"sequence {i}"
-        torch.testing.assert_close(lse[:, of_q], expected_lse[0], atol=1e-4, rtol=1e-4)
-    assert rms(out[seen].double() - exact[seen]) <= ERROR * rms(exact[seen])
+    assert_close(packed, out, exact, ERROR)
     assert ((lse - exact_lse).nan_to_num(0.0).abs() <= 0.3).all()
-    assert (out[~seen] == 0).all() and (lse[:, ~seen] == float("-inf")).all()
+    assert torch.equal(lse == float("-inf"), exact_lse == float("-inf"))
+
+
+def assert_close(packed: Packed, out: Tensor, exact: Tensor, error: float) -> None:
+    """The relative error of all sequences together is small, that of each at most twice that; other rows are 0."""
+    seen = torch.zeros(len(out), dtype=torch.bool, device=out.device)
+    for i, span in enumerate(packed.spans("q")):
+        seen[span] = True
+        if span.start < span.stop:
+            assert rms(out[span].double() - exact[span]) <= 2 * error * rms(exact[span]), f"sequence {i}"
+    assert rms(out[seen].double() - exact[seen]) <= error * rms(exact[seen])
+    assert (out[~seen] == 0).all()
 
 
 @pytest.mark.parametrize("used", [(None, None), USED], ids=["all", "used"])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dims", "mask"), [((64, 64), "causal"), ((128, 128), "full"), ((192, 128), "window"), ((256, 256), "causal")]
+)
 def test_one_call(head_dims: tuple[int, int], mask: str, used: Any, hopper: torch.device) -> None:
     dims = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
     case = dataclasses.replace(MASKS[mask], heads=4, kv_heads=2, **dims)
@@ -91,10 +92,10 @@ BLOCK_CASES = {
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("used", [(None, None), USED], ids=["all", "used"])
 @pytest.mark.parametrize("case", BLOCK_CASES)
-def test_each_128_tokens_may_have_scales(case: str, used: Any, is_transposed: bool, hopper: torch.device) -> None:
-    """Blocks differ in size by up to 4, and sequences by 8."""
+def test_each_128_tokens_may_have_scales(case: str, is_transposed: bool, hopper: torch.device) -> None:
+    """Blocks differ in size by up to 4, and sequences by 2."""
+    used = USED if is_transposed else (None, None)
     packed = Packed(*LENGTHS, BLOCK_CASES[case], *used, rest_q=37, rest_k=70)
     inputs = packed.inputs(hopper)
     for side, x, step in zip("qkk", inputs, (1, 1, 2), strict=True):
@@ -104,22 +105,10 @@ def test_each_128_tokens_may_have_scales(case: str, used: Any, is_transposed: bo
     given = quantised(inputs, packed.vectors(hopper), packed.case, is_transposed)
     with poisoned():
         out, lse = cuteflash.flash_attn_varlen_func(**given)
-    seen = torch.zeros(len(out), dtype=torch.bool, device=hopper)
-    for i, (of_q, of_k) in enumerate(zip(packed.spans("q"), packed.spans("k"), strict=True)):
-        if of_q.start == of_q.stop:
-            continue
-        seen[of_q] = True
-        q, k, v = (x[None, span] for x, span in zip(inputs, (of_q, of_k, of_k), strict=True))
-        some = cuteflash.quantize_qkv(q, k, v, granularity="block", transpose_v=is_transposed)
-        scales = {"q_descale": some.q_descale, "k_descale": some.k_descale, "v_descale": some.v_descale}
-        values = some.vt if is_transposed else some.v
-        expected, expected_lse = cuteflash.flash_attn_func(
-            some.q, some.k, values, transposed_v=is_transposed, **scales, **packed.case.options()
-        )
-        assert torch.isfinite(out[of_q]).all()
-        assert rms(out[of_q].float() - expected[0].float()) <= 1e-3 * rms(expected), f"sequence {i}"
-        torch.testing.assert_close(lse[:, of_q], expected_lse[0], atol=1e-4, rtol=1e-4)
-    assert (out[~seen] == 0).all() and (lse[:, ~seen] == float("-inf")).all()
+    on_cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
+    exact, exact_lse = (x.to(hopper) for x in cuteflash.flash_attn_varlen_func(**on_cpu))
+    assert_close(packed, out, exact, 0.035)
+    torch.testing.assert_close(lse, exact_lse, atol=5e-3, rtol=2e-4)
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])

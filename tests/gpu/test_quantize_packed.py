@@ -41,24 +41,26 @@ def packed(lengths: Any, device: torch.device, rest: int = 11, **sizes: Any) -> 
     return q, k, v
 
 
-@pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize("options", [{}, {"smooth_v": True, "transpose_v": True}], ids=str)
-@pytest.mark.parametrize("head_dims", [(16, 48), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_head_dims(head_dims: tuple[int, int], options: dict[str, Any], granularity: str, device: torch.device) -> None:
-    tensors = packed(LENGTHS, device, head_dim=head_dims[0], head_dim_v=head_dims[1])
-    for used in ((None, None), USED):
-        check_packed(tensors, LENGTHS, used, granularity=granularity, **options)
+ALL: dict[str, Any] = {"smooth_v": True, "transpose_v": True}
+CASES: dict[str, tuple[tuple[int, int], dict[str, Any], bool]] = {  # head dims, options, whether some rows do not count
+    "narrow": ((16, 48), {}, True),
+    "head": ((128, 128), ALL, False),
+    "block": ((128, 128), {"granularity": "block"} | ALL, True),
+    "latent": ((192, 128), ALL, True),
+    "wide": ((256, 256), ALL, False),
+    "wide block": ((256, 256), {"granularity": "block"}, False),
+    "rotary": ((64, 64), {"rotary_interleaved": True, "hadamard": 64} | tables(1200, 48), False),
+    "rotary block": ((128, 128), {"granularity": "block", "hadamard": 64} | ALL | tables(1200, 128), False),
+    "wide rotary": ((256, 256), ALL | tables(1200, 256), False),
+}
 
 
-@pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("rotary_dim", "head_dim"), [(48, 64), (128, 128), (256, 256)])
-def test_rotations(rotary_dim: int, head_dim: int, interleaved: bool, granularity: str, device: torch.device) -> None:
-    tensors = packed(LENGTHS, device, head_dim=head_dim, heads=6, kv_heads=3)
-    sines = tables(1200, rotary_dim, device=device)
-    for hadamard in (None, 64):
-        options = {"rotary_interleaved": interleaved, "hadamard": hadamard, "transpose_v": True, "smooth_v": True}
-        check_packed(tensors, LENGTHS, granularity=granularity, **sines, **options)
+@pytest.mark.parametrize("case", CASES)
+def test_cases(case: str, device: torch.device) -> None:
+    (head_dim, head_dim_v), options, is_used = CASES[case]
+    tensors = packed(LENGTHS, device, head_dim=head_dim, head_dim_v=head_dim_v, heads=6, kv_heads=3)
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    check_packed(tensors, LENGTHS, USED if is_used else (None, None), **given)
 
 
 @pytest.mark.parametrize("lengths", [zipf, one_long, tiny, around_tiles])
@@ -89,8 +91,9 @@ def test_given_scales(granularity: str, device: torch.device) -> None:
     check_packed((q, k, v), LENGTHS, granularity=granularity, transpose_v=True, **scales)
 
 
-@pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "granularity"), [(torch.float8_e4m3fn, "head"), (torch.float8_e5m2, "block")], ids=str
+)
 def test_what_is_not_a_number_stays_in_its_rows(dtype: torch.dtype, granularity: str, device: torch.device) -> None:
     q, k, v = packed(LENGTHS, device)
     q[3, 1, 7] = k[134, 0, 3] = v[140, 1, 60] = float("nan")
