@@ -88,6 +88,15 @@ class QuantizeProblem:
         return self.hadamard**-0.5 if self.hadamard else 1.0
 
     @property
+    def splits_columns(self) -> bool:
+        """Whether a thread has columns of both halves of a row of Q or K, which a rotary embedding rotates together.
+
+        A Hadamard rotation then mixes threads whose numbers differ in one bit, if halves are powers of two.
+        """
+        is_whole = self.rotary_dim == self.head_dim and not self.rotary_interleaved
+        return is_whole and not (self.hadamard and self.head_dim & (self.head_dim - 1))
+
+    @property
     def scales_by_block(self) -> bool:
         """Whether the block that converts a tile of tokens finds its scale itself."""
         return not self.has_scales and self.granularity == "block"

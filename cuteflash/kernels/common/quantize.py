@@ -17,10 +17,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Float32, Int32, Uint32, const_expr
-from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
-from cuteflash.core.signature import ALIGN_BYTES
 from cuteflash.kernels.common.quantize_measure import Measure
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
 from cuteflash.kernels.common.quantize_tile import (
@@ -43,6 +41,7 @@ from cuteflash.kernels.common.quantize_work import (
     packing_of,
     packing_of_keys,
     rotated,
+    rotated_heads,
     seqlen_of,
     smoothed,
     tiles_of,
@@ -101,7 +100,10 @@ class Quantize:
     def kernel(self, tensors: QuantizeTensors, work: Work):
         number = cute.arch.block_idx()[0]
         if number < work.first_v():
-            self.convert_qk(tensors, work, number)
+            if const_expr(self.problem.rotary_dim and not self.problem.scales_by_block):
+                self.convert_heads(tensors, work, number)
+            else:
+                self.convert_qk(tensors, work, number)
         else:
             self.convert_v(tensors, work, number)
 
@@ -123,7 +125,7 @@ class Quantize:
         measured = count if const_expr(problem.scales_by_block) else Int32(0)  # steps
         steps = measured + count - 1 if const_expr(problem.scales_by_block and keeps) else measured + count
         span = self.span(tensors, is_q, place)
-        tile = span.tile(span.first, problem.head_dim, traits.quads)
+        tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
         listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
         peak, factor = Float32(0.0), Float32(1.0)
         for step in cutlass.range(steps, unroll=1):
@@ -138,7 +140,8 @@ class Quantize:
                 if step < measured:
                     peak = cute.arch.fmax(peak, largest_magnitude(rows))
                 if step == measured - 1:
-                    factor = self.find_factor(descale, self.counted(peak, tile), 1.0, listed)
+                    size = self.counted(peak, tile) * problem.hadamard_scale
+                    factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
                 if step >= measured - 1:
                     self.put_rows(target, tile, rows, factor)
             else:
@@ -150,6 +153,29 @@ class Quantize:
                 if step == measured - 1:
                     size = self.counted(peak, tile) * problem.hadamard_scale
                     factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
+
+    def convert_heads(self, tensors: QuantizeTensors, work: Work, number: Int32) -> None:
+        """Convert a tile of as many heads of Q or K as a block visits, row by row, with scales that are there.
+
+        If there are fewer heads the last one is converted again.
+        """
+        problem, traits = self.problem, self.traits
+        is_q, place = work.place(number)
+        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
+        grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
+        span = self.span(tensors, is_q, place)
+        tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
+        sources, targets, factors = [], [], []
+        for h in range(traits.visits):
+            head = cutlass.min(place.head * traits.visits + h, heads - 1)
+            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
+            sources.append(choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))))
+            targets.append(choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8))))
+            factors.append(problem.hadamard_scale / descale[0])
+        for i in range(ROWS):
+            rows = rotated_heads(problem, tensors, sources, tile, i)
+            for target, factor, values in zip(targets, factors, rows, strict=True):
+                self.put_rows(target, tile, [values], factor, first=i)
 
     def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
         """The rows of a tile of Q or K; `is_q` is None for one of V."""
@@ -210,9 +236,8 @@ class Quantize:
     @cute.jit
     def put_row(self, target: Rows, tile: Tile, i: cutlass.Constexpr[int], words: cute.Tensor):
         """Write a thread's row `i` if the result has it."""
-        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=ALIGN_BYTES * 8)
         if tile.is_written(i):
-            cute.copy(atom, words, target.piece(tile.row(i), tile.lane * COLUMNS, Uint32))
+            tile.store_row(target, i, words)
 
     @cute.jit
     def convert_v(self, tensors: QuantizeTensors, work: Work, number: Int32):

@@ -90,7 +90,7 @@ class Measure:
         tiles = self.tiles(span)
         peak = Float32(0.0)
         for i in cutlass.range(tiles, unroll=1):
-            tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads)
+            tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
             peak = cute.arch.fmax(peak, largest_magnitude(rotated(problem, tensors, is_q, part, tile)))
         self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
 

@@ -59,11 +59,11 @@ class Rows:
         """Of a (seqlen, columns) tensor."""
         return cls(tensor.iterator.toint(), Int64(tensor.stride[0]) * (tensor.element_type.width // 8))
 
-    def piece(self, row: Int32, offset: Int32, dtype: Numeric) -> cute.Tensor:
-        """16 bytes of a row from byte `offset` on, as elements of `dtype`."""
+    def piece(self, row: Int32, offset: Int32, dtype: Numeric, nbytes: int = ALIGN_BYTES) -> cute.Tensor:
+        """16 bytes, or `nbytes`, of a row from byte `offset` on, as elements of `dtype`."""
         address = self.address + self.stride * row + offset
-        pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)
-        return cute.make_tensor(pointer, cute.make_layout(ALIGN_BYTES * 8 // dtype.width))
+        pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=nbytes)
+        return cute.make_tensor(pointer, cute.make_layout(nbytes * 8 // dtype.width))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,9 @@ class Tile:
 
     Attributes:
         first, last: the tile's first row, and the last row of its sequence that counts.
+        half: if a thread has 8 columns in each half of a row, how many chunks of 8 a half has; otherwise 0.
         end: of packed sequences, whose last rows may not count, where their rows end; None if all count.
-        lane: the thread's columns begin at 16 times this.
+        lane: the thread's columns begin at 16 times this, or at 8 times this in both halves of a row.
         quad: which four rows of the tile it has.
         is_own: no thread before it has the same; the threads beyond a tile's last quad repeat that.
     """
@@ -84,6 +85,7 @@ class Tile:
     quad: Int32
     is_own: Boolean
     end: Int32 | None = None
+    half: cutlass.Constexpr[int] = 0
 
     @classmethod
     def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int) -> Tile:
@@ -134,8 +136,19 @@ class Tile:
         for j, offset in enumerate(offsets):
             cute.copy(atom, rows.piece(row, offset, target.element_type), pieces[None, j])
 
+    def store_row(self, target: Rows, i: int, words: cute.Tensor) -> None:
+        """Write the thread's row `i` of 8-bit elements, given as 4 words."""
+        pieces = cute.zipped_divide(words, (WORDS // 2 if self.half else WORDS,))
+        nbytes = COLUMNS // 2 if self.half else COLUMNS
+        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=nbytes * 8)
+        firsts = self.chunks() if self.half else (self.lane,)
+        for j, first in enumerate(firsts):
+            cute.copy(atom, pieces[None, j], target.piece(self.row(i), first * nbytes, Uint32, nbytes))
+
     def chunks(self) -> tuple[Int32, ...]:
         """The thread's columns of a row of 16-bit elements, counted in 16 bytes."""
+        if self.half:
+            return self.lane, self.lane + self.half
         return tuple(self.lane * CHUNKS + j for j in range(CHUNKS))
 
     def elements(self, rows: Rows, dtype: Numeric) -> cute.Tensor:
@@ -163,10 +176,23 @@ class Rotary:
     last: Int32
     dtype: cutlass.Constexpr[Numeric]
 
-    def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int) -> None:
-        """Rotate a thread's row `i`, which comes from `rows` of element type `dtype`."""
+    def angles(self, tile: Tile, i: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """Cosines and sines of the thread's columns in its row `i`, fp32: of each pair's, or of each column's."""
         if self.problem.rotary_interleaved:
-            self._rotate_neighbours(values, tile, i)
+            column = cutlass.min(tile.lane * COLUMNS, self.problem.rotary_dim - COLUMNS)
+            return self._tables(tile, (column // 2,), i)
+        if tile.half:
+            return self._tables(tile, (tile.lane * ALIGN_ELEMENTS,), i)
+        half = self._half()
+        return self._tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in tile.chunks()), i)
+
+    def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int, angles) -> None:
+        """Rotate a thread's row `i` by `angles`; it comes from `rows` of element type `dtype`."""
+        if self.problem.rotary_interleaved:
+            self._rotate_neighbours(values, tile, angles)
+            return
+        if tile.half:
+            self._rotate_own_halves(values, angles)
             return
         half = self._half()
         others = (
@@ -175,7 +201,7 @@ class Rotary:
         )
         partners = cute.make_rmem_tensor(COLUMNS, dtype)  # in the cache, since a neighbouring thread loads them as well
         tile.load_row(rows, tuple(chunk * ALIGN_BYTES for chunk in others), i, partners)
-        self._rotate_halves(values, widened(partners), tile, i)
+        self._rotate_halves(values, widened(partners), tile, angles)
 
     def _half(self) -> int:
         """Chunks of 8 columns in half of those that are rotated."""
@@ -195,18 +221,24 @@ class Rotary:
         cos, sin = (widened(table) for table in tables)
         return cos, sin
 
-    def _rotate_neighbours(self, values: cute.Tensor, tile: Tile, i: int) -> None:
-        column = tile.lane * COLUMNS
-        is_turned = column < self.problem.rotary_dim
-        cos, sin = self._tables(tile, (cutlass.min(column, self.problem.rotary_dim - COLUMNS) // 2,), i)
+    def _rotate_own_halves(self, values: cute.Tensor, angles) -> None:
+        cos, sin = angles
+        for e in range(ALIGN_ELEMENTS):
+            a, b = values[e], values[e + ALIGN_ELEMENTS]
+            values[e] = a * cos[e] - b * sin[e]
+            values[e + ALIGN_ELEMENTS] = a * sin[e] + b * cos[e]
+
+    def _rotate_neighbours(self, values: cute.Tensor, tile: Tile, angles) -> None:
+        cos, sin = angles
+        is_turned = tile.lane * COLUMNS < self.problem.rotary_dim
         for e in range(COLUMNS // 2):
             a, b = values[2 * e], values[2 * e + 1]
             values[2 * e] = cutlass.select_(is_turned, a * cos[e] - b * sin[e], a)
             values[2 * e + 1] = cutlass.select_(is_turned, a * sin[e] + b * cos[e], b)
 
-    def _rotate_halves(self, values: cute.Tensor, partners: cute.Tensor, tile: Tile, i: int) -> None:
+    def _rotate_halves(self, values: cute.Tensor, partners: cute.Tensor, tile: Tile, angles) -> None:
         half, chunks = self._half(), tile.chunks()
-        cos, sin = self._tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in chunks), i)
+        cos, sin = angles
         for e in range(COLUMNS):
             chunk = chunks[e // ALIGN_ELEMENTS]
             turned = values[e] * cos[e] + partners[e] * cutlass.select_(chunk < half, -sin[e], sin[e])
@@ -216,13 +248,17 @@ class Rotary:
 def mix(values: cute.Tensor, tile: Tile, block: int) -> None:
     """Multiply each `block` columns of a row by Sylvester's Hadamard matrix, whose elements are 1 and -1.
 
-    A butterfly for each bit of the column: 4 within a thread, the others between neighbouring threads.
+    A butterfly for each bit of the column: some within a thread, the others between threads.
     """
-    for distance in (1 << bit for bit in range(COLUMNS.bit_length() - 1)):
+    within, between = COLUMNS, block // COLUMNS
+    if tile.half:  # the fourth bit within a thread is that of a row's halves
+        within = COLUMNS if block > tile.half * ALIGN_ELEMENTS else ALIGN_ELEMENTS
+        between = min(block // ALIGN_ELEMENTS, tile.half)
+    for distance in (1 << bit for bit in range(within.bit_length() - 1)):
         for low in (x for x in range(COLUMNS) if not x & distance):
             a, b = values[low], values[low + distance]
             values[low], values[low + distance] = a + b, a - b
-    for lanes in (1 << bit for bit in range((block // COLUMNS).bit_length() - 1)):
+    for lanes in (1 << bit for bit in range(between.bit_length() - 1)):
         sign = cutlass.select_(tile.lane & lanes == 0, Float32(1.0), Float32(-1.0))
         for e in range(COLUMNS):
             other = cute.arch.shuffle_sync_bfly(values[e], offset=lanes)

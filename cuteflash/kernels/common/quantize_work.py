@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Int32, const_expr
 
 from cuteflash.core.schedule import owner_of
-from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
 from cuteflash.core.tile_numbers import count_tiles, first_tile
 from cuteflash.kernels.common.quantize_signature import TABLE_DTYPES
 from cuteflash.kernels.common.quantize_tile import Rotary, Rows, Tile, mix, widened
@@ -45,9 +45,13 @@ class Span:
     rows: Int32
     end: Int32 | None = None
 
-    def tile(self, first: Int32, head_dim: int, quads: int) -> Tile:
-        """The calling thread's part of a tile of `head_dim` columns that begins at row `first` of the sequence."""
-        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads), end=self.end)
+    def tile(self, first: Int32, head_dim: int, quads: int, splits: bool = False) -> Tile:
+        """The calling thread's part of a tile of `head_dim` columns that begins at row `first` of the sequence.
+
+        `splits` is `QuantizeProblem.splits_columns`.
+        """
+        half = head_dim // COLUMNS if splits else 0
+        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads), end=self.end, half=half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,14 +193,35 @@ def rotated(
     """
     dtype = CUTE_DTYPES[problem.dtype]
     rows = choose(is_q, *(Rows.of(x, *part) for x in (tensors.q, tensors.k)))
-    elements, rotary = tile.elements(rows, dtype), None
-    if problem.rotary_dim:
-        tables = (Rows.of_table(x) for x in (tensors.cos, tensors.sin))
-        rotary = Rotary(problem, *tables, Int32(tensors.cos.shape[0]) - 1, TABLE_DTYPES[problem.rotary_dtype])
+    elements, rotary = tile.elements(rows, dtype), rotary_of(problem, tensors)
     for i in range(ROWS):
         values = widened(elements[None, i])
         if rotary is not None:
-            rotary.rotate(values, rows, dtype, tile, i)
+            rotary.rotate(values, rows, dtype, tile, i, rotary.angles(tile, i))
+        if problem.hadamard:
+            mix(values, tile, problem.hadamard)
+        yield values
+
+
+def rotary_of(problem: QuantizeProblem, tensors: QuantizeTensors) -> Rotary | None:
+    """The rotary embedding, None without one."""
+    if not problem.rotary_dim:
+        return None
+    tables = (Rows.of_table(x) for x in (tensors.cos, tensors.sin))
+    return Rotary(problem, *tables, Int32(tensors.cos.shape[0]) - 1, TABLE_DTYPES[problem.rotary_dtype])
+
+
+def rotated_heads(problem: QuantizeProblem, tensors: QuantizeTensors, heads: list[Rows], tile: Tile, i: int):
+    """A thread's row `i` of several heads, one after the other, as `rotated` gives it: they share cosines and sines."""
+    dtype, rotary = CUTE_DTYPES[problem.dtype], rotary_of(problem, tensors)
+    offsets = tuple(chunk * ALIGN_BYTES for chunk in tile.chunks())
+    elements = cute.make_rmem_tensor((COLUMNS, len(heads)), dtype)
+    for h, rows in enumerate(heads):
+        tile.load_row(rows, offsets, i, elements[None, h])
+    angles = rotary.angles(tile, i)
+    for h, rows in enumerate(heads):
+        values = widened(elements[None, h])
+        rotary.rotate(values, rows, dtype, tile, i, angles)
         if problem.hadamard:
             mix(values, tile, problem.hadamard)
         yield values
