@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8InferenceOptions, Fp8Options
+from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Fp8,
@@ -198,7 +198,6 @@ def flash_attn_varlen_func(
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
-    result: Tensor | tuple[Tensor, Tensor]
     if q_descale is not None or k_descale is not None or v_descale is not None:
         check_not_inferred(fp8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
@@ -212,9 +211,17 @@ def flash_attn_varlen_func(
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
+    return _attend(inputs, options, return_lse, is_plain)
+
+
+def _attend(
+    inputs: PackedInputs, options: FwdOptions, return_lse: bool, is_plain: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with 16-bit operands; `is_plain` is `is_plain_cuda_call` of it."""
+    result: Tensor | tuple[Tensor, Tensor]
     if not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
-    elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
         result = attend_plain_packed(inputs, options, return_lse)
     else:
         result = (varlen_fwd_lse_cuda if return_lse else varlen_fwd_cuda)(*inputs, *options)
