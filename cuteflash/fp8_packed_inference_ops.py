@@ -16,12 +16,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8InferenceOptions
 from cuteflash.fp8_inference_ops import fp8_options, not_differentiable, quantize_options
-from cuteflash.fp8_packed_ops import attend_sequences
+from cuteflash.fp8_packed_ops import Route, attend_sequences, cuda_route
 from cuteflash.fp8_packed_planning import Fp8PackedPlanner
 from cuteflash.fp8_planning import TORCH_DTYPES, check_family, check_target
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known
-from cuteflash.packed_ops import call_of, count_flops, mapped, spans
+from cuteflash.packed_ops import count_flops, mapped, spans
 from cuteflash.planning import Result
 from cuteflash.quantize_planning import empty_results, launch_of
 from cuteflash.reference.quantize import quantize_packed
@@ -49,9 +48,8 @@ def quantised(inputs: PackedInputs, results: tuple[Tensor, ...]) -> Fp8PackedInp
 
 
 def cuda_inference(has_lse: bool) -> Callable[..., Result]:
-    """The CUDA implementation: look the launches of an equal call up, or plan them."""
+    """The CUDA implementation."""
     planner = Fp8PackedPlanner(has_lse)
-    known: Known[Launch] = Known()
 
     def plan(inputs: PackedInputs, options: Fp8InferenceOptions) -> Launch:
         check_fp8_packed_inference(inputs, options)
@@ -66,20 +64,8 @@ def cuda_inference(has_lse: bool) -> Callable[..., Result]:
 
         return launch
 
-    def cuda(*arguments: Any) -> Result:
-        inputs, options = PackedInputs(*arguments[: len(FIELDS)]), arguments[len(FIELDS) :]
-        call = call_of(inputs, options, check_fp8_packed_inference, Fp8InferenceOptions)
-        last, launch = known.last
-        if call != last:
-            launch = known.find(call, plan, inputs, Fp8InferenceOptions(*options))
-        q, k, v = inputs[:3]
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
-            check_alignment(q, k, v)
-        if reads_values():
-            check_values(inputs, complete=True)
-        return launch(inputs)
-
-    return cuda
+    check = functools.partial(check_values, complete=True)
+    return cuda_route(Route(PackedInputs, Fp8InferenceOptions, check_fp8_packed_inference, check, plan))
 
 
 def _check(*arguments: Any) -> None:
