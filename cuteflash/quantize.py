@@ -74,7 +74,8 @@ def quantize_qkv(
     that shares it, after all rotations and without V's mean, divided by the largest number (448, of e5m2 57344); it is
     1 if they are all 0. It costs a second pass over the memory, unless it is one for each 128 tokens. NaN stays NaN, in
     its own rows; what exceeds the largest number times its descale becomes that number, with its sign, and so does an
-    infinity. Neither changes how other rows are rounded, nor does what lies in rows that do not count.
+    infinity. Neither changes how other rows are rounded, nor does what lies in rows that do not count. Under
+    ``CUTEFLASH_CHECK=1`` (in the environment) a warning counts the elements that a given descale brought there.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), fp16 or bf16, `head_dim` a multiple of 16 up to 256. The last dimension

@@ -6,6 +6,7 @@ The latter is given packed sequences, which lie as those of `cuteflash.packed_op
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from cuteflash.validate_quantize import QuantizeInputs, check_descale_values, ch
 VECTORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 SCALES = QuantizeInputs._fields[3 : -len(VECTORS)]
 DENSE, PACKED = ("q", "k", "v", *SCALES), ("q", "k", "v", *VECTORS, *SCALES)  # the tensors of each operator
+SIGN_LESS = 0x7F  # bits of an 8-bit number without its sign
 known: Known[Any] = Known()
 
 
@@ -44,7 +46,24 @@ def quantize_cuda(*arguments: Any, names: tuple[str, ...] = DENSE) -> Result:
         check_lengths(inputs, complete=True)
         check_descale_values(inputs)
     result: Result = launch(inputs)
+    if reads_values():
+        warn_of_saturation(inputs, result)
     return result
+
+
+def warn_of_saturation(inputs: QuantizeInputs, results: Result) -> None:
+    """Warn of each result that has the largest number, up to its sign, with a scale that was given. Reads it."""
+    if inputs.descales is None:
+        return
+    for name, x in zip("qkv", results, strict=False):
+        largest = torch.full((), torch.finfo(x.dtype).max).to(x.dtype).view(torch.uint8).item()
+        count = int(((x.view(torch.uint8) & SIGN_LESS) == largest).sum())
+        if count:
+            warnings.warn(
+                f"{count} of {x.numel()} elements of {name} are as large as {x.dtype} can be, "
+                f"{torch.finfo(x.dtype).max:g} times {name}_descale: what is larger was cut",
+                stacklevel=2,
+            )
 
 
 def _check(*arguments: Any, names: tuple[str, ...]) -> None:
@@ -69,11 +88,13 @@ def _cpu(*arguments: Any, names: tuple[str, ...]) -> Result:
     if inputs.packed is not None:
         of_sequences = spans(inputs.packed)
         quantize_packed(inputs[:3], of_sequences, inputs.descales, inputs.tables, options, results)
-        return results
-    computed = quantize(*inputs[:3], inputs.descales, inputs.tables, options)
-    for result, value in zip(results, computed, strict=True):
-        if value is not None and result.numel():  # not a descale that was given
-            result.copy_(value)
+    else:
+        computed = quantize(*inputs[:3], inputs.descales, inputs.tables, options)
+        for result, value in zip(results, computed, strict=True):
+            if value is not None and result.numel():  # not a descale that was given
+                result.copy_(value)
+    if reads_values():
+        warn_of_saturation(inputs, results)
     return results
 
 

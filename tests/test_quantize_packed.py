@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +84,23 @@ def test_opcheck(options: tuple[Any, ...]) -> None:
     used = [torch.tensor(some, dtype=torch.int32) for some in ((10, 0, 3), (9, 0, 0))]
     tensors = (*packed(0, lengths, head_dim=32), *vectors(lengths), *used)
     torch.library.opcheck(OP, (*tensors, *(None,) * 5, *options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_saturation_is_counted_if_asked(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.ones(8, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    k[3, 1, :5], k[4, 0, 0] = -1e5, float("nan")
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    scales = {f"{name}_descale": torch.ones(2, 2) for name in "qkv"}
+    call = functools.partial(quantize_qkv, q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(**scales)
+        monkeypatch.setenv("CUTEFLASH_CHECK", "1")
+        call()
+    with pytest.warns(UserWarning, match=r"5 of 256 elements of k are as large as .*, .* times k_descale") as found:
+        call(**scales)
+    assert len(found) == 1
 
 
 def test_fake_results_have_the_shapes_and_strides_of_real_ones() -> None:
