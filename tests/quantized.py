@@ -18,7 +18,7 @@ from cuteflash.quantize import QuantizedQKV
 
 FP8 = torch.float8_e4m3fn
 LARGEST, BLOCK = 448.0, 128
-SUM_ERROR = 4e-7  # of sums in fp32 over a row, relative to its largest element
+SUM_ERROR = 6e-7  # of sums in fp32 over a row, relative to its largest element
 
 
 def data(
