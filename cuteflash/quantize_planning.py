@@ -101,7 +101,7 @@ def launch_of(inputs: QuantizeInputs, options: QuantizeOptions) -> Callable[[Qua
                 x.view(torch.uint8).zero_()
             return results
         q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-        vectors: tuple[Tensor | None, ...] = ()
+        vectors: tuple[Tensor | None, ...] = (None, None, None, None)
         if inputs.packed is not None:
             vectors = _vectors(inputs.packed)
             q, k, v, q8, k8, v8 = map(_with_a_row, (q, k, v, q8, k8, v8))
