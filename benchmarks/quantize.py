@@ -126,7 +126,8 @@ def call_of(way: Way, inputs: QuantizeInputs) -> Callable[[], QuantizedQKV]:
     """The call."""
     tensors = {name: x for name, x in inputs._asdict().items() if x is not None}
     options = way.options._asdict() | {"hadamard": way.options.hadamard or None}
-    return functools.partial(quantize_qkv, **tensors, **options)
+    dtype = reference.FP8_TYPES[options.pop("to")]
+    return functools.partial(quantize_qkv, **tensors, **options, dtype=dtype)
 
 
 def complaint(way: Way, inputs: QuantizeInputs, found: QuantizedQKV) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import Fp8Options, FwdOptions
+from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions
 from cuteflash.problem import FP8_OUT, UNBOUNDED
 from cuteflash.quantize_problem import HADAMARD_BLOCKS
 from cuteflash.traits.arch import FAMILIES, Family
@@ -114,12 +114,17 @@ def scales_of(
 ) -> list[Tensor | None]:
     """The scales of 8-bit operands, of which at least one is given, and V's mean: errors name what is wrong."""
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    if fp8 is not False and fp8_of(fp8) is not None:
-        given = next(name for name, value in descales.items() if value is not None)
-        raise ValueError(f"fp8 is {shown(fp8)}; allowed with {given}: False, as q, k and v have 8 bits already")
+    check_not_inferred(fp8, **descales)
     if v_mean is not None and not isinstance(v_mean, Tensor):
         raise not_tensors(v_mean=v_mean)
     return [*descales_of(**descales), v_mean]
+
+
+def check_not_inferred(fp8: object, **descales: object) -> None:
+    """Raise ValueError if operands with scales, of which at least one is given, are to be quantised."""
+    if fp8 is not False and fp8_of(fp8) is not None:
+        given = next(name for name, value in descales.items() if value is not None)
+        raise ValueError(f"fp8 is {shown(fp8)}; allowed with {given}: False, as q, k and v have 8 bits already")
 
 
 def out_dtype_of(out_dtype: object) -> str | None:
@@ -212,6 +217,12 @@ def fp8_options_of(options: FwdOptions, transposed_v: object, out_dtype: object)
     check_unsplit(options.num_splits)
     shared = {name: value for name, value in options._asdict().items() if name in Fp8Options._fields}
     return Fp8Options(**shared, **formats_of(transposed_v, out_dtype))
+
+
+def inference_options_of(options: FwdOptions, how: Fp8, out_dtype: object) -> Fp8InferenceOptions:
+    """The options of a call that quantises 16-bit tensors; there is no backward to be deterministic."""
+    shared = {name: value for name, value in options._asdict().items() if name in Fp8InferenceOptions._fields}
+    return Fp8InferenceOptions(**shared, out_dtype=out_dtype_of(out_dtype), hadamard=int(how.hadamard or 0))
 
 
 def options_of(

@@ -110,7 +110,8 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, options: Fp8InferenceOptions, *, has_l
     return result if has_lse else result[0]
 
 
-def _not_differentiable(name: str, implementation: Callable[..., Any], *arguments: Any) -> NoReturn:
+def not_differentiable(name: str, implementation: Callable[..., Any], *arguments: Any) -> NoReturn:
+    """Refuse a call that needs a gradient, and name the tensor."""
     needs_one = next(tensor for tensor, x in zip(TENSORS, arguments, strict=False) if x.requires_grad)
     raise NotImplementedError(f"{needs_one}.requires_grad is True; {NO_GRADIENT.format(name)}")
 
@@ -132,7 +133,7 @@ def _inference(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bo
         cuda=cuda,
         cpu=functools.partial(_cpu, has_lse=has_lse),
         fake=functools.partial(_fake, has_lse=has_lse),
-        differentiable=functools.partial(_not_differentiable, name),
+        differentiable=functools.partial(not_differentiable, name),
         transforms=_register_transforms,
     )
 

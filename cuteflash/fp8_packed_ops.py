@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8Options
+from cuteflash.core.tile_numbers import first_tile
 from cuteflash.fp8_ops import refuse_gradient
-from cuteflash.fp8_packed_planning import Fp8PackedPlanner, Launch
+from cuteflash.fp8_packed_planning import Fp8PackedPlanner
 from cuteflash.fp8_planning import TORCH_DTYPES, check_target
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, Known
 from cuteflash.packed_ops import call_of, pairs, spans
 from cuteflash.planning import Result
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.reference import fp8_attention, stored_rows
 from cuteflash.torch_internals import OpOverload
 from cuteflash.transforms import one_by_one, register_autocast
@@ -34,17 +36,34 @@ TENSORS = Fp8PackedInputs._fields
 REQUIRED = TENSORS.index("seqused_q")
 
 
-def cuda_forward(has_lse: bool) -> Callable[..., Result]:
-    """The CUDA implementation: look the launch of an equal call up, or plan one."""
-    planner = Fp8PackedPlanner(has_lse)
-    known: Known[Launch] = Known()
+class Route(NamedTuple):
+    """What a CUDA implementation on packed sequences is made from.
 
-    def plan(inputs: Fp8PackedInputs, options: tuple[Any, ...]) -> Launch:
-        return planner.launch(inputs, Fp8Options(*options))
+    Attributes:
+        inputs, options: the classes of the operator's tensors and of its options.
+        check: takes both; raises if no kernel can take them.
+        check_values: takes the tensors; raises if what their vectors and scales say is wrong. Reads them.
+        plan: takes both; returns what takes tensors and launches.
+    """
+
+    inputs: type[Any]
+    options: type[Any]
+    check: Callable[..., None]
+    check_values: Callable[[Any], None]
+    plan: Callable[..., Callable[[Any], Result]]
+
+
+def cuda_route(route: Route) -> Callable[..., Result]:
+    """The CUDA implementation: look the launch of an equal call up, or plan one."""
+    known: Known[Callable[[Any], Result]] = Known()
+    count = len(route.inputs._fields)
+
+    def plan(inputs: Any, options: tuple[Any, ...]) -> Callable[[Any], Result]:
+        return route.plan(inputs, route.options(*options))
 
     def cuda(*arguments: Any) -> Result:
-        inputs, options = Fp8PackedInputs(*arguments[: len(TENSORS)]), arguments[len(TENSORS) :]
-        call = call_of(inputs, options, check_fp8_packed, Fp8Options)
+        inputs, options = route.inputs(*arguments[:count]), arguments[count:]
+        call = call_of(inputs, options, route.check, route.options)
         last, launch = known.last
         if call != last:
             launch = known.find(call, plan, inputs, options)
@@ -52,11 +71,22 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v)
         if reads_values():
-            check_values(inputs.packed, complete=True)
-            check_descale_values(inputs.descales)
-        return launch(inputs)
+            route.check_values(inputs)
+        result: Result = launch(inputs)
+        return result
 
     return cuda
+
+
+def cuda_forward(has_lse: bool) -> Callable[..., Result]:
+    """The CUDA implementation of a forward."""
+    plan = Fp8PackedPlanner(has_lse).launch
+    return cuda_route(Route(Fp8PackedInputs, Fp8Options, check_fp8_packed, _check_values, plan))
+
+
+def _check_values(inputs: Fp8PackedInputs) -> None:
+    check_values(inputs.packed, complete=True)
+    check_descale_values(inputs.descales)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Fp8PackedInputs, Fp8Options]:
@@ -79,13 +109,18 @@ def _fake(*arguments: Any, has_lse: bool) -> Result:
 
 
 def _cpu(*arguments: Any, has_lse: bool) -> Result:
-    """One sequence after the other through the reference."""
     inputs, options = _split(arguments)
     check_fp8_packed(inputs, options)
-    q, k, v = inputs[:3]
-    check_alignment(q, k, v)
+    check_alignment(*inputs[:3])
     check_values(inputs.packed, complete=reads_values())
     check_descale_values(inputs.descales)
+    result = attend_sequences(inputs, options)
+    return result if has_lse else result[0]
+
+
+def attend_sequences(inputs: Fp8PackedInputs, options: Fp8Options) -> tuple[Tensor, Tensor]:
+    """O and LSE of one sequence after the other through the reference."""
+    q, k, v = inputs[:3]
     rows, heads, head_dim = q.shape
     o = q.new_zeros(rows, heads, inputs.head_dim_v(options), dtype=TORCH_DTYPES[options.out_dtype])
     lse = q.new_full((heads, rows), float("-inf"), dtype=torch.float32)
@@ -96,13 +131,22 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
             q[None, of_q],
             k[None, of_k],
             values,
-            (scale[i : i + 1] for scale in inputs.descales.values()),
+            _scales_of(inputs, i, of_q, of_k),
             **definition,
             v_mean=None if inputs.v_mean is None else inputs.v_mean[i : i + 1],
             out_dtype=o.dtype,
         )
         o[of_q], lse[:, of_q] = o_part[0], lse_part[0]
-    return (o, lse) if has_lse else o
+    return o, lse
+
+
+def _scales_of(inputs: Fp8PackedInputs, sequence: int, of_q: slice, of_k: slice) -> list[Tensor]:
+    """The scales of a sequence, a batch of one."""
+    scales = inputs.descales.values()
+    if not inputs.has_block_scales:
+        return [scale[sequence : sequence + 1] for scale in scales]
+    firsts = (first_tile(rows.start, sequence, BLOCK_TOKENS) for rows in (of_q, of_k, of_k))
+    return [scale[..., first:] for scale, first in zip(scales, firsts, strict=True)]
 
 
 def _stored(vt: Tensor, sequence: int, keys: slice) -> Tensor:

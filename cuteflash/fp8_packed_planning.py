@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from cuteflash.arguments import Fp8Options, PackedTensors, ScaleTensors
@@ -10,7 +11,7 @@ from cuteflash.dispatch import choose
 from cuteflash.fp8_planning import FAMILY, TORCH_DTYPES, check_family, columns_contiguous, operands_of, results
 from cuteflash.packed_planning import SEVERAL, class_of_lengths, counters, is_empty, storage_of
 from cuteflash.planning import Result, fwd_scalars, should_pack
-from cuteflash.problem import FwdProblem, Scores, mask_of_window
+from cuteflash.problem import FwdProblem, Scores, mask_of_window, packs_block_scales
 from cuteflash.strides import usable_strides
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
@@ -43,12 +44,14 @@ class Fp8PackedPlanner:
             return lambda inputs: results(inputs.q, shapes, out_dtype, has_lse=has_lse, fill=True)
         mask, left, right = mask_of_window(options.window_left, options.window_right, SEVERAL)
         operands, storage = operands_of(q, head_dim_v, options, inputs.v_mean), storage_of(packed)
+        operands = dataclasses.replace(operands, has_block_scales=inputs.has_block_scales)
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), storage, has_lse)
         choice = choose(problem, target, FAMILY, class_of_lengths(packed, options))
         heads_per_kv = heads // inputs.k.shape[1]
         packs = options.pack_gqa
         if packs is None:
             packs = should_pack(-(-rows // packed.batch), heads_per_kv, choice.traits.tile_m)
+            packs = packs and (packs_block_scales(heads_per_kv) or not inputs.has_block_scales)
         kernel = compiled(choice.kernel_cls, choice.traits, problem.packed(heads_per_kv) if packs else problem, target)
         scalars = fwd_scalars(options, (left, right), head_dim, q.device)
         restrides = [usable_strides(x.stride(), ALIGNMENT) for x in inputs[:3]]

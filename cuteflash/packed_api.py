@@ -8,23 +8,28 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8Options, FwdOptions, with_sinks
+from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions, with_sinks
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
+    Fp8,
     Window,
+    check_not_inferred,
+    check_not_quantised,
     check_sinks_alone,
     chunk_of,
     descales_of,
     flag,
     formats_without_scales,
+    fp8_of,
     fp8_options_of,
-    is_int,
+    inference_options_of,
     not_tensors,
     options_of,
     with_splits,
 )
+from cuteflash.fp8_packed_inference_ops import fp8_varlen_inference, fp8_varlen_inference_lse
 from cuteflash.fp8_packed_ops import fp8_varlen_fwd, fp8_varlen_fwd_lse
-from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse, kvcache_fwd_lse_cuda
+from cuteflash.limits import Longest, can_read, class_of_limits, known_limit
 from cuteflash.packed_ops import (
     attend_plain_packed,
     varlen_fwd,
@@ -32,13 +37,12 @@ from cuteflash.packed_ops import (
     varlen_fwd_lse,
     varlen_fwd_lse_cuda,
 )
+from cuteflash.paged_api import attend_paged, paged_inputs, refuse_with_pages
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
-from cuteflash.traits.length_class import LengthClass, length_class_of_packed
-from cuteflash.validate import reads_values, shown
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
-from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
-from cuteflash.validate_packed import PackedInputs, check_longest, check_packed, check_vector
+from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
+from cuteflash.validate_quantize import check_fp8_packed_inference
 
 
 class VarlenOptions(TypedDict, total=False):
@@ -63,9 +67,7 @@ class VarlenOptions(TypedDict, total=False):
     num_splits: int
     page_table: Tensor | None
     sinks: Tensor | None
-
-
-Longest = int | Tensor | None
+    fp8: bool | Fp8
 
 
 @overload
@@ -137,6 +139,7 @@ def flash_attn_varlen_func(
     num_splits: int = 1,
     page_table: Tensor | None = None,
     sinks: Tensor | None = None,
+    fp8: bool | Fp8 = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of sequences that lie one after the other, each with its own length, as `flash_attn_func`.
@@ -159,7 +162,8 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, attention_chunk, pack_gqa, family: as for `flash_attn_func`.
         deterministic: as for `flash_attn_func`: gradients are bitwise repeatable. The forward always is.
         q_descale, k_descale, v_descale, v_mean: as for `flash_attn_func`, each sequence being an entry of the batch:
-            (batch, kv_heads), and (batch, kv_heads, head_dim_v).
+            (batch, kv_heads), and (batch, kv_heads, head_dim_v). Scales of 128 tokens each are (1, kv_heads, blocks),
+            as `quantize_qkv` gives them: those of sequence i begin at block ``cu_seqlens[i] // 128 + i``.
         transposed_v: with scales, v is (kv_heads, head_dim_v, keys), in the order of keys that `flash_attn_func` takes.
             Sequence i begins at key ``(cu_seqlens_k[i] // 128 + i) * 128``, and there are ``(total_k // 128 + batch) *
             128`` keys. Those from a sequence's last one that counts up to the next multiple of 16 are zeros; all others
@@ -172,6 +176,8 @@ def flash_attn_varlen_func(
             `cu_seqlens_k`, one of which is needed; entries after a sequence's last page are not read, nor are rows
             after its last key. Inference only: tensors that need a gradient are refused.
         sinks: as for `flash_attn_func`. Rows that belong to no sequence, or do not count, keep LSE = -inf.
+        fp8: as for `flash_attn_func`, with scales and a mean of V for each sequence. Rows that do not count change
+            nothing.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -192,31 +198,37 @@ def flash_attn_varlen_func(
     how = softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic
     if page_table is not None:
         formats = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
-        _refuse_with_pages(**formats, seqused_q=seqused_q, out_dtype=out_dtype, transposed_v=transposed_v or None)
-        options = options_of(*how, None)._replace(attention_chunk=chunk_of(attention_chunk))
+        refuse_with_pages(
+            **formats, seqused_q=seqused_q, out_dtype=out_dtype, transposed_v=transposed_v or None, fp8=fp8 or None
+        )
+        options = with_splits(options_of(*how, None)._replace(attention_chunk=chunk_of(attention_chunk)), num_splits)
         _check_optional(sinks=sinks)
-        paged = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)._replace(sinks=sinks)
-        return _attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
+        paged = paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)._replace(sinks=sinks)
+        return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
         tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         if not (isinstance(cu_seqlens_k, Tensor) and all(isinstance(x, Tensor) for x in tensors.values())):
             raise not_tensors(**tensors)
     _check_optional(seqused_q=seqused_q, seqused_k=seqused_k, v_mean=v_mean)
-    longest_q, longest_k = _known_limit("max_seqlen_q", max_seqlen_q), _known_limit("max_seqlen_k", max_seqlen_k)
-    lengths = _length_class(q, k, cu_seqlens_q, longest_q, longest_k)
+    longest_q, longest_k = known_limit("max_seqlen_q", max_seqlen_q), known_limit("max_seqlen_k", max_seqlen_k)
+    lengths = class_of_limits(q, k, cu_seqlens_q, longest_q, longest_k)
     options = options_of(*how, lengths)._replace(attention_chunk=chunk_of(attention_chunk))
     options = with_splits(options, num_splits)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
+    compares = (max_seqlen_q is not None or max_seqlen_k is not None) and can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
     if sinks is not None:
-        check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype)
+        check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
     if q_descale is not None or k_descale is not None or v_descale is not None:
+        check_not_inferred(fp8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
         return _attend_fp8(fp8_inputs, fp8_options_of(options, transposed_v, out_dtype), limits, return_lse)
+    if fp8 is not False and (how := fp8_of(fp8)) is not None:
+        check_not_quantised(transposed_v, v_mean)
+        return _quantise_and_attend(inputs, inference_options_of(options, how, out_dtype), limits, return_lse)
     if transposed_v is not False or out_dtype is not None or v_mean is not None:
         raise formats_without_scales(transposed_v, out_dtype, v_mean)
     _check_limits(inputs, options, limits)
@@ -245,7 +257,7 @@ def _attend(
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *with_sinks(options, sinks))
     elif not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
-    elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
         result = attend_plain_packed(inputs, options, return_lse)
     else:
         result = (varlen_fwd_lse_cuda if return_lse else varlen_fwd_cuda)(*inputs, *options)
@@ -263,94 +275,13 @@ def _attend_fp8(
     return result
 
 
-def _refuse_with_pages(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            described = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
-            raise NotImplementedError(f"{name} is {described}; supported with page_table: not given")
-
-
-def _paged_inputs(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    page_table: Tensor,
-) -> KvCacheInputs:
-    """The tensors of a call with pages, whose lengths may be given as ends."""
-    named = dict(zip(("q", "k", "v"), tensors, strict=True)) | {"cu_seqlens_q": cu_seqlens_q, "page_table": page_table}
-    lengths = {"cu_seqlens_k": cu_seqlens_k} if seqused_k is None else {"seqused_k": seqused_k}
-    if cu_seqlens_k is None and seqused_k is None:
-        raise ValueError("seqused_k is None; allowed with page_table: the lengths, as seqused_k or as cu_seqlens_k")
-    named |= {name: value for name, value in lengths.items() if value is not None}
-    if not all(isinstance(x, Tensor) for x in named.values()):
-        raise not_tensors(**named)
-    if seqused_k is None and cu_seqlens_k is not None:
-        check_vector("cu_seqlens_k", cu_seqlens_k, tensors[0].device)
-        seqused_k = cu_seqlens_k.diff()
-    return KvCacheInputs(*tensors, cu_seqlens_q, seqused_k, page_table)
-
-
-def _attend_paged(
-    inputs: KvCacheInputs, options: FwdOptions, limits: dict[str, Longest], return_lse: bool
+def _quantise_and_attend(
+    inputs: PackedInputs, options: Fp8InferenceOptions, limits: Mapping[str, Longest], return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A call with pages; `limits` are compared with the lengths, and help to choose a kernel."""
-    longest_q, longest_k = (_known_limit(f"max_seqlen_{side}", limit) for side, limit in limits.items())
-    if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
-        check_kvcache(inputs, options)
-        if inputs.batch:
-            rows_k = inputs.batch * min(longest_k, inputs.capacity)
-            found = length_class_of_packed(inputs.q.shape[0], rows_k, inputs.batch, longest_q, longest_k)
-            options = options._replace(lengths=found)
-    q, k, v, cu_seqlens_q, seqused_k, *_ = inputs
-    assert cu_seqlens_q is not None
-    if any(limit is not None for limit in limits.values()) and _can_read(cu_seqlens_q):
-        check_kvcache(inputs, options)
-        check_longest(PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_q, seqused_k=seqused_k), limits)
-    result: Tensor | tuple[Tensor, Tensor]
-    if is_plain_cuda_call(q, k, v) and not (is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
-        result = (kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda)(*inputs, *options)
-    else:
-        result = (kvcache_fwd_lse if return_lse else kvcache_fwd)(*inputs, *options)
+    """A call with 16-bit tensors through FP8; `limits` as for `_attend_fp8`."""
+    if limits:
+        check_fp8_packed_inference(inputs, options)
+        check_longest(inputs, limits)
+    run = fp8_varlen_inference_lse if return_lse else fp8_varlen_inference
+    result: Tensor | tuple[Tensor, Tensor] = run(*inputs, *options)
     return result
-
-
-def _known_limit(name: str, value: object) -> int | None:
-    """A checked limit of lengths; None if there is none, or the host does not know it."""
-    if type(value) is int and value >= 0:  # first, since it is what most calls have
-        return value
-    if value is None or isinstance(value, torch.SymInt):
-        return None
-    allowed = "None, an int of 0 or more, an integer tensor of one element"
-    if isinstance(value, Tensor):
-        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool or value.numel() != 1:
-            raise TypeError(f"{name} is a tensor, {value.dtype} of shape {tuple(value.shape)}; allowed: {allowed}")
-        return None
-    if not is_int(value):
-        raise TypeError(f"{name} is {shown(value)}; allowed: {allowed}")
-    limit: int = int(value)  # type: ignore[call-overload]
-    if limit < 0:
-        raise ValueError(f"{name} is {shown(value)}; allowed: {allowed}")
-    return limit
-
-
-def _length_class(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int | None, longest_k: int | None
-) -> LengthClass | None:
-    """The class of sequences with these limits; None if the sizes are not known yet, or not those of a correct call."""
-    if longest_q is None or longest_k is None or torch.compiler.is_compiling():
-        return None
-    try:
-        rows_q, rows_k, ends = q.shape[0], k.shape[0], cu_seqlens.shape[0]
-    except IndexError:
-        return None
-    if type(rows_q) is type(rows_k) is type(ends) is int and ends > 1:
-        return length_class_of_packed(rows_q, rows_k, ends - 1, longest_q, longest_k)
-    return None
-
-
-def _can_read(vector: Tensor) -> bool:
-    """Whether a vector's values are there to be checked."""
-    if torch.compiler.is_compiling() or type(vector) is not Tensor:
-        return False
-    return vector.device.type == "cpu" or (reads_values() and vector.device.type == "cuda")

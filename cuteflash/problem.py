@@ -34,6 +34,7 @@ SINK_DTYPES: tuple[SinkDtype, ...] = get_args(SinkDtype)
 
 DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 E4M3_MAX = 448.0  # the largest number of e4m3
+FP8_MAX: dict[str, float] = {"e4m3": E4M3_MAX, "e5m2": 57344.0}
 FP8_OUT: HalfDtype = "bf16"  # element type of O if nothing else is asked for
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256

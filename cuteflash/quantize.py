@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from cuteflash.coerce import flag, is_int, not_tensors
-from cuteflash.quantize_ops import quantize_qkv_op
-from cuteflash.quantize_problem import GRANULARITIES, HADAMARD_BLOCKS, Granularity
+from cuteflash.fp8_planning import FP8_NAMES
+from cuteflash.quantize_ops import quantize_qkv_op, quantize_qkv_varlen_op
+from cuteflash.quantize_problem import GRANULARITIES, HADAMARD_BLOCKS, Granularity, QuantizeOptions
 from cuteflash.validate import shown
 
 
 class QuantizedQKV(NamedTuple):
-    """Q, K and V in FP8 (e4m3) with their scales: an element stands for its value times its descale.
+    """Q, K and V in FP8 with their scales: an element stands for its value times its descale.
 
     Attributes:
         q: (batch, seqlen_q, heads, head_dim).
@@ -26,6 +29,12 @@ class QuantizedQKV(NamedTuple):
             The query heads of a KV head share one.
         v_mean: V's mean over the tokens, (batch, kv_heads, head_dim_v) fp32, which was subtracted from V and is added
             to O after attention; None unless V was smoothed.
+
+    Of packed sequences q, k and v are (rows, heads, head_dim), and each sequence is an entry of the batch in q_descale,
+    k_descale, v_descale and v_mean. What has blocks of 128 tokens has them for all sequences together, ``total // 128 +
+    batch``, those of sequence i from number ``cu_seqlens[i] // 128 + i`` on: descales of blocks are (1, kv_heads,
+    blocks), V^T is (kv_heads, head_dim_v, 128 * blocks). Rows and keys that do not count are 0, the descale of a block
+    without any is 1.
     """
 
     q: Tensor
@@ -53,13 +62,20 @@ def quantize_qkv(
     rotary_interleaved: bool = False,
     transpose_v: bool = False,
     smooth_v: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> QuantizedQKV:
-    """Q, K and V as e4m3 for FP8 attention, rotated and scaled on the way, on a GPU in one pass over the memory.
+    """Q, K and V in FP8 for FP8 attention, rotated and scaled on the way, on a GPU in one pass over the memory.
 
     An element x becomes ``x / descale``, rounded to nearest. A descale that is computed is the largest finite magnitude
-    that shares it, after all rotations and without V's mean, divided by 448; it is 1 if they are all 0. It costs a
-    second pass over the memory, unless it is one for each 128 tokens. NaN stays NaN, in its own rows; what exceeds
-    ``448 * descale`` becomes 448, with its sign, and so does an infinity. Neither changes how other rows are rounded.
+    that shares it, after all rotations and without V's mean, divided by the largest number (448, of e5m2 57344); it is
+    1 if they are all 0. It costs a second pass over the memory, unless it is one for each 128 tokens. NaN stays NaN, in
+    its own rows; what exceeds the largest number times its descale becomes that number, with its sign, and so does an
+    infinity. Neither changes how other rows are rounded, nor does what lies in rows that do not count. Under
+    ``CUTEFLASH_CHECK=1`` (in the environment) a warning counts the elements that a given descale brought there.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), fp16 or bf16, `head_dim` a multiple of 16 up to 256. The last dimension
@@ -75,21 +91,28 @@ def quantize_qkv(
             rotary embedding. None is no rotation.
         rotary_cos, rotary_sin: (seqlen, rotary_dim / 2), 16-bit or fp32: the first `rotary_dim` columns of Q and K,
             a multiple of 16, are rotated as `cuteflash.nn.apply_rotary_emb` does it, in fp32 without rounding the
-            result. Q and K have the same length.
+            result. Q and K have the same length. Of packed sequences row i is the position of a sequence's row i, and
+            there are as many as the longest one has, or more.
         rotary_interleaved: a pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
         transpose_v: return V^T in the order in which attention takes its keys, in place of V.
         smooth_v: subtract V's mean over the tokens, elements that are not finite counted as 0, and return it. The
             rows of attention's weights have sum 1, so that it is added to O as it is.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32: q, k and v are packed sequences, (rows, heads, head_dim), as
+            those of `flash_attn_varlen_func`; both or neither. The host does not read them.
+        seqused_q, seqused_k: (batch,) int32: how many rows of each packed sequence count, the first ones; None is all.
+        dtype: of the result, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, for all three.
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or two dtypes mixed.
         ValueError: a shape, stride, alignment, device mix, block size or scale that is not allowed. On a GPU the values
-            of scales are only read if ``CUTEFLASH_CHECK=1``.
+            of scales and vectors are only read if ``CUTEFLASH_CHECK=1``.
         NotImplementedError: a device other than a Hopper GPU or a CPU, or a kind of tensor that is not supported.
     """
     given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     given |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    tensors = {"q": q, "k": k, "v": v} | {name: x for name, x in given.items() if x is not None}
+    vectors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    vectors |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    tensors = {"q": q, "k": k, "v": v} | {name: x for name, x in (given | vectors).items() if x is not None}
     if not all(isinstance(x, Tensor) for x in tensors.values()):
         raise not_tensors(**tensors)
     if not isinstance(granularity, str):
@@ -97,10 +120,21 @@ def quantize_qkv(
     if hadamard is not None and not is_int(hadamard):
         raise TypeError(f"hadamard is {shown(hadamard)}; allowed: None, {', '.join(map(str, HADAMARD_BLOCKS))}")
     transpose_v, smooth_v = flag("transpose_v", transpose_v), flag("smooth_v", smooth_v)
-    q8, k8, v8, *computed, mean = quantize_qkv_op(
-        q, k, v, *given.values(),
-        granularity, int(hadamard or 0), flag("rotary_interleaved", rotary_interleaved), transpose_v, smooth_v,
-    )  # fmt: skip
+    if dtype not in FP8_NAMES:
+        raise TypeError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(str, FP8_NAMES))}")
+    options = QuantizeOptions(
+        granularity,
+        int(hadamard or 0),
+        flag("rotary_interleaved", rotary_interleaved),
+        transpose_v,
+        smooth_v,
+        FP8_NAMES[dtype],
+    )
+    if _is_packed(vectors):
+        results = quantize_qkv_varlen_op(q, k, v, *vectors.values(), *given.values(), *options)
+    else:
+        results = quantize_qkv_op(q, k, v, *given.values(), *options)
+    q8, k8, v8, *computed, mean = results
     return QuantizedQKV(
         q=q8,
         k=k8,
@@ -111,3 +145,12 @@ def quantize_qkv(
         v_descale=computed[2] if v_descale is None else v_descale,
         v_mean=mean if smooth_v else None,
     )
+
+
+def _is_packed(vectors: Mapping[str, Tensor | None]) -> bool:
+    """Whether these vectors describe packed sequences. ValueError if one that belongs to another is missing."""
+    given = [name for name, vector in vectors.items() if vector is not None]
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if given and name not in given:
+            raise ValueError(f"{name} is None; allowed with {given[0]}: a tensor")
+    return bool(given)

@@ -12,13 +12,14 @@ from cuteflash.compile import compiled
 from cuteflash.dispatch import current_target
 from cuteflash.planning import DTYPE_NAMES
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeOptions, QuantizeProblem, RotaryDtype
+from cuteflash.reference.quantize import FP8_TYPES
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.quantize import TARGET, traits_of
 from cuteflash.validate import ALIGNMENT
+from cuteflash.validate_packed import PackedInputs
 from cuteflash.validate_quantize import QuantizeInputs, check_quantize
 
 Result = tuple[Tensor, ...]
-FP8 = torch.float8_e4m3fn
 TABLE_NAMES: dict[torch.dtype, RotaryDtype] = {torch.float32: "fp32", **DTYPE_NAMES}
 
 
@@ -27,8 +28,8 @@ def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProb
     cos = inputs.rotary_cos
     return QuantizeProblem(
         dtype=DTYPE_NAMES[inputs.q.dtype],
-        head_dim=inputs.q.shape[3],
-        head_dim_v=inputs.v.shape[3],
+        head_dim=inputs.q.shape[-1],
+        head_dim_v=inputs.v.shape[-1],
         granularity="block" if options.granularity == "block" else "head",
         has_scales=inputs.descales is not None,
         hadamard=options.hadamard,
@@ -37,6 +38,9 @@ def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProb
         rotary_dtype="fp32" if cos is None else TABLE_NAMES[cos.dtype],
         transposes_v=options.transpose_v,
         smooths_v=options.smooth_v,
+        to="e5m2" if options.to == "e5m2" else "e4m3",
+        is_packed=inputs.packed is not None,
+        has_used=inputs.seqused_q is not None or inputs.seqused_k is not None,
     )
 
 
@@ -48,23 +52,23 @@ def kernel_of(problem: QuantizeProblem) -> Callable[..., Any]:
 
 
 def empty_results(inputs: QuantizeInputs, options: QuantizeOptions) -> Result:
-    """The results, not filled: e4m3 of Q, K and V or V^T, the three descales, V's mean.
+    """The results, not filled: 8 bits of Q, K and V or V^T, the three descales, V's mean.
 
     A descale that is given, and a mean that is not asked for, has no elements: (batch, 0).
     """
-    q, k, v = inputs[:3]
-    batch, seqlen, kv_heads, head_dim_v = v.shape
-    keys = (seqlen + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    v_shape = (batch, kv_heads, head_dim_v, keys) if options.transpose_v else v.shape
+    (q, k, v), batch, dtype = inputs[:3], inputs.batch, FP8_TYPES[options.to]
+    *entries, _, kv_heads, head_dim_v = v.shape
+    keys = inputs.blocks[2] * BLOCK_TOKENS
+    v_shape = (*entries, kv_heads, head_dim_v, keys) if options.transpose_v else v.shape
     none, is_given = (batch, 0), inputs.descales is not None
     shapes = [none] * 3 if is_given else inputs.descale_shapes(options.granularity)
     mean = (batch, kv_heads, head_dim_v) if options.smooth_v else none
     if options.transpose_v and keys == 0:  # without a key V^T has rows that begin on 16 bytes, too
-        v8 = v.new_empty((*v_shape[:3], BLOCK_TOKENS), dtype=FP8)[..., :0]
+        v8 = v.new_empty((*v_shape[:-1], BLOCK_TOKENS), dtype=dtype)[..., :0]
     else:
-        v8 = v.new_empty(v_shape, dtype=FP8)
+        v8 = v.new_empty(v_shape, dtype=dtype)
     return (
-        *(x.new_empty(x.shape, dtype=FP8) for x in (q, k)),
+        *(x.new_empty(x.shape, dtype=dtype) for x in (q, k)),
         v8,
         *(q.new_empty(shape, dtype=torch.float32) for shape in (*shapes, mean)),
     )
@@ -82,13 +86,10 @@ def launch_of(inputs: QuantizeInputs, options: QuantizeOptions) -> Callable[[Qua
         raise NotImplementedError(f"the GPU's target is {target}; quantize_qkv runs on {TARGET}, and on a CPU")
     problem = problem_of(inputs, options)
     q, k, v = inputs[:3]
-    is_empty = q.numel() == 0 and k.numel() == 0
+    is_empty = inputs.batch == 0 or (q.numel() == 0 and k.numel() == 0)
     kernel = None if is_empty else kernel_of(problem)
     restrides = [usable_strides(x.stride(), ALIGNMENT // x.element_size()) for x in (q, k, v)]
-    parts = traits_of(problem).parts
-    size = traits_of(problem).workspace_size(
-        problem, q.shape[0] * q.shape[2], k.shape[0] * k.shape[2], (parts(q.shape[1]), parts(k.shape[1]))
-    )
+    size = _workspace_size(problem, inputs)
 
     def launch(inputs: QuantizeInputs) -> Result:
         results = empty_results(inputs, options)
@@ -96,16 +97,47 @@ def launch_of(inputs: QuantizeInputs, options: QuantizeOptions) -> Callable[[Qua
         if kernel is None:
             for x in computed:
                 x.fill_(1)
+            for x in (q8, k8, v8, v_mean):
+                x.view(torch.uint8).zero_()
             return results
         q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
+        vectors: tuple[Tensor | None, ...] = (None, None, None, None)
+        if inputs.packed is not None:
+            vectors = _vectors(inputs.packed)
+            q, k, v, q8, k8, v8 = map(_with_a_row, (q, k, v, q8, k8, v8))
         descales = computed if inputs.descales is None else [x.contiguous() for x in inputs.descales]
         mean = v_mean if problem.smooths_v else None
         cos, sin = (None, None) if inputs.tables is None else map(_addressable, inputs.tables)
         workspace = v_mean.new_empty(size) if problem.measures else None
-        kernel(q, k, v, q8, k8, v8, *descales, mean, cos, sin, workspace)  # in the order of QuantizeTensors
+        # In the order of QuantizeTensors.
+        kernel(q, k, v, q8, k8, v8, *descales, mean, cos, sin, workspace, *vectors)
         return results
 
     return launch
+
+
+def _workspace_size(problem: QuantizeProblem, inputs: QuantizeInputs) -> int:
+    """Elements of the workspace of a call."""
+    traits, (q, k) = traits_of(problem), inputs[:2]
+    if problem.is_packed:
+        of_q, of_k = (traits.packed_parts(max(x.shape[0], 1), inputs.batch) for x in (q, k))
+        return traits.workspace_size(problem, q.shape[1], k.shape[1], (of_q, of_k))
+    parts = traits.parts(q.shape[1]), traits.parts(k.shape[1])
+    return traits.workspace_size(problem, q.shape[0] * q.shape[2], k.shape[0] * k.shape[2], parts)
+
+
+def _vectors(inputs: PackedInputs) -> tuple[Tensor | None, ...]:
+    """Where packed sequences begin, and how many rows of each count; both of these or none."""
+    cu_q, cu_k, used_q, used_k = inputs[3:]
+    if used_q is not None or used_k is not None:
+        used_q = cu_q.diff() if used_q is None else used_q
+        used_k = cu_k.diff() if used_k is None else used_k
+    return cu_q, cu_k, used_q, used_k
+
+
+def _with_a_row(x: Tensor) -> Tensor:
+    """A tensor of packed rows, or another one with a row if it has none: a kernel loads a row in place of none."""
+    return x if x.numel() else x.new_empty((1, *x.shape[1:]))
 
 
 def _addressable(table: Tensor) -> Tensor:

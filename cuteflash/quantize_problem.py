@@ -27,6 +27,7 @@ class QuantizeOptions(NamedTuple):
             apart.
         transpose_v: V is returned as V^T, its keys in the order in which FP8 attention takes them.
         smooth_v: V is quantised minus its mean over the tokens.
+        to: element type of the result, ``"e4m3"`` or ``"e5m2"``.
     """
 
     granularity: str = "head"
@@ -34,6 +35,7 @@ class QuantizeOptions(NamedTuple):
     rotary_interleaved: bool = False
     transpose_v: bool = False
     smooth_v: bool = False
+    to: str = "e4m3"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ class QuantizeProblem:
         rotary_dtype: element type of the cosines and sines.
         transposes_v: V^T is written, not V.
         smooths_v: V's mean is subtracted.
+        to: element type of the result.
+        is_packed: sequences lie one after the other, without a batch dimension.
+        has_used: of packed sequences only the first rows count, as many as `QuantizeTensors.used_q` and `used_k` say.
     """
 
     dtype: Dtype
@@ -65,6 +70,9 @@ class QuantizeProblem:
     rotary_dtype: RotaryDtype = "fp32"
     transposes_v: bool = False
     smooths_v: bool = False
+    to: Fp8Dtype = "e4m3"
+    is_packed: bool = False
+    has_used: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -78,6 +86,15 @@ class QuantizeProblem:
     def hadamard_scale(self) -> float:
         """What makes the Hadamard matrix, whose elements are 1 and -1, a rotation."""
         return self.hadamard**-0.5 if self.hadamard else 1.0
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether a thread has columns of both halves of a row of Q or K, which a rotary embedding rotates together.
+
+        A Hadamard rotation then mixes threads whose numbers differ in one bit, if halves are powers of two.
+        """
+        is_whole = self.rotary_dim == self.head_dim and not self.rotary_interleaved
+        return is_whole and not (self.hadamard and self.head_dim & (self.head_dim - 1))
 
     @property
     def scales_by_block(self) -> bool:
@@ -111,7 +128,10 @@ class TransposeProblem:
 class QuantizeTensors(NamedTuple):
     """The tensors of the quantising kernels; inside them CuTe tensors, outside torch's.
 
-    A descale is (batch, kv_heads), or (batch, kv_heads, blocks) with granularity ``"block"``.
+    A descale is (batch, kv_heads), or (batch, kv_heads, blocks) with granularity ``"block"``. Packed tensors have all
+    rows in one dimension and none for the batch, as V^T; the descales of all their blocks are (1, kv_heads, blocks).
+    The numbers of a sequence's blocks, and so its keys in V^T, follow from where it begins, see
+    `core.tile_numbers.first_tile`.
     """
 
     q: Any  # (batch, seqlen_q, heads, head_dim)
@@ -127,3 +147,7 @@ class QuantizeTensors(NamedTuple):
     cos: Any = None  # (seqlen, rotary_dim / 2), of a rotary embedding
     sin: Any = None
     workspace: Any = None  # (n,) fp32: magnitudes and sums of parts of heads, if something is measured
+    cu_q: Any = None  # (batch + 1,) int32: first row of each packed sequence, then the end of the last one
+    cu_k: Any = None
+    used_q: Any = None  # (batch,) int32: how many rows of each packed sequence count
+    used_k: Any = None

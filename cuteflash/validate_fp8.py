@@ -120,8 +120,14 @@ def _check_descales(inputs: Fp8Inputs, options: Fp8Options) -> None:
         words += f" and blocks of {BLOCK_TOKENS} tokens, as q_descale has 3 dimensions"
     for (name, tensor), some in zip(inputs.descales.items(), blocks, strict=True):
         check_per_head(name, tensor, q, (batch, heads, *some), words)
-    heads_per_kv = q.shape[2] // k.shape[2] if holds(heads != 0) else 1
-    if inputs.has_block_scales and options.pack_gqa and not packs_block_scales(heads_per_kv):
+    if inputs.has_block_scales:
+        check_packs_block_scales(q.shape[2], heads, options)
+
+
+def check_packs_block_scales(heads: int, kv_heads: int, options: Fp8Options) -> None:
+    """Raise ValueError if the heads of a call with scales of 128 tokens shall be packed and cannot be."""
+    heads_per_kv = heads // kv_heads if holds(kv_heads != 0) else 1
+    if options.pack_gqa and not packs_block_scales(heads_per_kv):
         raise ValueError(
             f"pack_gqa is True with {heads_per_kv} query heads for each KV head; allowed with scales of {BLOCK_TOKENS} "
             f"tokens: divisors of {PACK_GQA_MAX}"

@@ -9,8 +9,9 @@ from torch import Tensor
 from cuteflash.arguments import Fp8Options
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.problem import TRANSPOSED_KEYS
+from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.validate import PACKED_DIMS
-from cuteflash.validate_fp8 import check_fp8_operands, check_keys, check_per_head
+from cuteflash.validate_fp8 import check_fp8_operands, check_keys, check_packs_block_scales, check_per_head
 from cuteflash.validate_packed import PackedInputs, check_vectors
 
 
@@ -41,6 +42,11 @@ class Fp8PackedInputs(NamedTuple):
         """The scales by name."""
         return {name: getattr(self, name) for name in ("q_descale", "k_descale", "v_descale")}
 
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether each 128 tokens have scales of their own."""
+        return self.q_descale.dim() == 3
+
     def head_dim_v(self, options: Fp8Options) -> int:
         """Columns of V."""
         return self.v.shape[1 if options.transposed_v else 2]
@@ -62,7 +68,17 @@ def check_fp8_packed(inputs: Fp8PackedInputs, options: Fp8Options) -> None:
         more = f", rounded down, and {TRANSPOSED_KEYS} more for each of {packed.batch} sequences"
         check_keys(v, first_key(k.shape[0], packed.batch), k, more)
     sizes, words = (packed.batch, k.shape[1]), "(sequences, heads of k)"
-    for name, tensor in inputs.descales.items():
-        check_per_head(name, tensor, q, sizes, words)
+    if inputs.has_block_scales:
+        rows = q.shape[0], k.shape[0], k.shape[0]
+        shapes: list[tuple[int, ...]] = [(1, k.shape[1], first_tile(some, packed.batch, BLOCK_TOKENS)) for some in rows]
+        of_blocks = (
+            f"(1, heads of k, blocks of {BLOCK_TOKENS} tokens), as q_descale has 3 dimensions: those of all rows, "
+            f"rounded down, and one more for each of {packed.batch} sequences"
+        )
+        check_packs_block_scales(q.shape[1], k.shape[1], options)
+    else:
+        shapes, of_blocks = [sizes] * 3, words
+    for (name, tensor), shape in zip(inputs.descales.items(), shapes, strict=True):
+        check_per_head(name, tensor, q, shape, of_blocks)
     if inputs.v_mean is not None:
         check_per_head("v_mean", inputs.v_mean, q, (*sizes, inputs.head_dim_v(options)), f"{words} and v's head_dim")

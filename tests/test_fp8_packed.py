@@ -305,7 +305,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scales of 128 tokens": (
         {"q_descale": torch.ones(5, 2, 1)},
         ValueError,
-        r"q_descale.shape is \(5, 2, 1\); allowed: \(5, 2\), \(sequences, heads of k\)",
+        r"q_descale.shape is \(5, 2, 1\); allowed: \(1, 2, 5\), \(1, heads of k, blocks of 128 tokens\)",
     ),
     "zero": ({"v_descale": torch.zeros(5, 2)}, ValueError, r"v_descale\[0, 0\] is 0.0; allowed: positive"),
     "mean": ({"v_mean": torch.ones(5, 2, 8)}, ValueError, r"v_mean.shape is \(5, 2, 8\); allowed: \(5, 2, 16\)"),

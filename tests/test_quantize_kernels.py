@@ -24,17 +24,21 @@ CASES = {
     "head-interleaved": QuantizeProblem("fp16", 128, 128, rotary_dim=64, rotary_interleaved=True, rotary_dtype="fp16"),
     "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
     "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
+    "packed": QuantizeProblem("bf16", 128, 128, is_packed=True, has_used=True, to="e5m2", **EVERYTHING),
+    "packed-block": QuantizeProblem("bf16", 256, 256, "block", rotary_dim=256, is_packed=True, **EVERYTHING),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "given", "block"))
+@pytest.mark.parametrize("name", slow_but(CASES, "given", "block", "packed"))
 def test_kernels_are_clean_and_load_16_bytes_at_a_time(kernels: KernelStore, name: str) -> None:
     problem = CASES[name]
     compiled = kernels(Quantize, traits_of(problem), problem, TARGET)
     compiled.assert_clean()
     assert compiled.count(r"LDG\.E\.128") and compiled.count(r"STG\.E\.128")
     assert not compiled.count(r"LDG\.E\.U16")
-    assert compiled.count("F2FP.SATFINITE.E4M3") == 64  # two elements each, of 16 columns of 4 rows, of Q or K and of V
+    at_once = traits_of(problem).visits if problem.rotary_dim and not problem.scales_by_block else 1
+    # Two elements each, of 16 columns of 4 rows, of heads of Q or K and of one of V.
+    assert compiled.count(f"F2FP.SATFINITE.{problem.to.upper()}") == 32 * (at_once + 1)
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))

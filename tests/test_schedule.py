@@ -47,7 +47,8 @@ RaggedOrder = schedule.RaggedOrder
 schedule.greatest_common_divisor = inspect.unwrap(schedule.greatest_common_divisor)
 tile_of = inspect.unwrap(TileOrder.tile)
 index_of = inspect.unwrap(TileOrder.index)
-for method in ("tile", "sequence_of", "sequence_near", "sequence_end", "first", "draw", "close"):
+schedule.owner_of = inspect.unwrap(schedule.owner_of)
+for method in ("tile", "sequence_near", "sequence_end", "first", "draw", "close"):
     setattr(RaggedOrder, method, inspect.unwrap(getattr(RaggedOrder, method)))
 
 

@@ -90,6 +90,7 @@ def test_inputs_are_normal_ones_quantised_with_a_scale_a_head(cell: Cell) -> Non
         torch.testing.assert_close(value, exact.float(), rtol=2**-4, atol=0.01)
     rounded = inputs.in_16_bits()
     assert rounded.cell == half.cell and rounded.q.dtype == torch.bfloat16
+    assert all(x.is_contiguous() for x in (rounded.q, rounded.k, rounded.v))  # as kernels load them
     torch.testing.assert_close(rounded.v.float(), inputs.values()[2], rtol=2**-8, atol=0)
 
 

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32
 
 from cuteflash.arguments import ScaleTensors
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.tile_numbers import first_tile
 from cuteflash.problem import Storage
 from cuteflash.quantize_problem import BLOCK_TOKENS
 
@@ -46,8 +47,9 @@ class BlockScales:
 class Scales:
     """Factors of Q, K and V, fp32 (batch, KV heads[, blocks of 128 tokens]), and the mean that was taken out of V.
 
-    Of packed sequences each is an entry of the batch. The rows after the last one have no scale: their scores do not
-    exist, and their O is 0 times 1.
+    Of packed sequences each is an entry of the batch. Scales of 128 tokens are one entry for all of them: where those
+    of a sequence begin follows from where it does, by `first_tile`. The rows after the last one have no scale: their
+    scores do not exist, and their O is 0 times 1.
 
     Attributes:
         v_mean: (batch, KV heads, head_dim_v) fp32; None if V is whole.
@@ -78,7 +80,10 @@ class Scales:
         at = self._place(tile)
         if not self.are_of_blocks:
             return self.q[at] * self.k[at]
-        return self.q[*at, cutlass.min(tile.first_token // BLOCK_TOKENS, self.q.shape[2] - 1)]
+        block = tile.first_token // BLOCK_TOKENS
+        if self.is_packed:
+            at, block = (0, tile.kv_head), first_tile(tile.first_q, tile.sequence, BLOCK_TOKENS) + block
+        return self.q[*at, cutlass.min(block, self.q.shape[2] - 1)]
 
     def of_v(self, tile: QueryTile) -> Float32 | None:
         """The factor of a tile's V; None if each block has its own."""
@@ -92,7 +97,11 @@ class Scales:
         """The factors of a tile's key blocks; None if all have the same."""
         if not self.are_of_blocks:
             return None
-        k, v = (x[*self._place(tile), None] for x in (self.k, self.v))
+        if self.is_packed:
+            first = 0, 0, first_tile(tile.first_k, tile.sequence, BLOCK_TOKENS)
+            k, v = (cute.domain_offset(first, x)[0, tile.kv_head, None] for x in (self.k, self.v))
+        else:
+            k, v = (x[*self._place(tile), None] for x in (self.k, self.v))
         return BlockScales(k, v, cute.make_rmem_tensor(1, Float32), BLOCK_TOKENS // tile.tile_n)
 
     def mean_of_v(self, tile: QueryTile) -> cute.Tensor:

@@ -202,21 +202,9 @@ class RaggedOrder:
                 m_block = owned  # the other pass has this tile
         return m_block, first + in_group % width, sequence
 
-    @cute.jit
-    def sequence_of(self, number: Int32):
-        """The sequence that owns a tile number. A warp's lanes search together: each step leaves one part in 33."""
-        lane = cute.arch.lane_idx()
-        first, count = Int32(0), self.batch + 1
-        while count > 1:
-            part = (count + WARP) // (WARP + 1)
-            probe = first + (lane + 1) * part
-            begins_before = Boolean(False)
-            if probe < first + count:
-                begins_before = first_tile(self.cu_q[probe], probe, self.tile_tokens) <= number
-            passed = cute.arch.popc(cute.arch.vote_ballot_sync(begins_before)) * part
-            first += passed
-            count = cutlass.min(part, count - passed)
-        return first
+    def sequence_of(self, number: Int32) -> Int32:
+        """See `owner_of`."""
+        return owner_of(number, self.cu_q, self.batch, self.tile_tokens)
 
     def guess(self, number: Int32) -> Int32:
         """The first of 32 sequences, in whose middle a tile number would be if all sequences owned as many."""
@@ -295,3 +283,23 @@ def each_tile(order: Schedule, visit: cutlass.Constexpr):
         kv_pos = visit(index, wave, kv_pos)  # one tile a wave, so that its Q is the wave-th
         wave += 1
         index = order.index(wave)
+
+
+@cute.jit
+def owner_of(number: Int32, cu_seqlens: Vector, batch: Int32, tile_rows: cutlass.Constexpr[int]):
+    """The packed sequence that owns a tile number, see `first_tile`; `batch` for the rows after the last one.
+
+    A warp's lanes search together: each step leaves one part in 33.
+    """
+    lane = cute.arch.lane_idx()
+    first, count = Int32(0), batch + 1
+    while count > 1:
+        part = (count + WARP) // (WARP + 1)
+        probe = first + (lane + 1) * part
+        begins_before = Boolean(False)
+        if probe < first + count:
+            begins_before = first_tile(cu_seqlens[probe], probe, tile_rows) <= number
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(begins_before)) * part
+        first += passed
+        count = cutlass.min(part, count - passed)
+    return first

@@ -74,7 +74,8 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     scales = ScaleTensors()
     if operands.is_fp8:
         blocks = ((cute.sym_int32(symbol=f"blocks_{name}"),) for name in ("q", "k", "v"))
-        factors = (_per_head(batch, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
+        entries = 1 if operands.has_block_scales and storage.q == "varlen" else batch
+        factors = (_per_head(entries, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
         scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
     split = SplitTensors()
     if problem.is_split:

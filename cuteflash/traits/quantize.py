@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from cuteflash.core.tile_numbers import count_tiles
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem
 from cuteflash.traits.arch import BLOCK_SMEM, get_arch
 
@@ -66,7 +67,16 @@ class QuantizeTraits:
 
     def parts(self, seqlen: Any) -> Any:
         """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
-        return seqlen // (self.tokens * self.tiles_of_part) + 1
+        return seqlen // self.part_rows + 1
+
+    @property
+    def part_rows(self) -> int:
+        """Rows that a block measures."""
+        return self.tokens * self.tiles_of_part
+
+    def packed_parts(self, rows: Any, sequences: Any) -> Any:
+        """How many blocks measure a head of packed sequences in a tensor of `rows` rows, likewise."""
+        return count_tiles(rows, sequences, self.part_rows)
 
     def workspace_size(self, problem: QuantizeProblem, heads: int, kv_heads: int, parts: tuple[int, int]) -> int:
         """Elements of the workspace.

@@ -216,7 +216,7 @@ class Inputs:
         """The same cell of 16 bits, with what 8-bit operands stand for, rounded to `OUT_DTYPE`."""
         if self.scales is None:
             return self
-        q, k, v = (value.to(OUT_DTYPE) for value in self.values())
+        q, k, v = (value.to(OUT_DTYPE).contiguous() for value in self.values())
         return Inputs(dataclasses.replace(self.cell, dtype="bf16", transposed_v=False), q, k, v)
 
     def values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

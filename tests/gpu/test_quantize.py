@@ -49,6 +49,20 @@ def test_rotary(rotary_dim: int, head_dim: int, interleaved: bool, dtype: torch.
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize(("head_dim", "hadamard"), [(64, 64), (96, None), (128, 64), (256, 256)])
+def test_rotary_of_whole_rows(head_dim: int, hadamard: int | None, granularity: str, device: torch.device) -> None:
+    """A thread then has columns of both halves; five heads are no multiple of those that a block visits."""
+    tensors = data(150, heads=10, kv_heads=5, head_dim=head_dim, device=device)
+    check(*tensors, **tables(150, head_dim, device=device), hadamard=hadamard, granularity=granularity)
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_e5m2(granularity: str, device: torch.device) -> None:
+    options = {"dtype": torch.float8_e5m2, "transpose_v": True, "smooth_v": True}
+    check(*data(300, head_dim=64, device=device), granularity=granularity, **options)
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
 def test_everything_at_once(granularity: str, device: torch.device) -> None:
     tensors = data(333, head_dim=128, device=device)
     options = {"hadamard": 64, "transpose_v": True, "smooth_v": True, "granularity": granularity}

@@ -1,7 +1,7 @@
-"""Q, K and V to FP8 (e4m3) for attention, in up to three launches, each over all three tensors.
+"""Q, K and V to FP8 for attention, in up to three launches, each over all three tensors.
 
     measure   of each part of a head the largest magnitude, or sum and extremes of V's columns
-    scale     of each KV head the descale, its largest magnitude / 448, and V's mean
+    scale     of each KV head the descale, its largest magnitude / the largest number, and V's mean
     convert   of each tile of tokens: rotate, subtract V's mean, divide by the descale, round, turn V
 
 The first two run if scales of whole heads, or V's mean, are asked for. They all do nothing but move memory: a block
@@ -17,10 +17,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Float32, Int32, Uint32, const_expr
-from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
-from cuteflash.core.signature import ALIGN_BYTES
 from cuteflash.kernels.common.quantize_measure import Measure
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
 from cuteflash.kernels.common.quantize_tile import (
@@ -33,7 +31,21 @@ from cuteflash.kernels.common.quantize_tile import (
     put_columns,
     rounded,
 )
-from cuteflash.kernels.common.quantize_work import HeadTiles, Place, Work, choose, rotated, seqlen_of, smoothed
+from cuteflash.kernels.common.quantize_work import (
+    HeadTiles,
+    Place,
+    Span,
+    Work,
+    batch_of,
+    choose,
+    packing_of,
+    packing_of_keys,
+    rotated,
+    rotated_heads,
+    seqlen_of,
+    smoothed,
+    tiles_of,
+)
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
@@ -68,27 +80,30 @@ class Quantize:
 
     def work(self, tensors: QuantizeTensors) -> Work:
         """All tiles; a block of Q or K has the same tile of several heads."""
-        traits, (batch, seqlen_q, heads, _) = self.traits, tensors.q.shape
-        seqlen_k, kv_heads = tensors.k.shape[1:3]
+        tokens, batch, heads, kv_heads = self.traits.tokens, batch_of(tensors), tensors.q.shape[-2], tensors.k.shape[-2]
         visits_q, visits_k = self.visits(tensors)
-        keys = tensors.v8.shape[3] if self.problem.transposes_v else seqlen_k
+        of_q, of_k = (tiles_of(tensors, x.shape[-3], tokens, BLOCK_TOKENS) for x in (tensors.q, tensors.k))
+        of_v = cute.ceil_div(tensors.v8.shape[-1], tokens) if self.problem.transposes_v else of_k
         return Work(
-            q=HeadTiles(batch, cute.ceil_div(seqlen_q, traits.tokens), cute.ceil_div(heads, visits_q)),
-            k=HeadTiles(batch, cute.ceil_div(seqlen_k, traits.tokens), cute.ceil_div(kv_heads, visits_k)),
-            v=HeadTiles(batch, cute.ceil_div(keys, traits.tokens), kv_heads),
+            q=HeadTiles(batch, of_q, cute.ceil_div(heads, visits_q)),
+            k=HeadTiles(batch, of_k, cute.ceil_div(kv_heads, visits_k)),
+            v=HeadTiles(batch, of_v, kv_heads),
         )
 
     def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
         """How many heads of Q and of K a block visits: those that share a scale, if it has to find that."""
         if self.problem.scales_by_block:
-            return tensors.q.shape[2] // tensors.k.shape[2], 1
+            return tensors.q.shape[-2] // tensors.k.shape[-2], 1
         return self.traits.visits, self.traits.visits
 
     @cute.kernel
     def kernel(self, tensors: QuantizeTensors, work: Work):
         number = cute.arch.block_idx()[0]
         if number < work.first_v():
-            self.convert_qk(tensors, work, number)
+            if const_expr(self.problem.rotary_dim and not self.problem.scales_by_block):
+                self.convert_heads(tensors, work, number)
+            else:
+                self.convert_qk(tensors, work, number)
         else:
             self.convert_v(tensors, work, number)
 
@@ -103,20 +118,21 @@ class Quantize:
         keeps = not (problem.rotary_dim or problem.hadamard)
         is_q, place = work.place(number)
         visits = choose(is_q, *(Int32(x) for x in self.visits(tensors)))
-        heads = choose(is_q, Int32(tensors.q.shape[2]), Int32(tensors.k.shape[2]))
-        grouped = choose(is_q, Int32(tensors.q.shape[2]) // Int32(tensors.k.shape[2]), Int32(1))
+        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
+        grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
         first_head = place.head * visits
         count = cutlass.min(visits, heads - first_head)
         measured = count if const_expr(problem.scales_by_block) else Int32(0)  # steps
         steps = measured + count - 1 if const_expr(problem.scales_by_block and keeps) else measured + count
-        tile = Tile.of(place.tile * traits.tokens, seqlen_of(tensors, is_q), problem.head_dim, traits.quads)
+        span = self.span(tensors, is_q, place)
+        tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
+        listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
         peak, factor = Float32(0.0), Float32(1.0)
         for step in cutlass.range(steps, unroll=1):
             head = first_head + cutlass.select_(step < count, step, step - count)
-            at = Place(place.batch, place.tile, head)
-            descale = self.descale(tensors, is_q, at, head // grouped)
-            target = choose(is_q, *(Rows.of(x, at.batch, at.head) for x in (tensors.q8, tensors.k8)))
-            rows = rotated(problem, tensors, is_q, at, tile)
+            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
+            target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
+            rows = rotated(problem, tensors, is_q, (span.origin, head), tile)
             if const_expr(not problem.scales_by_block):
                 self.put_rows(target, tile, rows, problem.hadamard_scale / descale[0])
             elif const_expr(keeps):
@@ -124,7 +140,8 @@ class Quantize:
                 if step < measured:
                     peak = cute.arch.fmax(peak, largest_magnitude(rows))
                 if step == measured - 1:
-                    factor = self.find_factor(descale, peak, 1.0)
+                    size = self.counted(peak, tile) * problem.hadamard_scale
+                    factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
                 if step >= measured - 1:
                     self.put_rows(target, tile, rows, factor)
             else:
@@ -134,27 +151,75 @@ class Quantize:
                     else:
                         self.put_rows(target, tile, [values], factor, first=i)
                 if step == measured - 1:
-                    factor = self.find_factor(descale, peak * problem.hadamard_scale, problem.hadamard_scale)
+                    size = self.counted(peak, tile) * problem.hadamard_scale
+                    factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
 
-    def descale(self, tensors: QuantizeTensors, is_q: Boolean, place: Place, kv_head: Int32) -> cute.Tensor:
-        """(1,) the descale of a tile of Q or K."""
-        of_q, of_k = (self.descale_at(x, place, kv_head) for x in (tensors.q_descale, tensors.k_descale))
+    def convert_heads(self, tensors: QuantizeTensors, work: Work, number: Int32) -> None:
+        """Convert a tile of as many heads of Q or K as a block visits, row by row, with scales that are there.
+
+        If there are fewer heads the last one is converted again.
+        """
+        problem, traits = self.problem, self.traits
+        is_q, place = work.place(number)
+        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
+        grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
+        span = self.span(tensors, is_q, place)
+        tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
+        sources, targets, factors = [], [], []
+        for h in range(traits.visits):
+            head = cutlass.min(place.head * traits.visits + h, heads - 1)
+            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
+            sources.append(choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))))
+            targets.append(choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8))))
+            factors.append(problem.hadamard_scale / descale[0])
+        for i in range(ROWS):
+            rows = rotated_heads(problem, tensors, sources, tile, i)
+            for target, factor, values in zip(targets, factors, rows, strict=True):
+                self.put_rows(target, tile, [values], factor, first=i)
+
+    def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
+        """The rows of a tile of Q or K; `is_q` is None for one of V."""
+        tokens = self.traits.tokens
+        if self.problem.is_packed:
+            packing = packing_of_keys(tensors) if is_q is None else packing_of(tensors, is_q)
+            return packing.span(place.tile, tokens, BLOCK_TOKENS)
+        seqlen = Int32(tensors.v.shape[1]) if is_q is None else seqlen_of(tensors, is_q)
+        return Span(place.batch, place.batch, place.tile * tokens, seqlen)
+
+    def counted(self, peak: Float32, tile: Tile) -> Float32:
+        """A tile's largest magnitude, 0 if none of its rows counts."""
+        return cutlass.select_(tile.any(), peak, Float32(0.0)) if self.problem.is_packed else peak
+
+    def descale(self, tensors: QuantizeTensors, is_q: Boolean, place: Place) -> cute.Tensor:
+        """(1,) the descale of a tile of Q or K; `place` has its KV head."""
+        of_q, of_k = (self.descale_at(x, place) for x in (tensors.q_descale, tensors.k_descale))
         address = choose(is_q, of_q.iterator.toint(), of_k.iterator.toint())
         pointer = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=4)
         return cute.make_tensor(pointer, cute.make_layout(1))
 
-    def descale_at(self, descales: cute.Tensor, place: Place, kv_head: Int32) -> cute.Tensor:
-        """(1,) a tile's descale among those of its tensor."""
-        block = (place.tile * self.traits.tokens // BLOCK_TOKENS,) if self.problem.granularity == "block" else ()
-        offset = cute.crd2idx((place.batch, kv_head, *block), descales.layout)
-        return cute.make_tensor(descales.iterator + offset, cute.make_layout(1))
+    def descale_at(self, descales: cute.Tensor, place: Place) -> cute.Tensor:
+        """(1,) a tile's descale among those of its tensor, see `is_listed`."""
+        block = place.tile * self.traits.tokens // BLOCK_TOKENS
+        if self.problem.granularity == "head":
+            at: tuple[Int32, ...] = place.batch, place.head
+        elif self.problem.is_packed:
+            at = Int32(0), place.head, cutlass.min(block, descales.shape[2] - 1)
+        else:
+            at = place.batch, place.head, block
+        return cute.make_tensor(descales.iterator + cute.crd2idx(at, descales.layout), cute.make_layout(1))
+
+    def is_listed(self, descales: cute.Tensor, place: Place) -> Boolean | bool:
+        """Whether a tile has a descale; the last number of packed blocks has none, for no sequence can own it."""
+        if self.problem.granularity == "head" or not self.problem.is_packed:
+            return True
+        return place.tile * self.traits.tokens // BLOCK_TOKENS < descales.shape[2]
 
     @cute.jit
-    def find_factor(self, descale: cute.Tensor, peak: Float32, scale: cutlass.Constexpr[float]):
+    def find_factor(self, descale: cute.Tensor, peak: Float32, scale: cutlass.Constexpr[float], is_listed: Boolean):
         """Write a tile's descale, from the largest magnitude that each thread has seen; returns scale / descale."""
         numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARP))
-        found = descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)))
-        if cute.arch.thread_idx()[0] == 0:
+        found = descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)), self.problem.to)
+        if cute.arch.thread_idx()[0] == 0 and is_listed:
             descale[0] = found
         return scale / found
 
@@ -163,37 +228,47 @@ class Quantize:
         for i, values in enumerate(rows, first):
             words = cute.make_rmem_tensor(WORDS, Uint32)
             for w in range(WORDS):
-                words[w] = rounded(*(values[ROWS * w + b] * factor for b in range(ROWS)))
+                words[w] = rounded(*(values[ROWS * w + b] * factor for b in range(ROWS)), self.problem.to)
+                if self.problem.is_packed:
+                    words[w] = cutlass.select_(tile.has(i), words[w], Uint32(0))
             self.put_row(target, tile, i, words)
 
     @cute.jit
     def put_row(self, target: Rows, tile: Tile, i: cutlass.Constexpr[int], words: cute.Tensor):
-        """Write a thread's row `i` if it exists."""
-        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=ALIGN_BYTES * 8)
-        if tile.has(i):
-            cute.copy(atom, words, target.piece(tile.row(i), tile.lane * COLUMNS, Uint32))
+        """Write a thread's row `i` if the result has it."""
+        if tile.is_written(i):
+            tile.store_row(target, i, words)
 
     @cute.jit
     def convert_v(self, tensors: QuantizeTensors, work: Work, number: Int32):
         """Convert a tile of a head of V."""
         problem, traits = self.problem, self.traits
         place = work.v.place(number - work.first_v())
-        tile = Tile.of(place.tile * traits.tokens, Int32(tensors.v.shape[1]), problem.head_dim_v, traits.quads)
-        mean = tensors.v_mean[place.batch, place.head, None] if const_expr(problem.smooths_v) else None
-        rows = smoothed(problem, tensors, place, tile, mean)
-        descale = self.descale_at(tensors.v_descale, place, place.head)
+        span = self.span(tensors, None, place)
+        tile = span.tile(span.first, problem.head_dim_v, traits.quads)
+        mean = tensors.v_mean[span.entry, place.head, None] if const_expr(problem.smooths_v) else None
+        rows = smoothed(problem, tensors, (span.origin, place.head), tile, mean)
+        descale = self.descale_at(tensors.v_descale, Place(span.entry, place.tile, place.head))
         factor = Float32(1.0)
         if const_expr(problem.scales_by_block):
             rows = list(rows)
-            factor = self.find_factor(descale, largest_magnitude(rows), 1.0)
+            size = self.counted(largest_magnitude(rows), tile)
+            factor = self.find_factor(descale, size, 1.0, self.is_listed(tensors.v_descale, place))
         else:
             factor = 1.0 / descale[0]
         if const_expr(problem.transposes_v):
             rows = list(rows)
             words = [
-                rounded(*(cutlass.select_(tile.has(i), row[e] * factor, Float32(0.0)) for i, row in enumerate(rows)))
+                rounded(
+                    *(cutlass.select_(tile.has(i), row[e] * factor, Float32(0.0)) for i, row in enumerate(rows)),
+                    problem.to,
+                )
                 for e in range(COLUMNS)
             ]
-            put_columns(tensors.v8[place.batch, place.head, None, None], tile, words, traits, problem.head_dim_v)
+            if const_expr(problem.is_packed):
+                target, first_key = tensors.v8[place.head, None, None], place.tile * traits.tokens
+            else:
+                target, first_key = tensors.v8[place.batch, place.head, None, None], None
+            put_columns(target, tile, words, traits, problem.head_dim_v, first_key)
         else:
-            self.put_rows(Rows.of(tensors.v8, place.batch, place.head), tile, rows, factor)
+            self.put_rows(Rows.of(tensors.v8, span.origin, place.head), tile, rows, factor)

@@ -13,11 +13,23 @@ from collections.abc import Iterable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from cuteflash.core.tile_numbers import first_tile
 from cuteflash.kernels.common.quantize_tile import Tile, block_max, descale_of, largest_magnitude
-from cuteflash.kernels.common.quantize_work import HeadTiles, Work, rotated, seqlen_of, smoothed
+from cuteflash.kernels.common.quantize_work import (
+    HeadTiles,
+    Place,
+    Span,
+    Work,
+    batch_of,
+    packing_of,
+    packing_of_keys,
+    rotated,
+    seqlen_of,
+    smoothed,
+)
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import COLUMNS, STATISTICS, WARP, QuantizeTraits
 
@@ -34,7 +46,8 @@ class Measure:
     def launch(self, tensors: QuantizeTensors, stream) -> None:
         """Launch both: afterwards the descales and V's mean that have to be computed are there."""
         work = self.work(tensors)
-        batch, _, kv_heads, _ = tensors.v.shape
+        kv_heads = tensors.v.shape[-2]
+        batch = tensors.v.shape[0] if const_expr(not self.problem.is_packed) else tensors.cu_k.shape[0] - 1
         self.measure.set_name_prefix("flash_quantize_measure", remove_cutlass_symbol=True)
         self.measure(tensors, work).launch(
             grid=(work.size(), 1, 1), block=(self.traits.num_threads, 1, 1), stream=stream
@@ -44,8 +57,12 @@ class Measure:
 
     def work(self, tensors: QuantizeTensors) -> Work:
         """All parts that are measured."""
-        batch, heads, kv_heads = tensors.q.shape[0], tensors.q.shape[2], tensors.k.shape[2]
-        of_q, of_k = (self.traits.parts(x.shape[1]) for x in (tensors.q, tensors.k))
+        batch, heads, kv_heads = batch_of(tensors), tensors.q.shape[-2], tensors.k.shape[-2]
+        if self.problem.is_packed:
+            sequences = tensors.cu_q.shape[0] - 1
+            of_q, of_k = (self.traits.packed_parts(x.shape[0], sequences) for x in (tensors.q, tensors.k))
+        else:
+            of_q, of_k = (self.traits.parts(x.shape[1]) for x in (tensors.q, tensors.k))
         if not self.problem.measures_heads:
             heads_q, heads_k = 0, 0
         else:
@@ -68,13 +85,13 @@ class Measure:
         """The largest magnitude of a part of a head of Q or K."""
         traits, problem = self.traits, self.problem
         is_q, place = work.place(number)
-        seqlen = seqlen_of(tensors, is_q)
-        first = place.tile * (traits.tokens * traits.tiles_of_part)
-        tiles = cutlass.min((seqlen - first + traits.tokens - 1) // traits.tokens, traits.tiles_of_part)
+        span = self.span(tensors, is_q, place)
+        part = span.origin, place.head
+        tiles = self.tiles(span)
         peak = Float32(0.0)
         for i in cutlass.range(tiles, unroll=1):
-            tile = Tile.of(first + i * traits.tokens, seqlen, problem.head_dim, traits.quads)
-            peak = cute.arch.fmax(peak, largest_magnitude(rotated(problem, tensors, is_q, place, tile)))
+            tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
+            peak = cute.arch.fmax(peak, largest_magnitude(rotated(problem, tensors, is_q, part, tile)))
         self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
 
     @cute.jit
@@ -82,24 +99,38 @@ class Measure:
         """The largest magnitude of a part of a head of V, or sum and extremes of its columns."""
         traits, problem = self.traits, self.problem
         place = work.v.place(number - work.first_v())
-        seqlen = Int32(tensors.v.shape[1])
-        first = place.tile * (traits.tokens * traits.tiles_of_part)
-        tiles = cutlass.min((seqlen - first + traits.tokens - 1) // traits.tokens, traits.tiles_of_part)
+        span = self.span(tensors, None, place)
+        part = span.origin, place.head
+        tiles = self.tiles(span)
         if const_expr(problem.smooths_v):
             columns = cute.make_rmem_tensor((COLUMNS, STATISTICS), Float32)
             for e in cutlass.range_constexpr(COLUMNS):
                 columns[e, 0], columns[e, 1], columns[e, 2] = Float32(0.0), Float32.inf, -Float32.inf
             for i in cutlass.range(tiles, unroll=1):
-                tile = Tile.of(first + i * traits.tokens, seqlen, problem.head_dim_v, traits.quads)
-                add_columns(columns, tile, smoothed(problem, tensors, place, tile))
-            tile = Tile.of(first, seqlen, problem.head_dim_v, traits.quads)
+                tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
+                add_columns(columns, tile, smoothed(problem, tensors, part, tile))
+            tile = span.tile(span.first, problem.head_dim_v, traits.quads)
             self.put_columns(tensors, work, number, tile, columns)
         else:
             peak = Float32(0.0)
             for i in cutlass.range(tiles, unroll=1):
-                tile = Tile.of(first + i * traits.tokens, seqlen, problem.head_dim_v, traits.quads)
-                peak = cute.arch.fmax(peak, largest_magnitude(smoothed(problem, tensors, place, tile)))
+                tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
+                peak = cute.arch.fmax(peak, largest_magnitude(smoothed(problem, tensors, part, tile)))
             self.put_magnitude(tensors, number, peak)
+
+    def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
+        """The rows of a part of Q or K; `is_q` is None for one of V."""
+        rows = self.traits.part_rows
+        if self.problem.is_packed:
+            packing = packing_of_keys(tensors) if is_q is None else packing_of(tensors, is_q)
+            return packing.span(place.tile, rows, rows)
+        seqlen = Int32(tensors.v.shape[1]) if is_q is None else seqlen_of(tensors, is_q)
+        return Span(place.batch, place.batch, place.tile * rows, seqlen)
+
+    def tiles(self, span: Span) -> Int32:
+        """How many tiles of a part have rows that count, none if that is not positive."""
+        tokens = self.traits.tokens
+        return cutlass.min((span.rows - span.first + tokens - 1) // tokens, self.traits.tiles_of_part)
 
     @cute.jit
     def put_magnitude(self, tensors: QuantizeTensors, number: Int32, peak: Float32):
@@ -140,15 +171,15 @@ class Measure:
         if const_expr(self.problem.smooths_v):
             peak_v = self.finish_columns(tensors, work, batch, head)
         if const_expr(self.problem.measures_heads):
-            grouped = tensors.q.shape[2] // tensors.k.shape[2]
+            grouped = tensors.q.shape[-2] // tensors.k.shape[-2]
             first_k, first_v = work.q.size(), work.first_v()
             peaks = [
-                self.largest(tensors, work.q, Int32(0), batch, (head * grouped, grouped)),
-                self.largest(tensors, work.k, first_k, batch, (head, 1)),
+                self.largest(tensors, self.parts_of(work.q, tensors.cu_q, batch), Int32(0), (head * grouped, grouped)),
+                self.largest(tensors, self.parts_of(work.k, tensors.cu_k, batch), first_k, (head, 1)),
                 peak_v,
             ]
             if const_expr(not self.problem.smooths_v):
-                peaks[2] = self.largest(tensors, work.v, first_v, batch, (head, 1))
+                peaks[2] = self.largest(tensors, self.parts_of(work.v, tensors.cu_k, batch), first_v, (head, 1))
             self.put_descales(tensors, batch, head, peaks)
 
     @cute.jit
@@ -160,16 +191,27 @@ class Measure:
         for x in cutlass.range_constexpr(3):
             peak = block_max(peaks[x], numbers[None, x], warps)
             if cute.arch.thread_idx()[0] == 0:
-                targets[x][batch, head] = descale_of(peak)
+                targets[x][batch, head] = descale_of(peak, self.problem.to)
+
+    def parts_of(self, parts: HeadTiles, cu_seqlens: cute.Tensor | None, batch: Int32):
+        """(all parts, the batch entry in their numbers, the first part, how many) of a batch entry or sequence."""
+        if cu_seqlens is None:
+            return parts, batch, None, parts.tiles
+        first, end = (first_tile(cu_seqlens[x], x, self.traits.part_rows) for x in (batch, batch + 1))
+        return parts, Int32(0), first, end - first
 
     @cute.jit
-    def largest(self, tensors: QuantizeTensors, parts: HeadTiles, start: Int32, batch: Int32, heads):
+    def largest(self, tensors: QuantizeTensors, found, start: Int32, heads):
         """The largest of those magnitudes of some heads' parts that are this thread's to read."""
+        parts, batch, first_part, of_head = found
         first, count = heads
         peak = Float32(0.0)
-        index, total = cute.arch.thread_idx()[0], parts.tiles * count
+        index, total = cute.arch.thread_idx()[0], of_head * count
         while index < total:
-            number = start + parts.number(batch, index // count, first + index % count)
+            part = index // count
+            if const_expr(first_part is not None):
+                part += first_part
+            number = start + parts.number(batch, part, first + index % count)
             peak = cute.arch.fmax(peak, tensors.workspace[number])
             index += SCALE_THREADS
         return peak
@@ -177,13 +219,18 @@ class Measure:
     @cute.jit
     def finish_columns(self, tensors: QuantizeTensors, work: Work, batch: Int32, head: Int32):
         """Write the mean of V's columns; returns the largest magnitude of this thread's column minus its mean."""
-        head_dim, seqlen = self.problem.head_dim_v, tensors.v.shape[1]
+        head_dim = self.problem.head_dim_v
+        parts, entry, first_part, count = self.parts_of(work.v, tensors.cu_k, batch)
+        seqlen = tensors.v.shape[1] if const_expr(first_part is None) else self.counted_keys(tensors, batch)
         peak = Float32(0.0)
         column = cute.arch.thread_idx()[0]
         if column < head_dim:
             total, low, high = Float32(0.0), Float32.inf, -Float32.inf
-            for part in cutlass.range(work.v.tiles, unroll=4):
-                number = work.v.number(batch, part, head)
+            for index in cutlass.range(count, unroll=4):
+                part = index
+                if const_expr(first_part is not None):
+                    part += first_part
+                number = parts.number(entry, part, head)
                 source = self.columns_of(work, number) + column
                 total = total + tensors.workspace[source]
                 low = cute.arch.fmin(low, tensors.workspace[source + head_dim])
@@ -192,6 +239,12 @@ class Measure:
             tensors.v_mean[batch, head, column] = mean
             peak = cute.arch.fmax(peak, cute.arch.fmax(high - mean, mean - low))
         return peak
+
+    def counted_keys(self, tensors: QuantizeTensors, sequence: Int32) -> Int32:
+        """How many keys of a packed sequence count."""
+        if tensors.used_k is not None:
+            return tensors.used_k[sequence]
+        return tensors.cu_k[sequence + 1] - tensors.cu_k[sequence]
 
 
 def add_columns(columns: cute.Tensor, tile: Tile, rows: Iterable[cute.Tensor]) -> None:

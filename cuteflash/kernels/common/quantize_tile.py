@@ -1,4 +1,4 @@
-"""A tile of tokens in the registers of a block: loaded, rotated, measured, rounded to e4m3.
+"""A tile of tokens in the registers of a block: loaded, rotated, measured, rounded to 8 bits.
 
 Each thread has 16 neighbouring columns of 4 rows. The rows are those whose keys lie side by side in V^T (`Tile.row`),
 so that one thread fills whole words of it; neighbouring threads have the other columns of the same rows.
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Boolean, Float32, Int32, Int64, Uint32
+from cutlass import AddressSpace, Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
-from cuteflash.problem import E4M3_MAX
+from cuteflash.problem import FP8_MAX, Fp8Dtype
 from cuteflash.quantize_problem import QuantizeProblem
 from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
@@ -25,7 +25,7 @@ Numeric = type[cutlass.Numeric]
 CHUNKS = COLUMNS // ALIGN_ELEMENTS  # loads of 16 bytes of a thread in a row of 16-bit elements
 WORDS = COLUMNS // ROWS  # of a thread in a row of 8-bit elements
 TINY = 2.0**-126  # the smallest normal number of fp32
-ROUND_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
+ROUND_PAIR = "cvt.rn.satfinite.{}x2.f32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +41,29 @@ class Rows:
     stride: Int64
 
     @classmethod
-    def of(cls, tensor: cute.Tensor, batch: Int32, head: Int32) -> Rows:
-        """Of a (batch, seqlen, heads, head_dim) tensor."""
+    def of(cls, tensor: cute.Tensor, first: Int32, head: Int32) -> Rows:
+        """Of a (batch, seqlen, heads, head_dim) or (rows, heads, head_dim) tensor.
+
+        Args:
+            tensor: which it is.
+            first: the batch entry, or the row at which a packed sequence begins.
+            head: which one.
+        """
         nbytes = tensor.element_type.width // 8
-        of_batch, of_row, of_head, _ = tensor.stride
-        first = Int64(of_batch) * batch + Int64(of_head) * head
-        return cls(tensor.iterator.toint() + first * nbytes, Int64(of_row) * nbytes)
+        of_first, *_, of_head, _ = tensor.stride
+        offset = Int64(of_first) * first + Int64(of_head) * head
+        return cls(tensor.iterator.toint() + offset * nbytes, Int64(tensor.stride[-3]) * nbytes)
 
     @classmethod
     def of_table(cls, tensor: cute.Tensor) -> Rows:
         """Of a (seqlen, columns) tensor."""
         return cls(tensor.iterator.toint(), Int64(tensor.stride[0]) * (tensor.element_type.width // 8))
 
-    def piece(self, row: Int32, offset: Int32, dtype: Numeric) -> cute.Tensor:
-        """16 bytes of a row from byte `offset` on, as elements of `dtype`."""
+    def piece(self, row: Int32, offset: Int32, dtype: Numeric, nbytes: int = ALIGN_BYTES) -> cute.Tensor:
+        """16 bytes, or `nbytes`, of a row from byte `offset` on, as elements of `dtype`."""
         address = self.address + self.stride * row + offset
-        pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)
-        return cute.make_tensor(pointer, cute.make_layout(ALIGN_BYTES * 8 // dtype.width))
+        pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=nbytes)
+        return cute.make_tensor(pointer, cute.make_layout(nbytes * 8 // dtype.width))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +71,10 @@ class Tile:
     """What a thread has of a tile.
 
     Attributes:
-        first, last: the tile's first row, and the last row of its sequence.
-        lane: the thread's columns begin at 16 times this.
+        first, last: the tile's first row, and the last row of its sequence that counts.
+        half: if a thread has 8 columns in each half of a row, how many chunks of 8 a half has; otherwise 0.
+        end: of packed sequences, whose last rows may not count, where their rows end; None if all count.
+        lane: the thread's columns begin at 16 times this, or at 8 times this in both halves of a row.
         quad: which four rows of the tile it has.
         is_own: no thread before it has the same; the threads beyond a tile's last quad repeat that.
     """
@@ -76,6 +84,8 @@ class Tile:
     lane: Int32
     quad: Int32
     is_own: Boolean
+    end: Int32 | None = None
+    half: cutlass.Constexpr[int] = 0
 
     @classmethod
     def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int) -> Tile:
@@ -92,6 +102,19 @@ class Tile:
         """Whether the thread's row `i` exists."""
         return self.row(i) <= self.last
 
+    def is_written(self, i: int) -> Boolean:
+        """Whether the result has the thread's row `i`, which is 0 if it does not count."""
+        return self.has(i) if self.end is None else self.row(i) < self.end
+
+    def any(self) -> Boolean:
+        """Whether some row of the tile counts."""
+        return self.first <= self.last
+
+    def nearest(self, i: int) -> Int32:
+        """The thread's row `i`, or one that is there to be loaded in its place; of nothing that counts the first."""
+        row = cutlass.min(self.row(i), self.last)
+        return row if self.end is None else cutlass.max(row, 0)
+
     def load(self, rows: Rows, offsets: tuple[Int32, ...], dtype: Numeric) -> cute.Tensor:
         """(elements, rows) of each of the thread's rows 16 bytes from each of some byte offsets on.
 
@@ -104,14 +127,28 @@ class Tile:
 
     def load_row(self, rows: Rows, offsets: tuple[Int32, ...], i: int, target: cute.Tensor) -> None:
         """Load of the thread's row `i` 16 bytes from each of some byte offsets on."""
+        self.load_pieces(rows, offsets, self.nearest(i), target)
+
+    def load_pieces(self, rows: Rows, offsets: tuple[Int32, ...], row: Int32, target: cute.Tensor) -> None:
+        """Load of a row 16 bytes from each of some byte offsets on."""
         atom = cute.make_copy_atom(CopyUniversalOp(), target.element_type, num_bits_per_copy=ALIGN_BYTES * 8)
-        row = cutlass.min(self.row(i), self.last)
         pieces = cute.zipped_divide(target, (ALIGN_BYTES * 8 // target.element_type.width,))
         for j, offset in enumerate(offsets):
             cute.copy(atom, rows.piece(row, offset, target.element_type), pieces[None, j])
 
+    def store_row(self, target: Rows, i: int, words: cute.Tensor) -> None:
+        """Write the thread's row `i` of 8-bit elements, given as 4 words."""
+        pieces = cute.zipped_divide(words, (WORDS // 2 if self.half else WORDS,))
+        nbytes = COLUMNS // 2 if self.half else COLUMNS
+        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=nbytes * 8)
+        firsts = self.chunks() if self.half else (self.lane,)
+        for j, first in enumerate(firsts):
+            cute.copy(atom, pieces[None, j], target.piece(self.row(i), first * nbytes, Uint32, nbytes))
+
     def chunks(self) -> tuple[Int32, ...]:
         """The thread's columns of a row of 16-bit elements, counted in 16 bytes."""
+        if self.half:
+            return self.lane, self.lane + self.half
         return tuple(self.lane * CHUNKS + j for j in range(CHUNKS))
 
     def elements(self, rows: Rows, dtype: Numeric) -> cute.Tensor:
@@ -128,17 +165,34 @@ def widened(row: cute.Tensor) -> cute.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """A rotary embedding of the first columns of a head: its cosines and sines, (seqlen, rotary_dim / 2)."""
+    """A rotary embedding of the first columns of a head: its cosines and sines, (seqlen, rotary_dim / 2).
+
+    Of packed sequences `last` is the last row of both: what the vectors of lengths say may exceed them.
+    """
 
     problem: cutlass.Constexpr[QuantizeProblem]
     cos: Rows
     sin: Rows
+    last: Int32
     dtype: cutlass.Constexpr[Numeric]
 
-    def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int) -> None:
-        """Rotate a thread's row `i`, which comes from `rows` of element type `dtype`."""
+    def angles(self, tile: Tile, i: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """Cosines and sines of the thread's columns in its row `i`, fp32: of each pair's, or of each column's."""
         if self.problem.rotary_interleaved:
-            self._rotate_neighbours(values, tile, i)
+            column = cutlass.min(tile.lane * COLUMNS, self.problem.rotary_dim - COLUMNS)
+            return self._tables(tile, (column // 2,), i)
+        if tile.half:
+            return self._tables(tile, (tile.lane * ALIGN_ELEMENTS,), i)
+        half = self._half()
+        return self._tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in tile.chunks()), i)
+
+    def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int, angles) -> None:
+        """Rotate a thread's row `i` by `angles`; it comes from `rows` of element type `dtype`."""
+        if self.problem.rotary_interleaved:
+            self._rotate_neighbours(values, tile, angles)
+            return
+        if tile.half:
+            self._rotate_own_halves(values, angles)
             return
         half = self._half()
         others = (
@@ -147,7 +201,7 @@ class Rotary:
         )
         partners = cute.make_rmem_tensor(COLUMNS, dtype)  # in the cache, since a neighbouring thread loads them as well
         tile.load_row(rows, tuple(chunk * ALIGN_BYTES for chunk in others), i, partners)
-        self._rotate_halves(values, widened(partners), tile, i)
+        self._rotate_halves(values, widened(partners), tile, angles)
 
     def _half(self) -> int:
         """Chunks of 8 columns in half of those that are rotated."""
@@ -159,23 +213,32 @@ class Rotary:
         steps = range(0, ALIGN_ELEMENTS * nbytes, ALIGN_BYTES)
         offsets = tuple(column * nbytes + step for column in columns for step in steps)
         tables = tuple(cute.make_rmem_tensor(ALIGN_ELEMENTS * len(columns), self.dtype) for _ in range(2))
+        row = tile.nearest(i)
+        if self.problem.is_packed:
+            row = cutlass.min(row, self.last)
         for rows, table in zip((self.cos, self.sin), tables, strict=True):
-            tile.load_row(rows, offsets, i, table)
+            tile.load_pieces(rows, offsets, row, table)
         cos, sin = (widened(table) for table in tables)
         return cos, sin
 
-    def _rotate_neighbours(self, values: cute.Tensor, tile: Tile, i: int) -> None:
-        column = tile.lane * COLUMNS
-        is_turned = column < self.problem.rotary_dim
-        cos, sin = self._tables(tile, (cutlass.min(column, self.problem.rotary_dim - COLUMNS) // 2,), i)
+    def _rotate_own_halves(self, values: cute.Tensor, angles) -> None:
+        cos, sin = angles
+        for e in range(ALIGN_ELEMENTS):
+            a, b = values[e], values[e + ALIGN_ELEMENTS]
+            values[e] = a * cos[e] - b * sin[e]
+            values[e + ALIGN_ELEMENTS] = a * sin[e] + b * cos[e]
+
+    def _rotate_neighbours(self, values: cute.Tensor, tile: Tile, angles) -> None:
+        cos, sin = angles
+        is_turned = tile.lane * COLUMNS < self.problem.rotary_dim
         for e in range(COLUMNS // 2):
             a, b = values[2 * e], values[2 * e + 1]
             values[2 * e] = cutlass.select_(is_turned, a * cos[e] - b * sin[e], a)
             values[2 * e + 1] = cutlass.select_(is_turned, a * sin[e] + b * cos[e], b)
 
-    def _rotate_halves(self, values: cute.Tensor, partners: cute.Tensor, tile: Tile, i: int) -> None:
+    def _rotate_halves(self, values: cute.Tensor, partners: cute.Tensor, tile: Tile, angles) -> None:
         half, chunks = self._half(), tile.chunks()
-        cos, sin = self._tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in chunks), i)
+        cos, sin = angles
         for e in range(COLUMNS):
             chunk = chunks[e // ALIGN_ELEMENTS]
             turned = values[e] * cos[e] + partners[e] * cutlass.select_(chunk < half, -sin[e], sin[e])
@@ -185,13 +248,17 @@ class Rotary:
 def mix(values: cute.Tensor, tile: Tile, block: int) -> None:
     """Multiply each `block` columns of a row by Sylvester's Hadamard matrix, whose elements are 1 and -1.
 
-    A butterfly for each bit of the column: 4 within a thread, the others between neighbouring threads.
+    A butterfly for each bit of the column: some within a thread, the others between threads.
     """
-    for distance in (1 << bit for bit in range(COLUMNS.bit_length() - 1)):
+    within, between = COLUMNS, block // COLUMNS
+    if tile.half:  # the fourth bit within a thread is that of a row's halves
+        within = COLUMNS if block > tile.half * ALIGN_ELEMENTS else ALIGN_ELEMENTS
+        between = min(block // ALIGN_ELEMENTS, tile.half)
+    for distance in (1 << bit for bit in range(within.bit_length() - 1)):
         for low in (x for x in range(COLUMNS) if not x & distance):
             a, b = values[low], values[low + distance]
             values[low], values[low + distance] = a + b, a - b
-    for lanes in (1 << bit for bit in range((block // COLUMNS).bit_length() - 1)):
+    for lanes in (1 << bit for bit in range(between.bit_length() - 1)):
         sign = cutlass.select_(tile.lane & lanes == 0, Float32(1.0), Float32(-1.0))
         for e in range(COLUMNS):
             other = cute.arch.shuffle_sync_bfly(values[e], offset=lanes)
@@ -209,9 +276,9 @@ def largest_magnitude(rows: Iterable[cute.Tensor]) -> Float32:
     return cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
 
 
-def descale_of(size: Float32) -> Float32:
+def descale_of(size: Float32, to: Fp8Dtype) -> Float32:
     """The scale that a largest magnitude asks for: positive and normal, 1 for a magnitude of 0."""
-    descale = cute.arch.fmax(size / Float32(E4M3_MAX), Float32(TINY))
+    descale = cute.arch.fmax(size / Float32(FP8_MAX[to]), Float32(TINY))
     return cutlass.select_(size > Float32(0.0), descale, Float32(1.0))
 
 
@@ -225,10 +292,11 @@ def block_max(value: Float32, numbers: cute.Tensor, warps: int) -> Float32:
     return peak
 
 
-def rounded(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """Four values as e4m3, the first in the lowest byte. What is too large becomes 448, an infinity, too."""
+def rounded(a: Float32, b: Float32, c: Float32, d: Float32, to: Fp8Dtype) -> Uint32:
+    """Four values in 8 bits, the first in the lowest byte. What is too large becomes the largest, an infinity, too."""
+    pair = ROUND_PAIR.format(to)
     return cute.arch.inline_ptx(
-        f"{{.reg .b16 low, high; {ROUND_PAIR} low, {{$r1}}, {{$r0}}; {ROUND_PAIR} high, {{$r3}}, {{$r2}}; "
+        f"{{.reg .b16 low, high; {pair} low, {{$r1}}, {{$r0}}; {pair} high, {{$r3}}, {{$r2}}; "
         "mov.b32 {$w0}, {low, high};}",
         write_only_types=[Uint32],
         read_only_args=[a, b, c, d],
@@ -242,6 +310,7 @@ def put_columns(
     words: list[Uint32],
     traits: cutlass.Constexpr[QuantizeTraits],
     head_dim: cutlass.Constexpr[int],
+    first_key: Int32 | None = None,
 ):
     """Write a tile of 8-bit rows into V^T, by way of shared memory.
 
@@ -249,7 +318,9 @@ def put_columns(
         target: (head_dim, keys) of one head.
         words: of each of the thread's columns its four rows, the first in the lowest byte.
         head_dim: columns of the tile.
+        first_key: where the tile's rows begin in `target`; None is where they begin in their sequence.
     """
+    first = tile.first if const_expr(first_key is None) else first_key
     stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
     for e in cutlass.range_constexpr(COLUMNS):
         stage[tile.quad ^ bank_turn(tile.lane, traits, head_dim), tile.lane * COLUMNS + e] = words[e]
@@ -264,7 +335,7 @@ def put_columns(
             found = cute.make_rmem_tensor(WORDS, Uint32)
             source = (stage.iterator + column * traits.quads + place).align(ALIGN_BYTES)
             cute.copy(atom, cute.make_tensor(source, cute.make_layout(WORDS)), found)
-            address = target[column, None].iterator.toint() + tile.first + group * COLUMNS
+            address = target[column, None].iterator.toint() + first + group * COLUMNS
             pointer = cute.make_ptr(Uint32, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)
             cute.copy(atom, found, cute.make_tensor(pointer, cute.make_layout(WORDS)))
         piece += traits.num_threads

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import AddressSpace, Boolean, Int32, const_expr
 
-from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.schedule import owner_of
+from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
+from cuteflash.core.tile_numbers import count_tiles, first_tile
 from cuteflash.kernels.common.quantize_signature import TABLE_DTYPES
 from cuteflash.kernels.common.quantize_tile import Rotary, Rows, Tile, mix, widened
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
@@ -23,6 +25,98 @@ class Place:
     batch: Int32
     tile: Int32
     head: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The rows that a block looks at.
+
+    Attributes:
+        entry: the batch entry.
+        origin: what `Rows.of` begins at: the batch entry, or the row at which a packed sequence begins.
+        first: the first row of the block's part, counted from the sequence's first one.
+        rows: how many rows of the sequence count.
+        end: of packed sequences how many rows there are, with those that do not count; otherwise None.
+    """
+
+    entry: Int32
+    origin: Int32
+    first: Int32
+    rows: Int32
+    end: Int32 | None = None
+
+    def tile(self, first: Int32, head_dim: int, quads: int, splits: bool = False) -> Tile:
+        """The calling thread's part of a tile of `head_dim` columns that begins at row `first` of the sequence.
+
+        `splits` is `QuantizeProblem.splits_columns`.
+        """
+        half = head_dim // COLUMNS if splits else 0
+        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads), end=self.end, half=half)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How packed sequences lie in a tensor of so many rows.
+
+    Attributes:
+        cu_seqlens: (batch + 1,) the first row of each, then the end of the last one.
+        used: (batch,) how many rows of each count; None is all.
+        rows: of the tensor.
+    """
+
+    cu_seqlens: cute.Tensor
+    used: cute.Tensor | None
+    rows: Int32
+
+    @property
+    def batch(self) -> Int32:
+        """How many sequences there are."""
+        return Int32(self.cu_seqlens.shape[0]) - 1
+
+    @cute.jit
+    def span(self, part: Int32, part_rows: cutlass.Constexpr[int], unit: cutlass.Constexpr[int]):
+        """The rows of a part; a whole warp calls it.
+
+        Parts are numbered by `first_tile` in units of `unit` rows, each of which has `unit // part_rows` parts. The
+        rows after the last sequence are those of one more, none of which counts.
+        """
+        each = unit // part_rows
+        sequence = owner_of(part // each, self.cu_seqlens, self.batch, unit)
+        begin, end = self.cu_seqlens[sequence], self.rows
+        if sequence < self.batch:
+            end = self.cu_seqlens[sequence + 1]
+        counted = Int32(0)
+        if sequence < self.batch:
+            counted = end - begin
+            if const_expr(self.used is not None):
+                counted = self.used[sequence]
+        first = (part - first_tile(begin, sequence, unit) * each) * part_rows
+        last_row = cutlass.max(self.rows - 1, 0)
+        return Span(cutlass.min(sequence, self.batch - 1), cutlass.min(begin, last_row), first, counted, end - begin)
+
+
+def packing_of(tensors: QuantizeTensors, is_q: Boolean) -> Packing:
+    """How Q's or K's packed sequences lie."""
+    vectors = [(tensors.cu_q, tensors.cu_k), (tensors.used_q, tensors.used_k)]
+    cu_seqlens, used = (None if a is None else choose(is_q, a, b) for a, b in vectors)
+    return Packing(cu_seqlens, used, seqlen_of(tensors, is_q))
+
+
+def packing_of_keys(tensors: QuantizeTensors) -> Packing:
+    """How V's packed sequences lie."""
+    return Packing(tensors.cu_k, tensors.used_k, Int32(tensors.v.shape[-3]))
+
+
+def batch_of(tensors: QuantizeTensors) -> Int32:
+    """How many batch entries numbers of tiles go by: packed sequences are one entry."""
+    return Int32(1) if tensors.cu_q is not None else tensors.q.shape[0]
+
+
+def tiles_of(tensors: QuantizeTensors, rows: Int32, tile_rows: int, unit: int) -> Int32:
+    """How many tiles a head has in a tensor with `rows` rows (of packed sequences `unit` rows come together)."""
+    if tensors.cu_q is None:
+        return cute.ceil_div(rows, tile_rows)
+    return count_tiles(rows, tensors.cu_q.shape[0] - 1, unit) * (unit // tile_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,44 +168,77 @@ class Work:
 
 
 def choose(is_first: Boolean, first, second):
-    """One of two values, or one of two `Rows`, without a branch."""
+    """One of two values, of two `Rows` or of two contiguous vectors of one length, without a branch."""
+    if isinstance(first, cute.Tensor):
+        address = choose(is_first, first.iterator.toint(), second.iterator.toint())
+        pointer = cute.make_ptr(first.element_type, address, AddressSpace.gmem, assumed_align=4)
+        return cute.make_tensor(pointer, first.layout)
     if isinstance(first, Rows):
         return Rows(choose(is_first, first.address, second.address), choose(is_first, first.stride, second.stride))
     return cutlass.select_(is_first, first, second)
 
 
 def seqlen_of(tensors: QuantizeTensors, is_q: Boolean) -> Int32:
-    """The length of Q's or of K's sequences."""
-    return choose(is_q, Int32(tensors.q.shape[1]), Int32(tensors.k.shape[1]))
+    """The length of Q's or of K's sequences; of packed ones all rows."""
+    return choose(is_q, Int32(tensors.q.shape[-3]), Int32(tensors.k.shape[-3]))
 
 
 def rotated(
-    problem: QuantizeProblem, tensors: QuantizeTensors, is_q: Boolean, place: Place, tile: Tile
+    problem: QuantizeProblem, tensors: QuantizeTensors, is_q: Boolean, part: tuple[Int32, Int32], tile: Tile
 ) -> Iterator[cute.Tensor]:
     """A thread's rows of a tile of Q or K, one after the other, with all rotations: fp32.
 
-    A Hadamard rotation is left without its factor, `problem.hadamard_scale`.
+    `part` is what `Rows.of` takes: origin and head. A Hadamard rotation is left without its factor,
+    `problem.hadamard_scale`.
     """
     dtype = CUTE_DTYPES[problem.dtype]
-    rows = choose(is_q, *(Rows.of(x, place.batch, place.head) for x in (tensors.q, tensors.k)))
-    elements, rotary = tile.elements(rows, dtype), None
-    if problem.rotary_dim:
-        tables = (Rows.of_table(x) for x in (tensors.cos, tensors.sin))
-        rotary = Rotary(problem, *tables, TABLE_DTYPES[problem.rotary_dtype])
+    rows = choose(is_q, *(Rows.of(x, *part) for x in (tensors.q, tensors.k)))
+    elements, rotary = tile.elements(rows, dtype), rotary_of(problem, tensors)
     for i in range(ROWS):
         values = widened(elements[None, i])
         if rotary is not None:
-            rotary.rotate(values, rows, dtype, tile, i)
+            rotary.rotate(values, rows, dtype, tile, i, rotary.angles(tile, i))
+        if problem.hadamard:
+            mix(values, tile, problem.hadamard)
+        yield values
+
+
+def rotary_of(problem: QuantizeProblem, tensors: QuantizeTensors) -> Rotary | None:
+    """The rotary embedding, None without one."""
+    if not problem.rotary_dim:
+        return None
+    tables = (Rows.of_table(x) for x in (tensors.cos, tensors.sin))
+    return Rotary(problem, *tables, Int32(tensors.cos.shape[0]) - 1, TABLE_DTYPES[problem.rotary_dtype])
+
+
+def rotated_heads(problem: QuantizeProblem, tensors: QuantizeTensors, heads: list[Rows], tile: Tile, i: int):
+    """A thread's row `i` of several heads, one after the other, as `rotated` gives it: they share cosines and sines."""
+    dtype, rotary = CUTE_DTYPES[problem.dtype], rotary_of(problem, tensors)
+    offsets = tuple(chunk * ALIGN_BYTES for chunk in tile.chunks())
+    elements = cute.make_rmem_tensor((COLUMNS, len(heads)), dtype)
+    for h, rows in enumerate(heads):
+        tile.load_row(rows, offsets, i, elements[None, h])
+    angles = rotary.angles(tile, i)
+    for h, rows in enumerate(heads):
+        values = widened(elements[None, h])
+        rotary.rotate(values, rows, dtype, tile, i, angles)
         if problem.hadamard:
             mix(values, tile, problem.hadamard)
         yield values
 
 
 def smoothed(
-    problem: QuantizeProblem, tensors: QuantizeTensors, place: Place, tile: Tile, mean: cute.Tensor | None = None
+    problem: QuantizeProblem,
+    tensors: QuantizeTensors,
+    part: tuple[Int32, Int32],
+    tile: Tile,
+    mean: cute.Tensor | None = None,
 ) -> Iterator[cute.Tensor]:
-    """A thread's rows of a tile of V, one after the other, minus a mean (head_dim_v,) if there is one: fp32."""
-    elements = tile.elements(Rows.of(tensors.v, place.batch, place.head), CUTE_DTYPES[problem.dtype])
+    """A thread's rows of a tile of V, one after the other, minus a mean (head_dim_v,) if there is one: fp32.
+
+    `part` is as for `rotated`.
+    """
+    elements = tile.elements(Rows.of(tensors.v, *part), CUTE_DTYPES[problem.dtype])
     for i in range(ROWS):
         values = widened(elements[None, i])
         if mean is not None:
