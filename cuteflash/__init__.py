@@ -11,6 +11,7 @@ from cuteflash.startup import quiet_interrupts
 # `python -m cuteflash` imports this package before it runs `__main__`; meanwhile sys.argv[0] is "-m".
 with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
     from cuteflash.api import flash_attn_func
+    from cuteflash.append import append_kv, apply_rotary
     from cuteflash.coerce import Fp8
     from cuteflash.packed_api import flash_attn_varlen_func
     from cuteflash.packing import (
@@ -27,6 +28,8 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
 __all__ = [
     "Fp8",
     "__version__",
+    "append_kv",
+    "apply_rotary",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

@@ -35,6 +35,7 @@ class Operator:
         name: below `torch.ops.cuteflash`.
         tensors: names of its tensors, which come first.
         optional: names of further tensors, each of which may be None, which is its default.
+        mutates: names of those tensors that it writes to.
         options: a NamedTuple class with a default for each field: the arguments after the tensors.
         returns: its result, as the annotation of a function.
         check: takes the tensors and the options; raises if no implementation can take them.
@@ -56,6 +57,7 @@ class Operator:
     fake: Callable[..., Any]
     transforms: Callable[[torch.library.Library, OpOverload], None]
     optional: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
     differentiable: Callable[..., Any] | None = None
     with_gradients: Operator | None = None
 
@@ -76,7 +78,7 @@ class Operator:
         def prototype() -> None: ...
 
         prototype.__signature__ = inspect.Signature(parameters, return_annotation=self.returns)  # type: ignore[attr-defined]
-        arguments = torch.library.infer_schema(prototype, mutates_args=())
+        arguments = torch.library.infer_schema(prototype, mutates_args=self.mutates)
         return self.name + arguments.replace("SymInt", "int")  # no option is a size, to be traced as a symbol
 
     def flat_cpu(self, *arguments: Any) -> Any:
@@ -128,6 +130,7 @@ def overload(operator: Operator) -> OpOverload:
 def _autograd(operator: Operator) -> Callable[..., Any]:
     names = (*operator.tensors, *operator.optional)
     differentiable = operator.differentiable or functools.partial(not_differentiable, operator.name)
+    mutated = tuple(names.index(name) for name in operator.mutates)
     plain, with_gradients = _implementations(operator), _implementations(operator.with_gradients or operator)
 
     def autograd(keyset: DispatchKeySet, *arguments: Any) -> Any:
@@ -139,9 +142,18 @@ def _autograd(operator: Operator) -> Callable[..., Any]:
                 return differentiable(implementation, *arguments)
             with torch_internals.single_level_autograd():
                 return differentiable(torch_internals.seen_by_outer_levels(implementation), *arguments)
+        if mutated:
+            note_writes(*(arguments[i] for i in mutated))
         return plain(keyset)(*arguments)
 
     return autograd
+
+
+def note_writes(*tensors: Tensor) -> None:
+    """Tell autograd that tensors are written to: a backward that saved one of them then raises."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _implementations(operator: Operator) -> Callable[[DispatchKeySet], Callable[..., Any]]:
