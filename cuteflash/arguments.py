@@ -138,20 +138,23 @@ class FwdTensors(NamedTuple):
     """
 
     q: Any  # (batch, seqlen_q, heads_q, head_dim)
-    k: Any  # (batch, seqlen_k, heads_k, head_dim)
-    v: Any  # (batch, seqlen_k, heads_k, head_dim_v)
+    k: Any  # (batch, seqlen_k, heads_k, head_dim); of a cache (pages, page_size, heads_k, head_dim)
+    v: Any  # (batch, seqlen_k, heads_k, head_dim_v); likewise
     o: Any  # (batch, seqlen_q, heads_q, head_dim_v)
     lse: Any  # (batch, heads_q, seqlen_q), fp32; None for a problem without LSE
 
 
 class PackedTensors(NamedTuple):
-    """What a kernel gets of packed sequences, int32; a kernel of dense batches does not have these arguments."""
+    """What a kernel gets of packed sequences and of caches, int32; a kernel of dense batches has none of these."""
 
     cu_seqlens_q: Any = None  # (batch + 1,), the first row of each sequence, then the end of the last one
     cu_seqlens_k: Any = None
     seqused_q: Any = None  # (batch,), how many of a sequence's rows count, the first ones; None is all
     seqused_k: Any = None
     tile_counter: Any = None  # (1,), 0 before a launch and after it; launches that overlap have one each
+    page_table: Any = None  # (cache entries, pages of each), the page's number; entries after the last row are not read
+    cache_batch_idx: Any = None  # (batch,), the cache entry of each sequence
+    cache_leftpad: Any = None  # (batch,), how many rows of a sequence's cache entry lie before its first key
 
 
 class ScaleTensors(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8Options
+from cuteflash.arguments import Fp8Options, FwdOptions
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Window,
@@ -21,6 +21,7 @@ from cuteflash.coerce import (
     options_of,
 )
 from cuteflash.fp8_packed_ops import fp8_varlen_fwd, fp8_varlen_fwd_lse
+from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse, kvcache_fwd_lse_cuda
 from cuteflash.packed_ops import (
     attend_plain_packed,
     varlen_fwd,
@@ -33,7 +34,8 @@ from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import reads_values, shown
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
-from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
+from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
+from cuteflash.validate_packed import PackedInputs, check_longest, check_packed, check_vector
 
 
 class VarlenOptions(TypedDict, total=False):
@@ -54,6 +56,7 @@ class VarlenOptions(TypedDict, total=False):
     v_mean: Tensor | None
     transposed_v: bool
     out_dtype: torch.dtype | None
+    page_table: Tensor | None
 
 
 Longest = int | Tensor | None
@@ -65,7 +68,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: Longest = ...,
     max_seqlen_k: Longest = ...,
     *,
@@ -78,7 +81,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: Longest = ...,
     max_seqlen_k: Longest = ...,
     *,
@@ -91,7 +94,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: Longest = ...,
     max_seqlen_k: Longest = ...,
     *,
@@ -105,7 +108,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: Longest = None,
     max_seqlen_k: Longest = None,
     *,
@@ -124,6 +127,7 @@ def flash_attn_varlen_func(
     v_mean: Tensor | None = None,
     transposed_v: bool = False,
     out_dtype: torch.dtype | None = None,
+    page_table: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of sequences that lie one after the other, each with its own length, as `flash_attn_func`.
@@ -152,6 +156,11 @@ def flash_attn_varlen_func(
             128`` keys. Those from a sequence's last one that counts up to the next multiple of 16 are zeros; all others
             that belong to no sequence are not read.
         out_dtype: as for `flash_attn_func`.
+        page_table: (batch, pages of a sequence), int32, each row contiguous, on q's device: k and v are then pages of
+            a cache, (num_pages, page_size, kv_heads, head_dim) and head_dim_v, and row r of sequence i is row ``r %
+            page_size`` of page ``page_table[i, r // page_size]``. Lengths are `seqused_k` or, without it, those of
+            `cu_seqlens_k`, one of which is needed; entries after a sequence's last page are not read, nor are rows
+            after its last key. Inference only: tensors that need a gradient are refused.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -169,10 +178,16 @@ def flash_attn_varlen_func(
             a compiled graph the max_seqlens are not checked. Without the check such vectors make a kernel read and
             write memory that is not theirs.
     """
+    if page_table is not None:
+        formats = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
+        _refuse_with_pages(**formats, seqused_q=seqused_q, out_dtype=out_dtype, transposed_v=transposed_v or None)
+        options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, None)
+        inputs = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
+        return _attend_paged(inputs, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
         tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        if not all(isinstance(x, Tensor) for x in tensors.values()):
+        if not (isinstance(cu_seqlens_k, Tensor) and all(isinstance(x, Tensor) for x in tensors.values())):
             raise not_tensors(**tensors)
     for name, optional in (("seqused_q", seqused_q), ("seqused_k", seqused_k), ("v_mean", v_mean)):
         if optional is not None and not isinstance(optional, Tensor):
@@ -213,6 +228,58 @@ def _attend_fp8(
         check_fp8_packed(inputs, options)
         check_longest(inputs.packed, limits)
     result: Tensor | tuple[Tensor, Tensor] = (fp8_varlen_fwd_lse if return_lse else fp8_varlen_fwd)(*inputs, *options)
+    return result
+
+
+def _refuse_with_pages(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            described = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+            raise NotImplementedError(f"{name} is {described}; supported with page_table: not given")
+
+
+def _paged_inputs(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    page_table: Tensor,
+) -> KvCacheInputs:
+    """The tensors of a call with pages, whose lengths may be given as ends."""
+    named = dict(zip(("q", "k", "v"), tensors, strict=True)) | {"cu_seqlens_q": cu_seqlens_q, "page_table": page_table}
+    lengths = {"cu_seqlens_k": cu_seqlens_k} if seqused_k is None else {"seqused_k": seqused_k}
+    if cu_seqlens_k is None and seqused_k is None:
+        raise ValueError("seqused_k is None; allowed with page_table: the lengths, as seqused_k or as cu_seqlens_k")
+    named |= {name: value for name, value in lengths.items() if value is not None}
+    if not all(isinstance(x, Tensor) for x in named.values()):
+        raise not_tensors(**named)
+    if seqused_k is None and cu_seqlens_k is not None:
+        check_vector("cu_seqlens_k", cu_seqlens_k, tensors[0].device)
+        seqused_k = cu_seqlens_k.diff()
+    return KvCacheInputs(*tensors, cu_seqlens_q, seqused_k, page_table)
+
+
+def _attend_paged(
+    inputs: KvCacheInputs, options: FwdOptions, limits: dict[str, Longest], return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with pages; `limits` are compared with the lengths, and help to choose a kernel."""
+    longest_q, longest_k = (_known_limit(f"max_seqlen_{side}", limit) for side, limit in limits.items())
+    if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
+        check_kvcache(inputs, options)
+        if inputs.batch:
+            rows_k = inputs.batch * min(longest_k, inputs.capacity)
+            found = length_class_of_packed(inputs.q.shape[0], rows_k, inputs.batch, longest_q, longest_k)
+            options = options._replace(lengths=found)
+    q, k, v, cu_seqlens_q, seqused_k, *_ = inputs
+    assert cu_seqlens_q is not None
+    if any(limit is not None for limit in limits.values()) and _can_read(cu_seqlens_q):
+        check_kvcache(inputs, options)
+        check_longest(PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_q, seqused_k=seqused_k), limits)
+    result: Tensor | tuple[Tensor, Tensor]
+    if is_plain_cuda_call(q, k, v) and not (is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        result = (kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda)(*inputs, *options)
+    else:
+        result = (kvcache_fwd_lse if return_lse else kvcache_fwd)(*inputs, *options)
     return result
 
 

@@ -19,7 +19,7 @@ HalfDtype = Literal["fp16", "bf16"]
 Fp8Dtype = Literal["e4m3", "e5m2"]
 Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
-StorageKind = Literal["dense", "varlen"]
+StorageKind = Literal["dense", "varlen", "paged"]
 Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -39,6 +39,8 @@ TRANSPOSED_KEYS = 128  # Vᵀ holds a sequence's keys in whole blocks of so many
 PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
 UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
+CACHE_ROWS_MAX = (1 << 31) - (1 << 16)  # that a TMA descriptor counts in one mode
+PAGE_ROWS_STEP = 8  # rows that a swizzled tile repeats after: boxes of several pages fill it in such bands
 
 
 def has_left_edge(mask: MaskKind) -> bool:
@@ -161,19 +163,40 @@ class Storage:
     Attributes:
         q: of Q and O. ``"dense"``: one length for all, in a batch mode. ``"varlen"``: one after the other, each with
             its own length.
-        k: of K and V, likewise.
+        k: of K and V, likewise. ``"paged"``: a cache (pages, page size, heads, columns). Without a page table each
+            sequence has one page.
         used_q, used_k: of each sequence only so many of its first rows count as a tensor says (``seqused_q``,
             ``seqused_k``).
+        page_rows: of paged K and V, the rows of one TMA box, all in one page; 0 if each row is looked up by itself.
+        has_page_table: the pages of each cache entry are in a table.
+        has_cache_batch_idx: the cache entry of each sequence is in a vector; otherwise it is the sequence's number.
+        has_leftpad: how many of a cache entry's first rows do not count is in a vector.
     """
 
     q: StorageKind = "dense"
     k: StorageKind = "dense"
     used_q: bool = False
     used_k: bool = False
+    page_rows: int = 0
+    has_page_table: bool = False
+    has_cache_batch_idx: bool = False
+    has_leftpad: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("q", "k"):
-            _check_choice(f"storage of {name}", getattr(self, name), STORAGE_KINDS)
+        _check_choice("storage of q", self.q, STORAGE_KINDS[:2])
+        _check_choice("storage of k", self.k, STORAGE_KINDS)
+        if self.page_rows % PAGE_ROWS_STEP:
+            raise ValueError(f"page_rows is {self.page_rows}; allowed: multiples of {PAGE_ROWS_STEP}")
+        of_caches = self.page_rows or self.has_page_table or self.has_cache_batch_idx or self.has_leftpad
+        if of_caches and self.k != "paged":
+            raise ValueError(f"storage of k is {self.k!r}; allowed with what only a cache has: 'paged'")
+        if self.page_rows and self.has_page_table and self.has_leftpad:
+            raise ValueError(f"page_rows is {self.page_rows}; allowed with has_leftpad: 0, as blocks begin in a page")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows of K and V are looked up one by one."""
+        return self.k == "paged" and self.page_rows == 0
 
 
 DENSE = Storage()
@@ -267,6 +290,7 @@ class BwdProblem:
 
     def __post_init__(self) -> None:
         _check_choice("dtype of a backward", self.operands.qk_dtype, DTYPES)
+        _check_choice("storage of k of a backward", self.storage.k, STORAGE_KINDS[:2])
 
     @classmethod
     def dense(
@@ -329,6 +353,13 @@ def extras_of(problem: Problem) -> list[str]:
     """What a problem has beyond operands and mask, in words: features, `used_q`, `dlse`, `packed 4`, `fp16 out`, .."""
     extras: list[str] = [name for name in FEATURES if name in problem.features]
     extras += [name for name in ("used_q", "used_k") if getattr(problem.storage, name)]
+    if problem.storage.k == "paged":
+        extras.append(f"paged {problem.storage.page_rows}")
+        extras += [
+            name.removeprefix("has_")
+            for name in ("has_page_table", "has_cache_batch_idx", "has_leftpad")
+            if getattr(problem.storage, name)
+        ]
     if isinstance(problem, BwdProblem) and problem.has_dlse:
         extras.append("dlse")
     if problem.operands.packed_heads > 1:

@@ -100,7 +100,12 @@ def check_statistics(q: Tensor, tensors: Mapping[str, Tensor | None], shape: tup
 
 def check_alignment(q: Tensor, k: Tensor, v: Tensor, **others: Tensor) -> None:
     """Raise ValueError if a tensor's first element is not on a 16-byte boundary (real tensors only)."""
-    for name, tensor in {"q": q, "k": k, "v": v, **others}.items():
+    check_alignments({"q": q, "k": k, "v": v, **others})
+
+
+def check_alignments(tensors: Mapping[str, Tensor]) -> None:
+    """`check_alignment` of any tensors."""
+    for name, tensor in tensors.items():
         if tensor.data_ptr() % ALIGNMENT:
             raise ValueError(
                 f"{name}.data_ptr() is {tensor.data_ptr():#x}; allowed: multiples of {ALIGNMENT} bytes "

@@ -121,23 +121,27 @@ def check_values(inputs: PackedInputs, *, complete: bool) -> None:
     """
     for side, tensor, used in (("q", inputs.q, inputs.seqused_q), ("k", inputs.k, inputs.seqused_k)):
         ends = (inputs.cu_seqlens_q if side == "q" else inputs.cu_seqlens_k).tolist()
-        name, rows = f"cu_seqlens_{side}", tensor.shape[0]
-        if ends[0] != 0:
-            raise ValueError(f"{name}[0] is {ends[0]}, where sequence 0 begins; allowed: 0")
-        for i, length in enumerate(differences(ends)):
-            if length < 0:
-                raise ValueError(
-                    f"{name}[{i + 1}] is {ends[i + 1]}, the end of sequence {i}, which begins at {ends[i]}; "
-                    f"allowed: {ends[i]} or more"
-                )
-        if ends[-1] > rows or (complete and ends[-1] != rows):
-            allowed = f"{rows}, that is {side}.shape[0]" if complete else f"up to {rows}, {side}.shape[0]"
-            raise ValueError(f"{name}[-1] is {ends[-1]}, the end of sequence {len(ends) - 2}; allowed: {allowed}")
+        check_ends(f"cu_seqlens_{side}", ends, side, tensor.shape[0], complete=complete)
         for i, (count, length) in enumerate(
             zip([] if used is None else used.tolist(), differences(ends), strict=False)
         ):
             if not 0 <= count <= length:
                 raise ValueError(f"seqused_{side}[{i}] is {count}; allowed: 0 to {length}, the length of sequence {i}")
+
+
+def check_ends(name: str, ends: list[int], side: str, rows: int, *, complete: bool) -> None:
+    """Raise ValueError, naming the sequence, if `ends` are not those of sequences in a tensor of so many rows."""
+    if ends[0] != 0:
+        raise ValueError(f"{name}[0] is {ends[0]}, where sequence 0 begins; allowed: 0")
+    for i, length in enumerate(differences(ends)):
+        if length < 0:
+            raise ValueError(
+                f"{name}[{i + 1}] is {ends[i + 1]}, the end of sequence {i}, which begins at {ends[i]}; "
+                f"allowed: {ends[i]} or more"
+            )
+    if ends[-1] > rows or (complete and ends[-1] != rows):
+        allowed = f"{rows}, that is {side}.shape[0]" if complete else f"up to {rows}, {side}.shape[0]"
+        raise ValueError(f"{name}[-1] is {ends[-1]}, the end of sequence {len(ends) - 2}; allowed: {allowed}")
 
 
 def check_longest(inputs: PackedInputs, limits: Mapping[str, int | Tensor | None]) -> None:

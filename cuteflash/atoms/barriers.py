@@ -104,6 +104,25 @@ class StageRing(Ring):
 
 
 @dataclasses.dataclass(frozen=True)
+class CopyRing(Ring):
+    """A ring that threads fill by cp.async, all of a tile's before its phase completes; products read it by WGMMA."""
+
+    @staticmethod
+    def create(barriers: cute.Pointer, stages: int) -> CopyRing:
+        """A ring over `2 * stages` mbarriers at `barriers` (initialised by `init_for`, with the filling threads)."""
+        return CopyRing(barriers, barriers + stages, stages)
+
+    def wait(self, position: Int32) -> None:
+        """See `Ring.wait`. What threads copied is made visible to the async proxy, by which products read."""
+        wait_phase(self.full + self.stage(position), self.phase(position))
+        cute.arch.fence_view_async_shared()
+
+    def publish(self, position: Int32) -> None:
+        """Filling thread: its part of the tile is complete once the copies that it has issued are."""
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.full + self.stage(position))
+
+
+@dataclasses.dataclass(frozen=True)
 class Handover:
     """One shared-memory buffer that warps fill and one thread drains, again and again.
 

@@ -22,6 +22,12 @@ def smem_tile_layout(dtype: type[cutlass.Numeric], rows: int, cols: int, stages:
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
+def rows_of_tile(tile: cute.ComposedLayout, rows: int) -> cute.ComposedLayout:
+    """The first `rows` rows of a (rows, cols, stages) tile, a multiple of 8, as TMA writes them: (rows, cols)."""
+    band = cute.flat_divide(cute.select(tile.outer, mode=[0, 1]), (rows,))  # (rows, bands, cols)
+    return cute.make_composed_layout(tile.inner, 0, cute.select(band, mode=[0, 2]))
+
+
 def packed_rows(tile: cute.ComposedLayout, heads: int, tokens: int) -> cute.ComposedLayout:
     """The first `heads * tokens` rows of a (rows, cols, stages) tile, seen as ((heads, tokens), cols, stages)."""
     row_stride = cute.flatten(tile.outer.stride[0])[0]  # rows of a swizzle-wide slab are evenly spaced

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32
 from cuteflash.arguments import BwdScalars, BwdTensors, FwdScalars, FwdTensors, PackedTensors
 from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
+from cuteflash.core.paged import Pages, seqlen_of_caches
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
@@ -43,8 +44,12 @@ def ragged_order(
 
     Without `persistent` blocks a second pass would cost a block for each tile of the first one.
     """
-    rows, keys, batch = tensors.q.shape[1], tensors.k.shape[1], packed.cu_seqlens_q.shape[0] - 1
-    group = TileOrder.head_group(live_rows(keys, batch), heads_per_kv, kernel.problem.operands.kv_row_bytes)
+    rows, batch = tensors.q.shape[1], packed.cu_seqlens_q.shape[0] - 1
+    if kernel.problem.storage.k == "paged":
+        keys = seqlen_of_caches(tensors.k, packed.page_table)
+    else:
+        keys = live_rows(tensors.k.shape[1], batch)
+    group = TileOrder.head_group(keys, heads_per_kv, kernel.problem.operands.kv_row_bytes)
     passes = Int32(1)
     if kernel.longest_first:
         group = RaggedOrder.wide_group(group, heads_per_kv)
@@ -75,6 +80,7 @@ class Launch:
         scale_log2, inner_scale: exp2 is taken of `scale_log2 * s`, with `s = tanh(inner_scale * q k)` under a softcap
             and `s = q k` otherwise.
         mask_kind, storage, tile_tokens, tile_n, packed_heads: of the kernel.
+        pages: where the rows of paged K and V lie; None of others.
     """
 
     order: Order
@@ -89,6 +95,7 @@ class Launch:
     tile_tokens: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     packed_heads: cutlass.Constexpr[int]
+    pages: Pages | None = None
 
     @staticmethod
     def of(kernel, tensors: FwdTensors, packed: PackedTensors, scalars: FwdScalars, persistent: bool) -> Launch:
@@ -102,7 +109,8 @@ class Launch:
         """
         operands, scores, storage = kernel.problem.operands, kernel.problem.scores, kernel.problem.storage
         batch, seqlen_q, heads_q, _ = tensors.q.shape
-        _, seqlen_k, heads_k, _ = tensors.k.shape
+        heads_k = tensors.k.shape[2]
+        lengths = lengths_of(tensors, packed)
         heads = heads_q // operands.packed_heads
         heads_per_kv = heads // heads_k
         order: Order
@@ -110,7 +118,7 @@ class Launch:
             order = ragged_order(kernel, tensors, packed, heads, heads_per_kv, persistent)
         else:
             m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
-            group = TileOrder.head_group(seqlen_k, heads_per_kv, operands.kv_row_bytes)
+            group = TileOrder.head_group(lengths.seqlen_k, heads_per_kv, operands.kv_row_bytes)
             if persistent:
                 group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
             group, longest_first = cutlass.min(group, heads * batch), kernel.longest_first
@@ -119,7 +127,7 @@ class Launch:
         return Launch(
             order=order,
             heads_per_kv=heads_per_kv,
-            lengths=lengths_of(tensors, packed),
+            lengths=lengths,
             window_left=scalars.window_left,
             window_right=scalars.window_right,
             scale_log2=scale * LOG2_E,
@@ -129,6 +137,7 @@ class Launch:
             tile_tokens=kernel.tile_tokens,
             tile_n=kernel.traits.tile_n,
             packed_heads=operands.packed_heads,
+            pages=Pages.of(tensors, packed, storage) if storage.k == "paged" else None,
         )
 
     def tile(self, index: Int32) -> QueryTile:
@@ -152,7 +161,7 @@ class Launch:
             head=head,
             sequence=batch,
             batch=0 if self.storage.q == "varlen" else batch,
-            kv_batch=0 if self.storage.k == "varlen" else batch,
+            kv_batch=batch if self.storage.k == "dense" else 0,
             heads_per_kv=self.heads_per_kv,
             first_q=sequence.first_q,
             first_k=sequence.first_k,
@@ -304,12 +313,13 @@ def lengths_of(tensors: FwdTensors | BwdTensors, packed: PackedTensors) -> Lengt
     """The lengths of a call; `tensors` as `batched` returns them."""
     return Lengths(
         seqlen_q=tensors.q.shape[1],
-        seqlen_k=tensors.k.shape[1],
+        seqlen_k=seqlen_of_caches(tensors.k, packed.page_table),
         cu_q=packed.cu_seqlens_q,
         cu_k=packed.cu_seqlens_k,
         used_q=packed.seqused_q,
         used_k=packed.seqused_k,
         batch=None if packed.cu_seqlens_q is None else packed.cu_seqlens_q.shape[0] - 1,
+        left_k=packed.cache_leftpad,
     )
 
 

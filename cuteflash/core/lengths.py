@@ -34,6 +34,7 @@ class Lengths:
         seqlen_q, seqlen_k: rows of every sequence of a dense batch; of a packed one, all rows of its tensor.
         cu_q, cu_k: (batch + 1,), the first row of each packed sequence, then the end of the last one; None if dense.
         used_q, used_k: (batch,), how many of a sequence's rows count, the first ones; None is all.
+        left_k: (batch,), how many of the first rows of K and V do not count either; None is none.
         batch: number of sequences, at least 1; asked for if queries or keys are packed.
     """
 
@@ -44,6 +45,7 @@ class Lengths:
     used_q: Vector | None = None
     used_k: Vector | None = None
     batch: Index | None = None
+    left_k: Vector | None = None
 
     def sequence(self, index: Index) -> Sequence:
         """The sequence of a batch entry.
@@ -81,6 +83,9 @@ class Lengths:
     def _sequence(self, index: Index) -> Sequence:
         """That of a batch entry."""
         first_k, seqlen_k = _span(index, self.seqlen_k, self.cu_k, self.used_k)
+        if self.left_k is not None:
+            left = self.left_k[index]
+            first_k, seqlen_k = first_k + left, cutlass.max(seqlen_k - left, 0)
         first_q, seqlen_q = _span(index, self.seqlen_q, self.cu_q, self.used_q)
         return Sequence(first_q, seqlen_q, first_k, seqlen_k)
 

@@ -35,7 +35,8 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     )
     operands, storage = problem.operands, problem.storage
     head_dim, head_dim_v = operands.head_dim, operands.head_dim_v
-    batch_q, batch_k = (() if kind == "varlen" else (batch,) for kind in (storage.q, storage.k))
+    batch_q = () if storage.q == "varlen" else (batch,)
+    batch_k = {"dense": (batch,), "varlen": (), "paged": (cute.sym_int32(symbol="pages"),)}[storage.k]
 
     def operand(dtype: Dtype, *shape: Any) -> Any:
         step = ALIGN_BYTES // DTYPE_BYTES[dtype]
@@ -65,6 +66,9 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         seqused_q=vector(sequences, storage.used_q),
         seqused_k=vector(sequences, storage.used_k),
         tile_counter=vector(1, storage.q == "varlen"),
+        page_table=_table() if storage.has_page_table else None,
+        cache_batch_idx=vector(sequences, storage.has_cache_batch_idx),
+        cache_leftpad=vector(sequences, storage.has_leftpad),
     )
     scales = ScaleTensors()
     if operands.is_fp8:
@@ -73,6 +77,12 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     return FwdArguments(tensors, packed, scales, scalars, make_fake_stream(use_tvm_ffi_env_stream=True)).flat()
+
+
+def _table() -> Any:
+    """A page table: rows may lie apart."""
+    shape = cute.sym_int32(symbol="entries"), cute.sym_int32(symbol="slots")
+    return make_fake_tensor(cutlass.Int32, shape, stride=(cute.sym_int64(), 1), assumed_align=4)
 
 
 def _per_head(batch: Any, heads: Any, *columns: Any) -> Any:

@@ -9,6 +9,7 @@ from cutlass import Int32
 
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import OnlineSoftmax
+from cuteflash.kernels.common.gather import RowGather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,8 @@ class KvSource:
 class KvSources:
     """One thread's share of the K and V loads."""
 
-    k: KvSource
-    v: KvSource
+    k: KvSource | RowGather
+    v: KvSource | RowGather
 
 
 @dataclasses.dataclass(frozen=True)

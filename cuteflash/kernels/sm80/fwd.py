@@ -8,14 +8,15 @@
 
 With one stage, K of the next block is loaded while the PV product runs and V while the QK product runs; with more,
 whole blocks are loaded ahead and a step needs one barrier instead of two. Several blocks on one multiprocessor overlap
-the softmax of one with the products of another. Not here: dropout, ALiBi, paged K/V, gradients.
+the softmax of one with the products of another. Rows of a cache are looked up in its pages
+(`cuteflash.kernels.common.gather`). Not here: dropout, ALiBi, gradients.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import FwdArguments
@@ -26,6 +27,7 @@ from cuteflash.core.launch import Launch, batched
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_first, transposed
+from cuteflash.kernels.common.gather import make_gather
 from cuteflash.kernels.sm80.bundles import KvSources, Operands, Tiles
 from cuteflash.kernels.sm80.epilogue import write_output
 from cuteflash.kernels.sm80.fwd_mma import attend, make_fragments
@@ -142,18 +144,34 @@ class FlashFwdSm80:
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         tiles = self.make_tiles(base)
         f = make_fragments(self, tiles, launch, thread)
-        head_dim, head_dim_v = self.problem.operands.head_dim, self.problem.operands.head_dim_v
+        sources = self.kv_sources(operands, kv_head, tiles, launch, tile)
+        load_q(self, operands.gQ[None, None, tile.head, tile.batch], tiles.sQ, tile, thread)
+        attend(self, f, sources, tile)
+        normalize(f.softmax, f.scores, f.out, tile, mLSE)
+        write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
+
+    def kv_sources(
+        self, operands: Operands, kv_head: Int32, tiles: Tiles, launch: Launch, tile: QueryTile
+    ) -> KvSources:
+        """Where this thread's share of K and V comes from."""
+        thread = cute.arch.thread_idx()[0]
+        if self.problem.storage.k == "paged":
+            return KvSources(
+                *(
+                    make_gather(self.load_copy(cols), thread, g[None, None, kv_head, None], sX, launch, tile)
+                    for g, sX, cols in (
+                        (operands.gK, tiles.sK, self.traits.head_dim),
+                        (operands.gV, tiles.sV, self.traits.head_dim_v),
+                    )
+                )
+            )
         gK, gV = (
             cute.domain_offset((tile.first_k, 0), g[None, None, kv_head, tile.kv_batch])
             for g in (operands.gK, operands.gV)
         )
-        k = make_kv_source(self, gK, tiles.sK, head_dim, thread)
-        v = make_kv_source(self, gV, tiles.sV, head_dim_v, thread)
-
-        load_q(self, operands.gQ[None, None, tile.head, tile.batch], tiles.sQ, tile, thread)
-        attend(self, f, KvSources(k, v), tile)
-        normalize(f.softmax, f.scores, f.out, tile, mLSE)
-        write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
+        k = make_kv_source(self, gK, tiles.sK, self.problem.operands.head_dim, thread)
+        v = make_kv_source(self, gV, tiles.sV, self.problem.operands.head_dim_v, thread)
+        return KvSources(k, v)
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""

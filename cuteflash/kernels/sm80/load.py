@@ -13,6 +13,7 @@ from cutlass import Boolean, Int32, const_expr
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.gqa import row_coord
 from cuteflash.core.tile import QueryTile
+from cuteflash.kernels.common.gather import RowGather
 from cuteflash.kernels.sm80.bundles import KvSource
 from cuteflash.traits.sm80 import CHUNK
 
@@ -45,8 +46,17 @@ def make_kv_source(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thre
 
 
 @cute.jit
-def load_kv(load: KvSource, n_block: Int32, stage: Int32 | int, rows: Int32 | None):
+def load_kv(load: KvSource | RowGather, n_block: Int32, stage: Int32 | int, rows: Int32 | None):
     """Issue the copies of key block `n_block`, of which the first `rows` rows exist; None if all do."""
+    if const_expr(isinstance(load, RowGather)):
+        load.load(load.find(n_block), n_block, stage)
+    else:
+        load_rows(load, n_block, stage, rows)
+
+
+@cute.jit
+def load_rows(load: KvSource, n_block: Int32, stage: Int32 | int, rows: Int32 | None):
+    """`load_kv` of rows that follow each other."""
     inside = load.columns
     if const_expr(rows is not None):
         _, passes, slabs, _ = load.tXsX.shape

@@ -29,8 +29,8 @@ class Tma:
     """
 
     load_q: cute.CopyAtom
-    load_k: cute.CopyAtom
-    load_v: cute.CopyAtom
+    load_k: cute.CopyAtom | None  # None: rows of K and V are looked up one by one, and gK and gV are the caches
+    load_v: cute.CopyAtom | None
     store_o: cute.CopyAtom
     gQ: cute.Tensor
     gK: cute.Tensor
@@ -59,29 +59,32 @@ class Rings:
     """Rings of tiles; K and V positions run on from tile to tile.
 
     Attributes:
-        q, k: filled by TMA.
-        v: what the consumers read, filled by TMA or by the warps that turn V.
+        q, k: filled by TMA; K, if its rows are looked up one by one, by threads.
+        v: what the consumers read, filled as K or by the warps that turn V.
         stored_v: V as it is stored, filled by TMA, if it is turned.
     """
 
     q: TmaRing
-    k: TmaRing
+    k: Ring
     v: Ring
     stored_v: TmaRing | None = None
 
-    def init(self, consumer_warps: int) -> None:
-        """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
-        filling = 1
+    def init(self, consumer_warps: int, copying_threads: int) -> None:
+        """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow.
+
+        `copying_threads` fill K and V, or TMA if there are none.
+        """
+        filling = filling_v = copying_threads or 1
         if self.stored_v is not None:
-            filling = TURNING_WARPS
+            filling_v = TURNING_WARPS
             self.stored_v.init(TURNING_WARPS)
-        for ring in (self.q, self.k):
-            ring.init(consumer_warps)
-        self.v.init_for(filling, consumer_warps)
+        self.q.init(consumer_warps)
+        self.k.init_for(filling, consumer_warps)
+        self.v.init_for(filling_v, consumer_warps)
 
     @property
-    def loaded_v(self) -> TmaRing:
-        """The ring of V that TMA fills."""
+    def loaded_v(self) -> Ring:
+        """The ring of V as it is loaded."""
         return self.v if self.stored_v is None else self.stored_v
 
 

@@ -11,8 +11,8 @@ the warpgroups take turns at the tensor cores (`pingpong`). Blocks are persisten
 tile while the consumers finish this one. With `fixed_max` unmasked key blocks do not update the row maxima; a block
 whose scores exceed them by too much is repaired (`fixed_max.py`). Without `warp_specialized` the first consumer warp
 issues the loads instead, to measure the gain of the producer. Of packed sequences a second producer warp finds the
-tiles (`handout.py`), and the descriptors clip boxes at a sequence's end (`ragged.py`). Not here: dropout, ALiBi, paged
-K/V, gradients.
+tiles (`handout.py`), and the descriptors clip boxes at a sequence's end (`ragged.py`). K and V of a cache are loaded
+page by page, or row by row (`paged_load.py`). Not here: dropout, ALiBi, gradients.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import FwdArguments
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import StageRing, TmaRing
+from cuteflash.atoms.barriers import CopyRing, StageRing, TmaRing
 from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
 from cuteflash.core.scales import Scales
@@ -43,6 +43,7 @@ from cuteflash.kernels.sm90.load import load
 from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.fp8_sm90 import TURNING_WARPS
+from cuteflash.traits.sm80 import CHUNK, swizzle_width
 from cuteflash.traits.sm90 import HANDED_TILES, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
 
@@ -79,7 +80,29 @@ class FlashFwdSm90:
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer warpgroup, and of a consumer warpgroup."""
         traits = self.traits
+        if self.problem.storage.k == "paged":
+            return traits.paged_regs
         return traits.packed_regs if self.problem.storage.q == "varlen" else (traits.producer_regs, traits.mma_regs)
+
+    @property
+    def copying_threads(self) -> range:
+        """The threads that look up and copy rows of K and V, whole warps; none if TMA loads them.
+
+        All of the producer if a tile is whole passes of theirs, and no warp of it hands out tiles.
+        """
+        traits = self.traits
+        if not self.problem.storage.gathers:
+            return range(0)
+        rows = max(WARPGROUP * CHUNK // swizzle_width(cols) for cols in (traits.head_dim, traits.head_dim_v))
+        is_whole = self.problem.storage.q == "dense" and traits.tile_n % rows == 0
+        return range(0 if is_whole else WARPGROUP // 2, WARPGROUP)
+
+    @property
+    def loading_warps(self) -> tuple[int, ...]:
+        """The warps of the producer that load."""
+        if not self.problem.storage.gathers:
+            return (0,)
+        return (0, 1, 2, 3) if self.copying_threads.start == 0 else (0, 2, 3)
 
     @property
     def longest_first(self) -> bool:
@@ -174,22 +197,33 @@ class FlashFwdSm90:
         """TMA descriptors over (batch, seqlen, heads, head_dim) tensors and a (batch, heads, head_dim_v, keys) Vᵀ."""
         traits, packed, storage = self.traits, self.problem.operands.packed_heads, self.problem.storage
         queries = functools.partial(query_view if storage.q == "dense" else ragged, packed_heads=packed)
-        keys = rows_first if storage.k == "dense" else functools.partial(ragged, packed_heads=1)
         d, dv = traits.head_dim, traits.head_dim_v
-        values, layout_v, box_v = keys, self.smem_layout_v(), (traits.tile_n, dv)
-        if self.problem.operands.transposed_v:
-            values = columns_first if storage.k == "dense" else ragged_columns
-            layout_v, box_v = self.smem_layout_vt(), (dv, traits.tile_n)
-        smem_k, smem_v = (cute.select(layout, mode=[0, 1]) for layout in (self.smem_layout_k(), layout_v))
         smem_q, smem_o = (
             cute.select(self.smem_box_layout(layout), mode=[0, 1])
             for layout in (self.smem_layout_q(), self.smem_layout_o())
         )
         load_q, gQ = atoms.tma_load(queries(mQ), smem_q, self.query_box(d))
-        load_k, gK = atoms.tma_load(keys(mK), smem_k, (traits.tile_n, d))
-        load_v, gV = atoms.tma_load(values(mV), smem_v, box_v)
+        load_k, gK, load_v, gV = self.make_kv_tma(mK, mV)
         store_o, gO = atoms.tma_store(queries(mO), smem_o, self.query_box(dv))
         return Tma(load_q, load_k, load_v, store_o, gQ, gK, gV, gO)
+
+    def make_kv_tma(self, mK: cute.Tensor, mV: cute.Tensor) -> tuple:
+        """Descriptor and coordinate tensor of K, and of V; without descriptors if rows are looked up one by one."""
+        traits, storage = self.traits, self.problem.storage
+        d, dv = traits.head_dim, traits.head_dim_v
+        if storage.gathers:
+            return None, rows_first(mK), None, rows_first(mV)
+        rows = storage.page_rows or traits.tile_n
+        keys = rows_first if storage.k == "dense" else functools.partial(ragged, packed_heads=1)
+        values, layout_v, box_v = keys, self.smem_layout_v(), (rows, dv)
+        if self.problem.operands.transposed_v:
+            values = columns_first if storage.k == "dense" else ragged_columns
+            layout_v, box_v = self.smem_layout_vt(), (dv, rows)
+        smem_k, smem_v = (
+            atoms.rows_of_tile(layout, rows) if storage.page_rows else cute.select(layout, mode=[0, 1])
+            for layout in (self.smem_layout_k(), layout_v)
+        )
+        return *atoms.tma_load(keys(mK), smem_k, (rows, d)), *atoms.tma_load(values(mV), smem_v, box_v)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -221,12 +255,14 @@ class FlashFwdSm90:
         block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE, scales)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
-                cpasync.prefetch_descriptor(atom)
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
-                rings.init(consumer_warps)
+                rings.init(consumer_warps, len(self.copying_threads))
                 if const_expr(handout is not None):
-                    handout.init(readers=consumer_warps + (TURNING_WARPS - 1 if self.turns_v else 1))
+                    readers = TURNING_WARPS - 1 if self.turns_v else len(self.loading_warps)
+                    handout.init(readers=consumer_warps + readers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -237,7 +273,7 @@ class FlashFwdSm90:
             if const_expr(self.turns_v):
                 load_and_turn(self, block)
             else:
-                if warp == 0:
+                if self.loads(warp):
                     load(self, block)
                 if const_expr(handout is not None):
                     if warp == 1:
@@ -245,6 +281,12 @@ class FlashFwdSm90:
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             consume(self, block)
+
+    def loads(self, warp: Int32) -> Boolean:
+        """Whether a warp of the producer is one of `loading_warps`."""
+        if len(self.loading_warps) == 1:
+            return warp == 0
+        return (warp != 1) | (len(self.loading_warps) == WARPGROUP // 32)
 
     def make_rings(self, base: cute.Pointer) -> Rings:
         """Q, K and V rings over the mbarriers at the start of the block's shared memory."""
@@ -254,6 +296,9 @@ class FlashFwdSm90:
         barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
         q, kv = traits.q_stage, traits.kv_stage
         at_v, at_stored_v = (barriers + 2 * (q + n * kv) for n in (1, 2))
+        if self.problem.storage.gathers:
+            k, v = (CopyRing.create(start, kv) for start in (barriers + 2 * q, at_v))
+            return Rings(TmaRing.create(barriers, q, q_bytes), k, v)
         return Rings(
             q=TmaRing.create(barriers, q, q_bytes),
             k=TmaRing.create(barriers + 2 * q, kv, k_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -15,6 +16,7 @@ from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.kernels.sm90.bundles import Block
 from cuteflash.kernels.sm90.handout import visit_tiles
+from cuteflash.kernels.sm90.paged_load import make_paged_sources
 from cuteflash.kernels.sm90.ragged import sequence_columns, sequence_rows
 from cuteflash.problem import TRANSPOSED_KEYS
 
@@ -72,9 +74,9 @@ class QuerySource:
 class TileLoads:
     """The loads of one query tile."""
 
-    q: QuerySource
-    k: TmaSource
-    v: TmaSource
+    q: Any  # `QuerySource`, or as `make_paged_sources` wraps it
+    k: Any  # `TmaSource`, or as `make_paged_sources` makes it; called with a position and a key block
+    v: Any
     blocks: KeyBlocks
 
 
@@ -105,17 +107,20 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
     tma, tiles, rings = block.tma, block.tiles, block.rings
     traits = kernel.traits
     gQ = cute.local_tile(query_rows(kernel, tma.gQ, tile), kernel.query_box(traits.head_dim), (None, 0))
+    tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ_boxes, gQ)
+    warpgroups = traits.mma_warpgroups
+    q = QuerySource(tma.load_q, rings.q, tQgQ, tQsQ, tile.m_block * warpgroups, warpgroups)
+    if kernel.problem.storage.k == "paged":
+        return TileLoads(*make_paged_sources(kernel, block, tile, q), blocks)
     gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (traits.tile_n, traits.head_dim), (None, 0))
     if kernel.problem.operands.transposed_v:
         gV = cute.local_tile(value_columns(kernel, tma.gV, tile), (traits.head_dim_v, traits.tile_n), (0, None))
     else:
         gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, traits.head_dim_v), (None, 0))
-    tQsQ, tQgQ = atoms.tma_partition(tma.load_q, tiles.sQ_boxes, gQ)
     tKsK, tKgK = atoms.tma_partition(tma.load_k, tiles.sK, gK)
     tVsV, tVgV = atoms.tma_partition(tma.load_v, tiles.sV, gV)
-    warpgroups = traits.mma_warpgroups
     return TileLoads(
-        q=QuerySource(tma.load_q, rings.q, tQgQ, tQsQ, tile.m_block * warpgroups, warpgroups),
+        q=q,
         k=TmaSource(tma.load_k, rings.k, tKgK, tKsK),
         v=TmaSource(tma.load_v, rings.loaded_v, tVgV, tVsV),
         blocks=blocks,
@@ -142,7 +147,7 @@ def load_first(kernel: cutlass.Constexpr, loads: TileLoads, q_pos: Int32, kv_pos
 
 @cute.jit
 def load(kernel: cutlass.Constexpr, block: Block):
-    """Load every tile of this block; a whole warp calls it."""
+    """Load every tile of this block; a whole warp calls it, or several if they look up rows of K and V."""
     visit_tiles(block.handout, block.launch, functools.partial(load_tile, kernel, block))
 
 

@@ -20,11 +20,11 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cuteflash.problem import LENGTH_MAX
+from cuteflash.problem import CACHE_ROWS_MAX, LENGTH_MAX
 
 END = 1 << 30
 TURN = 1 << 34
-EXTENT = (1 << 31) - (1 << 16)  # of the two further modes: never reached
+EXTENT = CACHE_ROWS_MAX  # of the two further modes: never reached
 GRAIN = 16  # keys of 8 bits
 assert LENGTH_MAX <= END
 

@@ -1,0 +1,151 @@
+"""Loads of K and V from a cache: by TMA, a box for each part of a block that one page holds, or row by row.
+
+A block is `page_rows` rows at a time in one page, and fills a band of the swizzled tile with each. Boxes end with the
+sequence as those of packed sequences do (`cuteflash.kernels.sm90.ragged`): the rows of all pages are counted on through
+the cache, and a box of `n` rows that count is the end of a sequence of `n`. So no row past the last key reaches shared
+memory, and a part without any brings zeros without a look at the table, which may hold anything there.
+
+A page that holds no whole band is read row by row (`cuteflash.kernels.common.gather`), by several producer warps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cuteflash.atoms import sm90 as atoms
+from cuteflash.atoms.barriers import CopyRing, TmaRing
+from cuteflash.atoms.sm80 import load_copy
+from cuteflash.core.paged import Pages
+from cuteflash.core.tile import QueryTile
+from cuteflash.kernels.common.gather import LANES, RowGather, entry_of, make_gather
+from cuteflash.kernels.sm90.bundles import Block
+from cuteflash.kernels.sm90.ragged import sequence_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedSource:
+    """Where K or V comes from: key blocks of one head and sequence, page by page, by TMA. A whole warp calls it.
+
+    Attributes:
+        ring: which tile is in which stage.
+        rows: the cache in the coordinates of its descriptor.
+        parts: (part's rows, columns, part, stage) in shared memory.
+        page_step: rows of the cache from one page to the next.
+        entry: the sequence's cache entry.
+        first_key, seqlen_k: its first key's row there, and the number of its keys.
+        part_rows, tile_rows: rows of a box, and of a key block.
+    """
+
+    atom: cute.CopyAtom
+    ring: TmaRing
+    rows: cute.Tensor
+    parts: cute.Tensor
+    page_step: Int32
+    entry: Int32
+    kv_head: Int32
+    first_key: Int32
+    seqlen_k: Int32
+    pages: Pages
+    part_rows: cutlass.Constexpr[int]
+    tile_rows: cutlass.Constexpr[int]
+
+    @cute.jit
+    def __call__(self, position: Int32, n_block: Int32):
+        """Load a key block as tile `position` of the ring, once its stage is free."""
+        begin = n_block * self.tile_rows
+        rows = self.seqlen_k - begin
+        # Each lane looks up a part, before the wait for the stage.
+        at = cute.arch.lane_idx() * self.part_rows
+        first = Int32(0)
+        if at < cutlass.min(rows, self.tile_rows):
+            page, row = self.pages.place(self.entry, self.first_key + begin + at)
+            first = page * self.page_step + row
+        barrier = self.ring.acquire(position)
+        stage = self.ring.stage(position)
+        for part in cutlass.range(self.tile_rows // self.part_rows, unroll=1):
+            there = cutlass.max(cutlass.min(rows - part * self.part_rows, self.part_rows), 0)
+            self.load_part(cute.arch.shuffle_sync(first, part), there, self.parts[None, None, part, stage], barrier)
+
+    def load_part(self, first: Int32, there: Int32, sX: cute.Tensor, barrier: cute.Pointer) -> None:
+        """Load the `there` rows of the cache from `first` on, and zeros after them."""
+        rows = sequence_rows(self.rows, 1, self.kv_head, first, there)
+        gX = cute.local_tile(rows, (self.part_rows, cute.size(sX.shape[1])), (0, 0))
+        tXsX, tXgX = atoms.tma_partition(self.atom, sX, gX)
+        cute.copy(self.atom, tXgX, tXsX, tma_bar_ptr=barrier)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherSource:
+    """Where K or V comes from: key blocks of one head and sequence, row by row.
+
+    All loading warps call it; those from `first_warp` on copy.
+    """
+
+    ring: CopyRing
+    gather: RowGather
+    first_warp: cutlass.Constexpr[int]
+
+    @cute.jit
+    def __call__(self, position: Int32, n_block: Int32):
+        """Load a key block as tile `position` of the ring, once its stage is free."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= self.first_warp:
+            found = self.gather.find(n_block)
+            self.ring.wait_free(position)
+            self.gather.load(found, n_block, self.ring.stage(position))
+            self.ring.publish(position)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstWarpQueries:
+    """A source of Q that all loading warps call, for the first one to load."""
+
+    source: Any
+
+    @cute.jit
+    def __call__(self, position: Int32):
+        """Load the tile's queries."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            self.source(position)
+
+
+def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> tuple[Any, Any, Any]:
+    """The sources of Q, K and V of a tile; `queries` is that of Q for one warp."""
+    traits, tma, tiles, rings = kernel.traits, block.tma, block.tiles, block.rings
+    operands = (
+        (tma.load_k, rings.k, tma.gK, tiles.sK, traits.head_dim),
+        (tma.load_v, rings.loaded_v, tma.gV, tiles.sV, traits.head_dim_v),
+    )
+    if kernel.problem.storage.gathers:
+        threads = kernel.copying_threads
+        thread = cute.arch.thread_idx()[0] - threads.start
+
+        def gathered(ring: CopyRing, gX: cute.Tensor, sX: cute.Tensor, cols: int) -> GatherSource:
+            copy = load_copy(kernel.dtype, len(threads), cols)
+            gX = gX[None, None, tile.kv_head, None]
+            return GatherSource(ring, make_gather(copy, thread, gX, sX, block.launch, tile), threads.start // LANES)
+
+        return FirstWarpQueries(queries), *(gathered(*operand) for _, *operand in operands)
+    rows, entry, kv_head = kernel.problem.storage.page_rows, entry_of(block.launch, tile), tile.kv_head
+    sources = (
+        PagedSource(
+            atom=atom,
+            ring=ring,
+            rows=gX,
+            parts=cute.local_tile(sX, (rows, cols), (None, 0, None)),
+            page_step=step,
+            entry=entry,
+            kv_head=kv_head,
+            first_key=tile.first_k,
+            seqlen_k=tile.mask.seqlen_k,
+            pages=block.launch.pages,
+            part_rows=rows,
+            tile_rows=traits.tile_n,
+        )
+        for (atom, ring, gX, sX, cols), step in zip(operands, block.launch.pages.steps, strict=True)
+    )
+    return queries, *sources

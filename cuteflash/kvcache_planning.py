@@ -1,0 +1,201 @@
+"""From a call with caches on a GPU to its launch, see `cuteflash.planning`.
+
+The host does not know lengths or pages: which kernel runs depends on sizes, on strides and on the class of lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from cuteflash.arguments import FwdOptions, PackedTensors
+from cuteflash.compile import compiled
+from cuteflash.dispatch import choose, current_target
+from cuteflash.packed_planning import SEVERAL, counters
+from cuteflash.planning import DTYPE_NAMES, Result, fwd_scalars, should_pack, target_of
+from cuteflash.problem import (
+    CACHE_ROWS_MAX,
+    DENSE,
+    PAGE_ROWS_STEP,
+    FwdProblem,
+    Operands,
+    Scores,
+    Storage,
+    mask_of_window,
+)
+from cuteflash.strides import usable_strides
+from cuteflash.traits.arch import Family
+from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
+from cuteflash.validate import ALIGNMENT
+from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
+
+GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
+
+Launch = Callable[[KvCacheInputs], Result]
+Strides = tuple[int, ...]
+
+
+class Planner:
+    """The launches of one operator on caches.
+
+    Args:
+        has_lse: whether it returns the log-sum-exp, too.
+    """
+
+    def __init__(self, has_lse: bool) -> None:
+        self.has_lse = has_lse
+
+    def launch(self, inputs: KvCacheInputs, options: FwdOptions) -> Launch:
+        """A checked launch for calls with the same sizes, strides and options; what it keeps holds no tensor.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `check_kvcache`, `target_of` and `choose` do.
+        """
+        check_kvcache(inputs, options)
+        q, k, v = inputs[:3]
+        shapes = result_shapes(inputs)
+        if is_empty(inputs):
+            target_of(q.device, options.family)  # as `choose` does for the others
+            return functools.partial(self._without_kernel, shapes=shapes)
+        step = ALIGNMENT // q.element_size()
+        restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
+        strides = [new or x.stride() for new, x in zip(restrides[1:], (k, v), strict=True)]
+        target = current_target(q.device.index)
+        is_packed = inputs.cu_seqlens_q is not None
+        length = -(-q.shape[0] // inputs.batch) if is_packed else q.shape[1]
+        mask, *window = mask_of_window(options.window_left, options.window_right, SEVERAL if is_packed else length)
+        dtype = DTYPE_NAMES[q.dtype]
+        operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3])
+        problem = FwdProblem(operands, Scores(mask, options.softcap > 0), storage_of(inputs), self.has_lse)
+        choice = choose(problem, target, cast(Family | None, options.family), class_of_lengths(inputs, options))
+        heads_per_kv = q.shape[-2] // k.shape[2]
+        packs = options.pack_gqa
+        if packs is None:
+            packs = should_pack(length, heads_per_kv, choice.traits.tile_m)
+        rows = box_rows(inputs, strides, choice.traits.tile_n) if choice.family == "sm90" else 0
+        if rows == 0 and problem.storage.k == "paged":
+            check_reach(inputs, strides)
+        problem = with_page_rows(problem.packed(heads_per_kv) if packs else problem, rows)
+        kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
+        scalars = fwd_scalars(options, (window[0], window[1]), q.shape[-1], q.device)
+        storage = problem.storage
+
+        def launch(inputs: KvCacheInputs) -> Result:
+            result = self._results(inputs, shapes)
+            o, lse = result if self.has_lse else (result, None)
+            q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
+            vectors = () if storage == DENSE else vectors_of(inputs)
+            kernel(q, k, v, o, lse, *vectors, *scalars)
+            return result
+
+        return launch
+
+    def _results(self, inputs: KvCacheInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Result:
+        """O and LSE, uninitialised."""
+        o_shape, lse_shape = shapes
+        o = inputs.q.new_empty(o_shape)
+        return (o, inputs.q.new_empty(lse_shape, dtype=torch.float32)) if self.has_lse else o
+
+    def _without_kernel(self, inputs: KvCacheInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Result:
+        """What queries get that see no key."""
+        result = self._results(inputs, shapes)
+        o, lse = result if self.has_lse else (result, None)
+        o.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return result
+
+
+def vectors_of(inputs: KvCacheInputs) -> PackedTensors:
+    """The vectors and the table of a launch."""
+    return PackedTensors(
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        seqused_k=inputs.seqused_k,
+        tile_counter=None if inputs.cu_seqlens_q is None else counters.of(inputs.q.device),
+        page_table=inputs.page_table,
+        cache_batch_idx=inputs.cache_batch_idx,
+        cache_leftpad=inputs.cache_leftpad,
+    )
+
+
+def result_shapes(inputs: KvCacheInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of O and of LSE."""
+    *rows, heads, _ = inputs.q.shape
+    o_shape = (*inputs.q.shape[:-1], inputs.v_cache.shape[3])
+    return o_shape, (*rows[:-1], heads, rows[-1])
+
+
+def storage_of(inputs: KvCacheInputs) -> Storage:
+    """How the sequences of a call lie in memory. Whole caches, one for each sequence of a dense batch, are dense."""
+    if all(x is None for x in inputs[3:]):
+        return DENSE
+    return Storage(
+        "dense" if inputs.cu_seqlens_q is None else "varlen",
+        "paged",
+        used_k=inputs.seqused_k is not None,
+        has_page_table=inputs.page_table is not None,
+        has_cache_batch_idx=inputs.cache_batch_idx is not None,
+        has_leftpad=inputs.cache_leftpad is not None,
+    )
+
+
+def with_page_rows(problem: FwdProblem, rows: int) -> FwdProblem:
+    """The problem with boxes of so many rows, if its K and V are paged."""
+    if problem.storage.k != "paged":
+        return problem
+    return dataclasses.replace(problem, storage=dataclasses.replace(problem.storage, page_rows=rows))
+
+
+def box_rows(inputs: KvCacheInputs, strides: Sequence[Strides], tile_n: int) -> int:
+    """The rows of a TMA box, of key blocks of `tile_n` rows; 0 if rows are to be looked up one by one.
+
+    A descriptor counts the rows of a cache through all pages, so that pages have to lie a multiple of rows apart, and
+    a box lies in one page.
+
+    Args:
+        inputs: the call's.
+        strides: of the caches, as the kernel gets them.
+    """
+    pages, page_size = inputs.k_cache.shape[:2]
+    for page_stride, row_stride, *_ in strides:
+        if row_stride == 0:
+            return 0
+        step, rest = divmod(page_stride, row_stride)
+        if pages > 1 and (rest or (pages - 1) * step + page_size > CACHE_ROWS_MAX):
+            return 0
+    if inputs.page_table is None:
+        return tile_n
+    if inputs.cache_leftpad is not None:
+        return 0
+    rows = math.gcd(page_size, tile_n)
+    return 0 if rows % PAGE_ROWS_STEP else rows
+
+
+def check_reach(inputs: KvCacheInputs, strides: Sequence[Strides]) -> None:
+    """Raise ValueError if a cache is too large for its rows to be looked up one by one."""
+    for name, cache, cache_strides in zip(("k_cache", "v_cache"), inputs[1:3], strides, strict=True):
+        last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache_strides, strict=True))
+        if last * cache.element_size() >= GATHERED_BYTES_MAX:
+            raise ValueError(
+                f"{name} reaches over {last * cache.element_size()} bytes; allowed for pages of "
+                f"{cache.shape[1]} rows: fewer than {GATHERED_BYTES_MAX}"
+            )
+
+
+def class_of_lengths(inputs: KvCacheInputs, options: FwdOptions) -> LengthClass:
+    """The class that the options name, or that of the mean queries and whole cache entries."""
+    if options.lengths is not None:
+        return cast(LengthClass, options.lengths)
+    if inputs.cu_seqlens_q is None:
+        return length_class_of(inputs.q.shape[1], inputs.capacity)
+    return length_class_of_packed(inputs.q.shape[0], inputs.batch * inputs.capacity, inputs.batch)
+
+
+def is_empty(inputs: KvCacheInputs) -> bool:
+    """Whether no query sees a key, whatever the lengths and the mask."""
+    return inputs.q.numel() == 0 or inputs.k_cache.numel() == 0 or inputs.capacity == 0 or inputs.batch == 0
