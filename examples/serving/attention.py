@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-import cuteflash
+from cuteflash import append_kv, flash_attn_varlen_func
 
 NAME = "paged_cache"  # transformers makes no mask for a name that has none registered
 
@@ -84,7 +84,7 @@ class Step:
 
     def attend(self, call: Call) -> Tensor:
         k_pages, v_pages = self.caches[call.layer]
-        cuteflash.append_kv(
+        append_kv(
             k_pages,
             v_pages,
             call.k,
@@ -93,7 +93,7 @@ class Step:
             page_table=self.page_table,
             cu_seqlens_k_new=self.cu_seqlens,
         )
-        o: Tensor = cuteflash.flash_attn_varlen_func(
+        o: Tensor = flash_attn_varlen_func(
             call.q,
             k_pages,
             v_pages,
