@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import pathlib
 import random
@@ -70,14 +71,20 @@ class Measured:
         found = {"seconds": self.seconds, "tokens_per_second": self.tokens / self.seconds}
         if self.times:
             firsts = sorted(times[0] for times in self.times)
-            gaps = sorted(b - a for times in self.times for a, b in zip(times, times[1:], strict=False))
+            gaps = sorted(b - a for times in self.times for a, b in itertools.pairwise(times))
             for name, values in (("first_token_ms", firsts), ("between_tokens_ms", gaps)):
                 found[name] = 1e3 * median(values)
                 found[f"{name}_p95"] = 1e3 * values[int(0.95 * (len(values) - 1))]
         return found
 
 
-Run = Callable[[Sequence[Sequence[int]]], Measured]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """A way to generate: its model's vocabulary, the run that is measured, and what gives its memory back."""
+
+    vocabulary: int
+    run: Callable[[Sequence[Sequence[int]]], Measured]
+    close: Callable[[], object] = lambda: None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -122,13 +129,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(way: str, options: argparse.Namespace, load: Load) -> dict[str, float]:
-    """The median of each number over the rounds, each with prompts of its own; a short run comes first."""
+    """The median of each number over the rounds, each with prompts of its own, after a run that does not count."""
     device = torch.device(options.device)
     make = {ENGINE: make_engine, STATIC: make_static, CONTINUOUS: make_continuous}[way]
-    vocabulary, run = make(options.preset, device, load)
-    run(load.prompts(vocabulary, seed=0))
-    runs = [run(load.prompts(vocabulary, seed=1 + i)).summary() for i in range(options.rounds)]
-    del run
+    made = make(options.preset, device, load)
+    made.run(load.prompts(made.vocabulary, seed=0))
+    runs = [made.run(load.prompts(made.vocabulary, seed=1 + i)).summary() for i in range(options.rounds)]
+    made.close()
+    del made
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -156,7 +164,7 @@ def wait(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def make_engine(preset: str, device: torch.device, load: Load) -> tuple[int, Run]:
+def make_engine(preset: str, device: torch.device, load: Load) -> Way:
     """The engine with its prefixes turned off, since other ways find none either."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
@@ -189,7 +197,7 @@ def make_engine(preset: str, device: torch.device, load: Load) -> tuple[int, Run
             pass
         return Measured(wait(device) - begin, sum(map(len, times)), times)
 
-    return runner.vocabulary, run
+    return Way(runner.vocabulary, run)
 
 
 def _plain_model(preset: str, device: torch.device) -> Any:
@@ -200,7 +208,7 @@ def _plain_model(preset: str, device: torch.device) -> Any:
     return make_model(preset, dtype_of(device), device, attention="sdpa")
 
 
-def make_static(preset: str, device: torch.device, load: Load) -> tuple[int, Run]:
+def make_static(preset: str, device: torch.device, load: Load) -> Way:
     """`generate` of transformers with SDPA: batches in the order of arrival, padded on the left."""
     model = _plain_model(preset, device)
 
@@ -218,10 +226,10 @@ def make_static(preset: str, device: torch.device, load: Load) -> tuple[int, Run
             tokens += out.shape[0] * (out.shape[1] - longest)
         return Measured(wait(device) - begin, tokens)
 
-    return model.config.vocab_size, run
+    return Way(model.config.vocab_size, run)
 
 
-def make_continuous(preset: str, device: torch.device, load: Load) -> tuple[int, Run]:
+def make_continuous(preset: str, device: torch.device, load: Load) -> Way:
     """transformers' continuous batching with SDPA."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -249,7 +257,7 @@ def make_continuous(preset: str, device: torch.device, load: Load) -> tuple[int,
         times = [[stamp - begin for stamp in out.timestamps] for out in outputs if out.timestamps]
         return Measured(seconds, len(outputs) * load.answer, times)
 
-    return model.config.vocab_size, run
+    return Way(model.config.vocab_size, run, model.destroy_cached_continuous_batching_manager)
 
 
 if __name__ == "__main__":
