@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from serving.pages import PagePool
-from serving.requests import Event, Request
+from serving.requests import Event, Finish, Request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,9 +81,14 @@ class Scheduler:
         budget = self.limits.batch_tokens
         preempted = self.preemptions
         for request in sorted(self.running, key=lambda one: one.remaining > 1):
-            if budget and request in self.running and self._grow(request, planned):
+            if budget == 0:
+                break
+            if not request.pages:  # it gave them to one before it
+                continue
+            budget += self._grow(request, planned)
+            if request.pages:
                 planned[request] = Chunk(request, request.computed, min(request.remaining, budget))
-            budget = self.limits.batch_tokens - sum(chunk.count for chunk in planned.values())
+                budget -= planned[request].count
         while budget and self.waiting and len(self.running) < self.limits.requests and preempted == self.preemptions:
             request = self.waiting[0]
             if not self._admit(request):
@@ -96,8 +101,6 @@ class Scheduler:
         """The chunks are computed, and of each the model chose a token; only those after a last chunk count."""
         for chunk, token in zip(chunks, tokens, strict=True):
             request = chunk.request
-            if request not in self.running:
-                continue
             is_last = chunk.is_last
             request.computed += chunk.count
             self._remember(request, chunk.start)
@@ -107,8 +110,7 @@ class Scheduler:
     def drop(self, chunks: Sequence[Chunk], error: str) -> None:
         """The chunks could not be computed: their requests end."""
         for chunk in chunks:
-            if chunk.request in self.running:
-                self._finish(chunk.request, Event(finish="error", error=error))
+            self._finish(chunk.request, "error", error=error)
 
     def abort(self, request: Request) -> None:
         """End a request; its pages are free. Nothing happens if it has ended."""
@@ -116,7 +118,7 @@ class Scheduler:
             self.waiting.remove(request)
             request.listener(Event(finish="abort"))
         elif request in self.running:
-            self._finish(request, Event(finish="abort"))
+            self._finish(request, "abort")
 
     def _admit(self, request: Request) -> bool:
         """Let the request run if there are pages for all its tokens."""
@@ -136,17 +138,24 @@ class Scheduler:
         self.running.sort(key=lambda one: one.number)
         return True
 
-    def _grow(self, request: Request, planned: dict[Request, Chunk]) -> bool:
-        """Take the page that the last token needs, from younger requests if necessary; False if preempted itself."""
+    def _grow(self, request: Request, planned: dict[Request, Chunk]) -> int:
+        """Take the page that the last token needs, from younger requests if necessary, or from itself.
+
+        Returns:
+            The tokens of chunks that are not planned any more.
+        """
+        refund = 0
         needed = self.pool.pages_for(len(request.tokens)) - len(request.pages)
         while needed > self.pool.available:
             youngest = self.running[-1]
             self._preempt(youngest)
-            planned.pop(youngest, None)
+            if youngest in planned:
+                refund += planned.pop(youngest).count
             if youngest is request:
-                return False
-        request.pages += self.pool.allocate(needed)
-        return True
+                return refund
+        if needed:
+            request.pages += self.pool.allocate(needed)
+        return refund
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
@@ -159,6 +168,8 @@ class Scheduler:
         """Name the pages that were filled since token `start`."""
         size = self.pool.page_size
         full = request.computed // size
+        if full == start // size:
+            return
         digests = request.digests(size, full)
         for index in range(start // size, full):
             self.pool.remember(request.pages[index], digests[index])
@@ -166,23 +177,19 @@ class Scheduler:
     def _append(self, request: Request, token: int) -> None:
         """The answer's next token."""
         if token in request.sampling.stop_tokens:
-            self._finish(request, Event(finish="stop"))
+            self._finish(request, "stop")
             return
         request.tokens.append(token)
         if len(request.tokens) - request.prompt_tokens == request.sampling.max_tokens:
-            self._finish(request, Event(token=token, finish="length"))
+            self._finish(request, "length", token)
         else:
-            request.listener(self._counted(request, Event(token=token)))
+            request.listener(Event(token, None, None, request.cached_tokens or 0))
 
-    def _finish(self, request: Request, event: Event) -> None:
+    def _finish(self, request: Request, finish: Finish, token: int | None = None, error: str | None = None) -> None:
         self._leave(request)
-        request.listener(self._counted(request, event))
+        request.listener(Event(token, finish, error, request.cached_tokens or 0))
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self.pool.release(request.pages)
         request.pages = []
-
-    @staticmethod
-    def _counted(request: Request, event: Event) -> Event:
-        return dataclasses.replace(event, cached_tokens=request.cached_tokens or 0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from serving.pages import SCRATCH
+from serving.requests import Request
 from serving.scheduler import Chunk
 
 ALIGNED = 64  # elements; of 4 bytes each
@@ -47,6 +48,7 @@ class Staging:
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         self._arrays: dict[str, np.ndarray] = {}
+        self._pages_of: list[tuple[Request, int, int] | None] = [None] * rows
         for name, shape in shapes.items():
             for buffer in (self._host, self._device):
                 view = buffer[places[name] : places[name] + int(np.prod(shape))].view(shape)
@@ -57,24 +59,35 @@ class Staging:
 
     def fill(self, chunks: Sequence[Chunk], rows: int) -> None:
         """Put the chunks in, then rows of one token in the scratch page until there are `rows`, and copy."""
+        empty = rows - len(chunks)
+        counts = [chunk.count for chunk in chunks] + [1] * empty
+        starts = [chunk.start for chunk in chunks] + [0] * empty
+        ends = np.cumsum(counts)
         to = self._arrays
-        end = 0
-        for row, chunk in enumerate(chunks):
-            request, begin = chunk.request, end
-            end += chunk.count
-            stop = chunk.start + chunk.count
-            to["ids"][begin:end] = request.tokens[chunk.start : stop]
-            to["positions"][begin:end] = range(chunk.start, stop)
-            to["cached"][row], to["used"][row] = chunk.start, stop
-            to["cu_seqlens"][row + 1], to["last"][row] = end, end - 1
-            to["page_table"][row, : len(request.pages)] = request.pages
-            to["temperature"][row], to["top_p"][row] = request.sampling.temperature, request.sampling.top_p
-            to["uniform"][row] = request.uniform()
-        for row in range(len(chunks), rows):
-            to["ids"][end] = to["positions"][end] = to["cached"][row] = to["temperature"][row] = 0
-            to["used"][row] = to["top_p"][row] = 1
-            to["page_table"][row, 0], to["last"][row] = SCRATCH, end
-            end += 1
-            to["cu_seqlens"][row + 1] = end
+        to["cu_seqlens"][1 : rows + 1] = ends
+        to["last"][:rows] = ends - 1
+        to["cached"][:rows] = starts
+        to["used"][:rows] = np.add(starts, counts)
+        ids: list[int] = []
+        for chunk in chunks:
+            ids += chunk.request.tokens[chunk.start : chunk.start + chunk.count]
+        to["ids"][: ends[-1]] = ids + [0] * empty
+        to["positions"][: ends[-1]] = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        samplings = [chunk.request.sampling for chunk in chunks]
+        to["temperature"][:rows] = [sampling.temperature for sampling in samplings] + [0] * empty
+        to["top_p"][:rows] = [sampling.top_p for sampling in samplings] + [1] * empty
+        to["uniform"][:rows] = [chunk.request.uniform() for chunk in chunks] + [0] * empty
+        self._fill_pages([chunk.request for chunk in chunks], empty)
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
+
+    def _fill_pages(self, requests: Sequence[Request], empty: int) -> None:
+        """The page table; rows that have not changed are left alone."""
+        table = self._arrays["page_table"]
+        for row, request in enumerate(requests):
+            key = request, request.preemptions, len(request.pages)
+            if self._pages_of[row] != key:
+                table[row, : len(request.pages)] = request.pages
+                self._pages_of[row] = key
+        for row in range(len(requests), len(requests) + empty):
+            table[row, 0], self._pages_of[row] = SCRATCH, None
