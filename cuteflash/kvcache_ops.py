@@ -108,12 +108,12 @@ def _keys(inputs: KvCacheInputs) -> Iterator[tuple[Tensor, Tensor]]:
     """Each sequence's K and V, (seqlen_k, kv_heads, columns)."""
     page_size = inputs.k_cache.shape[1]
     for entry, begin, end in key_spans(inputs):
-        if inputs.page_table is None or end <= begin:
-            pages, first = (slice(entry, entry + 1), begin) if inputs.page_table is None else (slice(0), 0)
-        else:
+        pages: slice | Tensor = slice(entry, entry + 1)
+        if inputs.page_table is not None:
             slot = begin // page_size
-            pages, first = inputs.page_table[entry, slot : -(-end // page_size)].long(), begin - slot * page_size
-        k, v = (cache[pages].flatten(0, 1)[first : first + end - begin] for cache in inputs[1:3])
+            pages = inputs.page_table[entry, slot : -(-end // page_size) if end > begin else slot].long()
+            begin, end = begin - slot * page_size, end - slot * page_size
+        k, v = (cache[pages].flatten(0, 1)[begin:end] for cache in inputs[1:3])
         yield k, v
 
 

@@ -182,8 +182,8 @@ def flash_attn_varlen_func(
         formats = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
         _refuse_with_pages(**formats, seqused_q=seqused_q, out_dtype=out_dtype, transposed_v=transposed_v or None)
         options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, None)
-        inputs = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
-        return _attend_paged(inputs, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
+        paged = _paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
+        return _attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
         tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -201,7 +201,6 @@ def flash_attn_varlen_func(
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and _can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     return_lse = flag("return_lse", return_lse)
-    result: Tensor | tuple[Tensor, Tensor]
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
@@ -211,6 +210,15 @@ def flash_attn_varlen_func(
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
+    return _attend(inputs, options, is_plain, return_lse)
+
+
+def _attend(
+    inputs: PackedInputs, options: FwdOptions, is_plain: bool, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with 16-bit operands; `is_plain` ones on a GPU go past the dispatcher."""
+    result: Tensor | tuple[Tensor, Tensor]
+    q, k, v = inputs[:3]
     if not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
     elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

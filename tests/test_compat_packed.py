@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash.compat import bert_padding, flash_attn, flash_attn_interface
-from tests.test_compat import REFUSED_2, REFUSED_3, TENSOR, check_refusals, quantised, tensors
+from tests.test_compat import REFUSED_2, REFUSED_3, check_refusals, quantised, tensors
 
 CU_SEQLENS_Q, CU_SEQLENS_K = torch.tensor([0, 3, 3, 10], dtype=torch.int32), torch.tensor([0, 4, 6, 14]).int()
 
@@ -67,6 +67,23 @@ def test_used_lengths_of_flash_attention_3() -> None:
     assert torch.equal(theirs, ours)
 
 
+def test_pages() -> None:
+    q, k, v = packed()
+    ours = cuteflash.flash_attn_varlen_func(q, k, v, *LENGTHS, **OPTIONS, return_lse=True)
+    table = torch.tensor([[5, 2], [0, -1], [3, 6]], dtype=torch.int32)
+    pages = [x.new_full((7, 4, *x.shape[1:]), float("nan")) for x in (k, v)]
+    for cache, x in zip(pages, (k, v), strict=True):
+        cache[5], cache[0, :2], cache[3], cache[6] = x[:4], x[4:6], x[6:10], x[10:]
+    theirs = flash_attn.flash_attn_varlen_func(q, *pages, *LENGTHS, *IN_ORDER_2, True, table)
+    assert_same(theirs, ours, None)
+    used = torch.tensor([4, 2, 8], dtype=torch.int32)
+    options = {"softmax_scale": 0.3, "causal": True, "window_size": (3, 0), "softcap": 8.0, "page_table": table}
+    theirs = flash_attn_interface.flash_attn_varlen_func(
+        q, *pages, CU_SEQLENS_Q, None, 7, 8, seqused_k=used, **options, return_attn_probs=True
+    )
+    assert_same(theirs, ours)
+
+
 def test_packed_tensors() -> None:
     q, k, v = tensors(7, 7, kv_heads=4)
     ours = cuteflash.flash_attn_func(q, k, v, **OPTIONS, return_lse=True)
@@ -104,7 +121,7 @@ def test_a_head_dim_between_multiples_of_8() -> None:
     [
         (flash_attn.flash_attn_kvpacked_func, REFUSED_2),
         (flash_attn.flash_attn_qkvpacked_func, REFUSED_2),
-        (flash_attn.flash_attn_varlen_func, REFUSED_2 | {"block_table": TENSOR}),
+        (flash_attn.flash_attn_varlen_func, REFUSED_2),
         (flash_attn.flash_attn_varlen_kvpacked_func, REFUSED_2),
         (flash_attn.flash_attn_varlen_qkvpacked_func, REFUSED_2),
         (flash_attn_interface.flash_attn_varlen_func, REFUSED_3),

@@ -199,10 +199,10 @@ def test_a_launch_gets_tensors_vectors_a_counter_and_scalars(gpu: Gpu) -> None:
         has_lse=True,
     )
     assert all(got is x for got, x in zip(arguments, (q, k, v, o, lse), strict=False))
-    *vectors, counter = gpu.packed()
+    *vectors, counter, _, _, _ = gpu.packed()
     assert all(got is x for got, x in zip(vectors, (cu_q, cu_k, None, used), strict=True))
     assert counter.tolist() == [0] and counter.dtype == torch.int32
-    assert FwdScalars(*arguments[10:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, NUM_SMS)
+    assert FwdScalars(*arguments[13:]) == FwdScalars(0.3, 2.0, 5, 1 << 30, NUM_SMS)
     assert o.shape == (15, 4, 24) and o.is_contiguous()
     assert lse.shape == (4, 15) and lse.dtype == torch.float32
 

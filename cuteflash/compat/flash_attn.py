@@ -5,7 +5,7 @@
 
 What differs:
 
-- `dropout_p` above 0, `alibi_slopes`, `block_table`, and the arguments of `flash_attn_with_kvcache` that extend, rotate
+- `dropout_p` above 0, `alibi_slopes`, and the arguments of `flash_attn_with_kvcache` that extend, rotate
   or index a cache raise NotImplementedError.
 - With `return_attn_probs=True` the third result, `S_dmask`, is None: FlashAttention-2 fills it under dropout only.
 - The log-sum-exp of a query that sees no key is -inf, not inf, and it is differentiable.
@@ -148,6 +148,8 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), the first token of each sequence, then the total.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
+        block_table: int32 (batch, pages of a sequence): k and v are pages, (num_pages, page_size, kv_heads, head_dim),
+            and `cu_seqlens_k` only says how long each sequence is.
 
     Returns:
         O, shaped as q; with `return_attn_probs` (O, LSE, None), LSE fp32 (heads, total_q).
@@ -164,7 +166,7 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
-        block_table=block_table,
+        page_table=block_table,
     )
 
 
@@ -288,7 +290,6 @@ def _attend(
     *,
     dropout_p: float,
     alibi_slopes: Tensor | None,
-    block_table: Tensor | None = None,
     return_attn_probs: bool,
     **options: Any,
 ) -> Any:
@@ -296,7 +297,6 @@ def _attend(
     refuse(
         dropout_p=(dropout_p, ZERO),
         alibi_slopes=(alibi_slopes, NOTHING),
-        block_table=(block_table, NOTHING),
     )
     result = attend(function, tensors, lengths, return_lse=return_attn_probs, **options)
     return (*result, None) if return_attn_probs else result

@@ -124,7 +124,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     seqused_q: Tensor | None = None,
@@ -143,6 +143,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    page_table: Tensor | None = None,
 ) -> Any:
     """Attention of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim).
 
@@ -151,6 +152,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
         seqused_q, seqused_k: int32 (batch,), how many of a sequence's tokens are used; None is all.
         q_descale, k_descale, v_descale: as of `flash_attn_func`.
+        page_table: int32 (batch, pages of a sequence): k and v are pages, (num_pages, page_size, kv_heads, head_dim),
+            and `seqused_k` or, without it, `cu_seqlens_k` says how long each sequence is.
 
     Returns:
         O, (total_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (heads, total_q).
@@ -168,6 +171,7 @@ def flash_attn_varlen_func(
         sm_margin=sm_margin,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        page_table=page_table,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,

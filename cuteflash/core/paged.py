@@ -3,7 +3,7 @@
 A cache is (pages, page size, heads, columns). A sequence's cache entry is a row of the page table or, without one, the
 page itself; so a cache without a table is (cache entries, their length, heads, columns).
 
-`Pages.place` runs on Python ints and lists (in the tests) and on traced values and tensors alike.
+`Pages` runs on Python ints and torch tensors (in the tests) and on traced values and tensors alike.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 # The sum over all warpgroups is at most the 65536 / threads that the block was launched with.
 MAX_REGS, REGISTER_FILE = 255, 65536  # a thread's at most, a multiprocessor's
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-PAGED_SPLIT = {1: (56, 256), 2: (40, 232), 3: (32, 160)}  # of kernels whose producer looks up where K and V lie
+PAGED_SPLIT = 40, 232  # of two consumer warpgroups, if the producer looks up where K and V lie
 
 
 def handout_regions(start: int) -> tuple[SmemRegion, SmemRegion]:
@@ -151,7 +151,7 @@ class FwdTraitsSm90:
     @property
     def paged_regs(self) -> tuple[int, int]:
         """`producer_regs` and `mma_regs` of kernels that look up where K and V lie."""
-        return PAGED_SPLIT[self.mma_warpgroups]
+        return PAGED_SPLIT if self.mma_warpgroups == 2 else (self.producer_regs, self.mma_regs)
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:

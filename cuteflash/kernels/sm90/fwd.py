@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import ClassVar
 
 import cutlass
@@ -99,9 +100,12 @@ class FlashFwdSm90:
 
     @property
     def loading_warps(self) -> tuple[int, ...]:
-        """The warps of the producer that load."""
-        if not self.problem.storage.gathers:
+        """The warps of the producer that load; with pages by TMA the first loads K, the second V."""
+        storage = self.problem.storage
+        if storage.k != "paged":
             return (0,)
+        if not storage.gathers:
+            return (0, 2)
         return (0, 1, 2, 3) if self.copying_threads.start == 0 else (0, 2, 3)
 
     @property
@@ -284,9 +288,7 @@ class FlashFwdSm90:
 
     def loads(self, warp: Int32) -> Boolean:
         """Whether a warp of the producer is one of `loading_warps`."""
-        if len(self.loading_warps) == 1:
-            return warp == 0
-        return (warp != 1) | (len(self.loading_warps) == WARPGROUP // 32)
+        return functools.reduce(operator.or_, (warp == loading for loading in self.loading_warps))
 
     def make_rings(self, base: cute.Pointer) -> Rings:
         """Q, K and V rings over the mbarriers at the start of the block's shared memory."""

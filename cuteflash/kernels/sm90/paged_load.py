@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import CopyRing, TmaRing
@@ -30,6 +30,8 @@ from cuteflash.kernels.sm90.ragged import sequence_rows
 @dataclasses.dataclass(frozen=True)
 class PagedSource:
     """Where K or V comes from: key blocks of one head and sequence, page by page, by TMA. A whole warp calls it.
+
+    K and V are loaded by a warp each, which look up the next block's pages while they wait for its stage.
 
     Attributes:
         ring: which tile is in which stage.
@@ -60,16 +62,18 @@ class PagedSource:
         begin = n_block * self.tile_rows
         rows = self.seqlen_k - begin
         # Each lane looks up a part, before the wait for the stage.
-        at = cute.arch.lane_idx() * self.part_rows
+        parts = self.tile_rows // self.part_rows
+        at = cute.arch.lane_idx() * self.part_rows if parts > 1 else 0
         first = Int32(0)
         if at < cutlass.min(rows, self.tile_rows):
             page, row = self.pages.place(self.entry, self.first_key + begin + at)
             first = page * self.page_step + row
         barrier = self.ring.acquire(position)
         stage = self.ring.stage(position)
-        for part in cutlass.range(self.tile_rows // self.part_rows, unroll=1):
+        for part in cutlass.range_constexpr(parts):
             there = cutlass.max(cutlass.min(rows - part * self.part_rows, self.part_rows), 0)
-            self.load_part(cute.arch.shuffle_sync(first, part), there, self.parts[None, None, part, stage], barrier)
+            start = cute.arch.shuffle_sync(first, part) if const_expr(parts > 1) else first
+            self.load_part(start, there, self.parts[None, None, part, stage], barrier)
 
     def load_part(self, first: Int32, there: Int32, sX: cute.Tensor, barrier: cute.Pointer) -> None:
         """Load the `there` rows of the cache from `first` on, and zeros after them."""
@@ -101,16 +105,17 @@ class GatherSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstWarpQueries:
-    """A source of Q that all loading warps call, for the first one to load."""
+class OneWarpSource:
+    """A source that all loading warps call, for one of them to load."""
 
     source: Any
+    warp: cutlass.Constexpr[int]
 
     @cute.jit
-    def __call__(self, position: Int32):
-        """Load the tile's queries."""
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-            self.source(position)
+    def __call__(self, *place):
+        """Call the source with its arguments."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.warp:
+            self.source(*place)
 
 
 def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> tuple[Any, Any, Any]:
@@ -129,7 +134,7 @@ def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> t
             gX = gX[None, None, tile.kv_head, None]
             return GatherSource(ring, make_gather(copy, thread, gX, sX, block.launch, tile), threads.start // LANES)
 
-        return FirstWarpQueries(queries), *(gathered(*operand) for _, *operand in operands)
+        return OneWarpSource(queries, 0), *(gathered(*operand) for _, *operand in operands)
     rows, entry, kv_head = kernel.problem.storage.page_rows, entry_of(block.launch, tile), tile.kv_head
     sources = (
         PagedSource(
@@ -148,4 +153,6 @@ def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> t
         )
         for (atom, ring, gX, sX, cols), step in zip(operands, block.launch.pages.steps, strict=True)
     )
-    return queries, *sources
+    of_warps = zip((queries, *sources), (0, *kernel.loading_warps), strict=True)
+    q, k, v = (OneWarpSource(source, warp) for source, warp in of_warps)
+    return q, k, v
