@@ -1,0 +1,232 @@
+"""The model with its cache: one call computes a step, and chooses the next tokens.
+
+Steps in which every row has one token are replayed from CUDA graphs, one for each of a few numbers of rows; further
+rows of a graph are filled with tokens that go to a scratch page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serving.attention import Layer, Probe, Step
+from serving.pages import PagePool
+from serving.sampling import sample
+from serving.scheduler import Chunk, Limits
+from serving.staging import Staging
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+SHARED_ROPE = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a call
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """The cache's size.
+
+    Attributes:
+        page_size: tokens of a page.
+        tokens: that it holds at least; None is 65,536 on a CPU, and on a GPU what `memory` allows.
+        memory: the part of the GPU's memory that model, activations and cache may take.
+        keeps_prefixes: whether the pages of a prefix are found again.
+    """
+
+    page_size: int = 64
+    tokens: int | None = None
+    memory: float = 0.85
+    keeps_prefixes: bool = True
+
+    def check(self) -> None:
+        """Raise ValueError if a value is not allowed."""
+        if self.page_size < 1:
+            raise ValueError(f"page_size is {self.page_size}; allowed: positive numbers")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"tokens is {self.tokens}; allowed: positive numbers")
+        if not 0 < self.memory < 1:
+            raise ValueError(f"memory is {self.memory}; allowed: between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured step of `staging.rows` rows."""
+
+    graph: torch.cuda.CUDAGraph
+    staging: Staging
+    logits: Tensor
+    greedy: Tensor
+
+
+class Runner:
+    """A model and its pages.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode, whose attention is `attention.NAME`.
+        limits: of the engine.
+        cache: the cache's size.
+
+    Raises:
+        ValueError: the model is not supported, a size is not allowed, or there is no memory for the cache.
+    """
+
+    def __init__(self, model: torch.nn.Module, limits: Limits, cache: CacheSettings) -> None:
+        limits.check()
+        cache.check()
+        config: Any = model.config
+        _check_supported(config)
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and limits.length > longest:
+            raise ValueError(f"length is {limits.length}; allowed: up to {longest}, the model's positions")
+        self.model, self.limits = model, limits
+        self.vocabulary: int = config.vocab_size
+        self.device = next(model.parameters()).device
+        width = -(-limits.length // cache.page_size)
+        self._staging = Staging(limits.batch_tokens, limits.requests, width, self.device)
+        layers = self._probe()
+        pages = 1 + self._pages(layers, cache)
+        self.pool = PagePool(pages, cache.page_size, cache.keeps_prefixes)
+        self.caches = self._make_caches(layers)
+        self._graphs: dict[int, Graph] = {}
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Compute the chunks, and choose the token that follows each."""
+        rows = len(chunks)
+        graph = self._graph_for(rows) if all(chunk.count == 1 for chunk in chunks) else None
+        if graph is not None:
+            graph.staging.fill(chunks, graph.staging.rows)
+            graph.graph.replay()
+            logits, greedy, staging = graph.logits[:rows], graph.greedy[:rows], graph.staging
+        else:
+            staging = self._staging
+            staging.fill(chunks, rows)
+            counts = [chunk.count for chunk in chunks]
+            longest = max(chunk.start + chunk.count for chunk in chunks)
+            logits = self._forward(staging, rows, sum(counts), (max(counts), longest))
+            greedy = logits.argmax(dim=-1)
+        if any(chunk.request.sampling.temperature for chunk in chunks):
+            greedy = sample(logits, staging.temperature[:rows], staging.top_p[:rows], staging.uniform[:rows])
+        tokens: list[int] = greedy.tolist()
+        return tokens
+
+    @torch.inference_mode()
+    def capture(self) -> Iterator[int]:
+        """Capture the graphs, the largest first; yields the rows of each that is done."""
+        pool = torch.cuda.graph_pool_handle()
+        for rows in reversed(buckets(self.limits.requests)):
+            self._graphs[rows] = self._capture(rows, pool)
+            yield rows
+
+    def _capture(self, rows: int, pool: Any) -> Graph:
+        staging = Staging(rows, rows, self._staging.page_table.shape[1], self.device)
+        staging.fill([], rows)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            logits = self._forward(staging, rows, rows, (1, self.limits.length))
+            return logits, logits.argmax(dim=-1)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels, and makes what libraries allocate once
+                forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits, greedy = forward()
+        return Graph(graph, staging, logits, greedy)
+
+    def _graph_for(self, rows: int) -> Graph | None:
+        """The smallest graph with so many rows."""
+        fitting = [size for size in self._graphs if size >= rows]
+        return self._graphs[min(fitting)] if fitting else None
+
+    def _forward(self, staging: Staging, rows: int, tokens: int, longest: tuple[int, int]) -> Tensor:
+        """The logits after the last token of each row, (rows, vocabulary) fp32."""
+        step = Step(
+            staging.cu_seqlens[: rows + 1],
+            staging.cached[:rows],
+            staging.used[:rows],
+            staging.page_table[:rows],
+            *longest,
+            self.caches,
+        )
+        return self._logits(staging, rows, tokens, step)
+
+    def _logits(self, staging: Staging, rows: int, tokens: int, step: Step | Probe) -> Tensor:
+        output = self.model(
+            input_ids=staging.ids[None, :tokens],
+            position_ids=staging.positions[None, :tokens],
+            use_cache=False,
+            logits_to_keep=staging.last[:rows],
+            step=step,
+        )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def _probe(self) -> list[Layer]:
+        """The layers' sizes, found by the largest step that there can be, without attention."""
+        probe = Probe()
+        self._logits(self._staging, self.limits.requests, self.limits.batch_tokens, probe)
+        if not probe.layers or sorted(probe.layers) != list(range(len(probe.layers))):
+            raise ValueError(
+                f"{type(self.model).__name__} has layers whose attention does not go through transformers' attention "
+                "interface; allowed: decoders in which that of all layers does"
+            )
+        return [probe.layers[index] for index in range(len(probe.layers))]
+
+    def _pages(self, layers: Sequence[Layer], cache: CacheSettings) -> int:
+        """Pages of the cache, without the scratch page."""
+        tokens = cache.tokens
+        if tokens is None and self.device.type == "cuda":
+            size = torch.cuda.get_device_properties(self.device).total_memory
+            room = size * cache.memory - torch.cuda.max_memory_reserved(self.device)
+            tokens = int(room) // sum(layer.bytes_per_token for layer in layers) // cache.page_size * cache.page_size
+            if tokens < self.limits.length:
+                raise ValueError(
+                    f"memory is {cache.memory}, which leaves the cache room for {max(tokens, 0)} tokens; allowed: what "
+                    f"leaves room for the {self.limits.length} tokens of the longest request"
+                )
+        return -(-(65536 if tokens is None else tokens) // cache.page_size)
+
+    @torch.inference_mode()
+    def _make_caches(self, layers: Sequence[Layer]) -> list[tuple[Tensor, Tensor]]:
+        rows = self.pool.pages, self.pool.page_size
+        return [
+            (
+                torch.zeros(*rows, layer.heads, layer.head_dim, dtype=layer.dtype, device=self.device),
+                torch.zeros(*rows, layer.heads, layer.head_dim_v, dtype=layer.dtype, device=self.device),
+            )
+            for layer in layers
+        ]
+
+
+def buckets(requests: int) -> list[int]:
+    """Rows of the graphs for up to `requests` rows, ascending."""
+    sizes = [1, 2, 4, *range(8, min(requests, 64), 8), *range(64, requests, 32)]
+    return [*(size for size in sizes if size < requests), requests]
+
+
+def _check_supported(config: Any) -> None:
+    """Raise ValueError if requests of a batch would not be independent, or a layer is not attention."""
+    strange = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    if strange:
+        raise ValueError(f"the model has layers of type {', '.join(sorted(strange))}; allowed: {LAYER_TYPES}")
+    for kind in _rope_types(getattr(config, "rope_parameters", None)):
+        if kind in SHARED_ROPE:
+            raise ValueError(
+                f"the model's rope_type is {kind}: its frequencies depend on the longest sequence of a call, "
+                "so that requests would change each other's answers; allowed: types with fixed frequencies"
+            )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Types of rotary embeddings; a configuration has one, or one for each type of layer."""
+    if isinstance(parameters, dict):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for value in parameters.values():
+            yield from _rope_types(value)

@@ -1,0 +1,93 @@
+"""What a step needs on the device, in one buffer that one copy fills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serving.pages import SCRATCH
+from serving.requests import Request
+from serving.scheduler import Chunk
+
+ALIGNED = 64  # elements; of 4 bytes each
+FLOATS = ("temperature", "top_p", "uniform")
+
+
+class Staging:
+    """Vectors of up to `tokens` tokens and `rows` rows, int32 but for those of `FLOATS`, fp32.
+
+    Attributes:
+        ids, positions: of tokens.
+        cu_seqlens, cached, used, page_table: see `attention.Step`.
+        last: the last token of each row.
+        temperature, top_p, uniform: of rows, see `sampling.sample`.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    cached: Tensor
+    used: Tensor
+    page_table: Tensor
+    last: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    uniform: Tensor
+
+    def __init__(self, tokens: int, rows: int, width: int, device: torch.device) -> None:
+        self.tokens, self.rows = tokens, rows
+        shapes = {"ids": (tokens,), "positions": (tokens,), "cu_seqlens": (rows + 1,), "page_table": (rows, width)}
+        shapes |= dict.fromkeys(("cached", "used", "last", *FLOATS), (rows,))
+        places, size = {}, 0
+        for name, shape in shapes.items():
+            places[name] = size
+            size += -(-int(np.prod(shape)) // ALIGNED) * ALIGNED
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        self._arrays: dict[str, np.ndarray] = {}
+        self._pages_of: list[tuple[Request, int, int] | None] = [None] * rows
+        for name, shape in shapes.items():
+            for buffer in (self._host, self._device):
+                view = buffer[places[name] : places[name] + int(np.prod(shape))].view(shape)
+                view = view.view(torch.float32) if name in FLOATS else view
+                if buffer is self._host:
+                    self._arrays[name] = view.numpy()
+            setattr(self, name, view)
+
+    def fill(self, chunks: Sequence[Chunk], rows: int) -> None:
+        """Put the chunks in, then rows of one token in the scratch page until there are `rows`, and copy."""
+        empty = rows - len(chunks)
+        counts = [chunk.count for chunk in chunks] + [1] * empty
+        starts = [chunk.start for chunk in chunks] + [0] * empty
+        ends = np.cumsum(counts)
+        to = self._arrays
+        to["cu_seqlens"][1 : rows + 1] = ends
+        to["last"][:rows] = ends - 1
+        to["cached"][:rows] = starts
+        to["used"][:rows] = np.add(starts, counts)
+        ids: list[int] = []
+        for chunk in chunks:
+            ids += chunk.request.tokens[chunk.start : chunk.start + chunk.count]
+        to["ids"][: ends[-1]] = ids + [0] * empty
+        to["positions"][: ends[-1]] = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        samplings = [chunk.request.sampling for chunk in chunks]
+        to["temperature"][:rows] = [sampling.temperature for sampling in samplings] + [0] * empty
+        to["top_p"][:rows] = [sampling.top_p for sampling in samplings] + [1] * empty
+        to["uniform"][:rows] = [chunk.request.uniform() for chunk in chunks] + [0] * empty
+        self._fill_pages([chunk.request for chunk in chunks], empty)
+        if self._device is not self._host:
+            self._device.copy_(self._host, non_blocking=True)
+
+    def _fill_pages(self, requests: Sequence[Request], empty: int) -> None:
+        """The page table; rows that have not changed are left alone."""
+        table = self._arrays["page_table"]
+        for row, request in enumerate(requests):
+            key = request, request.preemptions, len(request.pages)
+            if self._pages_of[row] != key:
+                table[row, : len(request.pages)] = request.pages
+                self._pages_of[row] = key
+        for row in range(len(requests), len(requests) + empty):
+            table[row, 0], self._pages_of[row] = SCRATCH, None

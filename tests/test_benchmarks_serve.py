@@ -1,0 +1,76 @@
+"""benchmarks/serve.py, on a CPU and with ways that do nothing."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks import serve
+from benchmarks.serve import Load, Measured, Way
+from tests.serving_parts import model
+
+SMALL = Load(requests=3, shortest=4, longest=9, answer=5, batch=2)
+
+
+def test_prompts_repeat_and_differ_by_seed() -> None:
+    load = Load(requests=50, shortest=4, longest=9)
+    prompts = load.prompts(100, seed=1)
+    assert prompts == load.prompts(100, seed=1) != load.prompts(100, seed=2)
+    assert {len(prompt) for prompt in prompts} == set(range(4, 10))
+
+
+def test_a_summary_counts_from_the_beginning_and_between_tokens() -> None:
+    found = Measured(2.0, 8, [[0.1, 0.2, 0.4], [0.3, 0.5, 0.7]]).summary()
+    assert found["tokens_per_second"] == 4
+    assert found["first_token_ms"] == pytest.approx(200) and found["between_tokens_ms"] == pytest.approx(200)
+    assert found["first_token_ms_p95"] == pytest.approx(100)
+    assert set(Measured(2.0, 8).summary()) == {"seconds", "tokens_per_second"}
+
+
+def test_the_engine_and_static_batches_generate_all_tokens() -> None:
+    device = model("tiny").device
+    for make in (serve.make_engine, serve.make_static):
+        way = make("tiny", device, SMALL)
+        measured = way.run(SMALL.prompts(way.vocabulary, seed=0))
+        assert measured.tokens == 15
+        way.close()
+
+
+def test_a_run_writes_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = []
+
+    def make(*about: Any) -> Way:
+        def run(prompts: Sequence[Sequence[int]]) -> Measured:
+            return Measured(0.5, 10, [[0.1, 0.2]])
+
+        return Way(7, run, lambda: closed.append(about))
+
+    def fail(*about: Any) -> Way:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(serve, "make_engine", make)
+    monkeypatch.setattr(serve, "make_continuous", fail)
+    path = tmp_path / "serve.json"
+    options = ["--device", "cpu", "--quick", "--rounds", "2", "--json", str(path), "--ways"]
+    assert serve.main([*options, "engine"]) == 0 and len(closed) == 1
+    assert "20 tokens/s" in capsys.readouterr().out
+    assert serve.main([*options, "engine,generate_batch"]) == 1
+    ways = json.loads(path.read_text())["ways"]
+    assert ways["engine"]["first_token_ms"] == 100
+    assert ways["generate_batch"] == {"failed": "RuntimeError: no such thing"}
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [(["--ways", "engine,guess"], "ways is engine,guess"), (["--rounds", "0"], "rounds is 0")],
+)
+def test_wrong_options_are_named(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--device", "cpu", *options])
+    assert complaint in capsys.readouterr().err
