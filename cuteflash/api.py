@@ -7,24 +7,22 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.arguments import Fp8InferenceOptions, Fp8Options, FwdOptions, with_sinks
+from cuteflash.arguments import FwdOptions, with_sinks
 from cuteflash.coerce import (
     UNBOUNDED_WINDOW,
     Fp8,
     Window,
     check_family,
-    check_no_chunk,
     check_not_quantised,
     check_sinks_alone,
-    check_unsplit,
     chunk_of,
     flag,
-    formats_of,
     formats_without_scales,
     fp8_of,
+    fp8_options_of,
+    inference_options_of,
     not_tensors,
     number,
-    out_dtype_of,
     scales_of,
     splits_of,
     window_of,
@@ -35,9 +33,6 @@ from cuteflash.ops import attend_plain, fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.validate import SCALES, SOFTCAPS
-
-BETWEEN = FwdOptions()[FwdOptions._fields.index("deterministic") + 1 : FwdOptions._fields.index("num_splits")]
-BEFORE_DETERMINISTIC = FwdOptions._fields.index("deterministic")  # options that 8-bit operands have, too
 
 
 class Options(TypedDict, total=False):
@@ -177,13 +172,8 @@ def flash_attn_func(
     softcap = softcap if type(softcap) is float else number("softcap", softcap, SOFTCAPS)
     return_lse = return_lse is not False and flag("return_lse", return_lse)
     options: tuple[Any, ...] = (softmax_scale, left, right, softcap)
-    if (
-        pack_gqa is not None
-        or family is not None
-        or deterministic is not False
-        or attention_chunk != 0
-        or num_splits != 1
-    ):
+    is_other = attention_chunk != 0 or num_splits != 1
+    if is_other or pack_gqa is not None or family is not None or deterministic is not False:
         # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
         options += _execution(pack_gqa, family, deterministic, attention_chunk, num_splits)
     result: Tensor | tuple[Tensor, Tensor]
@@ -191,15 +181,12 @@ def flash_attn_func(
         check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
         result = (fwd_lse if return_lse else fwd)(q, k, v, *with_sinks(FwdOptions(*options), sinks))
     elif q_descale is not None or k_descale is not None or v_descale is not None:
-        check_no_chunk(attention_chunk)
         scales = scales_of(fp8, v_mean, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        fp8_options = Fp8Options(*_unsplit(options))._replace(**formats_of(transposed_v, out_dtype))
+        fp8_options = fp8_options_of(FwdOptions(*options), transposed_v, out_dtype)
         result = (fp8_fwd_lse if return_lse else fp8_fwd)(q, k, v, *scales, *fp8_options)
     elif fp8 is not False and (how := fp8_of(fp8)) is not None:
-        check_no_chunk(attention_chunk)
         check_not_quantised(transposed_v, v_mean)
-        inference = Fp8InferenceOptions(*_unsplit(options))
-        inference = inference._replace(out_dtype=out_dtype_of(out_dtype), hadamard=int(how.hadamard or 0))
+        inference = inference_options_of(FwdOptions(*options), how, out_dtype)
         result = (fp8_inference_lse if return_lse else fp8_inference)(q, k, v, *inference)
     elif transposed_v is not False or out_dtype is not None or v_mean is not None:
         raise formats_without_scales(transposed_v, out_dtype, v_mean)
@@ -226,9 +213,3 @@ def _execution(
     if splits != 1:
         return *options, None, chunk, splits
     return (*options, None, chunk) if chunk else options
-
-
-def _unsplit(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The options that operands of 8 bits have, too. ValueError: they are to be split."""
-    check_unsplit(FwdOptions(*options).num_splits)
-    return options[:BEFORE_DETERMINISTIC]

@@ -221,6 +221,8 @@ def fp8_options_of(options: FwdOptions, transposed_v: object, out_dtype: object)
 
 def inference_options_of(options: FwdOptions, how: Fp8, out_dtype: object) -> Fp8InferenceOptions:
     """The options of a call that quantises 16-bit tensors; there is no backward to be deterministic."""
+    check_no_chunk(options.attention_chunk)
+    check_unsplit(options.num_splits)
     shared = {name: value for name, value in options._asdict().items() if name in Fp8InferenceOptions._fields}
     return Fp8InferenceOptions(**shared, out_dtype=out_dtype_of(out_dtype), hadamard=int(how.hadamard or 0))
 

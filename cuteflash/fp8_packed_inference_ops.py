@@ -20,12 +20,12 @@ from cuteflash.fp8_packed_ops import Route, attend_sequences, cuda_route
 from cuteflash.fp8_packed_planning import Fp8PackedPlanner
 from cuteflash.fp8_planning import TORCH_DTYPES, check_family, check_target
 from cuteflash.operators import Operator, define
-from cuteflash.packed_ops import count_flops, mapped, spans
+from cuteflash.packed_ops import count_flops, spans
 from cuteflash.planning import Result
 from cuteflash.quantize_planning import empty_results, launch_of
 from cuteflash.reference.quantize import quantize_packed
 from cuteflash.torch_internals import OpOverload
-from cuteflash.transforms import register_autocast
+from cuteflash.transforms import one_by_one, register_autocast
 from cuteflash.validate import check_alignment, reads_values
 from cuteflash.validate_fp8 import Fp8Inputs
 from cuteflash.validate_fp8_packed import Fp8PackedInputs
@@ -98,7 +98,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register vmap, autocast and the count of operations."""
     register_autocast(library, op)
-    torch.library.register_vmap(op.name(), functools.partial(mapped, op), lib=library)
+    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, TypedDict, Unpack, overload
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -43,6 +43,26 @@ from cuteflash.traits.arch import Family
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
 from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
 from cuteflash.validate_quantize import check_fp8_packed_inference
+
+
+class EightBits(NamedTuple):
+    """The arguments of `flash_attn_varlen_func` that belong to attention in 8 bits."""
+
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+    v_mean: Any
+    transposed_v: Any
+    out_dtype: Any
+    fp8: Any
+
+    @property
+    def has_descales(self) -> bool:
+        return self.q_descale is not None or self.k_descale is not None or self.v_descale is not None
+
+    def given(self) -> Iterable[tuple[str, Any]]:
+        """Names and values."""
+        return zip(self._fields, self, strict=True)
 
 
 class VarlenOptions(TypedDict, total=False):
@@ -195,16 +215,15 @@ def flash_attn_varlen_func(
             a compiled graph the max_seqlens are not checked. Without the check such vectors make a kernel read and
             write memory that is not theirs.
     """
-    how = softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic
+    eight = EightBits(q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
+    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, None)
+    options = with_splits(options._replace(attention_chunk=chunk_of(attention_chunk)), num_splits)
+    return_lse = flag("return_lse", return_lse)
     if page_table is not None:
-        formats = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "v_mean": v_mean}
-        refuse_with_pages(
-            **formats, seqused_q=seqused_q, out_dtype=out_dtype, transposed_v=transposed_v or None, fp8=fp8 or None
-        )
-        options = with_splits(options_of(*how, None)._replace(attention_chunk=chunk_of(attention_chunk)), num_splits)
+        refuse_with_pages(seqused_q=seqused_q, **{name: None if x is False else x for name, x in eight.given()})
         _check_optional(sinks=sinks)
         paged = paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)._replace(sinks=sinks)
-        return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, flag("return_lse", return_lse))
+        return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, return_lse)
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
         tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -212,27 +231,11 @@ def flash_attn_varlen_func(
             raise not_tensors(**tensors)
     _check_optional(seqused_q=seqused_q, seqused_k=seqused_k, v_mean=v_mean)
     longest_q, longest_k = known_limit("max_seqlen_q", max_seqlen_q), known_limit("max_seqlen_k", max_seqlen_k)
-    lengths = class_of_limits(q, k, cu_seqlens_q, longest_q, longest_k)
-    options = options_of(*how, lengths)._replace(attention_chunk=chunk_of(attention_chunk))
-    options = with_splits(options, num_splits)
+    options = options._replace(lengths=class_of_limits(q, k, cu_seqlens_q, longest_q, longest_k))
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
-    return_lse = flag("return_lse", return_lse)
-    if sinks is not None:
-        check_sinks_alone(sinks, q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
-    if q_descale is not None or k_descale is not None or v_descale is not None:
-        check_not_inferred(fp8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        descales = descales_of(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        fp8_inputs = Fp8PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, *descales, seqused_q, seqused_k, v_mean)
-        return _attend_fp8(fp8_inputs, fp8_options_of(options, transposed_v, out_dtype), limits, return_lse)
-    if fp8 is not False and (how := fp8_of(fp8)) is not None:
-        check_not_quantised(transposed_v, v_mean)
-        return _quantise_and_attend(inputs, inference_options_of(options, how, out_dtype), limits, return_lse)
-    if transposed_v is not False or out_dtype is not None or v_mean is not None:
-        raise formats_without_scales(transposed_v, out_dtype, v_mean)
-    _check_limits(inputs, options, limits)
-    return _attend(inputs, options, sinks, return_lse, is_plain)
+    return _attend(inputs, options, eight, sinks, limits, return_lse, is_plain)
 
 
 def _check_optional(**tensors: object) -> None:
@@ -241,17 +244,31 @@ def _check_optional(**tensors: object) -> None:
             raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
 
 
-def _check_limits(inputs: PackedInputs, options: FwdOptions, limits: Mapping[str, Longest]) -> None:
+def _attend(
+    inputs: PackedInputs,
+    options: FwdOptions,
+    eight: EightBits,
+    sinks: Tensor | None,
+    limits: Mapping[str, Longest],
+    return_lse: bool,
+    is_plain: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call without pages; `is_plain` as `is_plain_cuda_call` says, `limits` as for `_attend_fp8`."""
+    if sinks is not None:
+        check_sinks_alone(sinks, *eight)
+    if eight.has_descales:
+        descales = {name: given for name, given in eight.given() if name.endswith("descale")}
+        check_not_inferred(eight.fp8, **descales)
+        fp8_inputs = Fp8PackedInputs(*inputs[:5], *descales_of(**descales), *inputs[5:], eight.v_mean)
+        return _attend_fp8(fp8_inputs, fp8_options_of(options, eight.transposed_v, eight.out_dtype), limits, return_lse)
+    if eight.fp8 is not False and (how := fp8_of(eight.fp8)) is not None:
+        check_not_quantised(eight.transposed_v, eight.v_mean)
+        return _quantise_and_attend(inputs, inference_options_of(options, how, eight.out_dtype), limits, return_lse)
+    if eight.transposed_v is not False or eight.out_dtype is not None or eight.v_mean is not None:
+        raise formats_without_scales(eight.transposed_v, eight.out_dtype, eight.v_mean)
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
-
-
-def _attend(
-    inputs: PackedInputs, options: FwdOptions, sinks: Tensor | None, return_lse: bool, is_plain: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """A call with 16-bit operands, or on a CPU; `is_plain` as `is_plain_cuda_call` says."""
-    q, k, v = inputs[:3]
     result: Tensor | tuple[Tensor, Tensor]
     if sinks is not None:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *with_sinks(options, sinks))

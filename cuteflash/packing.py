@@ -14,7 +14,8 @@ from torch import Tensor
 
 from cuteflash.api import Options, flash_attn_func
 from cuteflash.coerce import not_tensors
-from cuteflash.packed_api import Longest, VarlenOptions, flash_attn_varlen_func
+from cuteflash.limits import Longest
+from cuteflash.packed_api import VarlenOptions, flash_attn_varlen_func
 
 Result = Tensor | tuple[Tensor, Tensor]
 

@@ -19,6 +19,11 @@ ROWS: tuple[Row, ...] = (
     fwd_fp8_sm90(64, 128, 128, CAUSAL, lengths=SHORT, q_stage=2, masked_by_fixed_max=True, **TWO_LEVEL_AHEAD),
     fwd_fp8_sm90(64, 192, 128, FULL + CAUSAL, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 96, **TWO_LEVEL),
+    fwd_fp8_sm90(64, 192, 128, FULL, lengths=SHORT, q_stage=2, pingpong=False, turns_v=True, **TWO_LEVEL),
+    fwd_fp8_sm90(64, 192, 128, CAUSAL, lengths=LONG, q_stage=2, masked_by_fixed_max=True, turns_v=True, **TWO_LEVEL),
+    fwd_fp8_sm90(
+        64, 128, 128, CAUSAL, lengths=SHORT, q_stage=2, masked_by_fixed_max=True, turns_v=True, **TWO_LEVEL_AHEAD
+    ),
     fwd_fp8_sm90(64, 192, 128, FULL + CAUSAL, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 96, turns_v=True, **TWO_LEVEL),
     fwd_fp8_sm90(64, 192, 64, turns_v=True, without=BLOCK_SCALES, **TWO_LEVEL),  # lent to 32 columns of V
