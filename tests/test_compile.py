@@ -183,4 +183,4 @@ def test_forward_arguments(dtype: str, has_lse: bool) -> None:
     assert (lse is not None) == has_lse
     if has_lse:
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    assert [type(value).__name__ for value in scalars] == ["Float32", "Float32", "Int32", "Int32", "Int32"]
+    assert [type(value).__name__ for value in scalars] == ["Float32", "Float32", *["Int32"] * 4]

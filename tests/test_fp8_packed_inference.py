@@ -194,7 +194,7 @@ def test_a_call_quantises_and_attends_to_that(monkeypatch: pytest.MonkeyPatch) -
         *quantised, mean = given[3:10]
         expected = (*quantised[:3], out, None, *ends, None, used)
         assert all(x is y for x, y in zip(arguments, expected, strict=False))
-        assert all(x is y for x, y in zip(arguments[10:], (*quantised[3:], mean), strict=False))
+        assert all(x is y for x, y in zip(arguments[13:], (*quantised[3:], mean), strict=False))
         assert arguments[2].shape == (2, 48, (461 // 128 + 5) * 128) and out.shape == (310, 4, 48)
     assert len(gpu.launches) == 4
 

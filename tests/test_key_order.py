@@ -17,7 +17,7 @@ from cuteflash.problem import BwdProblem, MaskKind, Storage
 NUM_SMS = 132
 HEAD_DIM = 64  # Q, dO and the fp32 sum of dQ take 512 bytes a row
 ROWS_IN_L2 = (24 << 20) // (8 * HEAD_DIM)
-SCALARS = BwdScalars(0.1, 0.0, -1, -1, NUM_SMS)
+SCALARS = BwdScalars(0.1, 0.0, -1, -1, 0, NUM_SMS)
 PACKED = Storage("varlen", "varlen")
 
 

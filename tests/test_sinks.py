@@ -32,7 +32,7 @@ VARLEN_LSE = torch.ops.cuteflash.varlen_fwd_lse.default
 SINK_BWD, VARLEN_SINK_BWD = torch.ops.cuteflash.sink_bwd.default, torch.ops.cuteflash.varlen_sink_bwd.default
 F64 = torch.float64
 NONE = float("-inf")
-CAUSAL = (None, -1, 0, 0.0, None, None, False, None, 0)  # all options
+CAUSAL = (None, -1, 0, 0.0, None, None, False, None, 0, 1)  # all options
 LENGTHS = (3, 0, 4)
 
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuteflash.traits.row import Row, fwd_sm90
+from cuteflash.traits.row import ALL, FULL, LSE, SINK, SOFTCAP, Row, fwd_sm90
 
 
-def _split(head_dim: int, tile_n: int, kv_stage: int, blocks_per_sm: int, **more: Any) -> Row:
-    return fwd_sm90(
-        head_dim, 64, tile_n, kv_stage=kv_stage, blocks_per_sm=blocks_per_sm, pingpong=False, splits=True, **more
-    )
+def _split(head_dim: int, tile_n: int, kv_stage: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
+    return fwd_sm90(head_dim, 64, tile_n, masks, kv_stage=kv_stage, pingpong=False, splits=True, **more)
 
+
+PAIR: dict[str, Any] = {"blocks_per_sm": 2, "without": SOFTCAP + LSE + SINK}  # two blocks have few registers
 
 ROWS: tuple[Row, ...] = (
-    _split(32, 128, 5, 2),
-    _split(64, 128, 2, 2),
-    _split(96, 64, 3, 2),
-    _split(128, 64, 6, 1, q_in_regs=True, exp_rows_before_wait=0),
-    _split(160, 128, 2, 1),
-    _split(192, 128, 2, 1, head_dim_v=128),
-    _split(192, 64, 3, 1),
-    _split(224, 64, 2, 1),
-    _split(256, 64, 2, 1),
+    _split(32, 128, 5, FULL, **PAIR),
+    _split(32, 128, 8),
+    _split(64, 128, 2, FULL, **PAIR),
+    _split(64, 128, 5),
+    _split(96, 64, 3, FULL, **PAIR),
+    _split(96, 96, 4),
+    _split(128, 64, 6, q_in_regs=True, exp_rows_before_wait=0),
+    _split(160, 128, 2),
+    _split(192, 128, 2, head_dim_v=128),
+    _split(192, 64, 3),
+    _split(224, 64, 2),
+    _split(256, 64, 2),
 )

@@ -28,7 +28,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def name_of(row: ShippedRow) -> str:
-    operands, words = row.problem.operands, [*row.masks, *sorted(row.problem.features - {"turned_v"})]
+    operands, words = row.problem.operands, [*row.masks, *row.lengths, *sorted(row.problem.features - {"turned_v"})]
     return f"{operands.head_dim}x{operands.head_dim_v} {'-'.join(words)}{' vt' if operands.transposed_v else ''}"
 
 

@@ -87,9 +87,9 @@ def test_visits_are_those_of_the_reference(mask: str, sizes: tuple[int, int], mo
     ):
         seen: list[tuple[int, int]] = []
 
-        def watch(i0: int, i1: int, j0: int, *rest: Any, seen: Any = seen, real: Any = module.visible) -> Any:
+        def watch(i0: int, i1: int, j0: int, *rest: Any, seen: Any = seen, real: Any = module.visible, **more: Any) -> Any:
             seen.append((i0, j0))
-            return real(i0, i1, j0, *rest)
+            return real(i0, i1, j0, *rest, **more)
 
         monkeypatch.setattr(module, "TILE_M", 3)
         monkeypatch.setattr(module, "TILE_N", 2)
