@@ -28,6 +28,7 @@ class Paged:
         leftpad: rows of each entry before its first key; None is none.
         indexed: the sequences' entries are shuffled.
         all_used: lengths are not given: all sequences fill their entries.
+        num_splits: the option.
     """
 
     keys: tuple[int, ...]
@@ -38,6 +39,7 @@ class Paged:
     indexed: bool = False
     all_used: bool = False
     slack: int = 3
+    num_splits: int = 1
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -112,7 +114,8 @@ class Paged:
         """The operator's options."""
         case = self.case
         left, right = case.window
-        return FwdOptions(case.scale, left, 0 if case.causal else right, case.softcap, case.pack_gqa, family)
+        options = FwdOptions(case.scale, left, 0 if case.causal else right, case.softcap, case.pack_gqa, family)
+        return options._replace(num_splits=self.num_splits)
 
     def call(self, tensors: dict[str, Any], family: str | None) -> tuple[Tensor, Tensor]:
         """O and LSE, into poisoned memory."""

@@ -41,7 +41,14 @@ def test_windows(page_size: int, family: str, device: torch.device) -> None:
 def test_decode(page_size: int, family: str, device: torch.device) -> None:
     case = dataclasses.replace(DECODE, head_dim=128)
     Paged(KEYS, page_size, case).check(family, device)
-    Paged((1000, 2047, 3, 4096), page_size, case).check(family, device)
+    Paged((1000, 2047, 3, 4096), page_size, case, num_splits=0).check(family, device)
+
+
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("page_size", [None, 5, 16])
+def test_split_keys(page_size: int | None, num_splits: int, family: str, device: torch.device) -> None:
+    case = dataclasses.replace(MASKS["window"], window=(900, 0), head_dim=128, heads=8, kv_heads=2)
+    Paged((1000, 0, 2047, 3, 4096), page_size, case, (3, 1, 0, 1, 40), num_splits=num_splits).check(family, device)
 
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(1, "fp16"), (16, "bf16")])
