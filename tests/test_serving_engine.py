@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-import serving.attention
 from serving.engine import BusyError, Engine
 from serving.presets import make_config
 from serving.requests import Sampling
@@ -24,18 +23,14 @@ from tests.serving_parts import (
     model,
     run,
 )
-from tests.serving_standins import attend_with_sinks
 
 GREEDY = Sampling(ANSWER)
 PRESETS = ("tiny", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-gpt-oss")
 
 
 @pytest.fixture(params=PRESETS)
-def preset(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
-    if name == "tiny-gpt-oss":
-        monkeypatch.setattr(serving.attention, "flash_attn_varlen_func", attend_with_sinks)
-    return name
+def preset(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def test_answers_are_those_of_eager_generation(preset: str) -> None:

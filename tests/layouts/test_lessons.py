@@ -87,7 +87,9 @@ def test_visits_are_those_of_the_reference(mask: str, sizes: tuple[int, int], mo
     ):
         seen: list[tuple[int, int]] = []
 
-        def watch(i0: int, i1: int, j0: int, *rest: Any, seen: Any = seen, real: Any = module.visible, **more: Any) -> Any:
+        def watch(
+            i0: int, i1: int, j0: int, *rest: Any, seen: Any = seen, real: Any = module.visible, **more: Any
+        ) -> Any:
             seen.append((i0, j0))
             return real(i0, i1, j0, *rest, **more)
 
