@@ -17,8 +17,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from cuteflash import flash_attn_func, flash_attn_varlen_func, kvcache_ops, kvcache_planning, packed_planning
-from cuteflash.arguments import FwdScalars, FwdTensors, PackedTensors
+from cuteflash import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    kvcache_ops,
+    kvcache_planning,
+    packed_planning,
+    split_planning,
+)
+from cuteflash.arguments import FwdArguments, FwdOptions, FwdScalars, FwdTensors, PackedTensors
 from cuteflash.core.lengths import Lengths
 from cuteflash.core.paged import Pages
 from cuteflash.dispatch import Choice
@@ -231,6 +238,23 @@ def test_a_launch_gets_tensors_vectors_table_and_scalars(gpu: Gpu, queries: Any)
         assert getattr(packed, name) is tensors[name]
     assert (packed.tile_counter is None) == (queries is None)
     assert FwdScalars(*rest[len(PackedTensors._fields) :]) == FwdScalars(0.3, 0.0, 5, 1 << 30, 0, NUM_SMS)
+
+
+@pytest.mark.parametrize("page_size", [None, 5, 16])
+@pytest.mark.parametrize("queries", [None, QUERIES])
+def test_a_launch_that_splits_keys(gpu: Gpu, queries: Any, page_size: int | None, monkeypatch: Any) -> None:
+    counters = torch.zeros(NUM_SMS, dtype=torch.int32)
+    monkeypatch.setattr(split_planning, "compiled", gpu._compiled)
+    monkeypatch.setattr(split_planning.arrivals, "of", lambda device, blocks: counters)
+    tensors = Paged((300, 0, 17, 9), page_size, CASE, queries).build(CPU)[0] | {"sinks": torch.zeros(4)}
+    gpu.fwd_lse(*tensors.values(), *FwdOptions(num_splits=3))
+    problem, arguments = gpu.launches[0]
+    assert problem.is_split and problem.storage.page_rows == {None: 128, 5: 0, 16: 16}[page_size]
+    found = FwdArguments.of((*arguments, None), is_split=True, has_sinks=True)
+    assert found.split.arrivals is counters and found.split.most_parts == 3 and found.split.partials.dim() == 1
+    assert found.packed.tile_counter is None and found.packed.page_table is tensors["page_table"]
+    assert found.scalars.num_sms == NUM_SMS and found.sinks is tensors["sinks"]
+    assert len(arguments) + 1 == len(found.flat())
 
 
 def test_whole_dense_caches_take_the_kernel_of_dense_batches(gpu: Gpu) -> None:
