@@ -316,6 +316,7 @@ class BwdProblem:
     """
 
     operation: ClassVar[Operation] = "bwd"
+    is_split: ClassVar[bool] = False
 
     operands: Operands
     scores: Scores = Scores()

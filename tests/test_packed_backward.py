@@ -23,6 +23,7 @@ from cuteflash import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    limits,
     packed_api,
     packed_ops,
     packed_planning,
@@ -508,7 +509,7 @@ def test_a_compiled_graph_does_not_look_at_the_longest_sequence(monkeypatch: pyt
     def asked(*arguments: object) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(packed_api, "length_class_of_packed", asked)
+    monkeypatch.setattr(limits, "length_class_of_packed", asked)
     torch._dynamo.reset()
     compiled = torch.compile(flash_attn_varlen_func, backend="eager", fullgraph=True)
     arguments = leaves(torch.float32)

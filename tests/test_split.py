@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -14,7 +15,7 @@ from cuteflash.core.split import share_of_tile, share_size
 from cuteflash.core.split_slots import partials_size, slot_of
 from cuteflash.core.tile import KeyBlocks, KeyShare
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import PACKED, FwdProblem, Operands, Scores
+from cuteflash.problem import PACKED, FwdProblem, Operands, Scores, Storage
 from cuteflash.split_planning import Tiles
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
@@ -188,7 +189,7 @@ def kernels() -> list[tuple[str, FwdTraits, FwdProblem]]:
     """Each kernel that a target chooses, once."""
     found = {}
     for (target, family), head_dims in itertools.product(FAMILIES, HEAD_DIMS):
-        easiest = FwdProblem(Operands.of("bf16", *head_dims, 4), Scores("full"), PACKED, is_split=True)
+        easiest = FwdProblem(Operands.of("bf16", *head_dims, 4), Scores("full"), is_split=True)
         for problem in (hardest(head_dims), easiest):
             traits = choose_shipped(problem, target, family).traits
             found.setdefault(traits, (target, traits, problem))
@@ -215,3 +216,14 @@ def test_rows_do_not_spill(target: str, traits: FwdTraits, problem: FwdProblem, 
     from cuteflash.dispatch import kernel_class
 
     request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, target).assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("traits", [row.traits for row in SPLIT_ROWS["sm90"] if "varlen" not in row.without], ids=str)
+def test_rows_do_not_spill_if_rows_of_pages_are_looked_up(traits: FwdTraits, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("cutlass")
+    from cuteflash.dispatch import kernel_class
+
+    storage = Storage("varlen", "paged", used_k=True, has_page_table=True, has_cache_batch_idx=True, has_leftpad=True)
+    problem = dataclasses.replace(hardest((traits.head_dim, traits.head_dim_v)), storage=storage)
+    request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a").assert_clean()

@@ -236,7 +236,7 @@ class AppendKv:
             words = cute.make_rmem_tensor((nbytes // 4,), Uint32)
             if dtype.width == 8:
                 for w in range(2):
-                    words[w] = rounded(*(values[i * CHUNK + w * 4 + b] for b in range(4)))
+                    words[w] = rounded(*(values[i * CHUNK + w * 4 + b] for b in range(4)), "e4m3")
             else:
                 part = cute.make_rmem_tensor((CHUNK,), dtype)
                 for e in range(CHUNK):
