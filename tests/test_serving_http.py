@@ -76,7 +76,7 @@ class Server:
     def rest(self) -> None:
         """Returns when the engine has nothing to do, and all pages are free."""
         pool = self.engine.runner.pool
-        wait_until(lambda: self.engine.scheduler.is_idle and pool.available == pool.capacity, "the engine's rest")
+        wait_until(lambda: self.engine.is_idle and pool.available == pool.capacity, "the engine's rest")
 
 
 @pytest.fixture(scope="module")

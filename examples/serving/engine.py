@@ -116,6 +116,11 @@ class Engine:
             "preemptions": scheduler.preemptions,
         }
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request that was taken has ended."""
+        return self._unfinished == 0 and self.scheduler.is_idle
+
     def start(self) -> None:
         """Compute in a thread until `stop`."""
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
