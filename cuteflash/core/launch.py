@@ -131,7 +131,6 @@ class Launch:
         lengths = lengths_of(tensors, packed)
         heads = heads_q // operands.packed_heads
         heads_per_kv = heads // heads_k
-        lengths = lengths_of(tensors, packed)
         order: Order | None
         if kernel.problem.is_split:
             order = None
@@ -145,7 +144,6 @@ class Launch:
             group, longest_first = cutlass.min(group, heads * batch), kernel.longest_first
             order = TileOrder(m_blocks, heads, batch, group, longest_first, zigzag=longest_first)
         scale, inner_scale = score_scales(scores.softcap, scalars)
-        lengths = lengths_of(tensors, packed)
         return Launch(
             order=order,
             heads_per_kv=heads_per_kv,
