@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cuteflash
+from cuteflash.core.lengths import Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.split import share_of_tile, share_size
 from cuteflash.core.split_slots import partials_size, slot_of
@@ -227,3 +228,14 @@ def test_rows_do_not_spill_if_rows_of_pages_are_looked_up(traits: FwdTraits, req
     storage = Storage("varlen", "paged", used_k=True, has_page_table=True, has_cache_batch_idx=True, has_leftpad=True)
     problem = dataclasses.replace(hardest((traits.head_dim, traits.head_dim_v)), storage=storage)
     request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a").assert_clean()
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_tiles_of_a_launch_have_its_whole_mask(chunk: int | None) -> None:
+    pytest.importorskip("cutlass")
+    from cuteflash.core.launch import Launch
+
+    names = (field.name for field in dataclasses.fields(Launch))
+    known = {"mask_kind": "window", "window_left": 3, "window_right": 5, "attention_chunk": chunk}
+    launch = Launch(**{name: known.get(name) for name in names})  # type: ignore[arg-type]
+    assert launch.mask_of(Sequence(0, 20, 0, 30)) == IntervalMask("window", 20, 30, 3, 5, chunk)

@@ -178,7 +178,8 @@ class Launch:
 
     def mask_of(self, sequence: Sequence) -> IntervalMask:
         """The keys that each query of a sequence sees."""
-        return IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, self.window_left, self.window_right)
+        window = self.window_left, self.window_right
+        return IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, *window, self.attention_chunk)
 
     def tile_of(self, m_block: Int32, head: Int32, batch: Int32, sequence: Sequence) -> QueryTile:
         """Query tile `m_block` of a head of batch entry `batch`, which is `sequence`."""
