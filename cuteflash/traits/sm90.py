@@ -61,8 +61,6 @@ class FwdTraitsSm90:
         persistent: as many blocks as multiprocessors, each looping over tiles.
         longest_first: the long tiles of a causal or windowed problem start first, waves run forwards and backwards.
         splits: the keys of a tile may be dealt to several blocks (`cuteflash.core.split`); such rows run nothing else.
-        merges_together: the blocks of a tile whose keys are split merge its parts together, some rows each, instead of
-            the last one that comes; they wait for each other, so that the launch is a cooperative one.
         blocks_per_sm: resident blocks.
     """
 
@@ -92,7 +90,6 @@ class FwdTraitsSm90:
     persistent: bool = True
     longest_first: bool = True
     splits: bool = False
-    merges_together: bool = False
     blocks_per_sm: int = 1
 
     # What only kernels of 8-bit operands have, see `FwdTraitsFp8Sm90`.
@@ -245,8 +242,6 @@ class FwdTraitsSm90:
             )
         if self.splits and (self.mma_warpgroups > 1 or self.fixed_max or not self.warp_specialized):
             return "splits needs one consumer warpgroup and a producer, and no fixed_max: a share may be masked wholly"
-        if self.merges_together and not self.splits:
-            return "merges_together needs splits"
         if self.blocks_per_sm not in (1, 2) or (self.blocks_per_sm == 2 and not self.splits):
             return f"blocks_per_sm is {self.blocks_per_sm}, not 1 or, with splits, 2"
         resident = self.blocks_per_sm * (self.smem_bytes + BLOCK_SMEM)

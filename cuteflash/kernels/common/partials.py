@@ -1,7 +1,9 @@
-"""The end of a tile whose keys are split: each block's part goes to memory, and the last block to come merges them.
+"""The end of a tile whose keys are split: each block's part goes to memory, where they are merged.
 
-A part is O of its keys, normalized, and their log-sum-exp, fp32. Nobody waits: a block that is not the last one goes on
-with its next tile. Slots are those of `cuteflash.core.split_slots`.
+A part is O of its keys, normalized, and their log-sum-exp, fp32. If a tile has few rows, the last block to come merges
+them, and nobody waits (`come`). Of many rows the blocks for which this is the last tile wait for each other, and merge
+some rows each (`meet`); the launch has to be a cooperative one, all of whose blocks run at the same time. Slots are
+those of `cuteflash.core.split_slots`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
 LOADS = 32  # that a thread has in flight when it merges
 FEW_ROWS, MANY_ROWS = 2, 4  # rows of a warp that are merged one by one, at most; rows that are merged together
 WARP = 32
+MEETING_ROWS = 12  # of a tile, from which on its blocks meet; between the numbers that were timed
 
 
 @dataclasses.dataclass(frozen=True)
