@@ -111,7 +111,7 @@ def offers(
     square = max(head_dim, head_dim_v)
     for made_for in dict.fromkeys([(head_dim, head_dim_v), (square, square)]):
         for row in rows:
-            if row.serves(problem, lengths) and (row.traits.head_dim, row.traits.head_dim_v) == made_for:
+            if (row.traits.head_dim, row.traits.head_dim_v) == made_for and row.serves(problem, lengths):
                 traits = dataclasses.replace(row.traits, head_dim=head_dim, head_dim_v=head_dim_v)
                 yield row, traits, traits.check(arch)
 
