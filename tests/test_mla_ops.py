@@ -141,7 +141,7 @@ def test_compiling_makes_one_graph_for_all_lengths() -> None:
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for lengths in ((3, 64, 190), (0, 7, 100, 63), (5,) * 7):
+        for lengths in ((3, 64, 190, 0), (100, 63), (5,) * 7):
             tensors = built(lengths=tuple(length + 1 for length in lengths), seqlen_q=1)
             tensors["cache_seqlens"] = int32(*lengths)
             row = torch.randn(len(lengths), 1, 576)
