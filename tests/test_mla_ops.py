@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from cuteflash import append_latents, flash_mla_decode, mla_ops
+from cuteflash import append_latents, flash_attn_func, flash_mla_decode, mla_ops
 
 MLA = torch.ops.cuteflash.mla_decode.default
 PAGE, CAPACITY = 64, 192
@@ -348,3 +350,16 @@ def test_what_appending_refuses(change: dict[str, Any], error: type[Exception], 
 def test_a_gpu_is_refused_until_it_has_a_kernel() -> None:
     with pytest.raises(NotImplementedError, match="mla_decode has no kernel for cuda in this release; supported: cpu"):
         mla_ops.CudaDecode()(*built(dtype=torch.bfloat16).values())
+
+
+def test_the_snippets_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "mla.md").read_text()
+    names: dict[str, Any] = {}
+    for snippet in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        exec(compile(snippet, "mla.md", "exec"), names)
+    assert names["out"].shape == (2, 1, 16, 512) and names["lse"].shape == (2, 16, 1)
+    torch.testing.assert_close(names["decoded"], names["whole"], atol=1e-4, rtol=1e-4)
+    expected = flash_attn_func(names["queries"], names["k"], names["v"], causal=True, return_lse=True)
+    assert torch.allclose(names["merged"], expected[0][:, 64:], atol=1e-5)
+    assert torch.allclose(names["merged_lse"], expected[1][:, :, 64:], atol=1e-5)
