@@ -75,8 +75,8 @@ def flash_mla_decode(
 
     Args:
         q: (batch, seqlen_q, heads, 576), fp16 or bf16 (on a CPU fp32 and fp64, too); up to 128 heads.
-        kv_cache: (batch, seqlen_cache, 1, 576), or with `page_table` (num_pages, 64, 1, 576); q's dtype and device.
-            Rows past a sequence's last one may hold anything.
+        kv_cache: (batch, seqlen_cache, 1, 576), or with `page_table` (num_pages, page_size, 1, 576), page_size a
+            multiple of 64; q's dtype and device. Rows past a sequence's last one may hold anything.
         cache_seqlens: (batch,) int32, the rows of each sequence, the new ones included, or one int for all. None is all
             of the cache.
         page_table: (batch, pages of a sequence) int32, the pages of each sequence. Entries past its last row may hold

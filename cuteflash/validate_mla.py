@@ -26,7 +26,7 @@ from cuteflash.validate_packed import check_vector
 HEADS_MAX = 128
 LATENT_DIM, ROPE_DIM = 512, 64  # columns of a cached row: the latent, which is also V, then the shared rotary key
 ROW_DIM = LATENT_DIM + ROPE_DIM
-PAGE_SIZES = (64,)
+PAGE_STEP = 64
 CACHE_DIMS = ("batch", "seqlen_cache", "kv_heads", "head_dim")
 PAGED_DIMS = ("num_pages", "page_size", "kv_heads", "head_dim")
 
@@ -116,9 +116,8 @@ def _check_lengths(inputs: MlaInputs) -> None:
         raise ValueError(f"cache_seqlens.shape is {tuple(cache_seqlens.shape)}; allowed: ({batch},), the batch")
     if table is not None:
         check_table(table, q.device)
-        if all(holds(cache.shape[1] != size) for size in PAGE_SIZES):
-            allowed = ", ".join(map(str, PAGE_SIZES))
-            raise ValueError(f"kv_cache.shape[1] (page_size) is {cache.shape[1]}; allowed: {allowed}")
+        if holds(cache.shape[1] == 0) or holds(cache.shape[1] % PAGE_STEP != 0):
+            raise ValueError(f"kv_cache.shape[1] (page_size) is {cache.shape[1]}; allowed: multiples of {PAGE_STEP}")
     name, entries = ("kv_cache", cache) if table is None else ("page_table", table)
     if holds(entries.shape[0] != batch):
         raise ValueError(f"{name}.shape[0] is {entries.shape[0]}; allowed: {batch}, the batch")

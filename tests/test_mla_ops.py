@@ -80,6 +80,18 @@ def test_element_types(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.float(), MLA(*exact.values())[0], atol=0.03, rtol=0.03)
 
 
+def test_pages_of_several_times_64_rows() -> None:
+    q, cache, lengths, table = built().values()
+    places = torch.arange(10, dtype=torch.int32).view(5, 2)  # two pages of 128 rows each
+    wide = torch.full((10, 2 * PAGE, 1, 576), math.nan)
+    for i, length in enumerate(LENGTHS):
+        for slot in range(-(-length // PAGE)):
+            page, half = divmod(slot, 2)
+            wide[2 * i + page, half * PAGE : (half + 1) * PAGE] = cache[table[i, slot]]
+    for found, expected in zip(MLA(q, wide, lengths, places), MLA(q, cache, lengths, table), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_the_function_is_the_operator() -> None:
     tensors = built()
     q, cache, lengths, table = tensors.values()
@@ -216,7 +228,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "page size": (
         {"kv_cache": lambda x: x[:, :16]},
         ValueError,
-        r"kv_cache.shape\[1\] \(page_size\) is 16; allowed: 64",
+        r"kv_cache.shape\[1\] \(page_size\) is 16; allowed: multiples of 64",
     ),
     "q dtype": ({"q": lambda q: q.int()}, TypeError, "q.dtype is torch.int32; allowed on cpu: "),
     "fp8": ({"kv_cache": lambda x: x.to(torch.float8_e4m3fn)}, TypeError, "kv_cache.dtype is torch.float8_e4m3fn; al"),

@@ -6,8 +6,9 @@
 What differs:
 
 - `sm_margin` and `scheduler_metadata` raise NotImplementedError.
-- `qv` is for latent attention alone: q and k of 64 columns, qv and v of 512, v and k the columns of one cache, which is
-  dense or has pages of 64 rows. Inference only. `flash_attn_varlen_func` also knows it as `q_v`, as vLLM's fork does.
+- `qv` is for latent attention alone: q and k of 64 columns, qv and v of 512, v and k the columns of one cache, which
+  is dense or has pages of a multiple of 64 rows. Inference only. `flash_attn_varlen_func` also knows it as `q_v`, as
+  vLLM's fork does.
 - `flash_attn_with_kvcache` writes to the caches it is given or raises: it never copies them. A cache of 8 bits is
   attended to as a whole; descale factors of a 16-bit one raise NotImplementedError.
 - 8-bit q, k and v may be e5m2, too. Their keys are not split: `num_splits` above 1 raises ValueError. Descale factors

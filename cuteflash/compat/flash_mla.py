@@ -105,7 +105,7 @@ def flash_mla_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, heads, 576).
-        k_cache: (num_blocks, 64, 1, 576).
+        k_cache: (num_blocks, block_size, 1, 576), block_size a multiple of 64.
         block_table: int32 (batch, blocks of a sequence).
         cache_seqlens: int32 (batch,).
         head_dim_v: 512.

@@ -139,8 +139,8 @@ class MultiHeadLatentAttention(torch.nn.Module):
             x: (batch, seqlen, hidden_size), new tokens; with `cu_seqlens` packed sequences, (total, hidden_size).
             cu_seqlens: int32 (batch + 1,), the first token of each packed sequence, then the total; without a cache.
             max_seqlen: at least the longest packed sequence.
-            kv_cache: (batch, seqlen_cache, 1, 576), or with `page_table` (num_pages, 64, 1, 576): the rows of the new
-                tokens are written to it. Inference only.
+            kv_cache: (batch, seqlen_cache, 1, 576), or with `page_table` (num_pages, page_size, 1, 576), page_size
+                a multiple of 64: the rows of the new tokens are written to it. Inference only.
             cache_seqlens: (batch,) int32, rows that the cache of each sequence has before the call. None says that it
                 has none: x is then the beginning of each sequence.
             page_table: (batch, pages of a sequence) int32.
