@@ -373,5 +373,6 @@ def test_the_snippets_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["out"].shape == (2, 1, 16, 512) and names["lse"].shape == (2, 16, 1)
     torch.testing.assert_close(names["decoded"], names["whole"], atol=1e-4, rtol=1e-4)
     expected = flash_attn_func(names["queries"], names["k"], names["v"], causal=True, return_lse=True)
+    torch.testing.assert_close(names["in_parts"], expected[0])
     assert torch.allclose(names["merged"], expected[0][:, 64:], atol=1e-5)
     assert torch.allclose(names["merged_lse"], expected[1][:, :, 64:], atol=1e-5)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuteflash import api, kvcache_api, mla, packed_api
+from cuteflash import kvcache_api, mla, mla_prefill
 from cuteflash.nn.rotary import RotaryEmbedding, apply_rotary_emb, packed_positions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP
 from cuteflash.validate_mla import HEADS_MAX, LATENT_DIM, ROPE_DIM, ROW_DIM
@@ -189,13 +189,12 @@ class MultiHeadLatentAttention(torch.nn.Module):
         rotated = apply_rotary_emb(k_rope, *cos_sin, self.rotary_emb.interleaved)
         return torch.cat((self.kv_a_layernorm(latents).to(rotated.dtype), rotated), dim=-1)
 
-    def keys_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys (.., heads, nope + 64) and values (.., heads, v) of rows (.., 1, 576)."""
+    def keys_values(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows (.., 1, 576) the keys (.., heads, nope), their shared part (.., 1, 64), the values (.., heads, v)."""
         latents, k_rope = rows.split((LATENT_DIM, ROPE_DIM), dim=-1)
         projected = self.kv_b_proj(latents.squeeze(-2)).unflatten(-1, (self.num_heads, -1))
         k_nope, v = projected.split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
-        shared = k_rope.to(k_nope.dtype).expand(*k_nope.shape[:-1], ROPE_DIM)
-        return torch.cat((k_nope, shared), dim=-1), v
+        return k_nope, k_rope.to(k_nope.dtype), v
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: Cache) -> Tensor:
         """O, (batch, seqlen, heads, v), of queries that attend to the rows themselves."""
@@ -210,16 +209,17 @@ class MultiHeadLatentAttention(torch.nn.Module):
 
     def _plain(self, q: Tensor, cache: Cache, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None) -> Tensor:
         """O, (batch, seqlen, heads, v) or packed (total, heads, v), of queries (.., heads, nope + 64)."""
-        k, v = self.keys_values(cache.gathered())
+        k, k_rope, v = self.keys_values(cache.gathered())
         options: dict[str, Any] = {"softmax_scale": self.softmax_scale, "causal": True}
         out: Tensor
         if cache.lengths is not None:
-            out = kvcache_api.flash_attn_with_kvcache(q, k, v, cache_seqlens=cache.lengths, **options)
-        elif cu_seqlens is None:
-            out = api.flash_attn_func(q, k, v, **options, deterministic=self.deterministic)
-        else:
-            ends = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-            out = packed_api.flash_attn_varlen_func(q, k, v, *ends, **options, deterministic=self.deterministic)
+            keys = torch.cat((k, k_rope.expand(*k.shape[:-1], ROPE_DIM)), dim=-1)
+            out = kvcache_api.flash_attn_with_kvcache(q, keys, v, cache_seqlens=cache.lengths, **options)
+            return out
+        if cu_seqlens is not None:
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max_seqlen)
+        out = mla_prefill.flash_mla_prefill(q, k, k_rope, v, **options, deterministic=self.deterministic)
         return out
 
     def _cos_sin(self, x: Tensor, cu_seqlens: Tensor | None, cache_seqlens: Tensor | None) -> Angles:

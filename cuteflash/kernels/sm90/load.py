@@ -95,7 +95,7 @@ class TileLoads:
     """The loads of one query tile."""
 
     q: Any  # `QuerySource`, or as `make_paged_sources` wraps it
-    k: Any  # `TmaSource` or `TwoPartSource`, or as `make_paged_sources` makes it; called with a position and a key block
+    k: Any  # `TmaSource`, `TwoPartSource`, or as `make_paged_sources` makes it; called with a position and a key block
     v: Any
     blocks: KeyBlocks
 
