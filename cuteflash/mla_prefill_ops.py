@@ -78,7 +78,8 @@ class CudaPrefill:
         last, launch = self.known.last
         if call != last:
             launch = self.known.find(call, plan, inputs, options)
-        if functools.reduce(int.__or__, (x.data_ptr() for x in inputs[:REQUIRED])) & ALIGNMENT_MASK:
+        q, k, k_rope, v = inputs[:4]
+        if (q.data_ptr() | k.data_ptr() | k_rope.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             _check_alignment(inputs)
         if reads_values():
             check_prefill_values(inputs, complete=True)
@@ -87,7 +88,7 @@ class CudaPrefill:
 
 
 def _check_alignment(inputs: PrefillInputs) -> None:
-    check_alignments(dict(zip(TENSORS[:REQUIRED], inputs[:REQUIRED], strict=True)))
+    check_alignments({"q": inputs.q, "k": inputs.k, "k_rope": inputs.k_rope, "v": inputs.v})
 
 
 def _check(*arguments: Any) -> None:

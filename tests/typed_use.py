@@ -28,5 +28,7 @@ def types(q: Tensor, k: Tensor, v: Tensor, flag: bool) -> None:
     assert_type(cuteflash.flash_mla_decode(q, k, 5, causal=True), Tensor)
     assert_type(cuteflash.flash_mla_decode(q, k, v, page_table=q, return_lse=True), tuple[Tensor, Tensor])
     assert_type(cuteflash.flash_mla_decode(q, k, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+    assert_type(cuteflash.flash_mla_prefill(q, k, q, v, causal=True), Tensor)
+    assert_type(cuteflash.flash_mla_prefill(q, k, q, v, cu_seqlens_q=q, return_lse=True), tuple[Tensor, Tensor])
     cuteflash.flash_mla_decode(q, k, pages=q)  # type: ignore[call-overload]
     assert_type(cuteflash.__version__, str)
