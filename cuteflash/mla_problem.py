@@ -44,9 +44,9 @@ class MlaTensors(NamedTuple):
     cache_seqlens: Any  # (batch,) int32
     out: Any  # (batch, rows, 512)
     lse: Any  # (batch, query heads, tokens) fp32
-    partials: Any = None  # (query tiles of a sequence, slots, 64, 512) fp32: see `cuteflash.core.split_slots`
-    partials_lse: Any = None  # (query tiles of a sequence, slots, 64) fp32
-    shared_by: Any = None  # (batch, 2) int32: the first and the last lane that has keys of a sequence
+    partials: Any = None  # (slots, 64, 512) fp32, of split keys: see `cuteflash.core.split_slots`
+    partials_lse: Any = None  # (slots, 64) fp32
+    seats: Any = None  # (batch, query tiles, 2) int32: the first and the last seat that has keys of a tile
 
 
 class MlaScalars(NamedTuple):
@@ -54,6 +54,6 @@ class MlaScalars(NamedTuple):
 
     softmax_scale: Any  # Float32
     causal: Any  # Int32: 1 if a query sees the keys up to its own position only, else 0
-    lanes: Any  # Int32: blocks that share the keys of one query tile of all sequences
+    shares: Any  # Int32: blocks between which the keys of a query tile of all sequences are shared
     most_parts: Any  # Int32: parts of a query tile's keys at most, 2 or more; of split keys
-    rows_of_block: Any  # Int32: rows whose parts a block merges
+    rows_of_block: Any  # Int32: rows whose parts a block merges, a divisor of 64

@@ -1,8 +1,7 @@
 """The tiles of a latent-attention decode: whose rows they hold, which keys a row sees, and where a page lies.
 
 All query heads of a token read the same head of the cache, so that a row of a tile is (token, head), heads first. The
-tiles of a sequence read the same pages, and are computed side by side: the blocks of a launch are lanes that share
-the keys of all sequences between them (`cuteflash.core.split`), and in each lane a block for each query tile.
+tiles of a sequence read the same pages, and go in step: each is a lane of `cuteflash.core.split`.
 """
 
 from __future__ import annotations
@@ -75,7 +74,8 @@ class LatentLaunch:
         heads: query heads.
         step: see `LatentMask`.
         scale_log2: exp2 is taken of `scale_log2 * q k`.
-        line: all sequences, whose keys lanes share; None if a sequence has one lane.
+        m_blocks: query tiles of a sequence; neighbouring blocks compute the same keys of them.
+        line: the sequences, whose keys blocks share; None if a tile has one block.
         tile_m, tile_n, tile_cost: of the kernel.
     """
 
@@ -85,6 +85,7 @@ class LatentLaunch:
     heads: Int32
     step: Int32
     scale_log2: Float32
+    m_blocks: Int32
     line: Line | None
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
@@ -92,7 +93,7 @@ class LatentLaunch:
 
     @property
     def tile_tokens(self) -> Int32:
-        """Rows of what `line` calls a tile: of all query tiles of a sequence."""
+        """Rows of what a line holds as one tile of a sequence; query tiles are its lanes."""
         return self.rows
 
     def sequence(self, index: Int32) -> Sequence:
@@ -114,18 +115,17 @@ class LatentLaunch:
         )
 
     def tile_of(self, m_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> QueryTile:
-        """This block's query tile of a sequence, all of its keys."""
-        m_block = cute.arch.block_idx()[1]
+        """Query tile `head` of a sequence, as lines count heads; all of its keys."""
         return QueryTile(
-            m_block=m_block,
-            head=head,
+            m_block=head,
+            head=Int32(0),
             sequence=number,
             batch=number,
             kv_batch=number,
             heads_per_kv=Int32(1),
             first_q=0,
             first_k=0,
-            first_token=m_block * self.tile_m,
+            first_token=head * self.tile_m,
             mask=self.mask_of(sequence),
             tile_n=self.tile_n,
             tokens=self.tile_m,
@@ -140,9 +140,9 @@ def each_latent_tile(launch: LatentLaunch, visit: cutlass.Constexpr):
         each_part(launch, visit)
     else:
         q_pos, kv_pos = Int32(0), Int32(0)
-        lane = cute.arch.block_idx()[0]
-        lanes = cute.arch.grid_dim()[0]
-        for number in cutlass.range(lane, launch.lengths.shape[0], lanes, unroll=1):
-            tile = launch.tile_of(Int32(0), Int32(0), number, launch.sequence(number))
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        first, step = block // launch.m_blocks, blocks // launch.m_blocks
+        for number in cutlass.range(first, launch.lengths.shape[0], step, unroll=1):
+            tile = launch.tile_of(Int32(0), block % launch.m_blocks, number, launch.sequence(number))
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1

@@ -19,8 +19,8 @@ def mla_fake_args(problem: MlaProblem) -> tuple[Any, ...]:
     bytes; O, LSE and the lengths are compact.
     """
     dtype = CUTE_DTYPES[problem.dtype]
-    batch, rows, entries, entry_rows, slots, heads, tokens = (
-        cute.sym_int32(symbol=name) for name in ("batch", "rows", "entries", "entry_rows", "slots", "heads", "tokens")
+    batch, rows, entries, entry_rows, pages, heads, tokens = (
+        cute.sym_int32(symbol=name) for name in ("batch", "rows", "entries", "entry_rows", "pages", "heads", "tokens")
     )
 
     def operand(*shape: Any) -> Any:
@@ -29,14 +29,14 @@ def mla_fake_args(problem: MlaProblem) -> tuple[Any, ...]:
 
     table = None
     if problem.is_paged:
-        table = make_fake_tensor(Int32, (batch, slots), stride=(cute.sym_int64(), 1), assumed_align=4)
-    partials = partials_lse = shared_by = None
+        table = make_fake_tensor(Int32, (batch, pages), stride=(cute.sym_int64(), 1), assumed_align=4)
+    partials = partials_lse = seats = None
     if problem.is_split:
-        slots_of_tiles = *(cute.sym_int32(symbol=name) for name in ("m_blocks", "slots_of_tile")), PAGE_ROWS
-        shape = *slots_of_tiles, LATENT_DIM_V
-        partials = make_fake_compact_tensor(Float32, shape, stride_order=(3, 2, 1, 0), assumed_align=ALIGN_BYTES)
-        partials_lse = make_fake_compact_tensor(Float32, slots_of_tiles, stride_order=(2, 1, 0), assumed_align=4)
-        shared_by = make_fake_compact_tensor(Int32, (batch, 2), stride_order=(1, 0), assumed_align=4)
+        slots, m_blocks = (cute.sym_int32(symbol=name) for name in ("slots", "m_blocks"))
+        shape = slots, PAGE_ROWS, LATENT_DIM_V
+        partials = make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=ALIGN_BYTES)
+        partials_lse = make_fake_compact_tensor(Float32, shape[:2], stride_order=(1, 0), assumed_align=4)
+        seats = make_fake_compact_tensor(Int32, (batch, m_blocks, 2), stride_order=(2, 1, 0), assumed_align=4)
     tensors = MlaTensors(
         q=operand(batch, rows, LATENT_DIM),
         kv_cache=operand(entries, entry_rows, LATENT_DIM),
@@ -46,7 +46,7 @@ def mla_fake_args(problem: MlaProblem) -> tuple[Any, ...]:
         lse=make_fake_compact_tensor(Float32, (batch, heads, tokens), stride_order=(2, 1, 0), assumed_align=4),
         partials=partials,
         partials_lse=partials_lse,
-        shared_by=shared_by,
+        seats=seats,
     )
     scalars = MlaScalars(Float32(0.0), Int32(0), Int32(1), Int32(2), Int32(1))
     return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
 from cuteflash.problem import DTYPES
 from cuteflash.traits.arch import ArchSpec, Family
-from cuteflash.traits.base import SmemRegion, memory_complaint, plan_bytes
+from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.sm90 import MBARRIER_BYTES, REGISTER_FILE, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M
 
 CONSUMERS = 2  # warpgroups, each with half of O's columns
@@ -48,7 +48,7 @@ class MlaTraitsSm90:
 
     groups: tuple[int, ...] = (2, 2, 2, 3)
     headroom: float = 8.0
-    tile_cost: int = 2
+    tile_cost: int = 0
     producer_regs: int = 40
     mma_regs: int = 232
 
@@ -104,7 +104,9 @@ class MlaTraitsSm90:
             return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
         if self.tile_cost < 0:
             return f"tile_cost {self.tile_cost} is negative"
-        return self._registers_complaint() or memory_complaint(self, arch)
+        if self.smem_bytes > arch.smem_per_block:
+            return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
+        return self._registers_complaint()
 
     def _registers_complaint(self) -> str | None:
         regs = self.producer_regs, self.mma_regs

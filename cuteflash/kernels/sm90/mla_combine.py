@@ -29,22 +29,21 @@ class LatentParts:
     """The partial results of a launch, in the slots of `cuteflash.core.split_slots` for each query tile.
 
     Attributes:
-        values: (query tiles, slots, 64, 512) fp32: O of a slot, normalized.
-        lse: (query tiles, slots, 64) fp32: its log-sum-exps.
-        lanes: (batch, 2) Int32: the lanes with the first and with the last keys of a sequence.
+        values: (slots, 64, 512) fp32: O of a slot, normalized.
+        lse: (slots, 64) fp32: its log-sum-exps.
+        seats: (batch, query tiles, 2) Int32: those with the first and with the last keys of a tile.
     """
 
     values: cute.Tensor
     lse: cute.Tensor
-    lanes: cute.Tensor
+    seats: cute.Tensor
 
     @cute.jit
     def note(self, tile: QueryTile, thread: Int32):
-        """Say which lanes share the sequence of a tile; the block with its first keys does."""
-        lane, m_block, _ = cute.arch.block_idx()
-        if thread == 0 and m_block == 0 and tile.share.owner == lane:
-            self.lanes[tile.sequence, 0] = lane
-            self.lanes[tile.sequence, 1] = tile.share.last_owner
+        """Say which seats share the keys of a tile; the block with its first keys does."""
+        if thread == 0 and tile.share.owner == tile.share.seat:
+            self.seats[tile.sequence, tile.m_block, 0] = tile.share.owner
+            self.seats[tile.sequence, tile.m_block, 1] = tile.share.last_owner
 
     @cute.jit
     def write(self, scores: ScoreTile, out: cute.Tensor, columns: cute.Tensor, lse: cute.Tensor, tile: QueryTile):
@@ -56,20 +55,19 @@ class LatentParts:
             columns: likewise, the coordinates of its elements in the tile.
             lse: of its rows.
         """
-        lane, m_block, _ = cute.arch.block_idx()
-        slot = slot_of(lane, Int32(tile.share.owner == lane))
+        slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
         rows = tile.rows()
         for r in cutlass.range_constexpr(cute.size(lse)):
             row = scores.row(r)
             if row < rows:
-                line = self.values[m_block, slot, row, None]
+                line = self.values[slot, row, None]
                 for c in cutlass.range_constexpr(0, cute.size(out.shape[1]), PAIR):
                     pair = cute.make_rmem_tensor(PAIR, Float32)
                     for i in cutlass.range_constexpr(PAIR):
                         pair[i] = out[r, c + i]
                     copy_chunk(pair, chunk_of(line, columns[0, c][1], PAIR))
                 if scores.first_key == 0:
-                    self.lse[m_block, slot, row] = lse[r]
+                    self.lse[slot, row] = lse[r]
 
 
 @cute.jit
@@ -82,16 +80,17 @@ def combine(
         parts: all partial results.
         gO: O as (rows, 512, batch).
         mLSE: (batch, 1, rows).
-        rows_of_block: how many rows a block takes.
+        rows_of_block: how many rows a block takes, a divisor of those of a query tile.
         tile_m: rows of a query tile.
     """
     sequence, number, _ = cute.arch.block_idx()
-    owner, last = parts.lanes[sequence, 0], parts.lanes[sequence, 1]
     rows = gO.shape[0]
+    first_row = number * rows_of_block
+    m_block = first_row // tile_m
+    owner, last = parts.seats[sequence, m_block, 0], parts.seats[sequence, m_block, 1]
     if last > owner:
-        first_row = number * rows_of_block
         for row in cutlass.range(first_row, cutlass.min(first_row + rows_of_block, rows), unroll=1):
-            acc, peak, weight = merged_row(parts, (owner, last - owner + 1), row // tile_m, row % tile_m)
+            acc, peak, weight = merged_row(parts, (owner, last - owner + 1), row % tile_m)
             inverse = cutlass.select_(weight == 0.0, Float32(0.0), 1.0 / weight)
             rounded = cute.make_rmem_tensor(QUAD, gO.element_type)
             for e in cutlass.range_constexpr(QUAD):
@@ -105,13 +104,14 @@ def combine(
 
 
 @cute.jit
-def merged_row(parts: LatentParts, lanes: tuple[Int32, Int32], m_block: Int32, row: Int32):
+def merged_row(parts: LatentParts, seats: tuple[Int32, Int32], row: Int32):
     """(four columns, weighted by the exponentials of log-sum-exps; the largest of these, sum of the weights)
 
     Args:
-        lanes: the first one of the sequence, and how many there are.
+        seats: the first one of the tile, and how many there are.
+        row: of the tile.
     """
-    owner, count = lanes
+    owner, count = seats
     lane = cute.arch.lane_idx()
     column = cute.arch.thread_idx()[0] * QUAD
     acc = cute.make_rmem_tensor(QUAD, Float32)
@@ -122,9 +122,9 @@ def merged_row(parts: LatentParts, lanes: tuple[Int32, Int32], m_block: Int32, r
         for i in cutlass.range_constexpr(LOADS):
             part = cutlass.min(first + i, count - 1)  # the last one stands for those that do not exist
             slot = slot_of(owner + part, Int32(part == 0))
-            copy_chunk(chunk_of(parts.values[m_block, slot, row, None], column, QUAD), values[None, i])
+            copy_chunk(chunk_of(parts.values[slot, row, None], column, QUAD), values[None, i])
         part = cutlass.min(first + lane, count - 1)
-        lse = parts.lse[m_block, slot_of(owner + part, Int32(part == 0)), row]
+        lse = parts.lse[slot_of(owner + part, Int32(part == 0)), row]
         is_there = (lane < LOADS) & (first + lane < count)
         lse = cutlass.select_(is_there, lse, -Float32.inf)
         new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(lse))

@@ -140,7 +140,7 @@ class FlashMlaDecodeSm90:
         scalars = MlaScalars(*scalars)
         traits = self.traits
         batch, rows, _ = tensors.q.shape
-        heads = tensors.lse.shape[1]
+        heads, m_blocks = tensors.lse.shape[1], cute.ceil_div(rows, traits.tile_m)
         entry_rows = tensors.kv_cache.shape[1]
         pages, capacity = LatentPages(None, None), entry_rows
         if const_expr(self.problem.is_paged):
@@ -153,7 +153,8 @@ class FlashMlaDecodeSm90:
             heads=heads,
             step=scalars.causal,
             scale_log2=scalars.softmax_scale * LOG2_E,
-            line=Line(batch, Int32(1), scalars.most_parts, differs=True) if self.problem.is_split else None,
+            m_blocks=m_blocks,
+            line=Line(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if self.problem.is_split else None,
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
             tile_cost=traits.tile_cost,
@@ -165,9 +166,9 @@ class FlashMlaDecodeSm90:
         )
         parts = None
         if const_expr(self.problem.is_split):
-            parts = LatentParts(tensors.partials, tensors.partials_lse, tensors.shared_by)
+            parts = LatentParts(tensors.partials, tensors.partials_lse, tensors.seats)
         self.kernel(self.make_tma(tensors), mLSE, launch, pages, parts).launch(
-            grid=(scalars.lanes, cute.ceil_div(rows, traits.tile_m), 1),
+            grid=(scalars.shares * m_blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped

@@ -1,4 +1,4 @@
-"""The producer warp of the latent-attention decode: Q of a tile, and its pages, slab by slab, into two places in turn."""
+"""The producer warp of the latent-attention decode: Q of a tile, and its pages into two places in turn."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ next one is on its way into its place while the other page is worked on.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import cutlass
@@ -24,6 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms.barriers import wait_phase
 from cuteflash.core.latent import each_latent_tile
+from cuteflash.core.scores import computed_here
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.mla_decode_bundles import (
     LEFT,
@@ -33,6 +35,7 @@ from cuteflash.kernels.sm90.mla_decode_bundles import (
     next_position,
     parity,
 )
+from cuteflash.kernels.sm90.mla_decode_epilogue import finish
 from cuteflash.kernels.sm90.mla_decode_half import (
     NO_MAXIMUM,
     ROWS,
@@ -47,7 +50,6 @@ from cuteflash.kernels.sm90.mla_decode_half import (
     take_last_slab,
     take_maxima,
 )
-from cuteflash.kernels.sm90.mla_decode_epilogue import finish
 from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, LATENT_DIM, SLAB, SLABS_V
 from cuteflash.traits.sm90 import WARPGROUP
 
@@ -70,7 +72,6 @@ def consume_tile(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: Q
     half.acc_O.fill(0.0)
     half.row_sum.fill(0.0)
     half.row_max.fill(NO_MAXIMUM)
-    half.scores.set_bounds(half.bounds, tile)
     wait_phase(block.rings.q_full, q_pos & 1)
     take_last_slab(kernel, half, block.tiles)
     pairs = count // 2
@@ -177,6 +178,8 @@ def hide(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: QueryTile
     rows = kernel.traits.tile_n
     _, full_hi = tile.full_blocks()
     if page >= full_hi:
+        here = dataclasses.replace(tile, first_token=computed_here(tile.first_token))
+        half.scores.set_bounds(half.bounds, here)
         half.scores.hide(page * rows, half.bounds, False)
         past = cutlass.max(tile.mask.seqlen_k - page * rows, 0)
         if past < rows:
