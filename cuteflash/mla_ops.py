@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.autograd import NO_GRADIENT
+from cuteflash.mla_planning import CudaMlaDecode
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, Known
 from cuteflash.packed_ops import call_of
@@ -34,6 +35,7 @@ class CudaDecode:
 
     def __init__(self) -> None:
         self.known: Known[bool] = Known()
+        self.decode = CudaMlaDecode()
 
     def __call__(self, *arguments: Any) -> Results:
         """O and LSE, as the operator returns them."""
@@ -47,11 +49,17 @@ class CudaDecode:
             check_mla_values(inputs)
         if is_empty(inputs):
             return without_rows(inputs, options)
-        return self.launch(inputs, options)
-
-    def launch(self, inputs: MlaInputs, options: MlaOptions) -> Results:
-        """O and LSE of queries that may see a row."""
-        raise NotImplementedError(f"torch.ops.cuteflash.{NAME} has no kernel for cuda in this release; supported: cpu")
+        q, kv_cache, cache_seqlens, page_table = inputs
+        return self.decode(
+            q,
+            kv_cache,
+            page_table,
+            cache_seqlens,
+            head_dim_v=options.head_dim_v,
+            softmax_scale=options.scale(q.shape[-1]),
+            causal=options.causal,
+            num_splits=options.num_splits,
+        )
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[MlaInputs, MlaOptions]:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cuteflash import mla_problem
+from cuteflash.mla_problem import HEADS_MAX
 from cuteflash.problem import LENGTH_MAX
 from cuteflash.validate import (
     DIMS,
@@ -23,10 +25,9 @@ from cuteflash.validate import (
 from cuteflash.validate_kvcache import check_table
 from cuteflash.validate_packed import check_vector
 
-HEADS_MAX = 128
-LATENT_DIM, ROPE_DIM = 512, 64  # columns of a cached row: the latent, which is also V, then the shared rotary key
-ROW_DIM = LATENT_DIM + ROPE_DIM
-PAGE_STEP = 64
+ROW_DIM, LATENT_DIM = mla_problem.LATENT_DIM, mla_problem.LATENT_DIM_V  # columns of a cached row, and of these V's
+ROPE_DIM = ROW_DIM - LATENT_DIM  # with rotary positions, the last ones
+PAGE_STEP = mla_problem.PAGE_ROWS
 CACHE_DIMS = ("batch", "seqlen_cache", "kv_heads", "head_dim")
 PAGED_DIMS = ("num_pages", "page_size", "kv_heads", "head_dim")
 

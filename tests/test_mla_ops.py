@@ -359,9 +359,62 @@ def test_what_appending_refuses(change: dict[str, Any], error: type[Exception], 
     torch.testing.assert_close(given["kv_cache"], before, equal_nan=True, rtol=0, atol=0)
 
 
-def test_a_gpu_is_refused_until_it_has_a_kernel() -> None:
-    with pytest.raises(NotImplementedError, match="mla_decode has no kernel for cuda in this release; supported: cpu"):
-        mla_ops.CudaDecode()(*built(dtype=torch.bfloat16).values())
+class Recorder:
+    """Stands in for `CudaMlaDecode`: the arguments of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        self.calls.append((tensors, options))
+        return tensors[0], tensors[1]
+
+
+def cuda() -> tuple[mla_ops.CudaDecode, Recorder]:
+    """The implementation for a GPU, to be driven on CPU tensors."""
+    made, recorder = mla_ops.CudaDecode(), Recorder()
+    made.decode = recorder  # type: ignore[assignment]
+    return made, recorder
+
+
+def test_a_launch_gets_tensors_and_resolved_options() -> None:
+    run, recorder = cuda()
+    q, cache, lengths, table = built(dtype=torch.bfloat16).values()
+    run(q, cache, lengths, table)
+    run(q, cache, lengths, None if table is None else table, 512, 0.3, True, 4)
+    (first, defaults), (second, options) = recorder.calls
+    assert all(x is y for found in (first, second) for x, y in zip(found, (q, cache, table, lengths), strict=True))
+    assert defaults == {"head_dim_v": 512, "softmax_scale": 576**-0.5, "causal": False, "num_splits": 0}
+    assert options == {"head_dim_v": 512, "softmax_scale": 0.3, "causal": True, "num_splits": 4}
+
+
+def test_nothing_is_launched_without_rows_or_queries() -> None:
+    run, recorder = cuda()
+    q, cache, lengths, table = built(dtype=torch.bfloat16).values()
+    for given in ((q[:, :0], cache, lengths, table), (q, cache, lengths, table[:, :0]), (q, cache[:0], lengths, table)):
+        o, lse = run(*given)
+        assert (o == 0).all() and (lse == -math.inf).all()
+    assert not recorder.calls
+
+
+@pytest.mark.parametrize("case", ["q width", "page size", "lengths dtype", "table batch", "address"])
+def test_a_launch_is_checked_first(case: str) -> None:
+    run, recorder = cuda()
+    change, error, message = BAD[case]
+    tensors = change_of(built(), change)
+    with pytest.raises(error, match=message):
+        run(*tensors.values())
+    assert not recorder.calls
+
+
+def test_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, recorder = cuda()
+    tensors = built(dtype=torch.bfloat16) | {"cache_seqlens": int32(1, 193, 0, 0, 0)}
+    run(*tensors.values())
+    monkeypatch.setenv("CUTEFLASH_CHECK", "1")
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 193"):
+        run(*tensors.values())
+    assert len(recorder.calls) == 1
 
 
 def test_the_snippets_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:

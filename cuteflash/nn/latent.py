@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from cuteflash import kvcache_api, mla, mla_prefill
+from cuteflash.mla_problem import HEADS_MAX
 from cuteflash.nn.rotary import RotaryEmbedding, apply_rotary_emb, packed_positions
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP
-from cuteflash.validate_mla import HEADS_MAX, LATENT_DIM, ROPE_DIM, ROW_DIM
+from cuteflash.validate_mla import LATENT_DIM, ROPE_DIM, ROW_DIM
 from cuteflash.validate_packed import check_vector
 
 Angles = tuple[Tensor, Tensor]
