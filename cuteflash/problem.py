@@ -108,17 +108,12 @@ class Operands:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
-        if self.shares_k and (self.is_fp8 or self.head_dim % SHARED_COLUMNS or self.head_dim == SHARED_COLUMNS):
-            raise ValueError(
-                f"shares_k is True with head_dim {self.head_dim} of {self.qk_dtype!r}; allowed: 128, 192 and 256 of "
-                f"{', '.join(map(repr, DTYPES))}"
-            )
+        if self.shares_k and (self.is_fp8 or self.head_dim not in (128, 192, 256)):
+            raise ValueError(f"shares_k is True; allowed with head_dim {self.head_dim} of {self.qk_dtype!r}: False")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
         if self.has_block_scales and not self.is_fp8:
-            raise ValueError(
-                f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, 8-bit operands have scales"
-            )
+            raise ValueError(f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, it has no scales")
         if self.has_block_scales and not packs_block_scales(self.packed_heads):
             raise ValueError(
                 f"packed_heads is {self.packed_heads}; allowed with has_block_scales: divisors of {PACK_GQA_MAX}"
