@@ -201,7 +201,7 @@ def plan_of(q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tup
     shares = Shares.of(batch, m_blocks, -(-capacity // PAGE_ROWS), num_splits, num_sms)
     problem = MlaProblem(DTYPE_NAMES[q.dtype], page_table is not None, shares.is_split)
     target = current_target(q.device.index)
-    traits = choose_mla(problem, target)
+    traits = choose_mla(problem, m_blocks, target)
     from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90  # imports the compiler
 
     step = ALIGNMENT // q.element_size()

@@ -33,7 +33,7 @@ PROBLEMS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_kernels_neither_spill_nor_serialise_their_products(kernels: KernelStore, problem: MlaProblem) -> None:
-    compiled = kernels(FlashMlaDecodeSm90, choose_mla(problem, "sm_90a"), problem, "sm_90a")
+    compiled = kernels(FlashMlaDecodeSm90, choose_mla(problem, 1, "sm_90a"), problem, "sm_90a")
     compiled.assert_clean()
     # Columns of K in steps of 16 and keys of V: once for a pair of pages, and once for the last page of an odd number.
     pairs = {"QK": 2 * 36, "PV": 4 * 4}
@@ -47,9 +47,9 @@ def test_kernels_neither_spill_nor_serialise_their_products(kernels: KernelStore
 def test_rows_run_on_hopper_only() -> None:
     for row, arch in itertools.product(ROWS, ARCHS.values()):
         assert (row.check(arch) is None) == (arch.name == "sm_90a")
-    assert choose_mla(MlaProblem("fp16"), "sm_90a") is ROWS[0]
+    assert choose_mla(MlaProblem("fp16"), 1, "sm_90a") is ROWS[0]
     with pytest.raises(NotImplementedError, match="target is sm_80; latent attention decodes on sm_90a, and on a CPU"):
-        choose_mla(MlaProblem("bf16"), "sm_80")
+        choose_mla(MlaProblem("bf16"), 1, "sm_80")
     with pytest.raises(ValueError, match="dtype is 'e4m3'; allowed: fp16, bf16"):
         MlaProblem("e4m3")  # type: ignore[arg-type]
 

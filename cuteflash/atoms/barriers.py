@@ -161,3 +161,11 @@ def arrive(barrier: cute.Pointer) -> None:
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
+
+
+def arrive_in_cluster(barrier: cute.Pointer, blocks: int) -> None:
+    """A warp arrives at this mbarrier of all blocks of its cluster once all of its lanes are here."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        for rank in range(blocks):
+            cute.arch.mbarrier_arrive(barrier, rank)

@@ -31,6 +31,8 @@ class MlaTraitsSm90:
     Attributes:
         groups: slabs of 64 columns of a page that arrive together, in order; products of the first ones begin while
             the others are on their way. A group lies in one half of V's columns, or in the second and what follows.
+        cluster: blocks that load pages for each other, 1 or 2: query tiles of the same sequences. Each loads every
+            other group, for both; 2 needs an even number of query tiles.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
         tile_cost: what a tile costs beside its pages, in pages, as the shares of blocks count it.
@@ -47,6 +49,7 @@ class MlaTraitsSm90:
     num_threads: ClassVar[int] = (1 + CONSUMERS) * WARPGROUP
 
     groups: tuple[int, ...] = (2, 2, 2, 3)
+    cluster: int = 1
     headroom: float = 8.0
     tile_cost: int = 0
     producer_regs: int = 40
@@ -100,6 +103,8 @@ class MlaTraitsSm90:
             return f"{arch.name} does not run the {self.family} family"
         if any(size < 1 for size in self.groups) or sum(self.groups) != SLABS or HALF_SLABS not in self.group_starts:
             return f"groups {self.groups} are not {SLABS} slabs, of which some groups hold the first {HALF_SLABS}"
+        if self.cluster not in (1, 2):
+            return f"cluster {self.cluster} is not 1 or 2"
         if not 0 <= self.headroom <= 8:
             return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
         if self.tile_cost < 0:

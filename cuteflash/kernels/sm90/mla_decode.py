@@ -96,7 +96,8 @@ class FlashMlaDecodeSm90:
             return cute.select(self.smem_layout(cols), mode=[0, 1])
 
         load_q, gQ = atoms.tma_load(gQ, smem(LATENT_DIM), (WGMMA_M, LATENT_DIM))
-        load_k, gK = atoms.tma_load(gK, smem(SLAB), (rows, SLAB))
+        make_load_k = atoms.tma_load if self.traits.cluster == 1 else atoms.tma_multicast_load
+        load_k, gK = make_load_k(gK, smem(SLAB), (rows, SLAB))
         store_o, gO = atoms.tma_store(gO, smem(HALF_DIM_V), (WGMMA_M, HALF_DIM_V))
         return MlaTma(load_q, load_k, store_o, gQ, gK, gO)
 
@@ -158,6 +159,7 @@ class FlashMlaDecodeSm90:
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
             tile_cost=traits.tile_cost,
+            in_step=traits.cluster > 1,
         )
         tokens = tensors.lse.shape[2]
         mLSE = cute.make_tensor(
@@ -170,6 +172,7 @@ class FlashMlaDecodeSm90:
         self.kernel(self.make_tma(tensors), mLSE, launch, pages, parts).launch(
             grid=(scalars.shares * m_blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
+            cluster=(traits.cluster, 1, 1) if traits.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
             use_pdl=True,
@@ -194,7 +197,9 @@ class FlashMlaDecodeSm90:
         traits, plan = self.traits, self.traits.smem_plan
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
-        rings = MlaRings.create(cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups))
+        rings = MlaRings.create(
+            cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups), traits.cluster
+        )
         block = MlaBlock(tma, self.make_tiles(base), rings, launch, pages, mLSE, parts)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k, tma.store_o):
@@ -204,7 +209,7 @@ class FlashMlaDecodeSm90:
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
         cute.arch.griddepcontrol_wait()  # and this one has, perhaps
-        cute.arch.sync_threads()
+        self.sync_cluster()
 
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
@@ -216,6 +221,17 @@ class FlashMlaDecodeSm90:
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
             consume(self, block, 1)
+        if const_expr(traits.cluster > 1):
+            self.sync_cluster()  # nobody loads into a block that has ended, or arrives there
+
+    @cute.jit
+    def sync_cluster(self):
+        """A barrier of all threads of the cluster."""
+        if const_expr(self.traits.cluster == 1):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.kernel
     def combine(self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32):

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cuteflash.atoms.barriers import arrive, wait_phase
+from cuteflash.atoms.barriers import arrive, arrive_in_cluster, wait_phase
 from cuteflash.core.latent import LatentLaunch, LatentPages
 from cuteflash.kernels.sm90.mla_combine import LatentParts
 
@@ -18,6 +18,9 @@ CONSUMER_WARPS = 4  # of a warpgroup
 # Warps that read a half of the first and of the second page. Each warpgroup reads its own page whole, to multiply it
 # with Q, and its half of the other one, as V.
 READERS = ((CONSUMER_WARPS, 2 * CONSUMER_WARPS), (2 * CONSUMER_WARPS, CONSUMER_WARPS))
+
+
+FIRST_PAGE, BOTH_PAGES = 1, 3  # bits of `kv_pos` that change when these are used
 
 
 class MlaBarrier(enum.IntEnum):
@@ -61,13 +64,14 @@ class MlaRings:
     """mbarriers of Q and of the two pages.
 
     Each warpgroup owns one of the two, and every other page of a tile; so the pages that one holds are counted for
-    themselves. `kv_pos` holds the parities of both counts at the beginning of a tile, a bit each.
+    themselves. `kv_pos` holds the parities of both counts, a bit each.
 
     Attributes:
         q_full, q_empty: of Q.
         full: of each page its groups of slabs.
         empty: of each page its halves.
         groups: groups of slabs of a page.
+        cluster: blocks that load pages for each other; a half is empty if it is so in all of them.
     """
 
     q_full: cute.Pointer
@@ -75,11 +79,12 @@ class MlaRings:
     full: cute.Pointer
     empty: cute.Pointer
     groups: cutlass.Constexpr[int]
+    cluster: cutlass.Constexpr[int]
 
     @classmethod
-    def create(cls, barriers: cute.Pointer, groups: int) -> MlaRings:
+    def create(cls, barriers: cute.Pointer, groups: int, cluster: int) -> MlaRings:
         """Over mbarriers at `barriers`, as many as the traits count."""
-        return cls(barriers, barriers + 1, barriers + 2, barriers + 2 + 2 * groups, groups)
+        return cls(barriers, barriers + 1, barriers + 2, barriers + 2 + 2 * groups, groups, cluster)
 
     def init(self) -> None:
         """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
@@ -89,7 +94,7 @@ class MlaRings:
             cute.arch.mbarrier_init(self.full + i, 1)
         for page, halves in enumerate(READERS):
             for half, warps in enumerate(halves):
-                cute.arch.mbarrier_init(self.empty + 2 * page + half, warps)
+                cute.arch.mbarrier_init(self.empty + 2 * page + half, warps * self.cluster)
 
     def wait_group(self, page: int, group: int, phase: Int32) -> None:
         """Consumer: wait until a group of slabs is there."""
@@ -97,17 +102,15 @@ class MlaRings:
 
     def release(self, page: int, half: int) -> None:
         """Consumer warp: it has finished reading a half of a page."""
-        arrive(self.empty + 2 * page + half)
+        if self.cluster == 1:
+            arrive(self.empty + 2 * page + half)
+        else:
+            arrive_in_cluster(self.empty + 2 * page + half, self.cluster)
 
 
-def parity(kv_pos: Int32, page: int, uses: Int32) -> Int32:
-    """The parity of a page's phase at its use number `uses` of a tile."""
-    return ((kv_pos >> page) + uses) & 1
-
-
-def next_position(kv_pos: Int32, first_uses: Int32, second_uses: Int32) -> Int32:
-    """The position after a tile that used both pages so often."""
-    return parity(kv_pos, 0, first_uses) + 2 * parity(kv_pos, 1, second_uses)
+def parity(kv_pos: Int32, page: Int32 | int) -> Int32:
+    """The parity of a page's phase at its next use."""
+    return (kv_pos >> page) & 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,15 +6,15 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
 from cuteflash.core.latent import each_latent_tile
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.sm90.mla_decode_bundles import LEFT, RIGHT, MlaBlock, next_position, parity
+from cuteflash.kernels.sm90.mla_decode_bundles import FIRST_PAGE, LEFT, RIGHT, MlaBlock, parity
 from cuteflash.mla_problem import LATENT_DIM
-from cuteflash.traits.mla_sm90 import ELEMENT_BYTES, SLAB, SLABS, WGMMA_M
+from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, SLAB, SLABS, WGMMA_M
 
 
 @cute.jit
@@ -30,27 +30,45 @@ def load_tile(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, q_pos
     The first pages go before Q, whose place the output of the last tile leaves later than its pages.
     """
     blocks = tile.visited_blocks()
-    count = cutlass.max(blocks.hi - blocks.lo, 0)
-    ahead = cutlass.min(count, 2)
-    last = blocks.hi - 1
-    entry = place_of(block, tile, blocks.lo, last)
-    for i in cutlass.range(ahead, unroll=1):
-        following = place_of(block, tile, blocks.lo + i + 1, last)
-        load_page(kernel, block, entry, i, kv_pos)
-        entry = following
+    first, end = blocks.lo, blocks.hi
+    ahead = cutlass.min(first + CONSUMERS, end)
+    place = place_of(block, tile, first, end)
+    kv_pos, place = load_pages(kernel, block, tile, (first, first, ahead, end), place, kv_pos)
     load_q(block, tile, q_pos)
-    for i in cutlass.range(ahead, count, unroll=1):
-        following = place_of(block, tile, blocks.lo + i + 1, last)
-        load_page(kernel, block, entry, i, kv_pos)
-        entry = following
-    return next_position(kv_pos, (count + 1) // 2, count // 2)
+    kv_pos, _ = load_pages(kernel, block, tile, (first, ahead, end, end), place, kv_pos)
+    return kv_pos
 
 
 @cute.jit
-def place_of(block: MlaBlock, tile: QueryTile, page: Int32, last: Int32):
+def load_pages(
+    kernel: cutlass.Constexpr,
+    block: MlaBlock,
+    tile: QueryTile,
+    numbers: tuple[Int32, Int32, Int32, Int32],
+    place: tuple[Int32, Int32],
+    kv_pos: Int32,
+):
+    """Load some pages of a tile; returns the position, and where the page after them lies.
+
+    Args:
+        numbers: the first page of the tile, the first one to load, the end of those, the end of the tile's.
+        place: where the first one to load lies.
+    """
+    first, begin, stop, end = numbers
+    for number in cutlass.range(begin, stop, unroll=1):
+        following = place_of(block, tile, number + 1, end)
+        page = (number - first) % CONSUMERS
+        load_page(kernel, block, place, page, parity(kv_pos, page))
+        kv_pos = kv_pos ^ (FIRST_PAGE << page)
+        place = following
+    return kv_pos, place
+
+
+@cute.jit
+def place_of(block: MlaBlock, tile: QueryTile, page: Int32, end: Int32):
     """Where a page of a tile lies, or (0, 0) if the tile does not read it; looked up while the one before it loads."""
     inside, entry = Int32(0), Int32(0)
-    if page <= last:
+    if page < end:
         inside, entry = block.pages.place(tile.sequence, page)
     return inside, entry
 
@@ -69,23 +87,31 @@ def load_q(block: MlaBlock, tile: QueryTile, q_pos: Int32):
 
 
 @cute.jit
-def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, Int32], number: Int32, kv_pos: Int32):
-    """Load page `number` of a tile, which lies at `place`, each half once its place is free."""
+def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, Int32], page: Int32, phase: Int32):
+    """Load what lies at `place` as page 0 or 1, each half once its place is free in all blocks of the cluster.
+
+    Each block announces all groups at its own mbarriers, and loads its part of them for all blocks.
+    """
     traits, rings, tma = kernel.traits, block.rings, block.tma
     inside, entry = place
-    page = number % 2
-    phase = parity(kv_pos, page, number // 2) ^ 1
+    phase = phase ^ 1
     rows = traits.tile_n
     boxes = cute.local_tile(tma.gK[None, None, entry], (rows, SLAB), (inside, None))  # (rows, columns, slab)
     tKsK, tKgK = atoms.tma_partition(tma.load_k, block.tiles.sK_slabs, boxes)
     for group in cutlass.range_constexpr(len(traits.groups)):
         first, end = traits.group_starts[group : group + 2]
-        if cutlass.const_expr(group == 0):
+        if const_expr(group == 0):
             wait_phase(rings.empty + 2 * page + LEFT, phase)
-        if cutlass.const_expr(group == traits.left_groups):
+        if const_expr(group == traits.left_groups):
             wait_phase(rings.empty + 2 * page + RIGHT, phase)
         barrier = rings.full + page * rings.groups + group
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, (end - first) * rows * SLAB * ELEMENT_BYTES)
-        for slab in cutlass.range_constexpr(first, end):
-            cute.copy(tma.load_k, tKgK[None, slab], tKsK[None, page * SLABS + slab], tma_bar_ptr=barrier)
+        if const_expr(traits.cluster == 1):
+            for slab in cutlass.range_constexpr(first, end):
+                cute.copy(tma.load_k, tKgK[None, slab], tKsK[None, page * SLABS + slab], tma_bar_ptr=barrier)
+        elif cute.arch.block_idx_in_cluster() == group % traits.cluster:
+            everyone = Int16((1 << traits.cluster) - 1)
+            for slab in cutlass.range_constexpr(first, end):
+                target = tKsK[None, page * SLABS + slab]
+                cute.copy(tma.load_k, tKgK[None, slab], target, tma_bar_ptr=barrier, mcast_mask=everyone)

@@ -28,11 +28,12 @@ from cuteflash.core.latent import each_latent_tile
 from cuteflash.core.scores import computed_here
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.mla_decode_bundles import (
+    BOTH_PAGES,
+    FIRST_PAGE,
     LEFT,
     RIGHT,
     MlaBarrier,
     MlaBlock,
-    next_position,
     parity,
 )
 from cuteflash.kernels.sm90.mla_decode_epilogue import finish
@@ -68,31 +69,32 @@ def consume(kernel: cutlass.Constexpr, block: MlaBlock, who: cutlass.Constexpr[i
 def consume_tile(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
     """Attend and write this warpgroup's half of a tile; returns the position of the next one's pages."""
     blocks = tile.visited_blocks()
-    count = cutlass.max(blocks.hi - blocks.lo, 0)
     half.acc_O.fill(0.0)
     half.row_sum.fill(0.0)
     half.row_max.fill(NO_MAXIMUM)
     wait_phase(block.rings.q_full, q_pos & 1)
     take_last_slab(kernel, half, block.tiles)
-    pairs = count // 2
-    for i in cutlass.range(pairs, unroll=1):
-        phases = parity(kv_pos, 0, i), parity(kv_pos, 1, i)
-        first = blocks.lo + 2 * i
+    page, end = blocks.lo, blocks.hi
+    while page + 1 < end:
+        phases = parity(kv_pos, 0), parity(kv_pos, 1)
         if const_expr(half.who == 0):
-            attend_first(kernel, block, half, tile, first, phases)
+            attend_first(kernel, block, half, tile, page, phases)
             take_second(kernel, block, half, phases)
         else:
-            attend_second(kernel, block, half, tile, first + 1, phases)
-    if count % 2 == 1:
-        phases = parity(kv_pos, 0, pairs), Int32(0)
+            attend_second(kernel, block, half, tile, page + 1, phases)
+        page += 2
+        kv_pos = kv_pos ^ BOTH_PAGES
+    if page < end:
+        phases = parity(kv_pos, 0), Int32(0)
         if const_expr(half.who == 0):
-            attend_first(kernel, block, half, tile, blocks.hi - 1, phases)
+            attend_first(kernel, block, half, tile, page, phases)
         else:
             take_first(kernel, block, half, phases)
             warpgroup.wait_group(0)
             block.rings.release(0, RIGHT)
+        kv_pos = kv_pos ^ FIRST_PAGE
     finish(kernel, block, half, tile)
-    return next_position(kv_pos, count - pairs, pairs)
+    return kv_pos
 
 
 @cute.jit
