@@ -32,7 +32,7 @@ class LatentMask(IntervalMask):
 
     heads: Index = 1
     step: Index = 1
-    tile_cost: cutlass.Constexpr[int] = 0
+    tile_cost: Index = 0
     in_step: cutlass.Constexpr[bool] = False
 
     def kv_bounds(self, query: Index) -> tuple[Index, Index]:
@@ -82,7 +82,8 @@ class LatentLaunch:
         scale_log2: exp2 is taken of `scale_log2 * q k`.
         m_blocks: query tiles of a sequence; neighbouring blocks compute the same keys of them.
         line: the sequences, whose keys blocks share; None if a tile has one block.
-        tile_m, tile_n, tile_cost: of the kernel.
+        tile_cost: see `LatentMask`.
+        tile_m, tile_n: of the kernel.
         in_step: see `LatentMask`.
     """
 
@@ -94,9 +95,9 @@ class LatentLaunch:
     scale_log2: Float32
     m_blocks: Int32
     line: Line | None
+    tile_cost: Int32
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
-    tile_cost: cutlass.Constexpr[int]
     in_step: cutlass.Constexpr[bool]
 
     @property

@@ -13,6 +13,7 @@ from cuteflash.atoms.barriers import arrive, arrive_in_cluster, wait_phase
 from cuteflash.core.latent import LatentLaunch, LatentPages
 from cuteflash.kernels.sm90.mla_combine import LatentParts
 
+SLABS_BUT_LAST, LAST_SLAB = 0, 1  # parts of Q
 LEFT, RIGHT = 0, 1  # halves of a page: V's columns of the first warpgroup, and of the second; K's last ones are RIGHT
 CONSUMER_WARPS = 4  # of a warpgroup
 # Warps that read a half of the first and of the second page. Each warpgroup reads its own page whole, to multiply it
@@ -37,23 +38,20 @@ class MlaTma:
 
     load_q: cute.CopyAtom
     load_k: cute.CopyAtom
-    store_o: cute.CopyAtom
     gQ: cute.Tensor  # (rows, 576, batch)
     gK: cute.Tensor  # (rows of an entry, 576, entries)
-    gO: cute.Tensor  # (rows, 512, batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class MlaTiles:
-    """Shared-memory tensors. P of the second warpgroup lies over the last slab of Q, O over the others."""
+    """Shared-memory tensors. P of the second warpgroup lies over the last slab of Q."""
 
     sQ: cute.Tensor  # (64, 576)
-    sQ_last: cute.Tensor  # (64, 64), the last columns of Q
+    sQ_slabs: cute.Tensor  # (64, 64, 9), the same data
     sK: cute.Tensor  # (64 keys, 576, 2)
     sK_slabs: cute.Tensor  # (64 keys, 64, 2 x 9), the same data
     sVt: tuple[cute.Tensor, cute.Tensor]  # (256, 64 keys, 2): the left and the right columns of V, the same data
     sP: tuple[cute.Tensor, cute.Tensor]  # (64, 64 keys) of each warpgroup
-    sO: tuple[cute.Tensor, cute.Tensor]  # (64, 256) of each warpgroup
     pages: cute.Pointer  # the bytes of sK
     maxima: cute.Tensor  # (64, 2) fp32: the rows' maxima after a page of each warpgroup
     sums: cute.Tensor  # (64, 2) fp32: the rows' sums of each warpgroup
@@ -67,7 +65,7 @@ class MlaRings:
     themselves. `kv_pos` holds the parities of both counts, a bit each.
 
     Attributes:
-        q_full, q_empty: of Q.
+        q_full, q_empty: of Q, first of all slabs but the last one, then of that one.
         full: of each page its groups of slabs.
         empty: of each page its halves.
         groups: groups of slabs of a page.
@@ -84,12 +82,13 @@ class MlaRings:
     @classmethod
     def create(cls, barriers: cute.Pointer, groups: int, cluster: int) -> MlaRings:
         """Over mbarriers at `barriers`, as many as the traits count."""
-        return cls(barriers, barriers + 1, barriers + 2, barriers + 2 + 2 * groups, groups, cluster)
+        return cls(barriers, barriers + 2, barriers + 4, barriers + 4 + 2 * groups, groups, cluster)
 
     def init(self) -> None:
         """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
-        cute.arch.mbarrier_init(self.q_full, 1)
-        cute.arch.mbarrier_init(self.q_empty, 2 * CONSUMER_WARPS)
+        for part in (SLABS_BUT_LAST, LAST_SLAB):
+            cute.arch.mbarrier_init(self.q_full + part, 1)
+            cute.arch.mbarrier_init(self.q_empty + part, 2 * CONSUMER_WARPS)
         for i in range(2 * self.groups):
             cute.arch.mbarrier_init(self.full + i, 1)
         for page, halves in enumerate(READERS):
@@ -121,6 +120,7 @@ class MlaBlock:
     tiles: MlaTiles
     rings: MlaRings
     launch: LatentLaunch
+    gO: cute.Tensor  # (rows, 512, batch)
     pages: LatentPages
     mLSE: cute.Tensor  # (batch, 1, (heads, tokens))
     parts: LatentParts | None  # of split keys

@@ -12,8 +12,15 @@ from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
 from cuteflash.core.latent import each_latent_tile
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.sm90.mla_decode_bundles import FIRST_PAGE, LEFT, RIGHT, MlaBlock, parity
-from cuteflash.mla_problem import LATENT_DIM
+from cuteflash.kernels.sm90.mla_decode_bundles import (
+    FIRST_PAGE,
+    LAST_SLAB,
+    LEFT,
+    RIGHT,
+    SLABS_BUT_LAST,
+    MlaBlock,
+    parity,
+)
 from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, SLAB, SLABS, WGMMA_M
 
 
@@ -27,14 +34,16 @@ def load(kernel: cutlass.Constexpr, block: MlaBlock):
 def load_tile(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
     """Load Q and the pages of a tile; returns the position of the next one's.
 
-    The first pages go before Q, whose place the output of the last tile leaves later than its pages.
+    Most of Q is not needed any more once the last tile's last scores are there, and goes first; its last slab goes
+    behind the first pages, since P lies there until the last product.
     """
     blocks = tile.visited_blocks()
     first, end = blocks.lo, blocks.hi
     ahead = cutlass.min(first + CONSUMERS, end)
     place = place_of(block, tile, first, end)
+    load_q(block, tile, q_pos, range(SLABS - 1), SLABS_BUT_LAST)
     kv_pos, place = load_pages(kernel, block, tile, (first, first, ahead, end), place, kv_pos)
-    load_q(block, tile, q_pos)
+    load_q(block, tile, q_pos, range(SLABS - 1, SLABS), LAST_SLAB)
     kv_pos, _ = load_pages(kernel, block, tile, (first, ahead, end, end), place, kv_pos)
     return kv_pos
 
@@ -74,16 +83,23 @@ def place_of(block: MlaBlock, tile: QueryTile, page: Int32, end: Int32):
 
 
 @cute.jit
-def load_q(block: MlaBlock, tile: QueryTile, q_pos: Int32):
-    """Load the tile's rows of Q once the last tile's are not needed any more; rows past the last one become 0."""
-    rings, tma, sQ = block.rings, block.tma, block.tiles.sQ
-    wait_phase(rings.q_empty, (q_pos & 1) ^ 1)
+def load_q(
+    block: MlaBlock,
+    tile: QueryTile,
+    q_pos: Int32,
+    slabs: cutlass.Constexpr[range],
+    part: cutlass.Constexpr[int],
+):
+    """Load slabs of the tile's rows of Q once the last tile's are not needed any more; rows past the last become 0."""
+    rings, tma, stages = block.rings, block.tma, block.tiles.sQ_slabs
+    wait_phase(rings.q_empty + part, (q_pos & 1) ^ 1)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(rings.q_full, cute.size(sQ) * ELEMENT_BYTES)
-    gQ = cute.local_tile(tma.gQ[None, None, tile.batch], (WGMMA_M, LATENT_DIM), (None, 0))
-    stages = cute.make_tensor(sQ.iterator, cute.append(sQ.layout, cute.make_layout(1)))
-    tQsQ, tQgQ = atoms.tma_partition(tma.load_q, stages, gQ)
-    cute.copy(tma.load_q, tQgQ[None, tile.m_block], tQsQ[None, 0], tma_bar_ptr=rings.q_full)
+        nbytes = len(slabs) * WGMMA_M * SLAB * ELEMENT_BYTES
+        cute.arch.mbarrier_arrive_and_expect_tx(rings.q_full + part, nbytes)
+    boxes = cute.local_tile(tma.gQ[None, None, tile.batch], (WGMMA_M, SLAB), (tile.m_block, None))
+    tQsQ, tQgQ = atoms.tma_partition(tma.load_q, stages, boxes)
+    for slab in cutlass.range_constexpr(slabs.start, slabs.stop):
+        cute.copy(tma.load_q, tQgQ[None, slab], tQsQ[None, slab], tma_bar_ptr=rings.q_full + part)
 
 
 @cute.jit
