@@ -35,11 +35,12 @@ def load_tile(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, q_pos
     """Load Q and the pages of a tile; returns the position of the next one's.
 
     Most of Q is not needed any more once the last tile's last scores are there, and goes first; its last slab goes
-    behind the first pages, since P lies there until the last product.
+    behind the first page, since P lies there until the last product.
     """
     blocks = tile.visited_blocks()
     first, end = blocks.lo, blocks.hi
-    ahead = cutlass.min(first + CONSUMERS, end)
+    # Pages that are loaded before the last slab of Q: none of the block's first tile, which would wait for them.
+    ahead = cutlass.min(first + cutlass.min(q_pos, 1), end)
     place = place_of(block, tile, first, end)
     load_q(block, tile, q_pos, range(SLABS - 1), SLABS_BUT_LAST)
     kv_pos, place = load_pages(kernel, block, tile, (first, first, ahead, end), place, kv_pos)
