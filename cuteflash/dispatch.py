@@ -132,14 +132,15 @@ def current_target(device_index: int) -> str:
     return arch_of_capability(*torch.cuda.get_device_capability(device_index)).name
 
 
-def choose_mla(problem: MlaProblem, target: str) -> MlaTraitsSm90:
-    """The traits of the kernel that decodes latent attention.
+def choose_mla(problem: MlaProblem, m_blocks: int, target: str) -> MlaTraitsSm90:
+    """The traits of the kernel that decodes latent attention with `m_blocks` query tiles of a sequence.
 
     Raises:
         NotImplementedError: no row runs on the target.
     """
     arch = get_arch(target)
-    found = next((row for row in rows_mla_sm90.ROWS if problem.dtype in row.dtypes and row.check(arch) is None), None)
+    rows = (row for row in rows_mla_sm90.ROWS if problem.dtype in row.dtypes and m_blocks % row.cluster == 0)
+    found = next((row for row in rows if row.check(arch) is None), None)
     if found is None:
         raise NotImplementedError(f"the GPU's target is {target}; latent attention decodes on sm_90a, and on a CPU")
     return found

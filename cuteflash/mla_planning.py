@@ -16,15 +16,28 @@ from torch import Tensor
 
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose_mla, current_target
-from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V, PAGE_ROWS, MlaProblem, MlaScalars, MlaTensors
+from cuteflash.mla_problem import (
+    HEADS_MAX,
+    LATENT_DIM,
+    LATENT_DIM_V,
+    MERGING_GROUPS,
+    PAGE_ROWS,
+    MlaProblem,
+    MlaScalars,
+    MlaTensors,
+)
 from cuteflash.problem import HalfDtype
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.validate import ALIGNMENT
 
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+# Pages that are read in the time that a block takes between two tiles, if it has many of them. Of few sequences equal
+# lengths matter more, and they are cut into equal parts only if it does not count.
+TILE_COST = 2
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-BLOCKS_PER_SM = 8  # of the kernel that merges, at most: beyond, a block merges several rows
+BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, a block merges several rows
+MANY_PARTS = 16  # of a row: more are shared by several warps
 PLANS_MAX = 4096
 
 Result = tuple[Tensor, Tensor]
@@ -201,7 +214,7 @@ def plan_of(q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tup
     shares = Shares.of(batch, m_blocks, -(-capacity // PAGE_ROWS), num_splits, num_sms)
     problem = MlaProblem(DTYPE_NAMES[q.dtype], page_table is not None, shares.is_split)
     target = current_target(q.device.index)
-    traits = choose_mla(problem, target)
+    traits = choose_mla(problem, m_blocks, target)
     from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90  # imports the compiler
 
     step = ALIGNMENT // q.element_size()
@@ -217,8 +230,10 @@ def plan_of(q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tup
             softmax_scale=softmax_scale,
             causal=int(causal),
             shares=shares.count,
+            tile_cost=TILE_COST if 2 * batch > shares.count else 0,
             most_parts=shares.most_parts,
             rows_of_block=rows_of_block(batch, seqlen_q * heads, num_sms),
+            groups=MERGING_GROUPS if shares.count > MANY_PARTS * batch else 1,
         ),
         blocks=shares.count * m_blocks,
     )

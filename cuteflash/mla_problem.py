@@ -11,6 +11,7 @@ LATENT_DIM = 576  # columns of Q and of the cache, whose one head is K
 LATENT_DIM_V = 512  # of these, the first are V, too
 PAGE_ROWS = 64  # rows of a page, or a divisor of them: what one step of the kernel reads
 HEADS_MAX = 128  # query heads
+MERGING_GROUPS = 4  # warps that share a row's parts: as many as a row has blocks of 128 columns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,5 +56,7 @@ class MlaScalars(NamedTuple):
     softmax_scale: Any  # Float32
     causal: Any  # Int32: 1 if a query sees the keys up to its own position only, else 0
     shares: Any  # Int32: blocks between which the keys of a query tile of all sequences are shared
+    tile_cost: Any  # Int32: what a query tile costs beside its pages, in pages, as shares count it
     most_parts: Any  # Int32: parts of a query tile's keys at most, 2 or more; of split keys
     rows_of_block: Any  # Int32: rows whose parts a block merges, a divisor of 64
+    groups: Any  # Int32: 1, or MERGING_GROUPS if a row has so many parts that several warps share them

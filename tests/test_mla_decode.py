@@ -12,7 +12,7 @@ from cuteflash.core.latent import LatentMask, LatentPages
 from cuteflash.core.tile import QueryTile
 from cuteflash.dispatch import choose_mla
 from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
-from cuteflash.kernels.sm90.mla_decode_bundles import READERS, next_position, parity
+from cuteflash.kernels.sm90.mla_decode_bundles import BOTH_PAGES, FIRST_PAGE, READERS, parity
 from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides, rows_of_block
 from cuteflash.mla_problem import MlaProblem
 from cuteflash.traits.arch import ARCHS, get_arch
@@ -31,25 +31,30 @@ PROBLEMS = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("m_blocks", [1, 2])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_kernels_neither_spill_nor_serialise_their_products(kernels: KernelStore, problem: MlaProblem) -> None:
-    compiled = kernels(FlashMlaDecodeSm90, choose_mla(problem, "sm_90a"), problem, "sm_90a")
+def test_kernels_neither_spill_nor_serialise_their_products(
+    kernels: KernelStore, problem: MlaProblem, m_blocks: int
+) -> None:
+    traits = choose_mla(problem, m_blocks, "sm_90a")
+    compiled = kernels(FlashMlaDecodeSm90, traits, problem, "sm_90a")
+    assert bool(compiled.count("UTMALDG.3D.MULTICAST")) == (traits.cluster > 1)
     compiled.assert_clean()
     # Columns of K in steps of 16 and keys of V: once for a pair of pages, and once for the last page of an odd number.
     pairs = {"QK": 2 * 36, "PV": 4 * 4}
     last = {"QK": 36, "PV": 2 * 4}
     assert compiled.count("HGMMA.64x64x16") == pairs["QK"] + last["QK"]
     assert compiled.count("HGMMA.64x256x16") == pairs["PV"] + last["PV"]
-    assert compiled.count("UTMALDG.3D") and compiled.count("UTMASTG.3D")
+    assert compiled.count("UTMALDG.3D")
     assert bool(compiled.count(r"STG\.E\.64")) == problem.is_split
 
 
 def test_rows_run_on_hopper_only() -> None:
     for row, arch in itertools.product(ROWS, ARCHS.values()):
         assert (row.check(arch) is None) == (arch.name == "sm_90a")
-    assert choose_mla(MlaProblem("fp16"), "sm_90a") is ROWS[0]
+    assert [choose_mla(MlaProblem("fp16"), m_blocks, "sm_90a").cluster for m_blocks in (1, 2, 3, 4)] == [1, 2, 1, 2]
     with pytest.raises(NotImplementedError, match="target is sm_80; latent attention decodes on sm_90a, and on a CPU"):
-        choose_mla(MlaProblem("bf16"), "sm_80")
+        choose_mla(MlaProblem("bf16"), 1, "sm_80")
     with pytest.raises(ValueError, match="dtype is 'e4m3'; allowed: fp16, bf16"):
         MlaProblem("e4m3")  # type: ignore[arg-type]
 
@@ -60,9 +65,9 @@ def test_shared_memory_is_planned_without_overlaps() -> None:
     assert traits.smem_bytes == 231_424 <= HOPPER.smem_per_block
     apart = sorted((plan[name] for name in ("barriers", "statistics", "q", "pages", "p0")), key=lambda one: one.start)
     assert all(one.end <= other.start for one, other in itertools.pairwise(apart))
-    assert all(plan[name].start % 1024 == 0 for name in ("q", "o", "p1", "pages", "p0"))
-    # O over the first columns of Q, P of the second warpgroup over the last ones, which are in registers by then.
-    assert (plan["o"].start, plan["o"].end, plan["p1"].end) == (plan["q"].start, plan["p1"].start, plan["q"].end)
+    assert all(plan[name].start % 1024 == 0 for name in ("q", "p1", "pages", "p0"))
+    # P of the second warpgroup over the last columns of Q, which are in registers by then.
+    assert plan["p1"].end == plan["q"].end and plan["p1"].nbytes == plan["p0"].nbytes == 64 * 64 * 2
     assert HELD_REGS == 128 + 32 + 16 + 16
     assert traits.barriers * 8 <= plan["statistics"].start
 
@@ -74,7 +79,7 @@ def test_shared_memory_is_planned_without_overlaps() -> None:
         ({"groups": (4, 4)}, "groups (4, 4) are not"),
         ({"groups": (4, 0, 5)}, "groups (4, 0, 5) are not"),
         ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
-        ({"tile_cost": -1}, "tile_cost -1 is negative"),
+        ({"cluster": 4}, "cluster 4 is not 1 or 2"),
         ({"mma_regs": 236}, "are not multiples of 8 from 24 to 256"),
         ({"mma_regs": 240}, "are more than the 64512 that a block is launched with"),
         ({"mma_regs": 208}, "mma_regs 208 do not hold 192 and 24 for addresses"),
@@ -133,12 +138,12 @@ def test_pages_of_several_times_64_rows() -> None:
 def test_positions_are_parities_of_what_each_page_was_used() -> None:
     position, uses = 0, [0, 0]
     for count in (1, 2, 0, 5, 4, 1, 1, 7):
-        for number in range(count):
+        for number in range(count):  # as the producer counts
             page = number % 2
-            assert parity(position, page, number // 2) == uses[page] % 2
+            assert parity(position, page) == uses[page] % 2
             uses[page] += 1
-        position = next_position(position, (count + 1) // 2, count // 2)
-        assert position == uses[0] % 2 + 2 * (uses[1] % 2)
+            position ^= FIRST_PAGE << page
+    assert BOTH_PAGES == FIRST_PAGE | FIRST_PAGE << 1  # as the consumers count a pair
     assert READERS == ((4, 8), (8, 4))  # the left half of a first page is warpgroup 0's alone, and so on
 
 
@@ -172,7 +177,7 @@ def test_blocks_merge_rows_of_one_tile() -> None:
     for batch, rows in itertools.product((1, 3, 128), (1, 16, 40, 128, 640)):
         found = rows_of_block(batch, rows, 132)
         assert 64 % found == 0
-        assert found == 1 or -(-batch * rows // found) >= 132 * 8 / 2
+        assert found == 1 or -(-batch * rows // found) >= 132 * 5 / 2
 
 
 def test_rows_of_queries_without_a_copy() -> None:

@@ -48,5 +48,5 @@ def mla_fake_args(problem: MlaProblem) -> tuple[Any, ...]:
         partials_lse=partials_lse,
         seats=seats,
     )
-    scalars = MlaScalars(Float32(0.0), Int32(0), Int32(1), Int32(2), Int32(1))
+    scalars = MlaScalars(Float32(0.0), Int32(0), Int32(1), Int32(0), Int32(2), Int32(1), Int32(1))
     return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -31,9 +31,10 @@ class MlaTraitsSm90:
     Attributes:
         groups: slabs of 64 columns of a page that arrive together, in order; products of the first ones begin while
             the others are on their way. A group lies in one half of V's columns, or in the second and what follows.
+        cluster: blocks that load pages for each other, 1 or 2: query tiles of the same sequences. Each loads every
+            other group, for both; 2 needs an even number of query tiles.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
-        tile_cost: what a tile costs beside its pages, in pages, as the shares of blocks count it.
         producer_regs, mma_regs: registers a thread.
     """
 
@@ -47,8 +48,8 @@ class MlaTraitsSm90:
     num_threads: ClassVar[int] = (1 + CONSUMERS) * WARPGROUP
 
     groups: tuple[int, ...] = (2, 2, 2, 3)
+    cluster: int = 1
     headroom: float = 8.0
-    tile_cost: int = 0
     producer_regs: int = 40
     mma_regs: int = 232
 
@@ -64,14 +65,14 @@ class MlaTraitsSm90:
 
     @property
     def barriers(self) -> int:
-        """mbarriers: Q full and empty; of each page its groups full, and its halves empty."""
-        return 2 + CONSUMERS * (len(self.groups) + 2)
+        """mbarriers: both parts of Q full and empty; of each page its groups full, and its halves empty."""
+        return 4 + CONSUMERS * (len(self.groups) + 2)
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, statistics of rows, Q, two pages, and P of the first warpgroup.
 
-        P of the second one lies over the last slab of Q, which both keep in registers; O is staged over the others.
+        P of the second one lies over the last slab of Q, which both keep in registers.
         """
         slab = WGMMA_M * SLAB * ELEMENT_BYTES
         page = PAGE_ROWS * LATENT_DIM * ELEMENT_BYTES
@@ -83,7 +84,6 @@ class MlaTraitsSm90:
             "barriers": barriers,
             "statistics": statistics,
             "q": q,
-            "o": SmemRegion(q.start, SLABS_V * slab, CONSUMERS),
             "p1": SmemRegion(q.start + SLABS_V * slab, slab),
             "pages": pages,
             "p0": SmemRegion(pages.end, slab),
@@ -100,10 +100,10 @@ class MlaTraitsSm90:
             return f"{arch.name} does not run the {self.family} family"
         if any(size < 1 for size in self.groups) or sum(self.groups) != SLABS or HALF_SLABS not in self.group_starts:
             return f"groups {self.groups} are not {SLABS} slabs, of which some groups hold the first {HALF_SLABS}"
+        if self.cluster not in (1, 2):
+            return f"cluster {self.cluster} is not 1 or 2"
         if not 0 <= self.headroom <= 8:
             return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
-        if self.tile_cost < 0:
-            return f"tile_cost {self.tile_cost} is negative"
         if self.smem_bytes > arch.smem_per_block:
             return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
         return self._registers_complaint()

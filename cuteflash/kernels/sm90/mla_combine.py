@@ -13,15 +13,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.memory import SmemAllocator
 
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
+from cuteflash.mla_problem import LATENT_DIM_V
 
 PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
 LOADS = 16  # that a thread has in flight
 WARP = 32
+WARP_COLUMNS = WARP * QUAD
+WARPS = LATENT_DIM_V // WARP_COLUMNS  # of a block, which then have all columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,52 +76,90 @@ class LatentParts:
 
 @cute.jit
 def combine(
-    parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, tile_m: cutlass.Constexpr[int]
+    parts: LatentParts,
+    gO: cute.Tensor,
+    mLSE: cute.Tensor,
+    rows_of_block: Int32,
+    groups: Int32,
+    tile_m: cutlass.Constexpr[int],
 ):
-    """Merge the parts of some rows of a sequence, if it has several; a thread takes four columns.
+    """Merge the parts of some rows of a sequence, if it has several; a lane takes four columns.
 
     Args:
         parts: all partial results.
         gO: O as (rows, 512, batch).
         mLSE: (batch, 1, rows).
         rows_of_block: how many rows a block takes, a divisor of those of a query tile.
+        groups: 1 if a block's warps take all columns of a row; as many as these warps if they take the same columns,
+            of every so many parts each, and what they find is merged in shared memory: for many parts of few rows.
         tile_m: rows of a query tile.
     """
-    sequence, number, _ = cute.arch.block_idx()
-    rows = gO.shape[0]
+    sequence, number, columns = cute.arch.block_idx()
     first_row = number * rows_of_block
     m_block = first_row // tile_m
+    smem = SmemAllocator()
+    sums = smem.allocate_tensor(Float32, cute.make_layout((QUAD, WARP, WARPS)), 16)
+    statistics = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), 16)
     owner, last = parts.seats[sequence, m_block, 0], parts.seats[sequence, m_block, 1]
     if last > owner:
-        for row in cutlass.range(first_row, cutlass.min(first_row + rows_of_block, rows), unroll=1):
-            acc, peak, weight = merged_row(parts, (owner, last - owner + 1), row % tile_m)
-            inverse = cutlass.select_(weight == 0.0, Float32(0.0), 1.0 / weight)
-            rounded = cute.make_rmem_tensor(QUAD, gO.element_type)
-            for e in cutlass.range_constexpr(QUAD):
-                acc[e] = acc[e] * inverse
-            rounded.store(acc.load().to(gO.element_type))
-            thread = cute.arch.thread_idx()[0]
-            copy_chunk(rounded, chunk_of(gO[row, None, sequence], thread * QUAD, QUAD))
-            if thread == 0:
-                lse = peak + cute.math.log2(weight, fastmath=True) * LN_2
-                mLSE[sequence, 0, row] = -Float32.inf if weight == 0.0 else lse
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cutlass.select_(groups > 1, warp, 0)
+        column = (columns + warp - group) * WARP_COLUMNS + lane * QUAD
+        end = cutlass.min(first_row + rows_of_block, gO.shape[0])
+        for row in cutlass.range(first_row, end, unroll=1):
+            seats, place = (owner, last - owner + 1), (group, groups, column)
+            acc, peak, weight = merged_row(parts, seats, row % tile_m, place)
+            if groups > 1:
+                copy_chunk(acc, sums[None, lane, warp])
+                if lane == 0:
+                    statistics[0, warp], statistics[1, warp] = peak, weight
+                cute.arch.sync_threads()
+                acc, peak, weight = merged_groups(sums[None, lane, None], statistics)
+                cute.arch.sync_threads()
+            if group == 0:
+                inverse = cutlass.select_(weight == 0.0, Float32(0.0), 1.0 / weight)
+                for e in cutlass.range_constexpr(QUAD):
+                    acc[e] = acc[e] * inverse
+                rounded = cute.make_rmem_tensor(QUAD, gO.element_type)
+                rounded.store(acc.load().to(gO.element_type))
+                copy_chunk(rounded, chunk_of(gO[row, None, sequence], column, QUAD))
+                if column == 0:
+                    lse = peak + cute.math.log2(weight, fastmath=True) * LN_2
+                    mLSE[sequence, 0, row] = cutlass.select_(weight == 0.0, -Float32.inf, lse)
+
+
+def merged_groups(sums: cute.Tensor, statistics: cute.Tensor) -> tuple[cute.Tensor, Float32, Float32]:
+    """As `merged_row`, of what groups found: (four columns, groups), and (peak or weight, groups)."""
+    acc = cute.make_rmem_tensor(QUAD, Float32)
+    acc.fill(0.0)
+    peak, weight = statistics[0, 0], Float32(0.0)
+    for group in range(1, WARPS):
+        peak = cute.arch.fmax(peak, statistics[0, group])
+    shift = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
+    for group in range(WARPS):
+        factor = exp2((statistics[0, group] - shift) * LOG2_E)
+        weight = weight + statistics[1, group] * factor
+        for e in range(QUAD):
+            acc[e] = acc[e] + sums[e, group] * factor
+    return acc, peak, weight
 
 
 @cute.jit
-def merged_row(parts: LatentParts, seats: tuple[Int32, Int32], row: Int32):
-    """(four columns, weighted by the exponentials of log-sum-exps; the largest of these, sum of the weights)
+def merged_row(parts: LatentParts, seats: tuple[Int32, Int32], row: Int32, place: tuple[Int32, Int32, Int32]):
+    """(four columns, weighted by the exponentials of log-sum-exps; the largest of these, the sum of the weights)
 
     Args:
         seats: the first one of the tile, and how many there are.
         row: of the tile.
+        place: the group, the number of groups, the first column; a group takes `LOADS` parts of every so many.
     """
     owner, count = seats
+    group, groups, column = place
     lane = cute.arch.lane_idx()
-    column = cute.arch.thread_idx()[0] * QUAD
     acc = cute.make_rmem_tensor(QUAD, Float32)
     acc.fill(0.0)
     peak, weight = -Float32.inf, Float32(0.0)
-    for first in cutlass.range(0, count, LOADS, unroll=1):
+    for first in cutlass.range(group * LOADS, count, groups * LOADS, unroll=1):
         values = cute.make_rmem_tensor((QUAD, LOADS), Float32)
         for i in cutlass.range_constexpr(LOADS):
             part = cutlass.min(first + i, count - 1)  # the last one stands for those that do not exist

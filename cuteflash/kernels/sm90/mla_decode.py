@@ -31,7 +31,7 @@ from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.split import Line
 from cuteflash.core.views import transposed
-from cuteflash.kernels.sm90.mla_combine import QUAD, LatentParts, combine
+from cuteflash.kernels.sm90.mla_combine import WARP, WARPS, LatentParts, combine
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
 from cuteflash.kernels.sm90.mla_decode_load import load
 from cuteflash.kernels.sm90.mla_decode_mma import consume
@@ -40,7 +40,6 @@ from cuteflash.traits.mla_sm90 import CONSUMERS, SLAB, SLABS, SWIZZLE_ALIGN, WGM
 from cuteflash.traits.sm90 import WARPGROUP
 
 HALF_DIM_V = LATENT_DIM_V // CONSUMERS
-COMBINE_THREADS = LATENT_DIM_V // QUAD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ class FlashMlaDecodeSm90:
         return atoms.tiled_mma(self.dtype, HALF_DIM_V, OperandMajorMode.MN, a_from_regs)
 
     def smem_layout(self, cols: int, tiles: int = 1) -> cute.ComposedLayout:
-        """(64, cols, tiles) of Q, of pages of K, of P and of O: slabs of 64 columns, one after the other."""
+        """(64, cols, tiles) of Q, of pages of K and of P: slabs of 64 columns, one after the other."""
         return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, cols, tiles)
 
     def copy_q_last(self) -> cute.TiledCopy:
@@ -83,22 +82,13 @@ class FlashMlaDecodeSm90:
         """The S accumulators to sP."""
         return atoms.store_copy(self.dtype, self.tiled_mma_qk(a_from_regs=False))
 
-    def copy_o(self) -> cute.TiledCopy:
-        """The O accumulators to sO."""
-        return atoms.store_copy(self.dtype, self.tiled_mma_pv(a_from_regs=True))
-
     def make_tma(self, tensors: MlaTensors) -> MlaTma:
-        """TMA descriptors: Q a tile at a time, the cache a slab of a page, O a half of a tile."""
-        gQ, gK, gO = (entries_last(x) for x in (tensors.q, tensors.kv_cache, tensors.out))
-        rows = self.traits.tile_n
-
-        def smem(cols: int) -> cute.ComposedLayout:
-            return cute.select(self.smem_layout(cols), mode=[0, 1])
-
-        load_q, gQ = atoms.tma_load(gQ, smem(LATENT_DIM), (WGMMA_M, LATENT_DIM))
-        load_k, gK = atoms.tma_load(gK, smem(SLAB), (rows, SLAB))
-        store_o, gO = atoms.tma_store(gO, smem(HALF_DIM_V), (WGMMA_M, HALF_DIM_V))
-        return MlaTma(load_q, load_k, store_o, gQ, gK, gO)
+        """TMA descriptors of Q and of the cache, a slab at a time."""
+        slab = cute.select(self.smem_layout(SLAB), mode=[0, 1])
+        load_q, gQ = atoms.tma_load(entries_last(tensors.q), slab, (WGMMA_M, SLAB))
+        make_load_k = atoms.tma_load if self.traits.cluster == 1 else atoms.tma_multicast_load
+        load_k, gK = make_load_k(entries_last(tensors.kv_cache), slab, (self.traits.tile_n, SLAB))
+        return MlaTma(load_q, load_k, gQ, gK)
 
     def make_tiles(self, base: cute.Pointer) -> MlaTiles:
         """The shared-memory tensors, laid out by the traits' plan."""
@@ -122,12 +112,11 @@ class FlashMlaDecodeSm90:
             values.append(transposed(cute.make_tensor(page.iterator, both)))
         return MlaTiles(
             sQ=tile("q", LATENT_DIM),
-            sQ_last=tile("p1", SLAB),
+            sQ_slabs=tile("q", SLAB, SLABS),
             sK=tile("pages", LATENT_DIM, CONSUMERS),
             sK_slabs=tile("pages", SLAB, CONSUMERS * SLABS),
             sVt=tuple(values),
             sP=(tile("p0", keys), tile("p1", keys)),
-            sO=tuple(tile("o", HALF_DIM_V, skip=who * half_bytes) for who in range(CONSUMERS)),
             pages=base + plan["pages"].start,
             maxima=statistic(0),
             sums=statistic(1),
@@ -157,7 +146,8 @@ class FlashMlaDecodeSm90:
             line=Line(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if self.problem.is_split else None,
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
-            tile_cost=traits.tile_cost,
+            tile_cost=scalars.tile_cost,
+            in_step=traits.cluster > 1,
         )
         tokens = tensors.lse.shape[2]
         mLSE = cute.make_tensor(
@@ -167,17 +157,19 @@ class FlashMlaDecodeSm90:
         parts = None
         if const_expr(self.problem.is_split):
             parts = LatentParts(tensors.partials, tensors.partials_lse, tensors.seats)
-        self.kernel(self.make_tma(tensors), mLSE, launch, pages, parts).launch(
+        gO = entries_last(tensors.out)
+        self.kernel(self.make_tma(tensors), gO, mLSE, launch, pages, parts).launch(
             grid=(scalars.shares * m_blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
+            cluster=(traits.cluster, 1, 1) if traits.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
             use_pdl=True,
         )
         if const_expr(self.problem.is_split):
-            self.combine(parts, entries_last(tensors.out), mLSE, scalars.rows_of_block).launch(
-                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), 1),
-                block=(COMBINE_THREADS, 1, 1),
+            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.groups).launch(
+                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.groups),
+                block=(WARPS * WARP, 1, 1),
                 stream=stream,
                 use_pdl=True,
             )
@@ -186,6 +178,7 @@ class FlashMlaDecodeSm90:
     def kernel(
         self,
         tma: MlaTma,
+        gO: cute.Tensor,
         mLSE: cute.Tensor,
         launch: LatentLaunch,
         pages: LatentPages,
@@ -194,17 +187,19 @@ class FlashMlaDecodeSm90:
         traits, plan = self.traits, self.traits.smem_plan
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
-        rings = MlaRings.create(cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups))
-        block = MlaBlock(tma, self.make_tiles(base), rings, launch, pages, mLSE, parts)
+        rings = MlaRings.create(
+            cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups), traits.cluster
+        )
+        block = MlaBlock(tma, self.make_tiles(base), rings, launch, gO, pages, mLSE, parts)
         if warp == 0:
-            for atom in (tma.load_q, tma.load_k, tma.store_o):
+            for atom in (tma.load_q, tma.load_k):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 rings.init()
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
         cute.arch.griddepcontrol_wait()  # and this one has, perhaps
-        cute.arch.sync_threads()
+        self.sync_cluster()
 
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
@@ -216,12 +211,23 @@ class FlashMlaDecodeSm90:
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
             consume(self, block, 1)
+        if const_expr(traits.cluster > 1):
+            self.sync_cluster()  # nobody loads into a block that has ended, or arrives there
+
+    @cute.jit
+    def sync_cluster(self):
+        """A barrier of all threads of the cluster."""
+        if const_expr(self.traits.cluster == 1):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.kernel
-    def combine(self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32):
+    def combine(self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, groups: Int32):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        combine(parts, gO, mLSE, rows_of_block, self.traits.tile_m)
+        combine(parts, gO, mLSE, rows_of_block, groups, self.traits.tile_m)
 
 
 def entries_last(tensor: cute.Tensor) -> cute.Tensor:

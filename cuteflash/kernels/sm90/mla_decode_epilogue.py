@@ -6,16 +6,16 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Uint32, const_expr
 
-from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import arrive
-from cuteflash.core.convert import rounded_fragment
+from cuteflash.core.convert import round_pair
 from cuteflash.core.finish import write_lse
 from cuteflash.core.softmax import LN_2, quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.sm90.mla_decode_bundles import MlaBarrier, MlaBlock
+from cuteflash.kernels.sm90.mla_combine import PAIR, chunk_of, copy_chunk
+from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
 from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M
 from cuteflash.traits.sm90 import WARPGROUP
@@ -24,23 +24,26 @@ sync_both = functools.partial(cute.arch.barrier, barrier_id=MlaBarrier.BOTH, num
 
 
 @cute.jit
-def finish(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: QueryTile):
+def finish(block: MlaBlock, half: Half, tile: QueryTile):
     """Write O and the log-sum-exp of a tile, or of a block's share of its keys, which are merged afterwards.
 
-    Q is released, as nobody reads it and what lies over it any more.
+    The last slab of Q is released, as nobody reads P in its place any more.
     """
+    arrive(block.rings.q_empty + LAST_SLAB)
     lse = cute.make_rmem_tensor(ROWS, Float32)
     normalize(block, half, lse)
+    columns = cute.make_identity_tensor((WGMMA_M, LATENT_DIM_V))
+    columns = cute.local_tile(columns, (WGMMA_M, LATENT_DIM_V // CONSUMERS), (0, half.who))
+    columns = rows_view(half.mma_own.get_slice(half.thread).partition_C(columns))
     if const_expr(block.parts is None):
-        write_whole(kernel, block, half, tile, lse)
+        write_whole(block, half, columns, tile, lse)
     else:
         if const_expr(half.who == 0):
             block.parts.note(tile, half.thread)
         if tile.share.is_whole():
-            write_whole(kernel, block, half, tile, lse)
+            write_whole(block, half, columns, tile, lse)
         else:
-            arrive(block.rings.q_empty)
-            write_part(block, half, tile, lse)
+            block.parts.write(half.scores, half.out, columns, lse, tile)
 
 
 @cute.jit
@@ -64,29 +67,20 @@ def normalize(block: MlaBlock, half: Half, lse: cute.Tensor):
 
 
 @cute.jit
-def write_whole(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: QueryTile, lse: cute.Tensor):
-    """Round this warpgroup's half of O, stage it over Q, and store it with TMA, which clips rows past the last one."""
+def write_whole(block: MlaBlock, half: Half, columns: cute.Tensor, tile: QueryTile, lse: cute.Tensor):
+    """Write this warpgroup's half of O from its registers, rounded, and the log-sum-exp.
+
+    There is no room to stage it but Q's, which the next tile's rows take meanwhile.
+    """
     if const_expr(half.who == 0):
         write_lse(lse, half.scores, tile, block.mLSE)
-    tma, sO = block.tma, block.tiles.sO[half.who]
-    copy = kernel.copy_o().get_slice(half.thread)
-    cute.copy(copy, copy.retile(rounded_fragment(half.acc_O, kernel.dtype)), copy.partition_D(sO))
-    cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=MlaBarrier.OWN + half.who, number_of_threads=WARPGROUP)
-    if cute.arch.make_warp_uniform(half.thread // 32) == 0:
-        gO = cute.local_tile(tma.gO[None, None, tile.batch], (WGMMA_M, LATENT_DIM_V // CONSUMERS), (None, half.who))
-        stages = cute.make_tensor(sO.iterator, cute.append(sO.layout, cute.make_layout(1)))
-        tOsO, tOgO = atoms.tma_partition(tma.store_o, stages, gO)
-        cute.copy(tma.store_o, tOsO[None, 0], tOgO[None, tile.m_block])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-    arrive(block.rings.q_empty)
-
-
-@cute.jit
-def write_part(block: MlaBlock, half: Half, tile: QueryTile, lse: cute.Tensor):
-    """Write this warpgroup's half of a block's part of a tile."""
-    columns = cute.make_identity_tensor((WGMMA_M, LATENT_DIM_V))
-    columns = cute.local_tile(columns, (WGMMA_M, LATENT_DIM_V // CONSUMERS), (0, half.who))
-    columns = rows_view(half.mma_own.get_slice(half.thread).partition_C(columns))
-    block.parts.write(half.scores, half.out, columns, lse, tile)
+    dtype = block.gO.element_type
+    rows = tile.rows()
+    for r in cutlass.range_constexpr(ROWS):
+        row = half.scores.row(r)
+        if row < rows:
+            line = block.gO[tile.first_row + row, None, tile.batch]
+            for c in cutlass.range_constexpr(0, cute.size(half.out.shape[1]), PAIR):
+                pair = cute.make_rmem_tensor(PAIR, dtype)
+                cute.recast_tensor(pair, Uint32)[0] = round_pair(half.out[r, c], half.out[r, c + 1], dtype)
+                copy_chunk(pair, chunk_of(line, columns[0, c][1], PAIR))

@@ -98,7 +98,7 @@ def make_half(kernel, tiles: MlaTiles, who: int) -> Half:
 def take_last_slab(kernel, half: Half, tiles: MlaTiles) -> None:
     """The last columns of Q into registers; P of the second warpgroup takes their place."""
     copy = kernel.copy_q_last().get_slice(half.thread)
-    cute.copy(copy, copy.partition_S(tiles.sQ_last), copy.retile(half.tSrQ_last))
+    cute.copy(copy, copy.partition_S(tiles.sQ_slabs[None, None, SLABS_V]), copy.retile(half.tSrQ_last))
 
 
 def issue_scores(kernel, half: Half, rings: MlaRings, phase: Int32) -> None:

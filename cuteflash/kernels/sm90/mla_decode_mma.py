@@ -23,16 +23,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cuteflash.atoms.barriers import wait_phase
+from cuteflash.atoms.barriers import arrive, wait_phase
 from cuteflash.core.latent import each_latent_tile
 from cuteflash.core.scores import computed_here
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.mla_decode_bundles import (
+    BOTH_PAGES,
+    FIRST_PAGE,
+    LAST_SLAB,
     LEFT,
     RIGHT,
+    SLABS_BUT_LAST,
     MlaBarrier,
     MlaBlock,
-    next_position,
     parity,
 )
 from cuteflash.kernels.sm90.mla_decode_epilogue import finish
@@ -68,31 +71,42 @@ def consume(kernel: cutlass.Constexpr, block: MlaBlock, who: cutlass.Constexpr[i
 def consume_tile(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
     """Attend and write this warpgroup's half of a tile; returns the position of the next one's pages."""
     blocks = tile.visited_blocks()
-    count = cutlass.max(blocks.hi - blocks.lo, 0)
     half.acc_O.fill(0.0)
     half.row_sum.fill(0.0)
     half.row_max.fill(NO_MAXIMUM)
-    wait_phase(block.rings.q_full, q_pos & 1)
+    page, end = blocks.lo, blocks.hi
+    for part in (SLABS_BUT_LAST, LAST_SLAB):
+        wait_phase(block.rings.q_full + part, q_pos & 1)
     take_last_slab(kernel, half, block.tiles)
-    pairs = count // 2
-    for i in cutlass.range(pairs, unroll=1):
-        phases = parity(kv_pos, 0, i), parity(kv_pos, 1, i)
-        first = blocks.lo + 2 * i
+    if page + half.who >= end:  # no page of its own
+        arrive(block.rings.q_empty + SLABS_BUT_LAST)
+    while page + 1 < end:
+        phases = parity(kv_pos, 0), parity(kv_pos, 1)
         if const_expr(half.who == 0):
-            attend_first(kernel, block, half, tile, first, phases)
+            attend_first(kernel, block, half, tile, (page, end), phases)
             take_second(kernel, block, half, phases)
         else:
-            attend_second(kernel, block, half, tile, first + 1, phases)
-    if count % 2 == 1:
-        phases = parity(kv_pos, 0, pairs), Int32(0)
+            attend_second(kernel, block, half, tile, (page + 1, end), phases)
+        page += 2
+        kv_pos = kv_pos ^ BOTH_PAGES
+    if page < end:
+        phases = parity(kv_pos, 0), Int32(0)
         if const_expr(half.who == 0):
-            attend_first(kernel, block, half, tile, blocks.hi - 1, phases)
+            attend_first(kernel, block, half, tile, (page, end), phases)
         else:
             take_first(kernel, block, half, phases)
             warpgroup.wait_group(0)
             block.rings.release(0, RIGHT)
-    finish(kernel, block, half, tile)
-    return next_position(kv_pos, count - pairs, pairs)
+        kv_pos = kv_pos ^ FIRST_PAGE
+    finish(block, half, tile)
+    return kv_pos
+
+
+@cute.jit
+def release_q(block: MlaBlock, page: Int32, end: Int32):
+    """Release Q but for its last slab, if `page` was the last one of this warpgroup in a tile whose pages end so."""
+    if page + CONSUMERS >= end:
+        arrive(block.rings.q_empty + SLABS_BUT_LAST)
 
 
 @cute.jit
@@ -101,14 +115,19 @@ def attend_first(
     block: MlaBlock,
     half: Half,
     tile: QueryTile,
-    page: Int32,
+    pages: tuple[Int32, Int32],
     phases: tuple[Int32, Int32],
 ):
-    """Warpgroup 0: the first page of a pair, scores, softmax and the product with its left columns."""
+    """Warpgroup 0: the first page of a pair, scores, softmax and the product with its left columns.
+
+    `pages` are this one and the end of the tile's.
+    """
+    page, end = pages
     factor = cute.make_rmem_tensor(ROWS, Float32)
     issue_scores(kernel, half, block.rings, phases[0])
     warpgroup.wait_group(0)
     block.rings.release(0, RIGHT)
+    release_q(block, page, end)
     hide(kernel, block, half, tile, page)
     soften(kernel, half, block, factor)
     publish(kernel, half, block.tiles)
@@ -147,15 +166,20 @@ def attend_second(
     block: MlaBlock,
     half: Half,
     tile: QueryTile,
-    page: Int32,
+    pages: tuple[Int32, Int32],
     phases: tuple[Int32, Int32],
 ):
-    """Warpgroup 1: both pages of a pair, scores and softmax of the second one beside the product of the first."""
+    """Warpgroup 1: both pages of a pair, scores and softmax of the second one beside the product of the first.
+
+    `pages` are the second one and the end of the tile's.
+    """
+    page, end = pages
     factor = cute.make_rmem_tensor(ROWS, Float32)
     issue_scores(kernel, half, block.rings, phases[1])
     take_first(kernel, block, half, phases)
     warpgroup.wait_group(1)
     block.rings.release(1, LEFT)
+    release_q(block, page, end)
     hide(kernel, block, half, tile, page)
     soften(kernel, half, block, factor)
     publish(kernel, half, block.tiles)
