@@ -232,7 +232,6 @@ def test_what_a_call_with_qv_refuses_by_name(name: str) -> None:
         ({"scheduler_metadata": torch.zeros(1)}, NotImplementedError, "scheduler_metadata is a tensor of shape"),
         ({"page_table": lambda x: x[:2]}, ValueError, r"page_table.shape\[0\] is 2; allowed: 4, the batch"),
     ],
-    ids=str,
 )
 def test_calls_with_qv_that_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
