@@ -161,14 +161,15 @@ def merged_row(parts: LatentParts, seats: tuple[Int32, Int32], row: Int32, place
     peak, weight = -Float32.inf, Float32(0.0)
     for first in cutlass.range(group * LOADS, count, groups * LOADS, unroll=1):
         values = cute.make_rmem_tensor((QUAD, LOADS), Float32)
+        values.fill(0.0)
         for i in cutlass.range_constexpr(LOADS):
-            part = cutlass.min(first + i, count - 1)  # the last one stands for those that do not exist
-            slot = slot_of(owner + part, Int32(part == 0))
-            copy_chunk(chunk_of(parts.values[slot, row, None], column, QUAD), values[None, i])
-        part = cutlass.min(first + lane, count - 1)
-        lse = parts.lse[slot_of(owner + part, Int32(part == 0)), row]
-        is_there = (lane < LOADS) & (first + lane < count)
-        lse = cutlass.select_(is_there, lse, -Float32.inf)
+            part = first + i
+            if part < count:
+                slot = slot_of(owner + part, Int32(part == 0))
+                copy_chunk(chunk_of(parts.values[slot, row, None], column, QUAD), values[None, i])
+        part, lse = first + lane, -Float32.inf
+        if lane < LOADS and part < count:
+            lse = parts.lse[slot_of(owner + part, Int32(part == 0)), row]
         new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(lse))
         shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
         scale = exp2((peak - shift) * LOG2_E)
