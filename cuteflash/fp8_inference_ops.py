@@ -18,9 +18,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8InferenceOptions, Fp8Options
 from cuteflash.autograd import NO_GRADIENT
+from cuteflash.calls import Known
 from cuteflash.fp8_planning import TORCH_DTYPES, Fp8Planner, check_family
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known
+from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.planning import DTYPE_NAMES, Launch, Result
 from cuteflash.quantize_planning import empty_results, launch_of
 from cuteflash.quantize_problem import QuantizeOptions

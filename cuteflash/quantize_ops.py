@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuteflash.calls import Known
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known
+from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.packed_ops import call_of, spans
 from cuteflash.quantize_planning import Result, empty_results, launch_of
 from cuteflash.quantize_problem import QuantizeOptions

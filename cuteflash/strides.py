@@ -14,6 +14,11 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+def is_like_new(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether `empty_like` of a tensor is a new tensor of a shape, in half the time; no size is 0."""
+    return tuple(tensor.shape) == tuple(shape) and tensor.stride() == contiguous_strides(shape)
+
+
 def usable_strides(strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:
     """Strides for the kernel if a dimension of size 1 has one that is not a multiple of 16 bytes (`step` elements).
 

@@ -72,6 +72,7 @@ RANKS: dict[str, int] = {
     "sink_ops": 10,
     "append_ops": 9,
     "kvcache_ops": 10,
+    "kvcache_steps": 9,
     "limits": 6,
     "paged_api": 11,
     "append": 12,

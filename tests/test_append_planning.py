@@ -11,7 +11,7 @@ from cuteflash import append_ops, append_planning
 from cuteflash.append_ops import append_now, rotate_now
 from cuteflash.append_planning import addressable, append_problem, check_sizes, rotary_problem
 from cuteflash.append_problem import AppendOptions, AppendScalars, AppendTensors, RotaryOptions
-from cuteflash.ops import Known
+from cuteflash.calls import Known
 from cuteflash.validate_append import AppendInputs, RotaryInputs
 from tests.appended import FP8, random_call, tables
 

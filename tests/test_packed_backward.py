@@ -325,7 +325,7 @@ class BwdGpu(Gpu):
             return row if problem.operation == "bwd" else choose(problem, target, family, lengths)
 
         monkeypatch.setattr(packed_planning, "choose", choose_row)
-        self.bwd = packed_ops.cuda_backward()
+        self.bwd = packed_ops.CudaBackward()
 
     def last(self) -> tuple[Any, BwdTensors, PackedTensors, BwdScalars]:
         """The latest launch."""
