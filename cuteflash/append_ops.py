@@ -31,6 +31,7 @@ def append_launch_of(inputs: AppendInputs, options: AppendOptions) -> Callable[[
     except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
         check_append(inputs, options)
         raise
+    launch: Callable[[AppendInputs], Tensor | None]
     last, launch = known_appends.last
     return launch if call == last else known_appends.find(call, append_launch, inputs, options)
 

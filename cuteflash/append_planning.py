@@ -93,7 +93,7 @@ def append_launch(inputs: AppendInputs, options: AppendOptions) -> Callable[[App
     scalars = 0, 0 if options.fixed_q else 1, 1.0
     batch, heads = inputs.batch, inputs.k_cache.shape[2]
     is_compact = inputs.q is not None and inputs.q.is_contiguous()
-    are_rows_aligned = all(x is None or has_aligned_rows(x) for x in (inputs.rotary_cos, inputs.rotary_sin))
+    copies = not all(x is None or has_aligned_rows(x) for x in (inputs.rotary_cos, inputs.rotary_sin))
 
     def launch(inputs: AppendInputs) -> Tensor | None:
         (
@@ -105,8 +105,7 @@ def append_launch(inputs: AppendInputs, options: AppendOptions) -> Callable[[App
             q_out = torch.empty_like(q) if is_compact else q.new_empty(q.shape)  # the first in half the time
         if kernel is None:
             return q_out
-        is_rotary = cos is not None and sin is not None
-        if is_rotary and (not are_rows_aligned or (cos.data_ptr() | sin.data_ptr()) % ALIGNMENT):
+        if cos is not None and sin is not None and (copies or (cos.data_ptr() | sin.data_ptr()) % ALIGNMENT):
             cos, sin = addressable(cos), addressable(sin)
         if k_descale is not None and v_descale is not None:
             k_descale, v_descale = k_descale.expand(batch, heads), v_descale.expand(batch, heads)

@@ -188,7 +188,8 @@ def flash_attn_with_kvcache(
     if key is not None:
         last, step = steps.last
         if key == last or (step := steps.get(key)) is not None:
-            return step(tensors)
+            known: Tensor | tuple[Tensor, Tensor] = step(tensors)
+            return known
     return_lse = flag("return_lse", return_lse)
     new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
     caches = KvCacheInputs(q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks)

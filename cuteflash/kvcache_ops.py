@@ -58,6 +58,7 @@ class CudaForward:
     def launch_of(self, inputs: KvCacheInputs, options: tuple[Any, ...]) -> Callable[[KvCacheInputs], Result]:
         """The launch of a call, which is checked for all but the addresses of its tensors and what they say."""
         call = call_of(inputs, options, check_kvcache, FwdOptions)
+        launch: Callable[[KvCacheInputs], Result]
         last, launch = self.known.last
         return launch if call == last else self.known.find(call, self.plan, inputs, options)
 

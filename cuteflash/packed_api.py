@@ -218,7 +218,7 @@ def flash_attn_varlen_func(
             write memory that is not theirs.
     """
     eight = None
-    is_half = q_descale is k_descale is v_descale is v_mean is out_dtype is None and transposed_v is fp8 is False
+    is_half = q_descale is k_descale is v_descale is v_mean is None is out_dtype and transposed_v is fp8 is False
     if not is_half:
         eight = EightBits(q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
     longest_q, longest_k = known_limit("max_seqlen_q", max_seqlen_q), known_limit("max_seqlen_k", max_seqlen_k)

@@ -35,6 +35,7 @@ __all__ = [  # with those that other modules would have to import from a private
     "is_fwd_grad_enabled",
     "is_plain_backward",
     "is_plain_cuda_call",
+    "is_seen",
     "nested_tensor_class",
     "plain_keys",
     "seen_by_outer_levels",
@@ -163,7 +164,7 @@ def plain_keys(device: str) -> int:
     return keys
 
 
-def _is_seen() -> Any:
+def is_seen() -> Any:
     """Whether one of torch's modes, transforms or tracers is active, which all have to see every call.
 
     Each adds a key to the dispatcher's. To ask for them one after the other takes half the time of getting all keys.
@@ -191,7 +192,7 @@ def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and forward_ad._current_level < 0  # is_forward_ad_active, without the call
         and not (is_autocast_enabled() and not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype("cuda"))
         and not _is_torch_function_mode_enabled()
-        and not _is_seen()
+        and not is_seen()
     )
 
 
@@ -205,7 +206,7 @@ def _is_plain_backward(dout: Tensor) -> bool:
         and not is_grad_enabled()
         and not dout.is_neg()
         and forward_ad._current_level < 0
-        and not _is_seen()
+        and not is_seen()
     )
 
 
