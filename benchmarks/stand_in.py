@@ -2,7 +2,7 @@
 
 Inside `no_kernels()` CPU tensors take the way of CUDA ones, and a launch hands its arguments to a function that does
 nothing, through the same TVM-FFI call as a kernel's. What a call costs then is all that the host does for it, but for
-the driver's part of a launch, torch's allocator of GPU memory, and the thread on which autograd runs backwards of a GPU.
+the driver's part of a launch, torch's allocator of GPU memory, and the thread that runs the backwards of a GPU.
 """
 
 from __future__ import annotations

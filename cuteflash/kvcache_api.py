@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
@@ -199,18 +199,29 @@ def flash_attn_with_kvcache(
         attention_chunk=attention_chunk, num_splits=num_splits,
     )  # fmt: skip
     caches = caches._replace(seqused_k=_begins(cache_seqlens, caches))
-    append: Callable[[AppendInputs], Tensor | None] | None = None
+    append = None
     if new.k is not None:
         caches, append = _append(caches, new, options, flag("rotary_interleaved", rotary_interleaved))
-    result: Tensor | tuple[Tensor, Tensor]
+    return _attend(caches, options, return_lse, key, append)
+
+
+def _attend(
+    caches: KvCacheInputs,
+    options: FwdOptions,
+    return_lse: bool,
+    key: Hashable | None,
+    append: Callable[[AppendInputs], Tensor | None] | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the caches; for calls with a key, note how equal ones do it. `append` is the launch before."""
+    run = kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda
     operands = caches[:3]
-    if is_plain_cuda_call(*operands) and not (is_grad_enabled() and any(x.requires_grad for x in operands)):
-        run = kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda
-        result = run(*caches, *options)
-        if key is not None:
-            steps.keep(key, Step(run.launch_of(caches, tuple(options)), append))
-    else:
+    result: Tensor | tuple[Tensor, Tensor]
+    if not is_plain_cuda_call(*operands) or (is_grad_enabled() and any(x.requires_grad for x in operands)):
         result = (kvcache_fwd_lse if return_lse else kvcache_fwd)(*caches, *options)
+        return result
+    result = run(*caches, *options)
+    if key is not None:
+        steps.keep(key, Step(run.launch_of(caches, tuple(options)), append))
     return result
 
 

@@ -218,8 +218,7 @@ def flash_attn_varlen_func(
             write memory that is not theirs.
     """
     eight = None
-    is_half = q_descale is k_descale is v_descale is v_mean is None is out_dtype and transposed_v is fp8 is False
-    if not is_half:
+    if not (q_descale is k_descale is v_descale is v_mean is None is out_dtype and transposed_v is fp8 is False):
         eight = EightBits(q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
     longest_q, longest_k = known_limit("max_seqlen_q", max_seqlen_q), known_limit("max_seqlen_k", max_seqlen_k)
     is_plain = is_plain_cuda_call(q, k, v)
@@ -236,9 +235,8 @@ def flash_attn_varlen_func(
         paged = paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)._replace(sinks=sinks)
         return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, return_lse)
     if not (is_packed and isinstance(cu_seqlens_k, Tensor)):
-        tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        if not (isinstance(cu_seqlens_k, Tensor) and all(isinstance(x, Tensor) for x in tensors.values())):
-            raise not_tensors(**tensors)
+        if cu_seqlens_k is None or not all(isinstance(x, Tensor) for x in (q, k, v, cu_seqlens_q, cu_seqlens_k)):
+            raise not_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         options = options._replace(lengths=class_of_limits(q, k, cu_seqlens_q, longest_q, longest_k))
     if not (seqused_q is seqused_k is v_mean is None):
         _check_optional(seqused_q=seqused_q, seqused_k=seqused_k, v_mean=v_mean)
