@@ -105,14 +105,14 @@ def launch_of(inputs: QuantizeInputs, options: QuantizeOptions) -> Callable[[Qua
             for x in (q8, k8, v8, v_mean):
                 x.view(torch.uint8).zero_()
             return results
-        q, k, v, *descales, cos, sin, cu_q, cu_k, used_q, used_k = inputs
+        q, k, v, q_descale, _, _, cos, sin, cu_q, cu_k, used_q, used_k = inputs
         if restride:
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
-        if cu_q is not None:
+        if cu_q is not None and cu_k is not None:
             cu_q, cu_k, used_q, used_k = _vectors(cu_q, cu_k, used_q, used_k)
             q, k, v, q8, k8, v8 = map(_with_a_row, (q, k, v, q8, k8, v8))
-        descales = computed if descales[0] is None else [x.contiguous() for x in descales]
-        if cos is not None:
+        descales = computed if q_descale is None else [x.contiguous() for x in inputs[3:6] if x is not None]
+        if cos is not None and sin is not None:
             cos, sin = _addressable(cos), _addressable(sin)
         mean = v_mean if smooths_v else None
         workspace = None if like_workspace is None else empty_like(like_workspace)
