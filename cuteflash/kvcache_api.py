@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Literal, NamedTuple, TypedDict, Unpack, cast, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.append_ops import append_kv_op, append_launch_of, append_now
+from cuteflash.append_ops import append_and_count, append_kv_op, append_launch_of
+from cuteflash.append_planning import lengths_after
 from cuteflash.append_problem import AppendOptions
 from cuteflash.arguments import FwdOptions
 from cuteflash.calls import Known, looks_of
 from cuteflash.coerce import UNBOUNDED_WINDOW, Window, flag, is_int, not_tensors, options_of
 from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse, kvcache_fwd_lse_cuda
 from cuteflash.kvcache_planning import Planner
-from cuteflash.kvcache_steps import Step, StepTensors, key_of, lengths_after, steps
+from cuteflash.kvcache_steps import Step, StepTensors, key_of, steps
 from cuteflash.operators import note_writes
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
@@ -210,7 +211,7 @@ def _attend(
     options: FwdOptions,
     return_lse: bool,
     key: Hashable | None,
-    append: Callable[[AppendInputs], Tensor | None] | None,
+    append: Callable[..., Any] | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the caches; for calls with a key, note how equal ones do it. `append` is the launch before."""
     run = kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda
@@ -227,7 +228,7 @@ def _attend(
 
 def _append(
     caches: KvCacheInputs, new: NewTokens, options: FwdOptions, interleaved: bool
-) -> tuple[KvCacheInputs, Callable[[AppendInputs], Tensor | None] | None]:
+) -> tuple[KvCacheInputs, Callable[..., Any] | None]:
     """Append and rotate, after all checks of the call.
 
     Returns:
@@ -245,16 +246,17 @@ def _append(
     append_options = AppendOptions(interleaved, is_fixed)
     if not torch.compiler.is_compiling():  # a graph that is traced writes nothing, and operators check it as well
         _check_once(caches, inputs, options, append_options)
-    seqused = lengths_after(begins, k, ends)
     if _reads(q):
         check_append_values(inputs, append_options)
-        check_cache_values(caches._replace(seqused_k=seqused), complete=reads_values())
+        check_cache_values(caches._replace(seqused_k=lengths_after(begins, k, ends)), complete=reads_values())
     rotated: Tensor | None
     launch = None
     if is_plain_cuda_call(q, k_cache, k):
-        rotated, launch = append_now(inputs, append_options), append_launch_of(inputs, append_options)
+        rotated, seqused = append_and_count(inputs, append_options)
+        launch = append_launch_of(inputs, append_options, counts=True)
         note_writes(k_cache, v_cache)
     else:
+        seqused = lengths_after(begins, k, ends)
         rotated = append_kv_op(*inputs, *append_options)
     return caches._replace(q=q if cos is None or rotated is None else rotated, seqused_k=seqused), launch
 

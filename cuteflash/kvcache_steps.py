@@ -27,6 +27,12 @@ from cuteflash.validate_kvcache import KvCacheInputs
 SETTINGS = {NoneType, bool, int, float, str, tuple}
 
 
+SETTING_NAMES = (  # the other arguments
+    "softmax_scale", "causal", "window_size", "attention_chunk", "softcap", "rotary_interleaved", "num_splits",
+    "pack_gqa", "family", "max_seqlen_q", "return_lse",
+)  # fmt: skip
+
+
 class StepTensors(NamedTuple):
     """The tensors of a call; `cache_seqlens` may be an int instead."""
 
@@ -52,7 +58,7 @@ class Step:
 
     Args:
         attend: takes `KvCacheInputs`.
-        append: takes `AppendInputs`, returns the rotated queries; None if the calls append nothing.
+        append: takes `AppendInputs`, returns the rotated queries and the lengths after it; None if nothing is appended.
     """
 
     __slots__ = ("append", "attend")
@@ -69,14 +75,13 @@ class Step:
         ) = tensors  # fmt: skip
         if self.append is not None:
             rotates = cos is not None
-            rotated = self.append(
+            rotated, seqlens = self.append(
                 AppendInputs(
                     k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx, ends_new, cos, sin, rotary_seqlens,
                     None, None, q if rotates else None, ends if rotates else None,
                 )
             )  # fmt: skip
             note_writes(k_cache, v_cache)
-            seqlens = lengths_after(seqlens, k, ends_new)
             if rotates:
                 q = rotated
         return self.attend(
@@ -87,17 +92,12 @@ class Step:
 steps: Known[Step] = Known()
 
 
-def lengths_after(cache_seqlens: Tensor, k: Tensor, cu_seqlens_k_new: Tensor | None) -> Tensor:
-    """(batch,) tokens of each sequence once the new ones are appended."""
-    return cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1])
-
-
 def key_of(tensors: StepTensors, settings: tuple[Any, ...], window: object) -> tuple[Any, ...] | None:
     """What the launches of a call depend on; None if it has to go the long way.
 
     Args:
         tensors: of the call.
-        settings: all other arguments, as they are given.
+        settings: all other arguments, as they are given, in the order of `SETTING_NAMES`.
         window: of these the one that is a pair.
     """
     q, k_cache, v_cache, k, v = tensors[:5]

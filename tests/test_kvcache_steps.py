@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,6 +73,11 @@ def test_known_calls_launch_what_they_launched_first(launches: list[Launch], mon
             launches.clear()
             known += 1
     assert known > CALLS
+
+
+def test_every_argument_is_part_of_what_is_compared() -> None:
+    parameters = inspect.signature(flash_attn_with_kvcache).parameters
+    assert sorted(parameters) == sorted((*kvcache_steps.StepTensors._fields, *kvcache_steps.SETTING_NAMES))
 
 
 def half(*shape: int) -> Tensor:
