@@ -35,7 +35,8 @@ from .contest import write
 from .names import TITLES
 from .stand_in import no_kernels
 
-CALLS = 50  # of a block: the queue holds the launches of so many backwards
+# Of a block: the launch queue of a GPU holds so many backwards; short blocks are seldom interrupted.
+CALLS = {"cuda": 50, "cpu": 10}
 ROUNDS = 100
 TOKENS, HEADS, HEAD_DIM = 128, 8, 64
 BATCH, PAGE = 4, 64  # of caches
@@ -227,12 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if there is one")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["fa2"], help="on a GPU; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="blocks of a row; default: %(default)s")
-    parser.add_argument("--calls", type=int, default=CALLS, help="of a block; default: %(default)s")
+    parser.add_argument("--calls", type=int, help=f"of a block; default: {CALLS['cuda']}, without a GPU {CALLS['cpu']}")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there, too")
     options = parser.parse_args(argv)
-    if min(options.rounds, options.calls) < 1:
-        parser.error("--rounds and --calls are 1 or more")
     kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    calls = CALLS[kind] if options.calls is None else options.calls
+    if min(options.rounds, calls) < 1:
+        parser.error("--rounds and --calls are 1 or more")
     if kind == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, and there is no GPU; allowed: cpu, on which launches do nothing")
     for name in options.peers:
@@ -240,9 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--peers {name}: {reason}")
     where = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     with no_kernels() if kind == "cpu" else contextlib.nullcontext():
-        times = measure(groups_of(options.peers, where), where, options.calls, options.rounds)
+        times = measure(groups_of(options.peers, where), where, calls, options.rounds)
     found = device.environment(where)
-    print(f"{found['gpu']}, torch {torch.__version__}, {options.rounds} blocks of {options.calls} calls")
+    print(f"{found['gpu']}, torch {torch.__version__}, {options.rounds} blocks of {calls} calls")
     print(report(times))
     if options.json is not None:
         write(found | {"host_us": {title: entry._asdict() for title, entry in times.items()}}, options.json)
