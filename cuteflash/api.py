@@ -27,7 +27,7 @@ from cuteflash.coerce import (
     splits_of,
     window_of,
 )
-from cuteflash.fp8_inference_ops import fp8_inference, fp8_inference_lse
+from cuteflash.fp8_inference_ops import inference_of
 from cuteflash.fp8_ops import fp8_fwd, fp8_fwd_lse
 from cuteflash.ops import attend_plain, fwd, fwd_cuda, fwd_lse, fwd_lse_cuda
 from cuteflash.torch_internals import is_plain_cuda_call
@@ -187,7 +187,7 @@ def flash_attn_func(
     elif fp8 is not False and (how := fp8_of(fp8)) is not None:
         check_not_quantised(transposed_v, v_mean)
         inference = inference_options_of(FwdOptions(*options), how, out_dtype)
-        result = (fp8_inference_lse if return_lse else fp8_inference)(q, k, v, *inference)
+        result = inference_of(q, k, v, is_plain, return_lse)(q, k, v, *inference)
     elif transposed_v is not False or out_dtype is not None or v_mean is not None:
         raise formats_without_scales(transposed_v, out_dtype, v_mean)
     elif not is_plain:

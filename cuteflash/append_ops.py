@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from cuteflash.append_planning import append_launch, rotary_launch
 from cuteflash.append_problem import AppendOptions, RotaryOptions
+from cuteflash.calls import Known, looks_of
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known
+from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.reference.append import Tables, Tokens, append, places, rotate, rotated
 from cuteflash.torch_internals import OpOverload
 from cuteflash.validate import ALIGNMENT, reads_values
@@ -23,29 +25,47 @@ known_appends: Known[Any] = Known()
 known_rotations: Known[Any] = Known()
 
 
-def looks_of(inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """What a launch depends on of its tensors."""
-    return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs])
+def append_launch_of(inputs: AppendInputs, options: AppendOptions, *, counts: bool = False) -> Callable[..., Any]:
+    """The launch of a call on a GPU, that of an equal call or a new one, checked for all but addresses and values.
 
-
-def append_now(inputs: AppendInputs, options: AppendOptions) -> Tensor | None:
-    """Append on a GPU: look the launch of an equal call up, or plan one. Returns the rotated queries, if any."""
+    See `append_launch`.
+    """
     try:
-        call = looks_of(inputs), options
+        call = looks_of(inputs), options, counts
     except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
         check_append(inputs, options)
         raise
+    launch: Callable[..., Any]
     last, launch = known_appends.last
     if call != last:
-        launch = known_appends.find(call, append_launch, inputs, options)
+        launch = known_appends.find(call, functools.partial(append_launch, counts=counts), inputs, options)
+    return launch
+
+
+def append_now(inputs: AppendInputs, options: AppendOptions) -> Tensor | None:
+    """Append on a GPU. Returns the rotated queries, if any."""
+    launch = append_launch_of(inputs, options)
+    check_now(inputs, options)
+    result: Tensor | None = launch(inputs)
+    return result
+
+
+def append_and_count(inputs: AppendInputs, options: AppendOptions) -> tuple[Tensor | None, Tensor]:
+    """Append on a GPU. Returns the rotated queries, if any, and how many tokens each sequence has then."""
+    launch = append_launch_of(inputs, options, counts=True)
+    check_now(inputs, options)
+    result: tuple[Tensor | None, Tensor] = launch(inputs)
+    return result
+
+
+def check_now(inputs: AppendInputs, options: AppendOptions) -> None:
+    """Raise ValueError for what may differ between equal calls: addresses and, on request, values."""
     k_cache, v_cache, k, v = inputs[:4]
     addresses = k_cache.data_ptr() | v_cache.data_ptr() | k.data_ptr() | v.data_ptr()
     if (addresses if inputs.q is None else addresses | inputs.q.data_ptr()) & ALIGNMENT_MASK:
         check_addresses(inputs._asdict())
     if reads_values():
         check_append_values(inputs, options)
-    result: Tensor | None = launch(inputs)
-    return result
 
 
 def rotate_now(inputs: RotaryInputs, options: RotaryOptions) -> Tensor:

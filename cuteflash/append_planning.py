@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -77,10 +78,11 @@ def kernel_of(problem: AppendProblem, target: str) -> Callable[..., Any]:
     return compiled(AppendKv, AppendTraits(), problem, target)
 
 
-def append_launch(inputs: AppendInputs, options: AppendOptions) -> Callable[[AppendInputs], Tensor | None]:
+def append_launch(inputs: AppendInputs, options: AppendOptions, *, counts: bool = False) -> Callable[..., Any]:
     """A checked launch for this call and all whose tensors look the same; it holds none of them.
 
-    It returns the rotated queries, None if there are none.
+    It takes `AppendInputs` and returns the rotated queries, None if there are none; if it `counts`, also how many
+    tokens each sequence has after the call, (batch,) int32.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `check_append` and `kernel_of` do.
@@ -89,12 +91,14 @@ def append_launch(inputs: AppendInputs, options: AppendOptions) -> Callable[[App
     given = [x for x in (inputs.q, inputs.k, inputs.v) if x is not None]
     check_sizes(*given)
     is_empty = not any(x.numel() for x in given)
-    kernel = None if is_empty else kernel_of(append_problem(inputs, options), current_target(inputs.k.device.index))
+    problem = dataclasses.replace(append_problem(inputs, options), counts=counts and inputs.k.numel() > 0)
+    kernel = None if is_empty else kernel_of(problem, current_target(inputs.k.device.index))
     scalars = 0, 0 if options.fixed_q else 1, 1.0
     batch, heads = inputs.batch, inputs.k_cache.shape[2]
     is_compact = inputs.q is not None and inputs.q.is_contiguous()
+    copies = not all(x is None or has_aligned_rows(x) for x in (inputs.rotary_cos, inputs.rotary_sin))
 
-    def launch(inputs: AppendInputs) -> Tensor | None:
+    def launch(inputs: AppendInputs) -> Any:
         (
             k_cache, v_cache, k, v, seqlens, page_table, batch_idx, ends_k, cos, sin, rotary_seqlens, k_descale,
             v_descale, q, ends_q,
@@ -102,19 +106,28 @@ def append_launch(inputs: AppendInputs, options: AppendOptions) -> Callable[[App
         q_out = q
         if q is not None:
             q_out = torch.empty_like(q) if is_compact else q.new_empty(q.shape)  # the first in half the time
+        after = None
+        if counts:
+            # Without a new token no block of K is there to count.
+            after = torch.empty_like(seqlens) if problem.counts else lengths_after(seqlens, k, ends_k)
         if kernel is None:
-            return q_out
-        if cos is not None and sin is not None:
+            return (q_out, after) if counts else q_out
+        if cos is not None and sin is not None and (copies or (cos.data_ptr() | sin.data_ptr()) % ALIGNMENT):
             cos, sin = addressable(cos), addressable(sin)
         if k_descale is not None and v_descale is not None:
             k_descale, v_descale = k_descale.expand(batch, heads), v_descale.expand(batch, heads)
         kernel(
             q, q_out, k, v, k_cache, v_cache, seqlens, rotary_seqlens, ends_q, ends_k, page_table, batch_idx, cos, sin,
-            k_descale, v_descale, *scalars,
+            k_descale, v_descale, after if problem.counts else None, *scalars,
         )  # fmt: skip  # in the order of AppendTensors
-        return q_out
+        return (q_out, after) if counts else q_out
 
     return launch
+
+
+def lengths_after(cache_seqlens: Tensor, k: Tensor, cu_seqlens_k_new: Tensor | None) -> Tensor:
+    """(batch,) tokens of each sequence once the new ones are appended."""
+    return cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1])
 
 
 def rotary_launch(inputs: RotaryInputs, options: RotaryOptions) -> Callable[[RotaryInputs], Tensor]:
@@ -147,9 +160,13 @@ def check_sizes(*tensors: Tensor) -> None:
 
 def addressable(table: Tensor) -> Tensor:
     """Cosines or sines as the kernel loads them, 16 bytes at a time."""
+    return table if has_aligned_rows(table) and not table.data_ptr() % ALIGNMENT else compacted(table)
+
+
+def has_aligned_rows(table: Tensor) -> bool:
+    """Whether all rows of cosines or sines begin on 16 bytes if the first one does."""
     row, column = table.stride()
-    is_aligned = column == 1 and not (row * table.element_size() | table.data_ptr()) % ALIGNMENT
-    return table if is_aligned else compacted(table)
+    return column == 1 and not row * table.element_size() % ALIGNMENT
 
 
 def _rows(ends: Tensor | None) -> Rows:

@@ -61,6 +61,7 @@ class AppendProblem:
         rotary_dim: columns of Q and K that the rotary embedding rotates; 0 is none.
         rotary_interleaved: see `AppendOptions`.
         rotary_dtype: element type of the cosines and sines.
+        counts: how many tokens each sequence has after the call is written, too.
     """
 
     dtype: HalfDtype
@@ -76,6 +77,7 @@ class AppendProblem:
     rotary_dim: int = 0
     rotary_interleaved: bool = False
     rotary_dtype: RotaryDtype = "fp32"
+    counts: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -117,6 +119,7 @@ class AppendTensors(NamedTuple):
     sin: Any = None
     k_descale: Any = None  # (batch, kv_heads) fp32
     v_descale: Any = None
+    seqlens_after: Any = None  # (batch,) int32: tokens of each sequence after the call
 
 
 class AppendScalars(NamedTuple):

@@ -236,6 +236,9 @@ def options_of(
     family: Family | None,
     deterministic: bool,
     lengths: str | None,
+    *,
+    attention_chunk: int = 0,
+    num_splits: int = 1,
 ) -> FwdOptions:
     """The options of a call, as an operator takes them; `lengths` is one already."""
     if window_size is None or window_size is UNBOUNDED_WINDOW:
@@ -253,7 +256,9 @@ def options_of(
     check_family(family)
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
-    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic, lengths)
+    chunk = 0 if type(attention_chunk) is int and attention_chunk == 0 else chunk_of(attention_chunk)
+    splits = num_splits if type(num_splits) is int and num_splits >= 0 else splits_of(num_splits)
+    return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic, lengths, chunk, splits)
 
 
 def splits_of(num_splits: int) -> int:
@@ -264,12 +269,6 @@ def splits_of(num_splits: int) -> int:
     if found < 0:
         raise ValueError(f"num_splits is {shown(num_splits)}; allowed: {SPLITS}")
     return found
-
-
-def with_splits(options: FwdOptions, num_splits: int) -> FwdOptions:
-    """The options with `num_splits`; errors as `splits_of`."""
-    is_default = type(num_splits) is int and num_splits == 1  # first, since it is what most calls have
-    return options if is_default else options._replace(num_splits=splits_of(num_splits))
 
 
 def check_unsplit(num_splits: int) -> None:

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8InferenceOptions, Fp8Options
 from cuteflash.autograd import NO_GRADIENT
+from cuteflash.calls import Known, looks_of
 from cuteflash.fp8_planning import TORCH_DTYPES, Fp8Planner, check_family
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known
+from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.planning import DTYPE_NAMES, Launch, Result
 from cuteflash.quantize_planning import empty_results, launch_of
 from cuteflash.quantize_problem import QuantizeOptions
@@ -65,7 +66,7 @@ def cuda_inference(has_lse: bool) -> Callable[..., Result]:
 
     def cuda(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Result:
         try:
-            call = tuple((x.shape, x.stride(), x.dtype, x.get_device()) for x in (q, k, v)), options
+            call = looks_of((q, k, v)), options
         except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
             check_fp8_inference(q, k, v, Fp8InferenceOptions(*options))
             raise
@@ -138,7 +139,13 @@ def _inference(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bo
     )
 
 
-fp8_inference = define(_inference("fp8_inference", Tensor, cuda_inference(has_lse=False), has_lse=False))
-fp8_inference_lse = define(
-    _inference("fp8_inference_lse", tuple[Tensor, Tensor], cuda_inference(has_lse=True), has_lse=True)
-)
+fp8_inference_cuda, fp8_inference_lse_cuda = cuda_inference(has_lse=False), cuda_inference(has_lse=True)
+fp8_inference = define(_inference("fp8_inference", Tensor, fp8_inference_cuda, has_lse=False))
+fp8_inference_lse = define(_inference("fp8_inference_lse", tuple[Tensor, Tensor], fp8_inference_lse_cuda, has_lse=True))
+
+
+def inference_of(q: Tensor, k: Tensor, v: Tensor, is_plain: bool, has_lse: bool) -> Callable[..., Result]:
+    """What computes a call: past the dispatcher for plain CUDA tensors (`is_plain`) that need no gradient."""
+    if is_plain and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return fp8_inference_lse_cuda if has_lse else fp8_inference_cuda
+    return fp8_inference_lse if has_lse else fp8_inference

@@ -16,9 +16,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8Options
 from cuteflash.autograd import NO_GRADIENT
+from cuteflash.calls import Known
 from cuteflash.fp8_planning import TORCH_DTYPES, Fp8Planner, check_target
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known
+from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.planning import Launch, Result
 from cuteflash.reference import fp8_attention, stored_rows
 from cuteflash.torch_internals import OpOverload

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import Fp8Options
+from cuteflash.calls import Known
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.fp8_ops import refuse_gradient
 from cuteflash.fp8_packed_planning import Fp8PackedPlanner
 from cuteflash.fp8_planning import TORCH_DTYPES, check_target
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known
+from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.packed_ops import call_of, pairs, spans
 from cuteflash.planning import Result
 from cuteflash.quantize_problem import BLOCK_TOKENS

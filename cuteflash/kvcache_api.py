@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypedDict, Unpack, cast, overload
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cuteflash.append_ops import append_kv_op, append_now, looks_of
+from cuteflash.append_ops import append_and_count, append_kv_op, append_launch_of
+from cuteflash.append_planning import lengths_after
 from cuteflash.append_problem import AppendOptions
 from cuteflash.arguments import FwdOptions
-from cuteflash.coerce import UNBOUNDED_WINDOW, Window, chunk_of, flag, is_int, not_tensors, options_of, splits_of
+from cuteflash.calls import Known, looks_of
+from cuteflash.coerce import UNBOUNDED_WINDOW, Window, flag, is_int, not_tensors, options_of
 from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse, kvcache_fwd_lse_cuda
 from cuteflash.kvcache_planning import Planner
+from cuteflash.kvcache_steps import Step, StepTensors, key_of, steps
 from cuteflash.operators import note_writes
-from cuteflash.ops import Known
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
@@ -174,30 +177,63 @@ def flash_attn_with_kvcache(
             makes each call wait for the GPU. The caches have not been written to then.
         NotImplementedError: a device, family or kind of tensor that is not supported.
     """
+    tensors = StepTensors(
+        q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
+        cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, sinks,
+    )  # fmt: skip
+    settings = (
+        softmax_scale, causal, window_size, attention_chunk, softcap, rotary_interleaved, num_splits, pack_gqa, family,
+        max_seqlen_q, return_lse,
+    )  # fmt: skip
+    key = key_of(tensors, settings, window_size)
+    if key is not None:
+        last, step = steps.last
+        if key == last or (step := steps.get(key)) is not None:
+            known: Tensor | tuple[Tensor, Tensor] = step(tensors)
+            return known
     return_lse = flag("return_lse", return_lse)
     new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
     caches = KvCacheInputs(q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks)
     _check_types(caches, new, cache_seqlens)
-    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, False, None)
-    options = options._replace(
-        attention_chunk=chunk_of(attention_chunk),
-        lengths=_length_class(caches, max_seqlen_q),
-        num_splits=splits_of(num_splits),
-    )
+    options = options_of(
+        softmax_scale, causal, window_size, softcap, pack_gqa, family, False, _length_class(caches, max_seqlen_q),
+        attention_chunk=attention_chunk, num_splits=num_splits,
+    )  # fmt: skip
     caches = caches._replace(seqused_k=_begins(cache_seqlens, caches))
+    append = None
     if new.k is not None:
-        caches = _append(caches, new, options, flag("rotary_interleaved", rotary_interleaved))
+        caches, append = _append(caches, new, options, flag("rotary_interleaved", rotary_interleaved))
+    return _attend(caches, options, return_lse, key, append)
+
+
+def _attend(
+    caches: KvCacheInputs,
+    options: FwdOptions,
+    return_lse: bool,
+    key: Hashable | None,
+    append: Callable[..., Any] | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the caches; for calls with a key, note how equal ones do it. `append` is the launch before."""
+    run = kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda
+    operands = caches[:3]
     result: Tensor | tuple[Tensor, Tensor]
-    tensors = caches[:3]
-    if is_plain_cuda_call(*tensors) and not (is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        result = (kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda)(*caches, *options)
-    else:
+    if not is_plain_cuda_call(*operands) or (is_grad_enabled() and any(x.requires_grad for x in operands)):
         result = (kvcache_fwd_lse if return_lse else kvcache_fwd)(*caches, *options)
+        return result
+    result = run(*caches, *options)
+    if key is not None:
+        steps.keep(key, Step(run.launch_of(caches, tuple(options)), append))
     return result
 
 
-def _append(caches: KvCacheInputs, new: NewTokens, options: FwdOptions, interleaved: bool) -> KvCacheInputs:
-    """Append and rotate, after all checks of the call; the tensors of the attention that follows."""
+def _append(
+    caches: KvCacheInputs, new: NewTokens, options: FwdOptions, interleaved: bool
+) -> tuple[KvCacheInputs, Callable[..., Any] | None]:
+    """Append and rotate, after all checks of the call.
+
+    Returns:
+        The tensors of the attention that follows, and for plain CUDA tensors the launch that appended.
+    """
     q, k_cache, v_cache, cu_seqlens_q, begins, page_table, cache_batch_idx, *_ = caches
     k, v, ends, cos, sin, rotary_seqlens = new
     k, v, begins = cast(Tensor, k), cast(Tensor, v), cast(Tensor, begins)  # as `_check_types` found
@@ -210,17 +246,19 @@ def _append(caches: KvCacheInputs, new: NewTokens, options: FwdOptions, interlea
     append_options = AppendOptions(interleaved, is_fixed)
     if not torch.compiler.is_compiling():  # a graph that is traced writes nothing, and operators check it as well
         _check_once(caches, inputs, options, append_options)
-    seqused = begins + (k.shape[1] if ends is None else ends[1:] - ends[:-1])
     if _reads(q):
         check_append_values(inputs, append_options)
-        check_cache_values(caches._replace(seqused_k=seqused), complete=reads_values())
+        check_cache_values(caches._replace(seqused_k=lengths_after(begins, k, ends)), complete=reads_values())
     rotated: Tensor | None
+    launch = None
     if is_plain_cuda_call(q, k_cache, k):
-        rotated = append_now(inputs, append_options)
+        rotated, seqused = append_and_count(inputs, append_options)
+        launch = append_launch_of(inputs, append_options, counts=True)
         note_writes(k_cache, v_cache)
     else:
+        seqused = lengths_after(begins, k, ends)
         rotated = append_kv_op(*inputs, *append_options)
-    return caches._replace(q=q if cos is None or rotated is None else rotated, seqused_k=seqused)
+    return caches._replace(q=q if cos is None or rotated is None else rotated, seqused_k=seqused), launch
 
 
 def _check_once(

@@ -18,9 +18,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import FwdOptions
 from cuteflash.autograd import NO_GRADIENT
+from cuteflash.calls import Known
 from cuteflash.kvcache_planning import Planner, result_shapes
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known, check_target
+from cuteflash.ops import ALIGNMENT_MASK, check_target
 from cuteflash.packed_ops import call_of
 from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2
@@ -32,20 +33,21 @@ from cuteflash.validate_kvcache import KvCacheInputs, check_cache_values, check_
 TENSORS = KvCacheInputs._fields
 
 
-def cuda_forward(has_lse: bool) -> Callable[..., Result]:
-    """The CUDA implementation: look the launch of an equal call up, or plan one."""
-    planner = Planner(has_lse)
-    known: Known[Any] = Known()
+class CudaForward:
+    """The CUDA implementation: look the launch of an equal call up, or plan one.
 
-    def plan(inputs: KvCacheInputs, options: tuple[Any, ...]) -> Any:
-        return planner.launch(inputs, FwdOptions(*options))
+    Args:
+        has_lse: whether it returns the log-sum-exp, too.
+    """
 
-    def cuda(*arguments: Any) -> Result:
+    def __init__(self, has_lse: bool) -> None:
+        self.planner = Planner(has_lse)
+        self.known: Known[Any] = Known()
+
+    def __call__(self, *arguments: Any) -> Result:
+        """The results, as the operator returns them."""
         inputs, options = KvCacheInputs(*arguments[: len(TENSORS)]), arguments[len(TENSORS) :]
-        call = call_of(inputs, options, check_kvcache, FwdOptions)
-        last, launch = known.last
-        if call != last:
-            launch = known.find(call, plan, inputs, options)
+        launch = self.launch_of(inputs, options)
         q, k, v = inputs[:3]
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
             _check_alignment(inputs)
@@ -53,7 +55,16 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
             check_cache_values(inputs, complete=True)
         return launch(inputs)
 
-    return cuda
+    def launch_of(self, inputs: KvCacheInputs, options: tuple[Any, ...]) -> Callable[[KvCacheInputs], Result]:
+        """The launch of a call, which is checked for all but the addresses of its tensors and what they say."""
+        call = call_of(inputs, options, check_kvcache, FwdOptions)
+        launch: Callable[[KvCacheInputs], Result]
+        last, launch = self.known.last
+        return launch if call == last else self.known.find(call, self.plan, inputs, options)
+
+    def plan(self, inputs: KvCacheInputs, options: tuple[Any, ...]) -> Callable[[KvCacheInputs], Result]:
+        """A new launch."""
+        return self.planner.launch(inputs, FwdOptions(*options))
 
 
 def _check_alignment(inputs: KvCacheInputs) -> None:
@@ -153,7 +164,7 @@ def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool
     )
 
 
-kvcache_fwd_cuda, kvcache_fwd_lse_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True)
+kvcache_fwd_cuda, kvcache_fwd_lse_cuda = CudaForward(has_lse=False), CudaForward(has_lse=True)
 KVCACHE_FWD_LSE = _forward("kvcache_fwd_lse", tuple[Tensor, Tensor], kvcache_fwd_lse_cuda, has_lse=True)
 KVCACHE_FWD = _forward("kvcache_fwd", Tensor, kvcache_fwd_cuda, has_lse=False)
 kvcache_fwd_lse, kvcache_fwd = define(KVCACHE_FWD_LSE), define(KVCACHE_FWD)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import empty_like
 
 from cuteflash.arguments import FwdOptions, PackedTensors
 from cuteflash.compile import compiled
@@ -29,7 +30,7 @@ from cuteflash.problem import (
     mask_of_window,
 )
 from cuteflash.split_planning import ROWS, SplitKernels, Tiles
-from cuteflash.strides import usable_strides
+from cuteflash.strides import fp32_template, is_like_new, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
 from cuteflash.validate import ALIGNMENT
@@ -95,49 +96,42 @@ class Planner:
         else:
             kernel, further = split[0], split[1].arguments
 
+        is_dense, restride, is_split = storage == DENSE, any(restrides), split is not None
+        o_shape, like_q = shapes[0], is_like_new(q, shapes[0])
+        like_lse = fp32_template(shapes[1], q.device) if self.has_lse else None
+
         def launch(inputs: KvCacheInputs) -> Result:
-            result = self._results(inputs, shapes)
-            o, lse = result if self.has_lse else (result, None)
-            q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            vectors = () if storage == DENSE else vectors_of(inputs, is_split=split is not None)
-            sinks = () if inputs.sinks is None else (inputs.sinks,)
-            kernel(q, k, v, o, lse, *vectors, *further(), *scalars, *sinks)
-            return result
+            q, k, v, *_, sinks = inputs
+            o = empty_like(q) if like_q else q.new_empty(o_shape)
+            lse = None if like_lse is None else empty_like(like_lse)
+            if restride:
+                q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
+            vectors = () if is_dense else vectors_of(inputs, is_split)
+            kernel(q, k, v, o, lse, *vectors, *further(), *scalars, *(() if sinks is None else (sinks,)))
+            return o if lse is None else (o, lse)
 
         return launch
 
-    def _results(self, inputs: KvCacheInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Result:
-        """O and LSE, uninitialised."""
-        o_shape, lse_shape = shapes
-        o = inputs.q.new_empty(o_shape)
-        return (o, inputs.q.new_empty(lse_shape, dtype=torch.float32)) if self.has_lse else o
-
     def _without_kernel(self, inputs: KvCacheInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Result:
         """What queries get that see no key."""
-        result = self._results(inputs, shapes)
-        o, lse = result if self.has_lse else (result, None)
-        o.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
-            if inputs.sinks is not None:
-                counts = inputs.q.new_ones(lse.shape[-1:], dtype=torch.bool)
-                if inputs.cu_seqlens_q is not None:
-                    counts = counted_rows(PackedInputs(*inputs[:3], inputs.cu_seqlens_q, inputs.cu_seqlens_q))
-                torch.where(counts, inputs.sinks[:, None].float(), lse, out=lse)
-        return result
+        o_shape, lse_shape = shapes
+        o = inputs.q.new_zeros(o_shape)
+        if not self.has_lse:
+            return o
+        lse = inputs.q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
+        if inputs.sinks is not None:
+            counts = inputs.q.new_ones(lse.shape[-1:], dtype=torch.bool)
+            if inputs.cu_seqlens_q is not None:
+                counts = counted_rows(PackedInputs(*inputs[:3], inputs.cu_seqlens_q, inputs.cu_seqlens_q))
+            torch.where(counts, inputs.sinks[:, None].float(), lse, out=lse)
+        return o, lse
 
 
 def vectors_of(inputs: KvCacheInputs, is_split: bool) -> PackedTensors:
     """The vectors and the table of a launch."""
-    draws = inputs.cu_seqlens_q is not None and not is_split
-    return PackedTensors(
-        cu_seqlens_q=inputs.cu_seqlens_q,
-        seqused_k=inputs.seqused_k,
-        tile_counter=counters.of(inputs.q.device) if draws else None,
-        page_table=inputs.page_table,
-        cache_batch_idx=inputs.cache_batch_idx,
-        cache_leftpad=inputs.cache_leftpad,
-    )
+    q, _, _, cu_seqlens_q, seqused_k, page_table, cache_batch_idx, cache_leftpad, _ = inputs
+    counter = None if cu_seqlens_q is None or is_split else counters.of(q.device)
+    return PackedTensors(cu_seqlens_q, None, None, seqused_k, counter, page_table, cache_batch_idx, cache_leftpad)
 
 
 def result_shapes(inputs: KvCacheInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:

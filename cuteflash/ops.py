@@ -17,15 +17,15 @@ problem and length class (`cuteflash.traits.length_class`) has compiled its kern
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 
 from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options, without_sinks
 from cuteflash.autograd import Dispatched, DispatchedSinks, attend, attend_sinks
-from cuteflash.calls import Call, bwd_call_of, call_of, call_with_sinks
+from cuteflash.calls import Call, Known, bwd_call_of, call_of, call_with_sinks
 from cuteflash.operators import Operator, define
 from cuteflash.planning import (
     BwdPlanner,
@@ -42,35 +42,6 @@ from cuteflash.validate import ALIGNMENT, check_alignment, check_bwd, check_fwd,
 
 ALIGNMENT_MASK = ALIGNMENT - 1
 ALL_OPTIONS = len(FwdOptions._fields)
-LAUNCHES_MAX = 4096  # a serving process sees ever new lengths: a launch is about 1 kB, and planned again in 10 us
-
-Kept = TypeVar("Kept")
-
-
-class Known(Generic[Kept]):
-    """What was planned, by what it depends on.
-
-    Attributes:
-        last: what was found last, after what it depends on, which takes 0.8 us less to compare than to look up. One
-            tuple, since another thread may replace it at any time.
-    """
-
-    __slots__ = ("_all", "last")
-
-    def __init__(self) -> None:
-        self._all: dict[Hashable, Kept] = {}
-        self.last: tuple[Hashable, Any] = None, None
-
-    def find(self, key: Hashable, plan: Callable[..., Kept], *arguments: Any) -> Kept:
-        """What was planned for a key; if nothing was, what `plan` makes of the arguments."""
-        found = self._all.get(key)
-        if found is None:
-            found = plan(*arguments)
-            if len(self._all) >= LAUNCHES_MAX:
-                self._all.clear()
-            self._all[key] = found
-        self.last = key, found
-        return found
 
 
 class CudaForward:

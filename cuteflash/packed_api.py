@@ -16,7 +16,6 @@ from cuteflash.coerce import (
     check_not_inferred,
     check_not_quantised,
     check_sinks_alone,
-    chunk_of,
     descales_of,
     flag,
     formats_without_scales,
@@ -25,7 +24,6 @@ from cuteflash.coerce import (
     inference_options_of,
     not_tensors,
     options_of,
-    with_splits,
 )
 from cuteflash.fp8_packed_inference_ops import fp8_varlen_inference, fp8_varlen_inference_lse
 from cuteflash.fp8_packed_ops import fp8_varlen_fwd, fp8_varlen_fwd_lse
@@ -48,13 +46,13 @@ from cuteflash.validate_quantize import check_fp8_packed_inference
 class EightBits(NamedTuple):
     """The arguments of `flash_attn_varlen_func` that belong to attention in 8 bits."""
 
-    q_descale: Any
-    k_descale: Any
-    v_descale: Any
-    v_mean: Any
-    transposed_v: Any
-    out_dtype: Any
-    fp8: Any
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    v_mean: Any = None
+    transposed_v: Any = False
+    out_dtype: Any = None
+    fp8: Any = False
 
     @property
     def has_descales(self) -> bool:
@@ -63,6 +61,10 @@ class EightBits(NamedTuple):
     def given(self) -> Iterable[tuple[str, Any]]:
         """Names and values."""
         return zip(self._fields, self, strict=True)
+
+    def unlike_default(self) -> dict[str, Any]:
+        """Names and values, None for those that are not given."""
+        return {name: None if x is False else x for name, x in self.given()}
 
 
 class VarlenOptions(TypedDict, total=False):
@@ -215,27 +217,35 @@ def flash_attn_varlen_func(
             a compiled graph the max_seqlens are not checked. Without the check such vectors make a kernel read and
             write memory that is not theirs.
     """
-    eight = EightBits(q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
-    options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic, None)
-    options = with_splits(options._replace(attention_chunk=chunk_of(attention_chunk)), num_splits)
-    return_lse = flag("return_lse", return_lse)
+    eight = None
+    if not (q_descale is k_descale is v_descale is v_mean is None is out_dtype and transposed_v is fp8 is False):
+        eight = EightBits(q_descale, k_descale, v_descale, v_mean, transposed_v, out_dtype, fp8)
+    longest_q, longest_k = known_limit("max_seqlen_q", max_seqlen_q), known_limit("max_seqlen_k", max_seqlen_k)
+    is_plain = is_plain_cuda_call(q, k, v)
+    is_packed = is_plain and page_table is None and isinstance(cu_seqlens_q, Tensor)
+    options = options_of(
+        softmax_scale, causal, window_size, softcap, pack_gqa, family, deterministic,
+        class_of_limits(q, k, cu_seqlens_q, longest_q, longest_k) if is_packed else None,
+        attention_chunk=attention_chunk, num_splits=num_splits,
+    )  # fmt: skip
+    return_lse = return_lse is not False and flag("return_lse", return_lse)
     if page_table is not None:
-        refuse_with_pages(seqused_q=seqused_q, **{name: None if x is False else x for name, x in eight.given()})
+        refuse_with_pages(seqused_q=seqused_q, **(eight.unlike_default() if eight else {}))
         _check_optional(sinks=sinks)
         paged = paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)._replace(sinks=sinks)
         return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, return_lse)
-    is_plain = is_plain_cuda_call(q, k, v)
-    if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
-        tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        if not (isinstance(cu_seqlens_k, Tensor) and all(isinstance(x, Tensor) for x in tensors.values())):
-            raise not_tensors(**tensors)
-    _check_optional(seqused_q=seqused_q, seqused_k=seqused_k, v_mean=v_mean)
-    longest_q, longest_k = known_limit("max_seqlen_q", max_seqlen_q), known_limit("max_seqlen_k", max_seqlen_k)
-    options = options._replace(lengths=class_of_limits(q, k, cu_seqlens_q, longest_q, longest_k))
+    if not (is_packed and isinstance(cu_seqlens_k, Tensor)):
+        if cu_seqlens_k is None or not all(isinstance(x, Tensor) for x in (q, k, v, cu_seqlens_q, cu_seqlens_k)):
+            raise not_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        options = options._replace(lengths=class_of_limits(q, k, cu_seqlens_q, longest_q, longest_k))
+    if not (seqused_q is seqused_k is v_mean is None):
+        _check_optional(seqused_q=seqused_q, seqused_k=seqused_k, v_mean=v_mean)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
-    return _attend(inputs, options, eight, sinks, limits, return_lse, is_plain)
+    if eight is None and sinks is None:
+        return _attend_half(inputs, options, None, limits, return_lse, is_plain)
+    return _attend(inputs, options, eight or EightBits(), sinks, limits, return_lse, is_plain)
 
 
 def _check_optional(**tensors: object) -> None:
@@ -266,6 +276,18 @@ def _attend(
         return _quantise_and_attend(inputs, inference_options_of(options, how, eight.out_dtype), limits, return_lse)
     if eight.transposed_v is not False or eight.out_dtype is not None or eight.v_mean is not None:
         raise formats_without_scales(eight.transposed_v, eight.out_dtype, eight.v_mean)
+    return _attend_half(inputs, options, sinks, limits, return_lse, is_plain)
+
+
+def _attend_half(
+    inputs: PackedInputs,
+    options: FwdOptions,
+    sinks: Tensor | None,
+    limits: Mapping[str, Longest],
+    return_lse: bool,
+    is_plain: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with 16-bit tensors."""
     if limits:
         check_packed(inputs, options)
         check_longest(inputs, limits)
@@ -274,7 +296,7 @@ def _attend(
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *with_sinks(options, sinks))
     elif not is_plain:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *options)
-    elif is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+    elif is_grad_enabled() and (inputs[0].requires_grad or inputs[1].requires_grad or inputs[2].requires_grad):
         result = attend_plain_packed(inputs, options, return_lse)
     else:
         result = (varlen_fwd_lse_cuda if return_lse else varlen_fwd_cuda)(*inputs, *options)

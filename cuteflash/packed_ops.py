@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options, without_sinks
 from cuteflash.autograd import Dispatched, DispatchedSinks, attend_packed, attend_sinks
+from cuteflash.calls import Known, looks_of
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known, check_target, is_determinism_enforced
+from cuteflash.ops import ALIGNMENT_MASK, check_target, is_determinism_enforced
 from cuteflash.packed_planning import Planner, bwd_launch
 from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
@@ -39,15 +40,60 @@ from cuteflash.validate_packed import (
 )
 
 
-def cuda_forward(has_lse: bool) -> Callable[..., Result]:
-    """The CUDA implementation: look the launch of an equal call up, or plan one."""
-    planner = Planner(has_lse)
-    known: Known[Any] = Known()
+class PlainPackedRoute:
+    """The route past the dispatcher, of all calls with plain CUDA tensors that are equal, as `ops.PlainRoute`.
 
-    def plan(inputs: PackedInputs, options: tuple[Any, ...], *sinks: Tensor) -> Any:
-        return planner.launch(inputs, FwdOptions(*options), *sinks)
+    Args:
+        launch: of the forward.
+        options: of the forward, flat.
+        returns_lse: see `cuteflash.autograd.Route`.
+    """
 
-    def cuda(
+    __slots__ = ("known", "launch", "options", "returns_lse")
+
+    def __init__(self, launch: Callable[..., Result], options: tuple[Any, ...], returns_lse: bool) -> None:
+        self.launch = launch
+        self.options = bwd_options(options)
+        self.returns_lse = returns_lse
+        self.known: Known[Any] = Known()
+
+    def forward(self, *tensors: Any) -> Result:
+        """See `cuteflash.autograd.Route`."""
+        return self.launch(PackedInputs(*tensors))
+
+    def backward(self, dout: Tensor, *saved: Any) -> Result:
+        """See `cuteflash.autograd.Route`. Through the dispatcher if something there has to see it."""
+        if not is_plain_backward(dout):
+            return varlen_bwd(dout, *saved, *self.options)
+        q, k, v, out = saved[:4]
+        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if addresses & ALIGNMENT_MASK or are_deterministic_algorithms_enabled() or reads_values():
+            return varlen_bwd_cuda(dout, *saved, *self.options)
+        strides = dout.stride(), *[x if x is None else x.stride() for x in saved]
+        inputs = PackedBwdInputs(dout, *saved)
+        last, launch = self.known.last
+        if strides != last:
+            launch = self.known.find(strides, varlen_bwd_cuda.launch_of, inputs, self.options)
+        return launch(inputs)
+
+
+class CudaForward:
+    """The CUDA implementation of a forward: look the launch of an equal call up, or plan one.
+
+    Args:
+        has_lse: whether it returns the log-sum-exp, too.
+
+    Attributes:
+        routes: of its calls with gradients past the dispatcher, without and with LSE as a result.
+    """
+
+    def __init__(self, has_lse: bool) -> None:
+        self.planner = Planner(has_lse)
+        self.known: Known[Any] = Known()
+        self.routes: tuple[Known[PlainPackedRoute], Known[PlainPackedRoute]] = Known(), Known()
+
+    def __call__(
+        self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -57,20 +103,42 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
         used_k: Tensor | None = None,
         *options: Any,
     ) -> Result:
+        """The results, as the operator returns them."""
         inputs = PackedInputs(q, k, v, cu_q, cu_k, used_q, used_k)
         options, logits = without_sinks(options)
         sinks = () if logits is None else (logits,)
         call = call_of((*inputs, *sinks), options, _check_flat, FwdOptions)
-        last, launch = known.last
+        last, launch = self.known.last
         if call != last:
-            launch = known.find(call, plan, inputs, options, *sinks)
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
-            check_alignment(q, k, v)
-        if reads_values():
-            check_values(inputs, complete=True)
+            launch = self.known.find(call, self.plan, inputs, options, *sinks)
+        check_now(inputs)
         return launch(inputs, *sinks)
 
-    return cuda
+    def plan(self, inputs: PackedInputs, options: tuple[Any, ...], *sinks: Tensor) -> Any:
+        """The launch of a call, which is checked for all but the addresses of its tensors and what they say."""
+        return self.planner.launch(inputs, FwdOptions(*options), *sinks)
+
+    def with_gradients(self, inputs: PackedInputs, options: tuple[Any, ...], has_lse: bool) -> Result:
+        """A call with gradients past the dispatcher, for plain CUDA tensors."""
+        call, routes = call_of(inputs, options, _check_flat, FwdOptions), self.routes[has_lse]
+        last, route = routes.last
+        if call != last:
+            route = routes.find(call, self.route, inputs, options, has_lse)
+        check_now(inputs)
+        q, k, v, *others = inputs
+        return attend_packed(q, k, v, route, *others)
+
+    def route(self, inputs: PackedInputs, options: tuple[Any, ...], has_lse: bool) -> PlainPackedRoute:
+        """The route of a call and all that are equal to it."""
+        return PlainPackedRoute(self.plan(inputs, options), options, has_lse)
+
+
+def check_now(inputs: PackedInputs) -> None:
+    """Raise ValueError for what may differ between equal calls: addresses and, on request, values."""
+    if (inputs[0].data_ptr() | inputs[1].data_ptr() | inputs[2].data_ptr()) & ALIGNMENT_MASK:
+        check_alignment(*inputs[:3])
+    if reads_values():
+        check_values(inputs, complete=True)
 
 
 def call_of(
@@ -81,29 +149,25 @@ def call_of(
 ) -> Hashable:
     """What a launch depends on."""
     try:
-        looks = tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs)
+        return looks_of(inputs), options
     except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
         check(inputs, options_cls(*options))
         raise
-    return looks, options
 
 
-def cuda_backward() -> Callable[..., Result]:
+class CudaBackward:
     """The CUDA implementation of the backward, likewise."""
-    known: Known[Any] = Known()
 
-    def plan(inputs: PackedBwdInputs, options: tuple[Any, ...]) -> Any:
-        return bwd_launch(inputs, BwdOptions(*options))
+    def __init__(self) -> None:
+        self.known: Known[Any] = Known()
 
-    def cuda(*arguments: Any) -> Result:
+    def __call__(self, *arguments: Any) -> Result:
+        """The gradients, as the operator returns them."""
         end = len(PackedBwdInputs._fields)
         inputs, options = PackedBwdInputs(*arguments[:end]), arguments[end:]
         if is_determinism_enforced():
             options = tuple(BwdOptions(*options)._replace(deterministic=True))
-        call = call_of(inputs, options, check_packed_bwd, BwdOptions)
-        last, launch = known.last
-        if call != last:
-            launch = known.find(call, plan, inputs, options)
+        launch = self.launch_of(inputs, options)
         dout, q, k, v, out = inputs[:5]
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & ALIGNMENT_MASK:
             check_alignment(q, k, v, out=out)
@@ -113,7 +177,15 @@ def cuda_backward() -> Callable[..., Result]:
             check_values(inputs.forward, complete=True)
         return launch(inputs)
 
-    return cuda
+    def launch_of(self, inputs: PackedBwdInputs, options: tuple[Any, ...]) -> Any:
+        """The launch of a call, which is checked for all but the addresses of its tensors and what they say."""
+        call = call_of(inputs, options, check_packed_bwd, BwdOptions)
+        last, launch = self.known.last
+        return launch if call == last else self.known.find(call, self.plan, inputs, options)
+
+    def plan(self, inputs: PackedBwdInputs, options: tuple[Any, ...]) -> Any:
+        """A new launch."""
+        return bwd_launch(inputs, BwdOptions(*options))
 
 
 def _check(*arguments: Any) -> None:
@@ -277,8 +349,8 @@ def _forward(
     )
 
 
-varlen_fwd_cuda, varlen_fwd_lse_cuda = cuda_forward(has_lse=False), cuda_forward(has_lse=True)
-varlen_bwd_cuda = cuda_backward()
+varlen_fwd_cuda, varlen_fwd_lse_cuda = CudaForward(has_lse=False), CudaForward(has_lse=True)
+varlen_bwd_cuda = CudaBackward()
 VARLEN_BWD = Operator(
     name="varlen_bwd",
     tensors=("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"),
@@ -296,28 +368,6 @@ VARLEN_FWD = _forward("varlen_fwd", Tensor, varlen_fwd_cuda, has_lse=False, with
 varlen_bwd, varlen_fwd_lse, varlen_fwd = define(VARLEN_BWD), define(VARLEN_FWD_LSE), define(VARLEN_FWD)
 
 
-class PlainPackedRoute(NamedTuple):
-    """The route past the dispatcher, of calls with plain CUDA tensors; see `cuteflash.autograd.Route`.
-
-    Attributes:
-        options: of the forward, flat.
-        returns_lse: see `cuteflash.autograd.Route`.
-    """
-
-    options: tuple[Any, ...]
-    returns_lse: bool
-
-    def forward(self, *tensors: Tensor | None) -> Result:
-        """See `cuteflash.autograd.Route`."""
-        return varlen_fwd_lse_cuda(*tensors, *self.options)
-
-    def backward(self, dout: Tensor, *saved: Tensor | None) -> Result:
-        """See `cuteflash.autograd.Route`. Through the dispatcher if something there has to see it."""
-        run = varlen_bwd_cuda if is_plain_backward(dout) else varlen_bwd
-        return run(dout, *saved, *bwd_options(self.options))
-
-
 def attend_plain_packed(inputs: PackedInputs, options: tuple[Any, ...], has_lse: bool) -> Result:
     """A forward with gradients past the dispatcher, for plain CUDA tensors."""
-    q, k, v, *others = inputs
-    return attend_packed(q, k, v, PlainPackedRoute(options, has_lse), *others)
+    return varlen_fwd_lse_cuda.with_gradients(inputs, options, has_lse)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 
-from cuteflash.arguments import BwdOptions, BwdTensors, Fp8Options, FwdOptions, PackedTensors
+from cuteflash.arguments import BwdOptions, Fp8Options, FwdOptions, PackedTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
 from cuteflash.planning import (
@@ -27,13 +27,15 @@ from cuteflash.planning import (
 )
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
 from cuteflash.split_planning import ROWS, SplitKernels, Tiles
-from cuteflash.strides import compacted, usable_strides
+from cuteflash.strides import compacted, fp32_template, is_like_new, usable_strides
+from cuteflash.torch_internals import current_stream
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import ALIGNMENT, check_sinks
 from cuteflash.validate_packed import PackedBwdInputs, PackedInputs, check_packed, check_packed_bwd
 
 COUNTERS_MAX = 1024
+UNPAGED = PackedTensors()[-3:]  # what follows the counter if there are no caches
 SEVERAL = 2  # queries: a mask is never simplified as for a single one, since lengths are not known
 
 Launch = Callable[..., Result]  # takes `PackedInputs`, and the sinks if there are some
@@ -54,8 +56,7 @@ class TileCounters:
         """The counter for a launch on the device's current stream."""
         if torch.cuda.is_current_stream_capturing():
             return torch.zeros(1, dtype=torch.int32, device=device)
-        stream = torch.cuda.current_stream(device)
-        key = stream.device_index, stream.cuda_stream
+        key = current_stream(device)
         counter = self._counters.get(key)
         if counter is None:
             if len(self._counters) >= COUNTERS_MAX:
@@ -109,17 +110,26 @@ class Planner:
             kernel, split_launch = split
         step = ALIGNMENT // q.element_size()
         restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
+        restride, fill, device = any(restrides), storage.used_q, q.device
+        o_shape, like_q = shapes[0], is_like_new(q, shapes[0])
+        like_lse = fp32_template(shapes[1], device) if self.has_lse else None
 
         def launch(inputs: PackedInputs, *sinks: Tensor) -> Result:
-            result = self._results(inputs, shapes, fill=storage.used_q)
-            o, lse = result if self.has_lse else (result, None)
-            q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            if split is None:
-                vectors: tuple[Any, ...] = PackedTensors(*inputs[3:], counters.of(o.device))
+            q, k, v, *vectors = inputs
+            lse = None if like_lse is None else empty_like(like_lse)
+            if fill:
+                o = q.new_zeros(o_shape)
+                lse = lse if lse is None else lse.fill_(float("-inf"))
             else:
-                vectors = (*PackedTensors(*inputs[3:], None), *split_launch.arguments())
-            kernel(q, k, v, o, lse, *vectors, *scalars, *sinks)
-            return result
+                o = empty_like(q) if like_q else q.new_empty(o_shape)
+            if restride:
+                q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
+            # In the order of `FwdArguments.flat`.
+            if split is None:
+                kernel(q, k, v, o, lse, *vectors, counters.of(device), *UNPAGED, *scalars, *sinks)
+            else:
+                kernel(q, k, v, o, lse, *vectors, None, *UNPAGED, *split_launch.arguments(), *scalars, *sinks)
+            return o if lse is None else (o, lse)
 
         return launch
 
@@ -127,21 +137,14 @@ class Planner:
         self, inputs: PackedInputs, *sinks: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> Result:
         """O and LSE if no query sees a key."""
-        result = self._results(inputs, shapes, fill=True)
-        if sinks and self.has_lse:
-            lse = result[1]
-            torch.where(counted_rows(inputs), sinks[0][:, None].float(), lse, out=lse)
-        return result
-
-    def _results(self, inputs: PackedInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]], fill: bool) -> Result:
-        """O and LSE, uninitialised or filled with what a query gets that sees no key."""
         o_shape, lse_shape = shapes
-        q = inputs.q
-        o = q.new_zeros(o_shape) if fill else q.new_empty(o_shape)
+        o = inputs.q.new_zeros(o_shape)
         if not self.has_lse:
             return o
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
-        return o, lse.fill_(float("-inf")) if fill else lse
+        lse = inputs.q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
+        if sinks:
+            torch.where(counted_rows(inputs), sinks[0][:, None].float(), lse, out=lse)
+        return o, lse
 
 
 def counted_rows(inputs: PackedInputs) -> Tensor:
@@ -181,29 +184,40 @@ def bwd_launch(inputs: PackedBwdInputs, options: BwdOptions, sinks: Tensor | Non
     kernel = compiled(choice.kernel_cls, choice.traits, problem, target)
     traits: Any = choice.traits
     places = traits.workspace_packed(packed.batch, heads, rows)
-    workspace_shape, parts_shape = (places.size,), () if sinks is None else (heads, places.sink_parts)
+    like_workspace = fp32_template((places.size,), q.device)
+    parts_shape = () if sinks is None else (heads, places.sink_parts)
     scalars = bwd_scalars(options, window, head_dim, q.device)
     step = ALIGNMENT // q.element_size()
     restrides = [usable_strides(x.stride(), step) for x in (q, k, v, inputs.out)]
     *dout_strides, dout_last = inputs.dout.stride()
     copies_dout = dout_last != 1 or any(stride % step for stride in dout_strides)
     copies_lse, copies_dlse = (x is not None and x.stride() != (rows, 1) for x in (inputs.lse, inputs.dlse))
+    copies, restride, device = copies_dout or copies_lse or copies_dlse, any(restrides), q.device
+    fills_q, fills_k = storage.used_q, storage.used_k
+    q_like, k_like, v_like = (is_like_new(x, x.shape) for x in (q, k, v))
 
     def launch(inputs: PackedBwdInputs, *sinks: Tensor) -> Result:
-        dq, dk, dv = gradients = tuple(
-            x.new_zeros(x.shape) if used else x.new_empty(x.shape)
-            for x, used in zip(inputs.forward[:3], (storage.used_q, storage.used_k, storage.used_k), strict=True)
-        )
-        tensors = zip((inputs.q, inputs.k, inputs.v, inputs.out), restrides, strict=True)
-        q, k, v, out = (x.as_strided(x.shape, s) if s else x for x, s in tensors)
-        dout = compacted(inputs.dout) if copies_dout else inputs.dout
-        lse = compacted(inputs.lse) if copies_lse else inputs.lse
-        dlse = compacted(inputs.dlse) if inputs.dlse is not None and copies_dlse else inputs.dlse
-        workspace = lse.new_empty(workspace_shape)
-        vectors = PackedTensors(*inputs.forward[3:], counters.of(q.device))
+        dout, q, k, v, out, lse, *vectors, dlse = inputs
+        dq = q.new_zeros(q.shape) if fills_q else empty_like(q) if q_like else q.new_empty(q.shape)
+        dk = k.new_zeros(k.shape) if fills_k else empty_like(k) if k_like else k.new_empty(k.shape)
+        dv = v.new_zeros(v.shape) if fills_k else empty_like(v) if v_like else v.new_empty(v.shape)
+        if restride:
+            tensors = zip((q, k, v, out), restrides, strict=True)
+            q, k, v, out = (x.as_strided(x.shape, s) if s else x for x, s in tensors)
+        if copies:
+            dout = compacted(dout) if copies_dout else dout
+            lse = compacted(lse) if copies_lse else lse
+            dlse = compacted(dlse) if dlse is not None and copies_dlse else dlse
+        workspace = empty_like(like_workspace)
         parts = [lse.new_zeros(parts_shape) for _ in sinks]  # not every tile exists
-        kernel(*BwdTensors(q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace), *vectors, *scalars, *sinks, *parts)
-        return *gradients, *(part.sum(dim=1).to(x.dtype) for x, part in zip(sinks, parts, strict=True))
+        # In the order of `BwdArguments.flat`.
+        kernel(
+            q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace, *vectors, counters.of(device), *UNPAGED, *scalars,
+            *sinks, *parts,
+        )  # fmt: skip
+        if not sinks:
+            return dq, dk, dv
+        return dq, dk, dv, *(part.sum(dim=1).to(x.dtype) for x, part in zip(sinks, parts, strict=True))
 
     return launch
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from cuteflash.coerce import flag, is_int, not_tensors
 from cuteflash.fp8_planning import FP8_NAMES
-from cuteflash.quantize_ops import quantize_qkv_op, quantize_qkv_varlen_op
+from cuteflash.quantize_ops import quantize_cuda, quantize_qkv_op, quantize_qkv_varlen_op, quantize_varlen_cuda
 from cuteflash.quantize_problem import GRANULARITIES, HADAMARD_BLOCKS, Granularity, QuantizeOptions
+from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.validate import shown
 
 
@@ -130,10 +131,12 @@ def quantize_qkv(
         smooth_v,
         FP8_NAMES[dtype],
     )
-    if _is_packed(vectors):
-        results = quantize_qkv_varlen_op(q, k, v, *vectors.values(), *given.values(), *options)
+    is_packed = _is_packed(vectors)
+    if is_plain_cuda_call(q, k, v) and not (is_grad_enabled() and any(x.requires_grad for x in tensors.values())):
+        quantise = quantize_varlen_cuda if is_packed else quantize_cuda
     else:
-        results = quantize_qkv_op(q, k, v, *given.values(), *options)
+        quantise = quantize_qkv_varlen_op if is_packed else quantize_qkv_op
+    results = quantise(q, k, v, *(vectors.values() if is_packed else ()), *given.values(), *options)
     q8, k8, v8, *computed, mean = results
     return QuantizedQKV(
         q=q8,

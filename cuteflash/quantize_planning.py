@@ -6,17 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 
 from cuteflash.compile import compiled
 from cuteflash.dispatch import current_target
 from cuteflash.planning import DTYPE_NAMES
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeOptions, QuantizeProblem, RotaryDtype
 from cuteflash.reference.quantize import FP8_TYPES
-from cuteflash.strides import compacted, usable_strides
+from cuteflash.strides import compacted, fp32_template, template, usable_strides
 from cuteflash.traits.quantize import TARGET, traits_of
 from cuteflash.validate import ALIGNMENT
-from cuteflash.validate_packed import PackedInputs
 from cuteflash.validate_quantize import QuantizeInputs, check_quantize
 
 Result = tuple[Tensor, ...]
@@ -91,8 +90,14 @@ def launch_of(inputs: QuantizeInputs, options: QuantizeOptions) -> Callable[[Qua
     restrides = [usable_strides(x.stride(), ALIGNMENT // x.element_size()) for x in (q, k, v)]
     size = _workspace_size(problem, inputs)
 
+    restride, smooths_v = any(restrides), problem.smooths_v
+    like_workspace = fp32_template((size,), q.device) if problem.measures else None
+    results = empty_results(inputs, options)
+    # A V^T without keys has strides of its own.
+    templates = [template(tuple(x.shape), x.dtype, x.device) for x in results] if results[2].numel() else None
+
     def launch(inputs: QuantizeInputs) -> Result:
-        results = empty_results(inputs, options)
+        results = empty_results(inputs, options) if templates is None else tuple([empty_like(x) for x in templates])
         q8, k8, v8, *computed, v_mean = results
         if kernel is None:
             for x in computed:
@@ -100,17 +105,19 @@ def launch_of(inputs: QuantizeInputs, options: QuantizeOptions) -> Callable[[Qua
             for x in (q8, k8, v8, v_mean):
                 x.view(torch.uint8).zero_()
             return results
-        q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-        vectors: tuple[Tensor | None, ...] = (None, None, None, None)
-        if inputs.packed is not None:
-            vectors = _vectors(inputs.packed)
+        q, k, v, q_descale, _, _, cos, sin, cu_q, cu_k, used_q, used_k = inputs
+        if restride:
+            q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
+        if cu_q is not None and cu_k is not None:
+            cu_q, cu_k, used_q, used_k = _vectors(cu_q, cu_k, used_q, used_k)
             q, k, v, q8, k8, v8 = map(_with_a_row, (q, k, v, q8, k8, v8))
-        descales = computed if inputs.descales is None else [x.contiguous() for x in inputs.descales]
-        mean = v_mean if problem.smooths_v else None
-        cos, sin = (None, None) if inputs.tables is None else map(_addressable, inputs.tables)
-        workspace = v_mean.new_empty(size) if problem.measures else None
+        descales = computed if q_descale is None else [x.contiguous() for x in inputs[3:6] if x is not None]
+        if cos is not None and sin is not None:
+            cos, sin = _addressable(cos), _addressable(sin)
+        mean = v_mean if smooths_v else None
+        workspace = None if like_workspace is None else empty_like(like_workspace)
         # In the order of QuantizeTensors.
-        kernel(q, k, v, q8, k8, v8, *descales, mean, cos, sin, workspace, *vectors)
+        kernel(q, k, v, q8, k8, v8, *descales, mean, cos, sin, workspace, cu_q, cu_k, used_q, used_k)
         return results
 
     return launch
@@ -126,9 +133,8 @@ def _workspace_size(problem: QuantizeProblem, inputs: QuantizeInputs) -> int:
     return traits.workspace_size(problem, q.shape[0] * q.shape[2], k.shape[0] * k.shape[2], parts)
 
 
-def _vectors(inputs: PackedInputs) -> tuple[Tensor | None, ...]:
+def _vectors(cu_q: Tensor, cu_k: Tensor, used_q: Tensor | None, used_k: Tensor | None) -> tuple[Tensor | None, ...]:
     """Where packed sequences begin, and how many rows of each count; both of these or none."""
-    cu_q, cu_k, used_q, used_k = inputs[3:]
     if used_q is not None or used_k is not None:
         used_q = cu_q.diff() if used_q is None else used_q
         used_k = cu_k.diff() if used_k is None else used_k

@@ -17,6 +17,7 @@ from cuteflash.core.split_slots import LEAST_KEYS, partials_size
 from cuteflash.dispatch import choose
 from cuteflash.problem import FwdProblem
 from cuteflash.strides import fp32_template
+from cuteflash.torch_internals import current_stream
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass
 
@@ -66,13 +67,15 @@ class Arrivals:
 
     def of(self, device: torch.device, blocks: int) -> Tensor:
         """(blocks,) int32, for a launch on the device's current stream."""
-        stream = torch.cuda.current_stream(device)
-        ready = self._ready.setdefault((stream.device_index, blocks), [])
+        index, stream = current_stream(device)
+        ready = self._ready.get((index, blocks))
+        if ready is None:
+            ready = self._ready[index, blocks] = []
         if torch.cuda.is_current_stream_capturing():
             return ready.pop() if ready else torch.zeros(blocks, dtype=torch.int32, device=device)
         if len(ready) <= CAPTURED_CALLS // 2:
             ready.extend(torch.zeros(CAPTURED_CALLS, blocks, dtype=torch.int32, device=device))
-        key = stream.device_index, stream.cuda_stream, blocks
+        key = index, stream, blocks
         found = self._of_stream.get(key)
         if found is None:
             found = self._of_stream[key] = torch.zeros(blocks, dtype=torch.int32, device=device)

@@ -76,6 +76,7 @@ RANKS: dict[str, int] = {
     "sink_ops": 10,
     "append_ops": 9,
     "kvcache_ops": 10,
+    "kvcache_steps": 9,
     "mla_ops": 10,
     "mla_prefill_ops": 10,
     "mla_prefill_planning": 9,

@@ -272,7 +272,7 @@ def test_errors_name_the_argument_and_leave_the_caches_alone(
 def test_values_of_a_gpu_call_are_checked_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuteflash import append_ops
 
-    monkeypatch.setattr(append_ops, "append_launch", lambda *_: lambda _: None)
+    monkeypatch.setattr(append_ops, "append_launch", lambda *_, counts: lambda _: None)
     monkeypatch.setattr(append_ops, "known_appends", append_ops.Known())
     inputs = AppendInputs(**small(cache_seqlens=ints(0, 13, 1)))
     append_ops.append_now(inputs, AppendOptions())

@@ -14,10 +14,12 @@ from tests.slow import slow_but
 # Each case is there for what no other case compiles.
 CASES = {
     "append": AppendProblem("bf16", 128, 128, "bf16", k="dense"),
-    "rotated": AppendProblem("bf16", 128, 128, "bf16", q="dense", k="dense", rotary_dim=128, has_batch_idx=True),
+    "rotated": AppendProblem(
+        "bf16", 128, 128, "bf16", q="dense", k="dense", rotary_dim=128, has_batch_idx=True, counts=True
+    ),
     "paged": AppendProblem(
         "fp16", 64, 64, "fp16", q="packed", k="packed", is_paged=True, has_rotary_seqlens=True, rotary_dim=32,
-        rotary_interleaved=True, rotary_dtype="fp16",
+        rotary_interleaved=True, rotary_dtype="fp16", counts=True,
     ),
     "odd": AppendProblem("bf16", 72, 40, "bf16", q="dense", k="dense", is_paged=True, rotary_dim=32),
     "fp8": AppendProblem("bf16", 192, 128, "e4m3", q="packed", k="packed", rotary_dim=64),

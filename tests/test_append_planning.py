@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cuteflash import append_ops, append_planning
-from cuteflash.append_ops import append_now, rotate_now
-from cuteflash.append_planning import addressable, append_problem, check_sizes, rotary_problem
+from cuteflash.append_ops import append_and_count, append_now, rotate_now
+from cuteflash.append_planning import addressable, append_problem, check_sizes, lengths_after, rotary_problem
 from cuteflash.append_problem import AppendOptions, AppendScalars, AppendTensors, RotaryOptions
-from cuteflash.ops import Known
+from cuteflash.calls import Known
 from cuteflash.validate_append import AppendInputs, RotaryInputs
 from tests.appended import FP8, random_call, tables
 
@@ -79,6 +79,31 @@ def test_a_launch_is_planned_once(notes: Notes) -> None:
     for _ in range(3):
         append_now(AppendInputs(**call.tensors), AppendOptions(**call.options))
     assert len(notes.tensors) == 3 and len(notes.problems) == 1
+
+
+@pytest.mark.parametrize("ends", [None, [0, 3, 3]])
+def test_tokens_after_the_call_are_counted_by_the_kernel(notes: Notes, ends: list[int] | None) -> None:
+    cu_seqlens = ends if ends is None else torch.tensor(ends, dtype=torch.int32)
+    k = torch.zeros(*((2, 3) if ends is None else (3,)), 3, 64).bfloat16()
+    cache, seqlens = torch.zeros(2, 8, 3, 64).bfloat16(), torch.tensor([4, 5], dtype=torch.int32)
+    inputs = AppendInputs(cache, cache, k, k, seqlens, cu_seqlens_k_new=cu_seqlens)
+    for _ in range(2):
+        rotated, after = append_and_count(inputs, AppendOptions())
+        assert rotated is None and after is notes.tensors[-1].seqlens_after
+        assert after.shape == seqlens.shape and after.dtype == seqlens.dtype and after is not seqlens
+    assert append_now(inputs, AppendOptions()) is None and notes.tensors[-1].seqlens_after is None
+    assert [problem.counts for problem in notes.problems] == [True, False]
+    assert lengths_after(seqlens, k, cu_seqlens).tolist() == ([7, 8] if ends is None else [7, 5])
+
+
+def test_without_new_tokens_there_is_no_kernel_that_counts(notes: Notes) -> None:
+    k, q = torch.zeros(2, 0, 3, 64).bfloat16(), torch.zeros(2, 1, 3, 64).bfloat16()
+    cache, seqlens = torch.zeros(2, 8, 3, 64).bfloat16(), torch.tensor([4, 5], dtype=torch.int32)
+    rotary = tables(16, 32)
+    for more in ({}, {"q": q, **rotary}):
+        rotated, after = append_and_count(AppendInputs(cache, cache, k, k, seqlens, **more), AppendOptions())
+        assert torch.equal(after, seqlens) and (rotated is None) == (not more)
+    assert [problem.counts for problem in notes.problems] == [False]
 
 
 def test_nothing_is_launched_for_nothing(notes: Notes) -> None:

@@ -211,7 +211,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(kvcache_planning, "counters", packed_planning.TileCounters())
-        self.fwd, self.fwd_lse = kvcache_ops.cuda_forward(has_lse=False), kvcache_ops.cuda_forward(has_lse=True)
+        self.fwd, self.fwd_lse = kvcache_ops.CudaForward(has_lse=False), kvcache_ops.CudaForward(has_lse=True)
 
     def _compiled(self, kernel_cls: Any, traits: Any, problem: FwdProblem, target: str) -> Any:
         return lambda *arguments: self.launches.append((problem, arguments))

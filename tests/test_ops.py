@@ -271,7 +271,7 @@ def test_launches_are_bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None
     planned = []
     plan = planning.Planner.launch
     monkeypatch.setattr(planning.Planner, "launch", lambda self, *call: planned.append(call) or plan(self, *call))
-    monkeypatch.setattr(ops, "LAUNCHES_MAX", 3)
+    monkeypatch.setattr(calls, "LAUNCHES_MAX", 3)
     for s_k in [1, 2, 3, 4, 4, 1]:
         gpu.fwd(*qkv(s_k=s_k))
     assert len(planned) == 5  # 1 2 3, then room is made for 4, and 1 is planned again

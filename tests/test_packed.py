@@ -170,7 +170,7 @@ class Gpu:
         monkeypatch.setattr(packed_planning, "counters", packed_planning.TileCounters())
         self.captures = False
         self.stream = stream
-        self.fwd, self.fwd_lse = packed_ops.cuda_forward(has_lse=False), packed_ops.cuda_forward(has_lse=True)
+        self.fwd, self.fwd_lse = packed_ops.CudaForward(has_lse=False), packed_ops.CudaForward(has_lse=True)
 
     def _compiled(self, kernel_cls: Any, traits: Any, problem: FwdProblem, target: str) -> Any:
         self.planned.append(problem)

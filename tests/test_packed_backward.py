@@ -325,7 +325,7 @@ class BwdGpu(Gpu):
             return row if problem.operation == "bwd" else choose(problem, target, family, lengths)
 
         monkeypatch.setattr(packed_planning, "choose", choose_row)
-        self.bwd = packed_ops.cuda_backward()
+        self.bwd = packed_ops.CudaBackward()
 
     def last(self) -> tuple[Any, BwdTensors, PackedTensors, BwdScalars]:
         """The latest launch."""
@@ -477,6 +477,49 @@ def test_plain_cuda_tensors_go_past_the_dispatcher(plain: BwdGpu, return_lse: bo
     assert kernels.q.data_ptr() == tensors[0].data_ptr() and kernels.o.data_ptr() == out.data_ptr()
     assert vectors.seqused_k.data_ptr() == used.data_ptr()
     assert all(x.grad is not None and x.grad.shape == x.shape for x in tensors[:3])
+
+
+def test_plain_calls_that_take_turns_get_the_launches_of_each(plain: BwdGpu) -> None:
+    variants: tuple[dict[str, Any], ...] = ({}, {"return_lse": True}, {"causal": True}, {"softcap": 2.0})
+    for _ in range(3):
+        for options in variants:
+            given = leaves(torch.bfloat16)
+            result = flash_attn_varlen_func(*given, **options)
+            outs = result if isinstance(result, tuple) else (result,)
+            torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
+            problem, kernels, _, scalars = plain.last()
+            assert len(outs) == 1 + ("return_lse" in options) and problem.has_dlse == ("return_lse" in options)
+            assert problem.scores.mask == ("causal" if "causal" in options else "full")
+            assert scalars.softcap == options.get("softcap", 0.0)
+            assert kernels.q.data_ptr() == given[0].data_ptr() and kernels.dq.shape == given[0].shape
+    assert len(plain.lengths) == 2 * len(variants)  # a forward and a backward of each are planned, once
+
+
+def test_copies_that_saved_tensor_hooks_return_are_launched_as_they_lie(plain: BwdGpu) -> None:
+    def shifted_heads(x: Tensor) -> Tensor:
+        """Other strides for the same elements, but for vectors."""
+        return torch.cat([x, x], dim=-1)[..., : x.shape[-1]] if x.dim() == 3 else x
+
+    given = leaves(torch.bfloat16)
+    for unpack in (lambda x: x, shifted_heads, lambda x: x.clone(), shifted_heads, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            flash_attn_varlen_func(*given).sum().backward()
+        _, kernels, _, _ = plain.last()
+        for x, mine in zip((kernels.q, kernels.k, kernels.v), given, strict=False):
+            assert x.stride() == unpack(mine).stride()
+        assert kernels.dq.is_contiguous() and kernels.do.is_contiguous()
+
+
+def test_a_saved_tensor_that_comes_back_on_an_odd_address_is_refused(plain: BwdGpu) -> None:
+    def shifted(x: Tensor) -> Tensor:
+        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) if x.dim() == 3 else x
+
+    given = leaves(torch.bfloat16)
+    flash_attn_varlen_func(*given).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, shifted):
+        out = flash_attn_varlen_func(*given)
+    with pytest.raises(ValueError, match=r"^q\.data_ptr\(\)"):
+        out.sum().backward()
 
 
 LONGEST: dict[str, tuple[Any, str]] = {

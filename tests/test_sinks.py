@@ -282,7 +282,7 @@ def test_kernels_get_sinks_after_the_scalars(gpu: Gpu) -> None:
 
 def test_kernels_of_packed_sequences_get_them_too(gpu: Gpu) -> None:
     (q, k, v, sinks), ends = packed(torch.bfloat16, grad=False)
-    out, lse = packed_ops.cuda_forward(has_lse=True)(q, k, v, ends, ends, None, None, *CAUSAL, sinks)
+    out, lse = packed_ops.CudaForward(has_lse=True)(q, k, v, ends, ends, None, None, *CAUSAL, sinks)
     *_, dsinks = sink_ops.varlen_cuda()(out, q, k, v, out, lse, sinks, ends, ends)
     (_, first), (_, second) = gpu.launches
     assert first[-1] is sinks and second[-2] is sinks and dsinks.shape == sinks.shape
@@ -299,7 +299,7 @@ def test_without_keys_nothing_is_launched(gpu: Gpu) -> None:
     assert not bwd(out, q, k, v, out, lse, sinks)[3].any()
     ends, none = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     q, k, v = q[0], k[0], v[0]
-    out, lse = packed_ops.cuda_forward(has_lse=True)(q, k, v, ends, none, None, None, *CAUSAL, sinks)
+    out, lse = packed_ops.CudaForward(has_lse=True)(q, k, v, ends, none, None, None, *CAUSAL, sinks)
     assert torch.equal(lse[:, :2], sinks.float()[:, None].expand(4, 2)) and (lse[:, 2] == NONE).all()
     backward = sink_ops.varlen_cuda()
     flow = torch.tensor([1.0, 1.0, float("nan")]).expand(4, 3)

@@ -87,7 +87,19 @@ class AppendKv:
             if block >= blocks_q + blocks_k:
                 self.append(tensors, scalars, block - blocks_q - blocks_k, is_k=False)
             elif block >= blocks_q:
+                if const_expr(self.problem.counts):
+                    self.count(tensors, block - blocks_q, blocks_k)
                 self.append(tensors, scalars, block - blocks_q, is_k=True)
+
+    @cute.jit
+    def count(self, tensors: AppendTensors, block: Int32, blocks: Int32):
+        """Write how many tokens each sequence has after the call; the blocks of K share the sequences."""
+        batch, ends = cute.size(tensors.seqlens_after.shape), tensors.cu_seqlens_k_new
+        sequence = block * self.traits.num_threads + cute.arch.thread_idx()[0]
+        while sequence < batch:
+            new = tensors.k.shape[1] if const_expr(ends is None) else ends[sequence + 1] - ends[sequence]
+            tensors.seqlens_after[sequence] = tensors.cache_seqlens[sequence] + new
+            sequence += blocks * self.traits.num_threads
 
     @cute.jit
     def rotate_q(self, tensors: AppendTensors, scalars: AppendScalars, block: Int32):

@@ -73,6 +73,7 @@ def append_fake_args(problem: AppendProblem) -> tuple[Any, ...]:
         cos=table(),
         sin=table(),
         **{name: _descale(size) if problem.quantises else None for name in ("k_descale", "v_descale")},
+        seqlens_after=vector("batch", problem.counts),
     )
     scalars = AppendScalars(Int32(0), Int32(1), Float32(1.0))
     return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
