@@ -26,6 +26,7 @@ from cuteflash.reference.quantize import quantize
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.tune.accuracy import rms
+from cuteflash.tune.fp8_accuracy import modelled_options
 from cuteflash.tune.inputs import PLAIN, of_kind
 from cuteflash.tune.timing import first_call
 
@@ -182,17 +183,9 @@ def of_kernel(given: Fp8Operands, two_level: bool) -> Tensor:
 
 def of_model(given: Fp8Operands, two_level: bool) -> Tensor:
     """O as the kernel is expected to compute it, before it is rounded."""
-    traits = shipped_traits(given.q.shape[3])
-    out = modelled_attention(
-        given.q,
-        given.k,
-        given.v,
-        given.descales,
-        (given.q.shape[3] ** -0.5, -1, -1),
-        tile_n=traits.tile_n,
-        p_offset=traits.p_offset,
-        is_two_level=two_level,
-    )
+    traits = dataclasses.replace(shipped_traits(given.q.shape[3]), two_level=two_level)
+    mask = given.q.shape[3] ** -0.5, -1, -1
+    out = modelled_attention(given.q, given.k, given.v, given.descales, mask, **modelled_options(traits))
     return out[0, :, 0].double() + given.v_mean[0].double()
 
 
