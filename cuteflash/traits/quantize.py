@@ -116,7 +116,7 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     if problem.rotary_dim:
         traits = dataclasses.replace(traits, visits=4)
     threads = SOME_THREADS if problem.rotary_dim else THREADS
-    if problem.scales_by_block or problem.rotary_dim and problem.hadamard:
+    if problem.scales_by_block or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
     return dataclasses.replace(traits, resident=max(threads // traits.num_threads, 1))
 
