@@ -23,6 +23,8 @@ CASES = {
     "given-blocks": QuantizeProblem("bf16", 96, 80, "block", has_scales=True, hadamard=32, rotary_dim=48),
     "head-smooth-rotated": QuantizeProblem("bf16", 256, 256, hadamard=256, rotary_dim=256, **EVERYTHING),
     "head-interleaved": QuantizeProblem("fp16", 128, 128, rotary_dim=64, rotary_interleaved=True, rotary_dtype="fp16"),
+    "given-half": QuantizeProblem("bf16", 128, 128, has_scales=True, rotary_dim=64),
+    "head-whole": QuantizeProblem("bf16", 96, 96, rotary_dim=96, hadamard=32, **EVERYTHING),
     "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
     "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
     "packed": QuantizeProblem("bf16", 128, 128, is_packed=True, has_used=True, to="e5m2", **EVERYTHING),

@@ -108,7 +108,7 @@ class FixedMaxima(NamedTuple):
         s_q = p.shape[-2]
         padded = torch.nn.functional.pad(p, (0, -p.shape[-1] % FRAGMENT_COLUMNS, 0, -s_q % WARP_ROWS))
         of_threads = padded.unflatten(-1, (-1, FRAGMENT_COLUMNS // 2, 2)).sum((-3, -1))
-        of_warps = (of_threads > E4M3_MAX).any(-1).unflatten(-1, (-1, WARP_ROWS)).any(-1)
+        of_warps: Tensor = (of_threads > E4M3_MAX).any(-1).unflatten(-1, (-1, WARP_ROWS)).any(-1)
         return of_warps.repeat_interleave(WARP_ROWS, dim=-1)[..., :s_q]
 
 

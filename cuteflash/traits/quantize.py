@@ -29,6 +29,7 @@ class QuantizeTraits:
             something, as the cosines and sines of a rotary embedding.
         tiles_of_part: tiles that a block measures.
         resident: blocks of the converting kernel that a multiprocessor must have registers for.
+        measuring: likewise of the kernel that measures.
         mixes: blocks of V, which wait for memory, run beside those of Q and K, which may have more to compute; without
             it after them.
         backwards: tiles are converted in the reverse of the order in which they are measured, so that those measured
@@ -40,6 +41,7 @@ class QuantizeTraits:
     visits: int = 1
     tiles_of_part: int = 4
     resident: int = 1
+    measuring: int = 1
     mixes: bool = False
     backwards: bool = False
 
@@ -69,11 +71,6 @@ class QuantizeTraits:
             columns: of a tile of V^T, 0 if there is none.
         """
         return percent_of_smem(self.resident * (self.tokens * columns + BLOCK_SMEM + 4 * WARP))
-
-    @property
-    def measuring(self) -> int:
-        """Blocks of the measuring kernel that a multiprocessor must have registers for."""
-        return max(SOME_THREADS // self.num_threads, 1)
 
     def parts(self, seqlen: Any) -> Any:
         """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
@@ -115,10 +112,12 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     traits = QuantizeTraits(head_dim, tokens, mixes=True, backwards=problem.measures)
     if problem.rotary_dim:
         traits = dataclasses.replace(traits, visits=4)
-    threads = SOME_THREADS if problem.rotary_dim else THREADS
+    measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
+    threads = measuring if problem.rotary_dim else THREADS
     if problem.scales_by_block or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
-    return dataclasses.replace(traits, resident=max(threads // traits.num_threads, 1))
+    resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
+    return dataclasses.replace(traits, resident=resident, measuring=measuring)
 
 
 def transpose_traits(head_dim_v: int) -> QuantizeTraits:
