@@ -104,7 +104,7 @@ def markdown(result: Result) -> str:
     for entry in result["errors"]:
         lines += ["", *_error_table(entry)]
     for entry in result["needles"]:
-        lines += ["", *_needle_lines(entry)]
+        lines += ["", *_needle_table(entry)]
     if "model" in result:
         lines += ["", *_model_table(result["model"])]
     return "\n".join([*lines, "", *(f"- {line}" for line in problem_lines(result))]).rstrip() + "\n"
@@ -143,16 +143,26 @@ def _percent(value: float) -> str:
     return f"{100 * value:.2f}"
 
 
-def _needle_lines(entry: Result) -> list[str]:
-    bf16 = set(entry["bf16"])
-    found = "; ".join(
-        f"{label} {len(own)}, {len(bf16 - set(own)) or 'none'} of bf16's lost"
-        for label, own in entry["measures"].items()
-    )
+def _needle_table(entry: Result) -> list[str]:
+    advised = fp8_errors.advised(entry["head_dim"]).label
     return [
-        f"Of {entry['needles']} needles among {entry['keys']} keys, head dim {entry['head_dim']}, "
-        f"exact attention finds {len(entry['exact'])}, bf16 {len(bf16)}; FP8: {found}."
+        f"{entry['needles']} needles among {entry['keys']} keys, V of mean {fp8_errors.NEEDLE_MEAN:g}, head dim "
+        f"{entry['head_dim']}; exact attention finds {len(entry['exact'])}:",
+        "",
+        "| | needles found | of bf16's lost | of these by rounding Q, K and V | relative rms error of O in % |",
+        "|---|---|---|---|---|",
+        f"| bf16 | {len(entry['bf16'])} | - | - | {_percent(entry['bf16_error'])} |",
+        *(
+            f"| {f'**{label}**' if label == advised else label} | {len(one['found'])} | {len(lost(entry, label))} | "
+            f"{len(lost(entry, label) - set(one['operands']))} | {_percent(one['error'])} |"
+            for label, one in entry["measures"].items()
+        ),
     ]
+
+
+def lost(entry: Result, label: str) -> set[int]:
+    """The needles that bf16 finds and a measure does not."""
+    return set(entry["bf16"]) - set(entry["measures"][label]["found"])
 
 
 def _model_table(model: dict[str, dict[str, float]]) -> list[str]:
@@ -184,9 +194,8 @@ def problem_lines(result: Result) -> list[str]:
                 if (name, label) == (MEAN_CASE, advised) and not one["whole"] <= MEAN_LIMIT:
                     lines.append(f"D{head_dim}, {name}, {label}: error {one['whole']:.2%}, over {MEAN_LIMIT:.2%}")
     for entry in result["needles"]:
-        lost = set(entry["bf16"]) - set(entry["measures"][fp8_errors.advised(entry["head_dim"]).label])
-        if lost:
-            lines.append(f"D{entry['head_dim']}: {len(lost)} needles are lost that bf16 finds")
+        if count := len(lost(entry, fp8_errors.advised(entry["head_dim"]).label)):
+            lines.append(f"D{entry['head_dim']}: {count} needles are lost that bf16 finds")
     return lines
 
 

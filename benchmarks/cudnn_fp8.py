@@ -20,6 +20,7 @@ from cuteflash.tune.timing import Runner
 
 P_SCALE = 256.0  # of P, which is at most 1: e4m3 ends at 448
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+LARGEST = ("amax_s", "amax_o")
 ONE = (1, 1, 1, 1)
 
 
@@ -36,10 +37,17 @@ def out_scale(descales: Sequence[Tensor]) -> Tensor:
     return 1 / descales[2][0, 0]
 
 
-def build_graph(cudnn: Any, cell: Cell, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A cell's graph before any plan, and its tensors by name: q, k, v, o and `SCALES`.
+def build_graph(cudnn: Any, cell: Cell, finds_largest: bool = False, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A cell's graph before any plan, and its tensors by name: q, k, v, o, `SCALES` and, if asked for, `LARGEST`.
 
-    `options`: of cuDNN's graph, a handle for example.
+    Args:
+        cudnn: the package.
+        cell: what is computed.
+        finds_largest: the largest magnitudes of P and O are outputs, too.
+        options: of cuDNN's graph, a handle for example.
+
+    Raises:
+        NotImplementedError: a mask or lengths that the benchmark has no graph for.
     """
     if cell.mask == "window" or cell.seqlen_q != cell.seqlen:
         raise NotImplementedError("cuDNN's FP8 attention on Hopper has no windows, and aligns masks to the first key")
@@ -51,7 +59,7 @@ def build_graph(cudnn: Any, cell: Cell, **options: Any) -> tuple[Any, dict[str, 
 
     tensors = {"q": tensor("q", cell.head_dim), "k": tensor("k", cell.head_dim), "v": tensor("v", cell.head_dim_v)}
     scales = {name: graph.tensor(name=name, dim=ONE, stride=ONE, data_type=fp32) for name in SCALES}
-    o, _, *largest = graph.sdpa_fp8(
+    o, _, *of_largest = graph.sdpa_fp8(
         **tensors,
         **scales,
         attn_scale=cell.head_dim**-0.5,
@@ -61,11 +69,30 @@ def build_graph(cudnn: Any, cell: Cell, **options: Any) -> tuple[Any, dict[str, 
     )
     layout = _layout(cell, cell.head_dim_v)
     o.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"]).set_data_type(e4m3)
-    for one in largest:  # of P and of O; not computed unless they are outputs
-        one.set_output(False).set_dim(ONE).set_stride(ONE).set_data_type(fp32)
+    for one in of_largest:
+        one.set_output(finds_largest).set_dim(ONE).set_stride(ONE).set_data_type(fp32)
     graph.validate()
     graph.build_operation_graph()
-    return graph, {**tensors, **scales, "o": o}
+    largest = dict(zip(LARGEST, of_largest, strict=True)) if finds_largest else {}
+    return graph, {**tensors, **scales, "o": o, **largest}
+
+
+def planned(cudnn: Any, cell: Cell, handle: Any) -> tuple[Any, dict[str, Any]]:
+    """`build_graph` with a plan; largest magnitudes are outputs only if cuDNN has no plan without them.
+
+    Raises:
+        NotImplementedError: cuDNN has no plan at all; the text has its reason.
+    """
+    for finds_largest in (False, True):
+        try:
+            graph, tensors = build_graph(cudnn, cell, finds_largest, handle=handle)
+            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            graph.check_support()
+            graph.build_plans()
+            return graph, tensors
+        except cudnn.cudnnGraphNotSupportedError as failure:
+            reason = str(failure)
+    raise NotImplementedError(f"cuDNN {cudnn.backend_version()} has no plan: {reason}")
 
 
 def runner(cell: Cell, operands: Sequence[Tensor], descales: Sequence[Tensor]) -> Runner:
@@ -74,15 +101,13 @@ def runner(cell: Cell, operands: Sequence[Tensor], descales: Sequence[Tensor]) -
     device = operands[0].device
     handle = _handle()
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    graph, tensors = build_graph(cudnn, cell, handle=handle)
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
+    graph, tensors = planned(cudnn, cell, handle)
     q, k, v = (x.transpose(1, 2) for x in operands)
     o = operands[0].new_empty((cell.batch, cell.seqlen, cell.heads, cell.head_dim_v)).transpose(1, 2)
     p_scale = torch.full((), P_SCALE, device=device)
     scales = (*(scale[0, 0] for scale in descales), 1 / p_scale, p_scale, out_scale(descales))
     values = dict(zip(SCALES, (x.reshape(ONE) for x in scales), strict=True)) | {"q": q, "k": k, "v": v, "o": o}
+    values |= {name: torch.zeros(ONE, device=device) for name in LARGEST if name in tensors}
     pack = {tensors[name]: value for name, value in values.items()}
     workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
 

@@ -26,11 +26,13 @@ from cuteflash.reference.quantize import quantize
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.tune.accuracy import rms
+from cuteflash.tune.fp8_accuracy import modelled_options
 from cuteflash.tune.inputs import PLAIN, of_kind
 from cuteflash.tune.timing import first_call
 
 TARGET = "sm_90a"
 SEED = 0
+NEEDLE_MEAN = 1.0  # of V
 NATS = (7.0, 14.0)  # by how much needles score above the mean of the others: 0.5 % to 85 % of the weight of 128k keys
 
 
@@ -121,9 +123,8 @@ def measures(head_dim: int) -> list[Measure]:
 
 
 def advised(head_dim: int) -> Measure:
-    """What keeps a mean of V: the shipped traits, if they have two levels."""
-    two_level = shipped_traits(head_dim).two_level
-    return Measure(two_level, smooth_v=not two_level)
+    """What `fp8=True` does: the shipped traits, and V less its mean."""
+    return Measure(shipped_traits(head_dim).two_level, smooth_v=True)
 
 
 def make_inputs(case: Case, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,17 +183,9 @@ def of_kernel(given: Fp8Operands, two_level: bool) -> Tensor:
 
 def of_model(given: Fp8Operands, two_level: bool) -> Tensor:
     """O as the kernel is expected to compute it, before it is rounded."""
-    traits = shipped_traits(given.q.shape[3])
-    out = modelled_attention(
-        given.q,
-        given.k,
-        given.v,
-        given.descales,
-        (given.q.shape[3] ** -0.5, -1, -1),
-        tile_n=traits.tile_n,
-        p_offset=traits.p_offset,
-        is_two_level=two_level,
-    )
+    traits = dataclasses.replace(shipped_traits(given.q.shape[3]), two_level=two_level)
+    mask = given.q.shape[3] ** -0.5, -1, -1
+    out = modelled_attention(given.q, given.k, given.v, given.descales, mask, **modelled_options(traits))
     return out[0, :, 0].double() + given.v_mean[0].double()
 
 
@@ -225,8 +218,12 @@ def errors_of(case: Case, shape: Shape, device: torch.device) -> dict[str, Any]:
 def needles(shape: Shape, device: torch.device) -> dict[str, Any]:
     """Which needles exact attention, bf16 and each measure find in a long context, as indices.
 
-    Each query has a key that points in its direction; they lie all over the context. A needle is found if O is more
-    like its value than like any other needle's.
+    Each query has a key that points in its direction; they lie all over the context. A needle is found if O less the
+    mean that V was drawn with is more like the needle's value than like any other's. With that mean in O, how like the
+    mean the values are would count, and attention that loses the other keys would find more than exact attention.
+
+    A measure also has what exact attention to its operands finds, which lacks nothing but the operands' rounding, and
+    its error of O.
     """
     q, k, v = _normal(shape, device)
     places = torch.linspace(0, shape.keys - 1, shape.queries, device=device).long()
@@ -234,19 +231,21 @@ def needles(shape: Shape, device: torch.device) -> dict[str, Any]:
     nats = nats[torch.randperm(shape.queries, generator=torch.Generator().manual_seed(SEED)).to(device)]
     rows = q[0, :, 0]
     k[0, places, 0] = rows * nats * shape.head_dim**0.5 / rows.square().sum(-1, keepdim=True)
-    tensors = q.bfloat16(), k.bfloat16(), (v + 1).bfloat16()
-    values = tensors[2][0, places, 0].double() - 1
+    tensors = q.bfloat16(), k.bfloat16(), (v + NEEDLE_MEAN).bfloat16()
+    values = tensors[2][0, places, 0].double() - NEEDLE_MEAN
 
     def found(out: Tensor) -> list[int]:
-        likest = (out.double() @ values.T).argmax(-1).cpu()
+        likest = ((out.double() - NEEDLE_MEAN) @ values.T).argmax(-1).cpu()
         return (likest == torch.arange(shape.queries)).nonzero()[:, 0].tolist()
 
     bf16: Tensor = cuteflash.flash_attn_func(*tensors)
     attend = of_kernel if device.type == "cuda" else of_model
+    right = exact(*tensors)
     result: dict[str, Any] = {"keys": shape.keys, "needles": shape.queries, "head_dim": shape.head_dim}
-    result |= {"exact": found(exact(*tensors)), "bf16": found(bf16[0, :, 0])}
-    result["measures"] = {
-        measure.label: found(attend(quantised(tensors, measure), measure.two_level))
-        for measure in measures(shape.head_dim)
-    }
+    result |= {"exact": found(right), "bf16": found(bf16[0, :, 0]), "bf16_error": relative(bf16[0, :, 0], right)}
+    result["measures"] = {}
+    for measure in measures(shape.head_dim):
+        given = quantised(tensors, measure)
+        out, operands = attend(given, measure.two_level), found(exact_of_operands(given))
+        result["measures"][measure.label] = {"found": found(out), "operands": operands, "error": relative(out, right)}
     return result

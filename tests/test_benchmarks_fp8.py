@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -186,27 +188,69 @@ class FakeGraph:
         return lambda *arguments: None  # the steps from a graph to a plan
 
 
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_cudnns_graph_gets_the_operands_and_scales_that_it_describes(
-    mask: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Unsupported(Exception):
+    """What the frontend raises if cuDNN has no plan."""
+
+
+class FakeGraphOfOutputs(FakeGraph):
+    """One that cuDNN has a plan for only if the largest magnitudes are outputs, which it then writes."""
+
+    def check_support(self) -> None:
+        if not all(x.what["output"] for x in self.outputs[2:]):
+            raise Unsupported("no plan of that kind")
+
+    def execute(self, pack: dict[Any, Tensor], workspace: Tensor, handle: Any) -> None:
+        super().execute(pack, workspace, handle)
+        for x in self.outputs[2:]:
+            pack[x].fill_(1.0)
+
+
+class FakeGraphWithoutPlan(FakeGraph):
+    """One that cuDNN has no plan for."""
+
+    def check_support(self) -> None:
+        raise Unsupported("head dim is too large")
+
+
+@pytest.fixture
+def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """The package, as far as it is used, with a graph that computes in torch."""
     fake = types.SimpleNamespace(
         data_type=types.SimpleNamespace(FP8_E4M3="e4m3", FLOAT="fp32"),
         heur_mode=types.SimpleNamespace(A="a", FALLBACK="fallback"),
         pygraph=FakeGraph,
+        cudnnGraphNotSupportedError=Unsupported,
+        backend_version=lambda: 92000,
         create_handle=object,
         set_stream=lambda handle, stream: None,
     )
     monkeypatch.setitem(sys.modules, "cudnn", fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
     cudnn_fp8._handle.cache_clear()
+    yield fake
+    cudnn_fp8._handle.cache_clear()
+
+
+@pytest.mark.parametrize("graph", [FakeGraph, FakeGraphOfOutputs])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_cudnns_graph_gets_the_operands_and_scales_that_it_describes(
+    mask: Any, graph: type, fake_cudnn: types.SimpleNamespace
+) -> None:
+    fake_cudnn.pygraph = graph
     cell = Cell(32, mask, 48, tokens=96, hidden=64)
     judge = fp8.Fp8Judge(fp8.make_fp8_inputs(cell, CPU))
     out = fp8.runner("cudnn-fp8", judge.inputs)(1)
     assert out.shape == judge.inputs.q.shape
     assert judge.complaint(out, exact(judge.inputs)) is None
     assert judge.measured(out)["relative"] < 0.05
-    cudnn_fp8._handle.cache_clear()
+
+
+def test_what_cudnn_has_no_plan_for_is_left_out(fake_cudnn: types.SimpleNamespace) -> None:
+    fake_cudnn.pygraph = FakeGraphWithoutPlan
+    judge = fp8.Fp8Judge(fp8.make_fp8_inputs(Cell(32, "full", 48, tokens=96, hidden=64), CPU))
+    found = contest.measure(judge, {"cudnn-fp8": functools.partial(fp8.runner, "cudnn-fp8")}, CPU, rounds=1)
+    reason = "cuDNN 92000 has no plan: head dim is too large"
+    assert found["results"]["cudnn-fp8"] == {"left out": f"NotImplementedError: {reason}"}
 
 
 def test_cudnn_has_no_window() -> None:

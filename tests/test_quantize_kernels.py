@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from cuteflash.kernels.common.quantize import Quantize
+from cuteflash.kernels.common.quantize_work import HeadTiles, Mix, Work
 from cuteflash.quantize_problem import QuantizeProblem
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.quantize import TARGET, QuantizeTraits, traits_of
+from cuteflash.traits.quantize import ROWS, TARGET, QuantizeTraits, traits_of
 from tests.cross_compile import KernelStore
 from tests.slow import slow_but
 
@@ -22,6 +23,8 @@ CASES = {
     "given-blocks": QuantizeProblem("bf16", 96, 80, "block", has_scales=True, hadamard=32, rotary_dim=48),
     "head-smooth-rotated": QuantizeProblem("bf16", 256, 256, hadamard=256, rotary_dim=256, **EVERYTHING),
     "head-interleaved": QuantizeProblem("fp16", 128, 128, rotary_dim=64, rotary_interleaved=True, rotary_dtype="fp16"),
+    "given-half": QuantizeProblem("bf16", 128, 128, has_scales=True, rotary_dim=64),
+    "head-whole": QuantizeProblem("bf16", 96, 96, rotary_dim=96, hadamard=32, **EVERYTHING),
     "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
     "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
     "packed": QuantizeProblem("bf16", 128, 128, is_packed=True, has_used=True, to="e5m2", **EVERYTHING),
@@ -36,9 +39,9 @@ def test_kernels_are_clean_and_load_16_bytes_at_a_time(kernels: KernelStore, nam
     compiled.assert_clean()
     assert compiled.count(r"LDG\.E\.128") and compiled.count(r"STG\.E\.128")
     assert not compiled.count(r"LDG\.E\.U16")
-    at_once = traits_of(problem).visits if problem.rotary_dim and not problem.scales_by_block else 1
-    # Two elements each, of 16 columns of 4 rows, of heads of Q or K and of one of V.
-    assert compiled.count(f"F2FP.SATFINITE.{problem.to.upper()}") == 32 * (at_once + 1)
+    # Two elements each, of 16 columns of a head of V and one of Q or K, 4 rows of each, or one of all that are visited.
+    rows = traits_of(problem).visits if problem.rotary_dim and not problem.scales_by_block else ROWS
+    assert compiled.count(f"F2FP.SATFINITE.{problem.to.upper()}") == 8 * (rows + ROWS)
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
@@ -52,6 +55,26 @@ def test_traits_fit_a_multiprocessor(head_dim: int) -> None:
         assert traits.resident <= 32 and 0 < traits.carveout(head_dim) <= 100
         assert traits.smem_bytes <= arch.smem_per_block
         assert not problem.scales_by_block or traits.tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 5), (5, 0), (1, 1), (7, 3), (3, 7), (1024, 2048), (4096, 2048), (9, 8)]
+)
+def test_every_block_of_a_mix_runs_once(first: int, second: int) -> None:
+    mix = Mix.of(first, second)
+    numbers = [int(mix.number(place, first)) for place in range(first + second)]
+    assert len(numbers) == first + second
+    assert [n for n in numbers if n < first] == list(range(first))
+    assert [n for n in numbers if n >= first] == list(range(first, first + second))
+    half = numbers[: (first + second) // 2]
+    assert abs(sum(n < first for n in half) - first / 2) <= 1 + first / 6
+
+
+def test_a_mix_backwards_is_the_same_order_from_its_end_on() -> None:
+    work = Work(HeadTiles(2, 3, 4), HeadTiles(2, 3, 1), HeadTiles(2, 3, 1)).mixed()
+    order = [int(work.number(place)) for place in range(work.size())]
+    assert [int(work.number(place, is_backwards=True)) for place in range(work.size())] == order[::-1]
+    assert [int(dataclasses.replace(work, mix=None).number(place)) for place in range(4)] == [0, 1, 2, 3]
 
 
 def test_wrong_traits_and_problems_are_refused() -> None:

@@ -14,7 +14,7 @@ ROWS = 4  # of one thread: 4 neighbouring bytes of a row of V^T
 WARP = 32
 TARGET = "sm_90a"  # FP8 attention needs Hopper
 SMEM_PER_SM = get_arch(TARGET).smem_per_sm
-THREADS, FEW_THREADS = 1024, 512  # of a multiprocessor: with 64 registers, with 128
+THREADS, SOME_THREADS, FEW_THREADS = 1024, 768, 512  # of a multiprocessor: with 64, 80 and 128 registers each
 STATISTICS = 3  # of a column of V: sum, smallest and largest element
 
 
@@ -25,10 +25,15 @@ class QuantizeTraits:
     Attributes:
         head_dim: columns of the widest rows, those of Q and K or those of V.
         tokens: rows of a tile.
-        visits: heads whose tiles a block converts one after the other. More than one pays if they share something,
-            as the cosines and sines of a rotary embedding.
+        visits: heads of Q or K whose tiles a block converts, or measures, together. More than one pays if they share
+            something, as the cosines and sines of a rotary embedding.
         tiles_of_part: tiles that a block measures.
         resident: blocks of the converting kernel that a multiprocessor must have registers for.
+        measuring: likewise of the kernel that measures.
+        mixes: blocks of V, which wait for memory, run beside those of Q and K, which may have more to compute; without
+            it after them.
+        backwards: tiles are converted in the reverse of the order in which they are measured, so that those measured
+            last are still in L2.
     """
 
     head_dim: int
@@ -36,6 +41,9 @@ class QuantizeTraits:
     visits: int = 1
     tiles_of_part: int = 4
     resident: int = 1
+    measuring: int = 1
+    mixes: bool = False
+    backwards: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens not in (32, 64, BLOCK_TOKENS):
@@ -62,8 +70,7 @@ class QuantizeTraits:
         Args:
             columns: of a tile of V^T, 0 if there is none.
         """
-        tile = self.tokens * columns
-        return min(-(-100 * self.resident * (tile + BLOCK_SMEM + 4 * WARP) // SMEM_PER_SM), 100)
+        return percent_of_smem(self.resident * (self.tokens * columns + BLOCK_SMEM + 4 * WARP))
 
     def parts(self, seqlen: Any) -> Any:
         """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
@@ -92,14 +99,25 @@ class QuantizeTraits:
         return magnitudes + kv_heads * of_k * of_v
 
 
+def percent_of_smem(nbytes: int) -> int:
+    """What a multiprocessor's blocks share, in percent of the largest such part of its memory."""
+    return min(-(-100 * nbytes // SMEM_PER_SM), 100)
+
+
 def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     """The traits that a problem runs with."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
     # Blocks of 512 threads are few in a multiprocessor, and what one loads overlaps less with what others store.
     tokens = BLOCK_TOKENS if problem.scales_by_block or head_dim <= 128 else BLOCK_TOKENS // 2
-    traits = QuantizeTraits(head_dim, tokens, visits=4 if problem.rotary_dim else 1)
-    threads = FEW_THREADS if problem.rotary_dim or problem.scales_by_block else THREADS
-    return dataclasses.replace(traits, resident=max(threads // traits.num_threads, 1))
+    traits = QuantizeTraits(head_dim, tokens, mixes=True, backwards=problem.measures)
+    if problem.rotary_dim:
+        traits = dataclasses.replace(traits, visits=4)
+    measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
+    threads = measuring if problem.rotary_dim else THREADS
+    if problem.scales_by_block or (problem.rotary_dim and problem.hadamard):
+        threads = FEW_THREADS
+    resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
+    return dataclasses.replace(traits, resident=resident, measuring=measuring)
 
 
 def transpose_traits(head_dim_v: int) -> QuantizeTraits:

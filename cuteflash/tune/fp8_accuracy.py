@@ -9,13 +9,14 @@ does it.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuteflash.problem import UNBOUNDED
-from cuteflash.reference.fp8_accumulator import modelled_attention
-from cuteflash.traits.fp8_sm90 import FIXED_P_OFFSET
+from cuteflash.reference.fp8_accumulator import FixedMaxima, modelled_attention
+from cuteflash.traits.fp8_sm90 import FIXED_P_OFFSET, FwdTraitsFp8Sm90
 from cuteflash.tune.accuracy import Errors, chosen_heads, errors_of, masked_scores, rms
 from cuteflash.tune.cells import Inputs
 
@@ -30,6 +31,12 @@ SAMPLED_ROWS = 64  # of each sampled part of a head: its first rows, those in th
 def allowed_rms(modelled: Tensor, exact: Tensor) -> float:
     """The rms error that an output may have which rounding and accumulation are modelled to turn into `modelled`."""
     return TIMES_MODELLED * rms(modelled - exact) + OUT_ROUNDING * rms(exact)
+
+
+def modelled_options(traits: FwdTraitsFp8Sm90) -> dict[str, Any]:
+    """What `modelled_attention` has to know of a kernel's traits, as its keywords."""
+    fixed = FixedMaxima(traits.tile_m, traits.masked_by_fixed_max) if traits.fixed_max else None
+    return {"tile_n": traits.tile_n, "p_offset": traits.p_offset, "is_two_level": traits.two_level, "fixed": fixed}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

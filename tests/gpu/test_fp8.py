@@ -13,11 +13,12 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import FwdProblem, Operands
+from cuteflash.problem import FwdProblem, MaskKind, Operands, Scores
 from cuteflash.reference.fp8 import dequantised, permuted_keys
 from cuteflash.reference.fp8_accumulator import modelled_attention
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
-from cuteflash.tune.fp8_accuracy import allowed_rms
+from cuteflash.traits.length_class import length_class_of
+from cuteflash.tune.fp8_accuracy import allowed_rms, modelled_options
 from tests.gpu.checks import Case, poisoned, reference, rms
 
 pytestmark = pytest.mark.gpu
@@ -85,17 +86,17 @@ class Operands8:
             self.v,
             self.scales,
             (self.q.shape[3] ** -0.5, left, 0 if case.causal else right),
-            tile_n=traits.tile_n,
-            p_offset=traits.p_offset,
-            is_two_level=traits.two_level,
+            **modelled_options(traits),
         )
 
 
-def traits_of(operands: Operands8, is_transposed: bool) -> Any:
-    """Those of the row that runs a long call without a mask."""
+def traits_of(case: Case, operands: Operands8, is_transposed: bool) -> Any:
+    """Those of the row that runs a call with the case's mask."""
     made = Operands.of("e4m3", operands.q.shape[3], operands.v.shape[3])
     made = dataclasses.replace(made, transposed_v=is_transposed)
-    return choose_shipped(FwdProblem(made, has_lse=True), "sm_90a", "sm90").traits
+    mask: MaskKind = "causal" if case.causal else "full" if case.window == (-1, -1) else "window"
+    lengths = length_class_of(operands.q.shape[1], operands.k.shape[1])
+    return choose_shipped(FwdProblem(made, Scores(mask), has_lse=True), "sm_90a", "sm90", lengths).traits
 
 
 def assert_as_modelled(
@@ -107,7 +108,7 @@ def assert_as_modelled(
     exact, exact_lse = operands.exact(case)
     modelled = exact
     if device.type == "cuda":
-        modelled = operands.modelled(case, traits_of(operands, is_transposed))
+        modelled = operands.modelled(case, traits_of(case, operands, is_transposed))
     assert torch.isfinite(out).all()
     assert rms(out.double() - exact) <= allowed_rms(modelled, exact)
     # Scores are sums of 8-bit products, too: each instruction cuts 33 terms at 13 fraction bits of the largest.

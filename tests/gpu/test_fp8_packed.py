@@ -186,7 +186,7 @@ def test_the_error_is_as_modelled(head_dim: int, is_transposed: bool, hopper: to
         exact, _ = operands.exact(case)
         modelled = exact
         if hopper.type == "cuda":
-            modelled = operands.modelled(case, traits_of(operands, is_transposed))
+            modelled = operands.modelled(case, traits_of(case, operands, is_transposed))
         assert rms(out[span].double() - exact[0]) <= 1.3 * rms(modelled - exact) + 2**-9 * rms(exact)
 
 

@@ -27,6 +27,7 @@ from cuteflash.kernels.common.quantize_tile import (
     Tile,
     block_max,
     descale_of,
+    finite_magnitude,
     largest_magnitude,
     put_columns,
     rounded,
@@ -84,11 +85,12 @@ class Quantize:
         visits_q, visits_k = self.visits(tensors)
         of_q, of_k = (tiles_of(tensors, x.shape[-3], tokens, BLOCK_TOKENS) for x in (tensors.q, tensors.k))
         of_v = cute.ceil_div(tensors.v8.shape[-1], tokens) if self.problem.transposes_v else of_k
-        return Work(
+        work = Work(
             q=HeadTiles(batch, of_q, cute.ceil_div(heads, visits_q)),
             k=HeadTiles(batch, of_k, cute.ceil_div(kv_heads, visits_k)),
             v=HeadTiles(batch, of_v, kv_heads),
         )
+        return work.mixed() if self.traits.mixes else work
 
     def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
         """How many heads of Q and of K a block visits: those that share a scale, if it has to find that."""
@@ -98,7 +100,7 @@ class Quantize:
 
     @cute.kernel
     def kernel(self, tensors: QuantizeTensors, work: Work):
-        number = cute.arch.block_idx()[0]
+        number = work.number(cute.arch.block_idx()[0], self.traits.backwards)
         if number < work.first_v():
             if const_expr(self.problem.rotary_dim and not self.problem.scales_by_block):
                 self.convert_heads(tensors, work, number)
@@ -112,49 +114,52 @@ class Quantize:
         """Convert a tile of some heads of Q or K.
 
         A block that finds the scale of several heads visits them all, and then again, out of L2: all but the last one,
-        whose rows it still has, or all if it rotates, for which those take too many registers.
+        whose rows it still has, or all if those take too many registers.
         """
         problem, traits = self.problem, self.traits
-        keeps = not (problem.rotary_dim or problem.hadamard)
+        keeps = not problem.rotary_dim or (problem.splits_columns and not problem.is_packed)
         is_q, place = work.place(number)
         visits = choose(is_q, *(Int32(x) for x in self.visits(tensors)))
         heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
         grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
         first_head = place.head * visits
         count = cutlass.min(visits, heads - first_head)
-        measured = count if const_expr(problem.scales_by_block) else Int32(0)  # steps
-        steps = measured + count - 1 if const_expr(problem.scales_by_block and keeps) else measured + count
+        measured = count if const_expr(problem.scales_by_block) else Int32(1 if const_expr(keeps) else 0)  # steps
         span = self.span(tensors, is_q, place)
         tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
         listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
         peak, factor = Float32(0.0), Float32(1.0)
-        for step in cutlass.range(steps, unroll=1):
+        for step in cutlass.range(measured + count - (1 if const_expr(keeps) else 0), unroll=1):
             head = first_head + cutlass.select_(step < count, step, step - count)
-            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
-            target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
-            rows = rotated(problem, tensors, is_q, (span.origin, head), tile)
-            if const_expr(not problem.scales_by_block):
-                self.put_rows(target, tile, rows, problem.hadamard_scale / descale[0])
-            elif const_expr(keeps):
-                rows = list(rows)
+            if const_expr(problem.scales_by_block and keeps):
+                rows = list(rotated(problem, tensors, is_q, (span.origin, head), tile))
                 if step < measured:
                     peak = cute.arch.fmax(peak, largest_magnitude(rows))
                 if step == measured - 1:
+                    descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
                     size = self.counted(peak, tile) * problem.hadamard_scale
                     factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
-                if step >= measured - 1:
+                if step >= measured - 1:  # addresses before that would take registers beside the rows
+                    target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
                     self.put_rows(target, tile, rows, factor)
             else:
-                for i, values in enumerate(rows):
-                    if step < measured:
-                        peak = cute.arch.fmax(peak, largest_magnitude([values]))
-                    else:
-                        self.put_rows(target, tile, [values], factor, first=i)
-                if step == measured - 1:
-                    size = self.counted(peak, tile) * problem.hadamard_scale
-                    factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
+                descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
+                target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
+                rows = rotated(problem, tensors, is_q, (span.origin, head), tile)
+                if const_expr(not problem.scales_by_block):
+                    self.put_rows(target, tile, rows, problem.hadamard_scale / descale[0])
+                else:
+                    for i, values in enumerate(rows):
+                        if step < measured:
+                            peak = cute.arch.fmax(peak, finite_magnitude(values))
+                        else:
+                            self.put_rows(target, tile, [values], factor, first=i)
+                    if step == measured - 1:
+                        size = self.counted(peak, tile) * problem.hadamard_scale
+                        factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
 
-    def convert_heads(self, tensors: QuantizeTensors, work: Work, number: Int32) -> None:
+    @cute.jit
+    def convert_heads(self, tensors: QuantizeTensors, work: Work, number: Int32):
         """Convert a tile of as many heads of Q or K as a block visits, row by row, with scales that are there.
 
         If there are fewer heads the last one is converted again.
@@ -165,14 +170,15 @@ class Quantize:
         grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
         span = self.span(tensors, is_q, place)
         tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
-        sources, targets, factors = [], [], []
-        for h in range(traits.visits):
-            head = cutlass.min(place.head * traits.visits + h, heads - 1)
-            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
-            sources.append(choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))))
-            targets.append(choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8))))
-            factors.append(problem.hadamard_scale / descale[0])
-        for i in range(ROWS):
+        visited = [cutlass.min(place.head * traits.visits + h, heads - 1) for h in range(traits.visits)]
+        places = [Place(span.entry, place.tile, head // grouped) for head in visited]
+        descales = [self.descale(tensors, is_q, one)[0] for one in places]
+        sources, targets = (
+            [choose(is_q, *(Rows.of(x, span.origin, head) for x in both)) for head in visited]
+            for both in ((tensors.q, tensors.k), (tensors.q8, tensors.k8))
+        )
+        factors = [problem.hadamard_scale / descale for descale in descales]
+        for i in cutlass.range(ROWS, unroll=1):
             rows = rotated_heads(problem, tensors, sources, tile, i)
             for target, factor, values in zip(targets, factors, rows, strict=True):
                 self.put_rows(target, tile, [values], factor, first=i)
@@ -223,18 +229,20 @@ class Quantize:
             descale[0] = found
         return scale / found
 
-    def put_rows(self, target: Rows, tile: Tile, rows: Iterable[cute.Tensor], factor: Float32, first: int = 0) -> None:
+    def put_rows(
+        self, target: Rows, tile: Tile, rows: Iterable[cute.Tensor], factor: Float32, first: int | Int32 = 0
+    ) -> None:
         """Round a thread's rows of a tile, from row `first` on, times a factor."""
-        for i, values in enumerate(rows, first):
+        for i, values in enumerate(rows):
             words = cute.make_rmem_tensor(WORDS, Uint32)
             for w in range(WORDS):
                 words[w] = rounded(*(values[ROWS * w + b] * factor for b in range(ROWS)), self.problem.to)
                 if self.problem.is_packed:
-                    words[w] = cutlass.select_(tile.has(i), words[w], Uint32(0))
-            self.put_row(target, tile, i, words)
+                    words[w] = cutlass.select_(tile.has(first + i), words[w], Uint32(0))
+            self.put_row(target, tile, first + i, words)
 
     @cute.jit
-    def put_row(self, target: Rows, tile: Tile, i: cutlass.Constexpr[int], words: cute.Tensor):
+    def put_row(self, target: Rows, tile: Tile, i: int | Int32, words: cute.Tensor):
         """Write a thread's row `i` if the result has it."""
         if tile.is_written(i):
             tile.store_row(target, i, words)

@@ -9,6 +9,7 @@ that are not finite are left out: they do not change how others are rounded.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import cutlass
@@ -17,21 +18,23 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.tile_numbers import first_tile
-from cuteflash.kernels.common.quantize_tile import Tile, block_max, descale_of, largest_magnitude
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, block_max, descale_of, largest_magnitude
 from cuteflash.kernels.common.quantize_work import (
     HeadTiles,
     Place,
     Span,
     Work,
     batch_of,
+    choose,
     packing_of,
     packing_of_keys,
     rotated,
+    rotated_heads,
     seqlen_of,
     smoothed,
 )
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, STATISTICS, WARP, QuantizeTraits
+from cuteflash.traits.quantize import COLUMNS, ROWS, STATISTICS, WARP, QuantizeTraits, percent_of_smem
 
 SCALE_THREADS = 256
 
@@ -45,12 +48,16 @@ class Measure:
 
     def launch(self, tensors: QuantizeTensors, stream) -> None:
         """Launch both: afterwards the descales and V's mean that have to be computed are there."""
-        work = self.work(tensors)
+        work, blocks = self.work(tensors), self.blocks(tensors)
         kv_heads = tensors.v.shape[-2]
         batch = tensors.v.shape[0] if const_expr(not self.problem.is_packed) else tensors.cu_k.shape[0] - 1
         self.measure.set_name_prefix("flash_quantize_measure", remove_cutlass_symbol=True)
-        self.measure(tensors, work).launch(
-            grid=(work.size(), 1, 1), block=(self.traits.num_threads, 1, 1), stream=stream
+        self.measure(tensors, work, blocks).launch(
+            grid=(blocks.size(), 1, 1),
+            block=(self.traits.num_threads, 1, 1),
+            min_blocks_per_mp=self.traits.measuring,
+            preferred_smem_carveout=percent_of_smem(self.traits.measuring * self.traits.smem_bytes),
+            stream=stream,
         )
         self.scale.set_name_prefix("flash_quantize_scale", remove_cutlass_symbol=True)
         self.scale(tensors, work).launch(grid=(kv_heads, batch, 1), block=(SCALE_THREADS, 1, 1), stream=stream)
@@ -69,14 +76,24 @@ class Measure:
             heads_q, heads_k = heads, kv_heads
         return Work(HeadTiles(batch, of_q, heads_q), HeadTiles(batch, of_k, heads_k), HeadTiles(batch, of_k, kv_heads))
 
+    def blocks(self, tensors: QuantizeTensors) -> Work:
+        """The blocks that measure them: one of Q or K has the same part of several heads."""
+        work, visits = self.work(tensors), self.traits.visits
+        q, k = (dataclasses.replace(x, heads=cute.ceil_div(x.heads, visits)) for x in (work.q, work.k))
+        blocks = dataclasses.replace(work, q=q, k=k)
+        return blocks.mixed() if self.traits.mixes else blocks
+
     @cute.kernel
-    def measure(self, tensors: QuantizeTensors, work: Work):
-        number = cute.arch.block_idx()[0]
+    def measure(self, tensors: QuantizeTensors, work: Work, blocks: Work):
+        number = blocks.number(cute.arch.block_idx()[0])
         if const_expr(self.problem.measures_heads):
-            if number < work.first_v():
-                self.measure_qk(tensors, work, number)
+            if number < blocks.first_v():
+                if const_expr(self.problem.rotary_dim):
+                    self.measure_heads(tensors, work, blocks, number)
+                else:
+                    self.measure_qk(tensors, work, number)
             else:
-                self.measure_v(tensors, work, number)
+                self.measure_v(tensors, work, work.first_v() + number - blocks.first_v())
         else:
             self.measure_v(tensors, work, number)
 
@@ -93,6 +110,33 @@ class Measure:
             tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
             peak = cute.arch.fmax(peak, largest_magnitude(rotated(problem, tensors, is_q, part, tile)))
         self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
+
+    @cute.jit
+    def measure_heads(self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32):
+        """The largest magnitudes of a part of as many heads of Q or K as a block visits, row by row.
+
+        If there are fewer heads the last one is measured again.
+        """
+        traits, problem = self.traits, self.problem
+        is_q, place = blocks.place(number)
+        span = self.span(tensors, is_q, place)
+        parts = HeadTiles(work.q.batch, *(choose(is_q, *x) for x in zip(work.sizes(work.q), work.sizes(work.k))))
+        heads = [cutlass.min(place.head * traits.visits + h, parts.heads - 1) for h in range(traits.visits)]
+        sources = [choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))) for head in heads]
+        peaks = cute.make_rmem_tensor(traits.visits, Float32)
+        peaks.fill(0.0)
+        for i in cutlass.range(self.tiles(span), unroll=1):
+            tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
+            for row in cutlass.range(ROWS, unroll=1):
+                for h, values in enumerate(rotated_heads(problem, tensors, sources, tile, row)):
+                    peaks[h] = cute.arch.fmax(peaks[h], largest_magnitude([values]))
+        warps = -(-traits.num_threads // WARP)
+        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.visits)))
+        for h, head in enumerate(heads):
+            peak = block_max(peaks[h], numbers[None, h], warps) * problem.hadamard_scale
+            if cute.arch.thread_idx()[0] == 0:
+                target = choose(is_q, Int32(0), work.q.size()) + parts.number(place.batch, place.tile, head)
+                tensors.workspace[target] = peak
 
     @cute.jit
     def measure_v(self, tensors: QuantizeTensors, work: Work, number: Int32):

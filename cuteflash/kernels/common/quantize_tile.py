@@ -267,12 +267,32 @@ def mix(values: cute.Tensor, tile: Tile, block: int) -> None:
 
 def largest_magnitude(rows: Iterable[cute.Tensor]) -> Float32:
     """The largest magnitude of a thread's finite values; 0 without one."""
-    peaks = [Float32(0.0)] * ROWS  # independent chains
+    peak = Float32(0.0)
     for row in rows:
-        for e in range(COLUMNS):
-            size = cute.math.abs(row[e])
-            size = cutlass.select_(size < Float32.inf, size, Float32(0.0))  # of a NaN, too
-            peaks[e % ROWS] = cute.arch.fmax(peaks[e % ROWS], size)
+        peak = cute.arch.fmax(peak, row_magnitude(row))
+    return peak
+
+
+@cute.jit
+def row_magnitude(row: cute.Tensor):
+    """The same of one row. A maximum leaves NaN out by itself; infinities are rare, and left out in a second look."""
+    peak = peak_of([cute.math.abs(row[e]) for e in range(COLUMNS)])
+    if peak == Float32.inf:
+        peak = finite_magnitude(row)
+    return peak
+
+
+def finite_magnitude(row: cute.Tensor) -> Float32:
+    """The same without a branch: for code that has few registers left."""
+    sizes = [cute.math.abs(row[e]) for e in range(COLUMNS)]
+    return peak_of([cutlass.select_(size < Float32.inf, size, Float32(0.0)) for size in sizes])
+
+
+def peak_of(sizes: list[Float32]) -> Float32:
+    """The largest of some magnitudes that is a number, at least 0."""
+    peaks = [Float32(0.0)] * ROWS  # independent chains
+    for i, size in enumerate(sizes):
+        peaks[i % ROWS] = cute.arch.fmax(peaks[i % ROWS], size)
     return cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -142,12 +143,66 @@ class HeadTiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mix:
+    """An order of two kinds of blocks in which both come at an even pace: groups of a few of each, then the rest.
+
+    Attributes:
+        first, second: how many of each kind are in a group.
+        groups: how many groups there are.
+    """
+
+    first: Int32
+    second: Int32
+    groups: Int32
+
+    @classmethod
+    def of(cls, first: Any, second: Any) -> Mix:
+        """Of so many of each kind; for Python ints or values of the host's code."""
+        each_first, each_second = (at_least_one(a // at_least_one(b)) for a, b in ((first, second), (second, first)))
+        groups = cutlass.min(first // each_first, second // each_second)
+        return cls(each_first, each_second, groups)
+
+    def number(self, place: Int32, first: Int32) -> Int32:
+        """The number of the block at a place of the order, if `first` blocks of the first kind have the lowest.
+
+        Without comparisons, so that Python ints do, too.
+        """
+        period = self.first + self.second
+        group = cutlass.min(place // period, self.groups)
+        offset = place - group * period  # in the group, or in the rest
+        in_group = cutlass.min(self.groups - group, 1)  # 1 if it is a group
+        rest = first - self.groups * self.first
+        of_first = rest + in_group * (self.first - rest)
+        is_first = cutlass.min(cutlass.max(of_first - offset, 0), 1)
+        after = first + group * self.second + offset - of_first
+        return after + is_first * (group * self.first + offset - after)
+
+
+def at_least_one(value: Any) -> Any:
+    """A count, or 1."""
+    return cutlass.max(value, 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
-    """The blocks of a launch: those of Q, then those of K, then those of V."""
+    """The blocks of a launch: numbered are those of Q, then those of K, then those of V.
+
+    `mix` is the order in which they run; None is that of their numbers.
+    """
 
     q: HeadTiles
     k: HeadTiles
     v: HeadTiles
+    mix: Mix | None = None
+
+    def mixed(self) -> Work:
+        """With blocks of V among those of Q and K."""
+        return dataclasses.replace(self, mix=Mix.of(self.first_v(), self.v.size()))
+
+    def number(self, place: Int32, is_backwards: bool = False) -> Int32:
+        """The number of the block that runs at a place of the order, or at that place from its end on."""
+        place = self.size() - 1 - place if is_backwards else place
+        return place if self.mix is None else self.mix.number(place, self.first_v())
 
     def size(self) -> Int32:
         """How many there are."""
@@ -160,10 +215,11 @@ class Work:
     def place(self, number: Int32) -> tuple[Boolean, Place]:
         """Of a block of Q or K whether it is one of Q, and its part."""
         is_q = number < self.q.size()
-        tiles = HeadTiles(self.q.batch, *(choose(is_q, *x) for x in zip(self._sizes(self.q), self._sizes(self.k))))
+        tiles = HeadTiles(self.q.batch, *(choose(is_q, *x) for x in zip(self.sizes(self.q), self.sizes(self.k))))
         return is_q, tiles.place(choose(is_q, number, number - self.q.size()))
 
-    def _sizes(self, tiles: HeadTiles) -> tuple[Int32, Int32]:
+    def sizes(self, tiles: HeadTiles) -> tuple[Int32, Int32]:
+        """Tiles of a head and heads."""
         return tiles.tiles, tiles.heads
 
 
