@@ -15,6 +15,7 @@ from torch import Tensor
 from cuteflash.api import flash_attn_func
 from cuteflash.integrations.transformers.boundaries import ENDS, sequences_of
 from cuteflash.integrations.transformers.mask import Mask
+from cuteflash.integrations.transformers.paged import attend_paged
 from cuteflash.integrations.transformers.rules import FULL
 from cuteflash.packed_api import flash_attn_varlen_func
 
@@ -99,6 +100,49 @@ def fp8_attention(
             )
     options = {"softmax_scale": scaling, "fp8": query.shape[2] >= FP8_QUERIES}
     return _attend(module, (query, key, value), attention_mask, options, kwargs), None
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention over the paged cache of continuous batching, to which the new keys and values are appended.
+
+    Args:
+        module: the attention layer; its `layer_idx` counts.
+        query, key, value: (1, heads, tokens, head_dim), of all requests of a step, one after the other.
+        attention_mask: None.
+        dropout: 0.
+        scaling: None is 1 / sqrt(head_dim).
+        **kwargs: `softcap` and `s_aux` count, as in `attention`, and what continuous batching passes: `cache`,
+            `cu_seq_lens_q`, `cu_seq_lens_k`, the lengths' limits, and `block_table` or `read_index` and `write_index`.
+            Windows are those of the cache's layers.
+
+    Returns:
+        O (1, tokens, heads, head_dim_v), and None for the attention weights.
+
+    Raises:
+        NotImplementedError: as `attention`, but for `cache`; or a cache of an unknown version of transformers.
+        ValueError: there is no cache, or a mask.
+    """
+    if kwargs.get("cache") is None:
+        raise ValueError(
+            "cache is None; cuteflash_paged is what generate_batch switches a model to, for its steps: load the model "
+            'with attn_implementation="cuteflash"'
+        )
+    if attention_mask is not None:
+        raise ValueError("attention_mask is given; allowed in continuous batching: None, as lengths say what is seen")
+    _refuse_unsupported(module, dropout, {**kwargs, "cache": None})
+    options = {"softmax_scale": scaling, "softcap": kwargs.get("softcap") or 0.0}
+    if kwargs.get("s_aux") is not None:
+        options["sinks"] = _sinks_of(kwargs["s_aux"], query)
+    return attend_paged(module, (query, key, value), options, kwargs), None
 
 
 def _attend(
