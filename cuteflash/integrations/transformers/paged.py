@@ -111,8 +111,10 @@ def _keys_of_groups(layer: int, k: Tensor, v: Tensor, step: Any) -> Keys:
     group, index = cache.layer_index_to_group_indices[layer]
     window = cache.sliding_windows[layer]  # 1 of full attention
     kind = "full_attention" if window == 1 else SLIDING
-    ends, longest = step["cu_seq_lens_k"][kind].to(torch.int32), step["max_seqlen_k"][kind]
-    window = None if window == 1 else window
+    ends, longest = step["cu_seq_lens_k"], step["max_seqlen_k"]
+    if isinstance(ends, dict):  # there are layers of both types
+        ends, longest = ends[kind], longest[kind]
+    ends, window = ends.to(torch.int32), None if window == 1 else window
     table = step.get("block_table")
     if table is not None:
         k_pages, v_pages = (x[index].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache))
