@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -168,7 +169,7 @@ def milliseconds(call: Callable[[], object], rounds: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(STEPS_PER_ROUND):
             call()
-    times = []
+    times: list[float] = []
     for _ in range(rounds + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -226,7 +227,7 @@ def report(step: Step, rounds: int) -> int:
     for name, error, size in zip(ways, errors, bytes_read(step), strict=True):
         line = f"{name:>9}: {size / 1e6:10.2f} MB of keys and values, largest error {error:.1e}"
         if on_gpu:
-            line += f", {milliseconds(lambda name=name: ways[name](step), rounds):.4f} ms"
+            line += f", {milliseconds(functools.partial(ways[name], step), rounds):.4f} ms"
         print(line)
     allowed = 2 * errors[0] + torch.finfo(step.q.dtype).eps * float(right.abs().max())
     if not errors[1] <= allowed:
