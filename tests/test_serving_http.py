@@ -215,7 +215,7 @@ def test_a_failing_model_is_answered(stream: bool) -> None:
     def fail(chunks: object) -> list[int]:
         raise RuntimeError("broken")
 
-    engine.runner.run = fail  # type: ignore[method-assign]
+    engine.runner.launch = fail  # type: ignore[method-assign]
     with Server(engine) as server, contextlib.closing(server.connect()) as connection:
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "a", "stream": stream}))
         response = connection.getresponse()
