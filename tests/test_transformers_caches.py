@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from cuteflash.integrations import transformers as integration  # noqa: E402
 from cuteflash.integrations.transformers import PAGED_NAME, paged_attention  # noqa: E402
+from cuteflash.integrations.transformers.mask import Mask  # noqa: E402
 from tests.operators_called import Operators  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -86,20 +87,53 @@ def test_generation_gives_the_tokens_of_eager(name, cache):
     assert len({*ours[0]}) > 2
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-@torch.no_grad()
-def test_rows_of_a_static_cache_that_are_not_in_use_change_nothing(name):
+def test_rows_of_a_static_cache_that_are_not_in_use_change_nothing(name, gradients):
     """They may hold anything: NaN in a cache that is used for the first time."""
+    with torch.set_grad_enabled(gradients):
+        check_unused_rows(name)
+
+
+def check_unused_rows(name: str) -> None:
     ours = model(name, "cuteflash")
     ids = torch.tensor(prompts(9))
     cache = transformers.StaticCache(config=ours.config, max_cache_len=24)
     got = [ours(input_ids=ids[:, :6], past_key_values=cache).logits]
     for layer in cache.layers:
         rows = slice(6, None) if layer.keys.shape[2] > 7 else slice(7, 7)
-        layer.keys[:, :, rows] = layer.values[:, :, rows] = float("nan")
+        for rows_of in (layer.keys, layer.values):
+            rows_of.data[:, :, rows] = float("nan")
     got += [ours(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(6, 9)]
     expected = model(name, "eager")(input_ids=ids).logits
     torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_without_padding_no_length_of_a_static_cache_is_read(monkeypatch):
+    """A step attends with lengths that only the device knows."""
+    used = Mask.used.fget  # type: ignore[attr-defined]
+    reads = property(lambda mask: used(mask) if mask.lengths is None else pytest.fail("the length was read"))
+    monkeypatch.setattr(Mask, "used", reads)
+    ours = model("llama", "cuteflash")
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=24)
+    with Operators() as operators:
+        for ids in torch.tensor(prompts(9)).split([6, 1, 2], dim=1):
+            ours(input_ids=ids, past_key_values=cache)
+    assert operators.names == ["fwd"] * 2 + ["kvcache_fwd"] * 4  # at first transformers says itself that it is empty
+
+
+@pytest.mark.slow
+def test_steps_with_a_static_cache_are_one_graph():
+    """As `generate` compiles them on a GPU; every step has another length."""
+    config = transformers.CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    given = torch.tensor(prompts(12))
+    ours = batch_answers("llama", "cuteflash", given, cache_implementation="static", compile_config=config)
+    assert ours == [alone("llama", given[0].tolist())]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
 
 
 def generation() -> Any:

@@ -17,6 +17,7 @@ from cuteflash.integrations.transformers.boundaries import ENDS, sequences_of
 from cuteflash.integrations.transformers.mask import Mask
 from cuteflash.integrations.transformers.paged import attend_paged
 from cuteflash.integrations.transformers.rules import FULL
+from cuteflash.kvcache_api import flash_attn_with_kvcache
 from cuteflash.packed_api import flash_attn_varlen_func
 
 INSTEAD = 'use attn_implementation="sdpa" or "eager"'
@@ -163,12 +164,23 @@ def _attend(
         o = flash_attn_func(q, k, v, **options)
         return o
     mask = _ours_for(attention_mask, q, k)
+    if mask.lengths is not None and _takes_lengths(q, k, v, options, kwargs):
+        options.pop("fp8", None)
+        o = flash_attn_with_kvcache(q, k, v, cache_seqlens=mask.lengths, causal=True, **options)
+        return o
     options["window_size"] = tuple(-1 if bound is None else bound for bound in mask.interval)
     if mask.sequences is None and mask.used == k.shape[1] and all(kwargs.get(name) is None for name in ENDS):
         o = flash_attn_func(q, k, v, **options)
     else:
         o = _attend_sequences(q, k, v, mask, options, kwargs)
     return o
+
+
+def _takes_lengths(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], kwargs: dict[str, Any]) -> bool:
+    """Whether attention to a cache takes lengths that the device knows: not in FP8, nor with gradients."""
+    if options.get("fp8") or any(kwargs.get(name) is not None for name in ENDS):
+        return False
+    return not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
 
 
 def _sinks_of(s_aux: Tensor, q: Tensor) -> Tensor:
