@@ -178,8 +178,7 @@ def make_mask(
     sizes = batch_size, q_length, kv_length
     is_plain = mask_function is causal_mask_function and attention_mask is None and kv_offset == 0
     if is_plain and isinstance(q_offset, Tensor):  # a static cache without padding: there is nothing to read
-        lengths = (q_offset + q_length).to(torch.int32).repeat(batch_size)
-        return Mask(CAUSAL, sizes, lengths, q_offset.device)
+        return Mask(CAUSAL, sizes, _lengths(q_offset, sizes), q_offset.device)
     mask: Mask = _read_mask(sizes, q_offset, kv_offset, mask_function, attention_mask, kwargs.get("device"))
     return mask
 
@@ -221,7 +220,16 @@ def _read_mask(
         padding = attention_mask[:, kv_offset : kv_offset + used].bool()
         padding = pad(padding, (0, used - padding.shape[1]))
         padding = None if bool(padding.all()) else padding.cpu().expand(batch_size, -1)
-    return Mask(interval, sizes, (offset, used), torch.device(device or "cpu"), documents, padding)
+    keys: tuple[int, int] | Tensor = (offset, used)
+    if isinstance(q_offset, Tensor) and kv_offset == 0 and interval == CAUSAL and documents is None and padding is None:
+        keys = _lengths(q_offset, sizes)  # so that a compiled step does not depend on the numbers
+    return Mask(interval, sizes, keys, torch.device(device or "cpu"), documents, padding)
+
+
+def _lengths(q_offset: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+    """The keys of each row after a step, which only the device knows; not a view of what the cache changes."""
+    batch_size, q_length, _ = sizes
+    return (q_offset + q_length).to(torch.int32).repeat(batch_size)
 
 
 def _numbered(documents: Tensor) -> Tensor:
