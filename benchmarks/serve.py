@@ -1,19 +1,31 @@
 """The serving engine of examples/serve.py beside transformers' generation, on one model with random weights.
 
     python -m benchmarks.serve --preset 1b --json serve.json
+    python -m benchmarks.serve --preset 1b --quick          # below a minute on an H200
 
 Every way answers the same prompts with as many tokens, greedily, and none stops early. The engine and transformers'
-continuous batching take all requests at once and batch them as they like; `generate` takes them in static batches,
-padded on the left. Times are wall-clock times. The first token's is counted from the beginning, since all
-requests are there from the beginning; of `generate`, which gives tokens only when a batch is done, only throughput is
-measured. It needs the repository: the engine is not part of a wheel.
+continuous batching take all requests at once and batch them as they like, within the same limits: requests that run,
+tokens of a step, tokens of the cache. `generate` takes them in static batches, padded on the left. Ways:
+
+- engine: examples/serve.py's.
+- generate: transformers with SDPA and its dynamic cache.
+- generate_compiled: with SDPA and a static cache, for which it compiles its steps and captures them in CUDA graphs.
+- generate_batch: transformers' continuous batching with SDPA.
+- generate_batch_cuteflash: transformers' continuous batching with ours.
+
+Times are wall-clock times. The first token's is counted from the beginning, since all requests are there from the
+beginning; of `generate`, which gives tokens only when a batch is done, only throughput is measured. How many of the
+answers begin with the same token as the first way's is printed, too: in 16 bits not all, since rounding depends on the
+shapes of a batch. It needs the repository: the engine is not part of a wheel.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
+import inspect
 import itertools
 import json
 import pathlib
@@ -30,8 +42,11 @@ from cuteflash.output import check_file, write_file
 from cuteflash.tune.machine import versions
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
-ENGINE, STATIC, CONTINUOUS = "engine", "generate", "generate_batch"
-WAYS = (ENGINE, STATIC, CONTINUOUS)
+ENGINE, STATIC, COMPILED = "engine", "generate", "generate_compiled"
+CONTINUOUS, OURS = "generate_batch", "generate_batch_cuteflash"
+WAYS = (ENGINE, STATIC, COMPILED, CONTINUOUS, OURS)
+QUICK_WAYS = (ENGINE, STATIC, CONTINUOUS, OURS)  # compiling takes longer than all of them
+PAGE = 256  # tokens, of transformers' cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +58,7 @@ class Load:
     longest: int = 1024
     answer: int = 128
     batch: int = 64
+    batch_tokens: int = 2048
 
     def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
         draw = random.Random(seed)
@@ -55,16 +71,26 @@ class Load:
 
 
 FULL = Load()
-QUICK = Load(requests=16, shortest=16, longest=128, answer=16, batch=8)
+QUICK = Load(requests=64, shortest=64, longest=512, answer=64, batch=32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds: of the run, and from its beginning to each token of each answer, if the way tells."""
+    """A run.
+
+    Attributes:
+        seconds: that it took.
+        answers: the tokens of each answer, in the order of the prompts.
+        times: seconds from its beginning to each token of each answer, if the way tells.
+    """
 
     seconds: float
-    tokens: int
+    answers: Sequence[Sequence[int]]
     times: Sequence[Sequence[float]] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.answers))
 
     def summary(self) -> dict[str, float]:
         """Tokens of answers a second, and of requests: to the first token, and between tokens, in milliseconds."""
@@ -90,9 +116,9 @@ class Way:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.serve", description="The engine beside transformers' generation.")
     parser.add_argument("--preset", default="1b", help="the model, of examples/serving/presets.py")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--ways", help=f"of {', '.join(WAYS)} (default: all; with --quick without {COMPILED})")
     parser.add_argument("--quick", action="store_true", help="few and short requests")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each way; the median is shown")
+    parser.add_argument("--rounds", type=int, help="runs of each way; the median is shown (default: 3; with --quick 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write all measurements")
     return parser
@@ -102,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if a way failed. A wrong option raises SystemExit(2)."""
     parser = make_parser()
     options = parser.parse_args(argv)
-    ways = options.ways.split(",")
+    ways = (options.ways or ",".join(QUICK_WAYS if options.quick else WAYS)).split(",")
+    if options.rounds is None:
+        options.rounds = 1 if options.quick else 3
     if set(ways) - set(WAYS):
         parser.error(f"ways is {options.ways}; allowed: {', '.join(WAYS)}")
     if options.rounds < 1:
@@ -115,9 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_file(options.json)
     load = QUICK if options.quick else FULL
     found: dict[str, Any] = {}
+    expected: Sequence[Sequence[int]] = ()
     for way in ways:
         try:
-            found[way] = measure(way, options, load)
+            found[way], answers = measure(way, options, load)
+            expected = expected or answers
+            found[way]["equal_first_tokens"] = equal_first_tokens(answers, expected)
             print(line(way, found[way]), flush=True)
         except Exception as error:  # a way of another library may fail in any manner
             found[way] = {"failed": f"{type(error).__name__}: {error}"}
@@ -128,29 +159,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any("failed" in result for result in found.values()))
 
 
-def measure(way: str, options: argparse.Namespace, load: Load) -> dict[str, float]:
-    """The median of each number over the rounds, each with prompts of its own, after a run that does not count."""
+def makers() -> dict[str, Callable[[str, torch.device, Load], Way]]:
+    return {
+        ENGINE: make_engine,
+        STATIC: make_static,
+        COMPILED: functools.partial(make_static, compiles=True),
+        CONTINUOUS: make_continuous,
+        OURS: functools.partial(make_continuous, attention="cuteflash"),
+    }
+
+
+def measure(way: str, options: argparse.Namespace, load: Load) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
+    """The median of each number over the rounds, each with prompts of its own, after a run that does not count.
+
+    Returns:
+        The numbers, and the answers of the last round.
+
+    Raises:
+        RuntimeError: an answer does not have the length that was asked for.
+    """
     device = torch.device(options.device)
-    make = {ENGINE: make_engine, STATIC: make_static, CONTINUOUS: make_continuous}[way]
-    made = make(options.preset, device, load)
+    made = makers()[way](options.preset, device, load)
     made.run(load.prompts(made.vocabulary, seed=0))
-    runs = [made.run(load.prompts(made.vocabulary, seed=1 + i)).summary() for i in range(options.rounds)]
+    measured = [made.run(load.prompts(made.vocabulary, seed=1 + i)) for i in range(options.rounds)]
     made.close()
+    for one in measured:
+        if [len(answer) for answer in one.answers] != [load.answer] * load.requests:
+            raise RuntimeError(f"{len(one.answers)} answers to {load.requests} prompts, or some of another length")
+    runs = [one.summary() for one in measured]
     del made
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return {name: median(each[name] for each in runs) for name in runs[0]}
+    return {name: median(each[name] for each in runs) for name in runs[0]}, measured[-1].answers
+
+
+def equal_first_tokens(answers: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
+    """The part of the answers that begin with the token of `expected`."""
+    pairs = list(zip(answers, expected, strict=True))
+    return sum(one[0] == other[0] for one, other in pairs) / len(pairs)
 
 
 def line(way: str, result: dict[str, float]) -> str:
     """One line for people."""
-    text = f"{way:>14}: {result['tokens_per_second']:8.0f} tokens/s"
+    text = f"{way:>24}: {result['tokens_per_second']:8.0f} tokens/s"
     if "first_token_ms" in result:
         first, between = result["first_token_ms"], result["between_tokens_ms"]
         text += f", first token {first:7.1f} ms (p95 {result['first_token_ms_p95']:.1f})"
         text += f", between tokens {between:6.2f} ms (p95 {result['between_tokens_ms_p95']:.2f})"
-    return text
+    return text + f", first tokens as the first way's {result['equal_first_tokens']:.0%}"
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -174,7 +231,7 @@ def make_engine(preset: str, device: torch.device, load: Load) -> Way:
     from serving.runner import CacheSettings, Runner
     from serving.scheduler import Limits
 
-    limits = Limits(batch_tokens=max(2048, load.batch), requests=load.batch, length=load.length, waiting=load.requests)
+    limits = Limits(load.batch_tokens, requests=load.batch, length=load.length, waiting=load.requests)
     tokens = load.batch * load.length
     model = make_model(preset, dtype_of(device), device)
     runner = Runner(model, limits, CacheSettings(tokens=tokens, keeps_prefixes=False))
@@ -185,60 +242,84 @@ def make_engine(preset: str, device: torch.device, load: Load) -> Way:
 
     def run(prompts: Sequence[Sequence[int]]) -> Measured:
         times: list[list[float]] = [[] for _ in prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
         begin = wait(device)
-        for prompt, its in zip(prompts, times, strict=True):
+        for prompt, its, answer in zip(prompts, times, answers, strict=True):
 
-            def listen(event: Event, its: list[float] = its) -> None:
+            def listen(event: Event, its: list[float] = its, answer: list[int] = answer) -> None:
                 if event.token is not None:
                     its.append(time.perf_counter() - begin)
+                    answer.append(event.token)
 
             engine.submit(prompt, Sampling(load.answer), listen)
         while engine.step():
             pass
-        return Measured(wait(device) - begin, sum(map(len, times)), times)
+        return Measured(wait(device) - begin, answers, times)
 
     return Way(runner.vocabulary, run)
 
 
-def _plain_model(preset: str, device: torch.device) -> Any:
+def _model(preset: str, device: torch.device, attention: str) -> Any:
+    """The preset's model with an attention of transformers, or ours for it; its weights are those of the engine's."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
     from serving.presets import make_model
 
-    return make_model(preset, dtype_of(device), device, attention="sdpa")
+    if attention == "cuteflash":
+        from cuteflash.integrations.transformers import register
+
+        register()
+    return make_model(preset, dtype_of(device), device, attention=attention)
 
 
-def make_static(preset: str, device: torch.device, load: Load) -> Way:
-    """`generate` of transformers with SDPA: batches in the order of arrival, padded on the left."""
-    model = _plain_model(preset, device)
+def make_static(preset: str, device: torch.device, load: Load, compiles: bool = False) -> Way:
+    """`generate` of transformers with SDPA: batches in the order of arrival, padded on the left.
+
+    Args:
+        compiles: it has a static cache for all tokens of a batch, kept for the next one, and compiles its steps.
+    """
+    from transformers import StaticCache
+
+    model = _model(preset, device, "sdpa")
+    options = {"max_new_tokens": load.answer, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    caches: dict[int, Any] = {}
 
     def run(prompts: Sequence[Sequence[int]]) -> Measured:
-        tokens = 0
+        answers: list[list[int]] = []
         begin = wait(device)
         for place in range(0, len(prompts), load.batch):
             batch = prompts[place : place + load.batch]
+            if compiles:
+                if len(batch) not in caches:
+                    caches[len(batch)] = StaticCache(config=model.config, max_cache_len=load.length)
+                caches[len(batch)].reset()
+                options["past_key_values"] = caches[len(batch)]
             longest = max(map(len, batch))
             ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch], device=device)
             mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=device)
-            out = model.generate(
-                ids, attention_mask=mask, max_new_tokens=load.answer, do_sample=False, eos_token_id=[], pad_token_id=0
-            )
-            tokens += out.shape[0] * (out.shape[1] - longest)
-        return Measured(wait(device) - begin, tokens)
+            answers += model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
+        return Measured(wait(device) - begin, answers)
 
     return Way(model.config.vocab_size, run)
 
 
-def make_continuous(preset: str, device: torch.device, load: Load) -> Way:
-    """transformers' continuous batching with SDPA."""
+def make_continuous(preset: str, device: torch.device, load: Load, attention: str = "sdpa") -> Way:
+    """transformers' continuous batching, with the engine's limits and without prefixes, as the engine."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model = _plain_model(preset, device)
+    batching = accepted(
+        ContinuousBatchingConfig,
+        max_requests_per_batch=load.batch,
+        max_batch_tokens=load.batch_tokens,
+        num_blocks=load.batch * -(-load.length // PAGE),
+        allow_block_sharing=False,
+        auto_switch_to_flash=False,
+    )
+    if attention == "sdpa" and not hasattr(batching, "auto_switch_to_flash"):
+        attention = "paged|sdpa"  # of transformers before 5.20, which would take flash-attn for "sdpa" if it finds it
+    model = _model(preset, device, attention)
     model.generation_config.eos_token_id = None
     generation = GenerationConfig(max_new_tokens=load.answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(
-        max_requests_per_batch=load.batch, allow_block_sharing=False, auto_switch_to_flash=False
-    )
 
     def run(prompts: Sequence[Sequence[int]]) -> Measured:
         inputs = [list(prompt) for prompt in prompts]
@@ -252,12 +333,16 @@ def make_continuous(preset: str, device: torch.device, load: Load) -> Way:
         )
         seconds = wait(device) - begin
         outputs = list(results.values())
-        if len(outputs) != len(prompts) or any(len(out.generated_tokens) != load.answer for out in outputs):
-            raise RuntimeError(f"{len(outputs)} answers to {len(prompts)} prompts, or some of another length")
         times = [[stamp - begin for stamp in out.timestamps] for out in outputs if out.timestamps]
-        return Measured(seconds, len(outputs) * load.answer, times)
+        return Measured(seconds, [out.generated_tokens for out in outputs], times)
 
     return Way(model.config.vocab_size, run, model.destroy_cached_continuous_batching_manager)
+
+
+def accepted(kind: Callable[..., Any], **options: Any) -> Any:
+    """`kind` with those of the options that this version of transformers has."""
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in options.items() if name in known})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from serving.scheduler import Limits
 from serving.text import ByteTokenizer, HubTokenizer, Tokenizer
 from serving.web import Served, make_app
 
+SWITCH_SECONDS = 5e-4  # for which connections may keep the engine's thread waiting, once its step is done
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         served = make_served(options)
     except ValueError as error:
         parser.error(str(error))
+    sys.setswitchinterval(SWITCH_SECONDS)
     served.engine.start()
     try:
         uvicorn.run(make_app(served), host=options.host, port=options.port, timeout_graceful_shutdown=5)

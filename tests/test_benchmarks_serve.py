@@ -24,20 +24,31 @@ def test_prompts_repeat_and_differ_by_seed() -> None:
 
 
 def test_a_summary_counts_from_the_beginning_and_between_tokens() -> None:
-    found = Measured(2.0, 8, [[0.1, 0.2, 0.4], [0.3, 0.5, 0.7]]).summary()
+    found = Measured(2.0, [[1] * 4] * 2, [[0.1, 0.2, 0.4], [0.3, 0.5, 0.7]]).summary()
     assert found["tokens_per_second"] == 4
     assert found["first_token_ms"] == pytest.approx(200) and found["between_tokens_ms"] == pytest.approx(200)
     assert found["first_token_ms_p95"] == pytest.approx(100)
-    assert set(Measured(2.0, 8).summary()) == {"seconds", "tokens_per_second"}
+    assert set(Measured(2.0, [[1]]).summary()) == {"seconds", "tokens_per_second"}
 
 
-def test_the_engine_and_static_batches_generate_all_tokens() -> None:
+def test_all_ways_give_the_same_answers() -> None:
+    """In fp32, greedily; also of transformers' continuous batching, which takes what prompts come first."""
     device = model("tiny").device
-    for make in (serve.make_engine, serve.make_static):
+    found = {}
+    for name, make in serve.makers().items():
         way = make("tiny", device, SMALL)
         measured = way.run(SMALL.prompts(way.vocabulary, seed=0))
-        assert measured.tokens == 15
         way.close()
+        assert measured.tokens == 15 and measured.seconds > 0
+        assert [len(times) for times in measured.times] == ([] if name in (serve.STATIC, serve.COMPILED) else [5] * 3)
+        found[name] = measured.answers
+    assert list(found) == list(serve.WAYS)
+    assert all(list(answers) == list(found["engine"]) for answers in found.values())
+    assert serve.equal_first_tokens([[1, 2], [3]], [[1, 3], [4]]) == 0.5
+
+
+def test_options_that_a_version_does_not_have_are_left_out() -> None:
+    assert serve.accepted(Load, requests=3, unheard_of=1) == Load(requests=3)
 
 
 def test_a_run_writes_what_was_measured(
@@ -47,7 +58,7 @@ def test_a_run_writes_what_was_measured(
 
     def make(*about: Any) -> Way:
         def run(prompts: Sequence[Sequence[int]]) -> Measured:
-            return Measured(0.5, 10, [[0.1, 0.2]])
+            return Measured(0.5, [[1] * 64] * 64, [[0.1, 0.2]])
 
         return Way(7, run, lambda: closed.append(about))
 
@@ -59,7 +70,7 @@ def test_a_run_writes_what_was_measured(
     path = tmp_path / "serve.json"
     options = ["--device", "cpu", "--quick", "--rounds", "2", "--json", str(path), "--ways"]
     assert serve.main([*options, "engine"]) == 0 and len(closed) == 1
-    assert "20 tokens/s" in capsys.readouterr().out
+    assert "8192 tokens/s" in capsys.readouterr().out
     assert serve.main([*options, "engine,generate_batch"]) == 1
     ways = json.loads(path.read_text())["ways"]
     assert ways["engine"]["first_token_ms"] == 100

@@ -207,13 +207,13 @@ def test_a_failing_step_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) 
     prompts = make_prompts(5, 6, 7, 8)
     clients = [Client(engine, prompt) for prompt in prompts]
     engine.step()
-    compute = engine.runner.run
+    compute = engine.runner.launch
 
     def fail(chunks: Any) -> list[int]:
-        monkeypatch.setattr(engine.runner, "run", compute)
+        monkeypatch.setattr(engine.runner, "launch", compute)
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine.runner, "run", fail)
+    monkeypatch.setattr(engine.runner, "launch", fail)
     run(engine)
     assert [client.finish for client in clients] == ["error", "error", "length", "length"]
     assert clients[0].events[-1].error == "MemoryError: no room"

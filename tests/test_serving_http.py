@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import http.client
 import json
 import socket
@@ -14,11 +16,12 @@ from typing import Any
 import pytest
 import serve
 import uvicorn
+from serving import protocol
 from serving.engine import Engine
 from serving.requests import Sampling
 from serving.scheduler import Limits
 from serving.text import ByteTokenizer
-from serving.web import BODY_BYTES, Served, make_app
+from serving.web import BODY_BYTES, Answer, Served, make_app
 
 from tests.patience import wait_until
 from tests.serving_parts import eager_answers, make_engine
@@ -215,7 +218,7 @@ def test_a_failing_model_is_answered(stream: bool) -> None:
     def fail(chunks: object) -> list[int]:
         raise RuntimeError("broken")
 
-    engine.runner.run = fail  # type: ignore[method-assign]
+    engine.runner.launch = fail  # type: ignore[method-assign]
     with Server(engine) as server, contextlib.closing(server.connect()) as connection:
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "a", "stream": stream}))
         response = connection.getresponse()
@@ -247,3 +250,21 @@ def test_serve_starts_and_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
     assert serve.main(["--preset", "tiny", "--device", "cpu", "--port", "9", "--length", "64"]) == 0
     ((threads, options),) = started
     assert options["port"] == 9 and threads == before + 1 and threading.active_count() == before
+
+
+def test_tokens_that_arrive_together_are_one_message() -> None:
+    """A stream that falls behind catches up; a stop text between them still ends it."""
+    engine = make_engine()
+    call = protocol.read_call({"prompt": "hello", "max_tokens": 12, **GREEDY}, False, BYTES, "tiny", engine.limit)
+
+    async def pieces(stops: tuple[str, ...]) -> list[tuple[int, str, str | None]]:
+        answer = Answer(Served(engine, BYTES, "tiny"), dataclasses.replace(call, stops=stops))
+        answer.submit()
+        while engine.step():
+            pass
+        return [piece async for piece in answer.pieces()]
+
+    (whole,) = asyncio.run(pieces(()))
+    assert whole == (0, BYTES.decode(eager_answers("tiny", call.prompts, 12)[0]), "length")
+    stop = whole[1][3:5]
+    assert asyncio.run(pieces((stop,))) == [(0, whole[1][: whole[1].index(stop)], "stop")]

@@ -38,11 +38,27 @@ def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
         values = torch.full((places,), temperature), torch.full((places,), top_p)
         drawn = sample(one.expand(places, -1), *values, uniform).bincount(minlength=VOCABULARY) / places
         ordered, order = (one[0].double() / temperature).softmax(0).sort(descending=True)
-        kept = int((ordered.cumsum(0) < top_p).sum()) + 1
+        kept = VOCABULARY if top_p == 1 else int((ordered.cumsum(0) < top_p).sum()) + 1
         right = torch.zeros(VOCABULARY, dtype=torch.float64)
         right[order[:kept]] = ordered[:kept] / ordered[:kept].sum()
         assert (drawn - right).abs().max() < 2 / places
         assert set(drawn.nonzero()[:, 0].tolist()) <= set(order[:kept].tolist())
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    given = torch.full((ROWS, VOCABULARY), float("-inf"))
+    given[:, 7:9] = 0.0
+    for uniform, token in ((0.0, 7), (0.25, 7), (0.75, 8), (1 - 2**-24, 8)):
+        assert (sample(given, full(1.0), full(1.0), full(uniform)) == token).all()
+
+
+def test_rows_without_top_p_need_no_sorting() -> None:
+    """The choice is the same, whether another row of the batch is cut or not."""
+    given, uniform = logits(), torch.rand(ROWS)
+    top_p = torch.where(torch.arange(ROWS) % 2 == 0, 1.0, 0.5)
+    sorted_ = sample(given, full(1.0), top_p, uniform)
+    unsorted = sample(given, full(1.0), top_p, uniform, cuts=False)
+    assert torch.equal(sorted_[::2], unsorted[::2]) and not torch.equal(sorted_, unsorted)
 
 
 def test_the_ends_of_the_line_are_tokens_that_are_kept() -> None:

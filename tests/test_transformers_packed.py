@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,6 +15,7 @@ from transformers import masking_utils as masks  # noqa: E402
 from cuteflash import flash_attn_varlen_func  # noqa: E402
 from cuteflash.integrations.transformers import attention, make_mask  # noqa: E402
 from cuteflash.integrations.transformers.sequences import HIDDEN, Sequences, rows_of  # noqa: E402
+from tests.operators_called import Operators  # noqa: E402
 from tests.test_transformers import ENCODERS, VOCABULARY, batch, each_decoder, each_model, model  # noqa: E402
 from tests.test_transformers_training import assert_gradients_equal  # noqa: E402
 
@@ -39,19 +39,6 @@ def two_rows() -> dict[str, Tensor]:
     """Two rows, of 3 and of 2 documents."""
     positions = [[*range(5), *range(9), *range(2)], [*range(4), *range(12)]]
     return {"input_ids": torch.cat(documents((16, 16))).view(2, 16), "position_ids": torch.tensor(positions)}
-
-
-class Operators(TorchDispatchMode):
-    """Records our operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(function).startswith("cuteflash."):
-            self.names.append(str(function).split(".")[1])
-        return function(*args, **(kwargs or {}))
 
 
 @each_model

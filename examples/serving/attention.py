@@ -103,6 +103,7 @@ class Step:
             seqused_k=self.used,
             page_table=self.page_table,
             causal=True,
+            num_splits=0 if self.longest_q == 1 else 1,  # few rows of one token do not fill a GPU
             **call.options,
         )
         return o

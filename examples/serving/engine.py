@@ -29,6 +29,7 @@ class Engine:
         self.scheduler = Scheduler(runner.pool, runner.limits)
         self.steps = 0
         self._inbox: deque[Callable[[], None]] = deque()
+        self._outbox: deque[tuple[Listener, Event]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -50,7 +51,7 @@ class Engine:
                 raise BusyError(f"{self._unfinished} requests run or wait; try again later")
             self._unfinished += 1
             self._submitted += 1
-            request = Request(self._submitted, list(prompt), len(prompt), sampling, self._guarded(listener))
+            request = Request(self._submitted, list(prompt), len(prompt), sampling, self._queued(listener))
             self._inbox.append(lambda: self.scheduler.add(request))
             self._wake.notify()
         return request
@@ -63,12 +64,20 @@ class Engine:
 
     def step(self) -> bool:
         """Compute a step; False if there is nothing to do. If it fails, its requests end, and no others."""
+        has_run = self._step()
+        self._deliver()
+        return has_run
+
+    def _step(self) -> bool:
+        """As `step`, but the step's events stay in the outbox: they are delivered while the GPU computes the next."""
         self._read_inbox()
         chunks = self.scheduler.plan()
         if not chunks:
             return False
         try:
-            tokens = self.runner.run(chunks)
+            chosen = self.runner.launch(chunks)
+            self._deliver()
+            tokens = chosen.tolist()
         except Exception as error:  # of whatever kind: the other requests have to go on
             log.exception("a step of %d requests failed", len(chunks))
             self.scheduler.drop(chunks, f"{type(error).__name__}: {error}")
@@ -142,19 +151,24 @@ class Engine:
                     self._wake.wait()
                 if self._stopping:
                     break
-            self.step()
+            if not self._step() or self.scheduler.is_idle:
+                self._deliver()
         self._read_inbox()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.scheduler.abort(request)
+        self._deliver()
 
     def _read_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _guarded(self, listener: Listener) -> Listener:
-        """`listener`, whose errors do not reach the engine."""
+    def _queued(self, listener: Listener) -> Listener:
+        return lambda event: self._outbox.append((listener, event))
 
-        def listen(event: Event) -> None:
+    def _deliver(self) -> None:
+        """Tell the listeners; their errors do not reach the engine."""
+        while self._outbox:
+            listener, event = self._outbox.popleft()
             if event.finish is not None:
                 with self._wake:
                     self._unfinished -= 1
@@ -162,8 +176,6 @@ class Engine:
                 listener(event)
             except Exception:
                 log.exception("a request's listener failed")
-
-        return listen
 
     def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         sampling.check()

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from serving.pages import ROOT, page_digest
 
@@ -41,9 +41,8 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}; allowed: above 0, at most 1")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """A part of an answer; the last one has `finish`.
+class Event(NamedTuple):
+    """A part of an answer; the last one has `finish`. There is one for every token, so it has to be made quickly.
 
     Attributes:
         token: the next token; None if there is none, as with a stop token.

@@ -91,25 +91,30 @@ class Runner:
         self._graphs: dict[int, Graph] = {}
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Compute the chunks, and choose the token that follows each."""
+    def launch(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Begin to compute the chunks.
+
+        Returns:
+            The token that follows each, (chunks,) int64, to be read before the next call.
+        """
         rows = len(chunks)
-        graph = self._graph_for(rows) if all(chunk.count == 1 for chunk in chunks) else None
+        tokens = sum(chunk.count for chunk in chunks)
+        graph = self._graph_for(rows) if tokens == rows else None
         if graph is not None:
-            graph.staging.fill(chunks, graph.staging.rows)
+            staging = graph.staging
+            staging.fill(chunks, staging.rows)
             graph.graph.replay()
-            logits, greedy, staging = graph.logits[:rows], graph.greedy[:rows], graph.staging
+            logits, chosen = graph.logits[:rows], graph.greedy[:rows]
         else:
             staging = self._staging
             staging.fill(chunks, rows)
-            counts = [chunk.count for chunk in chunks]
-            longest = max(chunk.start + chunk.count for chunk in chunks)
-            logits = self._forward(staging, rows, sum(counts), (max(counts), longest))
-            greedy = logits.argmax(dim=-1)
-        if any(chunk.request.sampling.temperature for chunk in chunks):
-            greedy = sample(logits, staging.temperature[:rows], staging.top_p[:rows], staging.uniform[:rows])
-        tokens: list[int] = greedy.tolist()
-        return tokens
+            longest = max(chunk.count for chunk in chunks), max(chunk.start + chunk.count for chunk in chunks)
+            logits = self._forward(staging, rows, tokens, longest)
+            chosen = logits.argmax(dim=-1)
+        if staging.draws:
+            rest = staging.temperature[:rows], staging.top_p[:rows], staging.uniform[:rows]
+            chosen = sample(logits, *rest, cuts=staging.cuts)
+        return chosen
 
     @torch.inference_mode()
     def capture(self) -> Iterator[int]:
@@ -140,8 +145,7 @@ class Runner:
 
     def _graph_for(self, rows: int) -> Graph | None:
         """The smallest graph with so many rows."""
-        fitting = [size for size in self._graphs if size >= rows]
-        return self._graphs[min(fitting)] if fitting else None
+        return next((self._graphs[size] for size in sorted(self._graphs) if size >= rows), None)
 
     def _forward(self, staging: Staging, rows: int, tokens: int, longest: tuple[int, int]) -> Tensor:
         """The logits after the last token of each row, (rows, vocabulary) fp32."""

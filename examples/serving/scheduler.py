@@ -44,18 +44,13 @@ class Limits:
             )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Chunk:
     """The tokens ``[start, start + count)`` of a request."""
 
     request: Request
     start: int
     count: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the request's next token follows from it."""
-        return self.start + self.count == len(self.request.tokens)
 
 
 class Scheduler:
@@ -80,15 +75,22 @@ class Scheduler:
         planned: dict[Request, Chunk] = {}
         budget = self.limits.batch_tokens
         preempted = self.preemptions
-        for request in sorted(self.running, key=lambda one: one.remaining > 1):
+        size = self.pool.page_size
+        for request in sorted(self.running, key=_is_prompt):
             if budget == 0:
                 break
             if not request.pages:  # it gave them to one before it
                 continue
-            budget += self._grow(request, planned)
-            if request.pages:
-                planned[request] = Chunk(request, request.computed, min(request.remaining, budget))
-                budget -= planned[request].count
+            known = len(request.tokens)
+            if known > len(request.pages) * size:
+                budget += self._grow(request, planned)
+                if not request.pages:
+                    continue
+            count = known - request.computed
+            if count > budget:
+                count = budget
+            planned[request] = Chunk(request, request.computed, count)
+            budget -= count
         while budget and self.waiting and len(self.running) < self.limits.requests and preempted == self.preemptions:
             request = self.waiting[0]
             if not self._admit(request):
@@ -99,12 +101,13 @@ class Scheduler:
 
     def commit(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> None:
         """The chunks are computed, and of each the model chose a token; only those after a last chunk count."""
+        size = self.pool.page_size
         for chunk, token in zip(chunks, tokens, strict=True):
-            request = chunk.request
-            is_last = chunk.is_last
-            request.computed += chunk.count
-            self._remember(request, chunk.start)
-            if is_last:
+            request, start = chunk.request, chunk.start
+            end = request.computed = start + chunk.count
+            if end // size > start // size:
+                self._remember(request, start)
+            if end == len(request.tokens):
                 self._append(request, token)
 
     def drop(self, chunks: Sequence[Chunk], error: str) -> None:
@@ -168,19 +171,18 @@ class Scheduler:
         """Name the pages that were filled since token `start`."""
         size = self.pool.page_size
         full = request.computed // size
-        if full == start // size:
-            return
         digests = request.digests(size, full)
         for index in range(start // size, full):
             self.pool.remember(request.pages[index], digests[index])
 
     def _append(self, request: Request, token: int) -> None:
         """The answer's next token."""
-        if token in request.sampling.stop_tokens:
+        sampling, tokens = request.sampling, request.tokens
+        if token in sampling.stop_tokens:
             self._finish(request, "stop")
             return
-        request.tokens.append(token)
-        if len(request.tokens) - request.prompt_tokens == request.sampling.max_tokens:
+        tokens.append(token)
+        if len(tokens) - request.prompt_tokens == sampling.max_tokens:
             self._finish(request, "length", token)
         else:
             request.listener(Event(token, None, None, request.cached_tokens or 0))
@@ -193,3 +195,8 @@ class Scheduler:
         self.running.remove(request)
         self.pool.release(request.pages)
         request.pages = []
+
+
+def _is_prompt(request: Request) -> bool:
+    """Whether more of its known tokens are to be computed than the one that an answer has grown by."""
+    return len(request.tokens) - request.computed > 1

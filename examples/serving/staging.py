@@ -24,6 +24,7 @@ class Staging:
         cu_seqlens, cached, used, page_table: see `attention.Step`.
         last: the last token of each row.
         temperature, top_p, uniform: of rows, see `sampling.sample`.
+        draws, cuts: whether a row has a temperature, and whether one of them has a `top_p` below 1.
     """
 
     ids: Tensor
@@ -49,6 +50,8 @@ class Staging:
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         self._arrays: dict[str, np.ndarray] = {}
         self._pages_of: list[tuple[Request, int, int] | None] = [None] * rows
+        self._followed: tuple[list[Request], int] | None = None  # requests of the last call, if each had one token
+        self.draws = self.cuts = False
         for name, shape in shapes.items():
             for buffer in (self._host, self._device):
                 view = buffer[places[name] : places[name] + int(np.prod(shape))].view(shape)
@@ -59,6 +62,32 @@ class Staging:
 
     def fill(self, chunks: Sequence[Chunk], rows: int) -> None:
         """Put the chunks in, then rows of one token in the scratch page until there are `rows`, and copy."""
+        requests = [chunk.request for chunk in chunks]
+        if not self._advance(chunks, requests, rows):
+            self._fill_anew(chunks, rows)
+            self._followed = (requests, rows) if all(chunk.count == 1 for chunk in chunks) else None
+        if self.draws:
+            self._arrays["uniform"][: len(chunks)] = [request.uniform() for request in requests]
+        self._fill_pages(requests, rows - len(chunks))
+        if self._device is not self._host:
+            self._device.copy_(self._host, non_blocking=True)
+
+    def _advance(self, chunks: Sequence[Chunk], requests: Sequence[Request], rows: int) -> bool:
+        """Put in the next token of each request of the last call, which is what most calls are; False if it is not."""
+        if self._followed != (requests, rows):
+            return False
+        to, count = self._arrays, len(chunks)
+        starts = to["used"][:count]
+        if not np.array_equal([chunk.start for chunk in chunks], starts) or any(chunk.count > 1 for chunk in chunks):
+            return False
+        to["cached"][:count] = starts
+        to["positions"][:count] = starts
+        starts += 1
+        to["ids"][:count] = [chunk.request.tokens[chunk.start] for chunk in chunks]
+        return True
+
+    def _fill_anew(self, chunks: Sequence[Chunk], rows: int) -> None:
+        """Put in all but the pages and the places of sampling."""
         empty = rows - len(chunks)
         counts = [chunk.count for chunk in chunks] + [1] * empty
         starts = [chunk.start for chunk in chunks] + [0] * empty
@@ -76,10 +105,8 @@ class Staging:
         samplings = [chunk.request.sampling for chunk in chunks]
         to["temperature"][:rows] = [sampling.temperature for sampling in samplings] + [0] * empty
         to["top_p"][:rows] = [sampling.top_p for sampling in samplings] + [1] * empty
-        to["uniform"][:rows] = [chunk.request.uniform() for chunk in chunks] + [0] * empty
-        self._fill_pages([chunk.request for chunk in chunks], empty)
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
+        self.draws = any(sampling.temperature for sampling in samplings)
+        self.cuts = any(sampling.temperature and sampling.top_p < 1 for sampling in samplings)
 
     def _fill_pages(self, requests: Sequence[Request], empty: int) -> None:
         """The page table; rows that have not changed are left alone."""

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -74,7 +75,9 @@ class Answer:
 
     def __init__(self, served: Served, call: Call) -> None:
         self._served, self._call = served, call
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._arrived: deque[tuple[int, Event]] = deque()  # the engine's thread appends
+        self._wake = asyncio.Event()
+        self._is_waking = False
         self._texts = [TextStream(served.tokenizer, call.stops) for _ in call.prompts]
         self._requests: list[Request] = []
         self._tokens, self._cached = 0, 0
@@ -86,8 +89,11 @@ class Answer:
             for index, prompt in enumerate(self._call.prompts):
 
                 def listen(event: Event, index: int = index) -> None:
-                    with contextlib.suppress(RuntimeError):  # the server has ended
-                        loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+                    self._arrived.append((index, event))
+                    if not self._is_waking:
+                        self._is_waking = True
+                        with contextlib.suppress(RuntimeError):  # the server has ended
+                            loop.call_soon_threadsafe(self._wake.set)
 
                 sampling = dataclasses.replace(self._call.sampling, seed=self._call.sampling.seed + index)
                 self._requests.append(self._served.engine.submit(prompt, sampling, listen))
@@ -101,19 +107,41 @@ class Answer:
             self._served.engine.abort(request)
 
     async def pieces(self) -> AsyncIterator[tuple[int, str, str | None]]:
-        """The choices' next texts: index, text, why it ends if it does. BadRequest if the engine fails."""
+        """The choices' next texts: index, text, why it ends if it does. BadRequest if the engine fails.
+
+        A text has all tokens that have arrived: if the engine is faster than the connection, texts become longer.
+        """
         open_choices = set(range(len(self._requests)))
         while open_choices:
-            index, event = await self._events.get()
-            if index not in open_choices:
-                continue
+            for index, events in (await self._next()).items():
+                if index not in open_choices:
+                    continue
+                text, finish = self._read(index, events)
+                if finish is not None:
+                    open_choices.remove(index)
+                if text or finish is not None:
+                    yield index, text, finish
+
+    async def _next(self) -> dict[int, list[Event]]:
+        """The events that have arrived, of each choice. Waits for some; there are none if they were read before."""
+        await self._wake.wait()
+        self._wake.clear()
+        self._is_waking = False  # before the deque is read: what comes later wakes again
+        found: dict[int, list[Event]] = {}
+        while self._arrived:
+            index, event = self._arrived.popleft()
+            found.setdefault(index, []).append(event)
+        return found
+
+    def _read(self, index: int, events: Sequence[Event]) -> tuple[str, str | None]:
+        """The text of a choice's events, and why it ends if it does; events after its end do not count."""
+        stream, text = self._texts[index], ""
+        for event in events:
             if event.finish in ("error", "abort"):
                 raise BadRequest(f"the engine failed: {event.error or 'it was stopped'}", status=500)
-            stream = self._texts[index]
-            text = ""
             if event.token is not None:
                 self._tokens += 1
-                text = stream.push(event.token)
+                text += stream.push(event.token)
             finish: str | None = event.finish
             if finish is not None:
                 text += stream.finish()
@@ -121,10 +149,9 @@ class Answer:
                 finish = "stop"
                 self._served.engine.abort(self._requests[index])
             if finish is not None:
-                open_choices.remove(index)
                 self._cached += event.cached_tokens
-            if text or finish is not None:
-                yield index, text, finish
+                return text, finish
+        return text, None
 
     def usage(self) -> Json:
         return protocol.usage(sum(len(prompt) for prompt in self._call.prompts), self._tokens, self._cached)

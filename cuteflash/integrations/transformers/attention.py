@@ -15,7 +15,9 @@ from torch import Tensor
 from cuteflash.api import flash_attn_func
 from cuteflash.integrations.transformers.boundaries import ENDS, sequences_of
 from cuteflash.integrations.transformers.mask import Mask
+from cuteflash.integrations.transformers.paged import attend_paged
 from cuteflash.integrations.transformers.rules import FULL
+from cuteflash.kvcache_api import flash_attn_with_kvcache
 from cuteflash.packed_api import flash_attn_varlen_func
 
 INSTEAD = 'use attn_implementation="sdpa" or "eager"'
@@ -101,6 +103,49 @@ def fp8_attention(
     return _attend(module, (query, key, value), attention_mask, options, kwargs), None
 
 
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention over the paged cache of continuous batching, to which the new keys and values are appended.
+
+    Args:
+        module: the attention layer; its `layer_idx` counts.
+        query, key, value: (1, heads, tokens, head_dim), of all requests of a step, one after the other.
+        attention_mask: None.
+        dropout: 0.
+        scaling: None is 1 / sqrt(head_dim).
+        **kwargs: `softcap` and `s_aux` count, as in `attention`, and what continuous batching passes: `cache`,
+            `cu_seq_lens_q`, `cu_seq_lens_k`, the lengths' limits, and `block_table` or `read_index` and `write_index`.
+            Windows are those of the cache's layers.
+
+    Returns:
+        O (1, tokens, heads, head_dim_v), and None for the attention weights.
+
+    Raises:
+        NotImplementedError: as `attention`, but for `cache`; or a cache of an unknown version of transformers.
+        ValueError: there is no cache, or a mask.
+    """
+    if kwargs.get("cache") is None:
+        raise ValueError(
+            "cache is None; cuteflash_paged is what generate_batch switches a model to, for its steps: load the model "
+            'with attn_implementation="cuteflash"'
+        )
+    if attention_mask is not None:
+        raise ValueError("attention_mask is given; allowed in continuous batching: None, as lengths say what is seen")
+    _refuse_unsupported(module, dropout, {**kwargs, "cache": None})
+    options = {"softmax_scale": scaling, "softcap": kwargs.get("softcap") or 0.0}
+    if kwargs.get("s_aux") is not None:
+        options["sinks"] = _sinks_of(kwargs["s_aux"], query)
+    return attend_paged(module, (query, key, value), options, kwargs), None
+
+
 def _attend(
     module: torch.nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -119,12 +164,23 @@ def _attend(
         o = flash_attn_func(q, k, v, **options)
         return o
     mask = _ours_for(attention_mask, q, k)
+    if mask.lengths is not None and _takes_lengths(q, k, v, options, kwargs):
+        options.pop("fp8", None)
+        o = flash_attn_with_kvcache(q, k, v, cache_seqlens=mask.lengths, causal=True, **options)
+        return o
     options["window_size"] = tuple(-1 if bound is None else bound for bound in mask.interval)
     if mask.sequences is None and mask.used == k.shape[1] and all(kwargs.get(name) is None for name in ENDS):
         o = flash_attn_func(q, k, v, **options)
     else:
         o = _attend_sequences(q, k, v, mask, options, kwargs)
     return o
+
+
+def _takes_lengths(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], kwargs: dict[str, Any]) -> bool:
+    """Whether attention to a cache takes lengths that the device knows: not in FP8, nor with gradients."""
+    if options.get("fp8") or any(kwargs.get(name) is not None for name in ENDS):
+        return False
+    return not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
 
 
 def _sinks_of(s_aux: Tensor, q: Tensor) -> Tensor:

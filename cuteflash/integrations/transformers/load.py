@@ -17,7 +17,8 @@ import torch
 
 NAME = "cuteflash"
 FP8_NAME = "cuteflash_fp8"
-NAMES = (NAME, FP8_NAME)  # of implementations of ours
+PAGED_NAME = "cuteflash_paged"  # what continuous batching switches a model with `NAME` to
+NAMES = (NAME, FP8_NAME, PAGED_NAME)  # of implementations of ours
 _INSTEAD = (
     'use attn_implementation="sdpa" or "eager"; a model of several parts takes a dict, for example '
     'attn_implementation={"text_config": "cuteflash", "vision_config": "eager"}'

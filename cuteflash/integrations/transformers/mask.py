@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cuteflash.integrations.transformers.rules import FULL, Interval, MaskFunction, rule_of
+from cuteflash.integrations.transformers.rules import CAUSAL, FULL, Interval, MaskFunction, rule_of
 from cuteflash.integrations.transformers.sequences import HIDDEN, Sequences
 
 
@@ -31,6 +31,8 @@ class Mask:
         shape: (batch, 1, q_length, kv_length); `kv_length` counts unused cache slots, too.
         offset: index of the key that stands at the position of query 0.
         used: how many keys there are for the last query and its window; the others are unused cache slots.
+        lengths: if only the device knows `used`, that of each row, (batch,) int32; reading `offset` or `used` then
+            waits for the device.
         device: the device that the model wants its mask on.
         documents: the number of each position's document in its row, (batch, used), on the CPU; None if every row is
             one document.
@@ -43,17 +45,17 @@ class Mask:
         self,
         interval: Interval,
         shape: tuple[int, int, int],
-        offset: int,
-        used: int,
+        keys: tuple[int, int] | Tensor,
         device: torch.device,
         documents: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> None:
+        """`keys` are offset and used, or lengths."""
         batch, q_length, kv_length = shape
         self.interval = interval
         self.shape = torch.Size((batch, 1, q_length, kv_length))
-        self.offset = offset
-        self.used = used
+        self._keys = keys
+        self.lengths = keys if isinstance(keys, Tensor) else None
         self.device = device
         self.documents = documents
         self.has_padding = padding is not None
@@ -61,6 +63,14 @@ class Mask:
         self.answers: list[tuple[tuple[Any, ...], int, Sequences | None]] = []
         self.dtype = torch.bool
         self.ndim = 4
+
+    @property
+    def used(self) -> int:
+        return int(self._keys[0]) if isinstance(self._keys, Tensor) else self._keys[1]
+
+    @property
+    def offset(self) -> int:
+        return self.used - self.shape[2] if isinstance(self._keys, Tensor) else self._keys[0]
 
     def _inspected(self, padding: Tensor | None) -> Sequences | None:
         """What the layers of a model share; `padding` is True for tokens, (batch, used), on the CPU."""
@@ -90,6 +100,8 @@ class Mask:
             return self
         moved = copy.copy(self)
         moved.device = device
+        if self.lengths is not None:
+            moved._keys = moved.lengths = self.lengths.to(device)
         return moved
 
     def __getitem__(self, index: Any) -> Mask:
@@ -135,7 +147,6 @@ def misuse(what: str) -> MaskMisuseError:
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the mask on the host
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -162,6 +173,27 @@ def make_mask(
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
+    from transformers.masking_utils import causal_mask_function
+
+    sizes = batch_size, q_length, kv_length
+    is_plain = mask_function is causal_mask_function and attention_mask is None and kv_offset == 0
+    if is_plain and isinstance(q_offset, Tensor):  # a static cache without padding: there is nothing to read
+        return Mask(CAUSAL, sizes, _lengths(q_offset, sizes), q_offset.device)
+    mask: Mask = _read_mask(sizes, q_offset, kv_offset, mask_function, attention_mask, kwargs.get("device"))
+    return mask
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the mask on the host
+def _read_mask(
+    sizes: tuple[int, int, int],
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: MaskFunction | None,
+    attention_mask: Tensor | None,
+    device: Any,
+) -> Mask:
+    """As `make_mask`, of a mask that is read."""
+    batch_size, q_length, kv_length = sizes
     offset = int(q_offset) - kv_offset
     end = offset + q_length
     rule = rule_of(mask_function, max(end, kv_length) + kv_offset)
@@ -188,8 +220,16 @@ def make_mask(
         padding = attention_mask[:, kv_offset : kv_offset + used].bool()
         padding = pad(padding, (0, used - padding.shape[1]))
         padding = None if bool(padding.all()) else padding.cpu().expand(batch_size, -1)
-    device = torch.device(kwargs.get("device") or "cpu")
-    return Mask(interval, (batch_size, q_length, kv_length), offset, used, device, documents, padding)
+    keys: tuple[int, int] | Tensor = (offset, used)
+    if isinstance(q_offset, Tensor) and kv_offset == 0 and interval == CAUSAL and documents is None and padding is None:
+        keys = _lengths(q_offset, sizes)  # so that a compiled step does not depend on the numbers
+    return Mask(interval, sizes, keys, torch.device(device or "cpu"), documents, padding)
+
+
+def _lengths(q_offset: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+    """The keys of each row after a step, which only the device knows; not a view of what the cache changes."""
+    batch_size, q_length, _ = sizes
+    return (q_offset + q_length).to(torch.int32).repeat(batch_size)
 
 
 def _numbered(documents: Tensor) -> Tensor:
