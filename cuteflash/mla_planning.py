@@ -36,7 +36,8 @@ DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat
 TILE_COST = 2
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, a block merges several rows
+BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, a block merges several rows,
+ROWS_OF_BLOCK = 4  # but not more: a sequence with one part needs none of its blocks, one with many needs them all
 MANY_PARTS = 16  # of a row: more are shared by several warps
 PLANS_MAX = 4096
 
@@ -77,9 +78,9 @@ class Shares:
 
 
 def rows_of_block(batch: int, rows: int, num_sms: int) -> int:
-    """How many rows a block merges: a power of two up to the rows of a query tile."""
+    """How many rows a block merges: a power of two, and so a divisor of the rows of a query tile."""
     wanted = -(-batch * rows // (num_sms * BLOCKS_PER_SM))
-    return int(min(1 << max(wanted - 1, 0).bit_length(), PAGE_ROWS))
+    return int(min(1 << max(wanted - 1, 0).bit_length(), ROWS_OF_BLOCK))
 
 
 def row_strides(q: Tensor) -> tuple[int, int] | None:

@@ -178,6 +178,7 @@ def test_blocks_merge_rows_of_one_tile() -> None:
         found = rows_of_block(batch, rows, 132)
         assert 64 % found == 0
         assert found == 1 or -(-batch * rows // found) >= 132 * 5 / 2
+    assert [rows_of_block(128, heads, 132) for heads in (1, 8, 16, 128)] == [1, 2, 4, 4]
 
 
 def test_rows_of_queries_without_a_copy() -> None:

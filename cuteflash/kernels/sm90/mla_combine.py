@@ -12,7 +12,7 @@ import dataclasses
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.scores import ScoreTile
@@ -100,6 +100,9 @@ def combine(
     smem = SmemAllocator()
     sums = smem.allocate_tensor(Float32, cute.make_layout((QUAD, WARP, WARPS)), 16)
     statistics = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), 16)
+    threads = WARP * WARPS
+    stages = cute.make_layout((QUAD, LOADS, threads), stride=(1, QUAD * threads, QUAD))
+    stage = smem.allocate_tensor(Float32, stages, 16)[None, None, cute.arch.thread_idx()[0]]
     owner, last = parts.seats[sequence, m_block, 0], parts.seats[sequence, m_block, 1]
     if last > owner:
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -108,13 +111,14 @@ def combine(
         end = cutlass.min(first_row + rows_of_block, gO.shape[0])
         for row in cutlass.range(first_row, end, unroll=1):
             seats, place = (owner, last - owner + 1), (group, groups, column)
-            acc, peak, weight = merged_row(parts, seats, row % tile_m, place)
+            acc = cute.make_rmem_tensor(QUAD, Float32)
+            peak, weight = merged_row(parts, seats, row % tile_m, place, stage, acc)
             if groups > 1:
                 copy_chunk(acc, sums[None, lane, warp])
                 if lane == 0:
                     statistics[0, warp], statistics[1, warp] = peak, weight
                 cute.arch.sync_threads()
-                acc, peak, weight = merged_groups(sums[None, lane, None], statistics)
+                peak, weight = merge_groups(sums[None, lane, None], statistics, acc)
                 cute.arch.sync_threads()
             if group == 0:
                 inverse = cutlass.select_(weight == 0.0, Float32(0.0), 1.0 / weight)
@@ -128,9 +132,8 @@ def combine(
                     mLSE[sequence, 0, row] = cutlass.select_(weight == 0.0, -Float32.inf, lse)
 
 
-def merged_groups(sums: cute.Tensor, statistics: cute.Tensor) -> tuple[cute.Tensor, Float32, Float32]:
+def merge_groups(sums: cute.Tensor, statistics: cute.Tensor, acc: cute.Tensor) -> tuple[Float32, Float32]:
     """As `merged_row`, of what groups found: (four columns, groups), and (peak or weight, groups)."""
-    acc = cute.make_rmem_tensor(QUAD, Float32)
     acc.fill(0.0)
     peak, weight = statistics[0, 0], Float32(0.0)
     for group in range(1, WARPS):
@@ -141,32 +144,42 @@ def merged_groups(sums: cute.Tensor, statistics: cute.Tensor) -> tuple[cute.Tens
         weight = weight + statistics[1, group] * factor
         for e in range(QUAD):
             acc[e] = acc[e] + sums[e, group] * factor
-    return acc, peak, weight
+    return peak, weight
 
 
 @cute.jit
-def merged_row(parts: LatentParts, seats: tuple[Int32, Int32], row: Int32, place: tuple[Int32, Int32, Int32]):
-    """(four columns, weighted by the exponentials of log-sum-exps; the largest of these, the sum of the weights)
+def merged_row(
+    parts: LatentParts,
+    seats: tuple[Int32, Int32],
+    row: Int32,
+    place: tuple[Int32, Int32, Int32],
+    stage: cute.Tensor,
+    acc: cute.Tensor,
+):
+    """(the largest log-sum-exp, the sum of weights, the exponentials relative to that)
 
     Args:
         seats: the first one of the tile, and how many there are.
         row: of the tile.
         place: the group, the number of groups, the first column; a group takes `LOADS` parts of every so many.
+        stage: (4, LOADS) of this thread in shared memory: loads into registers the compiler would do one by one.
+        acc: gets four columns of O, multiplied with the weights and added up.
     """
     owner, count = seats
     group, groups, column = place
     lane = cute.arch.lane_idx()
-    acc = cute.make_rmem_tensor(QUAD, Float32)
     acc.fill(0.0)
     peak, weight = -Float32.inf, Float32(0.0)
     for first in cutlass.range(group * LOADS, count, groups * LOADS, unroll=1):
-        values = cute.make_rmem_tensor((QUAD, LOADS), Float32)
-        values.fill(0.0)
         for i in cutlass.range_constexpr(LOADS):
             part = first + i
             if part < count:
                 slot = slot_of(owner + part, Int32(part == 0))
-                copy_chunk(chunk_of(parts.values[slot, row, None], column, QUAD), values[None, i])
+                source = chunk_of(parts.values[slot, row, None], column, QUAD)
+                cute.copy(
+                    cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=128), source, stage[None, i]
+                )
+        cute.arch.cp_async_commit_group()
         part, lse = first + lane, -Float32.inf
         if lane < LOADS and part < count:
             lse = parts.lse[slot_of(owner + part, Int32(part == 0)), row]
@@ -178,12 +191,15 @@ def merged_row(parts: LatentParts, seats: tuple[Int32, Int32], row: Int32, place
         weight = weight * scale + cute.arch.warp_reduction_sum(factor)
         for e in cutlass.range_constexpr(QUAD):
             acc[e] = acc[e] * scale
+        cute.arch.cp_async_wait_group(0)
         for i in cutlass.range_constexpr(LOADS):
             of_part = cute.arch.shuffle_sync(factor, i)
+            values = cute.make_rmem_tensor(QUAD, Float32)
+            copy_chunk(stage[None, i], values)  # of a part that does not exist, anything
             for e in cutlass.range_constexpr(QUAD):
-                product = of_part * values[e, i]
+                product = of_part * values[e]
                 acc[e] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
-    return acc, peak, weight
+    return peak, weight
 
 
 def chunk_of(line: cute.Tensor, column: Int32, size: int) -> cute.Tensor:
