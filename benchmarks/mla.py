@@ -27,8 +27,9 @@ from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
 from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
 from . import device
+from .beside_copy import copier
 from .contest import one_line, write
-from .decode import Replay, Rotation, copier
+from .decode import Replay, Rotation
 from .decode_inputs import complaint
 
 L2_BYTES = 256 << 20  # of all caches that are visited in turn
