@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.autograd import NO_GRADIENT
+from cuteflash.calls import Known
 from cuteflash.mla_planning import CudaMlaDecode
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, Known
+from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.packed_ops import call_of
 from cuteflash.reference import latent_decode
 from cuteflash.torch_internals import OpOverload

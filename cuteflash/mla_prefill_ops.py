@@ -18,9 +18,10 @@ from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import bwd_options
+from cuteflash.calls import Known
 from cuteflash.mla_prefill_planning import forward_options, loads_two_parts, prefill_launch
 from cuteflash.operators import Operator, define
-from cuteflash.ops import ALIGNMENT_MASK, FWD_LSE, Known, bwd, check_target, fwd_lse_cuda
+from cuteflash.ops import ALIGNMENT_MASK, FWD_LSE, bwd, check_target, fwd_lse_cuda
 from cuteflash.packed_ops import VARLEN_FWD_LSE, call_of, pairs, varlen_bwd, varlen_fwd_lse_cuda
 from cuteflash.torch_internals import OpOverload, direct_node
 from cuteflash.transforms import one_by_one, register_autocast
