@@ -21,7 +21,9 @@ Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen", "paged"]
 SinkDtype = Literal["fp32", "fp16", "bf16"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split", "sink"]
+Feature = Literal[
+    "softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split", "sink", "e4m3_cache"
+]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
@@ -75,6 +77,8 @@ class Operands:
         transposed_v: V is given as Vᵀ, in the order of keys that the product with an 8-bit P reads.
         has_v_mean: V is given minus a mean of each column, fp32, which is added to O.
         has_block_scales: each 128 tokens have scales of their own.
+        cache_dtype: element type of K and V in memory beside a Q of 16 bits; None is that of Q. A kernel makes fp16 of
+            them, which is the type of both products then, and K and V have a scale for each KV head of a batch entry.
 
     8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry or for each 128 tokens
     of it. The rows of a warpgroup then have one scale of Q, so that `packed_heads` divides its 64 rows.
@@ -89,6 +93,7 @@ class Operands:
     transposed_v: bool = False
     has_v_mean: bool = False
     has_block_scales: bool = False
+    cache_dtype: Literal["e4m3"] | None = None
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_OPERANDS))
@@ -107,6 +112,8 @@ class Operands:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
+        if self.cache_dtype is not None and (self.is_fp8 or self.cache_dtype not in FP8_DTYPES):
+            raise ValueError(f"cache_dtype is {self.cache_dtype!r}; allowed with {self.qk_dtype!r}: None, or of 16 bits e4m3")
         if self.has_block_scales and not self.is_fp8:
             raise ValueError(
                 f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, 8-bit operands have scales"
@@ -133,9 +140,29 @@ class Operands:
         return FP8_DTYPES[0] if self.is_fp8 else self.qk_dtype
 
     @property
+    def product_dtype(self) -> Dtype:
+        """The element type of Q, K and V as the products read them."""
+        return self.qk_dtype if self.cache_dtype is None else "fp16"
+
+    @property
+    def k_dtype(self) -> Dtype:
+        """The element type of K in memory."""
+        return self.cache_dtype or self.qk_dtype
+
+    @property
+    def v_dtype(self) -> Dtype:
+        """The element type of V in memory."""
+        return self.cache_dtype or self.pv_dtype
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether K and V have scales."""
+        return self.is_fp8 or self.cache_dtype is not None
+
+    @property
     def kv_row_bytes(self) -> int:
         """Bytes of one key's K and V."""
-        return self.head_dim * DTYPE_BYTES[self.qk_dtype] + self.head_dim_v * DTYPE_BYTES[self.pv_dtype]
+        return self.head_dim * DTYPE_BYTES[self.k_dtype] + self.head_dim_v * DTYPE_BYTES[self.v_dtype]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -273,6 +300,7 @@ class FwdProblem:
             block_scales=self.operands.has_block_scales,
             split=self.is_split,
             sink=self.scores.sink is not None,
+            e4m3_cache=self.operands.cache_dtype is not None,
         )
 
     @property
@@ -291,6 +319,7 @@ class FwdProblem:
             self.operands,
             transposed_v=is_fp8 and "turned_v" not in features,
             has_v_mean=is_fp8 and "v_mean" in features,
+            cache_dtype="e4m3" if "e4m3_cache" in features else None,
             has_block_scales=is_fp8 and "block_scales" in features,
         )
         scores = self.scores.asking(features)

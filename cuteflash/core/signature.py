@@ -56,8 +56,8 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     v_shape = (heads_k, head_dim_v, keys) if operands.transposed_v else (seqlen_k, heads_k, head_dim_v)
     tensors = FwdTensors(
         q=operand(operands.qk_dtype, *batch_q, seqlen_q, heads_q, head_dim),
-        k=operand(operands.qk_dtype, *batch_k, seqlen_k, heads_k, head_dim),
-        v=operand(operands.pv_dtype, *batch_k, *v_shape),
+        k=operand(operands.k_dtype, *batch_k, seqlen_k, heads_k, head_dim),
+        v=operand(operands.v_dtype, *batch_k, *v_shape),
         o=operand(operands.o_dtype, *batch_q, seqlen_q, heads_q, head_dim_v),
         lse=lse,
     )
@@ -77,6 +77,9 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         entries = 1 if operands.has_block_scales and storage.q == "varlen" else batch
         factors = (_per_head(entries, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
         scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
+    elif operands.has_scales:
+        entries = cute.sym_int32(symbol="scaled")
+        scales = ScaleTensors(k_descale=_per_head(entries, heads_k), v_descale=_per_head(entries, heads_k))
     split = SplitTensors()
     if problem.is_split:
         size, blocks = (cute.sym_int32(symbol=name) for name in ("partials", "blocks"))

@@ -110,6 +110,13 @@ class FwdTraitsSm90:
     def stored_v_stage(self) -> int:
         return 0
 
+    # What kernels have that make other tiles of K and V of those that are loaded.
+
+    @property
+    def stored_tiles(self) -> dict[str, tuple[int, int]]:
+        """(bytes, stages) of tiles as they are loaded, by their names in the plan."""
+        return {}
+
     @property
     def p_offset(self) -> float:
         return 0.0
@@ -172,10 +179,10 @@ class FwdTraitsSm90:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Barriers, Q, K, V, O (over Q with `share_q_o`), P without `p_in_regs`, V as it is stored with `turns_v`."""
-        wgs, kv = self.mma_warpgroups, self.kv_stage
-        stored_v = self.stored_v_stage if self.turns_v else 0
-        stages = self.q_stage + 2 * kv + stored_v  # each with a barrier for full and one for empty
+        """Barriers, Q, K, V, `stored_tiles`, O (over Q with `share_q_o`), P without `p_in_regs`."""
+        wgs, kv, stored = self.mma_warpgroups, self.kv_stage, self.stored_tiles
+        # Each stage has a barrier for full and one for empty.
+        stages = self.q_stage + 2 * kv + sum(count for _, count in stored.values())
         plan = {"barriers": SmemRegion(0, 2 * stages * MBARRIER_BYTES)}
 
         def append(name: str, elements: int, stages: int, nbytes: int = self.element_bytes) -> None:
@@ -185,8 +192,8 @@ class FwdTraitsSm90:
         append("q", self.q_stage * self.tile_m * self.head_dim, self.q_stage * wgs)
         append("k", kv * self.tile_n * self.head_dim, kv)
         append("v", kv * self.tile_n * self.head_dim_v, kv)
-        if self.turns_v:
-            append("stored_v", stored_v * self.tile_n * self.head_dim_v, stored_v)
+        for name, (nbytes, count) in stored.items():
+            append(name, count * nbytes, count, 1)
         if self.share_q_o:
             plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * OUT_BYTES, wgs)
         else:

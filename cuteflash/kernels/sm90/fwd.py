@@ -12,7 +12,8 @@ tile while the consumers finish this one. With `fixed_max` unmasked key blocks d
 whose scores exceed them by too much is repaired (`fixed_max.py`). Without `warp_specialized` the first consumer warp
 issues the loads instead, to measure the gain of the producer. Of packed sequences a second producer warp finds the
 tiles (`handout.py`), and the descriptors clip boxes at a sequence's end (`ragged.py`). K and V of a cache are loaded
-page by page, or row by row (`paged_load.py`). Not here: dropout, ALiBi, gradients.
+page by page, or row by row (`paged_load.py`); those of an e4m3 cache are made into fp16 tiles by further warpgroups
+(`convert.py`). Not here: dropout, ALiBi, gradients.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cuteflash.arguments import FwdArguments
+from cuteflash.arguments import FwdArguments, FwdTensors
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import CopyRing, StageRing, TmaRing
 from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
 from cuteflash.core.scales import Scales
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
-from cuteflash.core.views import columns_first, rows_first, transposed
+from cuteflash.core.views import columns_first, rows_first, transposed, words_of
 from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
+from cuteflash.kernels.sm90.convert import convert
 from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
@@ -60,8 +62,8 @@ class FlashFwdSm90:
 
     @property
     def dtype(self) -> type[cutlass.Numeric]:
-        """Element type of Q, K and V."""
-        return CUTE_DTYPES[self.problem.operands.qk_dtype]
+        """Element type of Q, K and V as the products read them."""
+        return CUTE_DTYPES[self.problem.operands.product_dtype]
 
     @property
     def p_dtype(self) -> type[cutlass.Numeric]:
@@ -77,6 +79,22 @@ class FlashFwdSm90:
     def turns_v(self) -> bool:
         """Whether the producer warpgroup turns V: of 8 bits the product only reads Vᵀ."""
         return self.problem.operands.is_fp8 and not self.problem.operands.transposed_v
+
+    @property
+    def converts(self) -> bool:
+        """Whether warpgroups of their own convert tiles of an 8-bit cache; these move as pairs of bytes."""
+        return self.problem.operands.cache_dtype is not None
+
+    @property
+    def fits_q(self) -> bool:
+        """Whether Q is made into the element type of the products."""
+        return self.problem.operands.qk_dtype != self.problem.operands.product_dtype
+
+    @property
+    def loaded_columns(self) -> tuple[int, int]:
+        """Columns of the tiles of K and of V as they are loaded, in elements of `dtype`."""
+        columns = self.traits.head_dim, self.traits.head_dim_v
+        return (columns[0] // 2, columns[1] // 2) if self.converts else columns
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -95,7 +113,7 @@ class FlashFwdSm90:
         traits = self.traits
         if not self.problem.storage.gathers:
             return range(0)
-        rows = max(WARPGROUP * CHUNK // swizzle_width(cols) for cols in (traits.head_dim, traits.head_dim_v))
+        rows = max(WARPGROUP * CHUNK // swizzle_width(cols) for cols in self.loaded_columns)
         is_whole = self.problem.storage.q == "dense" and traits.tile_n % rows == 0
         return range(0 if is_whole else WARPGROUP // 2, WARPGROUP)
 
@@ -164,6 +182,10 @@ class FlashFwdSm90:
         traits = self.traits
         return atoms.smem_tile_layout(self.dtype, traits.tile_n, traits.head_dim_v, traits.stored_v_stage)
 
+    def smem_layout_loaded(self, columns: int) -> cute.ComposedLayout:
+        """(tile_n, columns, stored_stage), of K or V that are converted; `columns` as of `loaded_columns`"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, columns, self.traits.stored_stage)
+
     def smem_layout_vt(self) -> cute.ComposedLayout:
         """(head_dim_v, tile_n, kv_stage), Vᵀ of 8 bits"""
         return atoms.smem_tile_layout(self.dtype, self.traits.head_dim_v, self.traits.tile_n, self.traits.kv_stage)
@@ -215,20 +237,30 @@ class FlashFwdSm90:
     def make_kv_tma(self, mK: cute.Tensor, mV: cute.Tensor) -> tuple:
         """Descriptor and coordinate tensor of K, and of V; without descriptors if rows are looked up one by one."""
         traits, storage = self.traits, self.problem.storage
-        d, dv = traits.head_dim, traits.head_dim_v
+        d, dv = self.loaded_columns
         if storage.gathers:
             return None, rows_first(mK), None, rows_first(mV)
         rows = storage.page_rows or traits.tile_n
         keys = rows_first if storage.k == "dense" else functools.partial(ragged, packed_heads=1)
-        values, layout_v, box_v = keys, self.smem_layout_v(), (rows, dv)
+        layout_k, layout_v = self.smem_layout_k(), self.smem_layout_v()
+        if self.converts:
+            layout_k, layout_v = (self.smem_layout_loaded(columns) for columns in (d, dv))
+        values, box_v = keys, (rows, dv)
         if self.problem.operands.transposed_v:
             values = columns_first if storage.k == "dense" else ragged_columns
             layout_v, box_v = self.smem_layout_vt(), (dv, rows)
         smem_k, smem_v = (
             atoms.rows_of_tile(layout, rows) if storage.page_rows else cute.select(layout, mode=[0, 1])
-            for layout in (self.smem_layout_k(), layout_v)
+            for layout in (layout_k, layout_v)
         )
         return *atoms.tma_load(keys(mK), smem_k, (rows, d)), *atoms.tma_load(values(mV), smem_v, box_v)
+
+    def as_products_read(self, tensors: FwdTensors) -> FwdTensors:
+        """The tensors with Q, K and V in the element type that memory is moved in, which is that of the products."""
+        if not self.converts:
+            return tensors
+        q = cute.make_tensor(cute.recast_ptr(tensors.q.iterator, dtype=self.dtype), tensors.q.layout)
+        return tensors._replace(q=q, k=words_of(tensors.k, self.dtype), v=words_of(tensors.v, self.dtype))
 
     @cute.jit
     def __call__(self, *arguments):
@@ -237,7 +269,7 @@ class FlashFwdSm90:
             arguments, self.problem.is_split, has_sinks
         )
         traits = self.traits
-        tensors = batched(tensors, self.problem.storage)
+        tensors = self.as_products_read(batched(tensors, self.problem.storage))
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
         launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks, split)
         if const_expr(self.problem.is_split):
@@ -287,6 +319,7 @@ class FlashFwdSm90:
                 rings.init(consumer_warps, len(self.copying_threads))
                 if const_expr(handout is not None):
                     readers = TURNING_WARPS - 1 if self.turns_v else len(self.loading_warps)
+                    readers += (traits.producer_warpgroups - 1) * WARPGROUP // 32  # those that convert
                     handout.init(readers=consumer_warps + readers)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.problem.is_split):  # the next launch may begin where blocks end; this one has, perhaps
@@ -306,6 +339,18 @@ class FlashFwdSm90:
                 if const_expr(handout is not None):
                     if warp == 1:
                         hand_out(handout, launch, functools.partial(await_taken, handout), Int32(0))
+        elif const_expr(self.converts):
+            self.convert_or_consume(warp, block)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            consume(self, block)
+
+    @cute.jit
+    def convert_or_consume(self, warp: Int32, block: Block):
+        """The role of a warp that does not load, if tiles are converted."""
+        if warp < self.traits.first_consumer // 32:
+            cute.arch.setmaxregister_decrease(self.traits.converter_regs)
+            convert(self, block)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             consume(self, block)
@@ -322,6 +367,8 @@ class FlashFwdSm90:
         barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
         q, kv = traits.q_stage, traits.kv_stage
         at_v, at_stored_v = (barriers + 2 * (q + n * kv) for n in (1, 2))
+        if self.converts:
+            return self.make_converting_rings(barriers, (at_v, at_stored_v), (q_bytes, k_bytes // 2, v_bytes // 2))
         if self.problem.storage.gathers:
             k, v = (CopyRing.create(start, kv) for start in (barriers + 2 * q, at_v))
             return Rings(TmaRing.create(barriers, q, q_bytes), k, v)
@@ -330,6 +377,29 @@ class FlashFwdSm90:
             k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
             v=StageRing.create(at_v, kv) if self.turns_v else TmaRing.create(at_v, kv, v_bytes),
             stored_v=TmaRing.create(at_stored_v, traits.stored_v_stage, v_bytes) if self.turns_v else None,
+        )
+
+    def make_converting_rings(
+        self, barriers: cute.Pointer, starts: tuple[cute.Pointer, cute.Pointer], nbytes: tuple[int, int, int]
+    ) -> Rings:
+        """The rings of a kernel that converts, with the barriers of V and of stored tiles at `starts`.
+
+        `nbytes` are of a tile of Q, and of K and V as they are stored.
+        """
+        traits, (at_v, at_stored) = self.traits, starts
+        q, kv, stored = traits.q_stage, traits.kv_stage, traits.stored_stage
+        at_stored_v = at_stored + 2 * stored
+        if self.problem.storage.gathers:
+            stored_k, stored_v = (CopyRing.create(start, stored) for start in (at_stored, at_stored_v))
+        else:
+            stored_k = TmaRing.create(at_stored, stored, nbytes[1])
+            stored_v = TmaRing.create(at_stored_v, stored, nbytes[2])
+        return Rings(
+            q=TmaRing.create(barriers, q, nbytes[0]),
+            k=StageRing.create(barriers + 2 * q, kv),
+            v=StageRing.create(at_v, kv),
+            stored_v=stored_v,
+            stored_k=stored_k,
         )
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
@@ -345,6 +415,7 @@ class FlashFwdSm90:
             return cute.make_tensor(tensor.iterator, self.smem_box_layout(layout).outer)
 
         sQ, sO = tile("q", self.smem_layout_q()), tile("o", self.smem_layout_o())
+        sK = loaded_k = tile("k", self.smem_layout_k())
         turned_v = stored_v = None
         if self.problem.operands.is_fp8:
             sV = sVt = tile("v", self.smem_layout_vt())
@@ -354,10 +425,16 @@ class FlashFwdSm90:
         else:
             sV = tile("v", self.smem_layout_v())
             sVt = transposed(sV)
+        if self.converts:
+            loaded_k, sV = (
+                tile(name, self.smem_layout_loaded(columns))
+                for name, columns in zip(("stored_k", "stored_v"), self.loaded_columns, strict=True)
+            )
         return Tiles(
             sQ=sQ,
             sQ_boxes=boxed(sQ, self.smem_layout_q()),
-            sK=tile("k", self.smem_layout_k()),
+            sK=sK,
+            loaded_k=loaded_k,
             sV=sV,
             sVt=sVt,
             sO=sO,
@@ -365,4 +442,5 @@ class FlashFwdSm90:
             sP=None if self.traits.p_in_regs else tile("p", self.smem_layout_p()),
             turned_v=turned_v,
             stored_v=stored_v,
+            base=base if self.converts else None,
         )

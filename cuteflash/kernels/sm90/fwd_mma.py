@@ -14,6 +14,7 @@ from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
 from cuteflash.kernels.sm90.epilogue import add_mean, finish_share, write_output
+from cuteflash.kernels.sm90.fit_q import fit_q, with_row_factors
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
@@ -102,6 +103,9 @@ def consume_tile(
         wg = with_scales(kernel, wg, block.scales, block.launch, own)
         v_scale = block.scales.of_v(tile)
     rings.q.wait(q_pos)
+    if const_expr(kernel.fits_q):
+        place = rings.q.stage(q_pos) * traits.mma_warpgroups + wg.index
+        wg = with_row_factors(kernel, wg, fit_q(kernel, wg, tiles.base, place))
     wg = with_q(kernel, wg, tiles, rings.q.stage(q_pos))
     if const_expr(traits.q_in_regs):
         rings.q.release(q_pos)
@@ -110,7 +114,7 @@ def consume_tile(
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
     if const_expr(kernel.problem.is_split):
-        finish_share(kernel, wg, block, tile)
+        finish_share(kernel, wg, block, tile, v_scale)
     else:
         normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
         if const_expr(kernel.problem.operands.has_v_mean):

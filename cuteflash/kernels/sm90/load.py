@@ -112,16 +112,17 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
     q = QuerySource(tma.load_q, rings.q, tQgQ, tQsQ, tile.m_block * warpgroups, warpgroups)
     if kernel.problem.storage.k == "paged":
         return TileLoads(*make_paged_sources(kernel, block, tile, q), blocks)
-    gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (traits.tile_n, traits.head_dim), (None, 0))
+    columns_k, columns_v = kernel.loaded_columns
+    gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (traits.tile_n, columns_k), (None, 0))
     if kernel.problem.operands.transposed_v:
         gV = cute.local_tile(value_columns(kernel, tma.gV, tile), (traits.head_dim_v, traits.tile_n), (0, None))
     else:
-        gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, traits.head_dim_v), (None, 0))
-    tKsK, tKgK = atoms.tma_partition(tma.load_k, tiles.sK, gK)
+        gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, columns_v), (None, 0))
+    tKsK, tKgK = atoms.tma_partition(tma.load_k, tiles.loaded_k, gK)
     tVsV, tVgV = atoms.tma_partition(tma.load_v, tiles.sV, gV)
     return TileLoads(
         q=q,
-        k=TmaSource(tma.load_k, rings.k, tKgK, tKsK),
+        k=TmaSource(tma.load_k, rings.loaded_k, tKgK, tKsK),
         v=TmaSource(tma.load_v, rings.loaded_v, tVgV, tVsV),
         blocks=blocks,
     )

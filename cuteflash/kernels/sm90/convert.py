@@ -1,0 +1,131 @@
+"""Tiles of an e4m3 cache made into fp16 tiles, as the products read them: the role of the converting warpgroups.
+
+    loading warps               converting warpgroups                           consumers
+    e4m3 ──TMA──► stored tile   16 bytes a lane, cvt.f16x2.e4m3x2, 32 bytes ──► fp16 tile, swizzled for WGMMA
+
+All numbers of e4m3 are numbers of fp16, NaN is NaN, and rows past the last key are zeros as they were loaded. The
+scales are left to the softmax and to the end of the tile. How lanes share a tile: `cuteflash.traits.cache_sm90.Share`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp
+
+from cuteflash.atoms.barriers import Ring
+from cuteflash.core.convert import halves_of_e4m3
+from cuteflash.core.tile import QueryTile
+from cuteflash.kernels.sm90.bundles import Block
+from cuteflash.kernels.sm90.handout import visit_tiles
+from cuteflash.kernels.sm90.swizzle import swizzled
+from cuteflash.traits.cache_sm90 import CHUNK, LANES, WARPS, Share
+from cuteflash.traits.sm90 import WARPGROUP
+
+WORDS = CHUNK // 4  # registers with a chunk of stored elements
+MOST_AT_ONCE = 4  # chunks that a lane loads before it converts them
+
+
+@cute.jit
+def convert(kernel: cutlass.Constexpr, block: Block):
+    """Convert the tiles of K and V of every query tile of this block; all warps of the converting warpgroups call it.
+
+    The first warpgroup converts K and, if there is no second one, V as well.
+    """
+    if const_expr(kernel.traits.converting_warpgroups == 1):
+        visit_tiles(block.handout, block.launch, functools.partial(convert_tiles, kernel, block, ("k", "v")))
+    elif cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) == 1:
+        visit_tiles(block.handout, block.launch, functools.partial(convert_tiles, kernel, block, ("k",)))
+    else:
+        visit_tiles(block.handout, block.launch, functools.partial(convert_tiles, kernel, block, ("v",)))
+
+
+@cute.jit
+def convert_tiles(
+    kernel: cutlass.Constexpr,
+    block: Block,
+    names: cutlass.Constexpr[tuple[str, ...]],
+    tile: QueryTile,
+    q_pos: Int32,
+    kv_pos: Int32,
+):
+    """Convert the key blocks that a query tile visits; returns the next K/V position."""
+    blocks = tile.visited_blocks()
+    for _ in cutlass.range(blocks.hi - blocks.lo, unroll=1):
+        for name in names:
+            convert_tile(kernel, block, name, kv_pos)
+        kv_pos += 1
+    return kv_pos
+
+
+def convert_tile(kernel, block: Block, name: str, position: Int32) -> None:
+    """Convert the tile of K or V at `position`, once it is there and the place of the converted one is free."""
+    traits, base, rings = kernel.traits, block.tiles.base, block.rings
+    stored_ring, ring = (rings.stored_k, rings.k) if name == "k" else (rings.stored_v, rings.v)
+    columns = traits.head_dim if name == "k" else traits.head_dim_v
+    nbytes = traits.tile_n * columns
+    stored = base + traits.smem_plan[f"stored_{name}"].start + stored_ring.stage(position) * nbytes
+    converted = base + traits.smem_plan[name].start + ring.stage(position) * (2 * nbytes)
+    convert_share(stored_ring, ring, position, (stored, converted), (traits.tile_n, columns), traits.share(columns))
+
+
+@cute.jit
+def convert_share(
+    stored_ring: Ring,
+    ring: Ring,
+    position: Int32,
+    tiles: tuple[cute.Pointer, cute.Pointer],
+    shape: cutlass.Constexpr[tuple[int, int]],
+    share: cutlass.Constexpr[Share],
+):
+    """Convert this warp's share of a tile of `shape`, and publish it; the stored tile is released."""
+    stored, converted = tiles
+    at_once = max(n for n in range(1, MOST_AT_ONCE + 1) if share.units % n == 0)
+    stored_ring.wait(position)
+    ring.wait_free(position)
+    first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS * share.units
+    for i in cutlass.range(0, share.units, at_once, unroll=1):
+        chunks = cute.make_rmem_tensor((WORDS, at_once), Uint32)
+        for j in cutlass.range_constexpr(at_once):
+            row, chunk = place(share, first + i + j)
+            copy_chunk(chunk_at(stored + swizzled(row, chunk, *shape)), chunks[None, j])
+        for j in cutlass.range_constexpr(at_once):
+            row, chunk = place(share, first + i + j)
+            for half in cutlass.range_constexpr(2):
+                found = cute.make_rmem_tensor(WORDS, Uint32)
+                for word in cutlass.range_constexpr(WORDS // 2):
+                    found[2 * word], found[2 * word + 1] = halves_of_e4m3(chunks[half * WORDS // 2 + word, j])
+                at = swizzled(row, 2 * chunk + half, shape[0], 2 * shape[1])
+                copy_chunk(found, chunk_at(converted + at))
+    cute.arch.fence_view_async_shared()
+    ring.publish(position)
+    stored_ring.release(position)
+
+
+def place(share: Share, unit: Int32) -> tuple[Int32, Int32]:
+    """(row, chunk) of a lane in a unit.
+
+    Units of four chunks have eight rows, of which eight lanes take two that differ in their first and third bits: then
+    four chunks of either lie in the two halves of the banks, or in their even and odd parts. Units of two chunks have
+    16 rows, and eight lanes take four that follow each other.
+    """
+    lane = cute.arch.lane_idx()
+    row_unit, column = unit // share.columns, unit % share.columns
+    rows = LANES // share.chunks
+    row = lane // share.chunks
+    if share.chunks == 4:
+        row = (lane // 8) ^ (lane // 4 % 2 * 5)
+    return row_unit * rows + row, column * share.chunks + lane % share.chunks
+
+
+def chunk_at(start: cute.Pointer) -> cute.Tensor:
+    """The 16 bytes of shared memory at `start`, as words."""
+    return cute.make_tensor(cute.recast_ptr(start.align(CHUNK), dtype=Uint32), cute.make_layout(WORDS))
+
+
+def copy_chunk(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Copy 16 bytes between shared memory and registers."""
+    cute.copy(cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * CHUNK), source, target)

@@ -1,0 +1,115 @@
+"""Traits of the sm90 family for 16-bit Q and an e4m3 cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cuteflash.problem import Feature
+from cuteflash.traits.arch import ArchSpec
+from cuteflash.traits.sm90 import PLAIN_FEATURES, WARPGROUP, FwdTraitsSm90
+
+CHUNK = 16  # bytes that a lane converts at a time
+LANES, WARPS = 32, WARPGROUP // 32
+CACHE_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"varlen", "e4m3_cache"}
+P_OFFSET = 8.0
+# Registers a thread of the producer, of converting and of consumer warpgroups, by the number of the last two.
+CACHE_SPLIT = {(1, 1): (56, 104, 240), (1, 2): (56, 88, 240), (2, 1): (40, 40, 216)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """How the warps of a converting warpgroup share a tile: units of some rows and some chunks of these.
+
+    Eight lanes access shared memory together. They take rows and chunks that lie in different banks, whatever the
+    swizzles of the stored tile, whose rows have half as many bytes, and of the converted one.
+
+    Attributes:
+        chunks: of a unit's row.
+        columns: of units that lie beside each other.
+        units: that a warp converts.
+    """
+
+    chunks: int
+    columns: int
+    units: int
+
+    @classmethod
+    def of(cls, tile_n: int, head_dim: int) -> Share | None:
+        """That of a tile of K or V; None if it is not whole units for each warp."""
+        chunks = 4 if head_dim % (4 * CHUNK) == 0 else 2
+        rows, columns = LANES // chunks, head_dim // (chunks * CHUNK)
+        units, rest = divmod(tile_n // rows * columns, WARPS)
+        return None if rest or tile_n % rows or head_dim % (chunks * CHUNK) else cls(chunks, columns, units)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FwdTraitsCacheSm90(FwdTraitsSm90):
+    """One way to run the sm90 forward kernel on e4m3 caches. What `FwdTraitsSm90` has, and:
+
+    Attributes:
+        stored_stage: tiles of K and V in flight, each, as memory has them; `kv_stage` counts those that are converted.
+        converting_warpgroups: that convert tiles; of two one converts K and one V.
+    """
+
+    stored_stage: int = 2
+    converting_warpgroups: int = 1
+
+    @property
+    def p_offset(self) -> float:
+        """P is multiplied with 2 to this power: below 2^-14 fp16 loses bits, which the bf16 of other kernels has."""
+        return P_OFFSET
+
+    @property
+    def producer_warpgroups(self) -> int:
+        """Warpgroups in front of the consumers: one loads, the others convert."""
+        return 1 + self.converting_warpgroups
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Those that the kernel implements."""
+        return CACHE_FEATURES | ({"split"} if self.splits else set())
+
+    @property
+    def converter_regs(self) -> int:
+        """Registers a thread of a converting warpgroup."""
+        return CACHE_SPLIT[self.mma_warpgroups, self.converting_warpgroups][1]
+
+    @property
+    def _register_split(self) -> tuple[int, int]:
+        loading, _, consuming = CACHE_SPLIT[self.mma_warpgroups, self.converting_warpgroups]
+        return loading, consuming
+
+    @property
+    def paged_regs(self) -> tuple[int, int]:
+        """See `FwdTraitsSm90.paged_regs`."""
+        return self._register_split
+
+    @property
+    def stored_tiles(self) -> dict[str, tuple[int, int]]:
+        """See `FwdTraitsSm90.stored_tiles`."""
+        columns = {"stored_k": self.head_dim, "stored_v": self.head_dim_v}
+        return {name: (self.tile_n * width, self.stored_stage) for name, width in columns.items()}
+
+    def share(self, head_dim: int) -> Share:
+        """How a tile of K or V with these columns is shared."""
+        found = Share.of(self.tile_n, head_dim)
+        if found is None:
+            raise ValueError(f"tile_n is {self.tile_n}; allowed with {head_dim} columns: what `check` allows")
+        return found
+
+    def check(self, arch: ArchSpec) -> str | None:
+        """None if the row can run on `arch`, else the reason in words."""
+        if not self.warp_specialized:
+            return "e4m3 caches need warp_specialized: other warpgroups load and convert"
+        if (self.mma_warpgroups, self.converting_warpgroups) not in CACHE_SPLIT:
+            return f"tile_m {self.tile_m} with {self.converting_warpgroups} converting warpgroups: no split of registers"
+        if self.fixed_max:
+            return "e4m3 caches: no fixed_max, which has one scale for all rows"
+        if self.blocks_per_sm > 1:
+            return "e4m3 caches: one block a multiprocessor, whose shared memory its tiles take"
+        if self.stored_stage < 1:
+            return f"stored_stage {self.stored_stage} is below 1: nothing would be loaded"
+        for head_dim in (self.head_dim, self.head_dim_v):
+            if Share.of(self.tile_n, head_dim) is None:
+                return f"tile_n {self.tile_n} with {head_dim} columns is not whole units for {WARPS} warps"
+        return FwdTraitsSm90.check(self, arch)
