@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
-from cuteflash.arguments import FwdOptions, PackedTensors
+from cuteflash.arguments import FwdOptions, PackedTensors, ScaleTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
 from cuteflash.packed_planning import SEVERAL, counted_rows, counters, packs_heads
@@ -30,13 +30,15 @@ from cuteflash.problem import (
 )
 from cuteflash.split_planning import ROWS, SplitKernels, Tiles
 from cuteflash.strides import usable_strides
-from cuteflash.traits.arch import Family
+from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
 from cuteflash.validate_packed import PackedInputs
 
 UNASKED_SPLITS = 1  # what 0 means for caches: no GPU has run the tests of their split keys yet
+STORED = KvCacheInputs._fields.index("sinks")  # the tensors before say how sequences lie in memory
+E4M3_FAMILY: Family = "sm90"  # that has kernels of e4m3 caches
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
 
 Launch = Callable[[KvCacheInputs], Result]
@@ -65,17 +67,19 @@ class Planner:
         if is_empty(inputs):
             target_of(q.device, options.family)  # as `choose` does for the others
             return functools.partial(self._without_kernel, shapes=shapes)
-        step = ALIGNMENT // q.element_size()
-        restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
+        restrides = [usable_strides(x.stride(), ALIGNMENT // x.element_size()) for x in (q, k, v)]
         strides = [new or x.stride() for new, x in zip(restrides[1:], (k, v), strict=True)]
         target = current_target(q.device.index)
+        if inputs.is_e4m3:
+            check_family(target, options.family)
         is_packed = inputs.cu_seqlens_q is not None
         length = -(-q.shape[0] // inputs.batch) if is_packed else q.shape[1]
         mask, *window = mask_of_window(
             options.window_left, options.window_right, SEVERAL if is_packed else length, options.attention_chunk
         )
         dtype = DTYPE_NAMES[q.dtype]
-        operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3])
+        cache_dtype: Literal["e4m3"] | None = "e4m3" if inputs.is_e4m3 else None
+        operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3], cache_dtype=cache_dtype)
         scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks))
         problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
         storage = problem.storage
@@ -100,8 +104,9 @@ class Planner:
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
             vectors = () if storage == DENSE else vectors_of(inputs, is_split=split is not None)
+            scales = ScaleTensors(None, *inputs.descales) if inputs.is_e4m3 else ()
             sinks = () if inputs.sinks is None else (inputs.sinks,)
-            kernel(q, k, v, o, lse, *vectors, *further(), *scalars, *sinks)
+            kernel(q, k, v, o, lse, *vectors, *scales, *further(), *scalars, *sinks)
             return result
 
         return launch
@@ -127,6 +132,16 @@ class Planner:
         return result
 
 
+def check_family(target: str, family: str | None) -> None:
+    """NotImplementedError if a target, or the family asked for, has no kernels of e4m3 caches."""
+    runs = family or get_arch(target).families[0]
+    if runs != E4M3_FAMILY:
+        raise NotImplementedError(
+            f"attention to e4m3 caches needs the {E4M3_FAMILY} family (Hopper); {target} runs {runs}"
+            + ("" if family is None else f", which `family` asks for: {family!r}")
+        )
+
+
 def vectors_of(inputs: KvCacheInputs, is_split: bool) -> PackedTensors:
     """The vectors and the table of a launch."""
     draws = inputs.cu_seqlens_q is not None and not is_split
@@ -149,7 +164,7 @@ def result_shapes(inputs: KvCacheInputs) -> tuple[tuple[int, ...], tuple[int, ..
 
 def storage_of(inputs: KvCacheInputs) -> Storage:
     """How the sequences of a call lie in memory. Whole caches, one for each sequence of a dense batch, are dense."""
-    if all(x is None for x in inputs[3:-1]):
+    if all(x is None for x in inputs[3:STORED]):
         return DENSE
     return Storage(
         "dense" if inputs.cu_seqlens_q is None else "varlen",

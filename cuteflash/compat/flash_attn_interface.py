@@ -7,7 +7,8 @@ What differs:
 
 - `qv`, `sm_margin` and `scheduler_metadata` raise NotImplementedError.
 - `flash_attn_with_kvcache` writes to the caches it is given or raises: it never copies them. A cache of 8 bits is
-  attended to as a whole; descale factors of a 16-bit one raise NotImplementedError.
+  attended to as a whole. 16-bit q takes `k_descale` and `v_descale` with e4m3 caches; of a 16-bit one descale
+  factors raise NotImplementedError.
 - 8-bit q, k and v may be e5m2, too. Their keys are not split: `num_splits` above 1 raises ValueError. Descale factors
   with 16-bit ones raise TypeError.
 - The log-sum-exp is differentiable.
@@ -28,6 +29,7 @@ from cuteflash.combine import flash_attn_combine
 from cuteflash.compat.common import attend, attend_cached
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, shown
+from cuteflash.validate_kvcache import E4M3
 
 __all__ = [
     "flash_attn_combine",
@@ -234,7 +236,8 @@ def flash_attn_with_kvcache(
     Args:
         page_table: int32 (batch, pages of a sequence), with caches of pages, (num_pages, page_size, kv_heads,
             head_dim), of any size.
-        q_descale, k_descale, v_descale: with q and whole caches of 8 bits, as of `flash_attn_func`.
+        q_descale, k_descale, v_descale: with q and whole caches of 8 bits, as of `flash_attn_func`. The last two also
+            with 16-bit q and e4m3 caches, to which a 16-bit k and v are appended; None is 1.
 
     Returns:
         O, shaped as q; with `return_softmax_lse` (O, LSE).
@@ -260,7 +263,12 @@ def flash_attn_with_kvcache(
         refuse(**{name: (value, NOTHING) for name, value in ({"k": k, "v": v} | extent).items()})
         tensors = q, k_cache, v_cache
         return _attend(api.flash_attn_func, tensors, num_splits=num_splits, sm_margin=0, **descales, **given)
-    refuse(**{name: (value, NOTHING) for name, value in descales.items()})
+    if isinstance(q, Tensor) and isinstance(k_cache, Tensor) and k_cache.dtype == E4M3 and k_cache.dim() > 1:
+        refuse(q_descale=(descales.pop("q_descale"), NOTHING))
+        ones = _ones((q, k_cache), cu_seqlens_q)
+        given |= {name: ones if x is None else x for name, x in descales.items()}
+    else:
+        refuse(**{name: (value, NOTHING) for name, value in descales.items()})
     options = extent | given | {"rotary_interleaved": rotary_interleaved, "num_splits": num_splits}
     return attend_cached(q, (k_cache, v_cache), (k, v), **options)
 
