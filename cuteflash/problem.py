@@ -113,7 +113,9 @@ class Operands:
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
         if self.cache_dtype is not None and (self.is_fp8 or self.cache_dtype not in FP8_DTYPES):
-            raise ValueError(f"cache_dtype is {self.cache_dtype!r}; allowed with {self.qk_dtype!r}: None, or of 16 bits e4m3")
+            raise ValueError(
+                f"cache_dtype is {self.cache_dtype!r}; allowed with {self.qk_dtype!r}: None, or of 16 bits e4m3"
+            )
         if self.has_block_scales and not self.is_fp8:
             raise ValueError(
                 f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, 8-bit operands have scales"

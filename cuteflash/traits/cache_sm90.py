@@ -6,14 +6,17 @@ import dataclasses
 
 from cuteflash.problem import Feature
 from cuteflash.traits.arch import ArchSpec
-from cuteflash.traits.sm90 import PLAIN_FEATURES, WARPGROUP, FwdTraitsSm90
+from cuteflash.traits.base import SmemRegion
+from cuteflash.traits.sm90 import PLAIN_FEATURES, WARPGROUP, WGMMA_K, FwdTraitsSm90
 
 CHUNK = 16  # bytes that a lane converts at a time
+FP32_BYTES = 4
 LANES, WARPS = 32, WARPGROUP // 32
 CACHE_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"varlen", "e4m3_cache"}
 P_OFFSET = 8.0
 # Registers a thread of the producer, of converting and of consumer warpgroups, by the number of the last two.
 CACHE_SPLIT = {(1, 1): (56, 104, 240), (1, 2): (56, 88, 240), (2, 1): (40, 40, 216)}
+STATISTICS = 4  # that a thread of a consumer hands over with its part of O: maxima and sums of two rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,10 +52,14 @@ class FwdTraitsCacheSm90(FwdTraitsSm90):
     Attributes:
         stored_stage: tiles of K and V in flight, each, as memory has them; `kv_stage` counts those that are converted.
         converting_warpgroups: that convert tiles; of two one converts K and one V.
+        key_warpgroups: consumer warpgroups that share a tile's 64 rows. Of two each reads half of the keys of a block,
+            and the first one merges both results when the tile ends. One computes no faster than memory delivers
+            less than 512 bytes a key.
     """
 
     stored_stage: int = 2
     converting_warpgroups: int = 1
+    key_warpgroups: int = 1
 
     @property
     def p_offset(self) -> float:
@@ -72,11 +79,11 @@ class FwdTraitsCacheSm90(FwdTraitsSm90):
     @property
     def converter_regs(self) -> int:
         """Registers a thread of a converting warpgroup."""
-        return CACHE_SPLIT[self.mma_warpgroups, self.converting_warpgroups][1]
+        return CACHE_SPLIT[self.consumer_warpgroups, self.converting_warpgroups][1]
 
     @property
     def _register_split(self) -> tuple[int, int]:
-        loading, _, consuming = CACHE_SPLIT[self.mma_warpgroups, self.converting_warpgroups]
+        loading, _, consuming = CACHE_SPLIT[self.consumer_warpgroups, self.converting_warpgroups]
         return loading, consuming
 
     @property
@@ -90,6 +97,15 @@ class FwdTraitsCacheSm90(FwdTraitsSm90):
         columns = {"stored_k": self.head_dim, "stored_v": self.head_dim_v}
         return {name: (self.tile_n * width, self.stored_stage) for name, width in columns.items()}
 
+    @property
+    def smem_plan(self) -> dict[str, SmemRegion]:
+        """As of `FwdTraitsSm90`, O being the last region; where it is staged, parts of it were handed over before."""
+        plan = FwdTraitsSm90.smem_plan.fget(self)  # type: ignore[attr-defined]
+        if self.key_warpgroups > 1:
+            handed = (self.head_dim_v // 2 + STATISTICS) * WARPGROUP * FP32_BYTES
+            plan["handed"] = SmemRegion(plan["o"].start, handed)
+        return plan
+
     def share(self, head_dim: int) -> Share:
         """How a tile of K or V with these columns is shared."""
         found = Share.of(self.tile_n, head_dim)
@@ -101,8 +117,14 @@ class FwdTraitsCacheSm90(FwdTraitsSm90):
         """None if the row can run on `arch`, else the reason in words."""
         if not self.warp_specialized:
             return "e4m3 caches need warp_specialized: other warpgroups load and convert"
-        if (self.mma_warpgroups, self.converting_warpgroups) not in CACHE_SPLIT:
-            return f"tile_m {self.tile_m} with {self.converting_warpgroups} converting warpgroups: no split of registers"
+        consumers, converting = self.consumer_warpgroups, self.converting_warpgroups
+        if (consumers, converting) not in CACHE_SPLIT:
+            return f"{consumers} consumer and {converting} converting warpgroups: not one of {list(CACHE_SPLIT)}"
+        if self.key_warpgroups > 1:
+            if self.mma_warpgroups > 1 or self.pingpong or not (self.q_in_regs and self.p_in_regs):
+                return "key_warpgroups needs one tile of 64 rows, q_in_regs, p_in_regs, and no pingpong"
+            if self.tile_n % (self.key_warpgroups * WGMMA_K):
+                return f"tile_n {self.tile_n} is not multiples of {WGMMA_K} keys for {self.key_warpgroups} warpgroups"
         if self.fixed_max:
             return "e4m3 caches: no fixed_max, which has one scale for all rows"
         if self.blocks_per_sm > 1:

@@ -24,13 +24,16 @@ def _many(head_dim: int, tile_n: int, stored_stage: int, **more: Any) -> Row:
     return fwd_cache_sm90(head_dim, 128, tile_n, lengths=SHORT + LONG, stored_stage=stored_stage, **more)
 
 
+# A warpgroup for each half of the keys.
+PAIR: dict[str, Any] = {"key_warpgroups": 2, "q_in_regs": True, "exp_rows_before_wait": 0}
+
 ROWS: tuple[Row, ...] = (
     _many(64, 128, 4),
     _many(128, 64, 4, q_in_regs=True),
-    *_few(32, 128, 8, 2),
-    *_few(64, 128, 6, 2),
-    *_few(96, 64, 8, 2),
-    *_few(128, 64, 8, 2, q_in_regs=True, exp_rows_before_wait=0),
+    *_few(32, 128, 8, **PAIR),
+    *_few(64, 128, 8, **PAIR),
+    *_few(96, 128, 3, **PAIR),
+    *_few(128, 96, 3, **PAIR),
     *_few(160, 64, 5),
     *_few(192, 64, 3),
     *_few(224, 64, 2),

@@ -92,7 +92,7 @@ class FwdTraitsSm90:
     splits: bool = False
     blocks_per_sm: int = 1
 
-    # What only kernels of 8-bit operands have, see `FwdTraitsFp8Sm90`.
+    # What only kernels of 8-bit operands or caches have, see `FwdTraitsFp8Sm90` and `FwdTraitsCacheSm90`.
 
     @property
     def two_level(self) -> bool:
@@ -110,6 +110,10 @@ class FwdTraitsSm90:
     def stored_v_stage(self) -> int:
         return 0
 
+    @property
+    def key_warpgroups(self) -> int:
+        return 1
+
     # What kernels have that make other tiles of K and V of those that are loaded.
 
     @property
@@ -126,6 +130,16 @@ class FwdTraitsSm90:
         return self.tile_m // WGMMA_M
 
     @property
+    def consumer_warpgroups(self) -> int:
+        """One for each 64 rows, and for each part of a key block."""
+        return self.mma_warpgroups * self.key_warpgroups
+
+    @property
+    def step_keys(self) -> int:
+        """Keys of a block that a consumer warpgroup reads."""
+        return self.tile_n // self.key_warpgroups
+
+    @property
     def producer_warpgroups(self) -> int:
         """Warpgroups in front of the consumers, 0 or 1."""
         return int(self.warp_specialized)
@@ -137,7 +151,7 @@ class FwdTraitsSm90:
 
     @property
     def num_threads(self) -> int:
-        return (self.producer_warpgroups + self.mma_warpgroups) * WARPGROUP
+        return (self.producer_warpgroups + self.consumer_warpgroups) * WARPGROUP
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -270,9 +284,9 @@ class FwdTraitsSm90:
         Under fixed maxima S stays beside P; rows that do not wait for the PV product to read the last P are rounded
         into registers of their own.
         """
-        s = self.tile_n // 2
+        s = self.step_keys // 2
         o = self.head_dim_v // 2 * (2 if self.two_level else 1)  # a product of 8 bits beside their sum
-        a_row = self.tile_n * self.element_bytes // 16  # of P
+        a_row = self.step_keys * self.element_bytes // 16  # of P
         p = 2 * a_row if self.p_in_regs else 0
         q = self.head_dim * self.element_bytes // 8 if self.q_in_regs else 0
         ahead = a_row * self.exp_rows_before_wait if self.fixed_max else 0

@@ -1,4 +1,4 @@
-"""Attention of 16-bit queries to an e4m3 cache, which the kernel makes fp16 of: every element against the definition."""
+"""Attention of 16-bit queries to an e4m3 cache, of which the kernel makes fp16: every element by definition."""
 
 from __future__ import annotations
 
@@ -171,7 +171,10 @@ def test_what_is_appended_is_attended_to(hopper: torch.device) -> None:
     given = cached(hopper)
     lengths = torch.tensor([100, 297], dtype=torch.int32, device=hopper)
     new = {"k": given["q"][:, :, :2].clone(), "v": given["q"][:, :, 2:].clone()}
-    descales = {"k_descale": torch.tensor([0.02, 0.03], device=hopper), "v_descale": torch.rand(2, 2, device=hopper) + 0.1}
+    descales = {
+        "k_descale": torch.tensor([0.02, 0.03], device=hopper),
+        "v_descale": torch.rand(2, 2, device=hopper) + 0.1,
+    }
     found = flash_attn_with_kvcache(**given | new | descales, cache_seqlens=lengths, causal=True)
     again = flash_attn_with_kvcache(**given | descales, cache_seqlens=lengths + 3, causal=True)
     assert torch.equal(found, again)

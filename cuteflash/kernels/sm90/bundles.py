@@ -21,6 +21,7 @@ class NamedBarrier(enum.IntEnum):
 
     EPILOGUE = 1  # + warpgroup: O is in shared memory
     TURN = 4  # + warpgroup: this warpgroup may issue its products (ping-pong)
+    HANDED = 7  # a part of O of some keys is in shared memory, or has left it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,9 @@ class Tiles:
     sK: cute.Tensor  # as the product reads it: (tile_n, head_dim, kv_stage)
     loaded_k: cute.Tensor  # as TMA writes it: the same data, unless it is converted
     sV: cute.Tensor  # as TMA writes it: (tile_n, head_dim_v, kv_stage); Vᵀ, if it is given: (head_dim_v, tile_n, ..)
-    sVt: cute.Tensor  # as the product reads it: (head_dim_v, tile_n, kv_stage), the same data unless V is turned or converted
+    sVt: (
+        cute.Tensor
+    )  # as the product reads it: (head_dim_v, tile_n, kv_stage), the same data unless V is turned or converted
     sO: cute.Tensor  # (64, head_dim_v, warpgroups)
     sO_boxes: cute.Tensor  # (box rows, head_dim_v, warpgroups), the same data
     sP: cute.Tensor | None  # (64, tile_n, warpgroups)

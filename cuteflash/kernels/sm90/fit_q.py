@@ -43,17 +43,16 @@ def fit_q(kernel: cutlass.Constexpr, wg: Warpgroup, base: cute.Pointer, tile: In
         words = cute.make_rmem_tensor(WORDS, Uint32)
         copy_chunk(chunk_at(start + swizzled(row, chunk, WGMMA_M, columns)), words)
         for i in cutlass.range_constexpr(WORDS):
-            peak = cutlass.max(peak, cutlass.max(words[i] & EXPONENT, words[i] << 16 & EXPONENT))
+            peak = larger_exponent(peak, words[i])
     peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1))
-    exponent = cutlass.min(cutlass.max(Int32(peak >> EXPONENT_BITS), LEAST), MOST)
+    exponent = exponent_of(peak)
     factor = power_of_two(TOP - exponent)
     for chunk in cutlass.range(half, columns // CHUNK, 2, unroll=2):
         words = cute.make_rmem_tensor(WORDS, Uint32)
         place = chunk_at(start + swizzled(row, chunk, WGMMA_M, columns))
         copy_chunk(place, words)
         for i in cutlass.range_constexpr(WORDS):
-            low, high = unpack_pair(words[i], BFloat16)
-            words[i] = round_pair(low * factor, high * factor, Float16)
+            words[i] = fitted(words[i], factor)
         copy_chunk(words, place)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()  # a warp's product reads only the 16 rows of Q that the warp itself wrote
@@ -61,6 +60,38 @@ def fit_q(kernel: cutlass.Constexpr, wg: Warpgroup, base: cute.Pointer, tile: In
     for r in cutlass.range_constexpr(ROWS):
         factors[r] = power_of_two(cute.arch.shuffle_sync(exponent, lane // 4 * 2 + r * 16) - TOP)
     return factors
+
+
+def fit_q_registers(wg: Warpgroup) -> cute.Tensor:
+    """Convert Q in the registers of the product's operand, whose words hold the thread's two rows in turn; likewise."""
+    words, factors = cute.recast_tensor(wg.tSrQ, Uint32), cute.make_rmem_tensor(ROWS, Float32)
+    for r in range(ROWS):
+        peak = Uint32(0)
+        for i in range(r, cute.size(words), ROWS):
+            peak = larger_exponent(peak, words[i])
+        for lanes in (1, 2):
+            peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=lanes))
+        exponent = exponent_of(peak)
+        factor, factors[r] = power_of_two(TOP - exponent), power_of_two(exponent - TOP)
+        for i in range(r, cute.size(words), ROWS):
+            words[i] = fitted(words[i], factor)
+    return factors
+
+
+def larger_exponent(peak: Uint32, word: Uint32) -> Uint32:
+    """The largest exponent, as the bits of an fp32, of `peak` and of the two bf16 of a word."""
+    return cutlass.max(peak, cutlass.max(word & EXPONENT, word << 16 & EXPONENT))
+
+
+def exponent_of(peak: Uint32) -> Int32:
+    """The exponent in the bits of an fp32, within limits in which the factors are normal numbers."""
+    return cutlass.min(cutlass.max(Int32(peak >> EXPONENT_BITS), LEAST), MOST)
+
+
+def fitted(word: Uint32, factor: Float32) -> Uint32:
+    """The two bf16 of a word times a factor, as fp16."""
+    low, high = unpack_pair(word, BFloat16)
+    return round_pair(low * factor, high * factor, Float16)
 
 
 def power_of_two(exponent: Int32) -> Float32:

@@ -31,19 +31,19 @@ from cutlass.memory import SmemAllocator
 
 from cuteflash.arguments import FwdArguments, FwdTensors
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import CopyRing, StageRing, TmaRing
 from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
 from cuteflash.core.scales import Scales
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
-from cuteflash.core.views import columns_first, rows_first, transposed, words_of
+from cuteflash.core.views import columns_first, rows_first, words_of
 from cuteflash.kernels.common.partials import Partials
-from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
+from cuteflash.kernels.sm90.bundles import Block, Tiles, Tma
 from cuteflash.kernels.sm90.convert import convert
 from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
+from cuteflash.kernels.sm90.memory import make_rings, make_tiles
 from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
 from cuteflash.problem import FwdProblem
 from cuteflash.traits.chunks import CHUNK, swizzle_width
@@ -154,8 +154,9 @@ class FlashFwdSm90:
     # Layouts and atoms, callable without a launch.
 
     def tiled_mma_qk(self) -> cute.TiledMma:
-        """S = Q K^T: (64, tile_n), both operands K-major, K in shared memory."""
-        return atoms.tiled_mma(self.dtype, self.traits.tile_n, OperandMajorMode.K, a_from_regs=self.traits.q_in_regs)
+        """S = Q K^T: (64, step_keys), both operands K-major, K in shared memory."""
+        keys = self.traits.step_keys
+        return atoms.tiled_mma(self.dtype, keys, OperandMajorMode.K, a_from_regs=self.traits.q_in_regs)
 
     def tiled_mma_pv(self) -> cute.TiledMma:
         """O += P V: (64, head_dim_v), V MN-major in shared memory, of 8 bits K-major."""
@@ -300,7 +301,7 @@ class FlashFwdSm90:
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
-        rings = self.make_rings(base)
+        rings = make_rings(self, base)
         handout = None
         if const_expr(self.problem.storage.q == "varlen" and not self.problem.is_split):
             most_ahead = HANDED_TILES - 1 if self.turns_v else HANDED_TILES
@@ -315,7 +316,7 @@ class FlashFwdSm90:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
+                consumer_warps = traits.consumer_warpgroups * WARPGROUP // 32
                 rings.init(consumer_warps, len(self.copying_threads))
                 if const_expr(handout is not None):
                     readers = TURNING_WARPS - 1 if self.turns_v else len(self.loading_warps)
@@ -359,88 +360,6 @@ class FlashFwdSm90:
         """Whether a warp of the producer is one of `loading_warps`."""
         return functools.reduce(operator.or_, (warp == loading for loading in self.loading_warps))
 
-    def make_rings(self, base: cute.Pointer) -> Rings:
-        """Q, K and V rings over the mbarriers at the start of the block's shared memory."""
-        traits = self.traits
-        q_bytes = self.tile_tokens * self.problem.operands.packed_heads * traits.head_dim * traits.element_bytes
-        k_bytes, v_bytes = (traits.tile_n * d * traits.element_bytes for d in (traits.head_dim, traits.head_dim_v))
-        barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
-        q, kv = traits.q_stage, traits.kv_stage
-        at_v, at_stored_v = (barriers + 2 * (q + n * kv) for n in (1, 2))
-        if self.converts:
-            return self.make_converting_rings(barriers, (at_v, at_stored_v), (q_bytes, k_bytes // 2, v_bytes // 2))
-        if self.problem.storage.gathers:
-            k, v = (CopyRing.create(start, kv) for start in (barriers + 2 * q, at_v))
-            return Rings(TmaRing.create(barriers, q, q_bytes), k, v)
-        return Rings(
-            q=TmaRing.create(barriers, q, q_bytes),
-            k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
-            v=StageRing.create(at_v, kv) if self.turns_v else TmaRing.create(at_v, kv, v_bytes),
-            stored_v=TmaRing.create(at_stored_v, traits.stored_v_stage, v_bytes) if self.turns_v else None,
-        )
-
-    def make_converting_rings(
-        self, barriers: cute.Pointer, starts: tuple[cute.Pointer, cute.Pointer], nbytes: tuple[int, int, int]
-    ) -> Rings:
-        """The rings of a kernel that converts, with the barriers of V and of stored tiles at `starts`.
-
-        `nbytes` are of a tile of Q, and of K and V as they are stored.
-        """
-        traits, (at_v, at_stored) = self.traits, starts
-        q, kv, stored = traits.q_stage, traits.kv_stage, traits.stored_stage
-        at_stored_v = at_stored + 2 * stored
-        if self.problem.storage.gathers:
-            stored_k, stored_v = (CopyRing.create(start, stored) for start in (at_stored, at_stored_v))
-        else:
-            stored_k = TmaRing.create(at_stored, stored, nbytes[1])
-            stored_v = TmaRing.create(at_stored_v, stored, nbytes[2])
-        return Rings(
-            q=TmaRing.create(barriers, q, nbytes[0]),
-            k=StageRing.create(barriers + 2 * q, kv),
-            v=StageRing.create(at_v, kv),
-            stored_v=stored_v,
-            stored_k=stored_k,
-        )
-
     def make_tiles(self, base: cute.Pointer) -> Tiles:
-        """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""
-        plan = self.traits.smem_plan
-
-        def tile(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
-            dtype = self.out_dtype if name == "o" else self.dtype
-            start = cute.recast_ptr(base + plan[name].start, layout.inner, dtype=dtype)
-            return cute.make_tensor(start, layout.outer)
-
-        def boxed(tensor: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
-            return cute.make_tensor(tensor.iterator, self.smem_box_layout(layout).outer)
-
-        sQ, sO = tile("q", self.smem_layout_q()), tile("o", self.smem_layout_o())
-        sK = loaded_k = tile("k", self.smem_layout_k())
-        turned_v = stored_v = None
-        if self.problem.operands.is_fp8:
-            sV = sVt = tile("v", self.smem_layout_vt())
-            if self.turns_v:
-                sV = tile("stored_v", self.smem_layout_stored_v())
-                turned_v, stored_v = (base + plan[name].start for name in ("v", "stored_v"))
-        else:
-            sV = tile("v", self.smem_layout_v())
-            sVt = transposed(sV)
-        if self.converts:
-            loaded_k, sV = (
-                tile(name, self.smem_layout_loaded(columns))
-                for name, columns in zip(("stored_k", "stored_v"), self.loaded_columns, strict=True)
-            )
-        return Tiles(
-            sQ=sQ,
-            sQ_boxes=boxed(sQ, self.smem_layout_q()),
-            sK=sK,
-            loaded_k=loaded_k,
-            sV=sV,
-            sVt=sVt,
-            sO=sO,
-            sO_boxes=boxed(sO, self.smem_layout_o()),
-            sP=None if self.traits.p_in_regs else tile("p", self.smem_layout_p()),
-            turned_v=turned_v,
-            stored_v=stored_v,
-            base=base if self.converts else None,
-        )
+        """See `memory.make_tiles`."""
+        return make_tiles(self, base)
