@@ -221,10 +221,10 @@ def flash_attn_varlen_func(
     return_lse = flag("return_lse", return_lse)
     if page_table is not None:
         given = {name: None if x is False else x for name, x in eight.given()}
-        of_pages = {name: given.pop(name, None) for name in ("k_descale", "v_descale")} | {"sinks": sinks}
-        refuse_with_pages(seqused_q=seqused_q, **given)
-        _check_optional(**of_pages)
-        paged = paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)._replace(**of_pages)
+        refuse_with_pages(seqused_q=seqused_q, **given | {"k_descale": None, "v_descale": None})
+        _check_optional(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
+        paged = paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
+        paged = paged._replace(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
         return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, return_lse)
     is_plain = is_plain_cuda_call(q, k, v)
     if not (is_plain and isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):

@@ -100,7 +100,7 @@ class FwdTraitsCacheSm90(FwdTraitsSm90):
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """As of `FwdTraitsSm90`, O being the last region; where it is staged, parts of it were handed over before."""
-        plan = FwdTraitsSm90.smem_plan.fget(self)  # type: ignore[attr-defined]
+        plan = self.plan_of_tiles()
         if self.key_warpgroups > 1:
             handed = (self.head_dim_v // 2 + STATISTICS) * WARPGROUP * FP32_BYTES
             plan["handed"] = SmemRegion(plan["o"].start, handed)

@@ -194,6 +194,10 @@ class FwdTraitsSm90:
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, Q, K, V, `stored_tiles`, O (over Q with `share_q_o`), P without `p_in_regs`."""
+        return self.plan_of_tiles()
+
+    def plan_of_tiles(self) -> dict[str, SmemRegion]:
+        """See `smem_plan`."""
         wgs, kv, stored = self.mma_warpgroups, self.kv_stage, self.stored_tiles
         # Each stage has a barrier for full and one for empty.
         stages = self.q_stage + 2 * kv + sum(count for _, count in stored.values())
