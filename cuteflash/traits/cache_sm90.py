@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from cuteflash.problem import Feature
 from cuteflash.traits.arch import ArchSpec
@@ -15,7 +16,8 @@ LANES, WARPS = 32, WARPGROUP // 32
 CACHE_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"varlen", "e4m3_cache"}
 P_OFFSET = 8.0
 # Registers a thread of the producer, of converting and of consumer warpgroups, by the number of the last two.
-CACHE_SPLIT = {(1, 1): (56, 104, 240), (1, 2): (56, 88, 240), (2, 1): (40, 40, 216)}
+CACHE_SPLIT = {(1, 1): (56, 104, 240), (1, 2): (56, 88, 240), (2, 1): (56, 72, 192)}
+FEW_LOADS = 8  # see `MERGE_LOADS`: blocks of so many threads have fewer registers
 STATISTICS = 4  # that a thread of a consumer hands over with its part of O: maxima and sums of two rows
 
 
@@ -28,21 +30,26 @@ class Share:
 
     Attributes:
         chunks: of a unit's row.
-        columns: of units that lie beside each other.
-        units: that a warp converts.
+        columns: units that lie beside each other, which one warp converts.
+        row_units: units that a warp converts of each column, one below the other.
     """
 
     chunks: int
     columns: int
-    units: int
+    row_units: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a unit."""
+        return LANES // self.chunks
 
     @classmethod
     def of(cls, tile_n: int, head_dim: int) -> Share | None:
         """That of a tile of K or V; None if it is not whole units for each warp."""
         chunks = 4 if head_dim % (4 * CHUNK) == 0 else 2
-        rows, columns = LANES // chunks, head_dim // (chunks * CHUNK)
-        units, rest = divmod(tile_n // rows * columns, WARPS)
-        return None if rest or tile_n % rows or head_dim % (chunks * CHUNK) else cls(chunks, columns, units)
+        found = cls(chunks, head_dim // (chunks * CHUNK), tile_n // (LANES // chunks * WARPS))
+        is_whole = tile_n % (found.rows * WARPS) == 0 and head_dim % (chunks * CHUNK) == 0
+        return found if is_whole and tile_n else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +63,8 @@ class FwdTraitsCacheSm90(FwdTraitsSm90):
             and the first one merges both results when the tile ends. One computes no faster than memory delivers
             less than 512 bytes a key.
     """
+
+    merge_loads: ClassVar[int] = FEW_LOADS
 
     stored_stage: int = 2
     converting_warpgroups: int = 1

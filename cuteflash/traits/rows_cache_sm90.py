@@ -29,7 +29,7 @@ PAIR: dict[str, Any] = {"key_warpgroups": 2, "q_in_regs": True, "exp_rows_before
 
 ROWS: tuple[Row, ...] = (
     _many(64, 128, 4),
-    _many(128, 64, 4, q_in_regs=True),
+    _many(128, 64, 4),
     *_few(32, 128, 8, **PAIR),
     *_few(64, 128, 8, **PAIR),
     *_few(96, 128, 3, **PAIR),

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
-from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
+from cuteflash.traits.base import MERGE_LOADS, SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 
 WARPGROUP = 128
 WGMMA_M, WGMMA_K = 64, 16  # k of 16-bit operands
@@ -67,6 +67,7 @@ class FwdTraitsSm90:
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm90"
     element_bytes: ClassVar[int] = 2
+    merge_loads: ClassVar[int] = MERGE_LOADS
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
     address_regs: ClassVar[int] = ADDRESS_REGS

@@ -10,6 +10,7 @@ scales are left to the softmax and to the end of the tile. How lanes share a til
 from __future__ import annotations
 
 import functools
+import itertools
 
 import cutlass
 import cutlass.cute as cute
@@ -18,15 +19,15 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.atoms.barriers import Ring
 from cuteflash.core.convert import halves_of_e4m3
+from cuteflash.core.mask import Index
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Block
 from cuteflash.kernels.sm90.handout import visit_tiles
-from cuteflash.kernels.sm90.swizzle import swizzled
-from cuteflash.traits.cache_sm90 import CHUNK, LANES, WARPS, Share
+from cuteflash.kernels.sm90.swizzle import swizzle_bytes, swizzled
+from cuteflash.traits.cache_sm90 import CHUNK, WARPS, Share
 from cuteflash.traits.sm90 import WARPGROUP
 
 WORDS = CHUNK // 4  # registers with a chunk of stored elements
-MOST_AT_ONCE = 4  # chunks that a lane loads before it converts them
 
 
 @cute.jit
@@ -83,42 +84,41 @@ def convert_share(
 ):
     """Convert this warp's share of a tile of `shape`, and publish it; the stored tile is released."""
     stored, converted = tiles
-    at_once = max(n for n in range(1, MOST_AT_ONCE + 1) if share.units % n == 0)
+    rows, columns = shape
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+    row, chunk = place(share, cute.arch.lane_idx())
+    # From one of a warp's units to the next rows: all of a swizzle's pattern, so that only the first are looked up.
+    step, first = share.rows * swizzle_bytes(columns), warp * share.row_units
+    chunks = cute.make_rmem_tensor((WORDS, share.row_units, share.columns), Uint32)
     stored_ring.wait(position)
+    for column in cutlass.range_constexpr(share.columns):
+        start = stored + swizzled(row, column * share.chunks + chunk, rows, columns) + first * step
+        for i in cutlass.range_constexpr(share.row_units):
+            copy_chunk(chunk_at(start + i * step), chunks[None, i, column])
+    step = share.rows * swizzle_bytes(2 * columns)
     ring.wait_free(position)
-    first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS * share.units
-    for i in cutlass.range(0, share.units, at_once, unroll=1):
-        chunks = cute.make_rmem_tensor((WORDS, at_once), Uint32)
-        for j in cutlass.range_constexpr(at_once):
-            row, chunk = place(share, first + i + j)
-            copy_chunk(chunk_at(stored + swizzled(row, chunk, *shape)), chunks[None, j])
-        for j in cutlass.range_constexpr(at_once):
-            row, chunk = place(share, first + i + j)
-            for half in cutlass.range_constexpr(2):
-                found = cute.make_rmem_tensor(WORDS, Uint32)
-                for word in cutlass.range_constexpr(WORDS // 2):
-                    found[2 * word], found[2 * word + 1] = halves_of_e4m3(chunks[half * WORDS // 2 + word, j])
-                at = swizzled(row, 2 * chunk + half, shape[0], 2 * shape[1])
-                copy_chunk(found, chunk_at(converted + at))
+    for column, half in itertools.product(range(share.columns), range(2)):
+        at = swizzled(row, 2 * (column * share.chunks + chunk) + half, rows, 2 * columns)
+        start = converted + at + first * step
+        for i in cutlass.range_constexpr(share.row_units):
+            found = cute.make_rmem_tensor(WORDS, Uint32)
+            for word in cutlass.range_constexpr(WORDS // 2):
+                found[2 * word], found[2 * word + 1] = halves_of_e4m3(chunks[half * WORDS // 2 + word, i, column])
+            copy_chunk(found, chunk_at(start + i * step))
     cute.arch.fence_view_async_shared()
     ring.publish(position)
     stored_ring.release(position)
 
 
-def place(share: Share, unit: Int32) -> tuple[Int32, Int32]:
+def place(share: Share, lane: Index) -> tuple[Index, Index]:
     """(row, chunk) of a lane in a unit.
 
     Units of four chunks have eight rows, of which eight lanes take two that differ in their first and third bits: then
     four chunks of either lie in the two halves of the banks, or in their even and odd parts. Units of two chunks have
     16 rows, and eight lanes take four that follow each other.
     """
-    lane = cute.arch.lane_idx()
-    row_unit, column = unit // share.columns, unit % share.columns
-    rows = LANES // share.chunks
-    row = lane // share.chunks
-    if share.chunks == 4:
-        row = (lane // 8) ^ (lane // 4 % 2 * 5)
-    return row_unit * rows + row, column * share.chunks + lane % share.chunks
+    row = lane // 8 ^ lane // 4 % 2 * 5 if share.chunks == 4 else lane // 2
+    return row, lane % share.chunks
 
 
 def chunk_at(start: cute.Pointer) -> cute.Tensor:
