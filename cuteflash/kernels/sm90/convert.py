@@ -68,9 +68,14 @@ def convert_tile(kernel, block: Block, name: str, position: Int32) -> None:
     stored_ring, ring = (rings.stored_k, rings.k) if name == "k" else (rings.stored_v, rings.v)
     columns = traits.head_dim if name == "k" else traits.head_dim_v
     nbytes = traits.tile_n * columns
-    stored = base + traits.smem_plan[f"stored_{name}"].start + stored_ring.stage(position) * nbytes
-    converted = base + traits.smem_plan[name].start + ring.stage(position) * (2 * nbytes)
+    stored = base + traits.smem_plan[f"stored_{name}"].start + stage_bytes(stored_ring, position, nbytes)
+    converted = base + traits.smem_plan[name].start + stage_bytes(ring, position, 2 * nbytes)
     convert_share(stored_ring, ring, position, (stored, converted), (traits.tile_n, columns), traits.share(columns))
+
+
+def stage_bytes(ring: Ring, position: Int32, nbytes: int) -> Int32:
+    """Where the stage of a tile of so many bytes begins."""
+    return cute.assume(ring.stage(position) * nbytes, divby=nbytes)
 
 
 @cute.jit
@@ -92,19 +97,18 @@ def convert_share(
     chunks = cute.make_rmem_tensor((WORDS, share.row_units, share.columns), Uint32)
     stored_ring.wait(position)
     for column in cutlass.range_constexpr(share.columns):
-        start = stored + swizzled(row, column * share.chunks + chunk, rows, columns) + first * step
+        at = swizzled(row, column * share.chunks + chunk, rows, columns) + first * step
         for i in cutlass.range_constexpr(share.row_units):
-            copy_chunk(chunk_at(start + i * step), chunks[None, i, column])
+            copy_chunk(chunk_at(stored, at + i * step), chunks[None, i, column])
     step = share.rows * swizzle_bytes(2 * columns)
     ring.wait_free(position)
     for column, half in itertools.product(range(share.columns), range(2)):
-        at = swizzled(row, 2 * (column * share.chunks + chunk) + half, rows, 2 * columns)
-        start = converted + at + first * step
+        at = swizzled(row, 2 * (column * share.chunks + chunk) + half, rows, 2 * columns) + first * step
         for i in cutlass.range_constexpr(share.row_units):
             found = cute.make_rmem_tensor(WORDS, Uint32)
             for word in cutlass.range_constexpr(WORDS // 2):
                 found[2 * word], found[2 * word + 1] = halves_of_e4m3(chunks[half * WORDS // 2 + word, i, column])
-            copy_chunk(found, chunk_at(start + i * step))
+            copy_chunk(found, chunk_at(converted, at + i * step))
     cute.arch.fence_view_async_shared()
     ring.publish(position)
     stored_ring.release(position)
@@ -121,9 +125,10 @@ def place(share: Share, lane: Index) -> tuple[Index, Index]:
     return row, lane % share.chunks
 
 
-def chunk_at(start: cute.Pointer) -> cute.Tensor:
-    """The 16 bytes of shared memory at `start`, as words."""
-    return cute.make_tensor(cute.recast_ptr(start.align(CHUNK), dtype=Uint32), cute.make_layout(WORDS))
+def chunk_at(start: cute.Pointer, offset: Int32) -> cute.Tensor:
+    """The 16 bytes of shared memory `offset` bytes after `start`, as words; both are multiples of 16 bytes."""
+    pointer = start + cute.assume(offset, divby=CHUNK)
+    return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(WORDS))
 
 
 def copy_chunk(source: cute.Tensor, target: cute.Tensor) -> None:

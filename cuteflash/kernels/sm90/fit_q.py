@@ -35,13 +35,13 @@ def fit_q(kernel: cutlass.Constexpr, wg: Warpgroup, base: cute.Pointer, tile: In
         tile: the number of the (64, head_dim) tile.
     """
     columns = 2 * kernel.traits.head_dim
-    start = base + kernel.traits.smem_plan["q"].start + tile * (WGMMA_M * columns)
+    start = base + kernel.traits.smem_plan["q"].start + cute.assume(tile * (WGMMA_M * columns), divby=CHUNK)
     lane = cute.arch.lane_idx()
     row, half = wg.thread // 2, lane % 2  # two lanes a row, of the rows that the warp's products read
     peak = Uint32(0)
     for chunk in cutlass.range(half, columns // CHUNK, 2, unroll=2):
         words = cute.make_rmem_tensor(WORDS, Uint32)
-        copy_chunk(chunk_at(start + swizzled(row, chunk, WGMMA_M, columns)), words)
+        copy_chunk(chunk_at(start, swizzled(row, chunk, WGMMA_M, columns)), words)
         for i in cutlass.range_constexpr(WORDS):
             peak = larger_exponent(peak, words[i])
     peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1))
@@ -49,7 +49,7 @@ def fit_q(kernel: cutlass.Constexpr, wg: Warpgroup, base: cute.Pointer, tile: In
     factor = power_of_two(TOP - exponent)
     for chunk in cutlass.range(half, columns // CHUNK, 2, unroll=2):
         words = cute.make_rmem_tensor(WORDS, Uint32)
-        place = chunk_at(start + swizzled(row, chunk, WGMMA_M, columns))
+        place = chunk_at(start, swizzled(row, chunk, WGMMA_M, columns))
         copy_chunk(place, words)
         for i in cutlass.range_constexpr(WORDS):
             words[i] = fitted(words[i], factor)
