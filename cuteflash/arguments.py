@@ -198,6 +198,7 @@ class SplitTensors(NamedTuple):
     partials: Any = None  # (n,) fp32, see `cuteflash.core.split`
     arrivals: Any = None  # (blocks,) int32, 0 before a launch and after it; launches that overlap have one each
     most_parts: Any = None  # int, of a tile, at least 2
+    lanes: Any = None  # int, lines of tiles; it divides heads, as the tiles see them, and blocks
 
 
 class FwdScalars(NamedTuple):

@@ -165,8 +165,8 @@ def flash_attn_with_kvcache(
             its head's scale, and what is appended is divided by it and rounded, as by `append_kv`. On a GPU such caches
             need the sm90 family.
         rotary_interleaved: a rotated pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
-        num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library, which does
-            not cut those of caches yet. It never changes what is computed.
+        num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library. It never
+            changes what is computed.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:

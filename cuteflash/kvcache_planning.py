@@ -36,7 +36,6 @@ from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
 from cuteflash.validate_packed import PackedInputs
 
-UNASKED_SPLITS = 1  # what 0 means for caches: no GPU has run the tests of their split keys yet
 STORED = KvCacheInputs._fields.index("sinks")  # the tensors before say how sequences lie in memory
 E4M3_FAMILY: Family = "sm90"  # that has kernels of e4m3 caches
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
@@ -89,8 +88,9 @@ class Planner:
         scalars = fwd_scalars(options, (window[0], window[1]), q.shape[-1], q.device)
         fitted = functools.partial(with_boxes, inputs, strides)
         packs = functools.partial(packs_heads, options, length, heads_per_kv)
-        num_splits = options.num_splits or UNASKED_SPLITS
-        kernels = SplitKernels(problem, target, choice.family, lengths, num_splits, scalars.num_sms, q.device, fitted)
+        kernels = SplitKernels(
+            problem, target, choice.family, lengths, options.num_splits, scalars.num_sms, q.device, fitted
+        )
         split = kernels.of(Tiles(inputs.batch, k.shape[2], heads_per_kv, length, inputs.capacity), packs(ROWS))
         if split is None:
             problem = problem.packed(heads_per_kv) if packs(choice.traits.tile_m) else problem

@@ -26,6 +26,7 @@ PLAIN_ROWS = 128  # of others, as a rule
 FEW_KEYS = 512  # what a tile of many rows reads at least if it is worth a split
 LINE_MAX = 1 << 30  # key blocks of all tiles, whose numbers are 32-bit
 CAPTURED_CALLS = 1024  # that find counters which are 0 already
+IDLE_PERCENT = 5  # of the blocks, if heads in step are to be worth them: memory is as busy without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,24 +88,32 @@ class SplitLaunch:
 
     Attributes:
         blocks: of a launch.
+        lanes: lines of tiles, see `cuteflash.core.split`.
         most_parts: of a tile, at least 2.
         partials: what `empty_like` makes a launch's partial results from.
     """
 
     blocks: int
+    lanes: int
     most_parts: int
     partials: Tensor
 
     @classmethod
-    def of(cls, traits: Any, num_splits: int, num_sms: int, device: torch.device) -> SplitLaunch:
-        """That of a kernel with these traits."""
-        blocks = num_sms * traits.blocks_per_sm
+    def of(cls, traits: Any, heads: int, num_splits: int, num_sms: int, device: torch.device) -> SplitLaunch:
+        """That of a kernel with these traits, whose tiles see `heads` heads."""
+        lanes = lanes_of(heads, num_sms * traits.blocks_per_sm)
+        blocks = num_sms * traits.blocks_per_sm // lanes * lanes
         size = partials_size(blocks, traits.tile_m, traits.head_dim_v)
-        return cls(blocks, num_splits or MOST_PARTS, fp32_template((size,), device))
+        return cls(blocks, lanes, num_splits or MOST_PARTS, fp32_template((size,), device))
 
     def arguments(self) -> tuple[Any, ...]:
         """In the order of `cuteflash.arguments.SplitTensors`, for a launch on the current stream."""
-        return empty_like(self.partials), arrivals.of(self.partials.device, self.blocks), self.most_parts
+        return empty_like(self.partials), arrivals.of(self.partials.device, self.blocks), self.most_parts, self.lanes
+
+
+def lanes_of(heads: int, blocks: int) -> int:
+    """How many heads go in step: as many as leave few of the blocks without work."""
+    return next(n for n in range(heads, 0, -1) if heads % n == 0 and 100 * (blocks % n) <= IDLE_PERCENT * blocks)
 
 
 @dataclasses.dataclass
@@ -129,17 +138,18 @@ class SplitKernels:
     fitted: Callable[[FwdProblem, Any], FwdProblem] = lambda problem, _: problem
 
     def __post_init__(self) -> None:
-        self._found: dict[bool, tuple[Callable[..., object], SplitLaunch] | None] = {}
+        self._found: dict[tuple[bool, int], tuple[Callable[..., object], SplitLaunch] | None] = {}
 
     def of(self, tiles: Tiles, packs: bool) -> tuple[Callable[..., object], SplitLaunch] | None:
         """The kernel for a call, with what it needs; None if it is not to be split, or no row does that."""
         if not tiles.should_split(self.num_splits, self.num_sms):
             return None
-        if packs not in self._found:
-            self._found[packs] = self._kernel(tiles.heads_per_kv if packs else 1)
-        return self._found[packs]
+        key = packs, tiles.heads
+        if key not in self._found:
+            self._found[key] = self._kernel(tiles, tiles.heads_per_kv if packs else 1)
+        return self._found[key]
 
-    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
+    def _kernel(self, tiles: Tiles, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
         problem = dataclasses.replace(self.problem, is_split=True)
         try:
             choice = choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
@@ -147,4 +157,5 @@ class SplitKernels:
             return None
         problem = self.fitted(problem.packed(packed_heads), choice.traits)
         kernel = compiled(choice.kernel_cls, choice.traits, problem, self.target)
-        return kernel, SplitLaunch.of(choice.traits, self.num_splits, self.num_sms, self.device)
+        heads = tiles.heads * tiles.heads_per_kv // packed_heads
+        return kernel, SplitLaunch.of(choice.traits, heads, self.num_splits, self.num_sms, self.device)

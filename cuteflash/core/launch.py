@@ -208,7 +208,7 @@ def line_of(kernel, tensors: FwdTensors, packed: PackedTensors, split: SplitTens
     if storage.q == "varlen":
         sequences = packed.cu_seqlens_q.shape[0]  # one more than there are: the rows after the last one
     heads = tensors.q.shape[2] // kernel.problem.operands.packed_heads
-    return Line(sequences, heads, split.most_parts, differs=storage != DENSE)
+    return Line(sequences, heads // split.lanes, split.lanes, split.most_parts, differs=storage != DENSE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,11 @@ parts of the tile that begins in its share and ends in another (`cuteflash.core.
 
 All tiles of a sequence get as many units, those of the tile that visits the most: a mask may leave some of the others
 without work. Arithmetic on shares runs on Python ints and on traced values alike.
+
+Heads go in step: there are as many equal lines as the launch has lanes, line i with heads i, i + lanes and so on, and
+as many blocks for each. Neighbouring blocks have the same share of neighbouring lines, so that they read the rows of a
+token's heads, which are neighbours in memory, at the same time. Blocks are counted line by line; such a number is a
+seat, and a tile's parts have consecutive seats.
 """
 
 from __future__ import annotations
@@ -44,26 +49,32 @@ def share_size(total: Index, blocks: Index, widest: Index, most_parts: Index, le
     return cutlass.max(share, cutlass.max(widest - 2, 0) // (most_parts - 1) + 1)
 
 
-def share_of_tile(at: Index, end: Index, first: Index, width: Index, share: Index) -> KeyShare:
-    """The part of a tile of `width` units, whose unit `first` lies `at`, that a share has which ends at `end`."""
+def share_of_tile(at: Index, end: Index, first: Index, width: Index, share: Index, first_seat: Index = 0) -> KeyShare:
+    """The part of a tile of `width` units, whose unit `first` lies `at`, that a share has which ends at `end`.
+
+    `first_seat` is that of the line's first share.
+    """
     begin = at - first
     last = cutlass.min(width, end - begin)
-    return KeyShare(first, last, begin // share, (begin + width - 1) // share)
+    seats = (first_seat + unit // share for unit in (at, begin, begin + width - 1))
+    return KeyShare(first, last, *seats)
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """All tiles of a launch, laid end to end: sequence by sequence, head by head.
+    """The tiles of a launch's lines, laid end to end: sequence by sequence, head by head.
 
     Attributes:
         sequences: of the batch, and one with the rows after them if queries are packed.
-        heads: as the tiles see them.
+        heads: of one line, as the tiles see them.
+        lanes: how many lines there are.
         most_parts: see `share_size`.
         differs: whether lengths differ from sequence to sequence, and only the device knows them.
     """
 
     sequences: Int32
     heads: Int32
+    lanes: Int32
     most_parts: Int32
     differs: cutlass.Constexpr[bool]
 
@@ -74,7 +85,7 @@ class Line:
 
     @cute.jit
     def units(self, launch: Any, index: Int32):
-        """(units of all tiles, units of one) of sequence `index`; 0 if there is none."""
+        """(units of a line's tiles, units of one) of sequence `index`; 0 if there is none."""
         total, width = Int32(0), Int32(0)
         if index < self.sequences:
             m_blocks, width = self.tiles(launch, launch.sequence(index))
@@ -83,7 +94,7 @@ class Line:
 
     @cute.jit
     def size(self, launch: Any):
-        """(units of all tiles, the most of one); a whole warp calls it."""
+        """(units of a line, the most of a tile); a whole warp calls it."""
         if const_expr(self.differs):
             total, widest = Int32(0), Int32(0)
             first = Int32(0)
@@ -147,24 +158,30 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
     line = launch.line
     total, widest = line.size(launch)
     least = max(LEAST_KEYS // launch.tile_n, 1)
-    share = share_size(total, cute.arch.grid_dim()[0], widest, line.most_parts, Int32(least))
-    at = cute.arch.block_idx()[0] * share
+    shares = cute.arch.grid_dim()[0] // line.lanes
+    share = share_size(total, shares, widest, line.most_parts, Int32(least))
+    lane, number = cute.arch.block_idx()[0] % line.lanes, cute.arch.block_idx()[0] // line.lanes
+    at = number * share
     end = cutlass.min(at + share, total)
     sequence, begin = Int32(0), Int32(0)
     q_pos, kv_pos = Int32(0), Int32(0)
     while at < end:
         sequence, begin = line.find(launch, at, sequence, begin)
-        tile = tile_at(launch, share, (sequence, begin), at, end)
+        found, part = tile_at(launch, lane, (sequence, begin), at)
+        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, lane * shares))
         kv_pos = visit(tile, q_pos, kv_pos)
         q_pos += 1
         at += tile.share.last - tile.share.first
 
 
-def tile_at(launch, share: Int32, place: tuple[Int32, Int32], at: Int32, end: Int32) -> QueryTile:
-    """The tile that unit `at` belongs to, of the sequence and with the first unit of `place`, and a block's part."""
+def tile_at(launch, lane: Int32, place: tuple[Int32, Int32], at: Int32) -> tuple[QueryTile, tuple[Int32, Int32]]:
+    """The tile that unit `at` of a line belongs to, and (which of its units that is, how many it has).
+
+    `place` is (a sequence, its first unit).
+    """
     number, begin = place
     sequence = launch.sequence(number)
     m_blocks, width = launch.line.tiles(launch, sequence)
     tile, first = (at - begin) // width, (at - begin) % width
-    found = launch.tile_of(tile % m_blocks, tile // m_blocks, number, sequence)
-    return dataclasses.replace(found, share=share_of_tile(at, end, first, width, share))
+    head = tile // m_blocks * launch.line.lanes + lane
+    return launch.tile_of(tile % m_blocks, head, number, sequence), (first, width)
