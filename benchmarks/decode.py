@@ -65,8 +65,10 @@ class Settings(NamedTuple):
 def shapes(head_dims: Sequence[int], queries: int, quick: bool, cache: str = CACHES[0]) -> list[Shape]:
     """The grid; the quick one has a single sequence of 8k, many of 4k, and mixed lengths."""
     kinds = [HEADS[i] for i in (0, 3, 6)] if quick else HEADS
-    more = {"queries": queries, "is_e4m3": cache == "e4m3"}
-    return [Shape(head_dim, *kind)._replace(**more) for head_dim in head_dims for kind in kinds]
+    is_e4m3 = cache == "e4m3"
+    return [
+        Shape(head_dim, *kind)._replace(queries=queries, is_e4m3=is_e4m3) for head_dim in head_dims for kind in kinds
+    ]
 
 
 def attend(caches: Caches) -> Tensor:
