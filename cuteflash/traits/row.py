@@ -34,7 +34,6 @@ KINDS: dict[str, type[Traits]] = {
     "fwd_sm80": FwdTraitsSm80,
     "fwd_sm90": FwdTraitsSm90,
     "fwd_fp8_sm90": FwdTraitsFp8Sm90,
-    "fwd_cache_sm90": FwdTraitsCacheSm90,
     "bwd_sm80": BwdTraitsSm80,
     "bwd_sm90": BwdTraitsSm90,
     "bwd_two_pass_sm90": BwdTwoPassTraitsSm90,
