@@ -99,10 +99,15 @@ class SplitLaunch:
     partials: Tensor
 
     @classmethod
-    def of(cls, traits: Any, heads: int, num_splits: int, num_sms: int, device: torch.device) -> SplitLaunch:
-        """That of a kernel with these traits, whose tiles see `heads` heads."""
-        lanes = lanes_of(heads, num_sms * traits.blocks_per_sm)
-        blocks = num_sms * traits.blocks_per_sm // lanes * lanes
+    def of(
+        cls, traits: Any, tiles: Tiles, packed_heads: int, num_splits: int, num_sms: int, device: torch.device
+    ) -> SplitLaunch:
+        """That of a kernel with these traits."""
+        most = num_sms * traits.blocks_per_sm
+        heads = tiles.heads * tiles.heads_per_kv // packed_heads
+        lanes = lanes_of(heads, most)
+        of_line = tiles.batch * heads // lanes * -(-tiles.seqlen_q * packed_heads // ROWS)
+        blocks = lanes * shares_of(of_line, most // lanes, -(-most * (100 - IDLE_PERCENT) // 100 // lanes))
         size = partials_size(blocks, traits.tile_m, traits.head_dim_v)
         return cls(blocks, lanes, num_splits or MOST_PARTS, fp32_template((size,), device))
 
@@ -114,6 +119,15 @@ class SplitLaunch:
 def lanes_of(heads: int, blocks: int) -> int:
     """How many heads go in step: as many as leave few of the blocks without work."""
     return next(n for n in range(heads, 0, -1) if heads % n == 0 and 100 * (blocks % n) <= IDLE_PERCENT * blocks)
+
+
+def shares_of(tiles: int, most: int, least: int) -> int:
+    """How many shares a line of `tiles` tiles has, at most and, as a rule, at least so many.
+
+    If they can, borders of shares are borders of tiles of the same length: less is merged.
+    """
+    found = most // tiles * tiles if tiles <= most else -(-tiles // -(-tiles // most))
+    return found if found >= least else most
 
 
 @dataclasses.dataclass
@@ -138,24 +152,28 @@ class SplitKernels:
     fitted: Callable[[FwdProblem, Any], FwdProblem] = lambda problem, _: problem
 
     def __post_init__(self) -> None:
-        self._found: dict[tuple[bool, int], tuple[Callable[..., object], SplitLaunch] | None] = {}
+        self._found: dict[bool, tuple[Callable[..., object], Any] | None] = {}
 
     def of(self, tiles: Tiles, packs: bool) -> tuple[Callable[..., object], SplitLaunch] | None:
         """The kernel for a call, with what it needs; None if it is not to be split, or no row does that."""
         if not tiles.should_split(self.num_splits, self.num_sms):
             return None
-        key = packs, tiles.heads
-        if key not in self._found:
-            self._found[key] = self._kernel(tiles, tiles.heads_per_kv if packs else 1)
-        return self._found[key]
+        packed_heads = tiles.heads_per_kv if packs else 1
+        if packs not in self._found:
+            self._found[packs] = self._kernel(packed_heads)
+        found = self._found[packs]
+        if found is None:
+            return None
+        kernel, traits = found
+        launch = SplitLaunch.of(traits, tiles, packed_heads, self.num_splits, self.num_sms, self.device)
+        return kernel, launch
 
-    def _kernel(self, tiles: Tiles, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
+    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], Any] | None:
+        """The kernel of these calls, and its traits; None if no row splits keys."""
         problem = dataclasses.replace(self.problem, is_split=True)
         try:
             choice = choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
         except NotImplementedError:
             return None
         problem = self.fitted(problem.packed(packed_heads), choice.traits)
-        kernel = compiled(choice.kernel_cls, choice.traits, problem, self.target)
-        heads = tiles.heads * tiles.heads_per_kv // packed_heads
-        return kernel, SplitLaunch.of(choice.traits, heads, self.num_splits, self.num_sms, self.device)
+        return compiled(choice.kernel_cls, choice.traits, problem, self.target), choice.traits

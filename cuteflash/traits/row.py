@@ -120,13 +120,17 @@ class Row:
         """
         if problem.operation == "fwd":
             lengths = FORWARD_CLASS.get(lengths, lengths)
+        if (
+            problem.scores.mask not in self.masks
+            or problem.operands.row_dtype not in self.dtypes
+            or lengths not in self.lengths
+        ):
+            return False
+        asked, served = problem.features, self.traits.features
         return (
-            problem.scores.mask in self.masks
-            and problem.operands.row_dtype in self.dtypes
-            and lengths in self.lengths
-            and problem.features.isdisjoint(self.without)
-            and problem.features <= self.traits.features
-            and all((name in problem.features) == (name in self.traits.features) for name in DECISIVE)
+            asked.isdisjoint(self.without)
+            and asked <= served
+            and all((name in asked) == (name in served) for name in DECISIVE)
         )
 
     def measured(self, gpu: str, date: str, tflops: int) -> Row:
