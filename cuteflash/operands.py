@@ -47,6 +47,7 @@ class Operands:
         has_block_scales: each 128 tokens have scales of their own.
         cache_dtype: element type of K and V in memory beside a Q of 16 bits; None is that of Q. A kernel makes fp16 of
             them, which is the type of both products then, and K and V have a scale for each KV head of a batch entry.
+        shares_k: all heads share the last 64 columns of K, which are a tensor of their own.
 
     8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry or for each 128 tokens
     of it. The rows of a warpgroup then have one scale of Q, so that `packed_heads` divides its 64 rows.
@@ -62,6 +63,7 @@ class Operands:
     has_v_mean: bool = False
     has_block_scales: bool = False
     cache_dtype: Literal["e4m3"] | None = None
+    shares_k: bool = False
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_OPERANDS))
@@ -78,6 +80,8 @@ class Operands:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
+        if self.shares_k and (self.has_scales or self.head_dim not in (128, 192, 256)):
+            raise ValueError(f"shares_k is True; allowed with head_dim {self.head_dim} of {self.k_dtype!r}: False")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
         if self.cache_dtype is not None and (self.is_fp8 or self.cache_dtype not in FP8_DTYPES):

@@ -68,6 +68,7 @@ TRANSPOSED_KEYS = 128  # Vᵀ holds a sequence's keys in whole blocks of so many
 UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
 CACHE_ROWS_MAX = (1 << 31) - (1 << 16)  # that a TMA descriptor counts in one mode
+SHARED_COLUMNS = 64  # of K that all heads share, if they are given apart: one slab of a swizzled tile
 PAGE_ROWS_STEP = 8  # rows that a swizzled tile repeats after: boxes of several pages fill it in such bands
 
 
