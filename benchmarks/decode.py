@@ -7,7 +7,7 @@ GB/s count the keys and values that a step reads once, nothing else. The copy be
 together, in the same rounds; a kernel that only reads may be faster. A step is timed call after call, and as a CUDA
 graph of a call for each cache. Several caches are visited in turn, so that none is read out of the GPU's cache;
 `--one-cache` visits one. Every query sees all keys. Outputs are compared with attention in fp32 before a clock runs.
-Peers are torch's SDPA backends and flash-attn-4, which get no pages.
+Peers are torch's SDPA backends and flash-attn-4, which get no pages, and no caches of 8 bits (`--cache e4m3`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ HOST_CALLS = 100
 SPLITS: dict[str, Any] = {"num_splits": 0}  # as many parts as the kernel's planning chooses
 OURS, GRAPH, COPY = "ours", " (graph)", "copy"
 KIB = 1024
+CACHES = ("bf16", "e4m3")
 HEADS = ((32, 8, (8 * KIB,)), (32, 8, (128 * KIB,)), (32, 8, (8 * KIB,) * 16), (64, 8, (4 * KIB,) * 64),
          (32, 32, (4 * KIB,) * 32), (32, 1, (32 * KIB,) * 8), (32, 8, (128 * KIB, *(KIB,) * 63)))  # fmt: skip
 
@@ -49,27 +50,50 @@ class Settings(NamedTuple):
         one_cache: a single cache is visited again and again.
         peers: names of other implementations.
         pages: page sizes.
+        cache: element type of the caches.
     """
 
     rounds: int = ROUNDS
     one_cache: bool = False
     peers: tuple[str, ...] = PEERS
     pages: tuple[int, ...] = PAGES
+    cache: str = CACHES[0]
 
 
-def shapes(head_dims: Sequence[int], queries: int, quick: bool) -> list[Shape]:
+def shapes(head_dims: Sequence[int], queries: int, quick: bool, cache: str = CACHES[0]) -> list[Shape]:
     """The grid; the quick one has a single sequence of 8k, many of 4k, and mixed lengths."""
     kinds = [HEADS[i] for i in (0, 3, 6)] if quick else HEADS
-    return [Shape(head_dim, *kind)._replace(queries=queries) for head_dim in head_dims for kind in kinds]
+    is_e4m3 = cache == "e4m3"
+    return [
+        Shape(head_dim, *kind)._replace(queries=queries, is_e4m3=is_e4m3) for head_dim in head_dims for kind in kinds
+    ]
 
 
 def attend(caches: Caches) -> Tensor:
     """Ours: without pages the public function, with pages the operator of caches."""
+    if caches.descales is not None:
+        return attend_e4m3(caches, caches.descales)
     if caches.page_table is None:
         out: Tensor = flash_attn_func(caches.q, caches.k, caches.v, **SPLITS)
         return out
     op = torch.ops.cuteflash.kvcache_fwd
     found: Tensor = op(caches.q, caches.k, caches.v, seqused_k=caches.lengths, page_table=caches.page_table, **SPLITS)
+    return found
+
+
+def attend_e4m3(caches: Caches, descales: Tensor) -> Tensor:
+    """Ours on e4m3 caches: the operator of caches."""
+    k_descale, v_descale = descales
+    found: Tensor = torch.ops.cuteflash.kvcache_fwd(
+        caches.q,
+        caches.k,
+        caches.v,
+        seqused_k=caches.lengths,
+        page_table=caches.page_table,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        **SPLITS,
+    )
     return found
 
 
@@ -121,7 +145,7 @@ def contestants(shape: Shape, where: torch.device, settings: Settings) -> Iterat
     if not shape.is_mixed:
         caches = [make_caches(shape, where, 0, seed) for seed in range(count)]
         yield OURS, Rotation(attend, caches)
-        for name in settings.peers:
+        for name in () if shape.is_e4m3 else settings.peers:
             missing = missing_peer(name)
             yield name, NotImplementedError(missing) if missing else _peer_rotation(name, caches)
     for page_size in settings.pages:
@@ -193,8 +217,9 @@ def markdown(result: dict[str, Any]) -> str:
     environment, cells = result["environment"], result["shapes"]
     names = list(dict.fromkeys(name for cell in cells for name in cell["results"]))
     visited = "one cache" if result["settings"]["one_cache"] else "caches visited in turn"
+    cache = result["settings"].get("cache", CACHES[0])
     lines = [
-        f"{environment['gpu']}, {environment['date']}. GB/s of keys and values, bf16, {result['queries']} "
+        f"{environment['gpu']}, {environment['date']}. GB/s of keys and values, {cache}, {result['queries']} "
         f"quer{'y' if result['queries'] == 1 else 'ies'} a sequence, {visited}: as a CUDA graph, in brackets call "
         "after call.",
         "",
@@ -243,13 +268,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--one-cache", action="store_true", help="visit one cache again and again")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--pages", type=int, nargs="*", default=list(PAGES), metavar="SIZE")
+    parser.add_argument("--cache", choices=CACHES, default=CACHES[0], help="element type of the caches; Q is bf16")
     parser.add_argument("--quick", action="store_true", help="three shapes of a head dim, three rounds")
     options = parser.parse_args(argv)
 
     def measured(where: torch.device) -> dict[str, Any]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
-        settings = Settings(rounds, options.one_cache, tuple(options.peers), tuple(options.pages))
-        return run(shapes(options.head_dims, options.queries, options.quick), where, options.json, settings)
+        settings = Settings(rounds, options.one_cache, tuple(options.peers), tuple(options.pages), options.cache)
+        grid = shapes(options.head_dims, options.queries, options.quick, options.cache)
+        return run(grid, where, options.json, settings)
 
     return COMMAND.main(options, measured)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ L2_BYTES = 256 << 20  # of all caches that are visited in turn: several times wh
 CHUNK_BYTES = 1 << 30  # of fp32 keys that are looked at together
 RMS_MAX, LARGEST_MAX = 1e-2, 2**-5  # of an error, beside the root mean square and the largest element of what is right
 PAGES = (1, 16, 64)
+SCALE = 0.01  # of e4m3 caches: their numbers end at 4.48
 
 
 class Shape(NamedTuple):
@@ -20,6 +21,7 @@ class Shape(NamedTuple):
 
     Attributes:
         lengths: cached keys of each sequence.
+        is_e4m3: caches have 8 bits and a scale for each KV head, not 16.
     """
 
     head_dim: int
@@ -27,6 +29,7 @@ class Shape(NamedTuple):
     kv_heads: int
     lengths: tuple[int, ...]
     queries: int = 1
+    is_e4m3: bool = False
 
     @property
     def is_mixed(self) -> bool:
@@ -38,12 +41,12 @@ class Shape(NamedTuple):
         longest, batch = max(self.lengths), len(self.lengths)
         beside = f"1 × {longest // 1024}k beside {batch - 1} × {min(self.lengths) // 1024}k"
         sizes = beside if self.is_mixed else f"{batch} × {longest // 1024}k"
-        return f"D{self.head_dim}, {self.heads}/{self.kv_heads} heads, {sizes}"
+        return f"D{self.head_dim}, {self.heads}/{self.kv_heads} heads, {sizes}" + ", e4m3" * self.is_e4m3
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that a step reads."""
-        return 2 * 2 * sum(self.lengths) * self.kv_heads * self.head_dim
+        return 2 * (1 if self.is_e4m3 else 2) * sum(self.lengths) * self.kv_heads * self.head_dim
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Caches:
         k, v: (batch, seqlen, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim).
         page_table: (batch, pages of the longest sequence) int32; None if the caches are not paged.
         lengths: (batch,) int32 keys of each sequence; None if all are full.
+        descales: (2, kv_heads) fp32, of K and V if these are e4m3; None if they are bf16.
     """
 
     q: Tensor
@@ -62,6 +66,13 @@ class Caches:
     v: Tensor
     page_table: Tensor | None = None
     lengths: Tensor | None = None
+    descales: Tensor | None = None
+
+    def meant(self, k: Tensor, v: Tensor, first: int) -> Iterator[Tensor]:
+        """What rows of K and V stand for, fp32, (keys, kv_heads, head_dim) of the heads from `first` on."""
+        for i, x in enumerate((k, v)):
+            scale = None if self.descales is None else self.descales[i, first : first + x.shape[1], None]
+            yield x.float() if scale is None else x.float() * scale
 
 
 def copies_of(shape: Shape, one_cache: bool) -> int:
@@ -80,11 +91,15 @@ def make_caches(shape: Shape, where: torch.device, page_size: int, seed: int = 0
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=where, dtype=torch.bfloat16)
 
+    def cache(*size: int) -> Tensor:
+        return (normal(*size) / SCALE).to(torch.float8_e4m3fn) if shape.is_e4m3 else normal(*size)
+
+    descales = torch.full((2, shape.kv_heads), SCALE, device=where) if shape.is_e4m3 else None
     batch, row = len(shape.lengths), (shape.kv_heads, shape.head_dim)
     q = normal(batch, shape.queries, shape.heads, shape.head_dim)
     if not page_size:
         size = batch, max(shape.lengths)
-        return Caches(q, normal(*size, *row), normal(*size, *row))
+        return Caches(q, cache(*size, *row), cache(*size, *row), descales=descales)
     counts = [-(-length // page_size) for length in shape.lengths]
     order = torch.randperm(sum(counts), generator=generator, device=where).to(torch.int32)
     table = order[:1].repeat(batch, max(counts))
@@ -93,7 +108,12 @@ def make_caches(shape: Shape, where: torch.device, page_size: int, seed: int = 0
     size = sum(counts), page_size
     is_full = not shape.is_mixed and shape.lengths[0] % page_size == 0
     lengths = None if is_full else torch.tensor(shape.lengths, dtype=torch.int32, device=where)
-    return Caches(q, normal(*size, *row), normal(*size, *row), table, lengths)
+    return Caches(q, cache(*size, *row), cache(*size, *row), table, lengths, descales)
+
+
+def pages_of(cache: Tensor, pages: Tensor) -> Tensor:
+    """Some pages of a cache; torch does not index elements of 8-bit floats by a tensor."""
+    return cache.view(torch.uint8)[pages].view(cache.dtype) if cache.element_size() == 1 else cache[pages]
 
 
 def attention_in_fp32(caches: Caches) -> Tensor:
@@ -111,9 +131,10 @@ def attention_in_fp32(caches: Caches) -> Tensor:
         for first in range(0, kv_heads, step):
             some = slice(first, first + step)
             k, v = (
-                x[b, :, some] if pages is None else x[pages][:, :, some].flatten(0, 1) for x in (caches.k, caches.v)
+                x[b, :, some] if pages is None else pages_of(x, pages)[:, :, some].flatten(0, 1)
+                for x in (caches.k, caches.v)
             )
-            k, v = (x[:used].float().transpose(0, 1) for x in (k, v))  # (kv_heads, keys, head_dim)
+            k, v = (x.transpose(0, 1) for x in caches.meant(k[:used], v[:used], first))  # (kv_heads, keys, head_dim)
             group = heads // kv_heads
             q = caches.q[b].float().unflatten(1, (kv_heads, group))[:, some].permute(1, 2, 0, 3).flatten(1, 2)
             found = torch.softmax(q @ k.transpose(1, 2) * head_dim**-0.5, -1) @ v

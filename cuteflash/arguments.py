@@ -182,7 +182,7 @@ class PackedTensors(NamedTuple):
 class ScaleTensors(NamedTuple):
     """The scales of 8-bit operands, fp32 (batch, heads_k) or (batch, heads_k, blocks of 128 tokens).
 
-    A kernel of 16-bit operands does not have these arguments.
+    A kernel of 16-bit operands does not have these arguments; one of 16-bit Q and an 8-bit cache has no `q_descale`.
 
     What a row of an operand stands for is the row times its head's scale, and of V plus its head's mean.
     """

@@ -19,13 +19,14 @@ from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import BEST_FAMILIES, SPLIT_ROWS, TABLES
+from cuteflash.traits.tables import BEST_FAMILIES, CACHE_ROWS, SPLIT_ROWS, TABLES
 from cuteflash.usertable import MeasuredRow
 
 FITTED_MAX = 4096  # traits with head dims, for a target
@@ -33,6 +34,7 @@ KERNELS: dict[type[Any], tuple[str, str]] = {
     FwdTraitsSm80: ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
     FwdTraitsSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
     FwdTraitsFp8Sm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
+    FwdTraitsCacheSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
     BwdTraitsSm80: ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
     BwdTraitsSm90: ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
     BwdTwoPassTraitsSm90: ("cuteflash.kernels.sm90.bwd_two_pass", "FlashBwdTwoPassSm90"),
@@ -182,7 +184,13 @@ def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Seq
     """The choice from the user's rows, then the shipped ones."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
-    rows = SPLIT_ROWS[key.family] if "split" in problem.features else (*(own.row for own in own_rows), *TABLES[key])
+    rows: tuple[Row, ...]
+    if "e4m3_cache" in problem.features:
+        rows = CACHE_ROWS[key.family]
+    elif "split" in problem.features:
+        rows = SPLIT_ROWS[key.family]
+    else:
+        rows = (*(own.row for own in own_rows), *TABLES[key])
     reasons = []
     for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target)):
         if reason is None:

@@ -53,6 +53,8 @@ class CacheOptions(TypedDict, total=False):
     pack_gqa: bool | None
     family: Family | None
     sinks: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
 
 
 class NewTokens(NamedTuple):
@@ -126,6 +128,8 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     family: Family | None = None,
     sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries to a KV cache, to which new tokens are appended first, in place: one call a decode step.
@@ -138,10 +142,11 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads, head_dim), or with `cu_seqlens_q` (total_q, heads, head_dim).
         k_cache: (batch_cache, seqlen_cache, kv_heads, head_dim), or with `page_table` (num_pages, page_size, kv_heads,
-            head_dim), pages of any size; q's dtype and device. Rows past a sequence's last key may hold anything.
+            head_dim), pages of any size; q's dtype, or ``torch.float8_e4m3fn`` with head dims that are multiples of 16,
+            and q's device. Rows past a sequence's last key may hold anything.
         v_cache: likewise, (..., head_dim_v).
-        k: (batch, seqlen_new, kv_heads, head_dim), or with `cu_seqlens_k_new` (total_new, kv_heads, head_dim); None
-            appends nothing.
+        k: (batch, seqlen_new, kv_heads, head_dim), or with `cu_seqlens_k_new` (total_new, kv_heads, head_dim); q's
+            dtype, also beside e4m3 caches. None appends nothing.
         v: likewise, (..., head_dim_v).
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), fp32 or q's dtype, with k and v: the first `rotary_dim`
             columns of q and k, a multiple of 16, are rotated. Query i gets the position of new token i, or without
@@ -159,6 +164,9 @@ def flash_attn_with_kvcache(
             kernel and decides nothing else.
         rotary_seqlens: (batch,) int32, where rotary positions begin, instead of `cache_seqlens`.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, family, sinks: as for `flash_attn_func`.
+        k_descale, v_descale: fp32, (batch, kv_heads) or (kv_heads,), of e4m3 caches: an element stands for itself times
+            its head's scale, and what is appended is divided by it and rounded, as by `append_kv`. On a GPU such caches
+            need the sm90 family.
         rotary_interleaved: a rotated pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
         num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library. It never
             changes what is computed.
@@ -179,7 +187,7 @@ def flash_attn_with_kvcache(
     """
     tensors = StepTensors(
         q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
-        cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, sinks,
+        cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, sinks, k_descale, v_descale,
     )  # fmt: skip
     settings = (
         softmax_scale, causal, window_size, attention_chunk, softcap, rotary_interleaved, num_splits, pack_gqa, family,
@@ -193,7 +201,9 @@ def flash_attn_with_kvcache(
             return known
     return_lse = flag("return_lse", return_lse)
     new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
-    caches = KvCacheInputs(q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks)
+    caches = KvCacheInputs(
+        q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks, k_descale, v_descale
+    )
     _check_types(caches, new, cache_seqlens)
     options = options_of(
         softmax_scale, causal, window_size, softcap, pack_gqa, family, False, _length_class(caches, max_seqlen_q),
@@ -241,7 +251,7 @@ def _append(
     is_fixed = max(options.window_left, options.window_right) < 0 and options.attention_chunk == 0
     inputs = AppendInputs(
         k_cache, v_cache, k, v, begins, page_table, cache_batch_idx, ends, cos, sin, rotary_seqlens,
-        q=rotated_q, cu_seqlens_q=rotated_ends,
+        caches.k_descale, caches.v_descale, rotated_q, rotated_ends,
     )  # fmt: skip
     append_options = AppendOptions(interleaved, is_fixed)
     if not torch.compiler.is_compiling():  # a graph that is traced writes nothing, and operators check it as well

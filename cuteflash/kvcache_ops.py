@@ -88,7 +88,7 @@ def _fake(*arguments: Any, has_lse: bool) -> Result:
 
 
 def _cpu(*arguments: Any, has_lse: bool) -> Result:
-    """One sequence after the other through the reference, its pages gathered."""
+    """One sequence after the other through the reference, its pages gathered and what has 8 bits dequantised."""
     _check(*arguments)
     *tensors, options = arguments
     inputs = KvCacheInputs(*tensors)
@@ -98,14 +98,16 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     o_shape, lse_shape = result_shapes(inputs)
     o, lse = q.new_zeros(o_shape), q.new_full(lse_shape, float("-inf"), dtype=lse_dtype(q))
     definition = options.definition(q.shape[-1])
+    if inputs.is_e4m3:
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
     for queries, (k, v) in zip(_query_spans(inputs), _keys(inputs), strict=True):
         is_packed = inputs.cu_seqlens_q is not None
         q_part = q[None, queries] if is_packed else q[queries]
         o_part, lse_part = flash_attention_2(q_part, k[None], v[None], **definition, sinks=inputs.sinks)
         if is_packed:
-            o[queries], lse[:, queries] = o_part[0], lse_part[0]
+            o[queries], lse[:, queries] = o_part[0].to(o.dtype), lse_part[0]
         else:
-            o[queries], lse[queries] = o_part, lse_part
+            o[queries], lse[queries] = o_part.to(o.dtype), lse_part
     return (o, lse) if has_lse else o
 
 
@@ -116,16 +118,26 @@ def _query_spans(inputs: KvCacheInputs) -> Iterator[slice]:
 
 
 def _keys(inputs: KvCacheInputs) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each sequence's K and V, (seqlen_k, kv_heads, columns)."""
-    page_size = inputs.k_cache.shape[1]
-    for entry, begin, end in key_spans(inputs):
+    """Each sequence's K and V, (seqlen_k, kv_heads, columns), in q's type or, of 8 bits, what they stand for."""
+    page_size, descales = inputs.k_cache.shape[1], inputs.descales
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    for i, (entry, begin, end) in enumerate(key_spans(inputs)):
         pages: slice | Tensor = slice(entry, entry + 1)
         if inputs.page_table is not None:
             slot = begin // page_size
             pages = inputs.page_table[entry, slot : -(-end // page_size) if end > begin else slot].long()
             begin, end = begin - slot * page_size, end - slot * page_size
-        k, v = (cache[pages].flatten(0, 1)[begin:end] for cache in inputs[1:3])
+        k, v = (_rows(cache, pages).flatten(0, 1)[begin:end] for cache in inputs[1:3])
+        if descales:
+            k, v = (x.to(wide) * descale[i, :, None] for x, descale in zip((k, v), descales, strict=True))
         yield k, v
+
+
+def _rows(cache: Tensor, pages: slice | Tensor) -> Tensor:
+    """Some pages of a cache; torch does not index elements of 8-bit floats by a tensor."""
+    if cache.element_size() > 1:
+        return cache[pages]
+    return cache.view(torch.uint8)[pages].view(cache.dtype)
 
 
 def _not_differentiable(name: str, implementation: Callable[..., Any], *arguments: Any) -> NoReturn:

@@ -9,12 +9,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import empty_like
 
-from cuteflash.arguments import FwdOptions, PackedTensors
+from cuteflash.arguments import FwdOptions, PackedTensors, ScaleTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
 from cuteflash.packed_planning import SEVERAL, counted_rows, counters, packs_heads
@@ -31,12 +31,14 @@ from cuteflash.problem import (
 )
 from cuteflash.split_planning import ROWS, SplitKernels, Tiles
 from cuteflash.strides import fp32_template, is_like_new, usable_strides
-from cuteflash.traits.arch import Family
+from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
 from cuteflash.validate_packed import PackedInputs
 
+STORED = KvCacheInputs._fields.index("sinks")  # the tensors before say how sequences lie in memory
+E4M3_FAMILY: Family = "sm90"  # that has kernels of e4m3 caches
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
 
 Launch = Callable[[KvCacheInputs], Result]
@@ -65,17 +67,19 @@ class Planner:
         if is_empty(inputs):
             target_of(q.device, options.family)  # as `choose` does for the others
             return functools.partial(self._without_kernel, shapes=shapes)
-        step = ALIGNMENT // q.element_size()
-        restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
+        restrides = [usable_strides(x.stride(), ALIGNMENT // x.element_size()) for x in (q, k, v)]
         strides = [new or x.stride() for new, x in zip(restrides[1:], (k, v), strict=True)]
         target = current_target(q.device.index)
+        if inputs.is_e4m3:
+            check_family(target, options.family)
         is_packed = inputs.cu_seqlens_q is not None
         length = -(-q.shape[0] // inputs.batch) if is_packed else q.shape[1]
         mask, *window = mask_of_window(
             options.window_left, options.window_right, SEVERAL if is_packed else length, options.attention_chunk
         )
         dtype = DTYPE_NAMES[q.dtype]
-        operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3])
+        cache_dtype: Literal["e4m3"] | None = "e4m3" if inputs.is_e4m3 else None
+        operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3], cache_dtype=cache_dtype)
         scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks))
         problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
         storage = problem.storage
@@ -97,17 +101,20 @@ class Planner:
             kernel, further = split[0], split[1].arguments
 
         is_dense, restride, is_split = storage == DENSE, any(restrides), split is not None
+        is_e4m3 = inputs.is_e4m3
         o_shape, like_q = shapes[0], is_like_new(q, shapes[0])
         like_lse = fp32_template(shapes[1], q.device) if self.has_lse else None
 
         def launch(inputs: KvCacheInputs) -> Result:
-            q, k, v, *_, sinks = inputs
+            q, k, v = inputs[:3]
+            sinks = () if inputs.sinks is None else (inputs.sinks,)
             o = empty_like(q) if like_q else q.new_empty(o_shape)
             lse = None if like_lse is None else empty_like(like_lse)
             if restride:
                 q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
             vectors = () if is_dense else vectors_of(inputs, is_split)
-            kernel(q, k, v, o, lse, *vectors, *further(), *scalars, *(() if sinks is None else (sinks,)))
+            scales = ScaleTensors(None, *inputs.descales) if is_e4m3 else ()
+            kernel(q, k, v, o, lse, *vectors, *scales, *further(), *scalars, *sinks)
             return o if lse is None else (o, lse)
 
         return launch
@@ -127,9 +134,19 @@ class Planner:
         return o, lse
 
 
+def check_family(target: str, family: str | None) -> None:
+    """NotImplementedError if a target, or the family asked for, has no kernels of e4m3 caches."""
+    runs = family or get_arch(target).families[0]
+    if runs != E4M3_FAMILY:
+        raise NotImplementedError(
+            f"attention to e4m3 caches needs the {E4M3_FAMILY} family (Hopper); {target} runs {runs}"
+            + ("" if family is None else f", which `family` asks for: {family!r}")
+        )
+
+
 def vectors_of(inputs: KvCacheInputs, is_split: bool) -> PackedTensors:
     """The vectors and the table of a launch."""
-    q, _, _, cu_seqlens_q, seqused_k, page_table, cache_batch_idx, cache_leftpad, _ = inputs
+    q, _, _, cu_seqlens_q, seqused_k, page_table, cache_batch_idx, cache_leftpad, *_ = inputs
     counter = None if cu_seqlens_q is None or is_split else counters.of(q.device)
     return PackedTensors(cu_seqlens_q, None, None, seqused_k, counter, page_table, cache_batch_idx, cache_leftpad)
 
@@ -143,7 +160,7 @@ def result_shapes(inputs: KvCacheInputs) -> tuple[tuple[int, ...], tuple[int, ..
 
 def storage_of(inputs: KvCacheInputs) -> Storage:
     """How the sequences of a call lie in memory. Whole caches, one for each sequence of a dense batch, are dense."""
-    if all(x is None for x in inputs[3:-1]):
+    if all(x is None for x in inputs[3:STORED]):
         return DENSE
     return Storage(
         "dense" if inputs.cu_seqlens_q is None else "varlen",

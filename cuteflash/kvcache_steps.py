@@ -51,6 +51,8 @@ class StepTensors(NamedTuple):
     rotary_sin: Any
     rotary_seqlens: Any
     sinks: Any
+    k_descale: Any
+    v_descale: Any
 
 
 class Step:
@@ -71,22 +73,25 @@ class Step:
         """Append, if there is something to append, and attend."""
         (
             q, k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx, cache_leftpad, ends, ends_new, cos, sin,
-            rotary_seqlens, sinks,
+            rotary_seqlens, sinks, k_descale, v_descale,
         ) = tensors  # fmt: skip
         if self.append is not None:
             rotates = cos is not None
             rotated, seqlens = self.append(
                 AppendInputs(
                     k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx, ends_new, cos, sin, rotary_seqlens,
-                    None, None, q if rotates else None, ends if rotates else None,
+                    k_descale, v_descale, q if rotates else None, ends if rotates else None,
                 )
             )  # fmt: skip
             note_writes(k_cache, v_cache)
             if rotates:
                 q = rotated
         return self.attend(
-            KvCacheInputs(q, k_cache, v_cache, ends, seqlens, page_table, cache_batch_idx, cache_leftpad, sinks)
-        )
+            KvCacheInputs(
+                q, k_cache, v_cache, ends, seqlens, page_table, cache_batch_idx, cache_leftpad, sinks, k_descale,
+                v_descale,
+            )
+        )  # fmt: skip
 
 
 steps: Known[Step] = Known()

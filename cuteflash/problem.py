@@ -5,6 +5,7 @@ arguments of the compiled kernel, so calls that differ only in them share one co
 
 Problems are composed: `Operands` describes the matrices of the two products, `Scores` what happens to the scores
 between them, `Storage` how sequences lie in memory. An operation's problem adds what only that operation needs.
+`Operands` and what it is made of are in `cuteflash.operands`; others import them from here.
 """
 
 from __future__ import annotations
@@ -14,32 +15,56 @@ import functools
 from collections.abc import Collection
 from typing import ClassVar, Literal, Self, cast, get_args
 
+from cuteflash.operands import (
+    DTYPE_BYTES,
+    DTYPES,
+    FP8_DTYPES,
+    FP8_OPERANDS,
+    FP8_OUT,
+    HEAD_DIM_MAX,
+    HEAD_DIM_STEP,
+    PACK_GQA_MAX,
+    Dtype,
+    Fp8Dtype,
+    HalfDtype,
+    Operands,
+    check_choice,
+    packs_block_scales,
+)
+
+__all__ = [  # what others import from here though it is not defined here
+    "DTYPES",
+    "DTYPE_BYTES",
+    "FP8_DTYPES",
+    "FP8_OPERANDS",
+    "FP8_OUT",
+    "HEAD_DIM_MAX",
+    "HEAD_DIM_STEP",
+    "PACK_GQA_MAX",
+    "Dtype",
+    "Fp8Dtype",
+    "HalfDtype",
+    "Operands",
+    "packs_block_scales",
+]
+
 Operation = Literal["fwd", "bwd"]
-HalfDtype = Literal["fp16", "bf16"]
-Fp8Dtype = Literal["e4m3", "e5m2"]
-Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen", "paged"]
 SinkDtype = Literal["fp32", "fp16", "bf16"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split", "sink"]
+Feature = Literal[
+    "softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split", "sink", "e4m3_cache"
+]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
-FP8_OPERANDS: tuple[str, ...] = get_args(Fp8Dtype)  # of Q, K and V; O then has one of `DTYPES`
-FP8_DTYPES: tuple[str, ...] = ("e4m3",)  # as rows and sweeps name operands of 8 bits: those of e5m2 take the same rows
 MASK_KINDS: tuple[str, ...] = get_args(MaskKind)
 STORAGE_KINDS: tuple[str, ...] = get_args(StorageKind)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 SINK_DTYPES: tuple[SinkDtype, ...] = get_args(SinkDtype)
 
-DTYPE_BYTES: dict[Dtype, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 E4M3_MAX = 448.0  # the largest number of e4m3
 FP8_MAX: dict[str, float] = {"e4m3": E4M3_MAX, "e5m2": 57344.0}
-FP8_OUT: HalfDtype = "bf16"  # element type of O if nothing else is asked for
-HEAD_DIM_STEP = 8
-HEAD_DIM_MAX = 256
 TRANSPOSED_KEYS = 128  # Vᵀ holds a sequence's keys in whole blocks of so many
-PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
 UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
 CACHE_ROWS_MAX = (1 << 31) - (1 << 16)  # that a TMA descriptor counts in one mode
@@ -50,95 +75,6 @@ PAGE_ROWS_STEP = 8  # rows that a swizzled tile repeats after: boxes of several 
 def has_left_edge(mask: MaskKind) -> bool:
     """Whether the mask may hide keys before the first visible one."""
     return mask == "window"
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
-
-
-def packs_block_scales(heads: int) -> bool:
-    """Whether scales of 128 tokens allow so many query heads of a KV head in the rows of a tile: see `Operands`."""
-    return PACK_GQA_MAX % heads == 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operands:
-    """The matrices of S = Q Kᵀ and O = P V.
-
-    Attributes:
-        qk_dtype: element type of Q and K.
-        pv_dtype: element type of V, and of P as the second product reads it. Of 8 bits P is e4m3.
-        o_dtype: element type of O.
-        head_dim: columns of Q and K; a multiple of 8 up to 256.
-        head_dim_v: columns of V and O; a multiple of 8 up to 256.
-        packed_heads: query heads of one KV head folded into the rows of a tile (``pack_gqa``); 1 is none.
-        transposed_v: V is given as Vᵀ, in the order of keys that the product with an 8-bit P reads.
-        has_v_mean: V is given minus a mean of each column, fp32, which is added to O.
-        has_block_scales: each 128 tokens have scales of their own.
-        shares_k: all heads share the last 64 columns of K, which are a tensor of their own.
-
-    8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry or for each 128 tokens
-    of it. The rows of a warpgroup then have one scale of Q, so that `packed_heads` divides its 64 rows.
-    """
-
-    qk_dtype: Dtype
-    pv_dtype: Dtype
-    o_dtype: HalfDtype
-    head_dim: int
-    head_dim_v: int
-    packed_heads: int = 1
-    transposed_v: bool = False
-    has_v_mean: bool = False
-    has_block_scales: bool = False
-    shares_k: bool = False
-
-    def __post_init__(self) -> None:
-        _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_OPERANDS))
-        if self.pv_dtype != self.qk_dtype:
-            raise ValueError(f"pv_dtype is {self.pv_dtype!r}; allowed: {self.qk_dtype!r}, that of Q and K")
-        if self.is_fp8:
-            _check_choice("o_dtype", self.o_dtype, DTYPES)
-        elif self.o_dtype != self.qk_dtype:
-            raise ValueError(f"o_dtype is {self.o_dtype!r}; allowed: {self.qk_dtype!r}, that of Q and K")
-        if self.transposed_v and not self.is_fp8:
-            raise ValueError(f"transposed_v is True; allowed with {self.pv_dtype!r}: False, only 8-bit V is transposed")
-        if self.has_v_mean and not self.is_fp8:
-            raise ValueError(f"has_v_mean is True; allowed with {self.pv_dtype!r}: False, 8-bit V has one apart")
-        for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
-                raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
-        if self.shares_k and (self.is_fp8 or self.head_dim not in (128, 192, 256)):
-            raise ValueError(f"shares_k is True; allowed with head_dim {self.head_dim} of {self.qk_dtype!r}: False")
-        if not 1 <= self.packed_heads <= PACK_GQA_MAX:
-            raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
-        if self.has_block_scales and not self.is_fp8:
-            raise ValueError(f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, it has no scales")
-        if self.has_block_scales and not packs_block_scales(self.packed_heads):
-            raise ValueError(
-                f"packed_heads is {self.packed_heads}; allowed with has_block_scales: divisors of {PACK_GQA_MAX}"
-            )
-
-    @classmethod
-    def of(cls, dtype: Dtype, head_dim: int, head_dim_v: int, packed_heads: int = 1) -> Self:
-        """Operands of one element type, and O of the same; of 8 bits, O is `FP8_OUT`."""
-        o_dtype = FP8_OUT if dtype in FP8_OPERANDS else cast(HalfDtype, dtype)
-        return cls(dtype, dtype, o_dtype, head_dim, head_dim_v, packed_heads)
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether Q, K and V have 8 bits."""
-        return self.qk_dtype in FP8_OPERANDS
-
-    @property
-    def row_dtype(self) -> str:
-        """The element type by which rows know these operands."""
-        return FP8_DTYPES[0] if self.is_fp8 else self.qk_dtype
-
-    @property
-    def kv_row_bytes(self) -> int:
-        """Bytes of one key's K and V."""
-        return self.head_dim * DTYPE_BYTES[self.qk_dtype] + self.head_dim_v * DTYPE_BYTES[self.pv_dtype]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,11 +95,11 @@ class Scores:
     sink: SinkDtype | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("mask", self.mask, MASK_KINDS)
+        check_choice("mask", self.mask, MASK_KINDS)
         if self.chunked and not self.has_left_edge:
             raise ValueError(f"chunked is True; allowed with mask {self.mask!r}: False, a chunk has both edges")
         if self.sink is not None:
-            _check_choice("sink", self.sink, SINK_DTYPES)
+            check_choice("sink", self.sink, SINK_DTYPES)
 
     def asking(self, features: Collection[Feature]) -> Self:
         """The same mask with just these optional features; sinks are fp32."""
@@ -204,8 +140,8 @@ class Storage:
     has_leftpad: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("storage of q", self.q, STORAGE_KINDS[:2])
-        _check_choice("storage of k", self.k, STORAGE_KINDS)
+        check_choice("storage of q", self.q, STORAGE_KINDS[:2])
+        check_choice("storage of k", self.k, STORAGE_KINDS)
         if self.page_rows % PAGE_ROWS_STEP:
             raise ValueError(f"page_rows is {self.page_rows}; allowed: multiples of {PAGE_ROWS_STEP}")
         of_caches = self.page_rows or self.has_page_table or self.has_cache_batch_idx or self.has_leftpad
@@ -276,6 +212,7 @@ class FwdProblem:
             block_scales=self.operands.has_block_scales,
             split=self.is_split,
             sink=self.scores.sink is not None,
+            e4m3_cache=self.operands.cache_dtype is not None,
         )
 
     @property
@@ -294,6 +231,7 @@ class FwdProblem:
             self.operands,
             transposed_v=is_fp8 and "turned_v" not in features,
             has_v_mean=is_fp8 and "v_mean" in features,
+            cache_dtype="e4m3" if "e4m3_cache" in features else None,
             has_block_scales=is_fp8 and "block_scales" in features,
         )
         scores = self.scores.asking(features)
@@ -328,8 +266,8 @@ class BwdProblem:
     is_deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("dtype of a backward", self.operands.qk_dtype, DTYPES)
-        _check_choice("storage of k of a backward", self.storage.k, STORAGE_KINDS[:2])
+        check_choice("dtype of a backward", self.operands.qk_dtype, DTYPES)
+        check_choice("storage of k of a backward", self.storage.k, STORAGE_KINDS[:2])
 
     @classmethod
     def dense(

@@ -120,12 +120,13 @@ def _stacked(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 
 def _autocast_rule(op: OpOverload, device_type: str, casts: bool, tensors: int) -> Callable[..., Any]:
     def cast(tensor: Tensor) -> Tensor:
-        """As torch does: every floating-point type but fp64."""
+        """As torch does: every floating-point type but fp64, and those of 8 bits, which have scales."""
         if (
             casts
             and tensor.device.type == device_type
             and tensor.is_floating_point()
             and tensor.dtype is not torch.float64
+            and tensor.element_size() > 1
         ):
             return tensor.to(torch.get_autocast_dtype(device_type))
         return tensor

@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 
 from cuteflash.arguments import FwdOptions
-from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX
+from cuteflash.problem import HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
 from cuteflash.validate import (
     DIMS,
     PACKED_DIMS,
     check_head_dim,
     check_kind,
     check_options,
+    check_same_device,
     check_same_kind,
     check_sinks,
     check_strided,
     check_strides,
     holds,
 )
+from cuteflash.validate_fp8 import check_descale_values, check_per_head
 from cuteflash.validate_packed import check_ends, check_vector
 
+E4M3 = torch.float8_e4m3fn
+E4M3_HEAD_DIM_STEP = 16  # columns of 16 bytes
 CACHE_DIMS = ("cache_batch", "seqlen_cache", "heads", "head_dim")
 PAGED_DIMS = ("num_pages", "page_size", "heads", "head_dim")
 
@@ -43,6 +47,19 @@ class KvCacheInputs(NamedTuple):
     cache_batch_idx: Tensor | None = None  # (batch,)
     cache_leftpad: Tensor | None = None  # (batch,)
     sinks: Tensor | None = None  # (heads,)
+    k_descale: Tensor | None = None  # (batch, kv_heads) or (kv_heads,) fp32, of e4m3 caches
+    v_descale: Tensor | None = None
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether the caches have 8 bits."""
+        return self.k_cache.dtype == E4M3
+
+    @property
+    def descales(self) -> tuple[Tensor, ...]:
+        """Those of K and V, (batch, kv_heads); none of 16-bit caches."""
+        shape = self.batch, self.k_cache.shape[2]
+        return tuple(x.expand(shape) for x in (self.k_descale, self.v_descale) if x is not None)
 
     @property
     def batch(self) -> int:
@@ -75,10 +92,17 @@ def check_kvcache(inputs: KvCacheInputs, options: FwdOptions) -> None:
     cache_dims = CACHE_DIMS if inputs.page_table is None else PAGED_DIMS
     check_kind("q", q, dims)
     for name, cache in (("k_cache", k), ("v_cache", v)):
-        check_kind(name, cache, cache_dims)
-        check_same_kind(name, cache, q)
-    check_head_dim("q", q, len(dims) - 1)
-    check_head_dim("v_cache", v, 3)
+        if cache.dtype == E4M3:
+            check_kind(name, cache, cache_dims, (E4M3,))
+            check_same_device(name, cache, q)
+        else:
+            check_kind(name, cache, cache_dims)
+            check_same_kind(name, cache, q)
+    if v.dtype != k.dtype:
+        raise TypeError(f"v_cache.dtype is {v.dtype}; allowed: {k.dtype}, that of k_cache")
+    step = E4M3_HEAD_DIM_STEP if inputs.is_e4m3 else HEAD_DIM_STEP
+    check_head_dim("q", q, len(dims) - 1, step)
+    check_head_dim("v_cache", v, 3, step)
     _check_size("k_cache", k, 3, cache_dims, q.shape[-1], "the head_dim of q")
     for axis in range(3):
         _check_size("v_cache", v, axis, cache_dims, k.shape[axis], "that of k_cache")
@@ -87,7 +111,23 @@ def check_kvcache(inputs: KvCacheInputs, options: FwdOptions) -> None:
         check_strides(name, tensor)
     _check_vectors(inputs)
     check_sinks(q, inputs.sinks)
+    _check_descales(inputs)
     _check_capacity(inputs, options.pack_gqa)
+
+
+def _check_descales(inputs: KvCacheInputs) -> None:
+    """Types, devices and shapes of the scales, which e4m3 caches have and no others."""
+    shape = inputs.batch, inputs.k_cache.shape[2]
+    for name in ("k_descale", "v_descale"):
+        descale = getattr(inputs, name)
+        if descale is None and inputs.is_e4m3:
+            raise ValueError(f"{name} is None; allowed with caches of {E4M3}: a tensor")
+        if descale is None:
+            continue
+        if not inputs.is_e4m3:
+            raise ValueError(f"{name} is given with caches of {inputs.k_cache.dtype}; allowed with {E4M3} only")
+        expected = shape if descale.dim() == 2 else shape[1:]
+        check_per_head(name, descale, inputs.q, expected, "(batch, kv_heads) or (kv_heads,)")
 
 
 def _check_size(name: str, tensor: Tensor, axis: int, dims: tuple[str, ...], size: int, whose: str) -> None:
@@ -162,6 +202,9 @@ def check_cache_values(inputs: KvCacheInputs, *, complete: bool) -> None:
     Args:
         complete: the sequences have to reach the end of q; otherwise rows may follow the last one.
     """
+    if inputs.is_e4m3:
+        names = ("k_descale", "v_descale")
+        check_descale_values(dict(zip(names, inputs.descales, strict=True)))
     if inputs.cu_seqlens_q is not None:
         check_ends("cu_seqlens_q", inputs.cu_seqlens_q.tolist(), "q", inputs.q.shape[0], complete=complete)
     for i, (entry, begin, end) in enumerate(key_spans(inputs)):

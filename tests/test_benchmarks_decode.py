@@ -41,6 +41,16 @@ def test_the_reference_is_attention_to_the_keys_of_each_sequence(shape: Shape, p
         torch.testing.assert_close(found[b], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_e4m3_caches_hold_nearly_what_others_do_in_half_the_bytes(page_size: int) -> None:
+    shape = EQUAL._replace(is_e4m3=True)
+    caches, others = make_caches(shape, CPU, page_size), make_caches(EQUAL, CPU, page_size)
+    assert caches.k.dtype == caches.v.dtype == torch.float8_e4m3fn and torch.equal(caches.q, others.q)
+    assert 2 * shape.nbytes == EQUAL.nbytes and shape.label.endswith("e4m3")
+    torch.testing.assert_close(attention_in_fp32(caches), attention_in_fp32(others), atol=0.1, rtol=0.1)
+    assert complaint(decode.attend(caches), attention_in_fp32(caches)) is None
+
+
 def test_pages_of_sequences_are_their_own() -> None:
     caches = make_caches(MIXED, CPU, 16)
     assert caches.page_table is not None and caches.k.shape[0] == 6 + 1 + 1

@@ -10,7 +10,8 @@ What differs:
   is dense or has pages of a multiple of 64 rows. Inference only. `flash_attn_varlen_func` also knows it as `q_v`, as
   vLLM's fork does.
 - `flash_attn_with_kvcache` writes to the caches it is given or raises: it never copies them. A cache of 8 bits is
-  attended to as a whole; descale factors of a 16-bit one raise NotImplementedError.
+  attended to as a whole. 16-bit q takes `k_descale` and `v_descale` with e4m3 caches; of a 16-bit one descale
+  factors raise NotImplementedError.
 - 8-bit q, k and v may be e5m2, too. Their keys are not split: `num_splits` above 1 raises ValueError. Descale factors
   with 16-bit ones raise TypeError.
 - The log-sum-exp is differentiable.
@@ -32,6 +33,7 @@ from cuteflash.compat.common import attend, attend_cached
 from cuteflash.compat.latent import Queries, attend_latent
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, shown
+from cuteflash.validate_kvcache import E4M3
 
 __all__ = [
     "flash_attn_combine",
@@ -259,7 +261,8 @@ def flash_attn_with_kvcache(
     Args:
         page_table: int32 (batch, pages of a sequence), with caches of pages, (num_pages, page_size, kv_heads,
             head_dim), of any size.
-        q_descale, k_descale, v_descale: with q and whole caches of 8 bits, as of `flash_attn_func`.
+        q_descale, k_descale, v_descale: with q and whole caches of 8 bits, as of `flash_attn_func`. The last two also
+            with 16-bit q and e4m3 caches, to which a 16-bit k and v are appended; None is 1.
         qv: shaped as q but for its 512 columns; no k and v are appended then.
 
     Returns:
@@ -295,7 +298,12 @@ def flash_attn_with_kvcache(
         refuse(**{name: (value, NOTHING) for name, value in ({"k": k, "v": v} | extent).items()})
         tensors = q, k_cache, v_cache
         return _attend(api.flash_attn_func, tensors, num_splits=num_splits, sm_margin=0, **descales, **given)
-    refuse(**{name: (value, NOTHING) for name, value in descales.items()})
+    if isinstance(q, Tensor) and isinstance(k_cache, Tensor) and k_cache.dtype == E4M3 and k_cache.dim() > 1:
+        refuse(q_descale=(descales.pop("q_descale"), NOTHING))
+        ones = _ones((q, k_cache), cu_seqlens_q)
+        given |= {name: ones if x is None else x for name, x in descales.items()}
+    else:
+        refuse(**{name: (value, NOTHING) for name, value in descales.items()})
     options = extent | given | {"rotary_interleaved": rotary_interleaved, "num_splits": num_splits}
     return attend_cached(q, (k_cache, v_cache), (k, v), **options)
 

@@ -40,6 +40,17 @@ def rounded_words(values: Sequence[Float32], dtype: type[cutlass.Numeric]) -> It
         yield from (round_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2))
 
 
+def halves_of_e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
+    """The four e4m3 values in a register as fp16, which holds them exactly: two registers, the first value lowest."""
+    low, high = cute.arch.inline_ptx(
+        "{.reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high;}",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[word],
+    )
+    return low, high
+
+
 def unpack_pair(pair: Uint32, dtype: type[cutlass.Numeric]) -> tuple[Float32, Float32]:
     """The two values of `dtype` (fp16 or bf16) in a register, as fp32; bf16 takes one instruction a value."""
     halves = cute.make_rmem_tensor((2,), Uint32 if dtype is cutlass.BFloat16 else dtype)

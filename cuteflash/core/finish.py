@@ -32,16 +32,15 @@ def normalize(
         v_scale: what V is multiplied with, if it has a scale.
         sinks: those that join the row sums, if there are sinks.
     """
-    lse = finish_rows(softmax, scores, tile, sinks)
-    if const_expr(v_scale is not None):
-        for r in cutlass.range_constexpr(cute.size(lse)):
-            softmax.row_scale[r] = softmax.row_scale[r] * v_scale
+    lse = finish_rows(softmax, scores, tile, v_scale, sinks)
     scale_rows(out, softmax.row_scale)
     write_lse(lse, scores, tile, mLSE)
 
 
 @cute.jit
-def finish_rows(softmax: OnlineSoftmax, scores: ScoreTile, tile: QueryTile, sinks: Sinks | None):
+def finish_rows(
+    softmax: OnlineSoftmax, scores: ScoreTile, tile: QueryTile, v_scale: Float32 | None, sinks: Sinks | None
+):
     """The log-sum-exp of this thread's rows, whose `row_scale` becomes what O is multiplied with; as of `normalize`."""
     lse = cute.make_rmem_tensor_like(softmax.row_scale)
     if const_expr(sinks is not None):
@@ -51,6 +50,9 @@ def finish_rows(softmax: OnlineSoftmax, scores: ScoreTile, tile: QueryTile, sink
         softmax.finish_with_sinks(lse, of_rows)
     else:
         softmax.finish(lse)
+    if const_expr(v_scale is not None):
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            softmax.row_scale[r] = softmax.row_scale[r] * v_scale
     return lse
 
 

@@ -52,11 +52,12 @@ class Scales:
     scores do not exist, and their O is 0 times 1.
 
     Attributes:
+        q: None if Q has 16 bits.
         v_mean: (batch, KV heads, head_dim_v) fp32; None if V is whole.
         is_packed: whether the operands are packed sequences.
     """
 
-    q: cute.Tensor
+    q: cute.Tensor | None
     k: cute.Tensor
     v: cute.Tensor
     v_mean: cute.Tensor | None
@@ -65,12 +66,12 @@ class Scales:
     @classmethod
     def of(cls, tensors: ScaleTensors, storage: Storage) -> Scales | None:
         """Those of a kernel's arguments; None if its operands have 16 bits."""
-        return None if tensors.q_descale is None else cls(*tensors, is_packed=storage.q == "varlen")
+        return None if tensors.k_descale is None else cls(*tensors, is_packed=storage.q == "varlen")
 
     @property
     def are_of_blocks(self) -> bool:
         """Whether each 128 tokens have scales of their own."""
-        return cute.rank(self.q) == 3
+        return cute.rank(self.k) == 3
 
     def of_scores(self, tile: QueryTile) -> Float32:
         """The factor of a tile's products of Q and K; with scales of blocks that of Q alone.
@@ -78,6 +79,8 @@ class Scales:
         The tile then lies in one block. One past the last query takes the last block's.
         """
         at = self._place(tile)
+        if self.q is None:
+            return self.k[at]
         if not self.are_of_blocks:
             return self.q[at] * self.k[at]
         block = tile.first_token // BLOCK_TOKENS

@@ -35,6 +35,7 @@ class ScoreTile:
         inner_scale: factor of a score before tanh, if there is a softcap.
         packed_heads: query heads folded into the rows; 1 is none.
         is_transposed: whether the accumulator holds Sᵀ.
+        row_scales: `inner_scale` of each row, if rows have factors of their own; None if they do not.
     """
 
     values: cute.Tensor
@@ -44,6 +45,7 @@ class ScoreTile:
     inner_scale: Float32
     packed_heads: cutlass.Constexpr[int]
     is_transposed: cutlass.Constexpr[bool]
+    row_scales: cute.Tensor | None = None
 
     @classmethod
     def of(
@@ -106,8 +108,13 @@ class ScoreTile:
     @cute.jit
     def apply_softcap(self):
         """Scores become tanh(score * inner_scale); the softmax's scale then holds the cap itself."""
-        for i in cutlass.range_constexpr(cute.size(self.values)):
-            self.values[i] = cute.math.tanh(self.values[i] * self.inner_scale, fastmath=True)
+        if const_expr(self.row_scales is None):
+            for i in cutlass.range_constexpr(cute.size(self.values)):
+                self.values[i] = cute.math.tanh(self.values[i] * self.inner_scale, fastmath=True)
+        else:
+            for r in cutlass.range_constexpr(cute.size(self.values.shape[0])):
+                for c in cutlass.range_constexpr(cute.size(self.values.shape[1])):
+                    self.values[r, c] = cute.math.tanh(self.values[r, c] * self.row_scales[r], fastmath=True)
 
     @cute.jit
     def hide(

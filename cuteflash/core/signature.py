@@ -57,8 +57,8 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     v_shape = (heads_k, head_dim_v, keys) if operands.transposed_v else (seqlen_k, heads_k, head_dim_v)
     tensors = FwdTensors(
         q=operand(operands.qk_dtype, *batch_q, seqlen_q, heads_q, head_dim),
-        k=operand(operands.qk_dtype, *batch_k, seqlen_k, heads_k, head_dim - shared),
-        v=operand(operands.pv_dtype, *batch_k, *v_shape),
+        k=operand(operands.k_dtype, *batch_k, seqlen_k, heads_k, head_dim - shared),
+        v=operand(operands.v_dtype, *batch_k, *v_shape),
         o=operand(operands.o_dtype, *batch_q, seqlen_q, heads_q, head_dim_v),
         lse=lse,
     )
@@ -72,12 +72,7 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         cache_batch_idx=vector(sequences, storage.has_cache_batch_idx),
         cache_leftpad=vector(sequences, storage.has_leftpad),
     )
-    scales = ScaleTensors()
-    if operands.is_fp8:
-        blocks = ((cute.sym_int32(symbol=f"blocks_{name}"),) for name in ("q", "k", "v"))
-        entries = 1 if operands.has_block_scales and storage.q == "varlen" else batch
-        factors = (_per_head(entries, heads_k, *(some if operands.has_block_scales else ())) for some in blocks)
-        scales = ScaleTensors(*factors, _per_head(batch, heads_k, head_dim_v) if operands.has_v_mean else None)
+    scales = _scales(problem, batch, heads_k)
     split = SplitTensors()
     if problem.is_split:
         size, blocks = (cute.sym_int32(symbol=name) for name in ("partials", "blocks"))
@@ -88,6 +83,20 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     one = cute.sym_int32(symbol="one")  # head, but descriptors of packed sequences need a mode whose size is not static
     shared_k = operand(operands.qk_dtype, *batch_k, seqlen_k, one, shared) if shared else None
     return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split, shared_k).flat()
+
+
+def _scales(problem: FwdProblem, batch: Any, heads: Any) -> ScaleTensors:
+    """The scales of 8-bit operands, or of K and V of an 8-bit cache; none of others."""
+    operands = problem.operands
+    if not operands.has_scales:
+        return ScaleTensors()
+    if not operands.is_fp8:
+        entries = cute.sym_int32(symbol="scaled")
+        return ScaleTensors(k_descale=_per_head(entries, heads), v_descale=_per_head(entries, heads))
+    blocks = ((cute.sym_int32(symbol=f"blocks_{name}"),) for name in ("q", "k", "v"))
+    entries = 1 if operands.has_block_scales and problem.storage.q == "varlen" else batch
+    factors = (_per_head(entries, heads, *(some if operands.has_block_scales else ())) for some in blocks)
+    return ScaleTensors(*factors, _per_head(batch, heads, operands.head_dim_v) if operands.has_v_mean else None)
 
 
 def fake_sinks(scores: Scores, heads: Any) -> Any:

@@ -63,6 +63,7 @@ class OnlineSoftmax:
         may_be_empty: whether all scores of a row so far may be -inf.
         p_offset: exponentials, and with them the row sums, are multiplied with 2 to this power.
         block_scale: a factor of the present block's scores that is in `row_max`, but not in them; None is 1.
+        row_scales: `scale_log2` of each row, if rows have factors of their own; None if they do not.
     """
 
     row_max: cute.Tensor
@@ -72,6 +73,7 @@ class OnlineSoftmax:
     may_be_empty: cutlass.Constexpr[bool]
     p_offset: cutlass.Constexpr[float] = 0.0
     block_scale: Float32 | None = None
+    row_scales: cute.Tensor | None = None
 
     @classmethod
     def create(cls, num_rows: int, scale_log2: Float32, may_be_empty: bool, p_offset: float = 0.0) -> Self:
@@ -108,8 +110,12 @@ class OnlineSoftmax:
             else:
                 old = self.row_max[r]
                 self.row_max[r] = cute.arch.fmax(old, peak)
-                self.row_scale[r] = exp2(old * self.scale_log2 - self.shift(r))
+                self.row_scale[r] = exp2(old * self.scale_of(r) - self.shift(r))
                 self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+
+    def scale_of(self, row: int) -> Float32:
+        """The factor of a row's scores before exp2."""
+        return self.scale_log2 if self.row_scales is None else self.row_scales[row]
 
     def finite_max(self, row: int) -> Float32:
         """A row's maximum, or 0 if no key was visible yet: exp2(-inf - -inf) would be NaN."""
@@ -118,14 +124,16 @@ class OnlineSoftmax:
 
     def shift(self, row: int) -> Float32:
         """The number to subtract from a row's scaled scores."""
-        return self.finite_max(row) * self.scale_log2
+        return self.finite_max(row) * self.scale_of(row)
 
     def exponentials(self, scores: cute.Tensor, row: int) -> Iterator[Float32]:
         """The exponentials of one row of `scores` under the present maximum, one by one."""
         shift = self.shift(row)
         if self.p_offset:
             shift = shift - self.p_offset
-        scale = self.scale_log2 if self.block_scale is None else self.scale_log2 * self.block_scale
+        scale = self.scale_of(row)
+        if self.block_scale is not None:
+            scale = scale * self.block_scale
         for c in range(cute.size(scores.shape[1])):
             yield exp2(scores[row, c] * scale - shift)
 
@@ -172,7 +180,7 @@ class OnlineSoftmax:
             total = quad_sum(self.row_sum[r])
             empty = total == 0.0
             self.row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
-            log2_sum = self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)
+            log2_sum = self.row_max[r] * self.scale_of(r) + cute.math.log2(total, fastmath=True)
             if const_expr(self.p_offset):
                 log2_sum = log2_sum - self.p_offset
             lse[r] = -Float32.inf if empty else log2_sum * LN_2

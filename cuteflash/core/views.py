@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
+
+WORD_ALIGN = 8  # two-byte elements in 16 bytes
 
 
 def rows_view(acc: cute.Tensor) -> cute.Tensor:
@@ -46,6 +49,17 @@ def transposed(tensor: cute.Tensor) -> cute.Tensor:
     """The same data with its first two modes exchanged: (n, d, ...) becomes (d, n, ...)."""
     order = (1, 0, *range(2, cute.rank(tensor)))
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(order)))
+
+
+def words_of(tensor: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """A tensor of bytes as one of two-byte elements: pairs of neighbours in the last mode, which is contiguous.
+
+    All other strides are multiples of 16 bytes.
+    """
+    *shape, columns = tensor.shape
+    strides = (cute.assume(stride // 2, divby=WORD_ALIGN) for stride in tensor.stride[:-1])
+    layout = cute.make_layout((*shape, columns // 2), stride=(*strides, 1))
+    return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=dtype), layout)
 
 
 def with_batch(tensor: cute.Tensor) -> cute.Tensor:

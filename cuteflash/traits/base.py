@@ -9,6 +9,8 @@ from cuteflash.core.workspace import Workspace
 from cuteflash.problem import Feature, Operation
 from cuteflash.traits.arch import ArchSpec, Family
 
+MERGE_LOADS = 32  # that a thread has in flight when it merges parts of a tile whose keys are split
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmemRegion:

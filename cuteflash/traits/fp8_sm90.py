@@ -77,6 +77,11 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
         return self.producer_regs, self.mma_regs
 
     @property
+    def stored_tiles(self) -> dict[str, tuple[int, int]]:
+        """See `FwdTraitsSm90.stored_tiles`."""
+        return {"stored_v": (self.tile_n * self.head_dim_v, self.stored_v_stage)} if self.turns_v else {}
+
+    @property
     def turning_columns(self) -> int:
         """Warps that share the columns of a tile of V which is turned; the others share its keys."""
         return 1 if self.tile_n % (TURNING_WARPS * TURNED_KEYS) == 0 else 2

@@ -14,12 +14,21 @@ from cuteflash.traits.arch import Family
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
-Traits = FwdTraitsSm80 | FwdTraitsSm90 | FwdTraitsFp8Sm90 | BwdTraitsSm80 | BwdTraitsSm90 | BwdTwoPassTraitsSm90
+Traits = (
+    FwdTraitsSm80
+    | FwdTraitsSm90
+    | FwdTraitsFp8Sm90
+    | FwdTraitsCacheSm90
+    | BwdTraitsSm80
+    | BwdTraitsSm90
+    | BwdTwoPassTraitsSm90
+)
 # The kinds of traits: each is called as the function below that makes its rows, also in databases and users' tables.
 KINDS: dict[str, type[Traits]] = {
     "fwd_sm80": FwdTraitsSm80,
@@ -43,6 +52,7 @@ FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backw
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
 SPLIT, SINK = ("split",), ("sink",)
+DECISIVE = ("turned_v", "split", "e4m3_cache")  # features that a row's kernel either always or never has
 
 
 class TableKey(NamedTuple):
@@ -120,7 +130,7 @@ class Row:
         return (
             asked.isdisjoint(self.without)
             and asked <= served
-            and all((name in asked) == (name in served) for name in ("turned_v", "split"))
+            and all((name in asked) == (name in served) for name in DECISIVE)
         )
 
     def measured(self, gpu: str, date: str, tflops: int) -> Row:
@@ -184,6 +194,14 @@ def fwd_fp8_sm90(
 ) -> Row:
     """An sm90 row of 8-bit operands; `more` are keyword arguments of `_row`."""
     return _row(FwdTraitsFp8Sm90, (head_dim, tile_m, tile_n), masks, dtypes=dtypes, **more)
+
+
+def fwd_cache_sm90(
+    head_dim: int, tile_m: int, tile_n: int, masks: tuple[str, ...] = ALL, *, exp_rows_before_wait: int = 1, **more: Any
+) -> Row:
+    """An sm90 row of e4m3 caches; `more` are keyword arguments of `_row`."""
+    tile = head_dim, tile_m, tile_n
+    return _row(FwdTraitsCacheSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
 
 
 def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:

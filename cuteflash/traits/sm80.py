@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
-from cuteflash.traits.base import FwdTraits, SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
+from cuteflash.traits.base import MERGE_LOADS, FwdTraits, SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 from cuteflash.traits.chunks import CHUNK, swizzle_width
 
 WARP = 32
@@ -100,6 +100,7 @@ class FwdTraitsSm80:
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm80"
     element_bytes: ClassVar[int] = 2
+    merge_loads: ClassVar[int] = MERGE_LOADS
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cuteflash.problem import DTYPES, Feature, Operation
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
-from cuteflash.traits.base import SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
+from cuteflash.traits.base import MERGE_LOADS, SmemRegion, head_dims_complaint, memory_complaint, plan_bytes
 
 WARPGROUP = 128
 WGMMA_M, WGMMA_K = 64, 16  # k of 16-bit operands
@@ -67,6 +67,7 @@ class FwdTraitsSm90:
     operation: ClassVar[Operation] = "fwd"
     family: ClassVar[Family] = "sm90"
     element_bytes: ClassVar[int] = 2
+    merge_loads: ClassVar[int] = MERGE_LOADS
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
     address_regs: ClassVar[int] = ADDRESS_REGS
@@ -92,7 +93,7 @@ class FwdTraitsSm90:
     splits: bool = False
     blocks_per_sm: int = 1
 
-    # What only kernels of 8-bit operands have, see `FwdTraitsFp8Sm90`.
+    # What only kernels of 8-bit operands or caches have, see `FwdTraitsFp8Sm90` and `FwdTraitsCacheSm90`.
 
     @property
     def two_level(self) -> bool:
@@ -111,12 +112,33 @@ class FwdTraitsSm90:
         return 0
 
     @property
+    def key_warpgroups(self) -> int:
+        return 1
+
+    # What kernels have that make other tiles of K and V of those that are loaded.
+
+    @property
+    def stored_tiles(self) -> dict[str, tuple[int, int]]:
+        """(bytes, stages) of tiles as they are loaded, by their names in the plan."""
+        return {}
+
+    @property
     def p_offset(self) -> float:
         return 0.0
 
     @property
     def mma_warpgroups(self) -> int:
         return self.tile_m // WGMMA_M
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """One for each 64 rows, and for each part of a key block."""
+        return self.mma_warpgroups * self.key_warpgroups
+
+    @property
+    def step_keys(self) -> int:
+        """Keys of a block that a consumer warpgroup reads."""
+        return self.tile_n // self.key_warpgroups
 
     @property
     def producer_warpgroups(self) -> int:
@@ -130,7 +152,7 @@ class FwdTraitsSm90:
 
     @property
     def num_threads(self) -> int:
-        return (self.producer_warpgroups + self.mma_warpgroups) * WARPGROUP
+        return (self.producer_warpgroups + self.consumer_warpgroups) * WARPGROUP
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -172,10 +194,14 @@ class FwdTraitsSm90:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Barriers, Q, K, V, O (over Q with `share_q_o`), P without `p_in_regs`, V as it is stored with `turns_v`."""
-        wgs, kv = self.mma_warpgroups, self.kv_stage
-        stored_v = self.stored_v_stage if self.turns_v else 0
-        stages = self.q_stage + 2 * kv + stored_v  # each with a barrier for full and one for empty
+        """Barriers, Q, K, V, `stored_tiles`, O (over Q with `share_q_o`), P without `p_in_regs`."""
+        return self.plan_of_tiles()
+
+    def plan_of_tiles(self) -> dict[str, SmemRegion]:
+        """See `smem_plan`."""
+        wgs, kv, stored = self.mma_warpgroups, self.kv_stage, self.stored_tiles
+        # Each stage has a barrier for full and one for empty.
+        stages = self.q_stage + 2 * kv + sum(count for _, count in stored.values())
         plan = {"barriers": SmemRegion(0, 2 * stages * MBARRIER_BYTES)}
 
         def append(name: str, elements: int, stages: int, nbytes: int = self.element_bytes) -> None:
@@ -185,8 +211,8 @@ class FwdTraitsSm90:
         append("q", self.q_stage * self.tile_m * self.head_dim, self.q_stage * wgs)
         append("k", kv * self.tile_n * self.head_dim, kv)
         append("v", kv * self.tile_n * self.head_dim_v, kv)
-        if self.turns_v:
-            append("stored_v", stored_v * self.tile_n * self.head_dim_v, stored_v)
+        for name, (nbytes, count) in stored.items():
+            append(name, count * nbytes, count, 1)
         if self.share_q_o:
             plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * OUT_BYTES, wgs)
         else:
@@ -263,9 +289,9 @@ class FwdTraitsSm90:
         Under fixed maxima S stays beside P; rows that do not wait for the PV product to read the last P are rounded
         into registers of their own.
         """
-        s = self.tile_n // 2
+        s = self.step_keys // 2
         o = self.head_dim_v // 2 * (2 if self.two_level else 1)  # a product of 8 bits beside their sum
-        a_row = self.tile_n * self.element_bytes // 16  # of P
+        a_row = self.step_keys * self.element_bytes // 16  # of P
         p = 2 * a_row if self.p_in_regs else 0
         q = self.head_dim * self.element_bytes // 8 if self.q_in_regs else 0
         ahead = a_row * self.exp_rows_before_wait if self.fixed_max else 0

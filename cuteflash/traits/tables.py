@@ -44,6 +44,7 @@ from cuteflash.traits import (
     rows_bwd_sm80_hopper,
     rows_bwd_sm80_small,
     rows_bwd_sm90,
+    rows_cache_sm90,
     rows_fp8_sm90,
     rows_sm80,
     rows_sm80_hopper,
@@ -81,6 +82,8 @@ TABLES: dict[TableKey, tuple[Row, ...]] = {
 
 # Rows that split keys, of the forward's families on all targets: no sweep knows them.
 SPLIT_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_split_sm90.ROWS, "sm80": rows_split_sm80.ROWS}
+# Rows of e4m3 caches, those that split keys and others: likewise.
+CACHE_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_cache_sm90.ROWS, "sm80": ()}
 
 
 def tables_of(operation: Operation) -> dict[TableKey, tuple[Row, ...]]:

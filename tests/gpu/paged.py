@@ -14,6 +14,7 @@ from tests.gpu.checks import Case, assert_close_to, assert_lse_close_to, poisone
 
 GARBAGE = (-1, 2**31 - 1, -(2**31), 10**6)  # in entries of a page table that no key needs
 NAN = float("nan")
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Paged:
         indexed: the sequences' entries are shuffled.
         all_used: lengths are not given: all sequences fill their entries.
         num_splits: the option.
+        e4m3: the caches have 8 bits, with a scale for each sequence and KV head.
     """
 
     keys: tuple[int, ...]
@@ -40,6 +42,7 @@ class Paged:
     all_used: bool = False
     slack: int = 3
     num_splits: int = 1
+    e4m3: bool = False
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -60,18 +63,24 @@ class Paged:
         table: list[list[int]] | None = None
         page_size = self.page_size
         if page_size is None:
-            caches = [torch.full((entries, room, *x.shape[1:]), NAN, device=device, dtype=x.dtype) for x in (k, v)]
+            caches = [self._empty(x, entries, room) for x in (k, v)]
         else:
             slots = -(-room // page_size)
             pages = sum(-(-n // page_size) for n in self.keys) + 3
             numbers = choose.sample(range(pages), pages)
             table = [[choose.choice(GARBAGE) for _ in range(slots)] for _ in range(entries)]
-            caches = [torch.full((pages, page_size, *x.shape[1:]), NAN, device=device, dtype=x.dtype) for x in (k, v)]
+            caches = [self._empty(x, pages, page_size) for x in (k, v)]
+        descales = [torch.rand(batch, x.shape[1], device=device) + 0.1 for x in (k, v)]
         alone, at_q, at_k = [], 0, 0
         for i, (begin, end) in enumerate(self.spans):
             rows_q = self.queries[i] if self.queries else case.seqlen_q
             of_q, of_k = slice(at_q, at_q + rows_q), slice(at_k, at_k + end - begin)
-            alone.append((q[None, of_q], k[None, of_k], v[None, of_k]))
+            tokens, meant = [k[of_k], v[of_k]], [k[of_k], v[of_k]]
+            if self.e4m3:
+                scales = [x[i, :, None] for x in descales]
+                tokens = [(x / scale).to(E4M3).view(torch.uint8) for x, scale in zip(tokens, scales, strict=True)]
+                meant = [x.view(E4M3).float() * scale for x, scale in zip(tokens, scales, strict=True)]
+            alone.append((q[None, of_q], *(x[None] for x in meant)))
             at_q, at_k = of_q.stop, of_k.stop
             if end <= begin:
                 continue
@@ -83,9 +92,17 @@ class Paged:
                     table[order[i]][slot] = numbers.pop()
                 found = torch.tensor(table[order[i]], device=device)[rows // page_size]
                 where = (found, rows % page_size)
-            for cache, x in zip(caches, (k, v), strict=True):
-                cache[where] = x[of_k]
-        return self._named(q, caches, table, order), alone
+            for cache, x in zip(caches, tokens, strict=True):
+                (cache.view(torch.uint8) if self.e4m3 else cache)[where] = x
+        named = self._named(q, caches, table, order)
+        if self.e4m3:
+            named |= dict(zip(("k_descale", "v_descale"), descales, strict=True))
+        return named, alone
+
+    def _empty(self, like: Tensor, entries: int, rows: int) -> Tensor:
+        """A cache of NaN."""
+        cache = torch.full((entries, rows, *like.shape[1:]), NAN, device=like.device, dtype=like.dtype)
+        return cache.to(E4M3) if self.e4m3 else cache
 
     def _named(
         self, q: Tensor, caches: list[Tensor], table: list[list[int]] | None, order: list[int]
@@ -108,6 +125,8 @@ class Paged:
             "cache_batch_idx": vector(order) if self.indexed else None,
             "cache_leftpad": None if self.leftpad is None else vector(self.leftpad),
             "sinks": None,
+            "k_descale": None,
+            "v_descale": None,
         }
 
     def options(self, family: str | None) -> FwdOptions:

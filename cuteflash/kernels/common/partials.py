@@ -25,7 +25,6 @@ from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
 
 PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
-LOADS = 32  # that a thread has in flight when it merges
 FEW_ROWS, MANY_ROWS = 2, 4  # rows of a warp that are merged one by one, at most; rows that are merged together
 WARP = 32
 MEETING_ROWS = 12  # of a tile, from which on its blocks meet; between the numbers that were timed
@@ -43,6 +42,7 @@ class Partials:
         sinks: those that join the sums of a tile, if there are sinks.
         head_dim_v: of the problem.
         rows, columns: of a slot, `tile_m` and the padded `head_dim_v`.
+        loads: that a thread has in flight when it merges.
     """
 
     values: cute.Tensor
@@ -53,6 +53,7 @@ class Partials:
     head_dim_v: cutlass.Constexpr[int]
     rows: cutlass.Constexpr[int]
     columns: cutlass.Constexpr[int]
+    loads: cutlass.Constexpr[int]
 
     @classmethod
     def of(cls, kernel, tensors: FwdTensors, split: SplitTensors, sinks: Sinks | None) -> Partials | None:
@@ -69,6 +70,7 @@ class Partials:
             head_dim_v=operands.head_dim_v,
             rows=traits.tile_m,
             columns=traits.head_dim_v,
+            loads=traits.merge_loads,
         )
 
     def at(self, slot: Int32, row: Int32, column: Int32) -> cute.Pointer:
@@ -171,10 +173,10 @@ class Partials:
         for first_column in cutlass.range_constexpr(0, self.head_dim_v, QUAD * WARP):
             if rows <= step * FEW_ROWS:
                 for row in cutlass.range(first, rows, step, unroll=1):
-                    self.merge_rows(tile, (row, step), first_column, 1, LOADS)
+                    self.merge_rows(tile, (row, step), first_column, 1, self.loads)
             else:
                 for row in cutlass.range(first, rows, step * MANY_ROWS, unroll=1):
-                    self.merge_rows(tile, (row, step), first_column, MANY_ROWS, LOADS // MANY_ROWS)
+                    self.merge_rows(tile, (row, step), first_column, MANY_ROWS, self.loads // MANY_ROWS)
 
     @cute.jit
     def merge_rows(

@@ -12,6 +12,7 @@ from cuteflash.core.launch import Launch
 from cuteflash.core.scales import Scales
 from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm90.handout import Handout
+from cuteflash.traits.cache_sm90 import WARPS as CONVERTING_WARPS
 from cuteflash.traits.fp8_sm90 import TURNING_WARPS
 
 
@@ -20,6 +21,7 @@ class NamedBarrier(enum.IntEnum):
 
     EPILOGUE = 1  # + warpgroup: O is in shared memory
     TURN = 4  # + warpgroup: this warpgroup may issue its products (ping-pong)
+    HANDED = 7  # a part of O of some keys is in shared memory, or has left it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +49,18 @@ class Tiles:
 
     sQ: cute.Tensor  # (64, head_dim, warpgroups x q_stage)
     sQ_boxes: cute.Tensor  # (box rows, head_dim, warpgroups x q_stage), the same data
-    sK: cute.Tensor  # (tile_n, head_dim, kv_stage)
+    sK: cute.Tensor  # as the product reads it: (tile_n, head_dim, kv_stage)
+    loaded_k: cute.Tensor  # as TMA writes it: the same data, unless it is converted
     sV: cute.Tensor  # as TMA writes it: (tile_n, head_dim_v, kv_stage); Vᵀ, if it is given: (head_dim_v, tile_n, ..)
-    sVt: cute.Tensor  # as the product reads it: (head_dim_v, tile_n, kv_stage), the same data unless V is turned
+    sVt: (
+        cute.Tensor
+    )  # as the product reads it: (head_dim_v, tile_n, kv_stage), the same data unless V is turned or converted
     sO: cute.Tensor  # (64, head_dim_v, warpgroups)
     sO_boxes: cute.Tensor  # (box rows, head_dim_v, warpgroups), the same data
     sP: cute.Tensor | None  # (64, tile_n, warpgroups)
     turned_v: cute.Pointer | None = None  # the bytes of sVt, and
     stored_v: cute.Pointer | None = None  # those of sV, if V is turned
+    base: cute.Pointer | None = None  # the block's shared memory, if K and V are converted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,27 +69,37 @@ class Rings:
 
     Attributes:
         q, k: filled by TMA; K, if its rows are looked up one by one, by threads.
-        v: what the consumers read, filled as K or by the warps that turn V.
-        stored_v: V as it is stored, filled by TMA, if it is turned.
+        v: what the consumers read, filled as K or by the warps that turn V; with `stored_k` both by those that convert.
+        stored_v: V as it is stored, filled by TMA, if it is turned; if it is converted, as K otherwise is.
+        stored_k: likewise of K, if it is converted.
     """
 
     q: TmaRing
     k: Ring
     v: Ring
-    stored_v: TmaRing | None = None
+    stored_v: Ring | None = None
+    stored_k: Ring | None = None
 
     def init(self, consumer_warps: int, copying_threads: int) -> None:
         """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow.
 
         `copying_threads` fill K and V, or TMA if there are none.
         """
-        filling = filling_v = copying_threads or 1
+        filling = filling_k = filling_v = copying_threads or 1
         if self.stored_v is not None:
             filling_v = TURNING_WARPS
-            self.stored_v.init(TURNING_WARPS)
+            self.stored_v.init_for(filling, TURNING_WARPS)
+        if self.stored_k is not None:
+            filling_k = CONVERTING_WARPS
+            self.stored_k.init_for(filling, CONVERTING_WARPS)
         self.q.init(consumer_warps)
-        self.k.init_for(filling, consumer_warps)
+        self.k.init_for(filling_k, consumer_warps)
         self.v.init_for(filling_v, consumer_warps)
+
+    @property
+    def loaded_k(self) -> Ring:
+        """The ring of K as it is loaded."""
+        return self.k if self.stored_k is None else self.stored_k
 
     @property
     def loaded_v(self) -> Ring:
@@ -101,6 +117,6 @@ class Block:
     launch: Launch
     handout: Handout | None  # of packed sequences
     mLSE: cute.Tensor | None  # (b, h_q, s_q)
-    scales: Scales | None  # of 8-bit operands
+    scales: Scales | None  # of 8-bit operands and caches
     partials: Partials | None = None  # of split keys
     arrival: cute.Tensor | None = None  # (1,) Int32 in shared memory, of split keys, too

@@ -37,9 +37,9 @@ def add_mean(kernel: cutlass.Constexpr, wg: Warpgroup, mean: cute.Tensor):
 
 
 @cute.jit
-def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: QueryTile):
+def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: QueryTile, v_scale: Float32 | None):
     """Write O and the log-sum-exp of a tile, or of a block's share of its keys, and merge the tile's parts if due."""
-    lse = finish_rows(wg.softmax, wg.scores, tile, block.launch.sinks)
+    lse = finish_rows(wg.softmax, wg.scores, tile, v_scale, block.launch.sinks)
     scale_rows(wg.out, wg.softmax.row_scale)
     if tile.share.is_whole():
         write_lse(lse, wg.scores, tile, block.mLSE)

@@ -23,9 +23,9 @@ from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Block
 from cuteflash.kernels.sm90.handout import hand_out, tile_of_words, visit_tiles
 from cuteflash.kernels.sm90.load import make_tile_loads
+from cuteflash.kernels.sm90.swizzle import CHUNK, swizzled
 from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS
 
-CHUNK = 16  # bytes of a row of a matrix of ldmatrix and stmatrix
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # selectors of a byte permute
 HANDING_WARP = 1  # that finds the tiles of packed sequences: meanwhile its share of V waits
 
@@ -143,14 +143,3 @@ def turn_part(
 def chunk(start: cute.Pointer) -> cute.Tensor:
     """The 16 bytes of a matrix's row at `start`."""
     return cute.make_tensor(cute.recast_ptr(start.align(CHUNK), dtype=cutlass.Uint16), cute.make_layout((8, 1)))
-
-
-def swizzled(row: Int32, column_chunk: Int32, rows: int, columns: int) -> Int32:
-    """Where a chunk of a row-major tile of bytes begins, laid out as `atoms.smem_tile_layout` does.
-
-    Slabs are as wide as the swizzle; in a slab, the row's number in the swizzle's pattern is added to the chunk's.
-    """
-    width = next(width for width in (128, 64, 32) if columns % width == 0)
-    chunks = width // CHUNK
-    pattern = row * width // 128 % chunks
-    return column_chunk // chunks * (rows * width) + row * width + (column_chunk % chunks ^ pattern) * CHUNK

@@ -12,7 +12,8 @@ tile while the consumers finish this one. With `fixed_max` unmasked key blocks d
 whose scores exceed them by too much is repaired (`fixed_max.py`). Without `warp_specialized` the first consumer warp
 issues the loads instead, to measure the gain of the producer. Of packed sequences a second producer warp finds the
 tiles (`handout.py`), and the descriptors clip boxes at a sequence's end (`ragged.py`). K and V of a cache are loaded
-page by page, or row by row (`paged_load.py`). Not here: dropout, ALiBi, gradients.
+page by page, or row by row (`paged_load.py`); those of an e4m3 cache are made into fp16 tiles by further warpgroups
+(`convert.py`). Not here: dropout, ALiBi, gradients.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cuteflash.arguments import FwdArguments
+from cuteflash.arguments import FwdArguments, FwdTensors
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.atoms.barriers import CopyRing, StageRing, TmaRing
 from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
 from cuteflash.core.scales import Scales
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
-from cuteflash.core.views import columns_first, rows_first, transposed, with_batch
+from cuteflash.core.views import columns_first, rows_first, with_batch, words_of
 from cuteflash.kernels.common.partials import Partials
-from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
+from cuteflash.kernels.sm90.bundles import Block, Tiles, Tma
+from cuteflash.kernels.sm90.convert import convert
 from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
+from cuteflash.kernels.sm90.memory import make_rings, make_tiles
 from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
 from cuteflash.problem import SHARED_COLUMNS, FwdProblem
 from cuteflash.traits.chunks import CHUNK, swizzle_width
@@ -60,8 +62,8 @@ class FlashFwdSm90:
 
     @property
     def dtype(self) -> type[cutlass.Numeric]:
-        """Element type of Q, K and V."""
-        return CUTE_DTYPES[self.problem.operands.qk_dtype]
+        """Element type of Q, K and V as the products read them."""
+        return CUTE_DTYPES[self.problem.operands.product_dtype]
 
     @property
     def p_dtype(self) -> type[cutlass.Numeric]:
@@ -77,6 +79,22 @@ class FlashFwdSm90:
     def turns_v(self) -> bool:
         """Whether the producer warpgroup turns V: of 8 bits the product only reads Vᵀ."""
         return self.problem.operands.is_fp8 and not self.problem.operands.transposed_v
+
+    @property
+    def converts(self) -> bool:
+        """Whether warpgroups of their own convert tiles of an 8-bit cache; these move as pairs of bytes."""
+        return self.problem.operands.cache_dtype is not None
+
+    @property
+    def fits_q(self) -> bool:
+        """Whether Q is made into the element type of the products."""
+        return self.problem.operands.qk_dtype != self.problem.operands.product_dtype
+
+    @property
+    def loaded_columns(self) -> tuple[int, int]:
+        """Columns of the tiles of K and of V as they are loaded, in elements of `dtype`."""
+        columns = self.traits.head_dim, self.traits.head_dim_v
+        return (columns[0] // 2, columns[1] // 2) if self.converts else columns
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -95,7 +113,7 @@ class FlashFwdSm90:
         traits = self.traits
         if not self.problem.storage.gathers:
             return range(0)
-        rows = max(WARPGROUP * CHUNK // swizzle_width(cols) for cols in (traits.head_dim, traits.head_dim_v))
+        rows = max(WARPGROUP * CHUNK // swizzle_width(cols) for cols in self.loaded_columns)
         is_whole = self.problem.storage.q == "dense" and traits.tile_n % rows == 0
         return range(0 if is_whole else WARPGROUP // 2, WARPGROUP)
 
@@ -136,8 +154,9 @@ class FlashFwdSm90:
     # Layouts and atoms, callable without a launch.
 
     def tiled_mma_qk(self) -> cute.TiledMma:
-        """S = Q K^T: (64, tile_n), both operands K-major, K in shared memory."""
-        return atoms.tiled_mma(self.dtype, self.traits.tile_n, OperandMajorMode.K, a_from_regs=self.traits.q_in_regs)
+        """S = Q K^T: (64, step_keys), both operands K-major, K in shared memory."""
+        keys = self.traits.step_keys
+        return atoms.tiled_mma(self.dtype, keys, OperandMajorMode.K, a_from_regs=self.traits.q_in_regs)
 
     def tiled_mma_pv(self) -> cute.TiledMma:
         """O += P V: (64, head_dim_v), V MN-major in shared memory, of 8 bits K-major."""
@@ -163,6 +182,10 @@ class FlashFwdSm90:
         """(tile_n, head_dim_v, stored_v_stage), of 8 bits that are turned"""
         traits = self.traits
         return atoms.smem_tile_layout(self.dtype, traits.tile_n, traits.head_dim_v, traits.stored_v_stage)
+
+    def smem_layout_loaded(self, columns: int) -> cute.ComposedLayout:
+        """(tile_n, columns, stored_stage), of K or V that are converted; `columns` as of `loaded_columns`"""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, columns, self.traits.stored_stage)
 
     def smem_layout_vt(self) -> cute.ComposedLayout:
         """(head_dim_v, tile_n, kv_stage), Vᵀ of 8 bits"""
@@ -217,7 +240,7 @@ class FlashFwdSm90:
     def make_kv_tma(self, mK: cute.Tensor, mV: cute.Tensor) -> tuple:
         """Descriptor and coordinate tensor of K, and of V; without descriptors if rows are looked up one by one."""
         traits, storage = self.traits, self.problem.storage
-        d, dv = traits.head_dim, traits.head_dim_v
+        d, dv = self.loaded_columns
         if storage.gathers:
             return None, rows_first(mK), None, rows_first(mV)
         rows = storage.page_rows or traits.tile_n
@@ -225,13 +248,16 @@ class FlashFwdSm90:
         if self.problem.operands.shares_k:
             load_k = self.part_of_k_tma(keys(mK), d - SHARED_COLUMNS)
             return *load_k, *atoms.tma_load(keys(mV), cute.select(self.smem_layout_v(), mode=[0, 1]), (rows, dv))
-        values, layout_v, box_v = keys, self.smem_layout_v(), (rows, dv)
+        layout_k, layout_v = self.smem_layout_k(), self.smem_layout_v()
+        if self.converts:
+            layout_k, layout_v = (self.smem_layout_loaded(columns) for columns in (d, dv))
+        values, box_v = keys, (rows, dv)
         if self.problem.operands.transposed_v:
             values = columns_first if storage.k == "dense" else ragged_columns
             layout_v, box_v = self.smem_layout_vt(), (dv, rows)
         smem_k, smem_v = (
             atoms.rows_of_tile(layout, rows) if storage.page_rows else cute.select(layout, mode=[0, 1])
-            for layout in (self.smem_layout_k(), layout_v)
+            for layout in (layout_k, layout_v)
         )
         return *atoms.tma_load(keys(mK), smem_k, (rows, d)), *atoms.tma_load(values(mV), smem_v, box_v)
 
@@ -248,6 +274,13 @@ class FlashFwdSm90:
         part = cute.select(atoms.smem_tile_layout(self.dtype, self.traits.tile_n, cols), mode=[0, 1])
         return atoms.tma_load(keys, part, (self.traits.tile_n, cols))
 
+    def as_products_read(self, tensors: FwdTensors) -> FwdTensors:
+        """The tensors with Q, K and V in the element type that memory is moved in, which is that of the products."""
+        if not self.converts:
+            return tensors
+        q = cute.make_tensor(cute.recast_ptr(tensors.q.iterator, dtype=self.dtype), tensors.q.layout)
+        return tensors._replace(q=q, k=words_of(tensors.k, self.dtype), v=words_of(tensors.v, self.dtype))
+
     @cute.jit
     def __call__(self, *arguments):
         has_sinks, shares_k = self.problem.scores.sink is not None, self.problem.operands.shares_k
@@ -255,7 +288,7 @@ class FlashFwdSm90:
             arguments, self.problem.is_split, has_sinks, shares_k
         )
         traits = self.traits
-        tensors = batched(tensors, self.problem.storage)
+        tensors = self.as_products_read(batched(tensors, self.problem.storage))
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o, shared_k)
         launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks, split)
         if const_expr(self.problem.is_split):
@@ -287,7 +320,7 @@ class FlashFwdSm90:
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
-        rings = self.make_rings(base)
+        rings = make_rings(self, base)
         handout = None
         if const_expr(self.problem.storage.q == "varlen" and not self.problem.is_split):
             most_ahead = HANDED_TILES - 1 if self.turns_v else HANDED_TILES
@@ -302,10 +335,11 @@ class FlashFwdSm90:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
+                consumer_warps = traits.consumer_warpgroups * WARPGROUP // 32
                 rings.init(consumer_warps, len(self.copying_threads))
                 if const_expr(handout is not None):
                     readers = TURNING_WARPS - 1 if self.turns_v else len(self.loading_warps)
+                    readers += (traits.producer_warpgroups - 1) * WARPGROUP // 32  # those that convert
                     handout.init(readers=consumer_warps + readers)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.problem.is_split):  # the next launch may begin where blocks end; this one has, perhaps
@@ -325,6 +359,18 @@ class FlashFwdSm90:
                 if const_expr(handout is not None):
                     if warp == 1:
                         hand_out(handout, launch, functools.partial(await_taken, handout), Int32(0))
+        elif const_expr(self.converts):
+            self.convert_or_consume(warp, block)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            consume(self, block)
+
+    @cute.jit
+    def convert_or_consume(self, warp: Int32, block: Block):
+        """The role of a warp that does not load, if tiles are converted."""
+        if warp < self.traits.first_consumer // 32:
+            cute.arch.setmaxregister_decrease(self.traits.converter_regs)
+            convert(self, block)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             consume(self, block)
@@ -333,55 +379,6 @@ class FlashFwdSm90:
         """Whether a warp of the producer is one of `loading_warps`."""
         return functools.reduce(operator.or_, (warp == loading for loading in self.loading_warps))
 
-    def make_rings(self, base: cute.Pointer) -> Rings:
-        """Q, K and V rings over the mbarriers at the start of the block's shared memory."""
-        traits = self.traits
-        q_bytes = self.tile_tokens * self.problem.operands.packed_heads * traits.head_dim * traits.element_bytes
-        k_bytes, v_bytes = (traits.tile_n * d * traits.element_bytes for d in (traits.head_dim, traits.head_dim_v))
-        barriers = cute.recast_ptr(base + traits.smem_plan["barriers"].start, dtype=cutlass.Int64)
-        q, kv = traits.q_stage, traits.kv_stage
-        at_v, at_stored_v = (barriers + 2 * (q + n * kv) for n in (1, 2))
-        if self.problem.storage.gathers:
-            k, v = (CopyRing.create(start, kv) for start in (barriers + 2 * q, at_v))
-            return Rings(TmaRing.create(barriers, q, q_bytes), k, v)
-        return Rings(
-            q=TmaRing.create(barriers, q, q_bytes),
-            k=TmaRing.create(barriers + 2 * q, kv, k_bytes),
-            v=StageRing.create(at_v, kv) if self.turns_v else TmaRing.create(at_v, kv, v_bytes),
-            stored_v=TmaRing.create(at_stored_v, traits.stored_v_stage, v_bytes) if self.turns_v else None,
-        )
-
     def make_tiles(self, base: cute.Pointer) -> Tiles:
-        """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""
-        plan = self.traits.smem_plan
-
-        def tile(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
-            dtype = self.out_dtype if name == "o" else self.dtype
-            start = cute.recast_ptr(base + plan[name].start, layout.inner, dtype=dtype)
-            return cute.make_tensor(start, layout.outer)
-
-        def boxed(tensor: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
-            return cute.make_tensor(tensor.iterator, self.smem_box_layout(layout).outer)
-
-        sQ, sO = tile("q", self.smem_layout_q()), tile("o", self.smem_layout_o())
-        turned_v = stored_v = None
-        if self.problem.operands.is_fp8:
-            sV = sVt = tile("v", self.smem_layout_vt())
-            if self.turns_v:
-                sV = tile("stored_v", self.smem_layout_stored_v())
-                turned_v, stored_v = (base + plan[name].start for name in ("v", "stored_v"))
-        else:
-            sV = tile("v", self.smem_layout_v())
-            sVt = transposed(sV)
-        return Tiles(
-            sQ=sQ,
-            sQ_boxes=boxed(sQ, self.smem_layout_q()),
-            sK=tile("k", self.smem_layout_k()),
-            sV=sV,
-            sVt=sVt,
-            sO=sO,
-            sO_boxes=boxed(sO, self.smem_layout_o()),
-            sP=None if self.traits.p_in_regs else tile("p", self.smem_layout_p()),
-            turned_v=turned_v,
-            stored_v=stored_v,
-        )
+        """See `memory.make_tiles`."""
+        return make_tiles(self, base)

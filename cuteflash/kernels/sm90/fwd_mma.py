@@ -6,7 +6,7 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.finish import normalize
@@ -14,8 +14,10 @@ from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
 from cuteflash.kernels.sm90.epilogue import add_mean, finish_share, write_output
+from cuteflash.kernels.sm90.fit_q import fit_q, fit_q_registers, with_row_factors
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
 from cuteflash.kernels.sm90.handout import visit_tiles
+from cuteflash.kernels.sm90.key_parts import hand_over, take_part
 from cuteflash.kernels.sm90.load import TileLoads, load_ahead, load_first, make_tile_loads
 from cuteflash.kernels.sm90.products import await_pv, finish_pv, finish_qk, product_both
 from cuteflash.kernels.sm90.warpgroup import (
@@ -102,25 +104,43 @@ def consume_tile(
         wg = with_scales(kernel, wg, block.scales, block.launch, own)
         v_scale = block.scales.of_v(tile)
     rings.q.wait(q_pos)
+    if const_expr(kernel.fits_q and not traits.q_in_regs):
+        place = rings.q.stage(q_pos) * traits.mma_warpgroups + wg.index
+        wg = with_row_factors(kernel, wg, fit_q(kernel, wg, tiles.base, place))
     wg = with_q(kernel, wg, tiles, rings.q.stage(q_pos))
+    if const_expr(kernel.fits_q and traits.q_in_regs):
+        wg = with_row_factors(kernel, wg, fit_q_registers(wg))
     if const_expr(traits.q_in_regs):
         rings.q.release(q_pos)
     if blocks.hi > blocks.lo:
         kv_pos = attend(kernel, wg, tiles, rings, loads, tile, blocks, kv_pos)
     if const_expr(not traits.share_q_o and not traits.q_in_regs):
         rings.q.release(q_pos)
-    if const_expr(kernel.problem.is_split):
-        finish_share(kernel, wg, block, tile)
+    if const_expr(traits.key_warpgroups == 1):
+        finish_tile(kernel, wg, block, tile, v_scale)
+    elif wg.part == 0:
+        take_part(kernel, wg, tiles)
+        finish_tile(kernel, wg, block, tile, v_scale)
     else:
-        normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
-        if const_expr(kernel.problem.operands.has_v_mean):
-            add_mean(kernel, wg, block.scales.mean_of_v(tile))
-        write_output(kernel, wg, block.tma, tiles, tile)
+        hand_over(kernel, wg, tiles)
     if const_expr(traits.share_q_o):
         if wg.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         rings.q.release(q_pos)
     return kv_pos
+
+
+@cute.jit
+def finish_tile(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: QueryTile, v_scale: Float32 | None):
+    """Write this warpgroup's part of a tile, or of a share of its keys."""
+    if const_expr(kernel.problem.is_split):
+        finish_share(kernel, wg, block, tile, v_scale)
+    else:
+        own = tile.part(wg.index, kernel.tokens_per_warpgroup)
+        normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
+        if const_expr(kernel.problem.operands.has_v_mean):
+            add_mean(kernel, wg, block.scales.mean_of_v(tile))
+        write_output(kernel, wg, block.tma, block.tiles, tile)
 
 
 @cute.jit

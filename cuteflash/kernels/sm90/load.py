@@ -136,7 +136,7 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
     if kernel.problem.operands.transposed_v:
         gV = cute.local_tile(value_columns(kernel, tma.gV, tile), (traits.head_dim_v, traits.tile_n), (0, None))
     else:
-        gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, traits.head_dim_v), (None, 0))
+        gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, kernel.loaded_columns[1]), (None, 0))
     tVsV, tVgV = atoms.tma_partition(tma.load_v, tiles.sV, gV)
     return TileLoads(
         q=q,
@@ -148,11 +148,11 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
 
 def make_key_source(kernel, block: Block, tile: QueryTile) -> TmaSource | TwoPartSource:
     """The source of K for a query tile."""
-    tma, sK, tile_n, cols = block.tma, block.tiles.sK, kernel.traits.tile_n, kernel.traits.head_dim
+    tma, sK, tile_n, cols = block.tma, block.tiles.loaded_k, kernel.traits.tile_n, kernel.loaded_columns[0]
     if not kernel.problem.operands.shares_k:
         gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (tile_n, cols), (None, 0))
         tKsK, tKgK = atoms.tma_partition(tma.load_k, sK, gK)
-        return TmaSource(tma.load_k, block.rings.k, tKgK, tKsK)
+        return TmaSource(tma.load_k, block.rings.loaded_k, tKgK, tKsK)
     own = cols - SHARED_COLUMNS
     parts = []
     for atom, tensor, first, count in (

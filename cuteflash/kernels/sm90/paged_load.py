@@ -121,9 +121,10 @@ class OneWarpSource:
 def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> tuple[Any, Any, Any]:
     """The sources of Q, K and V of a tile; `queries` is that of Q for one warp."""
     traits, tma, tiles, rings = kernel.traits, block.tma, block.tiles, block.rings
+    columns_k, columns_v = kernel.loaded_columns
     operands = (
-        (tma.load_k, rings.k, tma.gK, tiles.sK, traits.head_dim),
-        (tma.load_v, rings.loaded_v, tma.gV, tiles.sV, traits.head_dim_v),
+        (tma.load_k, rings.loaded_k, tma.gK, tiles.loaded_k, columns_k),
+        (tma.load_v, rings.loaded_v, tma.gV, tiles.sV, columns_v),
     )
     if kernel.problem.storage.gathers:
         threads = kernel.copying_threads

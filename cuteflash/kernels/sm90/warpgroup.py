@@ -26,7 +26,8 @@ class Warpgroup:
     """One consumer warpgroup's operands, fragments and running softmax.
 
     Attributes:
-        index: 0 for the first consumer warpgroup.
+        index: 0 for the first consumer warpgroup, and for those that share its rows.
+        part: which part of each key block it reads; 0 of whole ones.
         thread: 0..127 inside the warpgroup.
         tSrQ, tSrK: operands of the QK product; tOrP, tOrV: operands of the PV product. Q's is of the present tile only
             after `with_q`.
@@ -38,6 +39,7 @@ class Warpgroup:
     """
 
     index: Int32
+    part: Int32 | int
     thread: Int32
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
@@ -61,9 +63,15 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
     traits = kernel.traits
     thread = cute.arch.thread_idx()[0] % WARPGROUP
     index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - traits.producer_warpgroups
+    part: Int32 | int = 0
+    sK, sVt = tiles.sK, tiles.sVt
+    if traits.key_warpgroups > 1:
+        index, part = Int32(0), index
+        sK = cute.local_tile(sK, (traits.step_keys, traits.head_dim), (part, 0, None))
+        sVt = cute.local_tile(sVt, (traits.head_dim_v, traits.step_keys), (0, part, None))
     mma_qk, mma_pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
     thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
-    acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((WGMMA_M, traits.tile_n)), Float32)
+    acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((WGMMA_M, traits.step_keys)), Float32)
     acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((WGMMA_M, traits.head_dim_v)), Float32)
     if traits.q_in_regs:
         tSrQ = cute.make_rmem_tensor(thr_qk.partition_shape_A((WGMMA_M, traits.head_dim)), kernel.dtype)
@@ -75,22 +83,27 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         tOrP = cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype)
     else:
         tOrP = mma_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, index]))
-    shape = WGMMA_M, traits.tile_n
+    shape = WGMMA_M, traits.step_keys
+    scores = ScoreTile.of(mma_qk, thread, acc_S, shape, launch.inner_scale, launch.packed_heads)
+    if traits.key_warpgroups > 1:
+        scores = dataclasses.replace(scores, first_key=scores.first_key + part * traits.step_keys)
+    may_be_empty = kernel.problem.may_be_empty or traits.key_warpgroups > 1
     return Warpgroup(
         index=index,
+        part=part,
         thread=thread,
         mma_qk=mma_qk,
         mma_pv=mma_pv,
         tSrQ=tSrQ,
-        tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(tiles.sK)),
+        tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(sK)),
         tOrP=tOrP,
-        tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(tiles.sVt)),
+        tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),
         acc_S=acc_S,
         acc_O=acc_O,
         acc_PV=cute.make_rmem_tensor_like(acc_O) if traits.two_level else None,
-        scores=ScoreTile.of(mma_qk, thread, acc_S, shape, launch.inner_scale, launch.packed_heads),
+        scores=scores,
         out=rows_view(acc_O),
-        softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, kernel.problem.may_be_empty, traits.p_offset),
+        softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, may_be_empty, traits.p_offset),
         bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
         zero=Uint32(launch.heads_per_kv >> 31),
     )
