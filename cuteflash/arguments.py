@@ -196,7 +196,8 @@ class SplitTensors(NamedTuple):
     """What a kernel gets that splits keys; others do not have these arguments."""
 
     partials: Any = None  # (n,) fp32, see `cuteflash.core.split`
-    arrivals: Any = None  # (blocks,) int32, 0 before a launch and after it; launches that overlap have one each
+    arrivals: Any = None  # (blocks,) int32, 0 before a launch and after it; launches that overlap have one each. If the
+    # launch is scheduled, all of its metadata, see `cuteflash.core.split_slots`
     most_parts: Any = None  # int, of a tile, at least 2
 
 

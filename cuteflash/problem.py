@@ -229,6 +229,7 @@ class FwdProblem:
         operands, scores, storage: see these classes.
         has_lse: the log-sum-exp of each row is written, fp32, natural log.
         is_split: the keys of a tile may be dealt to several blocks, see `cuteflash.core.split`.
+        is_scheduled: where each block's share of them begins is in a tensor, computed before the launch.
     """
 
     operation: ClassVar[Operation] = "fwd"
@@ -238,10 +239,13 @@ class FwdProblem:
     storage: Storage = DENSE
     has_lse: bool = False
     is_split: bool = False
+    is_scheduled: bool = False
 
     def __post_init__(self) -> None:
         if self.is_split and self.operands.is_fp8:
             raise ValueError(f"is_split is True; allowed with {self.operands.qk_dtype!r}: False")
+        if self.is_scheduled and not self.is_split:
+            raise ValueError("is_scheduled is True; allowed without is_split: False")
 
     @classmethod
     def dense(

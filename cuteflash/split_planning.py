@@ -14,7 +14,7 @@ from torch import Tensor, empty_like
 
 from cuteflash.compile import compiled
 from cuteflash.core.split_slots import LEAST_KEYS, partials_size
-from cuteflash.dispatch import choose
+from cuteflash.dispatch import Choice, choose
 from cuteflash.problem import FwdProblem
 from cuteflash.strides import fp32_template
 from cuteflash.traits.arch import Family
@@ -102,9 +102,14 @@ class SplitLaunch:
         size = partials_size(blocks, traits.tile_m, traits.head_dim_v)
         return cls(blocks, num_splits or MOST_PARTS, fp32_template((size,), device))
 
-    def arguments(self) -> tuple[Any, ...]:
-        """In the order of `cuteflash.arguments.SplitTensors`, for a launch on the current stream."""
-        return empty_like(self.partials), arrivals.of(self.partials.device, self.blocks), self.most_parts
+    def arguments(self, metadata: Tensor | None = None) -> tuple[Any, ...]:
+        """In the order of `cuteflash.arguments.SplitTensors`, for a launch on the current stream.
+
+        Args:
+            metadata: that of a launch that is scheduled.
+        """
+        counters = arrivals.of(self.partials.device, self.blocks) if metadata is None else metadata
+        return empty_like(self.partials), counters, self.most_parts
 
 
 @dataclasses.dataclass
@@ -117,6 +122,7 @@ class SplitKernels:
         num_splits: the option.
         num_sms: multiprocessors of `device`.
         fitted: a problem as a kernel with given traits has it.
+        is_scheduled: the launches get metadata.
     """
 
     problem: FwdProblem
@@ -127,6 +133,7 @@ class SplitKernels:
     num_sms: int
     device: torch.device
     fitted: Callable[[FwdProblem, Any], FwdProblem] = lambda problem, _: problem
+    is_scheduled: bool = False
 
     def __post_init__(self) -> None:
         self._found: dict[bool, tuple[Callable[..., object], SplitLaunch] | None] = {}
@@ -139,12 +146,21 @@ class SplitKernels:
             self._found[packs] = self._kernel(tiles.heads_per_kv if packs else 1)
         return self._found[packs]
 
-    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
+    def choice(self, tiles: Tiles) -> Choice | None:
+        """The row of that kernel; None as above."""
+        return self._choice() if tiles.should_split(self.num_splits, self.num_sms) else None
+
+    def _choice(self) -> Choice | None:
         problem = dataclasses.replace(self.problem, is_split=True)
         try:
-            choice = choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
+            return choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
         except NotImplementedError:
             return None
-        problem = self.fitted(problem.packed(packed_heads), choice.traits)
-        kernel = compiled(choice.kernel_cls, choice.traits, problem, self.target)
+
+    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
+        choice = self._choice()
+        if choice is None:
+            return None
+        problem = dataclasses.replace(self.problem.packed(packed_heads), is_split=True, is_scheduled=self.is_scheduled)
+        kernel = compiled(choice.kernel_cls, choice.traits, self.fitted(problem, choice.traits), self.target)
         return kernel, SplitLaunch.of(choice.traits, self.num_splits, self.num_sms, self.device)

@@ -16,7 +16,7 @@ from cuteflash.core.paged import Pages, seqlen_of_caches
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
 from cuteflash.core.sinks import Sinks
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.split import Line
+from cuteflash.core.split import Line, starts_of
 from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
 from cuteflash.core.views import with_batch
 from cuteflash.problem import DENSE, MaskKind, Storage
@@ -208,7 +208,8 @@ def line_of(kernel, tensors: FwdTensors, packed: PackedTensors, split: SplitTens
     if storage.q == "varlen":
         sequences = packed.cu_seqlens_q.shape[0]  # one more than there are: the rows after the last one
     heads = tensors.q.shape[2] // kernel.problem.operands.packed_heads
-    return Line(sequences, heads, split.most_parts, differs=storage != DENSE)
+    starts = starts_of(split, kernel.problem)
+    return Line(sequences, heads, split.most_parts, differs=storage != DENSE, starts=starts)
 
 
 @dataclasses.dataclass(frozen=True)

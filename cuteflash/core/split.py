@@ -11,20 +11,26 @@ parts of the tile that begins in its share and ends in another (`cuteflash.core.
 
 All tiles of a sequence get as many units, those of the tile that visits the most: a mask may leave some of the others
 without work. Arithmetic on shares runs on Python ints and on traced values alike.
+
+Where a block's share begins depends on the lengths of all sequences, which each block reads. Launches with the same
+lengths, those of the layers of one step, may be given these places instead (`Start`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp
 
+from cuteflash.arguments import SplitTensors
 from cuteflash.core.lengths import Sequence
-from cuteflash.core.split_slots import LEAST_KEYS
+from cuteflash.core.split_slots import LEAST_KEYS, START_WORDS, metadata_blocks
 from cuteflash.core.tile import KeyShare, QueryTile
+from cuteflash.problem import FwdProblem
 
 Index = Any  # a Python int or a traced cutlass.Int32
 WARP = 32
@@ -60,12 +66,14 @@ class Line:
         heads: as the tiles see them.
         most_parts: see `share_size`.
         differs: whether lengths differ from sequence to sequence, and only the device knows them.
+        starts: as `starts_of` has them.
     """
 
     sequences: Int32
     heads: Int32
     most_parts: Int32
     differs: cutlass.Constexpr[bool]
+    starts: cute.Tensor | None = None
 
     def tiles(self, launch, sequence: Sequence) -> tuple[Int32, Int32]:
         """(query tiles of a head, units of each) of a sequence."""
@@ -133,9 +141,60 @@ class Line:
         return begin + total
 
 
+def starts_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor | None:
+    """The `Start` of each block of a launch that is scheduled, (blocks * START_WORDS,); None of others."""
+    if not problem.is_scheduled:
+        return None
+    blocks = metadata_blocks(split.arrivals.shape[0])
+    return cute.make_tensor(split.arrivals.iterator, cute.make_layout(blocks * START_WORDS))
+
+
+def arrivals_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor:
+    """The counters of a launch, (blocks,)."""
+    if not problem.is_scheduled:
+        return split.arrivals
+    blocks = metadata_blocks(split.arrivals.shape[0])
+    return cute.make_tensor(split.arrivals.iterator + blocks * START_WORDS, cute.make_layout(blocks))
+
+
 def passed_by(ends: Int32, at: Int32) -> Int32:
     """How many of the sequences, whose lanes hold the ends of their units, come before unit `at`."""
     return cute.arch.popc(cute.arch.vote_ballot_sync(ends <= at))
+
+
+class Start(NamedTuple):
+    """Where a block's share begins: the sequence, its first unit, units of a share, and units of all tiles."""
+
+    sequence: Int32
+    begin: Int32
+    share: Int32
+    total: Int32
+
+
+def shares(launch: Any, blocks: Int32) -> tuple[Int32, Int32]:
+    """(units of a share, units of all tiles), dealt to so many blocks; a whole warp calls it."""
+    total, widest = launch.line.size(launch)
+    least = cutlass.max(LEAST_KEYS // launch.tile_n, 1)
+    return share_size(total, blocks, widest, launch.line.most_parts, Int32(least)), total
+
+
+@cute.jit
+def start_of(launch: Any, block: Int32, blocks: Int32):
+    """The `Start` of a block, from the lengths of the sequences; a whole warp calls it."""
+    share, total = shares(launch, blocks)
+    sequence, begin = Int32(0), Int32(0)
+    if block * share < total:
+        sequence, begin = launch.line.find(launch, block * share, sequence, begin)
+    return Start(sequence, begin, share, total)
+
+
+def given_start(starts: cute.Tensor, block: Int32) -> Start:
+    """The `Start` of a block that was computed before the launch."""
+    words = cute.make_rmem_tensor(START_WORDS, Int32)
+    atom = cute.make_copy_atom(CopyUniversalOp(), Int32, num_bits_per_copy=START_WORDS * Int32.width)
+    source = (starts.iterator + block * START_WORDS).align(START_WORDS * Int32.width // 8)
+    cute.copy(atom, cute.make_tensor(source, cute.make_layout(START_WORDS)), words)
+    return Start(*(cute.arch.make_warp_uniform(words[i]) for i in range(START_WORDS)))
 
 
 @cute.jit
@@ -145,19 +204,25 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
     A whole warp calls it.
     """
     line = launch.line
-    total, widest = line.size(launch)
-    least = max(LEAST_KEYS // launch.tile_n, 1)
-    share = share_size(total, cute.arch.grid_dim()[0], widest, line.most_parts, Int32(least))
+    if const_expr(line.starts is None):
+        share, total = shares(launch, cute.arch.grid_dim()[0])
+    else:
+        sequence, begin, share, total = given_start(line.starts, cute.arch.block_idx()[0])
     at = cute.arch.block_idx()[0] * share
     end = cutlass.min(at + share, total)
-    sequence, begin = Int32(0), Int32(0)
+    if const_expr(line.starts is None):
+        sequence, begin = Int32(0), Int32(0)
     q_pos, kv_pos = Int32(0), Int32(0)
     while at < end:
-        sequence, begin = line.find(launch, at, sequence, begin)
+        if const_expr(line.starts is None):
+            sequence, begin = line.find(launch, at, sequence, begin)
         tile = tile_at(launch, share, (sequence, begin), at, end)
         kv_pos = visit(tile, q_pos, kv_pos)
         q_pos += 1
         at += tile.share.last - tile.share.first
+        if const_expr(line.starts is not None):
+            if at < end:
+                sequence, begin = line.find(launch, at, sequence, begin)
 
 
 def tile_at(launch, share: Int32, place: tuple[Int32, Int32], at: Int32, end: Int32) -> QueryTile:

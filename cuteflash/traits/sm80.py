@@ -167,6 +167,10 @@ class FwdTraitsSm80:
             return f"kv_stage {self.kv_stage} needs eager_loads and async_copy: without them no load runs ahead"
         return residency_complaint(self, arch, "Q, S and O")
 
+    def tile_tokens(self, packed_heads: int) -> int:
+        """Queries of a tile. It holds whole tokens: with heads that do not divide `tile_m` the last rows stay unused."""
+        return self.tile_m // packed_heads
+
     def register_limit(self, arch: ArchSpec) -> int:
         """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""
         return registers_a_thread(self.blocks_per_sm * self.num_threads, arch)

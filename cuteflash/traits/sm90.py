@@ -118,6 +118,14 @@ class FwdTraitsSm90:
     def mma_warpgroups(self) -> int:
         return self.tile_m // WGMMA_M
 
+    def warpgroup_tokens(self, packed_heads: int) -> int:
+        """Queries in a warpgroup's 64 rows. Rows hold whole tokens: heads that do not divide 64 leave some unused."""
+        return WGMMA_M // packed_heads
+
+    def tile_tokens(self, packed_heads: int) -> int:
+        """Queries of a tile."""
+        return self.warpgroup_tokens(packed_heads) * self.mma_warpgroups
+
     @property
     def producer_warpgroups(self) -> int:
         """Warpgroups in front of the consumers, 0 or 1."""
