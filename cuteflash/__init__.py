@@ -26,6 +26,7 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
         unpad_input,
     )
     from cuteflash.quantize import quantize_qkv
+    from cuteflash.scheduling import get_scheduler_metadata
     from cuteflash.version import VERSION as __version__
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
     "merge_attn_states",
     "pad_input",
     "quantize_qkv",

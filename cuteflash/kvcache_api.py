@@ -15,6 +15,7 @@ from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse
 from cuteflash.kvcache_planning import Planner
 from cuteflash.operators import note_writes
 from cuteflash.ops import Known
+from cuteflash.schedule_planning import check_metadata_size
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
@@ -50,6 +51,7 @@ class CacheOptions(TypedDict, total=False):
     pack_gqa: bool | None
     family: Family | None
     sinks: Tensor | None
+    scheduler_metadata: Tensor | None
 
 
 class NewTokens(NamedTuple):
@@ -123,6 +125,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     family: Family | None = None,
     sinks: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries to a KV cache, to which new tokens are appended first, in place: one call a decode step.
@@ -159,6 +162,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved: a rotated pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
         num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library, which does
             not cut those of caches yet. It never changes what is computed.
+        scheduler_metadata: what `get_scheduler_metadata` returned for these lengths, sizes and options: all layers of a
+            step may share it. None computes it in each call. It never changes what is computed.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -176,7 +181,9 @@ def flash_attn_with_kvcache(
     """
     return_lse = flag("return_lse", return_lse)
     new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
-    caches = KvCacheInputs(q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks)
+    caches = KvCacheInputs(
+        q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks, scheduler_metadata
+    )
     _check_types(caches, new, cache_seqlens)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, False, None)
     options = options._replace(
@@ -248,6 +255,8 @@ def _check(caches: KvCacheInputs, inputs: AppendInputs, options: FwdOptions, app
     check_append(inputs, append_options)
     if caches.q.device.type == "cuda":
         Planner(has_lse=False).launch(caches, options)
+    elif caches.q.device.type == "cpu":
+        check_metadata_size(caches.scheduler_metadata, 0)
     return True
 
 

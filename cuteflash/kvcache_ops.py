@@ -24,6 +24,7 @@ from cuteflash.ops import ALIGNMENT_MASK, Known, check_target
 from cuteflash.packed_ops import call_of
 from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2
+from cuteflash.schedule_planning import check_metadata_size
 from cuteflash.torch_internals import OpOverload
 from cuteflash.transforms import one_by_one, register_autocast
 from cuteflash.validate import check_alignments, lse_dtype, reads_values
@@ -47,7 +48,8 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
         if call != last:
             launch = known.find(call, plan, inputs, options)
         q, k, v = inputs[:3]
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
+        addresses, metadata = q.data_ptr() | k.data_ptr() | v.data_ptr(), inputs.scheduler_metadata
+        if (addresses if metadata is None else addresses | metadata.data_ptr()) & ALIGNMENT_MASK:
             _check_alignment(inputs)
         if reads_values():
             check_cache_values(inputs, complete=True)
@@ -57,7 +59,8 @@ def cuda_forward(has_lse: bool) -> Callable[..., Result]:
 
 
 def _check_alignment(inputs: KvCacheInputs) -> None:
-    check_alignments({name: getattr(inputs, name) for name in TENSORS[:3]})
+    given = {name: getattr(inputs, name) for name in (*TENSORS[:3], "scheduler_metadata")}
+    check_alignments({name: x for name, x in given.items() if x is not None})
 
 
 def _check(*arguments: Any) -> None:
@@ -82,6 +85,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     *tensors, options = arguments
     inputs = KvCacheInputs(*tensors)
     _check_alignment(inputs)
+    check_metadata_size(inputs.scheduler_metadata, 0)
     check_cache_values(inputs, complete=reads_values())
     q = inputs.q
     o_shape, lse_shape = result_shapes(inputs)

@@ -23,16 +23,19 @@ from cuteflash.problem import (
     DENSE,
     PAGE_ROWS_STEP,
     FwdProblem,
+    MaskKind,
     Operands,
     Scores,
     Storage,
     mask_of_window,
 )
-from cuteflash.split_planning import ROWS, SplitKernels, Tiles
+from cuteflash.schedule_planning import Schedule, check_metadata_size
+from cuteflash.schedule_problem import ScheduleScalars
+from cuteflash.split_planning import MOST_PARTS, ROWS, SplitKernels, Tiles
 from cuteflash.strides import usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
-from cuteflash.validate import ALIGNMENT
+from cuteflash.validate import ALIGNMENT, reads_values
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
 from cuteflash.validate_packed import PackedInputs
 
@@ -41,6 +44,109 @@ GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is cou
 
 Launch = Callable[[KvCacheInputs], Result]
 Strides = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSizes:
+    """The sizes of a call.
+
+    Attributes:
+        batch: sequences.
+        rows: queries of a sequence, or of all together if they are packed.
+        capacity: rows of a cache entry.
+        heads, kv_heads: of q, and of the caches.
+        is_packed: queries are packed.
+    """
+
+    batch: int
+    rows: int
+    capacity: int
+    heads: int
+    kv_heads: int
+    is_packed: bool
+
+    @classmethod
+    def of(cls, inputs: KvCacheInputs) -> CacheSizes:
+        """Those of a call."""
+        q, kv_heads = inputs.q, inputs.k_cache.shape[2]
+        is_packed = inputs.cu_seqlens_q is not None
+        return cls(inputs.batch, q.shape[-3], inputs.capacity, q.shape[-2], kv_heads, is_packed)
+
+    @property
+    def length(self) -> int:
+        """Queries of a sequence, of packed ones the mean."""
+        return -(-self.rows // self.batch) if self.is_packed else self.rows
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def tiles(self) -> Tiles:
+        """What decides whether keys are split."""
+        return Tiles(self.batch, self.kv_heads, self.heads_per_kv, self.length, self.capacity)
+
+    def mask(self, options: FwdOptions) -> tuple[MaskKind, int, int]:
+        """The mask as a kernel has it, see `mask_of_window`."""
+        several = SEVERAL if self.is_packed else self.rows
+        return mask_of_window(options.window_left, options.window_right, several, options.attention_chunk)
+
+    def class_of_lengths(self, options: FwdOptions) -> LengthClass:
+        """The class that the options name, or that of the mean queries and whole cache entries."""
+        if options.lengths is not None:
+            return cast(LengthClass, options.lengths)
+        if not self.is_packed:
+            return length_class_of(self.rows, self.capacity)
+        return length_class_of_packed(self.rows, self.batch * self.capacity, self.batch)
+
+
+class CachePlan:
+    """What decides the launch of a call with caches, but for where they lie.
+
+    Attributes:
+        problem: without packed heads, and as if no keys were split.
+        choice: the row if none are.
+        split: the kernels that split keys.
+    """
+
+    def __init__(
+        self, sizes: CacheSizes, problem: FwdProblem, options: FwdOptions, device: torch.device, is_scheduled: bool
+    ) -> None:
+        self.sizes, self.problem, self.options = sizes, problem, options
+        self.target = current_target(device.index)
+        lengths = sizes.class_of_lengths(options)
+        self.choice = choose(problem, self.target, cast(Family | None, options.family), lengths)
+        _, *window = sizes.mask(options)
+        self.scalars = fwd_scalars(options, (window[0], window[1]), problem.operands.head_dim, device)
+        self.split = SplitKernels(
+            problem, self.target, self.choice.family, lengths, options.num_splits or UNASKED_SPLITS,
+            self.scalars.num_sms, device, is_scheduled=is_scheduled,
+        )  # fmt: skip
+
+    def packs(self, tile_m: int) -> bool:
+        """Whether the query heads of a KV head share tiles of `tile_m` rows."""
+        return packs_heads(self.options, self.sizes.length, self.sizes.heads_per_kv, tile_m)
+
+    def schedule(self) -> Schedule:
+        """Where the blocks of launches that split keys begin."""
+        sizes, mask = self.sizes, self.problem.scores.mask
+        row = self.split.choice(sizes.tiles) if sizes.batch and sizes.rows else None
+        if row is None:
+            return Schedule(0, mask, ScheduleScalars(*(0 for _ in ScheduleScalars._fields)), self.target)
+        traits: Any = row.traits
+        packed_heads = sizes.heads_per_kv if self.packs(ROWS) else 1
+        scalars = ScheduleScalars(
+            seqlen_q=sizes.rows,
+            seqlen_k=sizes.capacity,
+            heads=sizes.heads // packed_heads,
+            tile_tokens=traits.tile_tokens(packed_heads),
+            tile_n=traits.tile_n,
+            window_left=self.scalars.window_left,
+            window_right=self.scalars.window_right,
+            most_parts=self.split.num_splits or MOST_PARTS,
+        )
+        return Schedule(self.scalars.num_sms * traits.blocks_per_sm, mask, scalars, self.target)
 
 
 class Planner:
@@ -57,7 +163,8 @@ class Planner:
         """A checked launch for calls with the same sizes, strides and options; what it keeps holds no tensor.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as `check_kvcache`, `target_of` and `choose` do.
+            TypeError, ValueError, NotImplementedError: as `check_kvcache`, `target_of`, `choose` and
+                `check_metadata_size` do.
         """
         check_kvcache(inputs, options)
         q, k, v = inputs[:3]
@@ -68,43 +175,42 @@ class Planner:
         step = ALIGNMENT // q.element_size()
         restrides = [usable_strides(x.stride(), step) for x in (q, k, v)]
         strides = [new or x.stride() for new, x in zip(restrides[1:], (k, v), strict=True)]
-        target = current_target(q.device.index)
-        is_packed = inputs.cu_seqlens_q is not None
-        length = -(-q.shape[0] // inputs.batch) if is_packed else q.shape[1]
-        mask, *window = mask_of_window(
-            options.window_left, options.window_right, SEVERAL if is_packed else length, options.attention_chunk
-        )
-        dtype = DTYPE_NAMES[q.dtype]
-        operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3])
-        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks))
-        problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
-        storage = problem.storage
-        lengths = class_of_lengths(inputs, options)
-        choice = choose(problem, target, cast(Family | None, options.family), lengths)
-        heads_per_kv = q.shape[-2] // k.shape[2]
-        scalars = fwd_scalars(options, (window[0], window[1]), q.shape[-1], q.device)
-        fitted = functools.partial(with_boxes, inputs, strides)
-        packs = functools.partial(packs_heads, options, length, heads_per_kv)
-        num_splits = options.num_splits or UNASKED_SPLITS
-        kernels = SplitKernels(problem, target, choice.family, lengths, num_splits, scalars.num_sms, q.device, fitted)
-        split = kernels.of(Tiles(inputs.batch, k.shape[2], heads_per_kv, length, inputs.capacity), packs(ROWS))
+        plan = self._plan(inputs, options)
+        fitted = plan.split.fitted = functools.partial(with_boxes, inputs, strides)
+        split = plan.split.of(plan.sizes.tiles, plan.packs(ROWS))
+        schedule = plan.schedule() if inputs.scheduler_metadata is not None else None
+        check_metadata_size(inputs.scheduler_metadata, 0 if schedule is None else schedule.size)
         if split is None:
-            problem = problem.packed(heads_per_kv) if packs(choice.traits.tile_m) else problem
-            kernel = compiled(choice.kernel_cls, choice.traits, fitted(problem, choice.traits), target)
-            further: Callable[[], tuple[Any, ...]] = tuple
+            choice = plan.choice
+            problem = plan.problem.packed(plan.sizes.heads_per_kv if plan.packs(choice.traits.tile_m) else 1)
+            kernel = compiled(choice.kernel_cls, choice.traits, fitted(problem, choice.traits), plan.target)
         else:
-            kernel, further = split[0], split[1].arguments
+            kernel = split[0]
+        is_dense, scalars = plan.problem.storage == DENSE, plan.scalars
 
         def launch(inputs: KvCacheInputs) -> Result:
+            metadata = inputs.scheduler_metadata
+            if schedule is not None and metadata is not None and inputs.seqused_k is not None and reads_values():
+                schedule.check(metadata, inputs.seqused_k, inputs.cu_seqlens_q, inputs.cache_leftpad)
             result = self._results(inputs, shapes)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            vectors = () if storage == DENSE else vectors_of(inputs, is_split=split is not None)
+            vectors = () if is_dense else vectors_of(inputs, is_split=split is not None)
+            parts = () if split is None else split[1].arguments(metadata)
             sinks = () if inputs.sinks is None else (inputs.sinks,)
-            kernel(q, k, v, o, lse, *vectors, *further(), *scalars, *sinks)
+            kernel(q, k, v, o, lse, *vectors, *parts, *scalars, *sinks)
             return result
 
         return launch
+
+    def _plan(self, inputs: KvCacheInputs, options: FwdOptions) -> CachePlan:
+        """The plan of a call."""
+        q, sizes = inputs.q, CacheSizes.of(inputs)
+        operands = Operands.of(DTYPE_NAMES[q.dtype], q.shape[-1], inputs.v_cache.shape[3])
+        mask = sizes.mask(options)[0]
+        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks))
+        problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
+        return CachePlan(sizes, problem, options, q.device, inputs.scheduler_metadata is not None)
 
     def _results(self, inputs: KvCacheInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Result:
         """O and LSE, uninitialised."""
@@ -149,7 +255,8 @@ def result_shapes(inputs: KvCacheInputs) -> tuple[tuple[int, ...], tuple[int, ..
 
 def storage_of(inputs: KvCacheInputs) -> Storage:
     """How the sequences of a call lie in memory. Whole caches, one for each sequence of a dense batch, are dense."""
-    if all(x is None for x in inputs[3:-1]):
+    places = inputs.cu_seqlens_q, inputs.seqused_k, inputs.page_table, inputs.cache_batch_idx, inputs.cache_leftpad
+    if all(x is None for x in places):
         return DENSE
     return Storage(
         "dense" if inputs.cu_seqlens_q is None else "varlen",
@@ -208,15 +315,6 @@ def check_reach(inputs: KvCacheInputs, strides: Sequence[Strides]) -> None:
                 f"{name} reaches over {last * cache.element_size()} bytes; allowed for pages of "
                 f"{cache.shape[1]} rows: fewer than {GATHERED_BYTES_MAX}"
             )
-
-
-def class_of_lengths(inputs: KvCacheInputs, options: FwdOptions) -> LengthClass:
-    """The class that the options name, or that of the mean queries and whole cache entries."""
-    if options.lengths is not None:
-        return cast(LengthClass, options.lengths)
-    if inputs.cu_seqlens_q is None:
-        return length_class_of(inputs.q.shape[1], inputs.capacity)
-    return length_class_of_packed(inputs.q.shape[0], inputs.batch * inputs.capacity, inputs.batch)
 
 
 def is_empty(inputs: KvCacheInputs) -> bool:

@@ -16,9 +16,8 @@ class ScheduleOptions(NamedTuple):
         capacity: rows of a cache entry.
         heads, kv_heads, head_dim, head_dim_v: of q and of the caches.
         dtype: element type, "bf16" or "fp16".
-        window_left, window_right, attention_chunk, has_softcap, num_splits, pack_gqa, family: of the calls, see
+        window_left, window_right, attention_chunk, num_splits, pack_gqa, family, lengths: of the calls, see
             `cuteflash.arguments.FwdOptions`.
-        lengths: class of the sequences' lengths; None takes it from the sizes.
     """
 
     rows: int = 1
@@ -31,7 +30,6 @@ class ScheduleOptions(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     attention_chunk: int = 0
-    has_softcap: bool = False
     num_splits: int = 0
     pack_gqa: bool | None = None
     family: str | None = None

@@ -43,6 +43,7 @@ class KvCacheInputs(NamedTuple):
     cache_batch_idx: Tensor | None = None  # (batch,)
     cache_leftpad: Tensor | None = None  # (batch,)
     sinks: Tensor | None = None  # (heads,)
+    scheduler_metadata: Tensor | None = None  # (n,), see `cuteflash.core.split_slots`
 
     @property
     def batch(self) -> int:
@@ -119,6 +120,10 @@ def _check_vectors(inputs: KvCacheInputs) -> None:
             check_vector(name, vector, device)
             if holds(vector.shape[0] != inputs.batch):
                 raise ValueError(f"{name}.shape is {tuple(vector.shape)}; allowed: ({inputs.batch},), the batch")
+    if inputs.scheduler_metadata is not None:
+        check_vector("scheduler_metadata", inputs.scheduler_metadata, device)
+        if inputs.seqused_k is None:
+            raise ValueError("scheduler_metadata is given without cache_seqlens; allowed: None")
     table = inputs.page_table
     if table is not None:
         _check_table(table, device)

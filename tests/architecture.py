@@ -26,6 +26,7 @@ RANKS: dict[str, int] = {
     "quantize_problem": 0,
     "problem_names": 0,
     "append_problem": 0,
+    "schedule_problem": 0,
     "arguments": 1,
     "traits": 1,
     "usertable": 2,
@@ -57,6 +58,9 @@ RANKS: dict[str, int] = {
     "calls": 3,
     "transforms": 6,
     "split_planning": 6,
+    "schedule_planning": 6,
+    "schedule_ops": 10,
+    "scheduling": 12,
     "planning": 7,
     "operators": 7,
     "ops": 8,
@@ -95,6 +99,7 @@ RANKS: dict[str, int] = {
 }
 STDLIB_ONLY = (
     "append_problem",
+    "schedule_problem",
     "arguments",
     "core.workspace",
     "files",

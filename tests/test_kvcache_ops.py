@@ -84,7 +84,7 @@ def test_the_schema() -> None:
     assert str(KVCACHE._schema) == (
         "cuteflash::kvcache_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cu_seqlens_q=None, "
         "Tensor? seqused_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "
-        "Tensor? sinks=None, "
+        "Tensor? sinks=None, Tensor? scheduler_metadata=None, "
         "float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0., bool? pack_gqa=None, "
         "str? family=None, bool deterministic=False, str? lengths=None, int attention_chunk=0, "
         "int num_splits=1) -> Tensor"
@@ -130,7 +130,7 @@ def test_gradients_and_tangents_are_refused_by_name() -> None:
 def test_vmap_makes_one_call_after_the_other() -> None:
     tensors = built()
     q = torch.stack([tensors["q"], -tensors["q"]])
-    out = torch.vmap(KVCACHE, in_dims=(0, *[None] * 8))(*(tensors | {"q": q}).values())
+    out = torch.vmap(KVCACHE, in_dims=(0, *[None] * (len(tensors) - 1)))(*(tensors | {"q": q}).values())
     for i in range(2):
         assert torch.equal(out[i], KVCACHE(*(tensors | {"q": q[i]}).values()))
 

@@ -5,7 +5,7 @@
 
 What differs:
 
-- `qv`, `sm_margin` and `scheduler_metadata` raise NotImplementedError.
+- `qv` and `sm_margin` raise NotImplementedError. `get_scheduler_metadata` takes `total_q`, too, see there.
 - `flash_attn_with_kvcache` writes to the caches it is given or raises: it never copies them. A cache of 8 bits is
   attended to as a whole; descale factors of a 16-bit one raise NotImplementedError.
 - 8-bit q, k and v may be e5m2, too. Their keys are not split: `num_splits` above 1 raises ValueError. Descale factors
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuteflash import api, packed_api
+from cuteflash import api, packed_api, scheduling
 from cuteflash.combine import flash_attn_combine
-from cuteflash.compat.common import attend, attend_cached
+from cuteflash.compat.common import attend, attend_cached, window_of
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, shown
 
@@ -35,6 +35,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 Window = tuple[int, int]
@@ -234,6 +235,7 @@ def flash_attn_with_kvcache(
     Args:
         page_table: int32 (batch, pages of a sequence), with caches of pages, (num_pages, page_size, kv_heads,
             head_dim), of any size.
+        scheduler_metadata: what `get_scheduler_metadata` returned for this step.
         q_descale, k_descale, v_descale: with q and whole caches of 8 bits, as of `flash_attn_func`.
 
     Returns:
@@ -241,7 +243,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         NotImplementedError: an argument that the module's text names is used; with 8 bits also one that extends,
-            rotates, shortens, pages or indexes the cache.
+            rotates, shortens, pages, indexes or schedules the cache.
         TypeError, ValueError: as `cuteflash.flash_attn_with_kvcache`.
     """
     extent: dict[str, Any] = {
@@ -255,14 +257,74 @@ def flash_attn_with_kvcache(
         "pack_gqa": pack_gqa, "return_lse": return_softmax_lse, "attention_chunk": attention_chunk,
     }  # fmt: skip
     descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refuse(qv=(qv, NOTHING), sm_margin=(sm_margin, ZERO), scheduler_metadata=(scheduler_metadata, NOTHING))
+    refuse(qv=(qv, NOTHING), sm_margin=(sm_margin, ZERO))
     if isinstance(q, Tensor) and q.dtype in FP8_DTYPES:
-        refuse(**{name: (value, NOTHING) for name, value in ({"k": k, "v": v} | extent).items()})
+        others = {"k": k, "v": v, "scheduler_metadata": scheduler_metadata} | extent
+        refuse(**{name: (value, NOTHING) for name, value in others.items()})
         tensors = q, k_cache, v_cache
         return _attend(api.flash_attn_func, tensors, num_splits=num_splits, sm_margin=0, **descales, **given)
     refuse(**{name: (value, NOTHING) for name, value in descales.items()})
     options = extent | given | {"rotary_interleaved": rotary_interleaved, "num_splits": num_splits}
+    options["scheduler_metadata"] = scheduler_metadata
     return attend_cached(q, (k_cache, v_cache), (k, v), **options)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    total_q: int | None = None,
+) -> Tensor:
+    """The schedule of the calls of `flash_attn_with_kvcache` of one step, as `cuteflash.get_scheduler_metadata`.
+
+    Args:
+        page_size, has_softcap: the schedule does not depend on them.
+        total_q: rows of q with `cu_seqlens_q`, if they are not ``batch_size * max_seqlen_q``.
+
+    Raises:
+        NotImplementedError: `sm_margin` is used.
+        TypeError, ValueError: as `cuteflash.get_scheduler_metadata`.
+    """
+    refuse(sm_margin=(sm_margin, ZERO))
+    return scheduling.get_scheduler_metadata(
+        batch_size,
+        max_seqlen_q,
+        max_seqlen_k,
+        num_heads_q,
+        num_heads_kv,
+        headdim,
+        cache_seqlens,
+        qkv_dtype=qkv_dtype,
+        headdim_v=headdim_v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        cache_leftpad=cache_leftpad,
+        max_seqlen_k_new=max_seqlen_k_new,
+        causal=causal,
+        window_size=window_of(window_size),
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        total_q=total_q,
+    )
 
 
 def _attend(

@@ -146,7 +146,7 @@ def starts_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor | None:
     if not problem.is_scheduled:
         return None
     blocks = metadata_blocks(split.arrivals.shape[0])
-    return cute.make_tensor(split.arrivals.iterator, cute.make_layout(blocks * START_WORDS))
+    return cute.make_tensor(split.arrivals.iterator, cute.make_layout((blocks * START_WORDS,)))
 
 
 def arrivals_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor:
@@ -154,7 +154,7 @@ def arrivals_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor:
     if not problem.is_scheduled:
         return split.arrivals
     blocks = metadata_blocks(split.arrivals.shape[0])
-    return cute.make_tensor(split.arrivals.iterator + blocks * START_WORDS, cute.make_layout(blocks))
+    return cute.make_tensor(split.arrivals.iterator + blocks * START_WORDS, cute.make_layout((blocks,)))
 
 
 def passed_by(ends: Int32, at: Int32) -> Int32:

@@ -168,7 +168,7 @@ class FwdTraitsSm80:
         return residency_complaint(self, arch, "Q, S and O")
 
     def tile_tokens(self, packed_heads: int) -> int:
-        """Queries of a tile. It holds whole tokens: with heads that do not divide `tile_m` the last rows stay unused."""
+        """Queries of a tile. Rows hold whole tokens: heads that do not divide `tile_m` leave some unused."""
         return self.tile_m // packed_heads
 
     def register_limit(self, arch: ArchSpec) -> int:

@@ -108,6 +108,7 @@ class Paged:
             "cache_batch_idx": vector(order) if self.indexed else None,
             "cache_leftpad": None if self.leftpad is None else vector(self.leftpad),
             "sinks": None,
+            "scheduler_metadata": None,
         }
 
     def options(self, family: str | None) -> FwdOptions:
