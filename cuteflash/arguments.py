@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple, Self
 
-from cuteflash.problem import FP8_OUT, UNBOUNDED
+from cuteflash.problem import FP8_OUT, UNBOUNDED, MaskKind
 
 EXECUTION = ("pack_gqa", "family", "deterministic", "lengths", "num_splits")  # options that say how to compute
 FORMATS = ("transposed_v", "out_dtype")  # options that say how tensors are given; all others say what to compute
@@ -152,6 +152,32 @@ def _definition(options: FwdOptions | Fp8Options | BwdOptions, head_dim: int) ->
     return {name: value for name, value in resolved.items() if name not in (*EXECUTION, *FORMATS)}
 
 
+def mask_of_window(
+    window_left: int, window_right: int, seqlen_q: int, attention_chunk: int = 0
+) -> tuple[MaskKind, int, int]:
+    """The mask kind of a window, with both sides as a kernel takes them.
+
+    Args:
+        window_left: keys a query sees before its own, bottom-right aligned; -1 is all.
+        window_right: keys a query sees after its own; -1 is all, 0 with `window_left` -1 is causal.
+        seqlen_q: queries of one sequence. A single query is the last row of the score matrix, which no right edge
+            cuts, so decoding takes the kernel without a mask.
+        attention_chunk: a chunk's length, which has both edges; 0 is none.
+
+    Returns:
+        (mask kind, left, right) with ``UNBOUNDED`` for a side of -1.
+    """
+    left = UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED)
+    right = UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED)
+    if attention_chunk:
+        return "window", left, right
+    if window_left < 0 and (window_right < 0 or seqlen_q == 1):
+        return "full", left, right
+    if window_left < 0 and window_right == 0:
+        return "causal", left, right
+    return "window", left, right
+
+
 class FwdTensors(NamedTuple):
     """The tensors of a forward kernel; inside the kernel CuTe tensors, outside torch's.
 
@@ -199,6 +225,7 @@ class SplitTensors(NamedTuple):
     arrivals: Any = None  # (blocks,) int32, 0 before a launch and after it; launches that overlap have one each. If the
     # launch is scheduled, all of its metadata, see `cuteflash.core.split_slots`
     most_parts: Any = None  # int, of a tile, at least 2
+    lanes: Any = None  # int, lines of tiles; it divides heads, as the tiles see them, and blocks
 
 
 class FwdScalars(NamedTuple):

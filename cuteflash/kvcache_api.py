@@ -160,8 +160,8 @@ def flash_attn_with_kvcache(
         rotary_seqlens: (batch,) int32, where rotary positions begin, instead of `cache_seqlens`.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, family, sinks: as for `flash_attn_func`.
         rotary_interleaved: a rotated pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
-        num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library, which does
-            not cut those of caches yet. It never changes what is computed.
+        num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library. It never
+            changes what is computed.
         scheduler_metadata: what `get_scheduler_metadata` returned for these lengths, sizes and options: all layers of a
             step may share it. None computes it in each call. It never changes what is computed.
         return_lse: also return the log-sum-exp of the scores.

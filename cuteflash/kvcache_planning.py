@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from cuteflash.arguments import FwdOptions, PackedTensors
+from cuteflash.arguments import FwdOptions, PackedTensors, mask_of_window
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
 from cuteflash.packed_planning import SEVERAL, counted_rows, counters, packs_heads
@@ -27,11 +27,10 @@ from cuteflash.problem import (
     Operands,
     Scores,
     Storage,
-    mask_of_window,
 )
 from cuteflash.schedule_planning import Schedule, check_metadata_size
 from cuteflash.schedule_problem import ScheduleScalars
-from cuteflash.split_planning import MOST_PARTS, ROWS, SplitKernels, Tiles
+from cuteflash.split_planning import MOST_PARTS, ROWS, SplitKernels, Tiles, grid_of
 from cuteflash.strides import usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
@@ -39,7 +38,6 @@ from cuteflash.validate import ALIGNMENT, reads_values
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
 from cuteflash.validate_packed import PackedInputs
 
-UNASKED_SPLITS = 1  # what 0 means for caches: no GPU has run the tests of their split keys yet
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
 
 Launch = Callable[[KvCacheInputs], Result]
@@ -120,8 +118,8 @@ class CachePlan:
         _, *window = sizes.mask(options)
         self.scalars = fwd_scalars(options, (window[0], window[1]), problem.operands.head_dim, device)
         self.split = SplitKernels(
-            problem, self.target, self.choice.family, lengths, options.num_splits or UNASKED_SPLITS,
-            self.scalars.num_sms, device, is_scheduled=is_scheduled,
+            problem, self.target, self.choice.family, lengths, options.num_splits, self.scalars.num_sms, device,
+            is_scheduled=is_scheduled,
         )  # fmt: skip
 
     def packs(self, tile_m: int) -> bool:
@@ -136,17 +134,20 @@ class CachePlan:
             return Schedule(0, mask, ScheduleScalars(*(0 for _ in ScheduleScalars._fields)), self.target)
         traits: Any = row.traits
         packed_heads = sizes.heads_per_kv if self.packs(ROWS) else 1
+        heads = sizes.heads // packed_heads
+        blocks, lanes = grid_of(traits, heads, self.scalars.num_sms)
         scalars = ScheduleScalars(
             seqlen_q=sizes.rows,
             seqlen_k=sizes.capacity,
-            heads=sizes.heads // packed_heads,
+            heads=heads,
+            lanes=lanes,
             tile_tokens=traits.tile_tokens(packed_heads),
             tile_n=traits.tile_n,
             window_left=self.scalars.window_left,
             window_right=self.scalars.window_right,
             most_parts=self.split.num_splits or MOST_PARTS,
         )
-        return Schedule(self.scalars.num_sms * traits.blocks_per_sm, mask, scalars, self.target)
+        return Schedule(blocks, mask, scalars, self.target)
 
 
 class Planner:

@@ -373,29 +373,3 @@ Problem = FwdProblem | BwdProblem
 @functools.cache  # a table is searched with every row asking for them
 def _features(**asked: bool) -> frozenset[Feature]:
     return frozenset(cast(Feature, name) for name, there in asked.items() if there)
-
-
-def mask_of_window(
-    window_left: int, window_right: int, seqlen_q: int, attention_chunk: int = 0
-) -> tuple[MaskKind, int, int]:
-    """The mask kind of a window, with both sides as a kernel takes them.
-
-    Args:
-        window_left: keys a query sees before its own, bottom-right aligned; -1 is all.
-        window_right: keys a query sees after its own; -1 is all, 0 with `window_left` -1 is causal.
-        seqlen_q: queries of one sequence. A single query is the last row of the score matrix, which no right edge
-            cuts, so decoding takes the kernel without a mask.
-        attention_chunk: a chunk's length, which has both edges; 0 is none.
-
-    Returns:
-        (mask kind, left, right) with ``UNBOUNDED`` for a side of -1.
-    """
-    left = UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED)
-    right = UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED)
-    if attention_chunk:
-        return "window", left, right
-    if window_left < 0 and (window_right < 0 or seqlen_q == 1):
-        return "full", left, right
-    if window_left < 0 and window_right == 0:
-        return "causal", left, right
-    return "window", left, right

@@ -70,6 +70,7 @@ class ScheduleScalars(NamedTuple):
     seqlen_q: Any  # of a dense batch, or the rows of all packed sequences
     seqlen_k: Any  # rows of a cache entry
     heads: Any  # as the tiles of the calls see them
+    lanes: Any  # lines of tiles, see `cuteflash.core.split`
     tile_tokens: Any  # of the kernel that attends
     tile_n: Any
     window_left: Any

@@ -26,6 +26,7 @@ PLAIN_ROWS = 128  # of others, as a rule
 FEW_KEYS = 512  # what a tile of many rows reads at least if it is worth a split
 LINE_MAX = 1 << 30  # key blocks of all tiles, whose numbers are 32-bit
 CAPTURED_CALLS = 1024  # that find counters which are 0 already
+IDLE_PERCENT = 5  # of the blocks, if heads in step are to be worth them: memory is as busy without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,20 +88,22 @@ class SplitLaunch:
 
     Attributes:
         blocks: of a launch.
+        lanes: lines of tiles, see `cuteflash.core.split`.
         most_parts: of a tile, at least 2.
         partials: what `empty_like` makes a launch's partial results from.
     """
 
     blocks: int
+    lanes: int
     most_parts: int
     partials: Tensor
 
     @classmethod
-    def of(cls, traits: Any, num_splits: int, num_sms: int, device: torch.device) -> SplitLaunch:
-        """That of a kernel with these traits."""
-        blocks = num_sms * traits.blocks_per_sm
+    def of(cls, traits: Any, heads: int, num_splits: int, num_sms: int, device: torch.device) -> SplitLaunch:
+        """That of a kernel with these traits, whose tiles see `heads` heads."""
+        blocks, lanes = grid_of(traits, heads, num_sms)
         size = partials_size(blocks, traits.tile_m, traits.head_dim_v)
-        return cls(blocks, num_splits or MOST_PARTS, fp32_template((size,), device))
+        return cls(blocks, lanes, num_splits or MOST_PARTS, fp32_template((size,), device))
 
     def arguments(self, metadata: Tensor | None = None) -> tuple[Any, ...]:
         """In the order of `cuteflash.arguments.SplitTensors`, for a launch on the current stream.
@@ -109,7 +112,19 @@ class SplitLaunch:
             metadata: that of a launch that is scheduled.
         """
         counters = arrivals.of(self.partials.device, self.blocks) if metadata is None else metadata
-        return empty_like(self.partials), counters, self.most_parts
+        return empty_like(self.partials), counters, self.most_parts, self.lanes
+
+
+def grid_of(traits: Any, heads: int, num_sms: int) -> tuple[int, int]:
+    """(blocks, lanes) of the launches of a kernel with these traits, whose tiles see `heads` heads."""
+    blocks = num_sms * traits.blocks_per_sm
+    lanes = lanes_of(heads, blocks)
+    return blocks // lanes * lanes, lanes
+
+
+def lanes_of(heads: int, blocks: int) -> int:
+    """How many heads go in step: as many as leave few of the blocks without work."""
+    return next(n for n in range(heads, 0, -1) if heads % n == 0 and 100 * (blocks % n) <= IDLE_PERCENT * blocks)
 
 
 @dataclasses.dataclass
@@ -136,15 +151,16 @@ class SplitKernels:
     is_scheduled: bool = False
 
     def __post_init__(self) -> None:
-        self._found: dict[bool, tuple[Callable[..., object], SplitLaunch] | None] = {}
+        self._found: dict[tuple[bool, int], tuple[Callable[..., object], SplitLaunch] | None] = {}
 
     def of(self, tiles: Tiles, packs: bool) -> tuple[Callable[..., object], SplitLaunch] | None:
         """The kernel for a call, with what it needs; None if it is not to be split, or no row does that."""
         if not tiles.should_split(self.num_splits, self.num_sms):
             return None
-        if packs not in self._found:
-            self._found[packs] = self._kernel(tiles.heads_per_kv if packs else 1)
-        return self._found[packs]
+        key = packs, tiles.heads
+        if key not in self._found:
+            self._found[key] = self._kernel(tiles, tiles.heads_per_kv if packs else 1)
+        return self._found[key]
 
     def choice(self, tiles: Tiles) -> Choice | None:
         """The row of that kernel; None as above."""
@@ -157,10 +173,11 @@ class SplitKernels:
         except NotImplementedError:
             return None
 
-    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
+    def _kernel(self, tiles: Tiles, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
         choice = self._choice()
         if choice is None:
             return None
         problem = dataclasses.replace(self.problem.packed(packed_heads), is_split=True, is_scheduled=self.is_scheduled)
         kernel = compiled(choice.kernel_cls, choice.traits, self.fitted(problem, choice.traits), self.target)
-        return kernel, SplitLaunch.of(choice.traits, self.num_splits, self.num_sms, self.device)
+        heads = tiles.heads * tiles.heads_per_kv // packed_heads
+        return kernel, SplitLaunch.of(choice.traits, heads, self.num_splits, self.num_sms, self.device)

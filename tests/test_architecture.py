@@ -41,6 +41,7 @@ SIZE_EXCEPTIONS: dict[str, str] = {
             "flash_attn_qkvpacked_func",
             "flash_attn_varlen_func",
             "flash_attn_with_kvcache",
+            "get_scheduler_metadata",
         ),
     }.items()
     for function in functions

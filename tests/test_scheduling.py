@@ -177,7 +177,7 @@ def test_a_call_gets_the_metadata_of_its_sizes(queries: Any, monkeypatch: pytest
     assert arguments[0] is metadata and metadata.shape == (5 * NUM_SMS,)
     assert all(got is x for got, x in zip(arguments[1:4], vectors, strict=True))
     rows, tokens = 3 if queries is None else 6, 64 // 4  # heads are packed
-    assert ScheduleScalars(*arguments[4:]) == ScheduleScalars(rows, options.capacity, 2, tokens, 64, 700, 3, 4)
+    assert ScheduleScalars(*arguments[4:]) == ScheduleScalars(rows, options.capacity, 2, 2, tokens, 64, 700, 3, 4)
     fwd = kvcache_ops.cuda_forward(has_lse=False)
     call_options = FwdOptions(window_left=700, window_right=3, num_splits=4)
     fwd(*(tensors | {"scheduler_metadata": metadata}).values(), *call_options)

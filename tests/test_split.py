@@ -17,24 +17,24 @@ from cuteflash.core.split_slots import partials_size, slot_of
 from cuteflash.core.tile import KeyBlocks, KeyShare
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import PACKED, FwdProblem, Operands, Scores, Storage
-from cuteflash.split_planning import Tiles
+from cuteflash.split_planning import Tiles, lanes_of
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.row import ROW_HEAD_DIMS
 from cuteflash.traits.tables import MODULES, SPLIT_ROWS
 
 
-def dealt(widths: list[int], blocks: int, most_parts: int, least: int) -> list[list[tuple[int, KeyShare]]]:
-    """For each block the tiles of `widths` units that it has a part of, and the part."""
+def dealt(widths: list[int], shares: int, most_parts: int, least: int, lane: int) -> list[list[tuple[int, KeyShare]]]:
+    """For each share of a line the tiles of `widths` units that it has a part of, and the part."""
     begins = list(itertools.accumulate(widths, initial=0))
-    share = share_size(begins[-1], blocks, max(widths), most_parts, least)
+    share = share_size(begins[-1], shares, max(widths), most_parts, least)
     found: list[list[tuple[int, KeyShare]]] = []
-    for block in range(blocks):
-        at, end = block * share, min((block + 1) * share, begins[-1])
+    for number in range(shares):
+        at, end = number * share, min((number + 1) * share, begins[-1])
         found.append([])
         while at < end:
             tile = max(i for i, begin in enumerate(begins[:-1]) if begin <= at)
-            part = share_of_tile(at, end, at - begins[tile], widths[tile], share)
+            part = share_of_tile(at, end, at - begins[tile], widths[tile], share, lane * shares)
             found[-1].append((tile, part))
             at += part.last - part.first
     return found
@@ -52,43 +52,45 @@ def some_widths(choose: random.Random) -> list[int]:
 @pytest.mark.parametrize("seed", range(200))
 def test_shares(seed: int) -> None:
     choose = random.Random(seed)
-    widths, blocks = some_widths(choose), choose.choice((1, 2, 7, 132))
+    widths, blocks, lane = some_widths(choose), choose.choice((1, 2, 7, 132)), choose.choice((0, 1, 5))
     most_parts, least = choose.choice((2, 3, 8, 1 << 30)), choose.choice((1, 2, 4))
-    shares = dealt(widths, blocks, most_parts, least)
+    shares = dealt(widths, blocks, most_parts, least, lane)
+    first_seat = lane * blocks
     units: dict[int, list[int]] = {tile: [] for tile in range(len(widths))}
     owners: dict[int, list[int]] = {tile: [] for tile in units}
     slots = set()
-    for block, parts in enumerate(shares):
+    for seat, parts in enumerate(shares, first_seat):
         for tile, part in parts:
+            assert part.seat == seat
             assert part.first < part.last
             units[tile] += range(part.first, part.last)
-            owners[tile].append(block)
+            owners[tile].append(seat)
             assert part.owner == owners[tile][0]
             assert part.is_whole() == (part.last - part.first == widths[tile])
             if not part.is_whole():
-                slot = slot_of(block, int(part.owner == block))
+                slot = slot_of(seat, int(part.owner == seat))
                 assert slot not in slots
                 slots.add(slot)
     for tile, width in enumerate(widths):
         assert units[tile] == list(range(width))
-        last = next(part.last_owner for other, part in shares[owners[tile][0]] if other == tile)
+        last = next(part.last_owner for other, part in shares[owners[tile][0] - first_seat] if other == tile)
         assert owners[tile] == list(range(owners[tile][0], last + 1))
         assert len(owners[tile]) <= most_parts
     cut = [tile for tile in units if len(owners[tile]) > 1]
     assert len({owners[tile][0] for tile in cut}) == len(cut)  # one counter for each
-    assert all(slot < 2 * blocks for slot in slots)
+    assert all(2 * first_seat <= slot < 2 * (first_seat + blocks) for slot in slots)
 
 
 def test_work_is_even() -> None:
     for widths in ([1024] * 8, [64] * 128, [8] * 504 + [1024] * 8):
-        work = [sum(part.last - part.first for _, part in parts) for parts in dealt(widths, 132, 1 << 30, 1)]
+        work = [sum(part.last - part.first for _, part in parts) for parts in dealt(widths, 132, 1 << 30, 1, 0)]
         assert max(work) == -(-sum(widths) // 132)
 
 
 def test_the_key_blocks_of_a_share() -> None:
     for lo, hi in itertools.product(range(3), range(5)):
         blocks = KeyBlocks(lo, max(lo, hi))
-        parts = [KeyShare(first, first + 2, 0, 1).of(blocks) for first in range(0, 6, 2)]
+        parts = [KeyShare(first, first + 2, 0, 0, 1).of(blocks) for first in range(0, 6, 2)]
         assert [i for part in parts for i in range(part.lo, part.hi)] == list(range(blocks.lo, blocks.hi))
 
 
@@ -106,6 +108,23 @@ def test_most_blocks(kind: str) -> None:
         assert max(counts) <= mask.most_blocks(tokens, tile_n) <= max(-(-seqlen_k // tile_n), 1)
         if kind == "full":
             assert max(counts) == mask.most_blocks(tokens, tile_n)
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "lanes"),
+    [
+        (8, 132, 8),
+        (32, 132, 32),
+        (1, 132, 1),
+        (128, 132, 128),
+        (40, 132, 10),
+        (19, 132, 1),
+        (8, 264, 8),
+        (160, 132, 32),
+    ],
+)
+def test_lanes(heads: int, blocks: int, lanes: int) -> None:
+    assert lanes_of(heads, blocks) == lanes
 
 
 def test_partials_hold_all_slots() -> None:

@@ -208,8 +208,8 @@ def line_of(kernel, tensors: FwdTensors, packed: PackedTensors, split: SplitTens
     if storage.q == "varlen":
         sequences = packed.cu_seqlens_q.shape[0]  # one more than there are: the rows after the last one
     heads = tensors.q.shape[2] // kernel.problem.operands.packed_heads
-    starts = starts_of(split, kernel.problem)
-    return Line(sequences, heads, split.most_parts, differs=storage != DENSE, starts=starts)
+    heads, starts = heads // split.lanes, starts_of(split, kernel.problem)
+    return Line(sequences, heads, split.lanes, split.most_parts, differs=storage != DENSE, starts=starts)
 
 
 @dataclasses.dataclass(frozen=True)

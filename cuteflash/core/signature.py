@@ -81,7 +81,7 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     if problem.is_split:
         size, blocks = (cute.sym_int32(symbol=name) for name in ("partials", "blocks"))
         partials = make_fake_compact_tensor(cutlass.Float32, (size,), assumed_align=ALIGN_BYTES)
-        split = SplitTensors(partials, vector(blocks, True), FAKE_SCALARS[int])
+        split = SplitTensors(partials, vector(blocks, True), FAKE_SCALARS[int], FAKE_SCALARS[int])
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     sinks, stream = fake_sinks(problem.scores, heads_q), make_fake_stream(use_tvm_ffi_env_stream=True)
     return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split).flat()

@@ -12,6 +12,11 @@ parts of the tile that begins in its share and ends in another (`cuteflash.core.
 All tiles of a sequence get as many units, those of the tile that visits the most: a mask may leave some of the others
 without work. Arithmetic on shares runs on Python ints and on traced values alike.
 
+Heads go in step: there are as many equal lines as the launch has lanes, line i with heads i, i + lanes and so on, and
+as many blocks for each. Neighbouring blocks have the same share of neighbouring lines, so that they read the rows of a
+token's heads, which are neighbours in memory, at the same time. Blocks are counted line by line; such a number is a
+seat, and a tile's parts have consecutive seats.
+
 Where a block's share begins depends on the lengths of all sequences, which each block reads. Launches with the same
 lengths, those of the layers of one step, may be given these places instead (`Start`).
 """
@@ -50,20 +55,25 @@ def share_size(total: Index, blocks: Index, widest: Index, most_parts: Index, le
     return cutlass.max(share, cutlass.max(widest - 2, 0) // (most_parts - 1) + 1)
 
 
-def share_of_tile(at: Index, end: Index, first: Index, width: Index, share: Index) -> KeyShare:
-    """The part of a tile of `width` units, whose unit `first` lies `at`, that a share has which ends at `end`."""
+def share_of_tile(at: Index, end: Index, first: Index, width: Index, share: Index, first_seat: Index = 0) -> KeyShare:
+    """The part of a tile of `width` units, whose unit `first` lies `at`, that a share has which ends at `end`.
+
+    `first_seat` is that of the line's first share.
+    """
     begin = at - first
     last = cutlass.min(width, end - begin)
-    return KeyShare(first, last, begin // share, (begin + width - 1) // share)
+    seats = (first_seat + unit // share for unit in (at, begin, begin + width - 1))
+    return KeyShare(first, last, *seats)
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """All tiles of a launch, laid end to end: sequence by sequence, head by head.
+    """The tiles of a launch's lines, laid end to end: sequence by sequence, head by head.
 
     Attributes:
         sequences: of the batch, and one with the rows after them if queries are packed.
-        heads: as the tiles see them.
+        heads: of one line, as the tiles see them.
+        lanes: how many lines there are.
         most_parts: see `share_size`.
         differs: whether lengths differ from sequence to sequence, and only the device knows them.
         starts: as `starts_of` has them.
@@ -71,6 +81,7 @@ class Line:
 
     sequences: Int32
     heads: Int32
+    lanes: Int32
     most_parts: Int32
     differs: cutlass.Constexpr[bool]
     starts: cute.Tensor | None = None
@@ -82,7 +93,7 @@ class Line:
 
     @cute.jit
     def units(self, launch: Any, index: Int32):
-        """(units of all tiles, units of one) of sequence `index`; 0 if there is none."""
+        """(units of a line's tiles, units of one) of sequence `index`; 0 if there is none."""
         total, width = Int32(0), Int32(0)
         if index < self.sequences:
             m_blocks, width = self.tiles(launch, launch.sequence(index))
@@ -91,7 +102,7 @@ class Line:
 
     @cute.jit
     def size(self, launch: Any):
-        """(units of all tiles, the most of one); a whole warp calls it."""
+        """(units of a line, the most of a tile); a whole warp calls it."""
         if const_expr(self.differs):
             total, widest = Int32(0), Int32(0)
             first = Int32(0)
@@ -163,7 +174,7 @@ def passed_by(ends: Int32, at: Int32) -> Int32:
 
 
 class Start(NamedTuple):
-    """Where a block's share begins: the sequence, its first unit, units of a share, and units of all tiles."""
+    """Where a block's share begins: the sequence, its first unit, units of a share, and units of the line."""
 
     sequence: Int32
     begin: Int32
@@ -171,20 +182,22 @@ class Start(NamedTuple):
     total: Int32
 
 
-def shares(launch: Any, blocks: Int32) -> tuple[Int32, Int32]:
-    """(units of a share, units of all tiles), dealt to so many blocks; a whole warp calls it."""
-    total, widest = launch.line.size(launch)
+def share_in(launch: Any, total: Int32, widest: Int32, shares: Int32) -> Int32:
+    """Units of a share of a line, see `share_size`."""
     least = cutlass.max(LEAST_KEYS // launch.tile_n, 1)
-    return share_size(total, blocks, widest, launch.line.most_parts, Int32(least)), total
+    return share_size(total, shares, widest, launch.line.most_parts, Int32(least))
 
 
 @cute.jit
 def start_of(launch: Any, block: Int32, blocks: Int32):
     """The `Start` of a block, from the lengths of the sequences; a whole warp calls it."""
-    share, total = shares(launch, blocks)
+    line = launch.line
+    total, widest = line.size(launch)
+    share = share_in(launch, total, widest, blocks // line.lanes)
+    at = block // line.lanes * share
     sequence, begin = Int32(0), Int32(0)
-    if block * share < total:
-        sequence, begin = launch.line.find(launch, block * share, sequence, begin)
+    if at < total:
+        sequence, begin = line.find(launch, at, sequence, begin)
     return Start(sequence, begin, share, total)
 
 
@@ -205,10 +218,15 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
     """
     line = launch.line
     if const_expr(line.starts is None):
-        share, total = shares(launch, cute.arch.grid_dim()[0])
+        total, widest = line.size(launch)
+        shares = cute.arch.grid_dim()[0] // line.lanes
+        share = share_in(launch, total, widest, shares)
+        lane, number = cute.arch.block_idx()[0] % line.lanes, cute.arch.block_idx()[0] // line.lanes
     else:
+        shares = cute.arch.grid_dim()[0] // line.lanes
+        lane, number = cute.arch.block_idx()[0] % line.lanes, cute.arch.block_idx()[0] // line.lanes
         sequence, begin, share, total = given_start(line.starts, cute.arch.block_idx()[0])
-    at = cute.arch.block_idx()[0] * share
+    at = number * share
     end = cutlass.min(at + share, total)
     if const_expr(line.starts is None):
         sequence, begin = Int32(0), Int32(0)
@@ -216,7 +234,8 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
     while at < end:
         if const_expr(line.starts is None):
             sequence, begin = line.find(launch, at, sequence, begin)
-        tile = tile_at(launch, share, (sequence, begin), at, end)
+        found, part = tile_at(launch, lane, (sequence, begin), at)
+        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, lane * shares))
         kv_pos = visit(tile, q_pos, kv_pos)
         q_pos += 1
         at += tile.share.last - tile.share.first
@@ -225,11 +244,14 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
                 sequence, begin = line.find(launch, at, sequence, begin)
 
 
-def tile_at(launch, share: Int32, place: tuple[Int32, Int32], at: Int32, end: Int32) -> QueryTile:
-    """The tile that unit `at` belongs to, of the sequence and with the first unit of `place`, and a block's part."""
+def tile_at(launch, lane: Int32, place: tuple[Int32, Int32], at: Int32) -> tuple[QueryTile, tuple[Int32, Int32]]:
+    """The tile that unit `at` of a line belongs to, and (which of its units that is, how many it has).
+
+    `place` is (a sequence, its first unit).
+    """
     number, begin = place
     sequence = launch.sequence(number)
     m_blocks, width = launch.line.tiles(launch, sequence)
     tile, first = (at - begin) // width, (at - begin) % width
-    found = launch.tile_of(tile % m_blocks, tile // m_blocks, number, sequence)
-    return dataclasses.replace(found, share=share_of_tile(at, end, first, width, share))
+    head = tile // m_blocks * launch.line.lanes + lane
+    return launch.tile_of(tile % m_blocks, head, number, sequence), (first, width)

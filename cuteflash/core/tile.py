@@ -40,11 +40,13 @@ class KeyShare:
 
     Attributes:
         first, last: of the tile's units, `[first, last)`; unit i is the i-th key block that the tile visits.
-        owner, last_owner: the blocks with the tile's first and its last part.
+        seat: that of this block.
+        owner, last_owner: the seats of the blocks with the tile's first and its last part.
     """
 
     first: Index
     last: Index
+    seat: Index
     owner: Index
     last_owner: Index
 

@@ -35,7 +35,7 @@ class Partials:
 
     Attributes:
         values: (2 blocks * tile_m * (head_dim_v + 1),) fp32: O of all slots, then the log-sum-exps of all.
-        arrivals: (blocks,), parts that have come of the tile that begins in a block's share.
+        arrivals: (blocks,), parts that have come of the tile that begins in a seat's share.
         gO: O as `query_view` has it.
         mLSE: (b, h_q, s_q); None if it is not asked for.
         sinks: those that join the sums of a tile, if there are sinks.
@@ -88,8 +88,7 @@ class Partials:
             columns: likewise, the coordinates of its elements in the tile.
             lse: of its rows.
         """
-        block = cute.arch.block_idx()[0]
-        slot = slot_of(block, Int32(tile.share.owner == block))
+        slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
         rows = tile.rows()
         atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=PAIR * Float32.width)
         for r in cutlass.range_constexpr(cute.size(lse)):
@@ -195,7 +194,7 @@ class Partials:
         """Load some parts of a row: (four columns of each, the log-sum-exp of the lane-th one or -inf).
 
         Args:
-            owner: the block with the tile's first part.
+            owner: the seat with the tile's first part.
             parts: the first part, and how many of `at_once` exist; the last one stands for those that do not.
         """
         first, count = parts

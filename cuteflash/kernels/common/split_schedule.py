@@ -110,7 +110,8 @@ class SplitSchedule:
             left_k=tensors.cache_leftpad,
         )
         sequences = batch + 1 if const_expr(self.problem.is_packed) else batch  # the last one: rows after all others
-        line = Line(sequences, scalars.heads, scalars.most_parts, differs=True)
+        heads = scalars.heads // scalars.lanes
+        line = Line(sequences, heads, scalars.lanes, scalars.most_parts, differs=True)
         return Extent(
             lengths=lengths,
             window_left=scalars.window_left,
