@@ -7,6 +7,7 @@
     SplitTensors  those of split keys       }
     FwdScalars    its run-time scalars      }
     sinks         of a problem with sinks, after the scalars: one vector; of a backward `SinkTensors`
+    tree          of a problem with a tree, after those: one vector
 
 An option with the name of a scalar is passed on as that scalar. A backward has the same, named `Bwd`.
 """
@@ -244,6 +245,7 @@ class FwdArguments(NamedTuple):
 
     Attributes:
         sinks: (heads_q,), the logit of each query head that has no key; only a kernel with sinks has this argument.
+        tree: (2 rows of q,) int32, see `cuteflash.core.tree`; likewise, only a kernel with a tree.
     """
 
     tensors: FwdTensors
@@ -253,11 +255,12 @@ class FwdArguments(NamedTuple):
     sinks: Any
     stream: Any
     split: SplitTensors = SplitTensors()
+    tree: Any = None
 
     @classmethod
-    def of(cls, flat: tuple[Any, ...], is_split: bool = False, has_sinks: bool = False) -> Self:
-        """From the flat arguments that `__call__` gets; `is_split` and `has_sinks` as the problem."""
-        last = len(flat) - 1 - has_sinks
+    def of(cls, flat: tuple[Any, ...], is_split: bool = False, has_sinks: bool = False, has_tree: bool = False) -> Self:
+        """From the flat arguments that `__call__` gets; `is_split`, `has_sinks` and `has_tree` as the problem."""
+        last = len(flat) - 1 - has_sinks - has_tree
         end, scalars = len(FwdTensors._fields), last - len(FwdScalars._fields)
         split = scalars - (len(SplitTensors._fields) if is_split else 0)
         tensors, between = FwdTensors(*flat[:end]), flat[end:split]
@@ -271,13 +274,14 @@ class FwdArguments(NamedTuple):
             flat[last] if has_sinks else None,
             flat[-1],
             SplitTensors(*flat[split:scalars]),
+            flat[-2] if has_tree else None,
         )
 
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them: those of split keys come last before the scalars."""
         groups = (group for group in (self.packed, self.scales, self.split) if any(x is not None for x in group))
-        sinks = () if self.sinks is None else (self.sinks,)
-        return (*self.tensors, *itertools.chain(*groups), *self.scalars, *sinks, self.stream)
+        more = [x for x in (self.sinks, self.tree) if x is not None]
+        return (*self.tensors, *itertools.chain(*groups), *self.scalars, *more, self.stream)
 
 
 class BwdTensors(NamedTuple):

@@ -158,7 +158,7 @@ def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Seq
     """The choice from the user's rows, then the shipped ones."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
-    rows = SPLIT_ROWS[key.family] if "split" in problem.features else (*(own.row for own in own_rows), *TABLES[key])
+    rows = SPLIT_ROWS[key.family] if problem.takes_split_rows else (*(own.row for own in own_rows), *TABLES[key])
     reasons = []
     for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target)):
         if reason is None:

@@ -52,6 +52,7 @@ class CacheOptions(TypedDict, total=False):
     family: Family | None
     sinks: Tensor | None
     scheduler_metadata: Tensor | None
+    tree_mask: Tensor | None
 
 
 class NewTokens(NamedTuple):
@@ -126,6 +127,7 @@ def flash_attn_with_kvcache(
     family: Family | None = None,
     sinks: Tensor | None = None,
     scheduler_metadata: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries to a KV cache, to which new tokens are appended first, in place: one call a decode step.
@@ -164,6 +166,10 @@ def flash_attn_with_kvcache(
             changes what is computed.
         scheduler_metadata: what `get_scheduler_metadata` returned for these lengths, sizes and options: all layers of a
             step may share it. None computes it in each call. It never changes what is computed.
+        tree_mask: (batch, seqlen_q) int64, or (total_q,), with `causal` and up to 64 queries a sequence: bit j of query
+            i's mask says whether it sees the key of query j, its own included; bits of later queries do not count. All
+            keys before those of the queries it sees anyway, as far as the window goes. Not with a rotary embedding,
+            whose positions would be places in the cache, not depths in the tree: see `apply_rotary`.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -182,8 +188,9 @@ def flash_attn_with_kvcache(
     return_lse = flag("return_lse", return_lse)
     new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
     caches = KvCacheInputs(
-        q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks, scheduler_metadata
-    )
+        q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks, scheduler_metadata,
+        tree_mask,
+    )  # fmt: skip
     _check_types(caches, new, cache_seqlens)
     options = options_of(softmax_scale, causal, window_size, softcap, pack_gqa, family, False, None)
     options = options._replace(
@@ -272,6 +279,8 @@ def _check_types(caches: KvCacheInputs, new: NewTokens, cache_seqlens: object) -
         return
     if new.v is None:
         raise ValueError("v is None; allowed with k: a tensor")
+    if new.rotary_cos is not None and caches.tree_mask is not None:
+        raise ValueError("rotary_cos is given with tree_mask; allowed: None, with q and k rotated by their depths")
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; allowed with k and v: an int or a tensor, where they are written to")
 

@@ -94,7 +94,8 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     for queries, (k, v) in zip(_query_spans(inputs), _keys(inputs), strict=True):
         is_packed = inputs.cu_seqlens_q is not None
         q_part = q[None, queries] if is_packed else q[queries]
-        o_part, lse_part = flash_attention_2(q_part, k[None], v[None], **definition, sinks=inputs.sinks)
+        tree = None if inputs.tree_mask is None else inputs.tree_mask[queries].flatten()
+        o_part, lse_part = flash_attention_2(q_part, k[None], v[None], **definition, sinks=inputs.sinks, tree=tree)
         if is_packed:
             o[queries], lse[:, queries] = o_part[0], lse_part[0]
         else:

@@ -85,9 +85,9 @@ class CacheSizes:
         """What decides whether keys are split."""
         return Tiles(self.batch, self.kv_heads, self.heads_per_kv, self.length, self.capacity)
 
-    def mask(self, options: FwdOptions) -> tuple[MaskKind, int, int]:
-        """The mask as a kernel has it, see `mask_of_window`."""
-        several = SEVERAL if self.is_packed else self.rows
+    def mask(self, options: FwdOptions, has_tree: bool = False) -> tuple[MaskKind, int, int]:
+        """The mask as a kernel has it, see `mask_of_window`. Even a single query of a tree may not see itself."""
+        several = SEVERAL if self.is_packed or has_tree else self.rows
         return mask_of_window(options.window_left, options.window_right, several, options.attention_chunk)
 
     def class_of_lengths(self, options: FwdOptions) -> LengthClass:
@@ -199,7 +199,8 @@ class Planner:
             vectors = () if is_dense else vectors_of(inputs, is_split=split is not None)
             parts = () if split is None else split[1].arguments(metadata)
             sinks = () if inputs.sinks is None else (inputs.sinks,)
-            kernel(q, k, v, o, lse, *vectors, *parts, *scalars, *sinks)
+            tree = () if inputs.tree_mask is None else (inputs.tree_mask.view(torch.int32).flatten(),)
+            kernel(q, k, v, o, lse, *vectors, *parts, *scalars, *sinks, *tree)
             return result
 
         return launch
@@ -208,8 +209,9 @@ class Planner:
         """The plan of a call."""
         q, sizes = inputs.q, CacheSizes.of(inputs)
         operands = Operands.of(DTYPE_NAMES[q.dtype], q.shape[-1], inputs.v_cache.shape[3])
-        mask = sizes.mask(options)[0]
-        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks))
+        has_tree = inputs.tree_mask is not None
+        mask = sizes.mask(options, has_tree)[0]
+        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks), has_tree)
         problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
         return CachePlan(sizes, problem, options, q.device, inputs.scheduler_metadata is not None)
 

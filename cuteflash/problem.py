@@ -21,7 +21,9 @@ Dtype = HalfDtype | Fp8Dtype
 MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen", "paged"]
 SinkDtype = Literal["fp32", "fp16", "bf16"]
-Feature = Literal["softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split", "sink"]
+Feature = Literal[
+    "softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split", "sink", "tree"
+]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 DTYPES: tuple[str, ...] = get_args(HalfDtype)  # each of Q, K, V and O alike
@@ -39,6 +41,7 @@ FP8_OUT: HalfDtype = "bf16"  # element type of O if nothing else is asked for
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
 TRANSPOSED_KEYS = 128  # Vᵀ holds a sequence's keys in whole blocks of so many
+TREE_TOKENS_MAX = 64  # new tokens of a sequence that form a tree: bits of a mask
 PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
 UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
@@ -148,15 +151,20 @@ class Scores:
         chunked: a query sees only keys of its own chunk of positions, whose length a kernel gets; of a ``"window"``.
         sink: each query head has a logit that joins the softmax of its rows and has no value: its element type; None
             is none.
+        tree: of the last keys of a sequence, those of its queries, a query sees only those that its bits say. Its mask
+            has a right edge, the query's own position.
     """
 
     mask: MaskKind = "full"
     softcap: bool = False
     chunked: bool = False
     sink: SinkDtype | None = None
+    tree: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("mask", self.mask, MASK_KINDS)
+        if self.tree and self.mask == "full":
+            raise ValueError("tree is True; allowed with mask 'full': False, a tree has a right edge")
         if self.chunked and not self.has_left_edge:
             raise ValueError(f"chunked is True; allowed with mask {self.mask!r}: False, a chunk has both edges")
         if self.sink is not None:
@@ -164,9 +172,8 @@ class Scores:
 
     def asking(self, features: Collection[Feature]) -> Self:
         """The same mask with just these optional features; sinks are fp32."""
-        return dataclasses.replace(
-            self, softcap="softcap" in features, sink=SINK_DTYPES[0] if "sink" in features else None
-        )
+        sink = SINK_DTYPES[0] if "sink" in features else None
+        return dataclasses.replace(self, softcap="softcap" in features, sink=sink, tree="tree" in features)
 
     @property
     def has_left_edge(self) -> bool:
@@ -277,7 +284,13 @@ class FwdProblem:
             block_scales=self.operands.has_block_scales,
             split=self.is_split,
             sink=self.scores.sink is not None,
+            tree=self.scores.tree,
         )
+
+    @property
+    def takes_split_rows(self) -> bool:
+        """Whether rows that split keys serve it: they are shaped for few queries, which is what a tree has."""
+        return self.is_split or self.scores.tree
 
     @property
     def may_be_empty(self) -> bool:
@@ -321,6 +334,7 @@ class BwdProblem:
 
     operation: ClassVar[Operation] = "bwd"
     is_split: ClassVar[bool] = False
+    takes_split_rows: ClassVar[bool] = False
 
     operands: Operands
     scores: Scores = Scores()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.arguments import FwdOptions
-from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX
+from cuteflash.problem import LENGTH_MAX, PACK_GQA_MAX, TREE_TOKENS_MAX
 from cuteflash.validate import (
     DIMS,
     PACKED_DIMS,
@@ -21,7 +21,7 @@ from cuteflash.validate import (
     check_strides,
     holds,
 )
-from cuteflash.validate_packed import check_ends, check_vector
+from cuteflash.validate_packed import check_ends, check_vector, differences
 
 CACHE_DIMS = ("cache_batch", "seqlen_cache", "heads", "head_dim")
 PAGED_DIMS = ("num_pages", "page_size", "heads", "head_dim")
@@ -44,6 +44,7 @@ class KvCacheInputs(NamedTuple):
     cache_leftpad: Tensor | None = None  # (batch,)
     sinks: Tensor | None = None  # (heads,)
     scheduler_metadata: Tensor | None = None  # (n,), see `cuteflash.core.split_slots`
+    tree_mask: Tensor | None = None  # q.shape[:-2] int64, which of its last keys each query sees
 
     @property
     def batch(self) -> int:
@@ -88,6 +89,8 @@ def check_kvcache(inputs: KvCacheInputs, options: FwdOptions) -> None:
         check_strides(name, tensor)
     _check_vectors(inputs)
     check_sinks(q, inputs.sinks)
+    if inputs.tree_mask is not None:
+        _check_tree(inputs.tree_mask, q, options)
     _check_capacity(inputs, options.pack_gqa)
 
 
@@ -147,6 +150,24 @@ def _check_table(table: Tensor, device: torch.device) -> None:
         raise ValueError(f"page_table.stride(1) is {table.stride(1)}; allowed: 1 (contiguous rows)")
 
 
+def _check_tree(tree: Tensor, q: Tensor, options: FwdOptions) -> None:
+    """Element type, device, shape and memory layout of a tree's masks, and the mask that they belong to."""
+    check_strided("tree_mask", tree)
+    if tree.dtype != torch.int64:
+        raise TypeError(f"tree_mask.dtype is {tree.dtype}; allowed: torch.int64")
+    if tree.device != q.device:
+        raise ValueError(f"tree_mask.device is {tree.device}; allowed: {q.device}, that of q")
+    rows = q.shape[:-2]
+    if tree.dim() != len(rows) or holds(any(a != b for a, b in zip(tree.shape, rows, strict=True))):
+        raise ValueError(f"tree_mask.shape is {tuple(tree.shape)}; allowed: {tuple(rows)}, the rows of q")
+    if not tree.is_contiguous():
+        raise ValueError(f"tree_mask.stride() is {tree.stride()}; allowed: that of a contiguous tensor")
+    if len(rows) == 2 and holds(rows[1] > TREE_TOKENS_MAX):
+        raise ValueError(f"q.shape[1] (seqlen_q) is {rows[1]}; allowed with tree_mask: up to {TREE_TOKENS_MAX}")
+    if options.window_right != 0:
+        raise ValueError("causal is False; allowed with tree_mask: True, a token sees none that comes after it")
+
+
 def _check_capacity(inputs: KvCacheInputs, pack_gqa: bool | None) -> None:
     """Sizes that kernels can count; not symbolic ones, whose guards would bound an exported program."""
     page_size, heads, kv_heads = inputs.k_cache.shape[1], inputs.q.shape[-2], inputs.k_cache.shape[2]
@@ -168,6 +189,11 @@ def check_cache_values(inputs: KvCacheInputs, *, complete: bool) -> None:
     """
     if inputs.cu_seqlens_q is not None:
         check_ends("cu_seqlens_q", inputs.cu_seqlens_q.tolist(), "q", inputs.q.shape[0], complete=complete)
+        longest = max(differences(inputs.cu_seqlens_q.tolist()), default=0)
+        if inputs.tree_mask is not None and longest > TREE_TOKENS_MAX:
+            raise ValueError(
+                f"cu_seqlens_q has a sequence of {longest} queries; allowed with tree_mask: up to {TREE_TOKENS_MAX}"
+            )
     for i, (entry, begin, end) in enumerate(key_spans(inputs)):
         if not 0 <= entry < inputs.entries:
             raise ValueError(f"cache_batch_idx[{i}] is {entry}; allowed: 0 to {inputs.entries - 1}")

@@ -84,7 +84,8 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         split = SplitTensors(partials, vector(blocks, True), FAKE_SCALARS[int], FAKE_SCALARS[int])
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     sinks, stream = fake_sinks(problem.scores, heads_q), make_fake_stream(use_tvm_ffi_env_stream=True)
-    return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split).flat()
+    tree = vector(cute.sym_int32(symbol="words"), problem.scores.tree)
+    return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split, tree).flat()
 
 
 def fake_sinks(scores: Scores, heads: Any) -> Any:

@@ -116,7 +116,8 @@ class Row:
             and lengths in self.lengths
             and problem.features.isdisjoint(self.without)
             and problem.features <= self.traits.features
-            and all((name in problem.features) == (name in self.traits.features) for name in ("turned_v", "split"))
+            and ("turned_v" in problem.features) == ("turned_v" in self.traits.features)
+            and problem.takes_split_rows == ("split" in self.traits.features)
         )
 
     def measured(self, gpu: str, date: str, tflops: int) -> Row:

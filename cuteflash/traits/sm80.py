@@ -124,7 +124,7 @@ class FwdTraitsSm80:
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements."""
         plain: frozenset[Feature] = frozenset({"softcap", "lse", "varlen", "sink"})
-        return plain | {"split"} if self.splits else plain
+        return plain | {"split", "tree"} if self.splits else plain
 
     @property
     def num_threads(self) -> int:

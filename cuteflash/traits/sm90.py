@@ -145,7 +145,7 @@ class FwdTraitsSm90:
         """Those that the kernel implements; packed sequences need a warp of the producer that hands out tiles."""
         if not self.warp_specialized:
             return PLAIN_FEATURES
-        return PLAIN_FEATURES | ({"varlen", "split"} if self.splits else {"varlen"})
+        return PLAIN_FEATURES | ({"varlen", "split", "tree"} if self.splits else {"varlen"})
 
     @property
     def k_step(self) -> int:

@@ -109,6 +109,7 @@ class Paged:
             "cache_leftpad": None if self.leftpad is None else vector(self.leftpad),
             "sinks": None,
             "scheduler_metadata": None,
+            "tree_mask": None,
         }
 
     def options(self, family: str | None) -> FwdOptions:

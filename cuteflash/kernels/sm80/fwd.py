@@ -115,16 +115,16 @@ class FlashFwdSm80:
 
     @cute.jit
     def __call__(self, *arguments):
-        has_sinks = self.problem.scores.sink is not None
-        tensors, packed_tensors, _, scalars, sinks, stream, split = FwdArguments.of(
-            arguments, self.problem.is_split, has_sinks
+        scores = self.problem.scores
+        tensors, packed_tensors, _, scalars, sinks, stream, split, tree = FwdArguments.of(
+            arguments, self.problem.is_split, scores.sink is not None, scores.tree
         )
         tensors = batched(tensors, self.problem.storage)
         traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(
             query_view(tensors.q, packed), rows_first(tensors.k), rows_first(tensors.v), query_view(tensors.o, packed)
         )
-        launch = Launch.of(self, tensors, packed_tensors, scalars, False, sinks, split)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, False, sinks, split, tree)
         partials = Partials.of(self, tensors, split, launch.sinks)
         blocks = partials.arrivals.shape[0] if const_expr(self.problem.is_split) else launch.order.size()
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)

@@ -232,14 +232,14 @@ class FlashFwdSm90:
 
     @cute.jit
     def __call__(self, *arguments):
-        has_sinks = self.problem.scores.sink is not None
-        tensors, packed_tensors, scales, scalars, sinks, stream, split = FwdArguments.of(
-            arguments, self.problem.is_split, has_sinks
+        scores = self.problem.scores
+        tensors, packed_tensors, scales, scalars, sinks, stream, split, tree = FwdArguments.of(
+            arguments, self.problem.is_split, scores.sink is not None, scores.tree
         )
         traits = self.traits
         tensors = batched(tensors, self.problem.storage)
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
-        launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks, split)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks, split, tree)
         partials = Partials.of(self, tensors, split, launch.sinks)
         if const_expr(self.problem.is_split):
             blocks = partials.arrivals.shape[0]

@@ -32,7 +32,7 @@ class Warpgroup:
             after `with_q`.
         acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
         acc_PV: accumulator of one PV product, if it is added to O only afterwards (`two_level`).
-        bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
+        bounds: visible keys of each row of this thread, see `ScoreTile.set_bounds`.
         zero: 0, which the compiler does not know.
         block_scales: those of the present tile's key blocks, if they have scales of their own; set by `with_scales`.
     """
@@ -76,6 +76,8 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
     else:
         tOrP = mma_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, index]))
     shape = WGMMA_M, traits.tile_n
+    scores = ScoreTile.of(mma_qk, thread, acc_S, shape, launch.inner_scale, launch.packed_heads)
+    scores = dataclasses.replace(scores, tree=launch.tree)
     return Warpgroup(
         index=index,
         thread=thread,
@@ -88,10 +90,10 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         acc_S=acc_S,
         acc_O=acc_O,
         acc_PV=cute.make_rmem_tensor_like(acc_O) if traits.two_level else None,
-        scores=ScoreTile.of(mma_qk, thread, acc_S, shape, launch.inner_scale, launch.packed_heads),
+        scores=scores,
         out=rows_view(acc_O),
         softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, kernel.problem.may_be_empty, traits.p_offset),
-        bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
+        bounds=scores.make_bounds(ROWS),
         zero=Uint32(launch.heads_per_kv >> 31),
     )
 
