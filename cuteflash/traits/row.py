@@ -42,7 +42,7 @@ DECODE, TINY, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("short",), ("medium
 FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backward are to a forward
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
-SPLIT, SINK = ("split",), ("sink",)
+SPLIT, SINK, TREE = ("split",), ("sink",), ("tree",)
 
 
 class TableKey(NamedTuple):
