@@ -167,9 +167,9 @@ def flash_attn_with_kvcache(
         scheduler_metadata: what `get_scheduler_metadata` returned for these lengths, sizes and options: all layers of a
             step may share it. None computes it in each call. It never changes what is computed.
         tree_mask: (batch, seqlen_q) int64, or (total_q,), with `causal` and up to 64 queries a sequence: bit j of query
-            i's mask says whether it sees the key of query j, its own included; bits of later queries do not count. All
-            keys before those of the queries it sees anyway, as far as the window goes. Not with a rotary embedding,
-            whose positions would be places in the cache, not depths in the tree: see `apply_rotary`.
+            i's mask says whether it sees the key of query j, its own included; bits of later queries do not count. It
+            sees the keys before those of the queries in any case, as far as the window goes. Not with a rotary
+            embedding, whose positions would be places in the cache, not depths in the tree: see `apply_rotary`.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:

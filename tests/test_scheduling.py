@@ -266,3 +266,27 @@ def test_scheduled_kernels_are_clean(kernels: KernelStore, case: str) -> None:
 def test_only_what_is_split_is_scheduled() -> None:
     with pytest.raises(ValueError, match="is_scheduled is True"):
         FwdProblem(Operands.of("bf16", 64, 64), is_scheduled=True)
+
+
+@pytest.mark.slow
+def test_a_compiled_step() -> None:
+    def step(q: Tensor, cache: Tensor, lengths: Tensor) -> Tensor:
+        metadata = cuteflash.get_scheduler_metadata(
+            q.shape[0], q.shape[1], cache.shape[1], 8, 2, 64, lengths, qkv_dtype=torch.float32, causal=True
+        )
+        found: Tensor = cuteflash.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths, causal=True, scheduler_metadata=metadata
+        )
+        return found * 2
+
+    q, cache, lengths = torch.randn(2, 3, 8, 64), torch.randn(2, 128, 2, 64), int32(5, 100)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, cache, lengths), step(q, cache, lengths))
+    torch.testing.assert_close(compiled(q[:1], cache[:1], lengths[:1]), step(q[:1], cache[:1], lengths[:1]))
+
+
+@pytest.mark.slow
+def test_opcheck() -> None:
+    options = ScheduleOptions(rows=3, capacity=64, heads=8, kv_heads=2)
+    torch.library.opcheck(torch.ops.cuteflash.split_schedule.default, (int32(5, 9), None, None, *options))

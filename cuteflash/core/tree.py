@@ -1,4 +1,4 @@
-"""New tokens that form a tree: each query sees all keys before them, and of them those that its bits say.
+"""New tokens that form a tree: each query sees all keys before them, and those of them that its bits name.
 
 The bits of a query are 64, of which bit j is token j of its sequence. A thread holds them turned around and inverted:
 bit i says whether the key i places before the query's own is hidden, so that a distance is all that a score needs.
