@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.arguments import SplitTensors
@@ -91,6 +91,10 @@ class Line:
         m_blocks = (sequence.seqlen_q + launch.tile_tokens - 1) // launch.tile_tokens
         return m_blocks, launch.mask_of(sequence).most_blocks(launch.tile_tokens, launch.tile_n)
 
+    def has(self, tile: QueryTile) -> Boolean:
+        """Whether the launch has a tile; starts of other lengths may lead to one that does not exist."""
+        return tile.exists() & (tile.head >= 0) & (tile.head < self.heads * self.lanes)
+
     @cute.jit
     def units(self, launch: Any, index: Int32):
         """(units of a line's tiles, units of one) of sequence `index`; 0 if there is none."""
@@ -126,7 +130,7 @@ class Line:
         if const_expr(self.differs):
             ends = self.ends(launch, sequence, begin)
             passed = passed_by(ends, at)
-            while passed == WARP:
+            while self.goes_on(passed, sequence):
                 begin = cute.arch.shuffle_sync(ends, WARP - 1)
                 sequence += WARP
                 ends = self.ends(launch, sequence, begin)
@@ -134,11 +138,22 @@ class Line:
             before = cute.arch.shuffle_sync(ends, cutlass.max(passed - 1, 0))
             begin = cutlass.select_(passed > 0, before, begin)
             sequence += passed
+            if const_expr(self.starts is not None):
+                sequence = cutlass.min(sequence, self.sequences - 1)
         else:
             units, _ = self.units(launch, Int32(0))
             sequence = at // units
             begin = sequence * units
         return sequence, begin
+
+    def goes_on(self, passed: Int32, sequence: Int32) -> Boolean:
+        """Whether `find` has to look at the sequences after the 32 from `sequence` on, all of which end before.
+
+        Starts may be those of other lengths, by whose units the last sequence ends too soon.
+        """
+        if self.starts is None:
+            return passed == WARP
+        return (passed == WARP) & (sequence < self.sequences)
 
     @cute.jit
     def ends(self, launch: Any, sequence: Int32, begin: Int32):
@@ -236,8 +251,12 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
             sequence, begin = line.find(launch, at, sequence, begin)
         found, part = tile_at(launch, lane, (sequence, begin), at)
         tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, lane * shares))
-        kv_pos = visit(tile, q_pos, kv_pos)
-        q_pos += 1
+        if const_expr(line.starts is None):
+            kv_pos = visit(tile, q_pos, kv_pos)
+            q_pos += 1
+        elif line.has(found):
+            kv_pos = visit(tile, q_pos, kv_pos)
+            q_pos += 1
         at += tile.share.last - tile.share.first
         if const_expr(line.starts is not None):
             if at < end:

@@ -130,3 +130,21 @@ def test_a_whole_step(family: str, cuda: torch.device) -> None:
     assert metadata.numel() > 0
     found = cuteflash.flash_attn_with_kvcache(q, *caches, k, v, scheduler_metadata=metadata, **options)
     assert torch.equal(found, cuteflash.flash_attn_with_kvcache(q, *copies, k, v, **options))
+
+
+@pytest.mark.parametrize("queries", [None, (1, 3, 2)])
+def test_metadata_of_other_lengths_harm_no_other_call(queries: Any, family: str, cuda: torch.device) -> None:
+    """Their calls end, with wrong results, and leave nothing behind."""
+    case = Case(seqlen_q=1, head_dim=128, heads=8, kv_heads=2, lse=True)
+    paged = Paged((4000, 900, 2000), 16, case, queries, num_splits=1000)
+    tensors, _ = paged.build(cuda)
+    lengths = tensors["seqused_k"]
+    for before, after in (((4000, 900, 2000), (0, 0, 3)), ((5, 0, 1), (4000, 900, 2000)), ((0, 4000, 0), (2000, 9, 0))):
+        lengths.copy_(torch.tensor(before))
+        stale = metadata_of(tensors, paged, family)
+        lengths.copy_(torch.tensor(after))
+        for _ in range(2):
+            paged.call(tensors | {"scheduler_metadata": stale}, family)
+        expected = paged.call(tensors, family)
+        found = paged.call(tensors | {"scheduler_metadata": metadata_of(tensors, paged, family)}, family)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
