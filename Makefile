@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_WORKERS ?= 8
 RECEIPT := tests/gpu_receipt.json
-# One thread a test process: two processes of many threads each fight over two cores.
-SINGLE := OMP_NUM_THREADS=1
+# One thread a test process: two processes of many threads each fight over two cores. Bytecode is kept even if the
+# environment says otherwise: without it, each of the processes that tests start compiles all that it imports.
+SINGLE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help setup demo test quick lint format typecheck gpu-test bench freeze clean
 

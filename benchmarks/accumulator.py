@@ -22,6 +22,7 @@ from cuteflash.compile import compiled
 from cuteflash.reference.fp8_accumulator import FRACTION_BITS, PRODUCTS, accumulate
 from cuteflash.tune.timing import first_call
 
+from .command import current_gpu
 from .implementations import target_of
 
 TARGET = "sm_90a"
@@ -151,10 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if the model differs, 2 without a Hopper GPU, else 0."""
     about = "what a sum of 8-bit products keeps"
     argparse.ArgumentParser(prog=f"python -m {__package__}.accumulator", description=about).parse_args(argv)
-    if not torch.cuda.is_available():
-        print("measuring the accumulator needs a CUDA device; torch finds none", file=sys.stderr)
+    device = current_gpu("the accumulator")
+    if device is None:
         return 2
-    device = torch.device("cuda", torch.cuda.current_device())
     if target_of(device) != TARGET:
         print(f"measuring the accumulator needs {TARGET}; this GPU is {target_of(device)}", file=sys.stderr)
         return 2

@@ -10,9 +10,7 @@ there the host's time of a call, which is listed beside, is what counts outside 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 import pathlib
 import sys
@@ -28,16 +26,14 @@ from cuteflash.append_problem import AppendOptions, RotaryOptions
 from cuteflash.dispatch import current_target
 from cuteflash.nn.rotary import apply_rotary_emb
 from cuteflash.traits.append import AppendTraits
-from cuteflash.tune.timing import Runner, first_call, interleaved, median
 from cuteflash.validate_append import AppendInputs, RotaryInputs
 
-from . import device
+from . import beside_copy, device
 from .ahead import build_all
-from .contest import one_line, write
-from .report import insert
+from .beside_copy import Trial
+from .command import Command
 
-MARKER = "append benchmark"
-ROUNDS = 9
+ROUNDS, QUICK_ROUNDS = 9, 3
 BEGIN = 5  # tokens that every cache has already
 STEP = 2**-7  # of a bf16, relative
 HOST_CALLS = 200
@@ -184,47 +180,16 @@ def complaint(way: str, step: Step, q: Tensor) -> str | None:
 
 def measure(shape: Shape, where: torch.device, rounds: int = ROUNDS) -> dict[str, Any]:
     """All ways on one shape: microseconds, rate beside the copy of as many bytes, host's microseconds."""
-    results: dict[str, dict[str, Any]] = {}
-    runners: dict[str, Runner] = {}
-    for name, way in WAYS.items():
-        step = make_step(shape, where)
-        nbytes = traffic(name, step)
-        results[name] = {"bytes": nbytes}
-        repeat = functools.partial(_repeat, functools.partial(way, step))
-        try:
-            wrong = complaint(name, step, first_call(repeat, where))
-        except Exception as failure:
-            wrong = one_line(failure)
-        if wrong:
-            results[name]["problem"] = wrong
-            continue
-        runners[name] = repeat
-        if _copy_name(nbytes) not in runners:
-            runners[_copy_name(nbytes)] = _copier(nbytes, where)
-    times = interleaved(runners, where, rounds)
+    found = beside_copy.measure({name: functools.partial(_trial, name, shape, where) for name in WAYS}, where, rounds)
     calls = HOST_CALLS if where.type == "cuda" else 2
-    host = device.known_microseconds(runners, where, calls, rounds)
-    for name, entry in results.items():
-        if name in times:
-            us, copied = (1e3 * median(times[key]) for key in (name, _copy_name(entry["bytes"])))
-            entry |= {"us": us, "gbps": entry["bytes"] / us / 1e3, "of_copy": copied / us, "host_us": host[name]}
-    return {"label": shape.label, "tokens": shape.tokens, "results": results}
+    for name, us in device.known_microseconds(found.runners, where, calls, rounds).items():
+        found.results[name]["host_us"] = us
+    return {"label": shape.label, "tokens": shape.tokens, "results": found.results}
 
 
-def _repeat(call: Callable[[], Any], calls: int) -> Any:
-    with torch.inference_mode():
-        for _ in range(calls):
-            out = call()
-    return out
-
-
-def _copy_name(nbytes: int) -> str:
-    return f"copy of {nbytes}"
-
-
-def _copier(nbytes: int, where: torch.device) -> Runner:
-    source = torch.ones(nbytes // 2, dtype=torch.uint8, device=where)
-    return functools.partial(_repeat, functools.partial(torch.empty_like(source).copy_, source))
+def _trial(name: str, shape: Shape, where: torch.device) -> Trial:
+    step = make_step(shape, where)
+    return Trial(traffic(name, step), functools.partial(WAYS[name], step), functools.partial(complaint, name, step))
 
 
 def kernels(shapes: Sequence[Shape]) -> list[tuple[Any, Any, Any]]:
@@ -244,74 +209,41 @@ def kernels(shapes: Sequence[Shape]) -> list[tuple[Any, Any, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The table and its notes, in markdown."""
-    shapes, environment = result["shapes"], result["environment"]
-    lines = [
-        f"{environment['gpu']}, {environment['date']}. Microseconds of a call on the GPU, bf16; in brackets the rate "
-        "over that of a copy of as many bytes, for one token a sequence the host's microseconds.",
-        "",
-        f"| | {' | '.join(shape['label'] for shape in shapes)} |",
-        f"|---|{'---|' * len(shapes)}",
-        *(f"| {way} | {' | '.join(_text(shape, way) for shape in shapes)} |" for way in WAYS),
-        "",
-        f"- same run: copy {result['copy_gbps']:.0f} GB/s",
-    ]
-    return "\n".join([*lines, *(f"- {line}" for line in problem_lines(result))]) + "\n"
+    about = (
+        "Microseconds of a call on the GPU, bf16; in brackets the rate over that of a copy of as many bytes, for one "
+        "token a sequence the host's microseconds."
+    )
+    return beside_copy.table(result, about, tuple(WAYS), _text)
 
 
 def _text(shape: dict[str, Any], way: str) -> str:
     entry = shape["results"][way]
-    if "problem" in entry:
-        return "wrong"
     beside = f"host {entry['host_us']:.0f}" if shape["tokens"] == 1 else f"{entry['of_copy']:.2f}"
     return f"{entry['us']:.1f} ({beside})"
 
 
-def problem_lines(result: dict[str, Any]) -> list[str]:
-    """Everything that was wrong or failed, in words."""
-    return [
-        f"{shape['label']}, {way}: {entry['problem']}"
-        for shape in result["shapes"]
-        for way, entry in shape["results"].items()
-        if "problem" in entry
-    ]
+COMMAND = Command("append", "append_kv", "append benchmark", markdown, beside_copy.is_wrong)
 
 
 def run(
     shapes: Sequence[Shape], where: torch.device, path: pathlib.Path | None, rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """Measure all shapes; the file at `path` is rewritten after each."""
-    result: dict[str, Any] = {"environment": device.environment(where), "shapes": []}
-    result["copy_gbps"] = device.copy_gbps(where, *(() if where.type == "cuda" else (1 << 20,)))
-    for shape in shapes:
-        result["shapes"].append(measure(shape, where, rounds))
-        if path is not None:
-            write(result, path)
-    return result
+    return beside_copy.run(shapes, functools.partial(measure, where=where, rounds=rounds), where, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure or read, print, write; 1 if a result was wrong or a call failed, 2 without a GPU, else 0."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.append", description="append_kv, measured")
+    parser = COMMAND.parser()
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here after every shape")
-    parser.add_argument(
-        "--from", dest="source", type=pathlib.Path, metavar="FILE", help="read results, measure nothing"
-    )
-    parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the table between its markers")
-    arguments = parser.parse_args(argv)
-    if arguments.source:
-        result = json.loads(arguments.source.read_text())
-    elif not torch.cuda.is_available():
-        print("measuring append_kv needs a CUDA device; torch finds none", file=sys.stderr)
-        return 2
-    else:
-        shapes, where = QUICK if arguments.quick else SHAPES, torch.device("cuda", torch.cuda.current_device())
+    options = parser.parse_args(argv)
+
+    def measured(where: torch.device) -> dict[str, Any]:
+        shapes = QUICK if options.quick else SHAPES
         build_all(kernels(shapes), current_target(where.index), os.cpu_count() or 1)
-        result = run(shapes, where, arguments.json, 3 if arguments.quick else ROUNDS)
-    print(markdown(result), end="")
-    if arguments.into:
-        insert(markdown(result), arguments.into, MARKER)
-    return 1 if problem_lines(result) else 0
+        return run(shapes, where, options.json, QUICK_ROUNDS if options.quick else ROUNDS)
+
+    return COMMAND.main(options, measured)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ Peers are torch's SDPA backends and flash-attn-4, which get no pages.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +27,11 @@ from cuteflash.tune.peers import BACKENDS, PEERS, Attention, missing_peer
 from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
 from . import device
+from .beside_copy import copier
+from .command import Command
 from .contest import one_line, write
 from .decode_inputs import PAGES, Caches, Shape, attention_in_fp32, complaint, copies_of, make_caches
-from .report import insert
 
-MARKER = "decode benchmark"
 ROUNDS, QUICK_ROUNDS = 7, 3
 HOST_CALLS = 100
 SPLITS: dict[str, Any] = {"num_splits": 0}  # as many parts as the kernel's planning chooses
@@ -177,19 +175,6 @@ def measure(shape: Shape, where: torch.device, settings: Settings) -> dict[str, 
     return {"label": shape.label, "bytes": shape.nbytes, "copy_gbps": copied, "results": results}
 
 
-def copier(nbytes: int, where: torch.device) -> Runner:
-    """A runner that copies, reading and writing `nbytes` together."""
-    source = torch.ones(nbytes // 2, dtype=torch.uint8, device=where)
-    target = torch.empty_like(source)
-
-    def run(calls: int) -> Tensor:
-        for _ in range(calls):
-            target.copy_(source)
-        return target
-
-    return run
-
-
 def run(grid: Sequence[Shape], where: torch.device, path: pathlib.Path | None, settings: Settings) -> dict[str, Any]:
     """Measure all shapes; the file at `path` is rewritten after each."""
     result: dict[str, Any] = {"environment": device.environment(where), "settings": settings._asdict(), "shapes": []}
@@ -242,39 +227,31 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def is_wrong(result: dict[str, Any]) -> bool:
+    """Whether a result of ours was wrong or a call failed."""
+    return any(": problem: " in line for line in notes(result))
+
+
+COMMAND = Command("decode", "decoding", "decode benchmark", markdown, is_wrong)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure or read, print, write; 1 if a result of ours was wrong or a call failed, 2 without a GPU, else 0."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.decode", description="decoding, measured")
+    parser = COMMAND.parser()
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256], metavar="D")
     parser.add_argument("--queries", type=int, choices=(1, 4), default=1, help="of a sequence")
     parser.add_argument("--one-cache", action="store_true", help="visit one cache again and again")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--pages", type=int, nargs="*", default=list(PAGES), metavar="SIZE")
     parser.add_argument("--quick", action="store_true", help="three shapes of a head dim, three rounds")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here after every shape")
-    parser.add_argument(
-        "--from", dest="source", type=pathlib.Path, metavar="FILE", help="read results, measure nothing"
-    )
-    parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the table between its markers")
-    arguments = parser.parse_args(argv)
-    if arguments.source:
-        result = json.loads(arguments.source.read_text())
-    elif not torch.cuda.is_available():
-        print("measuring decoding needs a CUDA device; torch finds none", file=sys.stderr)
-        return 2
-    else:
-        settings = Settings(
-            QUICK_ROUNDS if arguments.quick else ROUNDS,
-            arguments.one_cache,
-            tuple(arguments.peers),
-            tuple(arguments.pages),
-        )
-        grid = shapes(arguments.head_dims, arguments.queries, arguments.quick)
-        result = run(grid, torch.device("cuda", torch.cuda.current_device()), arguments.json, settings)
-    print(markdown(result), end="")
-    if arguments.into:
-        insert(markdown(result), arguments.into, MARKER)
-    return 1 if any(": problem: " in line for line in notes(result)) else 0
+    options = parser.parse_args(argv)
+
+    def measured(where: torch.device) -> dict[str, Any]:
+        rounds = QUICK_ROUNDS if options.quick else ROUNDS
+        settings = Settings(rounds, options.one_cache, tuple(options.peers), tuple(options.pages))
+        return run(shapes(options.head_dims, options.queries, options.quick), where, options.json, settings)
+
+    return COMMAND.main(options, measured)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ the definition in torch before they are timed.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 import pathlib
 import sys
@@ -27,15 +25,13 @@ from cuteflash.quantize_planning import problem_of
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeOptions
 from cuteflash.reference import quantize as reference
 from cuteflash.traits.quantize import TARGET, traits_of
-from cuteflash.tune.timing import Runner, first_call, interleaved, median
 from cuteflash.validate_quantize import QuantizeInputs
 
-from . import device
+from . import beside_copy
 from .ahead import build_all
-from .contest import one_line, write
-from .report import insert
+from .beside_copy import Trial
+from .command import Command
 
-MARKER = "quantize benchmark"
 HIDDEN = 2048
 ROUNDS = 9
 SCALE = 0.01  # a given one
@@ -151,44 +147,13 @@ def complaint(way: Way, inputs: QuantizeInputs, found: QuantizedQKV) -> str | No
 
 def measure(shape: Shape, where: torch.device, rounds: int = ROUNDS) -> dict[str, Any]:
     """All ways on one shape, each in microseconds and in the rate of the copy of as many bytes beside it."""
-    results: dict[str, dict[str, Any]] = {}
-    runners: dict[str, Runner] = {}
-    for name, way in WAYS.items():
-        inputs = make_inputs(shape, way, where)
-        nbytes = traffic(way, inputs)
-        results[name] = {"bytes": nbytes}
-        repeat = functools.partial(_repeat, call_of(way, inputs))
-        try:
-            wrong = complaint(way, inputs, first_call(repeat, where))
-        except Exception as failure:
-            wrong = one_line(failure)
-        if wrong:
-            results[name]["problem"] = wrong
-            continue
-        runners[name] = repeat
-        if _copy_name(nbytes) not in runners:
-            runners[_copy_name(nbytes)] = _copier(nbytes, where)
-    times = interleaved(runners, where, rounds)
-    for name, entry in results.items():
-        if name in times:
-            us, copied = (1e3 * median(times[key]) for key in (name, _copy_name(entry["bytes"])))
-            entry |= {"us": us, "gbps": entry["bytes"] / us / 1e3, "of_copy": copied / us}
-    return {"label": shape.label, "results": results}
+    trials = {name: functools.partial(_trial, way, shape, where) for name, way in WAYS.items()}
+    return {"label": shape.label, "results": beside_copy.measure(trials, where, rounds).results}
 
 
-def _repeat(call: Callable[[], Any], calls: int) -> Any:
-    for _ in range(calls):
-        out = call()
-    return out
-
-
-def _copy_name(nbytes: int) -> str:
-    return f"copy of {nbytes}"
-
-
-def _copier(nbytes: int, where: torch.device) -> Runner:
-    source = torch.ones(nbytes // 2, dtype=torch.uint8, device=where)
-    return functools.partial(_repeat, functools.partial(torch.empty_like(source).copy_, source))
+def _trial(way: Way, shape: Shape, where: torch.device) -> Trial:
+    inputs = make_inputs(shape, way, where)
+    return Trial(traffic(way, inputs), call_of(way, inputs), functools.partial(complaint, way, inputs))
 
 
 def kernels(shapes: Sequence[Shape]) -> list[tuple[Any, Any, Any]]:
@@ -203,68 +168,34 @@ def kernels(shapes: Sequence[Shape]) -> list[tuple[Any, Any, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The table and its notes, in markdown."""
-    shapes, environment = result["shapes"], result["environment"]
-    lines = [
-        f"{environment['gpu']}, {environment['date']}. Rate of `quantize_qkv` over that of a copy of as many bytes "
-        f"(in brackets µs), bf16, hidden size {HIDDEN}.",
-        "",
-        f"| | {' | '.join(shape['label'] for shape in shapes)} |",
-        f"|---|{'---|' * len(shapes)}",
-        *(f"| {way} | {' | '.join(_text(shape['results'][way]) for shape in shapes)} |" for way in WAYS),
-        "",
-        f"- same run: copy {result['copy_gbps']:.0f} GB/s",
-    ]
-    return "\n".join([*lines, *(f"- {line}" for line in problem_lines(result))]) + "\n"
+    about = f"Rate of `quantize_qkv` over that of a copy of as many bytes (in brackets µs), bf16, hidden size {HIDDEN}."
+    return beside_copy.table(result, about, tuple(WAYS), _text)
 
 
-def _text(entry: dict[str, Any]) -> str:
-    return "wrong" if "problem" in entry else f"{entry['of_copy']:.2f} ({entry['us']:.0f})"
+def _text(shape: dict[str, Any], way: str) -> str:
+    entry = shape["results"][way]
+    return f"{entry['of_copy']:.2f} ({entry['us']:.0f})"
 
 
-def problem_lines(result: dict[str, Any]) -> list[str]:
-    """Everything that was wrong or failed, in words."""
-    return [
-        f"{shape['label']}, {way}: {entry['problem']}"
-        for shape in result["shapes"]
-        for way, entry in shape["results"].items()
-        if "problem" in entry
-    ]
+COMMAND = Command("quantize", "quantize_qkv", "quantize benchmark", markdown, beside_copy.is_wrong)
 
 
 def run(
     shapes: Sequence[Shape], where: torch.device, path: pathlib.Path | None, rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """Measure all shapes; the file at `path` is rewritten after each."""
-    result: dict[str, Any] = {"environment": device.environment(where), "shapes": []}
-    result["copy_gbps"] = device.copy_gbps(where, *(() if where.type == "cuda" else (1 << 20,)))
-    for shape in shapes:
-        result["shapes"].append(measure(shape, where, rounds))
-        if path is not None:
-            write(result, path)
-    return result
+    return beside_copy.run(shapes, functools.partial(measure, where=where, rounds=rounds), where, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure or read, print, write; 1 if a result was wrong or a call failed, 2 without a GPU, else 0."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.quantize", description="quantize_qkv, measured")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here after every shape")
-    parser.add_argument(
-        "--from", dest="source", type=pathlib.Path, metavar="FILE", help="read results, measure nothing"
-    )
-    parser.add_argument("--into", type=pathlib.Path, metavar="MARKDOWN", help="write the table between its markers")
-    arguments = parser.parse_args(argv)
-    if arguments.source:
-        result = json.loads(arguments.source.read_text())
-    elif not torch.cuda.is_available():
-        print("measuring quantize_qkv needs a CUDA device; torch finds none", file=sys.stderr)
-        return 2
-    else:
+    options = COMMAND.parser().parse_args(argv)
+
+    def measured(where: torch.device) -> dict[str, Any]:
         build_all(kernels(SHAPES), TARGET, os.cpu_count() or 1)
-        result = run(SHAPES, torch.device("cuda", torch.cuda.current_device()), arguments.json)
-    print(markdown(result), end="")
-    if arguments.into:
-        insert(markdown(result), arguments.into, MARKER)
-    return 1 if problem_lines(result) else 0
+        return run(SHAPES, where, options.json)
+
+    return COMMAND.main(options, measured)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from cuteflash.tune.peers import Attention, backward_runner, forward_runner
 from cuteflash.tune.timing import Runner
 
 from . import contest, running
+from .command import add_json, current_gpu
 from .judges import GradientJudge, Judge, OutputJudge
 from .names import DENSE, OURS, UNNAMED, family_of
 from .packed import DISTRIBUTIONS, PackedCell, PackedInputs
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.varlen", description="packed sequences, measured")
     parser.add_argument("--backward", action="store_true", help="gradients of a saved forward")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here after every cell")
+    add_json(parser, "cell")
     parser.add_argument("--lengths", nargs="+", choices=tuple(DISTRIBUTIONS), default=list(DISTRIBUTIONS))
     parser.add_argument("--head-dim", nargs="+", type=int, choices=(64, 128, 256), default=list(HEAD_DIMS))
     parser.add_argument("--mask", nargs="+", choices=MASKS, default=list(MASKS))
@@ -114,10 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="three rounds")
     arguments = parser.parse_args(argv)
     cells = [PackedCell(n, d, mask) for d in arguments.head_dim for mask in arguments.mask for n in arguments.lengths]
-    if not torch.cuda.is_available():
-        print("measuring packed sequences needs a CUDA device; torch finds none", file=sys.stderr)
+    where = current_gpu("packed sequences")
+    if where is None:
         return 2
-    where = torch.device("cuda", torch.cuda.current_device())
     names = running.available(sorted(arguments.impls, key=ALLOWED.index), where)  # references last
     plan = Plan(cells, names, QUICK_ROUNDS if arguments.quick else ROUNDS)
     return measure(run_of(arguments.backward), plan, where, arguments.json)

@@ -25,6 +25,7 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import BEST_FAMILIES, SPLIT_ROWS, TABLES
 from cuteflash.usertable import MeasuredRow
 
+FITTED_MAX = 4096  # traits with head dims, for a target
 KERNELS: dict[type[Any], tuple[str, str]] = {
     FwdTraitsSm80: ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
     FwdTraitsSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
@@ -111,9 +112,15 @@ def offers(
     square = max(head_dim, head_dim_v)
     for made_for in dict.fromkeys([(head_dim, head_dim_v), (square, square)]):
         for row in rows:
-            if row.serves(problem, lengths) and (row.traits.head_dim, row.traits.head_dim_v) == made_for:
-                traits = dataclasses.replace(row.traits, head_dim=head_dim, head_dim_v=head_dim_v)
-                yield row, traits, traits.check(arch)
+            if (row.traits.head_dim, row.traits.head_dim_v) == made_for and row.serves(problem, lengths):
+                yield row, *_fitted(row.traits, head_dim, head_dim_v, arch)
+
+
+@functools.lru_cache(FITTED_MAX)
+def _fitted(traits: Traits, head_dim: int, head_dim_v: int, arch: ArchSpec) -> tuple[Traits, str | None]:
+    """Traits with these padded head dims, and why they cannot run. A sweep's tables ask the same for many problems."""
+    fitted = dataclasses.replace(traits, head_dim=head_dim, head_dim_v=head_dim_v)
+    return fitted, fitted.check(arch)
 
 
 def padded_head_dim(head_dim: int) -> int:

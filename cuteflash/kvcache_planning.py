@@ -134,12 +134,11 @@ class CachePlan:
             return Schedule(0, mask, ScheduleScalars(*(0 for _ in ScheduleScalars._fields)), self.target)
         traits: Any = row.traits
         packed_heads = sizes.heads_per_kv if self.packs(ROWS) else 1
-        heads = sizes.heads // packed_heads
-        blocks, lanes = grid_of(traits, heads, self.scalars.num_sms)
+        blocks, lanes = grid_of(traits, sizes.tiles, packed_heads, self.scalars.num_sms)
         scalars = ScheduleScalars(
             seqlen_q=sizes.rows,
             seqlen_k=sizes.capacity,
-            heads=heads,
+            heads=sizes.heads // packed_heads,
             lanes=lanes,
             tile_tokens=traits.tile_tokens(packed_heads),
             tile_n=traits.tile_n,

@@ -99,9 +99,11 @@ class SplitLaunch:
     partials: Tensor
 
     @classmethod
-    def of(cls, traits: Any, heads: int, num_splits: int, num_sms: int, device: torch.device) -> SplitLaunch:
-        """That of a kernel with these traits, whose tiles see `heads` heads."""
-        blocks, lanes = grid_of(traits, heads, num_sms)
+    def of(
+        cls, traits: Any, tiles: Tiles, packed_heads: int, num_splits: int, num_sms: int, device: torch.device
+    ) -> SplitLaunch:
+        """That of a kernel with these traits."""
+        blocks, lanes = grid_of(traits, tiles, packed_heads, num_sms)
         size = partials_size(blocks, traits.tile_m, traits.head_dim_v)
         return cls(blocks, lanes, num_splits or MOST_PARTS, fp32_template((size,), device))
 
@@ -115,16 +117,27 @@ class SplitLaunch:
         return empty_like(self.partials), counters, self.most_parts, self.lanes
 
 
-def grid_of(traits: Any, heads: int, num_sms: int) -> tuple[int, int]:
-    """(blocks, lanes) of the launches of a kernel with these traits, whose tiles see `heads` heads."""
-    blocks = num_sms * traits.blocks_per_sm
-    lanes = lanes_of(heads, blocks)
-    return blocks // lanes * lanes, lanes
+def grid_of(traits: Any, tiles: Tiles, packed_heads: int, num_sms: int) -> tuple[int, int]:
+    """(blocks, lanes) of the launches of a kernel with these traits."""
+    most = num_sms * traits.blocks_per_sm
+    heads = tiles.heads * tiles.heads_per_kv // packed_heads
+    lanes = lanes_of(heads, most)
+    of_line = tiles.batch * heads // lanes * -(-tiles.seqlen_q * packed_heads // ROWS)
+    return lanes * shares_of(of_line, most // lanes, -(-most * (100 - IDLE_PERCENT) // 100 // lanes)), lanes
 
 
 def lanes_of(heads: int, blocks: int) -> int:
     """How many heads go in step: as many as leave few of the blocks without work."""
     return next(n for n in range(heads, 0, -1) if heads % n == 0 and 100 * (blocks % n) <= IDLE_PERCENT * blocks)
+
+
+def shares_of(tiles: int, most: int, least: int) -> int:
+    """How many shares a line of `tiles` tiles has, at most and, as a rule, at least so many.
+
+    If they can, borders of shares are borders of tiles of the same length: less is merged.
+    """
+    found = most // tiles * tiles if tiles <= most else -(-tiles // -(-tiles // most))
+    return found if found >= least else most
 
 
 @dataclasses.dataclass
@@ -151,16 +164,21 @@ class SplitKernels:
     is_scheduled: bool = False
 
     def __post_init__(self) -> None:
-        self._found: dict[tuple[bool, int], tuple[Callable[..., object], SplitLaunch] | None] = {}
+        self._found: dict[bool, tuple[Callable[..., object], Any] | None] = {}
 
     def of(self, tiles: Tiles, packs: bool) -> tuple[Callable[..., object], SplitLaunch] | None:
         """The kernel for a call, with what it needs; None if it is not to be split, or no row does that."""
         if not tiles.should_split(self.num_splits, self.num_sms):
             return None
-        key = packs, tiles.heads
-        if key not in self._found:
-            self._found[key] = self._kernel(tiles, tiles.heads_per_kv if packs else 1)
-        return self._found[key]
+        packed_heads = tiles.heads_per_kv if packs else 1
+        if packs not in self._found:
+            self._found[packs] = self._kernel(packed_heads)
+        found = self._found[packs]
+        if found is None:
+            return None
+        kernel, traits = found
+        launch = SplitLaunch.of(traits, tiles, packed_heads, self.num_splits, self.num_sms, self.device)
+        return kernel, launch
 
     def choice(self, tiles: Tiles) -> Choice | None:
         """The row of that kernel; None as above."""
@@ -173,11 +191,11 @@ class SplitKernels:
         except NotImplementedError:
             return None
 
-    def _kernel(self, tiles: Tiles, packed_heads: int) -> tuple[Callable[..., object], SplitLaunch] | None:
+    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], Any] | None:
+        """The kernel of these calls, and its traits; None if no row splits keys."""
         choice = self._choice()
         if choice is None:
             return None
         problem = dataclasses.replace(self.problem.packed(packed_heads), is_split=True, is_scheduled=self.is_scheduled)
         kernel = compiled(choice.kernel_cls, choice.traits, self.fitted(problem, choice.traits), self.target)
-        heads = tiles.heads * tiles.heads_per_kv // packed_heads
-        return kernel, SplitLaunch.of(choice.traits, heads, self.num_splits, self.num_sms, self.device)
+        return kernel, choice.traits

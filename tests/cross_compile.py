@@ -16,6 +16,7 @@ from cutlass import cute
 
 from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key
+from cuteflash.compile.options import compiler_options
 from cuteflash.compile.resources import Resources, parse_ptxas_log
 
 CUOBJDUMP = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "cuobjdump")
@@ -71,11 +72,7 @@ class Compiled:
 
 def cross_compile(kernel: Any, target: str, folder: pathlib.Path) -> Compiled:
     """`kernel` for `target`, compiled now; the compiler's files go to the empty `folder`."""
-    options = (
-        f"--gpu-arch={target} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir {folder} "
-        f"remarks{{ptx}} --remark-output={folder / REMARKS}"
-    )
-    cute.compile(kernel, *kernel.fake_args(), options=options)
+    cute.compile[compiler_options(target, folder / REMARKS, kept=folder)](kernel, *kernel.fake_args())
     return Compiled(folder)
 
 

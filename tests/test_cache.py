@@ -42,14 +42,14 @@ from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from tests.toy_kernel import ToyKernel
 
-compile = cute.compile
+compile = type(cute.compile).__call__
 def watched(*args, **kwargs):
     if "FORBID_COMPILER" in os.environ:
         raise AssertionError("the compiler was called")
     with open(os.environ["COMPILE_LOG"], "a") as log:
         log.write("compiled\\n")
     return compile(*args, **kwargs)
-cute.compile = watched
+type(cute.compile).__call__ = watched
 print("ready", flush=True)
 sys.stdin.readline()
 compiled(ToyKernel, FwdTraitsSm80(64, 64, 64, 64), FwdProblem.dense("bf16", 64, 64), "sm_80")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import FwdProblem, MaskKind, Storage
+from cuteflash.problem import FwdProblem, MaskKind, Storage, StorageKind
 from tests.cross_compile import KernelStore
 
 pytestmark = pytest.mark.slow
@@ -20,10 +20,14 @@ def problem(storage: Storage, head_dims: tuple[int, int] = (128, 128), mask: Mas
     return dataclasses.replace(FwdProblem.dense("bf16", *head_dims, mask, lse=True), storage=storage)
 
 
-@pytest.mark.parametrize("q", ["dense", "varlen"])
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_sm90(kernels: KernelStore, head_dims: tuple[int, int], q: str) -> None:
-    for storage in (BOXES, ROWS):
+# Each source of keys with each head dim and with each kind of queries, and each kind of queries with each head dim.
+SM90 = [((64, 64), "dense"), ((128, 128), "varlen"), ((192, 128), "varlen"), ((256, 256), "dense")]
+
+
+@pytest.mark.parametrize(("head_dims", "q_of_boxes"), SM90, ids=str)
+def test_sm90(kernels: KernelStore, head_dims: tuple[int, int], q_of_boxes: StorageKind) -> None:
+    q_of_rows: StorageKind = "varlen" if q_of_boxes == "dense" else "dense"
+    for storage, q in ((BOXES, q_of_boxes), (ROWS, q_of_rows)):
         asked = problem(dataclasses.replace(storage, q=q), head_dims)
         choice = choose_shipped(asked, "sm_90a")
         compiled = kernels(choice.kernel_cls, choice.traits, asked, "sm_90a")

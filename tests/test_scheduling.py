@@ -174,7 +174,8 @@ def test_a_call_gets_the_metadata_of_its_sizes(queries: Any, monkeypatch: pytest
     metadata = schedule_ops._cuda(*vectors, *options)
     problem, arguments = gpu.launches.pop()
     assert problem == ScheduleProblem("window", queries is not None, has_leftpad=True)
-    assert arguments[0] is metadata and metadata.shape == (5 * NUM_SMS,)
+    blocks = NUM_SMS // 8 * 8  # a multiple of the tiles: four sequences of two heads
+    assert arguments[0] is metadata and metadata.shape == (metadata_size(blocks),)
     assert all(got is x for got, x in zip(arguments[1:4], vectors, strict=True))
     rows, tokens = 3 if queries is None else 6, 64 // 4  # heads are packed
     assert ScheduleScalars(*arguments[4:]) == ScheduleScalars(rows, options.capacity, 2, 2, tokens, 64, 700, 3, 4)
@@ -184,12 +185,12 @@ def test_a_call_gets_the_metadata_of_its_sizes(queries: Any, monkeypatch: pytest
     problem, arguments = gpu.launches.pop()
     assert problem.is_split and problem.is_scheduled and problem.operands.packed_heads == 4
     assert FwdArguments.of((*arguments, None), is_split=True).split.arrivals is metadata
-    with pytest.raises(ValueError, match=r"scheduler_metadata.shape is \(659,\); allowed: \(660,\), the size"):
+    with pytest.raises(ValueError, match=r"scheduler_metadata.shape is \(639,\); allowed: \(640,\), the size"):
         fwd(*(tensors | {"scheduler_metadata": metadata[1:].clone()}).values(), *call_options)
     with pytest.raises(ValueError, match=r"allowed: \(0,\), none, as the call does not split keys"):
         fwd(*(tensors | {"scheduler_metadata": metadata}).values(), *call_options._replace(num_splits=1))
     with pytest.raises(ValueError, match=r"scheduler_metadata.data_ptr"):
-        shifted = torch.zeros(661, dtype=torch.int32)[1:]
+        shifted = torch.zeros(metadata_size(blocks) + 1, dtype=torch.int32)[1:]
         fwd(*(tensors | {"scheduler_metadata": shifted}).values(), *call_options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
@@ -17,7 +18,7 @@ from cuteflash.core.split_slots import partials_size, slot_of
 from cuteflash.core.tile import KeyBlocks, KeyShare
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import PACKED, FwdProblem, Operands, Scores, Storage
-from cuteflash.split_planning import Tiles, lanes_of
+from cuteflash.split_planning import Tiles, lanes_of, shares_of
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
 from cuteflash.traits.row import ROW_HEAD_DIMS
@@ -125,6 +126,14 @@ def test_most_blocks(kind: str) -> None:
 )
 def test_lanes(heads: int, blocks: int, lanes: int) -> None:
     assert lanes_of(heads, blocks) == lanes
+
+
+@pytest.mark.parametrize(
+    ("tiles", "most", "shares"),
+    [(16, 16, 16), (16, 33, 32), (64, 33, 32), (1, 16, 16), (8, 132, 128), (5, 16, 16), (9, 16, 16), (1000, 16, 16)],
+)
+def test_shares_end_where_tiles_end(tiles: int, most: int, shares: int) -> None:
+    assert shares_of(tiles, most, math.ceil(0.95 * most)) == shares
 
 
 def test_partials_hold_all_slots() -> None:

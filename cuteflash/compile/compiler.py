@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import shlex
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 from cuteflash.compile.cache import CacheWarning, Entry, cache_dir, warn_unwritable
 from cuteflash.compile.key import cache_key
+from cuteflash.compile.options import compiler_options
 from cuteflash.compile.resources import Resources, parse_ptxas_log
 
 
@@ -147,9 +147,8 @@ def _compile(kernel: Any, entry: Entry) -> tuple[dict[str, Any], bytes]:
     target = entry.key["target"]
     with _scratch() as scratch:
         remarks, exported = os.path.join(scratch, "remarks.yaml"), os.path.join(scratch, "kernel.o")
-        options = f"--enable-tvm-ffi --gpu-arch={target} remarks{{ptx}} --remark-output={shlex.quote(remarks)}"
         start = time.perf_counter()
-        function = cute.compile(kernel, *kernel.fake_args(), options=options)
+        function = cute.compile[compiler_options(target, remarks)](kernel, *kernel.fake_args())
         function.export_to_c(object_file_path=exported, function_name=_symbol(entry))
         seconds = time.perf_counter() - start
         log = pathlib.Path(remarks).read_text()

@@ -1,7 +1,7 @@
 """What a compiled kernel costs, read from ptxas' own report.
 
 The DSL runs ptxas in-process; its verbose log reaches Python only as a remark, which is why kernels are built with
-`remarks{ptx}`. Without it, ptxas' warnings (WGMMA serialised, setmaxnreg ignored) vanish.
+remarks (`cuteflash.compile.options`). Without them, ptxas' warnings (WGMMA serialised, setmaxnreg ignored) vanish.
 """
 
 from __future__ import annotations

@@ -110,14 +110,18 @@ class Row:
         """
         if problem.operation == "fwd":
             lengths = FORWARD_CLASS.get(lengths, lengths)
+        if (
+            problem.scores.mask not in self.masks
+            or problem.operands.row_dtype not in self.dtypes
+            or lengths not in self.lengths
+        ):
+            return False
+        asked, served = problem.features, self.traits.features
         return (
-            problem.scores.mask in self.masks
-            and problem.operands.row_dtype in self.dtypes
-            and lengths in self.lengths
-            and problem.features.isdisjoint(self.without)
-            and problem.features <= self.traits.features
-            and ("turned_v" in problem.features) == ("turned_v" in self.traits.features)
-            and problem.takes_split_rows == ("split" in self.traits.features)
+            asked.isdisjoint(self.without)
+            and asked <= served
+            and ("turned_v" in asked) == ("turned_v" in served)
+            and problem.takes_split_rows == ("split" in served)
         )
 
     def measured(self, gpu: str, date: str, tflops: int) -> Row:

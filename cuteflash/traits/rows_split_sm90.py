@@ -1,8 +1,8 @@
 """Rows of fwd/sm_90a/sm90 that split keys, written by hand.
 
-The time is that of reading K and V: one consumer warpgroup, and as many key blocks in flight as fit. Half as many
-blocks have half as many parts to merge, but up to head dim 96 one warpgroup does not compute as fast as memory
-delivers.
+The time is that of reading K and V, by one consumer warpgroup. 96 kB in flight a multiprocessor keep memory busy; if it
+is more, heads drift out of step (docs/performance.md, "Decoding"). One block a multiprocessor has half as many parts to
+merge as two.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ PAIR: dict[str, Any] = {"blocks_per_sm": 2, "without": SOFTCAP + LSE + SINK + VA
 ROWS: tuple[Row, ...] = (
     _split(32, 128, 5, FULL, **PAIR),
     _split(32, 128, 8),
-    _split(64, 128, 2, FULL, **PAIR),
-    _split(64, 128, 5),
+    _split(64, 128, 3),
     _split(96, 64, 3, FULL, **PAIR),
     _split(96, 96, 4),
-    _split(128, 64, 6, q_in_regs=True, exp_rows_before_wait=0),
+    _split(128, 64, 3, q_in_regs=True, exp_rows_before_wait=0),
     _split(160, 128, 2),
     _split(192, 96, 3, head_dim_v=128),
     _split(192, 64, 3),

@@ -271,7 +271,7 @@ def test_deterministic_gradients(softcap: float, family: str, device: torch.devi
         return gradients(inputs, sinks, given, case, family, deterministic=True)
 
     first = once()
-    for _ in range(20):
+    for _ in range(20 if inputs[0].is_cuda else 1):
         assert all(torch.equal(x, y) for x, y in zip(once(), first, strict=True))
 
 

@@ -16,6 +16,7 @@ from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import FwdProblem, Storage
 from cuteflash.traits.arch import arch_of_capability
 from tests.gpu.checks import Case, poisoned
+from tests.gpu.gradients import small
 from tests.gpu.packed import DISTRIBUTIONS, Packed, around_tiles, uniform
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +34,7 @@ BEYOND = 2**31  # elements: what a 32-bit offset cannot hold
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_lengths(distribution: str, head_dim: int, mask: str, family: str, device: torch.device) -> None:
     choose = random.Random(distribution)
-    case = dataclasses.replace(MASKS[mask], head_dim=head_dim)
+    case = small(device, dataclasses.replace(MASKS[mask], head_dim=head_dim))
     lengths = DISTRIBUTIONS[distribution](choose)
     others = list(lengths)
     choose.shuffle(others)

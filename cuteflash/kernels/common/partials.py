@@ -1,7 +1,9 @@
-"""The end of a tile whose keys are split: each block's part goes to memory, and the last block to come merges them.
+"""The end of a tile whose keys are split: each block's part goes to memory, where they are merged.
 
-A part is O of its keys, normalized, and their log-sum-exp, fp32. Nobody waits: a block that is not the last one goes on
-with its next tile. Slots are those of `cuteflash.core.split_slots`.
+A part is O of its keys, normalized, and their log-sum-exp, fp32. If a tile has few rows, the last block to come merges
+them, and nobody waits (`come`). Of many rows the blocks for which this is the last tile wait for each other, and merge
+some rows each (`meet`); the launch has to be a cooperative one, all of whose blocks run at the same time. Slots are
+those of `cuteflash.core.split_slots`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
 LOADS = 32  # that a thread has in flight when it merges
 FEW_ROWS, MANY_ROWS = 2, 4  # rows of a warp that are merged one by one, at most; rows that are merged together
 WARP = 32
+MEETING_ROWS = 12  # of a tile, from which on its blocks meet; between the numbers that were timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,28 +126,62 @@ class Partials:
         sync()
         return word[0] != 0
 
+    def place(self, tile: QueryTile) -> tuple[Int32, Int32]:
+        """(which of the blocks that merge a tile together this is, how many there are at most).
+
+        All with a part but the last one, which may have further tiles; for the others this is the last tile.
+        """
+        return tile.share.seat - tile.share.owner, tile.share.last_owner - tile.share.owner
+
     @cute.jit
-    def merge(self, tile: QueryTile, thread: Int32, warps: cutlass.Constexpr[int]):
-        """Merge all parts of a tile, and write O and the log-sum-exp; `warps` warps call it.
+    def meet(self, tile: QueryTile, thread: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
+        """Whether this block merges rows of a tile; then all parts have come. All threads that wrote its part call it.
+
+        Nobody waits for a block that waits before it has written its part. `sync` is a barrier of these threads.
+        """
+        number, mates = self.place(tile)
+        merging = cutlass.min(mates, tile.rows())
+        sync()
+        if thread == 0:
+            counter = self.arrivals.iterator + tile.share.owner
+            came = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") + 1
+            if number < merging:
+                while came <= mates:
+                    came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                if cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu") == mates + merging:
+                    self.arrivals[tile.share.owner] = Int32(0)  # the last one that merges has seen all
+        sync()
+        return number < merging
+
+    @cute.jit
+    def merge(
+        self,
+        tile: QueryTile,
+        thread: Int32,
+        warps: cutlass.Constexpr[int],
+        place: tuple[Int32, Int32] = (0, 1),
+    ):
+        """Merge all parts of a tile, and write O and the log-sum-exp; `warps` warps of each block of `place` call it.
 
         A warp takes a row, its lanes four columns each. What takes time is to wait for memory, so that each thread has
         many loads in flight: of all parts of one row or, if there are many rows, of some parts of several.
         """
-        warp = cute.arch.make_warp_uniform(thread // WARP)
-        rows = tile.rows()
+        number, mates = place
+        first = number + mates * cute.arch.make_warp_uniform(thread // WARP)
+        rows, step = tile.rows(), mates * warps
         for first_column in cutlass.range_constexpr(0, self.head_dim_v, QUAD * WARP):
-            if rows <= warps * FEW_ROWS:
-                for row in cutlass.range(warp, rows, warps, unroll=1):
-                    self.merge_rows(tile, (row, warps), first_column, 1, LOADS)
+            if rows <= step * FEW_ROWS:
+                for row in cutlass.range(first, rows, step, unroll=1):
+                    self.merge_rows(tile, (row, step), first_column, 1, LOADS)
             else:
-                for row in cutlass.range(warp, rows, warps * MANY_ROWS, unroll=1):
-                    self.merge_rows(tile, (row, warps), first_column, MANY_ROWS, LOADS // MANY_ROWS)
+                for row in cutlass.range(first, rows, step * MANY_ROWS, unroll=1):
+                    self.merge_rows(tile, (row, step), first_column, MANY_ROWS, LOADS // MANY_ROWS)
 
     @cute.jit
     def merge_rows(
         self,
         tile: QueryTile,
-        place: tuple[Int32, int],
+        place: tuple[Int32, Int32],
         first_column: cutlass.Constexpr[int],
         many: cutlass.Constexpr[int],
         at_once: cutlass.Constexpr[int],

@@ -14,6 +14,7 @@ from cuteflash.core.finish import finish_rows, write_lse
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
+from cuteflash.kernels.common.partials import MEETING_ROWS
 from cuteflash.kernels.sm90.bundles import Block, NamedBarrier, Tiles, Tma
 from cuteflash.kernels.sm90.load import query_rows
 from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
@@ -37,7 +38,7 @@ def add_mean(kernel: cutlass.Constexpr, wg: Warpgroup, mean: cute.Tensor):
 
 @cute.jit
 def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: QueryTile):
-    """Write O and the log-sum-exp of a tile, or of a block's share of its keys; the last block merges all of these."""
+    """Write O and the log-sum-exp of a tile, or of a block's share of its keys, and merge the tile's parts if due."""
     lse = finish_rows(wg.softmax, wg.scores, tile, block.launch.sinks)
     scale_rows(wg.out, wg.softmax.row_scale)
     if tile.share.is_whole():
@@ -49,7 +50,10 @@ def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: Q
         identity = cute.make_identity_tensor((WGMMA_M, kernel.traits.head_dim_v))
         columns = rows_view(wg.mma_pv.get_slice(wg.thread).partition_C(identity))
         block.partials.write(wg.scores, wg.out, columns, lse, tile)
-        if block.partials.come(tile, wg.thread, block.arrival, sync):
+        if tile.rows() >= MEETING_ROWS:
+            if block.partials.meet(tile, wg.thread, sync):
+                block.partials.merge(tile, wg.thread, WARPGROUP // 32, block.partials.place(tile))
+        elif block.partials.come(tile, wg.thread, block.arrival, sync):
             block.partials.merge(tile, wg.thread, WARPGROUP // 32)
 
 

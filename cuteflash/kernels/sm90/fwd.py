@@ -253,6 +253,7 @@ class FlashFwdSm90:
             stream=stream,
             min_blocks_per_mp=traits.blocks_per_sm,  # without it setmaxnreg is dropped
             use_pdl=self.problem.is_split,
+            cooperative=self.problem.is_split,  # its blocks may wait for each other
             preferred_smem_carveout=100 if traits.blocks_per_sm > 1 else None,
         )
 
