@@ -16,6 +16,8 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
     from cuteflash.coerce import Fp8
     from cuteflash.combine import flash_attn_combine, merge_attn_states
     from cuteflash.kvcache_api import flash_attn_with_kvcache
+    from cuteflash.mla import append_latents, flash_mla_decode
+    from cuteflash.mla_prefill import flash_mla_prefill
     from cuteflash.packed_api import flash_attn_varlen_func
     from cuteflash.packing import (
         flash_attn_kvpacked_func,
@@ -33,6 +35,7 @@ __all__ = [
     "Fp8",
     "__version__",
     "append_kv",
+    "append_latents",
     "apply_rotary",
     "flash_attn_combine",
     "flash_attn_func",
@@ -42,6 +45,8 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flash_mla_decode",
+    "flash_mla_prefill",
     "get_scheduler_metadata",
     "merge_attn_states",
     "pad_input",

@@ -8,6 +8,7 @@
     FwdScalars    its run-time scalars      }
     sinks         of a problem with sinks, after the scalars: one vector; of a backward `SinkTensors`
     tree          of a problem with a tree, after those: one vector
+    shared_k      of a problem whose heads share columns of K, after these
 
 An option with the name of a scalar is passed on as that scalar. A backward has the same, named `Bwd`.
 """
@@ -246,6 +247,7 @@ class FwdArguments(NamedTuple):
     Attributes:
         sinks: (heads_q,), the logit of each query head that has no key; only a kernel with sinks has this argument.
         tree: (2 rows of q,) int32, see `cuteflash.core.tree`; likewise, only a kernel with a tree.
+        shared_k: (batch, seqlen_k, 1, columns), the last columns of every head's K; likewise.
     """
 
     tensors: FwdTensors
@@ -256,11 +258,19 @@ class FwdArguments(NamedTuple):
     stream: Any
     split: SplitTensors = SplitTensors()
     tree: Any = None
+    shared_k: Any = None
 
     @classmethod
-    def of(cls, flat: tuple[Any, ...], is_split: bool = False, has_sinks: bool = False, has_tree: bool = False) -> Self:
-        """From the flat arguments that `__call__` gets; `is_split`, `has_sinks` and `has_tree` as the problem."""
-        last = len(flat) - 1 - has_sinks - has_tree
+    def of(
+        cls,
+        flat: tuple[Any, ...],
+        is_split: bool = False,
+        has_sinks: bool = False,
+        shares_k: bool = False,
+        has_tree: bool = False,
+    ) -> Self:
+        """From the flat arguments that `__call__` gets; `is_split` and the others as the problem."""
+        last = len(flat) - 1 - has_sinks - has_tree - shares_k
         end, scalars = len(FwdTensors._fields), last - len(FwdScalars._fields)
         split = scalars - (len(SplitTensors._fields) if is_split else 0)
         tensors, between = FwdTensors(*flat[:end]), flat[end:split]
@@ -274,14 +284,15 @@ class FwdArguments(NamedTuple):
             flat[last] if has_sinks else None,
             flat[-1],
             SplitTensors(*flat[split:scalars]),
-            flat[-2] if has_tree else None,
+            flat[last + has_sinks] if has_tree else None,
+            flat[-2] if shares_k else None,
         )
 
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them: those of split keys come last before the scalars."""
         groups = (group for group in (self.packed, self.scales, self.split) if any(x is not None for x in group))
-        more = [x for x in (self.sinks, self.tree) if x is not None]
-        return (*self.tensors, *itertools.chain(*groups), *self.scalars, *more, self.stream)
+        last = (x for x in (self.sinks, self.tree, self.shared_k) if x is not None)
+        return (*self.tensors, *itertools.chain(*groups), *self.scalars, *last, self.stream)
 
 
 class BwdTensors(NamedTuple):

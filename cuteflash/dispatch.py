@@ -12,13 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash import usertable
+from cuteflash.mla_problem import MlaProblem
 from cuteflash.problem import FEATURES, Operation, Problem
+from cuteflash.traits import rows_mla_sm90
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
@@ -134,6 +137,20 @@ def current_target(device_index: int) -> str:
     import torch
 
     return arch_of_capability(*torch.cuda.get_device_capability(device_index)).name
+
+
+def choose_mla(problem: MlaProblem, m_blocks: int, target: str) -> MlaTraitsSm90:
+    """The traits of the kernel that decodes latent attention with `m_blocks` query tiles of a sequence.
+
+    Raises:
+        NotImplementedError: no row runs on the target.
+    """
+    arch = get_arch(target)
+    rows = (row for row in rows_mla_sm90.ROWS if problem.dtype in row.dtypes and m_blocks % row.cluster == 0)
+    found = next((row for row in rows if row.check(arch) is None), None)
+    if found is None:
+        raise NotImplementedError(f"the GPU's target is {target}; latent attention decodes on sm_90a, and on a CPU")
+    return found
 
 
 def check_family(target: str, family: Family | None) -> None:

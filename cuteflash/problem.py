@@ -46,6 +46,7 @@ PACK_GQA_MAX = 64  # query heads one tile can fold together: the smallest tile_m
 UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
 CACHE_ROWS_MAX = (1 << 31) - (1 << 16)  # that a TMA descriptor counts in one mode
+SHARED_COLUMNS = 64  # of K that all heads share, if they are given apart: one slab of a swizzled tile
 PAGE_ROWS_STEP = 8  # rows that a swizzled tile repeats after: boxes of several pages fill it in such bands
 
 
@@ -78,6 +79,7 @@ class Operands:
         transposed_v: V is given as Vᵀ, in the order of keys that the product with an 8-bit P reads.
         has_v_mean: V is given minus a mean of each column, fp32, which is added to O.
         has_block_scales: each 128 tokens have scales of their own.
+        shares_k: all heads share the last 64 columns of K, which are a tensor of their own.
 
     8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry or for each 128 tokens
     of it. The rows of a warpgroup then have one scale of Q, so that `packed_heads` divides its 64 rows.
@@ -92,6 +94,7 @@ class Operands:
     transposed_v: bool = False
     has_v_mean: bool = False
     has_block_scales: bool = False
+    shares_k: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_OPERANDS))
@@ -108,12 +111,12 @@ class Operands:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if not HEAD_DIM_STEP <= value <= HEAD_DIM_MAX or value % HEAD_DIM_STEP:
                 raise ValueError(f"{name} is {value}; allowed: multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
+        if self.shares_k and (self.is_fp8 or self.head_dim not in (128, 192, 256)):
+            raise ValueError(f"shares_k is True; allowed with head_dim {self.head_dim} of {self.qk_dtype!r}: False")
         if not 1 <= self.packed_heads <= PACK_GQA_MAX:
             raise ValueError(f"packed_heads is {self.packed_heads}; allowed: 1 to {PACK_GQA_MAX}")
         if self.has_block_scales and not self.is_fp8:
-            raise ValueError(
-                f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, 8-bit operands have scales"
-            )
+            raise ValueError(f"has_block_scales is True; allowed with {self.pv_dtype!r}: False, it has no scales")
         if self.has_block_scales and not packs_block_scales(self.packed_heads):
             raise ValueError(
                 f"packed_heads is {self.packed_heads}; allowed with has_block_scales: divisors of {PACK_GQA_MAX}"

@@ -63,13 +63,13 @@ def _check_backward(
     check_bwd(dout, q, k, v, out, lse, dlse, BwdOptions(*options))
 
 
-def register_autocast(library: torch.library.Library, op: OpOverload, *, casts: bool = True) -> None:
-    """Register autocast of an operator whose first three arguments are q, k and v.
+def register_autocast(library: torch.library.Library, op: OpOverload, *, casts: bool = True, tensors: int = 3) -> None:
+    """Register autocast of an operator whose first arguments are q, k and v, or as many `tensors` as it says.
 
     Without `casts` they are taken as they are, and what the operator calls is not cast either.
     """
     for device_type, key in torch_internals.AUTOCAST_KEYS.items():
-        library.impl(op, _autocast_rule(op, device_type, casts), key.name)
+        library.impl(op, _autocast_rule(op, device_type, casts, tensors), key.name)
 
 
 def register_vmap(library: torch.library.Library, op: OpOverload, tensors: int, check: Callable[..., None]) -> None:
@@ -118,7 +118,7 @@ def _stacked(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _autocast_rule(op: OpOverload, device_type: str, casts: bool) -> Callable[..., Any]:
+def _autocast_rule(op: OpOverload, device_type: str, casts: bool, tensors: int) -> Callable[..., Any]:
     def cast(tensor: Tensor) -> Tensor:
         """As torch does: every floating-point type but fp64."""
         if (
@@ -135,9 +135,9 @@ def _autocast_rule(op: OpOverload, device_type: str, casts: bool) -> Callable[..
         is_half = isinstance(argument, Tensor) and argument.dtype is not torch.float32
         return cast(argument) if is_half else argument
 
-    def autocast(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+    def autocast(*arguments: Any) -> Any:
         with torch_internals.below_autocast(device_type):
-            return op(cast(q), cast(k), cast(v), *map(cast_half, others))
+            return op(*map(cast, arguments[:tensors]), *map(cast_half, arguments[tensors:]))
 
     return autocast
 

@@ -129,7 +129,7 @@ def _check_vectors(inputs: KvCacheInputs) -> None:
             raise ValueError("scheduler_metadata is given without cache_seqlens; allowed: None")
     table = inputs.page_table
     if table is not None:
-        _check_table(table, device)
+        check_table(table, device)
     if inputs.cache_batch_idx is None and holds(inputs.entries != inputs.batch):
         name, tensor = ("k_cache", inputs.k_cache) if table is None else ("page_table", table)
         raise ValueError(
@@ -137,7 +137,8 @@ def _check_vectors(inputs: KvCacheInputs) -> None:
         )
 
 
-def _check_table(table: Tensor, device: torch.device) -> None:
+def check_table(table: Tensor, device: torch.device) -> None:
+    """Raise if a page table is not int32, (sequences, pages of each), on a device and with contiguous rows."""
     check_strided("page_table", table)
     if table.dtype != torch.int32:
         raise TypeError(f"page_table.dtype is {table.dtype}; allowed: torch.int32")

@@ -41,8 +41,9 @@ SIZE_EXCEPTIONS: dict[str, str] = {
             "flash_attn_qkvpacked_func",
             "flash_attn_varlen_func",
             "flash_attn_with_kvcache",
-            "get_scheduler_metadata",
         ),
+        "metadata": ("get_scheduler_metadata",),
+        "flash_mla": ("flash_mla_with_kvcache",),
     }.items()
     for function in functions
 }

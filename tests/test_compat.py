@@ -101,6 +101,7 @@ FLASH_ATTENTION_3: dict[str, dict[str, Any]] = {
         **TAIL_3,
         "page_table": None,
         "s_aux": None,
+        "q_v": None,
     },
     "flash_attn_with_kvcache": {
         **dict.fromkeys(("q", "k_cache", "v_cache"), REQUIRED),
@@ -264,7 +265,7 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
 
 TENSOR = torch.zeros(2, 3)
 REFUSED_2 = {"dropout_p": 0.1, "alibi_slopes": TENSOR}
-REFUSED_3 = {"qv": TENSOR, "sm_margin": 4}
+REFUSED_3 = {"sm_margin": 4}
 DESCALES_3 = dict.fromkeys(("q_descale", "k_descale", "v_descale"), TENSOR)
 REFUSALS = [
     (flash_attn.flash_attn_func, REFUSED_2),
@@ -272,7 +273,7 @@ REFUSALS = [
     (flash_attn_interface.flash_attn_func, REFUSED_3),
     (
         flash_attn_interface.flash_attn_with_kvcache,
-        {"qv": TENSOR, "sm_margin": 4} | DESCALES_3,
+        {"sm_margin": 4} | DESCALES_3,
     ),
 ]
 

@@ -25,4 +25,10 @@ def types(q: Tensor, k: Tensor, v: Tensor, flag: bool) -> None:
     assert_type(flash_attn_kvpacked_func(q, k, return_lse=True), tuple[Tensor, Tensor])
     assert_type(unpad_input(q, k), tuple[Tensor, Tensor, Tensor, int, Tensor])
     assert_type(pad_input(q, k, 2, 3), Tensor)
+    assert_type(cuteflash.flash_mla_decode(q, k, 5, causal=True), Tensor)
+    assert_type(cuteflash.flash_mla_decode(q, k, v, page_table=q, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(cuteflash.flash_mla_decode(q, k, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+    assert_type(cuteflash.flash_mla_prefill(q, k, q, v, causal=True), Tensor)
+    assert_type(cuteflash.flash_mla_prefill(q, k, q, v, cu_seqlens_q=q, return_lse=True), tuple[Tensor, Tensor])
+    cuteflash.flash_mla_decode(q, k, pages=q)  # type: ignore[call-overload]
     assert_type(cuteflash.__version__, str)

@@ -43,7 +43,9 @@ def attend(
         head_dim = rows[0].shape[-1]
         softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         rows = [F.pad(x, (0, padding)) for x in rows]
-    result = function(*rows, *lengths, softmax_scale=softmax_scale, window_size=window_of(window_size), **options)
+    result = function(
+        *rows, *lengths, softmax_scale=softmax_scale, window_size=window_of_others(window_size), **options
+    )
     if not padding:
         return result
     if isinstance(result, Tensor):
@@ -65,7 +67,7 @@ def attend_cached(
     if all(x is None for x in new):
         return attend(function, (q, *caches), softmax_scale=softmax_scale, window_size=window_size, **options)
     q, *tokens = (_contiguous_rows(x) for x in (q, *new))
-    window = window_of(window_size)
+    window = window_of_others(window_size)
     return function(q, *caches, *tokens, softmax_scale=softmax_scale, window_size=window, **options)
 
 
@@ -83,7 +85,7 @@ def _padding(tensors: Sequence[Tensor]) -> int:
     return 0 if dims or dim is None else -dim % HEAD_DIM_STEP
 
 
-def window_of(window_size: Any) -> Any:
+def window_of_others(window_size: Any) -> Any:
     """`window_size` with -1 for a side that is unbounded; what is not a pair is left to the function's own check."""
     if not isinstance(window_size, (tuple, list)):
         return window_size

@@ -5,7 +5,10 @@
 
 What differs:
 
-- `qv` and `sm_margin` raise NotImplementedError. `get_scheduler_metadata` takes `total_q`, too, see there.
+- `sm_margin` raises NotImplementedError. `get_scheduler_metadata` takes `total_q`, too, see there.
+- `qv` is for latent attention alone: q and k of 64 columns, qv and v of 512, v and k the columns of one cache, which
+  is dense or has pages of a multiple of 64 rows. Inference only. `flash_attn_varlen_func` also knows it as `q_v`, as
+  vLLM's fork does.
 - `flash_attn_with_kvcache` writes to the caches it is given or raises: it never copies them. A cache of 8 bits is
   attended to as a whole; descale factors of a 16-bit one raise NotImplementedError.
 - 8-bit q, k and v may be e5m2, too. Their keys are not split: `num_splits` above 1 raises ValueError. Descale factors
@@ -23,9 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuteflash import api, packed_api, scheduling
+from cuteflash import api, packed_api
 from cuteflash.combine import flash_attn_combine
-from cuteflash.compat.common import attend, attend_cached, window_of
+from cuteflash.compat.common import attend, attend_cached
+from cuteflash.compat.latent import Queries, attend_latent
+from cuteflash.compat.metadata import get_scheduler_metadata
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, shown
 
@@ -112,10 +117,16 @@ def flash_attn_func(
         NotImplementedError: an argument that the module's text names is used.
         TypeError, ValueError: as `cuteflash.flash_attn_func`.
     """
+    if qv is not None:
+        _refuse_with_qv(sm_margin=sm_margin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, s_aux=s_aux)
+        return attend_latent(
+            q, k, v, qv, Queries(),
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, attention_chunk=attention_chunk,
+            softcap=softcap, num_splits=num_splits, return_lse=return_attn_probs,
+        )  # fmt: skip
     return _attend(
         api.flash_attn_func,
         (q, k, v),
-        qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -159,6 +170,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     page_table: Tensor | None = None,
     s_aux: Tensor | None = None,
+    q_v: Tensor | None = None,
 ) -> Any:
     """Attention of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim).
 
@@ -169,15 +181,29 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale, s_aux: as of `flash_attn_func`.
         page_table: int32 (batch, pages of a sequence): k and v are pages, (num_pages, page_size, kv_heads, head_dim),
             and `seqused_k` or, without it, `cu_seqlens_k` says how long each sequence is.
+        qv, q_v: (total_q, heads, 512), either of the two names, with `page_table`.
 
     Returns:
         O, (total_q, heads, head_dim_v); with `return_attn_probs` (O, LSE), LSE fp32 (heads, total_q).
     """
+    if q_v is not None and qv is not None:
+        raise TypeError("q_v and qv are both given; allowed: one of them")
+    qv = qv if q_v is None else q_v
+    if qv is not None:
+        _refuse_with_qv(
+            sm_margin=sm_margin, seqused_q=seqused_q, s_aux=s_aux,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        return attend_latent(
+            q, k, v, qv, Queries(cu_seqlens_q, max_seqlen_q),
+            cache_seqlens=_lengths(page_table, seqused_k, cu_seqlens_k), page_table=page_table,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, attention_chunk=attention_chunk,
+            softcap=softcap, num_splits=num_splits, return_lse=return_attn_probs,
+        )  # fmt: skip
     return _attend(
         packed_api.flash_attn_varlen_func,
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -237,9 +263,10 @@ def flash_attn_with_kvcache(
             head_dim), of any size.
         scheduler_metadata: what `get_scheduler_metadata` returned for this step.
         q_descale, k_descale, v_descale: with q and whole caches of 8 bits, as of `flash_attn_func`.
+        qv: shaped as q but for its 512 columns; no k and v are appended then.
 
     Returns:
-        O, shaped as q; with `return_softmax_lse` (O, LSE).
+        O, shaped as q but for its columns, those of v_cache; with `return_softmax_lse` (O, LSE).
 
     Raises:
         NotImplementedError: an argument that the module's text names is used; with 8 bits also one that extends,
@@ -257,7 +284,16 @@ def flash_attn_with_kvcache(
         "pack_gqa": pack_gqa, "return_lse": return_softmax_lse, "attention_chunk": attention_chunk,
     }  # fmt: skip
     descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refuse(qv=(qv, NOTHING), sm_margin=(sm_margin, ZERO))
+    refuse(sm_margin=(sm_margin, ZERO))
+    if qv is not None:
+        names = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q")
+        used = {name: extent.pop(name) for name in names}
+        _refuse_with_qv(k=k, v=v, scheduler_metadata=scheduler_metadata, **extent, **descales)
+        lengths, table, ends, longest = used.values()
+        given.pop("pack_gqa")
+        queries = Queries(ends, None if ends is None else longest)
+        latent: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "num_splits": num_splits}
+        return attend_latent(q, k_cache, v_cache, qv, queries, **latent, **given)
     if isinstance(q, Tensor) and q.dtype in FP8_DTYPES:
         others = {"k": k, "v": v, "scheduler_metadata": scheduler_metadata} | extent
         refuse(**{name: (value, NOTHING) for name, value in others.items()})
@@ -269,70 +305,11 @@ def flash_attn_with_kvcache(
     return attend_cached(q, (k_cache, v_cache), (k, v), **options)
 
 
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    total_q: int | None = None,
-) -> Tensor:
-    """The schedule of the calls of `flash_attn_with_kvcache` of one step, as `cuteflash.get_scheduler_metadata`.
-
-    Args:
-        page_size, has_softcap: the schedule does not depend on them.
-        total_q: rows of q with `cu_seqlens_q`, if they are not ``batch_size * max_seqlen_q``.
-
-    Raises:
-        NotImplementedError: `sm_margin` is used.
-        TypeError, ValueError: as `cuteflash.get_scheduler_metadata`.
-    """
-    refuse(sm_margin=(sm_margin, ZERO))
-    return scheduling.get_scheduler_metadata(
-        batch_size,
-        max_seqlen_q,
-        max_seqlen_k,
-        num_heads_q,
-        num_heads_kv,
-        headdim,
-        cache_seqlens,
-        qkv_dtype=qkv_dtype,
-        headdim_v=headdim_v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        cache_leftpad=cache_leftpad,
-        max_seqlen_k_new=max_seqlen_k_new,
-        causal=causal,
-        window_size=window_of(window_size),
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        total_q=total_q,
-    )
-
-
 def _attend(
     function: Callable[..., Any],
     tensors: Sequence[Tensor],
     lengths: Sequence[Any] = (),
     *,
-    qv: Tensor | None = None,
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
@@ -340,15 +317,32 @@ def _attend(
     **options: Any,
 ) -> Any:
     """The result of a public function, which is what FlashAttention-3 returns."""
-    refuse(
-        qv=(qv, NOTHING),
-        sm_margin=(sm_margin, ZERO),
-    )
+    refuse(sm_margin=(sm_margin, ZERO))
     descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if all(isinstance(x, Tensor) and x.dtype in FP8_DTYPES and x.dim() > 1 for x in tensors):
         ends = lengths[0] if lengths else None  # cu_seqlens_q
         descales = {name: _ones(tensors, ends) if x is None else x for name, x in descales.items()}
     return attend(function, tensors, lengths, **descales, **options)
+
+
+def _refuse_with_qv(sm_margin: int = 0, **others: object) -> None:
+    """Raise NotImplementedError, naming the first argument that latent attention does not have."""
+    refuse(sm_margin=(sm_margin, ZERO))
+    for name, value in others.items():
+        if value is not None:
+            described = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+            raise NotImplementedError(f"{name} is {described} with qv; cuteflash supports None")
+
+
+def _lengths(page_table: Tensor | None, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
+    """How long the sequences of a call with pages are. ValueError: there are no pages, or no lengths."""
+    if page_table is None:
+        raise ValueError("page_table is None; allowed with qv: a tensor, k and v being the pages of a cache")
+    if seqused_k is None and cu_seqlens_k is None:
+        raise ValueError("seqused_k is None; allowed with page_table: the lengths, as seqused_k or as cu_seqlens_k")
+    lengths = seqused_k if cu_seqlens_k is None or seqused_k is not None else cu_seqlens_k.diff()
+    assert lengths is not None
+    return lengths
 
 
 def _ones(tensors: Sequence[Tensor], ends: Any) -> Tensor:

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cuteflash.arguments import FwdArguments, FwdScalars, FwdTensors, PackedTensors, ScaleTensors, SplitTensors
-from cuteflash.problem import DTYPE_BYTES, Dtype, FwdProblem, Scores
+from cuteflash.problem import DTYPE_BYTES, SHARED_COLUMNS, Dtype, FwdProblem, Scores
 
 ALIGN_BYTES = 16  # one cp.async or the base of a TMA box
 ALIGN_ELEMENTS = ALIGN_BYTES // 2  # fp16 and bf16
@@ -36,6 +36,7 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     )
     operands, storage = problem.operands, problem.storage
     head_dim, head_dim_v = operands.head_dim, operands.head_dim_v
+    shared = SHARED_COLUMNS if operands.shares_k else 0
     batch_q = () if storage.q == "varlen" else (batch,)
     batch_k = {"dense": (batch,), "varlen": (), "paged": (cute.sym_int32(symbol="pages"),)}[storage.k]
 
@@ -56,7 +57,7 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     v_shape = (heads_k, head_dim_v, keys) if operands.transposed_v else (seqlen_k, heads_k, head_dim_v)
     tensors = FwdTensors(
         q=operand(operands.qk_dtype, *batch_q, seqlen_q, heads_q, head_dim),
-        k=operand(operands.qk_dtype, *batch_k, seqlen_k, heads_k, head_dim),
+        k=operand(operands.qk_dtype, *batch_k, seqlen_k, heads_k, head_dim - shared),
         v=operand(operands.pv_dtype, *batch_k, *v_shape),
         o=operand(operands.o_dtype, *batch_q, seqlen_q, heads_q, head_dim_v),
         lse=lse,
@@ -85,7 +86,9 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     sinks, stream = fake_sinks(problem.scores, heads_q), make_fake_stream(use_tvm_ffi_env_stream=True)
     tree = vector(cute.sym_int32(symbol="words"), problem.scores.tree)
-    return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split, tree).flat()
+    one = cute.sym_int32(symbol="one")  # head, but descriptors of packed sequences need a mode whose size is not static
+    shared_k = operand(operands.qk_dtype, *batch_k, seqlen_k, one, shared) if shared else None
+    return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split, tree, shared_k).flat()
 
 
 def fake_sinks(scores: Scores, heads: Any) -> Any:

@@ -13,6 +13,7 @@ from cuteflash.reference.bwd import flash_attention_2_backward, sink_gradient
 from cuteflash.reference.fa1 import flash_attention_1
 from cuteflash.reference.fa2 import flash_attention_2
 from cuteflash.reference.fp8 import fp8_attention, stored_rows
+from cuteflash.reference.mla import latent_decode
 from cuteflash.reference.naive import naive_attention
 from cuteflash.reference.online_softmax import online_softmax_attention
 from cuteflash.reference.safe_softmax import safe_softmax_attention
@@ -48,6 +49,7 @@ __all__ = [
     "flash_attention_2",
     "flash_attention_2_backward",
     "fp8_attention",
+    "latent_decode",
     "naive_attention",
     "online_softmax_attention",
     "safe_softmax_attention",

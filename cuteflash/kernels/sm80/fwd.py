@@ -116,8 +116,8 @@ class FlashFwdSm80:
     @cute.jit
     def __call__(self, *arguments):
         scores = self.problem.scores
-        tensors, packed_tensors, _, scalars, sinks, stream, split, tree = FwdArguments.of(
-            arguments, self.problem.is_split, scores.sink is not None, scores.tree
+        tensors, packed_tensors, _, scalars, sinks, stream, split, tree, _ = FwdArguments.of(
+            arguments, self.problem.is_split, scores.sink is not None, has_tree=scores.tree
         )
         tensors = batched(tensors, self.problem.storage)
         traits, packed = self.traits, self.problem.operands.packed_heads

@@ -37,6 +37,8 @@ class Tma:
     gK: cute.Tensor
     gV: cute.Tensor
     gO: cute.Tensor
+    load_shared_k: cute.CopyAtom | None = None  # of the columns of K that all heads share, if they are apart
+    gShared_k: cute.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
 from cuteflash.core.scales import Scales
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
-from cuteflash.core.views import columns_first, rows_first, transposed
+from cuteflash.core.views import columns_first, rows_first, transposed, with_batch
 from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.fp8_load import load_and_turn
@@ -43,7 +43,7 @@ from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
 from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import SHARED_COLUMNS, FwdProblem
 from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.fp8_sm90 import TURNING_WARPS
 from cuteflash.traits.sm90 import HANDED_TILES, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
@@ -198,7 +198,9 @@ class FlashFwdSm90:
         """The O accumulators to sO."""
         return atoms.store_copy(self.out_dtype, self.tiled_mma_pv())
 
-    def make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor) -> Tma:
+    def make_tma(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mShared_k: cute.Tensor | None = None
+    ) -> Tma:
         """TMA descriptors over (batch, seqlen, heads, head_dim) tensors and a (batch, heads, head_dim_v, keys) Vᵀ."""
         traits, packed, storage = self.traits, self.problem.operands.packed_heads, self.problem.storage
         queries = functools.partial(query_view if storage.q == "dense" else ragged, packed_heads=packed)
@@ -210,7 +212,7 @@ class FlashFwdSm90:
         load_q, gQ = atoms.tma_load(queries(mQ), smem_q, self.query_box(d))
         load_k, gK, load_v, gV = self.make_kv_tma(mK, mV)
         store_o, gO = atoms.tma_store(queries(mO), smem_o, self.query_box(dv))
-        return Tma(load_q, load_k, load_v, store_o, gQ, gK, gV, gO)
+        return Tma(load_q, load_k, load_v, store_o, gQ, gK, gV, gO, *self.make_shared_k_tma(mShared_k))
 
     def make_kv_tma(self, mK: cute.Tensor, mV: cute.Tensor) -> tuple:
         """Descriptor and coordinate tensor of K, and of V; without descriptors if rows are looked up one by one."""
@@ -220,6 +222,9 @@ class FlashFwdSm90:
             return None, rows_first(mK), None, rows_first(mV)
         rows = storage.page_rows or traits.tile_n
         keys = rows_first if storage.k == "dense" else functools.partial(ragged, packed_heads=1)
+        if self.problem.operands.shares_k:
+            load_k = self.part_of_k_tma(keys(mK), d - SHARED_COLUMNS)
+            return *load_k, *atoms.tma_load(keys(mV), cute.select(self.smem_layout_v(), mode=[0, 1]), (rows, dv))
         values, layout_v, box_v = keys, self.smem_layout_v(), (rows, dv)
         if self.problem.operands.transposed_v:
             values = columns_first if storage.k == "dense" else ragged_columns
@@ -230,15 +235,28 @@ class FlashFwdSm90:
         )
         return *atoms.tma_load(keys(mK), smem_k, (rows, d)), *atoms.tma_load(values(mV), smem_v, box_v)
 
+    def make_shared_k_tma(self, mShared_k: cute.Tensor | None) -> tuple:
+        """Descriptor and coordinate tensor of the columns of K that all heads share; None of each if there are none."""
+        if mShared_k is None:
+            return None, None
+        if self.problem.storage.k == "dense":
+            return self.part_of_k_tma(rows_first(mShared_k), SHARED_COLUMNS)
+        return self.part_of_k_tma(ragged(with_batch(mShared_k), packed_heads=1), SHARED_COLUMNS)
+
+    def part_of_k_tma(self, keys: cute.Tensor, cols: int) -> tuple:
+        """Descriptor and coordinate tensor of columns of K, which are whole slabs of its tile."""
+        part = cute.select(atoms.smem_tile_layout(self.dtype, self.traits.tile_n, cols), mode=[0, 1])
+        return atoms.tma_load(keys, part, (self.traits.tile_n, cols))
+
     @cute.jit
     def __call__(self, *arguments):
-        scores = self.problem.scores
-        tensors, packed_tensors, scales, scalars, sinks, stream, split, tree = FwdArguments.of(
-            arguments, self.problem.is_split, scores.sink is not None, scores.tree
+        scores, shares_k = self.problem.scores, self.problem.operands.shares_k
+        tensors, packed_tensors, scales, scalars, sinks, stream, split, tree, shared_k = FwdArguments.of(
+            arguments, self.problem.is_split, scores.sink is not None, shares_k, scores.tree
         )
         traits = self.traits
         tensors = batched(tensors, self.problem.storage)
-        tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o)
+        tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o, shared_k)
         launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks, split, tree)
         partials = Partials.of(self, tensors, split, launch.sinks)
         if const_expr(self.problem.is_split):
@@ -280,7 +298,7 @@ class FlashFwdSm90:
             arrival = cute.make_tensor(word, cute.make_layout(1))
         block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE, scales, partials, arrival)
         if warp == 0:
-            for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o):
+            for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o, tma.load_shared_k):
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():

@@ -18,7 +18,7 @@ from cuteflash.kernels.sm90.bundles import Block
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.paged_load import make_paged_sources
 from cuteflash.kernels.sm90.ragged import sequence_columns, sequence_rows
-from cuteflash.problem import TRANSPOSED_KEYS
+from cuteflash.problem import SHARED_COLUMNS, TRANSPOSED_KEYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,26 @@ class TmaSource:
         barrier = self.ring.acquire(position)
         stage = self.stages[None, self.ring.stage(position)]
         cute.copy(self.atom, self.boxes[None, n_block], stage, tma_bar_ptr=barrier)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPartSource:
+    """Where K comes from if its last columns are shared by all heads: two boxes for each key block, likewise.
+
+    Attributes:
+        ring: which tile is in which stage; a stage is full once both boxes are there.
+        first, shared: (atom, (box, key block) in global memory, (box, stage) in shared memory) of either part.
+    """
+
+    ring: TmaRing
+    first: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]
+    shared: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]
+
+    def __call__(self, position: Int32, n_block: Int32) -> None:
+        """Load a key block as tile `position` of the ring, once its stage is free."""
+        barrier = self.ring.acquire(position)
+        for atom, boxes, stages in (self.first, self.shared):
+            cute.copy(atom, boxes[None, n_block], stages[None, self.ring.stage(position)], tma_bar_ptr=barrier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +95,7 @@ class TileLoads:
     """The loads of one query tile."""
 
     q: Any  # `QuerySource`, or as `make_paged_sources` wraps it
-    k: Any  # `TmaSource`, or as `make_paged_sources` makes it; called with a position and a key block
+    k: Any  # `TmaSource`, `TwoPartSource`, or as `make_paged_sources` makes it; called with a position and a key block
     v: Any
     blocks: KeyBlocks
 
@@ -87,11 +107,12 @@ def query_rows(kernel, tensor: cute.Tensor, tile: QueryTile) -> cute.Tensor:
     return sequence_rows(tensor, tile.packed_heads, tile.head, tile.first_q, tile.mask.seqlen_q)
 
 
-def key_rows(kernel, tensor: cute.Tensor, tile: QueryTile) -> cute.Tensor:
-    """The rows of a tile's head and sequence in the coordinates of K or V: (rows, columns)."""
+def key_rows(kernel, tensor: cute.Tensor, tile: QueryTile, is_shared: bool = False) -> cute.Tensor:
+    """The rows of a tile's sequence and head, or of the one that all share, in the coordinates of K or V."""
+    head = Int32(0) if is_shared else tile.kv_head
     if kernel.problem.storage.k == "dense":
-        return tensor[None, None, tile.kv_head, tile.kv_batch]
-    return sequence_rows(tensor, 1, tile.kv_head, tile.first_k, tile.mask.seqlen_k)
+        return tensor[None, None, head, tile.kv_batch]
+    return sequence_rows(tensor, 1, head, tile.first_k, tile.mask.seqlen_k)
 
 
 def value_columns(kernel, tensor: cute.Tensor, tile: QueryTile) -> cute.Tensor:
@@ -112,19 +133,46 @@ def make_tile_loads(kernel, block: Block, tile: QueryTile, blocks: KeyBlocks) ->
     q = QuerySource(tma.load_q, rings.q, tQgQ, tQsQ, tile.m_block * warpgroups, warpgroups)
     if kernel.problem.storage.k == "paged":
         return TileLoads(*make_paged_sources(kernel, block, tile, q), blocks)
-    gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (traits.tile_n, traits.head_dim), (None, 0))
     if kernel.problem.operands.transposed_v:
         gV = cute.local_tile(value_columns(kernel, tma.gV, tile), (traits.head_dim_v, traits.tile_n), (0, None))
     else:
         gV = cute.local_tile(key_rows(kernel, tma.gV, tile), (traits.tile_n, traits.head_dim_v), (None, 0))
-    tKsK, tKgK = atoms.tma_partition(tma.load_k, tiles.sK, gK)
     tVsV, tVgV = atoms.tma_partition(tma.load_v, tiles.sV, gV)
     return TileLoads(
         q=q,
-        k=TmaSource(tma.load_k, rings.k, tKgK, tKsK),
+        k=make_key_source(kernel, block, tile),
         v=TmaSource(tma.load_v, rings.loaded_v, tVgV, tVsV),
         blocks=blocks,
     )
+
+
+def make_key_source(kernel, block: Block, tile: QueryTile) -> TmaSource | TwoPartSource:
+    """The source of K for a query tile."""
+    tma, sK, tile_n, cols = block.tma, block.tiles.sK, kernel.traits.tile_n, kernel.traits.head_dim
+    if not kernel.problem.operands.shares_k:
+        gK = cute.local_tile(key_rows(kernel, tma.gK, tile), (tile_n, cols), (None, 0))
+        tKsK, tKgK = atoms.tma_partition(tma.load_k, sK, gK)
+        return TmaSource(tma.load_k, block.rings.k, tKgK, tKsK)
+    own = cols - SHARED_COLUMNS
+    parts = []
+    for atom, tensor, first, count in (
+        (tma.load_k, tma.gK, 0, own),
+        (tma.load_shared_k, tma.gShared_k, own, cols - own),
+    ):
+        rows = key_rows(kernel, tensor, tile, is_shared=first > 0)
+        gPart = cute.local_tile(rows, (tile_n, count), (None, 0))
+        stages, boxes = atoms.tma_partition(atom, columns_of_tile(sK, first, count), gPart)
+        parts.append((atom, boxes, stages))
+    return TwoPartSource(block.rings.k, *parts)
+
+
+def columns_of_tile(tile: cute.Tensor, first: int, count: int) -> cute.Tensor:
+    """Columns of a swizzled (rows, columns, stages) tile, whole slabs of it, as a tile of their own."""
+    (rows, (slab, _), stages), (row_strides, (step, slab_stride), stage_strides) = tile.layout.shape, tile.layout.stride
+    layout = cute.make_layout(
+        (rows, (slab, count // slab), stages), stride=(row_strides, (step, slab_stride), stage_strides)
+    )
+    return cute.make_tensor(tile.iterator + first // slab * slab_stride, layout)
 
 
 @cute.jit

@@ -1,0 +1,249 @@
+"""Decoding of latent attention: GB/s and TFLOP/s beside a copy and a matrix product of the same run.
+
+    python -m benchmarks.mla --json benchmarks/results/mla.json      # measure, on a Hopper GPU
+    python -m benchmarks.mla --from benchmarks/results/mla.json      # the table of a file
+
+GB/s count the cached rows that a step reads, once; TFLOP/s count both products, of all heads and tokens with the rows
+of their sequence. The copy reads and writes as many bytes together, the matrix product is one of bf16 with 8192 rows,
+columns and terms; both take turns with the kernel in the same rounds. A step is timed as a CUDA graph of a call for
+each cache, of which several are visited in turn, so that none is read out of the GPU's cache; and call after call.
+Pages of 64 rows lie in a random order. Outputs are compared with attention in fp32 before a clock runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuteflash.mla_planning import CudaMlaDecode
+from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
+from cuteflash.tune.timing import Runner, first_call, interleaved, median
+
+from . import device
+from .beside_copy import copier
+from .contest import one_line, write
+from .decode import Replay, Rotation
+from .decode_inputs import complaint
+
+L2_BYTES = 256 << 20  # of all caches that are visited in turn
+ROUNDS, QUICK_ROUNDS = 7, 3
+PRODUCT_SIZE = 8192
+SCALE = 192**-0.5  # as models have it that were trained with 128 + 64 columns a head
+KIB = 1024
+OURS, GRAPH, COPY, PRODUCT = "ours", "ours (graph)", "copy", "product"
+BATCHES = ((128, 8 * KIB), (32, 4 * KIB), (1, 128 * KIB), (256, KIB), (16, 32 * KIB), (1, 8 * KIB))
+QUICK_BATCHES = BATCHES[:3]
+HEADS, QUICK_HEADS = (16, 32, 64, 128), (16, 64, 128)
+ZIPF = 128, 32 * KIB  # sequences, and keys of the longest; the n-th has an n-th of them
+
+
+class Shape(NamedTuple):
+    """A decode step.
+
+    Attributes:
+        lengths: cached rows of each sequence.
+        queries: of a sequence.
+    """
+
+    heads: int
+    lengths: tuple[int, ...]
+    queries: int = 1
+
+    @property
+    def label(self) -> str:
+        batch, longest = len(self.lengths), max(self.lengths)
+        size = f"{longest // KIB}k" if longest % KIB == 0 else str(longest)
+        words = f"{batch} × {size}" if len(set(self.lengths)) == 1 else f"{batch} mixed up to {size}"
+        return f"{words}, {self.heads} heads" + (f", {self.queries} queries" if self.queries > 1 else "")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached rows that a step reads."""
+        return 2 * LATENT_DIM * sum(self.lengths)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a step."""
+        return 2 * (LATENT_DIM + LATENT_DIM_V) * self.heads * self.queries * sum(self.lengths)
+
+
+class Caches(NamedTuple):
+    """Arguments of a step."""
+
+    q: Tensor  # (batch, queries, heads, 576)
+    kv_cache: Tensor  # (pages, 64, 1, 576)
+    page_table: Tensor  # (batch, pages of the longest)
+    cache_seqlens: Tensor  # (batch,)
+
+
+def shapes(quick: bool) -> list[Shape]:
+    """The grid: equal lengths, mixed ones, and two queries."""
+    batches, heads = (QUICK_BATCHES, QUICK_HEADS) if quick else (BATCHES, HEADS)
+    grid = [Shape(h, (length,) * batch) for batch, length in batches for h in heads]
+    batch, longest = ZIPF
+    mixed = tuple(max(longest // n, 1) for n in range(1, batch + 1))
+    return grid + [Shape(h, mixed) for h in (16, 128)] + [Shape(h, (8 * KIB,) * 64, 2) for h in (16, 64)]
+
+
+def make_caches(shape: Shape, where: torch.device, seed: int) -> Caches:
+    """Normal tensors; entries of the table past a sequence's pages are -1."""
+    generator = torch.Generator(where).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=where, dtype=torch.bfloat16)
+
+    counts = [-(-length // PAGE_ROWS) for length in shape.lengths]
+    order = torch.randperm(sum(counts), generator=generator, device=where).to(torch.int32)
+    table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=where)
+    for row, pages in zip(table, order.split(counts), strict=True):
+        row[: len(pages)] = pages
+    return Caches(
+        normal(len(counts), shape.queries, shape.heads, LATENT_DIM),
+        normal(sum(counts), PAGE_ROWS, 1, LATENT_DIM),
+        table,
+        torch.tensor(shape.lengths, dtype=torch.int32, device=where),
+    )
+
+
+def attention_in_fp32(caches: Caches, sequences: Sequence[int]) -> Tensor:
+    """O of some sequences, by definition; the last token sees all rows, each one before it one less."""
+    outs = []
+    for i in sequences:
+        length = int(caches.cache_seqlens[i])
+        pages = caches.page_table[i, : -(-length // PAGE_ROWS)].long()
+        rows = caches.kv_cache[pages].flatten(0, 2)[:length].float()
+        q = caches.q[i].float()
+        scores = q @ rows.T * SCALE
+        token = torch.arange(len(q), device=q.device)[:, None]
+        hidden = torch.arange(length, device=q.device) > length - len(q) + token
+        weights = torch.softmax(scores.masked_fill(hidden[:, None], float("-inf")), -1)
+        outs.append(weights @ rows[:, :LATENT_DIM_V])
+    return torch.stack(outs)
+
+
+class Ours:
+    """The kernel, by its planner."""
+
+    def __init__(self) -> None:
+        self.decode = CudaMlaDecode()
+
+    def __call__(self, caches: Caches) -> Tensor:
+        return self.decode(*caches, softmax_scale=SCALE, causal=True, num_splits=0)[0]
+
+
+attend = Ours()
+
+
+def measure(shape: Shape, where: torch.device, rounds: int) -> dict[str, Any]:
+    """Microseconds of a step, as a graph and call after call, of the copy and of the product."""
+    entry: dict[str, Any] = {"label": shape.label, "bytes": shape.nbytes, "flops": shape.flops}
+    count = max(1, -(-L2_BYTES // shape.nbytes))
+    caches = [make_caches(shape, where, seed) for seed in range(count)]
+    rotation = Rotation(attend, caches)  # type: ignore[arg-type]
+    some = sorted({0, len(shape.lengths) // 2, len(shape.lengths) - 1})
+    runners: dict[str, Runner] = {COPY: copier(shape.nbytes, where), PRODUCT: multiplier(where)}
+    try:
+        wrong = complaint(first_call(rotation, where)[some], attention_in_fp32(caches[0], some))
+        if wrong is None:
+            rotation(count)
+            runners[OURS] = rotation
+            if where.type == "cuda":
+                runners[GRAPH] = Replay(rotation)
+    except Exception as failure:
+        wrong = one_line(failure)
+    for name in (COPY, PRODUCT):
+        runners[name](1)
+    entry |= {name: 1e3 * median(own) for name, own in interleaved(runners, where, rounds).items()}
+    if GRAPH in entry:
+        entry[GRAPH] /= count
+    return entry | ({"problem": wrong} if wrong else {})
+
+
+def multiplier(where: torch.device) -> Runner:
+    """A runner of bf16 matrix products."""
+    size = PRODUCT_SIZE if where.type == "cuda" else 64
+    a, b = (torch.randn(size, size, device=where, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def run(calls: int) -> Tensor:
+        for _ in range(calls):
+            torch.mm(a, b, out=out)
+        return out
+
+    return run
+
+
+def run(grid: Sequence[Shape], where: torch.device, path: pathlib.Path | None, rounds: int) -> dict[str, Any]:
+    """Measure all shapes; the file at `path` is rewritten after each."""
+    result: dict[str, Any] = {"environment": device.environment(where), "shapes": []}
+    for shape in grid:
+        result["shapes"].append(measure(shape, where, rounds))
+        print(lines_of(result["shapes"][-1]), file=sys.stderr, flush=True)
+        if path is not None:
+            write(result, path)
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    return result
+
+
+def lines_of(cell: dict[str, Any]) -> str:
+    """A cell's line of the table."""
+    product = 2 * PRODUCT_SIZE**3 / cell[PRODUCT] / 1e6
+    copied = cell["bytes"] / cell[COPY] / 1e3
+    if "problem" in cell:
+        return f"| {cell['label']} | wrong: {cell['problem']} | | | | |"
+    us = cell.get(GRAPH, cell[OURS])
+    gbps, tflops = cell["bytes"] / us / 1e3, cell["flops"] / us / 1e6
+    return (
+        f"| {cell['label']} | {us:.1f} ({cell[OURS]:.1f}) | {gbps:.0f} | {gbps / copied:.2f} | "
+        f"{tflops:.0f} | {tflops / product:.2f} |"
+    )
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """The table, in markdown."""
+    environment, cells = result["environment"], result["shapes"]
+    copies = [cell["bytes"] / cell[COPY] / 1e3 for cell in cells]
+    products = [2 * PRODUCT_SIZE**3 / cell[PRODUCT] / 1e6 for cell in cells]
+    yield (
+        f"{environment['gpu']}, {environment['date']}. bf16, pages of {PAGE_ROWS}, as a CUDA graph, in brackets call "
+        f"after call. Copies of as many bytes ran at {min(copies):.0f} to {max(copies):.0f} GB/s, matrix products at "
+        f"{min(products):.0f} to {max(products):.0f} TFLOP/s."
+    )
+    yield ""
+    yield "| | µs | GB/s | of the copy | TFLOP/s | of the product |"
+    yield "|---|---|---|---|---|---|"
+    yield from map(lines_of, cells)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure or read, and print; 1 if a result was wrong or a call failed, 2 without a GPU, else 0."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.mla", description="latent attention, measured")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, three rounds")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here after every shape")
+    parser.add_argument(
+        "--from", dest="source", type=pathlib.Path, metavar="FILE", help="read results, measure nothing"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.source:
+        result = json.loads(arguments.source.read_text())
+    elif not torch.cuda.is_available():
+        print("measuring latent attention needs a CUDA device; torch finds none", file=sys.stderr)
+        return 2
+    else:
+        where = torch.device("cuda", torch.cuda.current_device())
+        rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+        result = run(shapes(arguments.quick), where, arguments.json, rounds)
+    print("\n".join(table(result)))
+    return 1 if any("problem" in cell for cell in result["shapes"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The tiles of a latent-attention decode: whose rows they hold, which keys a row sees, and where a page lies.
+
+All query heads of a token read the same head of the cache, so that a row of a tile is (token, head), heads first. The
+tiles of a sequence read the same pages, and go in step: each is a lane of `cuteflash.core.split`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cuteflash.core.lengths import Index, Sequence
+from cuteflash.core.mask import IntervalMask
+from cuteflash.core.split import Line, each_part
+from cuteflash.core.tile import QueryTile
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentMask(IntervalMask):
+    """A causal mask of rows that are (token, head), heads first. `seqlen_q` counts rows, not tokens.
+
+    Attributes:
+        heads: rows of a token.
+        step: keys that a token sees less than the next one: 1, or 0 if all see all keys.
+        tile_cost: pages that a tile is counted for beside those that it reads.
+        in_step: all tiles of a sequence read the same pages, also those of which they see no key.
+    """
+
+    heads: Index = 1
+    step: Index = 1
+    tile_cost: Index = 0
+    in_step: cutlass.Constexpr[bool] = False
+
+    def kv_bounds(self, query: Index) -> tuple[Index, Index]:
+        """The keys `[lo, hi)` that row `query` sees; empty if `hi <= lo`."""
+        later = cutlass.max(self.seqlen_q // self.heads - 1 - query // self.heads, 0)  # tokens; 0 of a row past the end
+        return 0, self.seqlen_k - self.step * later
+
+    def n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
+        """The pages `[lo, hi)` that a tile with the rows `first..last` (inclusive) reads."""
+        return super().n_blocks(first, self.seqlen_q - 1 if self.in_step else last, tile_n)
+
+    def most_blocks(self, tokens: int, tile_n: int) -> Index:
+        """What a tile costs, in pages, at least 1."""
+        return cutlass.max((self.seqlen_k + tile_n - 1) // tile_n, 1) + self.tile_cost
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentPages:
+    """Where the pages of 64 rows lie that a sequence consists of; for Python ints and traced values.
+
+    Attributes:
+        table: (sequences, pages of each), numbers of entries of the cache; None if a sequence is an entry.
+        per_entry: pages in an entry, as something to divide by; None without a table.
+    """
+
+    table: Any | None
+    per_entry: Any | None
+
+    def place(self, sequence: Index, page: Index) -> tuple[Index, Index]:
+        """(page in its entry, entry) of a page that the sequence has: no other is looked up."""
+        if self.table is None:
+            return page, sequence
+        slot, inside = divmod(page, self.per_entry)
+        return inside, self.table[sequence, slot]
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentLaunch:
+    """What the blocks of one launch share.
+
+    Attributes:
+        lengths: (sequences,), keys of each.
+        capacity: keys that a sequence can have.
+        rows: of a sequence, tokens times heads.
+        heads: query heads.
+        step: see `LatentMask`.
+        scale_log2: exp2 is taken of `scale_log2 * q k`.
+        m_blocks: query tiles of a sequence; neighbouring blocks compute the same keys of them.
+        line: the sequences, whose keys blocks share; None if a tile has one block.
+        tile_cost: see `LatentMask`.
+        tile_m, tile_n: of the kernel.
+        in_step: see `LatentMask`.
+    """
+
+    lengths: cute.Tensor
+    capacity: Int32
+    rows: Int32
+    heads: Int32
+    step: Int32
+    scale_log2: Float32
+    m_blocks: Int32
+    line: Line | None
+    tile_cost: Int32
+    tile_m: cutlass.Constexpr[int]
+    tile_n: cutlass.Constexpr[int]
+    in_step: cutlass.Constexpr[bool]
+
+    @property
+    def tile_tokens(self) -> Int32:
+        """Rows of what a line holds as one tile of a sequence; query tiles are its lanes."""
+        return self.rows
+
+    def sequence(self, index: Int32) -> Sequence:
+        """The rows and the keys of a sequence."""
+        keys = cutlass.max(cutlass.min(self.lengths[index], self.capacity), 0)
+        return Sequence(0, self.rows, 0, keys)
+
+    def mask_of(self, sequence: Sequence) -> LatentMask:
+        """The keys that each row of a sequence sees."""
+        return LatentMask(
+            kind="causal",
+            seqlen_q=sequence.seqlen_q,
+            seqlen_k=sequence.seqlen_k,
+            window_left=0,
+            window_right=0,
+            heads=self.heads,
+            step=self.step,
+            tile_cost=self.tile_cost,
+            in_step=self.in_step,
+        )
+
+    def tile_of(self, m_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> QueryTile:
+        """Query tile `head` of a sequence, as lines count heads; all of its keys."""
+        return QueryTile(
+            m_block=head,
+            head=Int32(0),
+            sequence=number,
+            batch=number,
+            kv_batch=number,
+            heads_per_kv=Int32(1),
+            first_q=0,
+            first_k=0,
+            first_token=head * self.tile_m,
+            mask=self.mask_of(sequence),
+            tile_n=self.tile_n,
+            tokens=self.tile_m,
+            packed_heads=1,
+        )
+
+
+@cute.jit
+def each_latent_tile(launch: LatentLaunch, visit: cutlass.Constexpr):
+    """Visit this block's query tiles, or its parts of them; `visit` as `cuteflash.core.split.each_part` has it."""
+    if const_expr(launch.line is not None):
+        each_part(launch, visit)
+    else:
+        q_pos, kv_pos = Int32(0), Int32(0)
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        first, step = block // launch.m_blocks, blocks // launch.m_blocks
+        for number in cutlass.range(first, launch.lengths.shape[0], step, unroll=1):
+            tile = launch.tile_of(Int32(0), block % launch.m_blocks, number, launch.sequence(number))
+            kv_pos = visit(tile, q_pos, kv_pos)
+            q_pos += 1

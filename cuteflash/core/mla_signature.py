@@ -1,0 +1,52 @@
+"""The arguments that the latent-attention decode is compiled with, see `cuteflash.core.signature`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES
+from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS, MlaProblem, MlaScalars, MlaTensors
+
+
+def mla_fake_args(problem: MlaProblem) -> tuple[Any, ...]:
+    """Fake arguments of `FlashMlaDecodeSm90.__call__`: `MlaTensors`, `MlaScalars`, and torch's current stream.
+
+    Every length is symbolic, and every stride but the last of Q, the cache and O a symbolic 64-bit multiple of 16
+    bytes; O, LSE and the lengths are compact.
+    """
+    dtype = CUTE_DTYPES[problem.dtype]
+    batch, rows, entries, entry_rows, pages, heads, tokens = (
+        cute.sym_int32(symbol=name) for name in ("batch", "rows", "entries", "entry_rows", "pages", "heads", "tokens")
+    )
+
+    def operand(*shape: Any) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=ALIGN_ELEMENTS) for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=ALIGN_BYTES)
+
+    table = None
+    if problem.is_paged:
+        table = make_fake_tensor(Int32, (batch, pages), stride=(cute.sym_int64(), 1), assumed_align=4)
+    partials = partials_lse = seats = None
+    if problem.is_split:
+        slots, m_blocks = (cute.sym_int32(symbol=name) for name in ("slots", "m_blocks"))
+        shape = slots, PAGE_ROWS, LATENT_DIM_V
+        partials = make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=ALIGN_BYTES)
+        partials_lse = make_fake_compact_tensor(Float32, shape[:2], stride_order=(1, 0), assumed_align=4)
+        seats = make_fake_compact_tensor(Int32, (batch, m_blocks, 2), stride_order=(2, 1, 0), assumed_align=4)
+    tensors = MlaTensors(
+        q=operand(batch, rows, LATENT_DIM),
+        kv_cache=operand(entries, entry_rows, LATENT_DIM),
+        page_table=table,
+        cache_seqlens=make_fake_compact_tensor(Int32, (batch,), assumed_align=4),
+        out=operand(batch, rows, LATENT_DIM_V),
+        lse=make_fake_compact_tensor(Float32, (batch, heads, tokens), stride_order=(2, 1, 0), assumed_align=4),
+        partials=partials,
+        partials_lse=partials_lse,
+        seats=seats,
+    )
+    scalars = MlaScalars(Float32(0.0), Int32(0), Int32(1), Int32(0), Int32(2), Int32(1), Int32(1))
+    return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,0 +1,198 @@
+"""Split keys of the latent-attention decode: a block's part of a tile goes to memory, and a kernel merges all parts.
+
+The last block to come would be busy for long with the parts of one sequence that all blocks share: 512 columns of 64
+rows, fp32, of each. A kernel of its own has all multiprocessors merge rows. It begins where the blocks of the first
+one end (programmatic dependent launch), and merges in the order of keys, whatever the order in which blocks end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.memory import SmemAllocator
+
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.softmax import LN_2, LOG2_E, exp2
+from cuteflash.core.split_slots import slot_of
+from cuteflash.core.tile import QueryTile
+from cuteflash.mla_problem import LATENT_DIM_V
+
+PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
+LOADS = 16  # that a thread has in flight
+WARP = 32
+WARP_COLUMNS = WARP * QUAD
+WARPS = LATENT_DIM_V // WARP_COLUMNS  # of a block, which then have all columns
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentParts:
+    """The partial results of a launch, in the slots of `cuteflash.core.split_slots` for each query tile.
+
+    Attributes:
+        values: (slots, 64, 512) fp32: O of a slot, normalized.
+        lse: (slots, 64) fp32: its log-sum-exps.
+        seats: (batch, query tiles, 2) Int32: those with the first and with the last keys of a tile.
+    """
+
+    values: cute.Tensor
+    lse: cute.Tensor
+    seats: cute.Tensor
+
+    @cute.jit
+    def note(self, tile: QueryTile, thread: Int32):
+        """Say which seats share the keys of a tile; the block with its first keys does."""
+        if thread == 0 and tile.share.owner == tile.share.seat:
+            self.seats[tile.sequence, tile.m_block, 0] = tile.share.owner
+            self.seats[tile.sequence, tile.m_block, 1] = tile.share.last_owner
+
+    @cute.jit
+    def write(self, scores: ScoreTile, out: cute.Tensor, columns: cute.Tensor, lse: cute.Tensor, tile: QueryTile):
+        """Write a block's part of a tile.
+
+        Args:
+            scores: for the rows of this thread's elements.
+            out: its elements of O, normalized, as (rows, columns).
+            columns: likewise, the coordinates of its elements in the tile.
+            lse: of its rows.
+        """
+        slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
+        rows = tile.rows()
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = scores.row(r)
+            if row < rows:
+                line = self.values[slot, row, None]
+                for c in cutlass.range_constexpr(0, cute.size(out.shape[1]), PAIR):
+                    pair = cute.make_rmem_tensor(PAIR, Float32)
+                    for i in cutlass.range_constexpr(PAIR):
+                        pair[i] = out[r, c + i]
+                    copy_chunk(pair, chunk_of(line, columns[0, c][1], PAIR))
+                if scores.first_key == 0:
+                    self.lse[slot, row] = lse[r]
+
+
+@cute.jit
+def combine(
+    parts: LatentParts,
+    gO: cute.Tensor,
+    mLSE: cute.Tensor,
+    rows_of_block: Int32,
+    groups: Int32,
+    tile_m: cutlass.Constexpr[int],
+):
+    """Merge the parts of some rows of a sequence, if it has several; a lane takes four columns.
+
+    Args:
+        parts: all partial results.
+        gO: O as (rows, 512, batch).
+        mLSE: (batch, 1, rows).
+        rows_of_block: how many rows a block takes, a divisor of those of a query tile.
+        groups: 1 if a block's warps take all columns of a row; as many as these warps if they take the same columns,
+            of every so many parts each, and what they find is merged in shared memory: for many parts of few rows.
+        tile_m: rows of a query tile.
+    """
+    sequence, number, columns = cute.arch.block_idx()
+    first_row = number * rows_of_block
+    m_block = first_row // tile_m
+    smem = SmemAllocator()
+    sums = smem.allocate_tensor(Float32, cute.make_layout((QUAD, WARP, WARPS)), 16)
+    statistics = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), 16)
+    owner, last = parts.seats[sequence, m_block, 0], parts.seats[sequence, m_block, 1]
+    if last > owner:
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cutlass.select_(groups > 1, warp, 0)
+        column = (columns + warp - group) * WARP_COLUMNS + lane * QUAD
+        end = cutlass.min(first_row + rows_of_block, gO.shape[0])
+        for row in cutlass.range(first_row, end, unroll=1):
+            seats, place = (owner, last - owner + 1), (group, groups, column)
+            acc, peak, weight = merged_row(parts, seats, row % tile_m, place)
+            if groups > 1:
+                copy_chunk(acc, sums[None, lane, warp])
+                if lane == 0:
+                    statistics[0, warp], statistics[1, warp] = peak, weight
+                cute.arch.sync_threads()
+                acc, peak, weight = merged_groups(sums[None, lane, None], statistics)
+                cute.arch.sync_threads()
+            if group == 0:
+                inverse = cutlass.select_(weight == 0.0, Float32(0.0), 1.0 / weight)
+                for e in cutlass.range_constexpr(QUAD):
+                    acc[e] = acc[e] * inverse
+                rounded = cute.make_rmem_tensor(QUAD, gO.element_type)
+                rounded.store(acc.load().to(gO.element_type))
+                copy_chunk(rounded, chunk_of(gO[row, None, sequence], column, QUAD))
+                if column == 0:
+                    lse = peak + cute.math.log2(weight, fastmath=True) * LN_2
+                    mLSE[sequence, 0, row] = cutlass.select_(weight == 0.0, -Float32.inf, lse)
+
+
+def merged_groups(sums: cute.Tensor, statistics: cute.Tensor) -> tuple[cute.Tensor, Float32, Float32]:
+    """As `merged_row`, of what groups found: (four columns, groups), and (peak or weight, groups)."""
+    acc = cute.make_rmem_tensor(QUAD, Float32)
+    acc.fill(0.0)
+    peak, weight = statistics[0, 0], Float32(0.0)
+    for group in range(1, WARPS):
+        peak = cute.arch.fmax(peak, statistics[0, group])
+    shift = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
+    for group in range(WARPS):
+        factor = exp2((statistics[0, group] - shift) * LOG2_E)
+        weight = weight + statistics[1, group] * factor
+        for e in range(QUAD):
+            acc[e] = acc[e] + sums[e, group] * factor
+    return acc, peak, weight
+
+
+@cute.jit
+def merged_row(parts: LatentParts, seats: tuple[Int32, Int32], row: Int32, place: tuple[Int32, Int32, Int32]):
+    """(four columns, weighted by the exponentials of log-sum-exps; the largest of these, the sum of the weights)
+
+    Args:
+        seats: the first one of the tile, and how many there are.
+        row: of the tile.
+        place: the group, the number of groups, the first column; a group takes `LOADS` parts of every so many.
+    """
+    owner, count = seats
+    group, groups, column = place
+    lane = cute.arch.lane_idx()
+    acc = cute.make_rmem_tensor(QUAD, Float32)
+    acc.fill(0.0)
+    peak, weight = -Float32.inf, Float32(0.0)
+    for first in cutlass.range(group * LOADS, count, groups * LOADS, unroll=1):
+        values = cute.make_rmem_tensor((QUAD, LOADS), Float32)
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(LOADS):
+            part = first + i
+            if part < count:
+                slot = slot_of(owner + part, Int32(part == 0))
+                copy_chunk(chunk_of(parts.values[slot, row, None], column, QUAD), values[None, i])
+        part, lse = first + lane, -Float32.inf
+        if lane < LOADS and part < count:
+            lse = parts.lse[slot_of(owner + part, Int32(part == 0)), row]
+        new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(lse))
+        shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
+        scale = exp2((peak - shift) * LOG2_E)
+        factor = exp2((lse - shift) * LOG2_E)
+        peak = new
+        weight = weight * scale + cute.arch.warp_reduction_sum(factor)
+        for e in cutlass.range_constexpr(QUAD):
+            acc[e] = acc[e] * scale
+        for i in cutlass.range_constexpr(LOADS):
+            of_part = cute.arch.shuffle_sync(factor, i)
+            for e in cutlass.range_constexpr(QUAD):
+                product = of_part * values[e, i]
+                acc[e] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
+    return acc, peak, weight
+
+
+def chunk_of(line: cute.Tensor, column: Int32, size: int) -> cute.Tensor:
+    """`size` neighbouring elements of a contiguous line, from `column` on, a multiple of `size`."""
+    start = (line.iterator + column).align(size * line.element_type.width // 8)
+    return cute.make_tensor(start, cute.make_layout(size))
+
+
+def copy_chunk(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Copy some elements with one load or store."""
+    bits = cute.size(source) * source.element_type.width
+    cute.copy(cute.make_copy_atom(CopyUniversalOp(), source.element_type, num_bits_per_copy=bits), source, target)

@@ -1,0 +1,235 @@
+"""Decoding latent attention on Hopper: one cached head of 576 columns is K, its first 512 columns are V, too.
+
+    producer warp            warpgroup 0                      warpgroup 1
+    Q    ──TMA──► sQ         S of pages 0, 2, ..              S of pages 1, 3, ..
+    page ──TMA──► sK[0, 1]   O[:, :256] += P V of all pages   O[:, 256:] += P V of all pages
+
+A tile is 64 rows of (token, head); its fp32 output of 64 x 512 takes the registers of two warpgroups, which therefore
+trade P and the maxima of rows through shared memory (`mla_decode_mma.py`). Of the shared memory Q and two pages of 64
+keys take nearly all: a page arrives in groups of columns, and either half of it is refilled as soon as it was read.
+
+The query tiles of a sequence are computed side by side, so that they find its pages in L2. Keys of all sequences are
+shared between the blocks (`cuteflash.core.split`), and what these computed of a tile is merged afterwards
+(`mla_combine.py`). Not here: other widths, pages that are not a multiple of 64 rows, 8-bit caches, gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.memory import SmemAllocator
+
+from cuteflash.atoms import sm90 as atoms
+from cuteflash.core.latent import LatentLaunch, LatentPages
+from cuteflash.core.mla_signature import mla_fake_args
+from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.softmax import LOG2_E
+from cuteflash.core.split import Line
+from cuteflash.core.views import transposed
+from cuteflash.kernels.sm90.mla_combine import WARP, WARPS, LatentParts, combine
+from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
+from cuteflash.kernels.sm90.mla_decode_load import load
+from cuteflash.kernels.sm90.mla_decode_mma import consume
+from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
+from cuteflash.traits.mla_sm90 import CONSUMERS, SLAB, SLABS, SWIZZLE_ALIGN, WGMMA_M, MlaTraitsSm90
+from cuteflash.traits.sm90 import WARPGROUP
+
+HALF_DIM_V = LATENT_DIM_V // CONSUMERS
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashMlaDecodeSm90:
+    """The decoding kernel for one problem and one set of traits."""
+
+    traits: cutlass.Constexpr[MlaTraitsSm90]
+    problem: cutlass.Constexpr[MlaProblem]
+
+    family: ClassVar[str] = "sm90"
+
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        """Element type of Q, the cache and O."""
+        return CUTE_DTYPES[self.problem.dtype]
+
+    def fake_args(self) -> tuple:
+        """The arguments that this kernel is compiled with."""
+        return mla_fake_args(self.problem)
+
+    # Layouts and atoms, callable without a launch.
+
+    def tiled_mma_qk(self, a_from_regs: bool) -> cute.TiledMma:
+        """S = Q Kᵀ: (64, 64 keys), both operands K-major, K in shared memory."""
+        return atoms.tiled_mma(self.dtype, self.traits.tile_n, OperandMajorMode.K, a_from_regs)
+
+    def tiled_mma_pv(self, a_from_regs: bool) -> cute.TiledMma:
+        """O += P V: (64, 256), V MN-major in shared memory."""
+        return atoms.tiled_mma(self.dtype, HALF_DIM_V, OperandMajorMode.MN, a_from_regs)
+
+    def smem_layout(self, cols: int, tiles: int = 1) -> cute.ComposedLayout:
+        """(64, cols, tiles) of Q, of pages of K and of P: slabs of 64 columns, one after the other."""
+        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, cols, tiles)
+
+    def copy_q_last(self) -> cute.TiledCopy:
+        """The last columns of sQ to the A fragments of their product with K."""
+        return atoms.load_copy_a(self.dtype, self.tiled_mma_qk(a_from_regs=True))
+
+    def copy_p(self) -> cute.TiledCopy:
+        """The S accumulators to sP."""
+        return atoms.store_copy(self.dtype, self.tiled_mma_qk(a_from_regs=False))
+
+    def make_tma(self, tensors: MlaTensors) -> MlaTma:
+        """TMA descriptors of Q and of the cache, a slab at a time."""
+        slab = cute.select(self.smem_layout(SLAB), mode=[0, 1])
+        load_q, gQ = atoms.tma_load(entries_last(tensors.q), slab, (WGMMA_M, SLAB))
+        make_load_k = atoms.tma_load if self.traits.cluster == 1 else atoms.tma_multicast_load
+        load_k, gK = make_load_k(entries_last(tensors.kv_cache), slab, (self.traits.tile_n, SLAB))
+        return MlaTma(load_q, load_k, gQ, gK)
+
+    def make_tiles(self, base: cute.Pointer) -> MlaTiles:
+        """The shared-memory tensors, laid out by the traits' plan."""
+        plan, keys = self.traits.smem_plan, self.traits.tile_n
+
+        def tile(name: str, cols: int, tiles: int | None = None, skip: int = 0) -> cute.Tensor:
+            layout = self.smem_layout(cols, tiles or 1)
+            start = cute.recast_ptr(base + plan[name].start + skip, layout.inner, dtype=self.dtype)
+            return cute.make_tensor(start, cute.select(layout.outer, mode=[0, 1]) if tiles is None else layout.outer)
+
+        def statistic(number: int) -> cute.Tensor:
+            start = cute.recast_ptr(base + plan["statistics"].start, dtype=Float32) + number * CONSUMERS * WGMMA_M
+            return cute.make_tensor(start, cute.make_layout((WGMMA_M, CONSUMERS)))
+
+        half_bytes = keys * HALF_DIM_V * self.dtype.width // 8
+        values = []
+        for who in range(CONSUMERS):
+            page = tile("pages", HALF_DIM_V, skip=who * half_bytes)
+            stride = keys * LATENT_DIM  # elements, from one page to the other
+            both = cute.append(page.layout, cute.make_layout(CONSUMERS, stride=stride))
+            values.append(transposed(cute.make_tensor(page.iterator, both)))
+        return MlaTiles(
+            sQ=tile("q", LATENT_DIM),
+            sQ_slabs=tile("q", SLAB, SLABS),
+            sK=tile("pages", LATENT_DIM, CONSUMERS),
+            sK_slabs=tile("pages", SLAB, CONSUMERS * SLABS),
+            sVt=tuple(values),
+            sP=(tile("p0", keys), tile("p1", keys)),
+            pages=base + plan["pages"].start,
+            maxima=statistic(0),
+            sums=statistic(1),
+        )
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors = MlaTensors(*arguments[: len(MlaTensors._fields)])
+        *scalars, stream = arguments[len(MlaTensors._fields) :]
+        scalars = MlaScalars(*scalars)
+        traits = self.traits
+        batch, rows, _ = tensors.q.shape
+        heads, m_blocks = tensors.lse.shape[1], cute.ceil_div(rows, traits.tile_m)
+        entry_rows = tensors.kv_cache.shape[1]
+        pages, capacity = LatentPages(None, None), entry_rows
+        if const_expr(self.problem.is_paged):
+            per_entry = cute.fast_divmod_create_divisor_v2(entry_rows // traits.tile_n)
+            pages, capacity = LatentPages(tensors.page_table, per_entry), tensors.page_table.shape[1] * entry_rows
+        launch = LatentLaunch(
+            lengths=tensors.cache_seqlens,
+            capacity=capacity,
+            rows=rows,
+            heads=heads,
+            step=scalars.causal,
+            scale_log2=scalars.softmax_scale * LOG2_E,
+            m_blocks=m_blocks,
+            line=Line(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if self.problem.is_split else None,
+            tile_m=traits.tile_m,
+            tile_n=traits.tile_n,
+            tile_cost=scalars.tile_cost,
+            in_step=traits.cluster > 1,
+        )
+        tokens = tensors.lse.shape[2]
+        mLSE = cute.make_tensor(
+            tensors.lse.iterator,
+            cute.make_layout((batch, 1, (heads, tokens)), stride=(tensors.lse.stride[0], 0, tensors.lse.stride[1:])),
+        )
+        parts = None
+        if const_expr(self.problem.is_split):
+            parts = LatentParts(tensors.partials, tensors.partials_lse, tensors.seats)
+        gO = entries_last(tensors.out)
+        self.kernel(self.make_tma(tensors), gO, mLSE, launch, pages, parts).launch(
+            grid=(scalars.shares * m_blocks, 1, 1),
+            block=(traits.num_threads, 1, 1),
+            cluster=(traits.cluster, 1, 1) if traits.cluster > 1 else None,
+            stream=stream,
+            min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+            use_pdl=True,
+        )
+        if const_expr(self.problem.is_split):
+            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.groups).launch(
+                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.groups),
+                block=(WARPS * WARP, 1, 1),
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma: MlaTma,
+        gO: cute.Tensor,
+        mLSE: cute.Tensor,
+        launch: LatentLaunch,
+        pages: LatentPages,
+        parts: LatentParts | None,
+    ):
+        traits, plan = self.traits, self.traits.smem_plan
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        base = SmemAllocator().allocate_array(Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
+        rings = MlaRings.create(
+            cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups), traits.cluster
+        )
+        block = MlaBlock(tma, self.make_tiles(base), rings, launch, gO, pages, mLSE, parts)
+        if warp == 0:
+            for atom in (tma.load_q, tma.load_k):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                rings.init()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
+        cute.arch.griddepcontrol_wait()  # and this one has, perhaps
+        self.sync_cluster()
+
+        if warp < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(traits.producer_regs)
+            if warp == 0:
+                load(self, block)
+        elif warp < 2 * WARPGROUP // 32:
+            cute.arch.setmaxregister_increase(traits.mma_regs)
+            consume(self, block, 0)
+        else:
+            cute.arch.setmaxregister_increase(traits.mma_regs)
+            consume(self, block, 1)
+        if const_expr(traits.cluster > 1):
+            self.sync_cluster()  # nobody loads into a block that has ended, or arrives there
+
+    @cute.jit
+    def sync_cluster(self):
+        """A barrier of all threads of the cluster."""
+        if const_expr(self.traits.cluster == 1):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.kernel
+    def combine(self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, groups: Int32):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        combine(parts, gO, mLSE, rows_of_block, groups, self.traits.tile_m)
+
+
+def entries_last(tensor: cute.Tensor) -> cute.Tensor:
+    """A (n, rows, columns) tensor seen as (rows, columns, n)."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0]))

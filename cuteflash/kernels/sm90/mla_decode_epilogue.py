@@ -1,0 +1,86 @@
+"""The end of a tile of the latent-attention decode: sums, O and log-sum-exp, to memory or to be merged."""
+
+from __future__ import annotations
+
+import functools
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, const_expr
+
+from cuteflash.atoms.barriers import arrive
+from cuteflash.core.convert import round_pair
+from cuteflash.core.finish import write_lse
+from cuteflash.core.softmax import LN_2, quad_sum, scale_rows
+from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import rows_view
+from cuteflash.kernels.sm90.mla_combine import PAIR, chunk_of, copy_chunk
+from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
+from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
+from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M
+from cuteflash.traits.sm90 import WARPGROUP
+
+sync_both = functools.partial(cute.arch.barrier, barrier_id=MlaBarrier.BOTH, number_of_threads=CONSUMERS * WARPGROUP)
+
+
+@cute.jit
+def finish(block: MlaBlock, half: Half, tile: QueryTile):
+    """Write O and the log-sum-exp of a tile, or of a block's share of its keys, which are merged afterwards.
+
+    The last slab of Q is released, as nobody reads P in its place any more.
+    """
+    arrive(block.rings.q_empty + LAST_SLAB)
+    lse = cute.make_rmem_tensor(ROWS, Float32)
+    normalize(block, half, lse)
+    columns = cute.make_identity_tensor((WGMMA_M, LATENT_DIM_V))
+    columns = cute.local_tile(columns, (WGMMA_M, LATENT_DIM_V // CONSUMERS), (0, half.who))
+    columns = rows_view(half.mma_own.get_slice(half.thread).partition_C(columns))
+    if const_expr(block.parts is None):
+        write_whole(block, half, columns, tile, lse)
+    else:
+        if const_expr(half.who == 0):
+            block.parts.note(tile, half.thread)
+        if tile.share.is_whole():
+            write_whole(block, half, columns, tile, lse)
+        else:
+            block.parts.write(half.scores, half.out, columns, lse, tile)
+
+
+@cute.jit
+def normalize(block: MlaBlock, half: Half, lse: cute.Tensor):
+    """Divide O by the sums of both warpgroups; `lse` gets the log-sum-exp, of a row without a key -inf (and O is 0)."""
+    sums = block.tiles.sums
+    for r in cutlass.range_constexpr(ROWS):
+        half.row_sum[r] = quad_sum(half.row_sum[r])
+        if half.scores.first_key == 0:
+            sums[half.scores.row(r), half.who] = half.row_sum[r]
+    sync_both()
+    scale = cute.make_rmem_tensor(ROWS, Float32)
+    for r in cutlass.range_constexpr(ROWS):
+        row = half.scores.row(r)
+        total = sums[row, 0] + sums[row, 1]  # in one order: both warpgroups, and both runs, get the same
+        empty = total == 0.0
+        scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+        log2_sum = half.row_max[r] + cute.math.log2(total, fastmath=True)
+        lse[r] = -Float32.inf if empty else log2_sum * LN_2
+    scale_rows(half.out, scale)
+
+
+@cute.jit
+def write_whole(block: MlaBlock, half: Half, columns: cute.Tensor, tile: QueryTile, lse: cute.Tensor):
+    """Write this warpgroup's half of O from its registers, rounded, and the log-sum-exp.
+
+    There is no room to stage it but Q's, which the next tile's rows take meanwhile.
+    """
+    if const_expr(half.who == 0):
+        write_lse(lse, half.scores, tile, block.mLSE)
+    dtype = block.gO.element_type
+    rows = tile.rows()
+    for r in cutlass.range_constexpr(ROWS):
+        row = half.scores.row(r)
+        if row < rows:
+            line = block.gO[tile.first_row + row, None, tile.batch]
+            for c in cutlass.range_constexpr(0, cute.size(half.out.shape[1]), PAIR):
+                pair = cute.make_rmem_tensor(PAIR, dtype)
+                cute.recast_tensor(pair, Uint32)[0] = round_pair(half.out[r, c], half.out[r, c + 1], dtype)
+                copy_chunk(pair, chunk_of(line, columns[0, c][1], PAIR))

@@ -1,0 +1,191 @@
+"""A consumer warpgroup of the latent-attention decode: what it holds in registers, its products and its softmax."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from cuteflash.atoms import sm90 as atoms
+from cuteflash.core.convert import round_fragment
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.softmax import exp2, quad_max, row_peak
+from cuteflash.core.views import acc_as_operand_a, rows_view
+from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles
+from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, SLAB, SLABS_V, WGMMA_M
+from cuteflash.traits.sm90 import WARPGROUP, WGMMA_K
+
+ROWS = 2  # of S and O that one thread holds elements of
+NO_MAXIMUM = -1e30  # of a row before its first key; finite, so that no difference of maxima is NaN
+SLAB_STEPS = SLAB // WGMMA_K
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """One consumer warpgroup: every other page's scores, and its half of O's columns.
+
+    Attributes:
+        who: 0 or 1.
+        thread: 0..127 inside the warpgroup.
+        mma_qk, mma_qk_last: products with K, of slabs of Q in shared memory and of the last one in registers.
+        mma_own, mma_other: products with V, of P in registers and of the other warpgroup's in shared memory.
+        tSrQ, tSrQ_last, tSrK: operands of the products with K; K's of the own page.
+        tOrP, tOrP_other: operands P.
+        tOrV: operands V, of each page this half of the columns.
+        acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
+        row_max: of the rows of this thread, by which exponentials are shifted: scaled scores, base 2.
+        row_sum: of this thread's exponentials.
+        bounds: (rows, 2) visible keys of each row of this thread.
+    """
+
+    who: cutlass.Constexpr[int]
+    thread: Int32
+    mma_qk: cute.TiledMma
+    mma_qk_last: cute.TiledMma
+    mma_own: cute.TiledMma
+    mma_other: cute.TiledMma
+    tSrQ: cute.Tensor
+    tSrQ_last: cute.Tensor
+    tSrK: cute.Tensor
+    tOrP: cute.Tensor
+    tOrP_other: cute.Tensor
+    tOrV: cute.Tensor
+    acc_S: cute.Tensor
+    acc_O: cute.Tensor
+    scores: ScoreTile
+    out: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    bounds: cute.Tensor
+
+
+def make_half(kernel, tiles: MlaTiles, who: int) -> Half:
+    """Partition the block's tiles for this thread's warpgroup."""
+    thread = cute.arch.thread_idx()[0] % WARPGROUP
+    mma_qk, mma_qk_last = kernel.tiled_mma_qk(a_from_regs=False), kernel.tiled_mma_qk(a_from_regs=True)
+    mma_own, mma_other = kernel.tiled_mma_pv(a_from_regs=True), kernel.tiled_mma_pv(a_from_regs=False)
+    thr_qk, thr_own, thr_other = (mma.get_slice(thread) for mma in (mma_qk, mma_own, mma_other))
+    shape = WGMMA_M, kernel.traits.tile_n
+    acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C(shape), Float32)
+    acc_O = cute.make_rmem_tensor(thr_own.partition_shape_C((WGMMA_M, LATENT_DIM_V // CONSUMERS)), Float32)
+    last = mma_qk_last.get_slice(thread).partition_shape_A((WGMMA_M, SLAB))
+    return Half(
+        who=who,
+        thread=thread,
+        mma_qk=mma_qk,
+        mma_qk_last=mma_qk_last,
+        mma_own=mma_own,
+        mma_other=mma_other,
+        tSrQ=mma_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ)),
+        tSrQ_last=cute.make_rmem_tensor(last, kernel.dtype),
+        tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(tiles.sK[None, None, who])),
+        tOrP=cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), kernel.dtype),
+        tOrP_other=mma_other.make_fragment_A(thr_other.partition_A(tiles.sP[1 - who])),
+        tOrV=mma_own.make_fragment_B(thr_own.partition_B(tiles.sVt[who])),
+        acc_S=acc_S,
+        acc_O=acc_O,
+        scores=ScoreTile.of(mma_qk, thread, acc_S, shape, Float32(1.0), 1),
+        out=rows_view(acc_O),
+        row_max=cute.make_rmem_tensor(ROWS, Float32),
+        row_sum=cute.make_rmem_tensor(ROWS, Float32),
+        bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
+    )
+
+
+def take_last_slab(kernel, half: Half, tiles: MlaTiles) -> None:
+    """The last columns of Q into registers; P of the second warpgroup takes their place."""
+    copy = kernel.copy_q_last().get_slice(half.thread)
+    cute.copy(copy, copy.partition_S(tiles.sQ_slabs[None, None, SLABS_V]), copy.retile(half.tSrQ_last))
+
+
+def issue_scores(kernel, half: Half, rings: MlaRings, phase: Int32) -> None:
+    """Issue S = Q Kᵀ of the own page, group by group as these arrive; all are there when it returns."""
+    starts = kernel.traits.group_starts
+    for group in range(len(starts) - 1):
+        rings.wait_group(half.who, group, phase)
+        warpgroup.fence()
+        product, last = cute.make_mma_atom(half.mma_qk.op), cute.make_mma_atom(half.mma_qk_last.op)
+        product.set(warpgroup.Field.ACCUMULATE, group > 0)
+        last.set(warpgroup.Field.ACCUMULATE, True)
+        for k in range(starts[group] * SLAB_STEPS, starts[group + 1] * SLAB_STEPS):
+            keys, inside = half.tSrK[None, None, k], k - SLABS_V * SLAB_STEPS
+            if inside < 0:
+                cute.gemm(product, half.acc_S, half.tSrQ[None, None, k], keys, half.acc_S)
+                product.set(warpgroup.Field.ACCUMULATE, True)
+            else:
+                cute.gemm(last, half.acc_S, half.tSrQ_last[None, None, inside], keys, half.acc_S)
+        warpgroup.commit_group()
+
+
+def groups_of_half(traits, who: int) -> range:
+    """The groups of slabs with a warpgroup's columns of V."""
+    return range(traits.left_groups) if who == 0 else range(traits.left_groups, len(traits.groups))
+
+
+def issue_own(half: Half) -> None:
+    """Issue O += P V of the own page."""
+    atoms.gemm(half.mma_own, half.acc_O, half.tOrP, half.tOrV[None, None, None, half.who], accumulate=True)
+
+
+def issue_other(kernel, half: Half, rings: MlaRings, phase: Int32) -> None:
+    """Issue O += P V of the other warpgroup's page, which that has seen arrive."""
+    page = 1 - half.who
+    for group in groups_of_half(kernel.traits, half.who):
+        rings.wait_group(page, group, phase)
+    atoms.gemm(half.mma_other, half.acc_O, half.tOrP_other, half.tOrV[None, None, None, page], accumulate=True)
+
+
+def publish(kernel, half: Half, tiles: MlaTiles) -> None:
+    """P of the own page and the rows' maxima into shared memory, for the other warpgroup and the async proxy."""
+    round_fragment(acc_as_operand_a(half.acc_S), half.tOrP)
+    copy = kernel.copy_p().get_slice(half.thread)
+    cute.copy(copy, copy.retile(half.tOrP), copy.partition_D(tiles.sP[half.who]))
+    cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def soften(kernel: cutlass.Constexpr, half: Half, block: MlaBlock, factor: cute.Tensor):
+    """Turn the scores into exponentials, in place, and add them to the sums; `factor` becomes that of O.
+
+    A maximum moves only if a score exceeds it by more than the headroom, after a tile's first pages hardly ever.
+    """
+    values, scale = half.scores.values, block.launch.scale_log2
+    for r in cutlass.range_constexpr(ROWS):
+        old = half.row_max[r]
+        peak = quad_max(row_peak(values, r)) * scale
+        new = cutlass.select_(peak > old + kernel.traits.headroom, peak, old)
+        half.row_max[r] = new
+        factor[r] = exp2(old - new)
+        total = Float32(0.0)
+        for c in cutlass.range_constexpr(cute.size(values.shape[1])):
+            p = exp2(values[r, c] * scale - new)
+            values[r, c] = p
+            total += p
+        half.row_sum[r] = half.row_sum[r] * factor[r] + total
+        if half.scores.first_key == 0:
+            block.tiles.maxima[half.scores.row(r), half.who] = new
+
+
+@cute.jit
+def take_maxima(half: Half, block: MlaBlock, factor: cute.Tensor):
+    """The maxima after the other warpgroup's page; the sums are scaled, and `factor` becomes that of O."""
+    for r in cutlass.range_constexpr(ROWS):
+        new = block.tiles.maxima[half.scores.row(r), 1 - half.who]
+        factor[r] = exp2(half.row_max[r] - new)
+        half.row_max[r] = new
+        half.row_sum[r] = half.row_sum[r] * factor[r]
+
+
+@cute.jit
+def scale_out(half: Half, factor: cute.Tensor):
+    """Multiply O's rows with their factors, unless all of a warp's are 1."""
+    moved = cutlass.Boolean(False)
+    for r in cutlass.range_constexpr(ROWS):
+        moved = moved | (factor[r] != 1.0)
+    if cute.arch.vote_any_sync(moved):
+        for r in cutlass.range_constexpr(ROWS):
+            for c in cutlass.range_constexpr(cute.size(half.out.shape[1])):
+                half.out[r, c] = half.out[r, c] * factor[r]

@@ -1,0 +1,134 @@
+"""The producer warp of the latent-attention decode: Q of a tile, and its pages into two places in turn."""
+
+from __future__ import annotations
+
+import functools
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int16, Int32, const_expr
+
+from cuteflash.atoms import sm90 as atoms
+from cuteflash.atoms.barriers import wait_phase
+from cuteflash.core.latent import each_latent_tile
+from cuteflash.core.tile import QueryTile
+from cuteflash.kernels.sm90.mla_decode_bundles import (
+    FIRST_PAGE,
+    LAST_SLAB,
+    LEFT,
+    RIGHT,
+    SLABS_BUT_LAST,
+    MlaBlock,
+    parity,
+)
+from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, SLAB, SLABS, WGMMA_M
+
+
+@cute.jit
+def load(kernel: cutlass.Constexpr, block: MlaBlock):
+    """Load all tiles of this block; one warp calls it."""
+    each_latent_tile(block.launch, functools.partial(load_tile, kernel, block))
+
+
+@cute.jit
+def load_tile(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
+    """Load Q and the pages of a tile; returns the position of the next one's.
+
+    Most of Q is not needed any more once the last tile's last scores are there, and goes first; its last slab goes
+    behind the first page, since P lies there until the last product.
+    """
+    blocks = tile.visited_blocks()
+    first, end = blocks.lo, blocks.hi
+    # Pages that are loaded before the last slab of Q: none of the block's first tile, which would wait for them.
+    ahead = cutlass.min(first + cutlass.min(q_pos, 1), end)
+    place = place_of(block, tile, first, end)
+    load_q(block, tile, q_pos, range(SLABS - 1), SLABS_BUT_LAST)
+    kv_pos, place = load_pages(kernel, block, tile, (first, first, ahead, end), place, kv_pos)
+    load_q(block, tile, q_pos, range(SLABS - 1, SLABS), LAST_SLAB)
+    kv_pos, _ = load_pages(kernel, block, tile, (first, ahead, end, end), place, kv_pos)
+    return kv_pos
+
+
+@cute.jit
+def load_pages(
+    kernel: cutlass.Constexpr,
+    block: MlaBlock,
+    tile: QueryTile,
+    numbers: tuple[Int32, Int32, Int32, Int32],
+    place: tuple[Int32, Int32],
+    kv_pos: Int32,
+):
+    """Load some pages of a tile; returns the position, and where the page after them lies.
+
+    Args:
+        numbers: the first page of the tile, the first one to load, the end of those, the end of the tile's.
+        place: where the first one to load lies.
+    """
+    first, begin, stop, end = numbers
+    for number in cutlass.range(begin, stop, unroll=1):
+        following = place_of(block, tile, number + 1, end)
+        page = (number - first) % CONSUMERS
+        load_page(kernel, block, place, page, parity(kv_pos, page))
+        kv_pos = kv_pos ^ (FIRST_PAGE << page)
+        place = following
+    return kv_pos, place
+
+
+@cute.jit
+def place_of(block: MlaBlock, tile: QueryTile, page: Int32, end: Int32):
+    """Where a page of a tile lies, or (0, 0) if the tile does not read it; looked up while the one before it loads."""
+    inside, entry = Int32(0), Int32(0)
+    if page < end:
+        inside, entry = block.pages.place(tile.sequence, page)
+    return inside, entry
+
+
+@cute.jit
+def load_q(
+    block: MlaBlock,
+    tile: QueryTile,
+    q_pos: Int32,
+    slabs: cutlass.Constexpr[range],
+    part: cutlass.Constexpr[int],
+):
+    """Load slabs of the tile's rows of Q once the last tile's are not needed any more; rows past the last become 0."""
+    rings, tma, stages = block.rings, block.tma, block.tiles.sQ_slabs
+    wait_phase(rings.q_empty + part, (q_pos & 1) ^ 1)
+    with cute.arch.elect_one():
+        nbytes = len(slabs) * WGMMA_M * SLAB * ELEMENT_BYTES
+        cute.arch.mbarrier_arrive_and_expect_tx(rings.q_full + part, nbytes)
+    boxes = cute.local_tile(tma.gQ[None, None, tile.batch], (WGMMA_M, SLAB), (tile.m_block, None))
+    tQsQ, tQgQ = atoms.tma_partition(tma.load_q, stages, boxes)
+    for slab in cutlass.range_constexpr(slabs.start, slabs.stop):
+        cute.copy(tma.load_q, tQgQ[None, slab], tQsQ[None, slab], tma_bar_ptr=rings.q_full + part)
+
+
+@cute.jit
+def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, Int32], page: Int32, phase: Int32):
+    """Load what lies at `place` as page 0 or 1, each half once its place is free in all blocks of the cluster.
+
+    Each block announces all groups at its own mbarriers, and loads its part of them for all blocks.
+    """
+    traits, rings, tma = kernel.traits, block.rings, block.tma
+    inside, entry = place
+    phase = phase ^ 1
+    rows = traits.tile_n
+    boxes = cute.local_tile(tma.gK[None, None, entry], (rows, SLAB), (inside, None))  # (rows, columns, slab)
+    tKsK, tKgK = atoms.tma_partition(tma.load_k, block.tiles.sK_slabs, boxes)
+    for group in cutlass.range_constexpr(len(traits.groups)):
+        first, end = traits.group_starts[group : group + 2]
+        if const_expr(group == 0):
+            wait_phase(rings.empty + 2 * page + LEFT, phase)
+        if const_expr(group == traits.left_groups):
+            wait_phase(rings.empty + 2 * page + RIGHT, phase)
+        barrier = rings.full + page * rings.groups + group
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, (end - first) * rows * SLAB * ELEMENT_BYTES)
+        if const_expr(traits.cluster == 1):
+            for slab in cutlass.range_constexpr(first, end):
+                cute.copy(tma.load_k, tKgK[None, slab], tKsK[None, page * SLABS + slab], tma_bar_ptr=barrier)
+        elif cute.arch.block_idx_in_cluster() == group % traits.cluster:
+            everyone = Int16((1 << traits.cluster) - 1)
+            for slab in cutlass.range_constexpr(first, end):
+                target = tKsK[None, page * SLABS + slab]
+                cute.copy(tma.load_k, tKgK[None, slab], target, tma_bar_ptr=barrier, mcast_mask=everyone)

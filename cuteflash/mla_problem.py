@@ -1,0 +1,62 @@
+"""Decoding latent attention: its sizes, what a kernel is generated for, and its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from cuteflash.problem import DTYPES, HalfDtype
+
+LATENT_DIM = 576  # columns of Q and of the cache, whose one head is K
+LATENT_DIM_V = 512  # of these, the first are V, too
+PAGE_ROWS = 64  # rows of a page, or a divisor of them: what one step of the kernel reads
+HEADS_MAX = 128  # query heads
+MERGING_GROUPS = 4  # warps that share a row's parts: as many as a row has blocks of 128 columns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MlaProblem:
+    """What the decoding kernel of latent attention is generated for.
+
+    Attributes:
+        dtype: element type of Q, the cache and O.
+        is_paged: a table says where a sequence's pages lie; otherwise an entry of the cache is a sequence.
+        is_split: the keys of a sequence may be dealt to several blocks, see `cuteflash.core.split`.
+    """
+
+    dtype: HalfDtype
+    is_paged: bool = True
+    is_split: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+
+
+class MlaTensors(NamedTuple):
+    """The tensors of the kernel; inside it CuTe tensors, outside torch's. What a problem lacks is None.
+
+    A row of Q and O is (token, query head), the head running fastest.
+    """
+
+    q: Any  # (batch, rows, 576)
+    kv_cache: Any  # (pages, page rows, 576), or (batch, rows of the cache, 576) without a table
+    page_table: Any  # (batch, pages of a sequence) int32
+    cache_seqlens: Any  # (batch,) int32
+    out: Any  # (batch, rows, 512)
+    lse: Any  # (batch, query heads, tokens) fp32
+    partials: Any = None  # (slots, 64, 512) fp32, of split keys: see `cuteflash.core.split_slots`
+    partials_lse: Any = None  # (slots, 64) fp32
+    seats: Any = None  # (batch, query tiles, 2) int32: the first and the last seat that has keys of a tile
+
+
+class MlaScalars(NamedTuple):
+    """The numbers of the kernel."""
+
+    softmax_scale: Any  # Float32
+    causal: Any  # Int32: 1 if a query sees the keys up to its own position only, else 0
+    shares: Any  # Int32: blocks between which the keys of a query tile of all sequences are shared
+    tile_cost: Any  # Int32: what a query tile costs beside its pages, in pages, as shares count it
+    most_parts: Any  # Int32: parts of a query tile's keys at most, 2 or more; of split keys
+    rows_of_block: Any  # Int32: rows whose parts a block merges, a divisor of 64
+    groups: Any  # Int32: 1, or MERGING_GROUPS if a row has so many parts that several warps share them

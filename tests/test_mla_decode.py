@@ -1,0 +1,216 @@
+"""The latent-attention decode without a GPU: what it compiles to, its traits, masks and shares on host integers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from cuteflash.core.latent import LatentMask, LatentPages
+from cuteflash.core.tile import QueryTile
+from cuteflash.dispatch import choose_mla
+from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
+from cuteflash.kernels.sm90.mla_decode_bundles import BOTH_PAGES, FIRST_PAGE, READERS, parity
+from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides, rows_of_block
+from cuteflash.mla_problem import MlaProblem
+from cuteflash.traits.arch import ARCHS, get_arch
+from cuteflash.traits.mla_sm90 import HELD_REGS, MlaTraitsSm90
+from cuteflash.traits.rows_mla_sm90 import ROWS
+from tests.cross_compile import KernelStore
+
+HOPPER = get_arch("sm_90a")
+PROBLEMS = [
+    MlaProblem("bf16"),
+    MlaProblem("fp16"),
+    MlaProblem("bf16", is_paged=False),
+    MlaProblem("bf16", is_split=False),
+    MlaProblem("fp16", is_paged=False, is_split=False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m_blocks", [1, 2])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_kernels_neither_spill_nor_serialise_their_products(
+    kernels: KernelStore, problem: MlaProblem, m_blocks: int
+) -> None:
+    traits = choose_mla(problem, m_blocks, "sm_90a")
+    compiled = kernels(FlashMlaDecodeSm90, traits, problem, "sm_90a")
+    assert bool(compiled.count("UTMALDG.3D.MULTICAST")) == (traits.cluster > 1)
+    compiled.assert_clean()
+    # Columns of K in steps of 16 and keys of V: once for a pair of pages, and once for the last page of an odd number.
+    pairs = {"QK": 2 * 36, "PV": 4 * 4}
+    last = {"QK": 36, "PV": 2 * 4}
+    assert compiled.count("HGMMA.64x64x16") == pairs["QK"] + last["QK"]
+    assert compiled.count("HGMMA.64x256x16") == pairs["PV"] + last["PV"]
+    assert compiled.count("UTMALDG.3D")
+    assert bool(compiled.count(r"STG\.E\.64")) == problem.is_split
+
+
+def test_rows_run_on_hopper_only() -> None:
+    for row, arch in itertools.product(ROWS, ARCHS.values()):
+        assert (row.check(arch) is None) == (arch.name == "sm_90a")
+    assert [choose_mla(MlaProblem("fp16"), m_blocks, "sm_90a").cluster for m_blocks in (1, 2, 3, 4)] == [1, 2, 1, 2]
+    with pytest.raises(NotImplementedError, match="target is sm_80; latent attention decodes on sm_90a, and on a CPU"):
+        choose_mla(MlaProblem("bf16"), 1, "sm_80")
+    with pytest.raises(ValueError, match="dtype is 'e4m3'; allowed: fp16, bf16"):
+        MlaProblem("e4m3")  # type: ignore[arg-type]
+
+
+def test_shared_memory_is_planned_without_overlaps() -> None:
+    traits = MlaTraitsSm90()
+    plan = traits.smem_plan
+    assert traits.smem_bytes == 231_424 <= HOPPER.smem_per_block
+    apart = sorted((plan[name] for name in ("barriers", "statistics", "q", "pages", "p0")), key=lambda one: one.start)
+    assert all(one.end <= other.start for one, other in itertools.pairwise(apart))
+    assert all(plan[name].start % 1024 == 0 for name in ("q", "p1", "pages", "p0"))
+    # P of the second warpgroup over the last columns of Q, which are in registers by then.
+    assert plan["p1"].end == plan["q"].end and plan["p1"].nbytes == plan["p0"].nbytes == 64 * 64 * 2
+    assert HELD_REGS == 128 + 32 + 16 + 16
+    assert traits.barriers * 8 <= plan["statistics"].start
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"groups": (3, 3, 3)}, "groups (3, 3, 3) are not 9 slabs, of which some groups hold the first 4"),
+        ({"groups": (4, 4)}, "groups (4, 4) are not"),
+        ({"groups": (4, 0, 5)}, "groups (4, 0, 5) are not"),
+        ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
+        ({"cluster": 4}, "cluster 4 is not 1 or 2"),
+        ({"mma_regs": 236}, "are not multiples of 8 from 24 to 256"),
+        ({"mma_regs": 240}, "are more than the 64512 that a block is launched with"),
+        ({"mma_regs": 208}, "mma_regs 208 do not hold 192 and 24 for addresses"),
+    ],
+)
+def test_traits_say_why_they_do_not_fit(changed: dict[str, object], complaint: str) -> None:
+    assert complaint in str(dataclasses.replace(MlaTraitsSm90(), **changed).check(HOPPER))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("groups", [(2, 2, 2, 3), (4, 5), (1,) * 9, (1, 3, 5)])
+def test_groups_of_slabs_make_a_page(groups: tuple[int, ...]) -> None:
+    traits = MlaTraitsSm90(groups=groups)
+    assert traits.check(HOPPER) is None
+    assert traits.group_starts[traits.left_groups] == 4 and traits.group_starts[-1] == 9
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (16, 1), (16, 5), (40, 3), (128, 2)])
+def test_rows_see_the_keys_of_their_token(heads: int, tokens: int) -> None:
+    """Which pages a tile reads, which of them are masked, and the mask: all from the definition of each row."""
+    rows = heads * tokens
+    for length, step in itertools.product((0, 1, 2, 63, 64, 65, 66, 130), (0, 1)):
+        mask = LatentMask("causal", rows, length, 0, 0, heads=heads, step=step)
+        seen = [
+            [key <= length - tokens + row // heads if step else True for key in range(length)] for row in range(rows)
+        ]
+        for row in range(rows):
+            lo, hi = mask.kv_bounds(row)
+            assert [lo <= key < hi for key in range(length)] == seen[row]
+        for first in range(0, rows, 64):
+            of_tile = seen[first : first + 64]
+            lo, hi = mask.n_blocks(first, min(first + 64, rows) - 1, 64)
+            _, full = mask.full_n_blocks(first, min(first + 64, rows) - 1, 64)
+            needed = [
+                page for page in range(-(-length // 64)) if any(any(r[64 * page : 64 * page + 64]) for r in of_tile)
+            ]
+            assert lo == 0 and list(range(hi)) == needed
+            assert all(all(row[: 64 * full]) and 64 * full <= length for row in of_tile)
+        assert mask.most_blocks(rows, 64) == max(-(-length // 64), 1)
+        assert dataclasses.replace(mask, tile_cost=2).most_blocks(rows, 64) == max(-(-length // 64), 1) + 2
+    assert mask.kv_bounds(rows + 63)[1] <= length  # a row past the last one sees no key past the last one
+
+
+def test_pages_of_several_times_64_rows() -> None:
+    pages = LatentPages([[7, 3], [5, 9]], 4)
+    table = {(0, 0): 7, (0, 1): 3, (1, 0): 5, (1, 1): 9}
+
+    class Table:
+        def __getitem__(self, at: tuple[int, int]) -> int:
+            return table[at]
+
+    pages = LatentPages(Table(), 4)
+    assert [pages.place(1, page) for page in (0, 3, 4, 6)] == [(0, 5), (3, 5), (0, 9), (2, 9)]
+    assert LatentPages(None, None).place(1, 6) == (6, 1)
+
+
+def test_positions_are_parities_of_what_each_page_was_used() -> None:
+    position, uses = 0, [0, 0]
+    for count in (1, 2, 0, 5, 4, 1, 1, 7):
+        for number in range(count):  # as the producer counts
+            page = number % 2
+            assert parity(position, page) == uses[page] % 2
+            uses[page] += 1
+            position ^= FIRST_PAGE << page
+    assert BOTH_PAGES == FIRST_PAGE | FIRST_PAGE << 1  # as the consumers count a pair
+    assert READERS == ((4, 8), (8, 4))  # the left half of a first page is warpgroup 0's alone, and so on
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ((128, 1, 128), 128),  # a sequence each; to cut all of them for 132 would cost more
+        ((128, 2, 128), 64),
+        ((66, 2, 128), 66),
+        ((32, 1, 64), 128),  # four equal parts
+        ((100, 1, 64), 132),
+        ((1, 1, 2048), 128),
+        ((1, 2, 2048), 64),
+        ((1, 300, 10), 1),
+        ((7, 1, 1), 7),
+    ],
+)
+def test_blocks_get_equal_shares(sizes: tuple[int, int, int], count: int) -> None:
+    batch, m_blocks, pages = sizes
+    shares = Shares.of(batch, m_blocks, pages, 0, 132)
+    assert shares.is_split and shares.count == count
+    whole = Shares.of(batch, m_blocks, pages, 1, 132)
+    assert not whole.is_split and whole.count <= max(132 // m_blocks, 1)
+    rounds = -(-batch // whole.count)
+    assert rounds == -(-batch // max(132 // m_blocks, 1))  # as few as can be
+    assert -(-batch * pages // count) <= rounds * pages + 2 * PART_COST
+    assert Shares.of(batch, m_blocks, pages, 3, 132).most_parts == 3
+
+
+def test_blocks_merge_rows_of_one_tile() -> None:
+    for batch, rows in itertools.product((1, 3, 128), (1, 16, 40, 128, 640)):
+        found = rows_of_block(batch, rows, 132)
+        assert 64 % found == 0
+        assert found == 1 or -(-batch * rows // found) >= 132 * 5 / 2
+
+
+def test_rows_of_queries_without_a_copy() -> None:
+    q = torch.empty(2, 3, 16, 576)
+    assert row_strides(q) == (3 * 16 * 576, 576)
+    assert row_strides(torch.empty(2, 3, 16, 640)[..., :576]) == (3 * 16 * 640, 640)
+    assert row_strides(q.transpose(1, 2)) is None
+    assert row_strides(q.transpose(1, 2)[:, :1]) == (3 * 16 * 576, 16 * 576)
+    assert row_strides(q[:, :, :1]) == (3 * 16 * 576, 16 * 576)
+
+
+@pytest.mark.parametrize(
+    ("q", "cache", "head_dim_v", "complaint"),
+    [
+        ((1, 1, 16, 192), (4, 64, 1, 576), 512, "q has 192 columns"),
+        ((1, 1, 16, 576), (4, 64, 2, 576), 512, "kv_cache \\(2, 576\\) heads and columns"),
+        ((1, 1, 16, 576), (4, 64, 1, 576), 128, "V 128; allowed: 576, \\(1, 576\\), 512"),
+        ((1, 1, 129, 576), (4, 64, 1, 576), 512, "heads\\) is 129; allowed: 1 to 128"),
+        ((1, 1, 16, 576), (4, 48, 1, 576), 512, "page_size\\) is 48; allowed: multiples of 64"),
+    ],
+)
+def test_sizes_that_are_not_served(q: tuple[int, ...], cache: tuple[int, ...], head_dim_v: int, complaint: str) -> None:
+    table, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    tensors = torch.empty(q, dtype=torch.bfloat16), torch.empty(cache, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=complaint):
+        CudaMlaDecode()(*tensors, table, lengths, head_dim_v=head_dim_v, softmax_scale=0.1, causal=True, num_splits=0)
+    with pytest.raises(ValueError, match=complaint):
+        check_served(*tensors, table, head_dim_v)
+
+
+def test_a_tile_of_rows_is_one_of_queries() -> None:
+    mask = LatentMask("causal", 80, 100, 0, 0, heads=40, step=1)
+    tile = QueryTile(1, 0, 0, 0, 0, 1, 0, 0, 64, mask, 64, 64, 1)
+    assert tile.rows() == 16
+    blocks = tile.visited_blocks()
+    assert (blocks.lo, blocks.hi, tile.full_blocks()[1]) == (0, 2, 1)
