@@ -28,6 +28,7 @@ with quiet_interrupts() if sys.argv[:1] == ["-m"] else contextlib.nullcontext():
         unpad_input,
     )
     from cuteflash.quantize import quantize_qkv
+    from cuteflash.scheduling import get_scheduler_metadata
     from cuteflash.version import VERSION as __version__
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flash_mla_decode",
     "flash_mla_prefill",
+    "get_scheduler_metadata",
     "merge_attn_states",
     "pad_input",
     "quantize_qkv",

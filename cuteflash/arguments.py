@@ -7,6 +7,7 @@
     SplitTensors  those of split keys       }
     FwdScalars    its run-time scalars      }
     sinks         of a problem with sinks, after the scalars: one vector; of a backward `SinkTensors`
+    tree          of a problem with a tree, after those: one vector
     shared_k      of a problem whose heads share columns of K, after these
 
 An option with the name of a scalar is passed on as that scalar. A backward has the same, named `Bwd`.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple, Self
 
-from cuteflash.problem import FP8_OUT, UNBOUNDED
+from cuteflash.problem import FP8_OUT, UNBOUNDED, MaskKind
 
 EXECUTION = ("pack_gqa", "family", "deterministic", "lengths", "num_splits")  # options that say how to compute
 FORMATS = ("transposed_v", "out_dtype")  # options that say how tensors are given; all others say what to compute
@@ -153,6 +154,32 @@ def _definition(options: FwdOptions | Fp8Options | BwdOptions, head_dim: int) ->
     return {name: value for name, value in resolved.items() if name not in (*EXECUTION, *FORMATS)}
 
 
+def mask_of_window(
+    window_left: int, window_right: int, seqlen_q: int, attention_chunk: int = 0
+) -> tuple[MaskKind, int, int]:
+    """The mask kind of a window, with both sides as a kernel takes them.
+
+    Args:
+        window_left: keys a query sees before its own, bottom-right aligned; -1 is all.
+        window_right: keys a query sees after its own; -1 is all, 0 with `window_left` -1 is causal.
+        seqlen_q: queries of one sequence. A single query is the last row of the score matrix, which no right edge
+            cuts, so decoding takes the kernel without a mask.
+        attention_chunk: a chunk's length, which has both edges; 0 is none.
+
+    Returns:
+        (mask kind, left, right) with ``UNBOUNDED`` for a side of -1.
+    """
+    left = UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED)
+    right = UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED)
+    if attention_chunk:
+        return "window", left, right
+    if window_left < 0 and (window_right < 0 or seqlen_q == 1):
+        return "full", left, right
+    if window_left < 0 and window_right == 0:
+        return "causal", left, right
+    return "window", left, right
+
+
 class FwdTensors(NamedTuple):
     """The tensors of a forward kernel; inside the kernel CuTe tensors, outside torch's.
 
@@ -197,7 +224,8 @@ class SplitTensors(NamedTuple):
     """What a kernel gets that splits keys; others do not have these arguments."""
 
     partials: Any = None  # (n,) fp32, see `cuteflash.core.split`
-    arrivals: Any = None  # (blocks,) int32, 0 before a launch and after it; launches that overlap have one each
+    arrivals: Any = None  # (blocks,) int32, 0 before a launch and after it; launches that overlap have one each. If the
+    # launch is scheduled, all of its metadata, see `cuteflash.core.split_slots`
     most_parts: Any = None  # int, of a tile, at least 2
     lanes: Any = None  # int, lines of tiles; it divides heads, as the tiles see them, and blocks
 
@@ -218,6 +246,7 @@ class FwdArguments(NamedTuple):
 
     Attributes:
         sinks: (heads_q,), the logit of each query head that has no key; only a kernel with sinks has this argument.
+        tree: (2 rows of q,) int32, see `cuteflash.core.tree`; likewise, only a kernel with a tree.
         shared_k: (batch, seqlen_k, 1, columns), the last columns of every head's K; likewise.
     """
 
@@ -228,12 +257,20 @@ class FwdArguments(NamedTuple):
     sinks: Any
     stream: Any
     split: SplitTensors = SplitTensors()
+    tree: Any = None
     shared_k: Any = None
 
     @classmethod
-    def of(cls, flat: tuple[Any, ...], is_split: bool = False, has_sinks: bool = False, shares_k: bool = False) -> Self:
-        """From the flat arguments that `__call__` gets; `is_split`, `has_sinks` and `shares_k` as the problem."""
-        last = len(flat) - 1 - has_sinks - shares_k
+    def of(
+        cls,
+        flat: tuple[Any, ...],
+        is_split: bool = False,
+        has_sinks: bool = False,
+        shares_k: bool = False,
+        has_tree: bool = False,
+    ) -> Self:
+        """From the flat arguments that `__call__` gets; `is_split` and the others as the problem."""
+        last = len(flat) - 1 - has_sinks - has_tree - shares_k
         end, scalars = len(FwdTensors._fields), last - len(FwdScalars._fields)
         split = scalars - (len(SplitTensors._fields) if is_split else 0)
         tensors, between = FwdTensors(*flat[:end]), flat[end:split]
@@ -247,13 +284,14 @@ class FwdArguments(NamedTuple):
             flat[last] if has_sinks else None,
             flat[-1],
             SplitTensors(*flat[split:scalars]),
+            flat[last + has_sinks] if has_tree else None,
             flat[-2] if shares_k else None,
         )
 
     def flat(self) -> tuple[Any, ...]:
         """As `__call__` takes them: those of split keys come last before the scalars."""
         groups = (group for group in (self.packed, self.scales, self.split) if any(x is not None for x in group))
-        last = (x for x in (self.sinks, self.shared_k) if x is not None)
+        last = (x for x in (self.sinks, self.tree, self.shared_k) if x is not None)
         return (*self.tensors, *itertools.chain(*groups), *self.scalars, *last, self.stream)
 
 

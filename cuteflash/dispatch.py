@@ -187,7 +187,7 @@ def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Seq
     rows: tuple[Row, ...]
     if "e4m3_cache" in problem.features:
         rows = CACHE_ROWS[key.family]
-    elif "split" in problem.features:
+    elif problem.takes_split_rows:
         rows = SPLIT_ROWS[key.family]
     else:
         rows = (*(own.row for own in own_rows), *TABLES[key])

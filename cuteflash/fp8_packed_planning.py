@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from cuteflash.arguments import Fp8Options, PackedTensors, ScaleTensors
+from cuteflash.arguments import Fp8Options, PackedTensors, ScaleTensors, mask_of_window
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.fp8_planning import FAMILY, TORCH_DTYPES, check_family, columns_contiguous, operands_of, results
 from cuteflash.packed_planning import SEVERAL, class_of_lengths, counters, is_empty, storage_of
 from cuteflash.planning import Result, fwd_scalars, should_pack
-from cuteflash.problem import FwdProblem, Scores, mask_of_window, packs_block_scales
+from cuteflash.problem import FwdProblem, Scores, packs_block_scales
 from cuteflash.strides import usable_strides
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import Fp8Options
+from cuteflash.arguments import Fp8Options, mask_of_window
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose
 from cuteflash.planning import Result, fwd_scalars, should_pack, target_of
@@ -21,7 +21,6 @@ from cuteflash.problem import (
     HalfDtype,
     Operands,
     Scores,
-    mask_of_window,
     packs_block_scales,
 )
 from cuteflash.quantize_problem import TransposeProblem

@@ -18,6 +18,7 @@ from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse
 from cuteflash.kvcache_planning import Planner
 from cuteflash.kvcache_steps import Step, StepTensors, key_of, steps
 from cuteflash.operators import note_writes
+from cuteflash.schedule_planning import check_metadata_size
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
@@ -55,6 +56,8 @@ class CacheOptions(TypedDict, total=False):
     sinks: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    scheduler_metadata: Tensor | None
+    tree_mask: Tensor | None
 
 
 class NewTokens(NamedTuple):
@@ -130,6 +133,8 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries to a KV cache, to which new tokens are appended first, in place: one call a decode step.
@@ -170,6 +175,12 @@ def flash_attn_with_kvcache(
         rotary_interleaved: a rotated pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
         num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library. It never
             changes what is computed.
+        scheduler_metadata: what `get_scheduler_metadata` returned for these lengths, sizes and options: all layers of a
+            step may share it. None computes it in each call. It never changes what is computed.
+        tree_mask: (batch, seqlen_q) int64, or (total_q,), with `causal` and up to 64 queries a sequence: bit j of query
+            i's mask says whether it sees the key of query j, its own included; bits of later queries do not count. It
+            sees the keys before those of the queries in any case, as far as the window goes. Not with a rotary
+            embedding, whose positions would be places in the cache, not depths in the tree: see `apply_rotary`.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -187,7 +198,8 @@ def flash_attn_with_kvcache(
     """
     tensors = StepTensors(
         q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
-        cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, sinks, k_descale, v_descale,
+        cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, sinks, k_descale, v_descale, scheduler_metadata,
+        tree_mask,
     )  # fmt: skip
     settings = (
         softmax_scale, causal, window_size, attention_chunk, softcap, rotary_interleaved, num_splits, pack_gqa, family,
@@ -197,33 +209,34 @@ def flash_attn_with_kvcache(
     if key is not None:
         last, step = steps.last
         if key == last or (step := steps.get(key)) is not None:
-            known: Tensor | tuple[Tensor, Tensor] = step(tensors)
-            return known
-    return_lse = flag("return_lse", return_lse)
+            return cast("Tensor | tuple[Tensor, Tensor]", step(tensors))
     new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
     caches = KvCacheInputs(
-        q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks, k_descale, v_descale
-    )
+        q, k_cache, v_cache, cu_seqlens_q, None, page_table, cache_batch_idx, cache_leftpad, sinks, k_descale,
+        v_descale, scheduler_metadata, tree_mask,
+    )  # fmt: skip
     _check_types(caches, new, cache_seqlens)
     options = options_of(
         softmax_scale, causal, window_size, softcap, pack_gqa, family, False, _length_class(caches, max_seqlen_q),
         attention_chunk=attention_chunk, num_splits=num_splits,
     )  # fmt: skip
     caches = caches._replace(seqused_k=_begins(cache_seqlens, caches))
+    flags = flag("rotary_interleaved", rotary_interleaved), flag("return_lse", return_lse)
+    return _append_and_attend(caches, new, options, flags, key)
+
+
+def _append_and_attend(
+    caches: KvCacheInputs, new: NewTokens, options: FwdOptions, flags: tuple[bool, bool], key: Hashable | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append if there is something to append, and attend; for calls with a key, note how equal ones do it.
+
+    Args:
+        flags: `rotary_interleaved` and `return_lse`.
+    """
+    interleaved, return_lse = flags
     append = None
     if new.k is not None:
-        caches, append = _append(caches, new, options, flag("rotary_interleaved", rotary_interleaved))
-    return _attend(caches, options, return_lse, key, append)
-
-
-def _attend(
-    caches: KvCacheInputs,
-    options: FwdOptions,
-    return_lse: bool,
-    key: Hashable | None,
-    append: Callable[..., Any] | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to the caches; for calls with a key, note how equal ones do it. `append` is the launch before."""
+        caches, append = _append(caches, new, options, interleaved)
     run = kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda
     operands = caches[:3]
     result: Tensor | tuple[Tensor, Tensor]
@@ -296,6 +309,8 @@ def _check(caches: KvCacheInputs, inputs: AppendInputs, options: FwdOptions, app
     check_append(inputs, append_options)
     if caches.q.device.type == "cuda":
         Planner(has_lse=False).launch(caches, options)
+    elif caches.q.device.type == "cpu":
+        check_metadata_size(caches.scheduler_metadata, 0)
     return True
 
 
@@ -311,6 +326,8 @@ def _check_types(caches: KvCacheInputs, new: NewTokens, cache_seqlens: object) -
         return
     if new.v is None:
         raise ValueError("v is None; allowed with k: a tensor")
+    if new.rotary_cos is not None and caches.tree_mask is not None:
+        raise ValueError("rotary_cos is given with tree_mask; allowed: None, with q and k rotated by their depths")
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; allowed with k and v: an int or a tensor, where they are written to")
 

@@ -25,6 +25,7 @@ from cuteflash.ops import ALIGNMENT_MASK, check_target
 from cuteflash.packed_ops import call_of
 from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2
+from cuteflash.schedule_planning import check_metadata_size
 from cuteflash.torch_internals import OpOverload
 from cuteflash.transforms import one_by_one, register_autocast
 from cuteflash.validate import check_alignments, lse_dtype, reads_values
@@ -49,7 +50,8 @@ class CudaForward:
         inputs, options = KvCacheInputs(*arguments[: len(TENSORS)]), arguments[len(TENSORS) :]
         launch = self.launch_of(inputs, options)
         q, k, v = inputs[:3]
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNMENT_MASK:
+        addresses, metadata = q.data_ptr() | k.data_ptr() | v.data_ptr(), inputs.scheduler_metadata
+        if (addresses if metadata is None else addresses | metadata.data_ptr()) & ALIGNMENT_MASK:
             _check_alignment(inputs)
         if reads_values():
             check_cache_values(inputs, complete=True)
@@ -68,7 +70,8 @@ class CudaForward:
 
 
 def _check_alignment(inputs: KvCacheInputs) -> None:
-    check_alignments({name: getattr(inputs, name) for name in TENSORS[:3]})
+    given = {name: getattr(inputs, name) for name in (*TENSORS[:3], "scheduler_metadata")}
+    check_alignments({name: x for name, x in given.items() if x is not None})
 
 
 def _check(*arguments: Any) -> None:
@@ -93,6 +96,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     *tensors, options = arguments
     inputs = KvCacheInputs(*tensors)
     _check_alignment(inputs)
+    check_metadata_size(inputs.scheduler_metadata, 0)
     check_cache_values(inputs, complete=reads_values())
     q = inputs.q
     o_shape, lse_shape = result_shapes(inputs)
@@ -103,7 +107,8 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     for queries, (k, v) in zip(_query_spans(inputs), _keys(inputs), strict=True):
         is_packed = inputs.cu_seqlens_q is not None
         q_part = q[None, queries] if is_packed else q[queries]
-        o_part, lse_part = flash_attention_2(q_part, k[None], v[None], **definition, sinks=inputs.sinks)
+        tree = None if inputs.tree_mask is None else inputs.tree_mask[queries].flatten()
+        o_part, lse_part = flash_attention_2(q_part, k[None], v[None], **definition, sinks=inputs.sinks, tree=tree)
         if is_packed:
             o[queries], lse[:, queries] = o_part[0].to(o.dtype), lse_part[0]
         else:

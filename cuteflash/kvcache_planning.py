@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import empty_like
 
-from cuteflash.arguments import FwdOptions, PackedTensors, ScaleTensors
+from cuteflash.arguments import FwdOptions, PackedTensors, ScaleTensors, mask_of_window
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
 from cuteflash.packed_planning import SEVERAL, counted_rows, counters, packs_heads
@@ -24,25 +24,131 @@ from cuteflash.problem import (
     DENSE,
     PAGE_ROWS_STEP,
     FwdProblem,
+    MaskKind,
     Operands,
     Scores,
     Storage,
-    mask_of_window,
 )
-from cuteflash.split_planning import ROWS, SplitKernels, Tiles
+from cuteflash.schedule_planning import Schedule, check_metadata_size
+from cuteflash.schedule_problem import ScheduleScalars
+from cuteflash.split_planning import MOST_PARTS, ROWS, SplitKernels, Tiles, grid_of
 from cuteflash.strides import fp32_template, is_like_new, usable_strides
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
-from cuteflash.validate import ALIGNMENT
+from cuteflash.validate import ALIGNMENT, reads_values
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
 from cuteflash.validate_packed import PackedInputs
 
-STORED = KvCacheInputs._fields.index("sinks")  # the tensors before say how sequences lie in memory
 E4M3_FAMILY: Family = "sm90"  # that has kernels of e4m3 caches
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
 
 Launch = Callable[[KvCacheInputs], Result]
 Strides = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSizes:
+    """The sizes of a call.
+
+    Attributes:
+        batch: sequences.
+        rows: queries of a sequence, or of all together if they are packed.
+        capacity: rows of a cache entry.
+        heads, kv_heads: of q, and of the caches.
+        is_packed: queries are packed.
+    """
+
+    batch: int
+    rows: int
+    capacity: int
+    heads: int
+    kv_heads: int
+    is_packed: bool
+
+    @classmethod
+    def of(cls, inputs: KvCacheInputs) -> CacheSizes:
+        """Those of a call."""
+        q, kv_heads = inputs.q, inputs.k_cache.shape[2]
+        is_packed = inputs.cu_seqlens_q is not None
+        return cls(inputs.batch, q.shape[-3], inputs.capacity, q.shape[-2], kv_heads, is_packed)
+
+    @property
+    def length(self) -> int:
+        """Queries of a sequence, of packed ones the mean."""
+        return -(-self.rows // self.batch) if self.is_packed else self.rows
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def tiles(self) -> Tiles:
+        """What decides whether keys are split."""
+        return Tiles(self.batch, self.kv_heads, self.heads_per_kv, self.length, self.capacity)
+
+    def mask(self, options: FwdOptions, has_tree: bool = False) -> tuple[MaskKind, int, int]:
+        """The mask as a kernel has it, see `mask_of_window`. Even a single query of a tree may not see itself."""
+        several = SEVERAL if self.is_packed or has_tree else self.rows
+        return mask_of_window(options.window_left, options.window_right, several, options.attention_chunk)
+
+    def class_of_lengths(self, options: FwdOptions) -> LengthClass:
+        """The class that the options name, or that of the mean queries and whole cache entries."""
+        if options.lengths is not None:
+            return cast(LengthClass, options.lengths)
+        if not self.is_packed:
+            return length_class_of(self.rows, self.capacity)
+        return length_class_of_packed(self.rows, self.batch * self.capacity, self.batch)
+
+
+class CachePlan:
+    """What decides the launch of a call with caches, but for where they lie.
+
+    Attributes:
+        problem: without packed heads, and as if no keys were split.
+        choice: the row if none are.
+        split: the kernels that split keys.
+    """
+
+    def __init__(
+        self, sizes: CacheSizes, problem: FwdProblem, options: FwdOptions, device: torch.device, is_scheduled: bool
+    ) -> None:
+        self.sizes, self.problem, self.options = sizes, problem, options
+        self.target = current_target(device.index)
+        lengths = sizes.class_of_lengths(options)
+        self.choice = choose(problem, self.target, cast(Family | None, options.family), lengths)
+        _, *window = sizes.mask(options)
+        self.scalars = fwd_scalars(options, (window[0], window[1]), problem.operands.head_dim, device)
+        self.split = SplitKernels(
+            problem, self.target, self.choice.family, lengths, options.num_splits, self.scalars.num_sms, device,
+            is_scheduled=is_scheduled,
+        )  # fmt: skip
+
+    def packs(self, tile_m: int) -> bool:
+        """Whether the query heads of a KV head share tiles of `tile_m` rows."""
+        return packs_heads(self.options, self.sizes.length, self.sizes.heads_per_kv, tile_m)
+
+    def schedule(self) -> Schedule:
+        """Where the blocks of launches that split keys begin."""
+        sizes, mask = self.sizes, self.problem.scores.mask
+        row = self.split.choice(sizes.tiles) if sizes.batch and sizes.rows else None
+        if row is None:
+            return Schedule(0, mask, ScheduleScalars(*(0 for _ in ScheduleScalars._fields)), self.target)
+        traits: Any = row.traits
+        packed_heads = sizes.heads_per_kv if self.packs(ROWS) else 1
+        blocks, lanes = grid_of(traits, sizes.tiles, packed_heads, self.scalars.num_sms)
+        scalars = ScheduleScalars(
+            seqlen_q=sizes.rows,
+            seqlen_k=sizes.capacity,
+            heads=sizes.heads // packed_heads,
+            lanes=lanes,
+            tile_tokens=traits.tile_tokens(packed_heads),
+            tile_n=traits.tile_n,
+            window_left=self.scalars.window_left,
+            window_right=self.scalars.window_right,
+            most_parts=self.split.num_splits or MOST_PARTS,
+        )
+        return Schedule(blocks, mask, scalars, self.target)
 
 
 class Planner:
@@ -59,7 +165,8 @@ class Planner:
         """A checked launch for calls with the same sizes, strides and options; what it keeps holds no tensor.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as `check_kvcache`, `target_of` and `choose` do.
+            TypeError, ValueError, NotImplementedError: as `check_kvcache`, `target_of`, `choose` and
+                `check_metadata_size` do.
         """
         check_kvcache(inputs, options)
         q, k, v = inputs[:3]
@@ -69,55 +176,54 @@ class Planner:
             return functools.partial(self._without_kernel, shapes=shapes)
         restrides = [usable_strides(x.stride(), ALIGNMENT // x.element_size()) for x in (q, k, v)]
         strides = [new or x.stride() for new, x in zip(restrides[1:], (k, v), strict=True)]
-        target = current_target(q.device.index)
         if inputs.is_e4m3:
-            check_family(target, options.family)
-        is_packed = inputs.cu_seqlens_q is not None
-        length = -(-q.shape[0] // inputs.batch) if is_packed else q.shape[1]
-        mask, *window = mask_of_window(
-            options.window_left, options.window_right, SEVERAL if is_packed else length, options.attention_chunk
-        )
-        dtype = DTYPE_NAMES[q.dtype]
-        cache_dtype: Literal["e4m3"] | None = "e4m3" if inputs.is_e4m3 else None
-        operands = Operands(dtype, dtype, dtype, q.shape[-1], v.shape[3], cache_dtype=cache_dtype)
-        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks))
-        problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
-        storage = problem.storage
-        lengths = class_of_lengths(inputs, options)
-        choice = choose(problem, target, cast(Family | None, options.family), lengths)
-        heads_per_kv = q.shape[-2] // k.shape[2]
-        scalars = fwd_scalars(options, (window[0], window[1]), q.shape[-1], q.device)
-        fitted = functools.partial(with_boxes, inputs, strides)
-        packs = functools.partial(packs_heads, options, length, heads_per_kv)
-        kernels = SplitKernels(
-            problem, target, choice.family, lengths, options.num_splits, scalars.num_sms, q.device, fitted
-        )
-        split = kernels.of(Tiles(inputs.batch, k.shape[2], heads_per_kv, length, inputs.capacity), packs(ROWS))
+            check_family(current_target(q.device.index), options.family)
+        plan = self._plan(inputs, options)
+        fitted = plan.split.fitted = functools.partial(with_boxes, inputs, strides)
+        split = plan.split.of(plan.sizes.tiles, plan.packs(ROWS))
+        schedule = plan.schedule() if inputs.scheduler_metadata is not None else None
+        check_metadata_size(inputs.scheduler_metadata, 0 if schedule is None else schedule.size)
         if split is None:
-            problem = problem.packed(heads_per_kv) if packs(choice.traits.tile_m) else problem
-            kernel = compiled(choice.kernel_cls, choice.traits, fitted(problem, choice.traits), target)
-            further: Callable[[], tuple[Any, ...]] = tuple
+            choice = plan.choice
+            problem = plan.problem.packed(plan.sizes.heads_per_kv if plan.packs(choice.traits.tile_m) else 1)
+            kernel = compiled(choice.kernel_cls, choice.traits, fitted(problem, choice.traits), plan.target)
         else:
-            kernel, further = split[0], split[1].arguments
-
-        is_dense, restride, is_split = storage == DENSE, any(restrides), split is not None
-        is_e4m3 = inputs.is_e4m3
+            kernel = split[0]
+        is_dense, scalars, is_e4m3 = plan.problem.storage == DENSE, plan.scalars, inputs.is_e4m3
+        restride, is_split = any(restrides), split is not None
         o_shape, like_q = shapes[0], is_like_new(q, shapes[0])
         like_lse = fp32_template(shapes[1], q.device) if self.has_lse else None
 
         def launch(inputs: KvCacheInputs) -> Result:
+            metadata = inputs.scheduler_metadata
+            if schedule is not None and metadata is not None and inputs.seqused_k is not None and reads_values():
+                schedule.check(metadata, inputs.seqused_k, inputs.cu_seqlens_q, inputs.cache_leftpad)
             q, k, v = inputs[:3]
-            sinks = () if inputs.sinks is None else (inputs.sinks,)
             o = empty_like(q) if like_q else q.new_empty(o_shape)
             lse = None if like_lse is None else empty_like(like_lse)
             if restride:
                 q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip((q, k, v), restrides, strict=True))
             vectors = () if is_dense else vectors_of(inputs, is_split)
             scales = ScaleTensors(None, *inputs.descales) if is_e4m3 else ()
-            kernel(q, k, v, o, lse, *vectors, *scales, *further(), *scalars, *sinks)
+            parts = () if split is None else split[1].arguments(metadata)
+            sinks = () if inputs.sinks is None else (inputs.sinks,)
+            tree = () if inputs.tree_mask is None else (inputs.tree_mask.view(torch.int32).flatten(),)
+            kernel(q, k, v, o, lse, *vectors, *scales, *parts, *scalars, *sinks, *tree)
             return o if lse is None else (o, lse)
 
         return launch
+
+    def _plan(self, inputs: KvCacheInputs, options: FwdOptions) -> CachePlan:
+        """The plan of a call."""
+        q, sizes = inputs.q, CacheSizes.of(inputs)
+        dtype = DTYPE_NAMES[q.dtype]
+        cache_dtype: Literal["e4m3"] | None = "e4m3" if inputs.is_e4m3 else None
+        operands = Operands(dtype, dtype, dtype, q.shape[-1], inputs.v_cache.shape[3], cache_dtype=cache_dtype)
+        has_tree = inputs.tree_mask is not None
+        mask = sizes.mask(options, has_tree)[0]
+        scores = Scores(mask, options.softcap > 0, options.attention_chunk > 0, sink_dtype(inputs.sinks), has_tree)
+        problem = FwdProblem(operands, scores, storage_of(inputs), self.has_lse)
+        return CachePlan(sizes, problem, options, q.device, inputs.scheduler_metadata is not None)
 
     def _without_kernel(self, inputs: KvCacheInputs, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Result:
         """What queries get that see no key."""
@@ -160,7 +266,8 @@ def result_shapes(inputs: KvCacheInputs) -> tuple[tuple[int, ...], tuple[int, ..
 
 def storage_of(inputs: KvCacheInputs) -> Storage:
     """How the sequences of a call lie in memory. Whole caches, one for each sequence of a dense batch, are dense."""
-    if all(x is None for x in inputs[3:STORED]):
+    places = inputs.cu_seqlens_q, inputs.seqused_k, inputs.page_table, inputs.cache_batch_idx, inputs.cache_leftpad
+    if all(x is None for x in places):
         return DENSE
     return Storage(
         "dense" if inputs.cu_seqlens_q is None else "varlen",
@@ -219,15 +326,6 @@ def check_reach(inputs: KvCacheInputs, strides: Sequence[Strides]) -> None:
                 f"{name} reaches over {last * cache.element_size()} bytes; allowed for pages of "
                 f"{cache.shape[1]} rows: fewer than {GATHERED_BYTES_MAX}"
             )
-
-
-def class_of_lengths(inputs: KvCacheInputs, options: FwdOptions) -> LengthClass:
-    """The class that the options name, or that of the mean queries and whole cache entries."""
-    if options.lengths is not None:
-        return cast(LengthClass, options.lengths)
-    if inputs.cu_seqlens_q is None:
-        return length_class_of(inputs.q.shape[1], inputs.capacity)
-    return length_class_of_packed(inputs.q.shape[0], inputs.batch * inputs.capacity, inputs.batch)
 
 
 def is_empty(inputs: KvCacheInputs) -> bool:

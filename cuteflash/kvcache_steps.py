@@ -53,6 +53,8 @@ class StepTensors(NamedTuple):
     sinks: Any
     k_descale: Any
     v_descale: Any
+    scheduler_metadata: Any
+    tree_mask: Any
 
 
 class Step:
@@ -73,7 +75,7 @@ class Step:
         """Append, if there is something to append, and attend."""
         (
             q, k_cache, v_cache, k, v, seqlens, page_table, cache_batch_idx, cache_leftpad, ends, ends_new, cos, sin,
-            rotary_seqlens, sinks, k_descale, v_descale,
+            rotary_seqlens, sinks, k_descale, v_descale, metadata, tree_mask,
         ) = tensors  # fmt: skip
         if self.append is not None:
             rotates = cos is not None
@@ -89,7 +91,7 @@ class Step:
         return self.attend(
             KvCacheInputs(
                 q, k_cache, v_cache, ends, seqlens, page_table, cache_batch_idx, cache_leftpad, sinks, k_descale,
-                v_descale,
+                v_descale, metadata, tree_mask,
             )
         )  # fmt: skip
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cuteflash.arguments import FwdOptions, PackedTensors
+from cuteflash.arguments import FwdOptions, PackedTensors, mask_of_window
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
 from cuteflash.packed_planning import SEVERAL, counters
 from cuteflash.planning import DTYPE_NAMES, fwd_scalars
-from cuteflash.problem import DENSE, SHARED_COLUMNS, FwdProblem, Operands, Scores, Storage, mask_of_window
+from cuteflash.problem import DENSE, SHARED_COLUMNS, FwdProblem, Operands, Scores, Storage
 from cuteflash.strides import usable_strides
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed

@@ -42,6 +42,8 @@ from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
 from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
 from cuteflash.validate_quantize import check_fp8_packed_inference
 
+KV_SCALES = ("k_descale", "v_descale")  # that e4m3 pages have, too
+
 
 class EightBits(NamedTuple):
     """The arguments of `flash_attn_varlen_func` that belong to attention in 8 bits."""
@@ -230,11 +232,9 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     return_lse = return_lse is not False and flag("return_lse", return_lse)
     if page_table is not None:
-        given = eight.unlike_default() if eight else {}
-        refuse_with_pages(seqused_q=seqused_q, **given | {"k_descale": None, "v_descale": None})
-        _check_optional(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
-        paged = paged_inputs((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
-        paged = paged._replace(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
+        refuse_with_pages(seqused_q=seqused_q, **(eight or EightBits()).unlike_default() | dict.fromkeys(KV_SCALES))
+        places = cu_seqlens_q, cu_seqlens_k, seqused_k, page_table
+        paged = paged_inputs((q, k, v), *places, (sinks, k_descale, v_descale))
         return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, return_lse)
     if not (is_packed and isinstance(cu_seqlens_k, Tensor)):
         if cu_seqlens_k is None or not all(isinstance(x, Tensor) for x in (q, k, v, cu_seqlens_q, cu_seqlens_k)):

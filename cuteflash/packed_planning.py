@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, empty_like
 
-from cuteflash.arguments import BwdOptions, Fp8Options, FwdOptions, PackedTensors
+from cuteflash.arguments import BwdOptions, Fp8Options, FwdOptions, PackedTensors, mask_of_window
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
 from cuteflash.planning import (
@@ -25,7 +25,7 @@ from cuteflash.planning import (
     sink_dtype,
     target_of,
 )
-from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage, mask_of_window
+from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage
 from cuteflash.split_planning import ROWS, SplitKernels, Tiles
 from cuteflash.strides import compacted, fp32_template, is_like_new, usable_strides
 from cuteflash.torch_internals import current_stream

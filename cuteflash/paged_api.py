@@ -30,8 +30,9 @@ def paged_inputs(
     cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None,
     page_table: Tensor,
+    others: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> KvCacheInputs:
-    """The tensors of a call with pages, whose lengths may be given as ends."""
+    """The tensors of a call with pages, whose lengths may be ends; `others` are sinks and the scales of K and V."""
     named = dict(zip(("q", "k", "v"), tensors, strict=True)) | {"cu_seqlens_q": cu_seqlens_q, "page_table": page_table}
     lengths = {"cu_seqlens_k": cu_seqlens_k} if seqused_k is None else {"seqused_k": seqused_k}
     if cu_seqlens_k is None and seqused_k is None:
@@ -42,7 +43,12 @@ def paged_inputs(
     if seqused_k is None and cu_seqlens_k is not None:
         check_vector("cu_seqlens_k", cu_seqlens_k, tensors[0].device)
         seqused_k = cu_seqlens_k.diff()
-    return KvCacheInputs(*tensors, cu_seqlens_q, seqused_k, page_table)
+    sinks, k_descale, v_descale = others
+    for name, x in (("sinks", sinks), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if not isinstance(x, Tensor | None):
+            raise not_tensors(**{name: x})
+    inputs = KvCacheInputs(*tensors, cu_seqlens_q, seqused_k, page_table)
+    return inputs._replace(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
 
 
 def attend_paged(

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, empty_like
 
-from cuteflash.arguments import BwdOptions, BwdScalars, Fp8Options, FwdOptions, FwdScalars
+from cuteflash.arguments import BwdOptions, BwdScalars, Fp8Options, FwdOptions, FwdScalars, mask_of_window
 from cuteflash.calls import Call, sizes_kind
 from cuteflash.compile import compiled
 from cuteflash.dispatch import check_family, choose, current_target
@@ -31,7 +31,6 @@ from cuteflash.problem import (
     Operands,
     Scores,
     SinkDtype,
-    mask_of_window,
 )
 from cuteflash.split_planning import ROWS, SplitKernels, SplitLaunch, Tiles
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides

@@ -53,7 +53,17 @@ MaskKind = Literal["full", "causal", "window"]
 StorageKind = Literal["dense", "varlen", "paged"]
 SinkDtype = Literal["fp32", "fp16", "bf16"]
 Feature = Literal[
-    "softcap", "lse", "varlen", "deterministic", "turned_v", "v_mean", "block_scales", "split", "sink", "e4m3_cache"
+    "softcap",
+    "lse",
+    "varlen",
+    "deterministic",
+    "turned_v",
+    "v_mean",
+    "block_scales",
+    "split",
+    "sink",
+    "e4m3_cache",
+    "tree",
 ]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -65,6 +75,7 @@ SINK_DTYPES: tuple[SinkDtype, ...] = get_args(SinkDtype)
 E4M3_MAX = 448.0  # the largest number of e4m3
 FP8_MAX: dict[str, float] = {"e4m3": E4M3_MAX, "e5m2": 57344.0}
 TRANSPOSED_KEYS = 128  # Vᵀ holds a sequence's keys in whole blocks of so many
+TREE_TOKENS_MAX = 64  # new tokens of a sequence that form a tree: bits of a mask
 UNBOUNDED = 1 << 30  # a window side without an edge, as kernels get it: beyond every length, and sums stay in 32 bits
 LENGTH_MAX = UNBOUNDED - 1024  # rows or keys of one call: a tile reaches past the end, and its indices are 32-bit
 CACHE_ROWS_MAX = (1 << 31) - (1 << 16)  # that a TMA descriptor counts in one mode
@@ -87,15 +98,20 @@ class Scores:
         chunked: a query sees only keys of its own chunk of positions, whose length a kernel gets; of a ``"window"``.
         sink: each query head has a logit that joins the softmax of its rows and has no value: its element type; None
             is none.
+        tree: of the last keys of a sequence, those of its queries, a query sees only those that its bits say. Its mask
+            has a right edge, the query's own position.
     """
 
     mask: MaskKind = "full"
     softcap: bool = False
     chunked: bool = False
     sink: SinkDtype | None = None
+    tree: bool = False
 
     def __post_init__(self) -> None:
         check_choice("mask", self.mask, MASK_KINDS)
+        if self.tree and self.mask == "full":
+            raise ValueError("tree is True; allowed with mask 'full': False, a tree has a right edge")
         if self.chunked and not self.has_left_edge:
             raise ValueError(f"chunked is True; allowed with mask {self.mask!r}: False, a chunk has both edges")
         if self.sink is not None:
@@ -103,9 +119,8 @@ class Scores:
 
     def asking(self, features: Collection[Feature]) -> Self:
         """The same mask with just these optional features; sinks are fp32."""
-        return dataclasses.replace(
-            self, softcap="softcap" in features, sink=SINK_DTYPES[0] if "sink" in features else None
-        )
+        sink = SINK_DTYPES[0] if "sink" in features else None
+        return dataclasses.replace(self, softcap="softcap" in features, sink=sink, tree="tree" in features)
 
     @property
     def has_left_edge(self) -> bool:
@@ -168,6 +183,7 @@ class FwdProblem:
         operands, scores, storage: see these classes.
         has_lse: the log-sum-exp of each row is written, fp32, natural log.
         is_split: the keys of a tile may be dealt to several blocks, see `cuteflash.core.split`.
+        is_scheduled: where each block's share of them begins is in a tensor, computed before the launch.
     """
 
     operation: ClassVar[Operation] = "fwd"
@@ -177,10 +193,13 @@ class FwdProblem:
     storage: Storage = DENSE
     has_lse: bool = False
     is_split: bool = False
+    is_scheduled: bool = False
 
     def __post_init__(self) -> None:
         if self.is_split and self.operands.is_fp8:
             raise ValueError(f"is_split is True; allowed with {self.operands.qk_dtype!r}: False")
+        if self.is_scheduled and not self.is_split:
+            raise ValueError("is_scheduled is True; allowed without is_split: False")
 
     @classmethod
     def dense(
@@ -213,7 +232,13 @@ class FwdProblem:
             split=self.is_split,
             sink=self.scores.sink is not None,
             e4m3_cache=self.operands.cache_dtype is not None,
+            tree=self.scores.tree,
         )
+
+    @property
+    def takes_split_rows(self) -> bool:
+        """Whether rows that split keys serve it: they are shaped for few queries, which is what a tree has."""
+        return self.is_split or self.scores.tree
 
     @property
     def may_be_empty(self) -> bool:
@@ -258,6 +283,7 @@ class BwdProblem:
 
     operation: ClassVar[Operation] = "bwd"
     is_split: ClassVar[bool] = False
+    takes_split_rows: ClassVar[bool] = False
 
     operands: Operands
     scores: Scores = Scores()
@@ -310,29 +336,3 @@ Problem = FwdProblem | BwdProblem
 @functools.cache  # a table is searched with every row asking for them
 def _features(**asked: bool) -> frozenset[Feature]:
     return frozenset(cast(Feature, name) for name, there in asked.items() if there)
-
-
-def mask_of_window(
-    window_left: int, window_right: int, seqlen_q: int, attention_chunk: int = 0
-) -> tuple[MaskKind, int, int]:
-    """The mask kind of a window, with both sides as a kernel takes them.
-
-    Args:
-        window_left: keys a query sees before its own, bottom-right aligned; -1 is all.
-        window_right: keys a query sees after its own; -1 is all, 0 with `window_left` -1 is causal.
-        seqlen_q: queries of one sequence. A single query is the last row of the score matrix, which no right edge
-            cuts, so decoding takes the kernel without a mask.
-        attention_chunk: a chunk's length, which has both edges; 0 is none.
-
-    Returns:
-        (mask kind, left, right) with ``UNBOUNDED`` for a side of -1.
-    """
-    left = UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED)
-    right = UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED)
-    if attention_chunk:
-        return "window", left, right
-    if window_left < 0 and (window_right < 0 or seqlen_q == 1):
-        return "full", left, right
-    if window_left < 0 and window_right == 0:
-        return "causal", left, right
-    return "window", left, right

@@ -14,7 +14,7 @@ from torch import Tensor, empty_like
 
 from cuteflash.compile import compiled
 from cuteflash.core.split_slots import LEAST_KEYS, partials_size
-from cuteflash.dispatch import choose
+from cuteflash.dispatch import Choice, choose
 from cuteflash.problem import FwdProblem
 from cuteflash.strides import fp32_template
 from cuteflash.torch_internals import current_stream
@@ -106,17 +106,27 @@ class SplitLaunch:
         cls, traits: Any, tiles: Tiles, packed_heads: int, num_splits: int, num_sms: int, device: torch.device
     ) -> SplitLaunch:
         """That of a kernel with these traits."""
-        most = num_sms * traits.blocks_per_sm
-        heads = tiles.heads * tiles.heads_per_kv // packed_heads
-        lanes = lanes_of(heads, most)
-        of_line = tiles.batch * heads // lanes * -(-tiles.seqlen_q * packed_heads // ROWS)
-        blocks = lanes * shares_of(of_line, most // lanes, -(-most * (100 - IDLE_PERCENT) // 100 // lanes))
+        blocks, lanes = grid_of(traits, tiles, packed_heads, num_sms)
         size = partials_size(blocks, traits.tile_m, traits.head_dim_v)
         return cls(blocks, lanes, num_splits or MOST_PARTS, fp32_template((size,), device))
 
-    def arguments(self) -> tuple[Any, ...]:
-        """In the order of `cuteflash.arguments.SplitTensors`, for a launch on the current stream."""
-        return empty_like(self.partials), arrivals.of(self.partials.device, self.blocks), self.most_parts, self.lanes
+    def arguments(self, metadata: Tensor | None = None) -> tuple[Any, ...]:
+        """In the order of `cuteflash.arguments.SplitTensors`, for a launch on the current stream.
+
+        Args:
+            metadata: that of a launch that is scheduled.
+        """
+        counters = arrivals.of(self.partials.device, self.blocks) if metadata is None else metadata
+        return empty_like(self.partials), counters, self.most_parts, self.lanes
+
+
+def grid_of(traits: Any, tiles: Tiles, packed_heads: int, num_sms: int) -> tuple[int, int]:
+    """(blocks, lanes) of the launches of a kernel with these traits."""
+    most = num_sms * traits.blocks_per_sm
+    heads = tiles.heads * tiles.heads_per_kv // packed_heads
+    lanes = lanes_of(heads, most)
+    of_line = tiles.batch * heads // lanes * -(-tiles.seqlen_q * packed_heads // ROWS)
+    return lanes * shares_of(of_line, most // lanes, -(-most * (100 - IDLE_PERCENT) // 100 // lanes)), lanes
 
 
 def lanes_of(heads: int, blocks: int) -> int:
@@ -143,6 +153,7 @@ class SplitKernels:
         num_splits: the option.
         num_sms: multiprocessors of `device`.
         fitted: a problem as a kernel with given traits has it.
+        is_scheduled: the launches get metadata.
     """
 
     problem: FwdProblem
@@ -153,6 +164,7 @@ class SplitKernels:
     num_sms: int
     device: torch.device
     fitted: Callable[[FwdProblem, Any], FwdProblem] = lambda problem, _: problem
+    is_scheduled: bool = False
 
     def __post_init__(self) -> None:
         self._found: dict[bool, tuple[Callable[..., object], Any] | None] = {}
@@ -171,12 +183,22 @@ class SplitKernels:
         launch = SplitLaunch.of(traits, tiles, packed_heads, self.num_splits, self.num_sms, self.device)
         return kernel, launch
 
-    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], Any] | None:
-        """The kernel of these calls, and its traits; None if no row splits keys."""
+    def choice(self, tiles: Tiles) -> Choice | None:
+        """The row of that kernel; None as above."""
+        return self._choice() if tiles.should_split(self.num_splits, self.num_sms) else None
+
+    def _choice(self) -> Choice | None:
         problem = dataclasses.replace(self.problem, is_split=True)
         try:
-            choice = choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
+            return choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
         except NotImplementedError:
             return None
-        problem = self.fitted(problem.packed(packed_heads), choice.traits)
-        return compiled(choice.kernel_cls, choice.traits, problem, self.target), choice.traits
+
+    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], Any] | None:
+        """The kernel of these calls, and its traits; None if no row splits keys."""
+        choice = self._choice()
+        if choice is None:
+            return None
+        problem = dataclasses.replace(self.problem.packed(packed_heads), is_split=True, is_scheduled=self.is_scheduled)
+        kernel = compiled(choice.kernel_cls, choice.traits, self.fitted(problem, choice.traits), self.target)
+        return kernel, choice.traits

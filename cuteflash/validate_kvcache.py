@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.arguments import FwdOptions
-from cuteflash.problem import HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX
+from cuteflash.problem import HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX, TREE_TOKENS_MAX
 from cuteflash.validate import (
     DIMS,
     PACKED_DIMS,
@@ -23,7 +23,7 @@ from cuteflash.validate import (
     holds,
 )
 from cuteflash.validate_fp8 import check_descale_values, check_per_head
-from cuteflash.validate_packed import check_ends, check_vector
+from cuteflash.validate_packed import check_ends, check_vector, differences
 
 E4M3 = torch.float8_e4m3fn
 E4M3_HEAD_DIM_STEP = 16  # columns of 16 bytes
@@ -49,6 +49,8 @@ class KvCacheInputs(NamedTuple):
     sinks: Tensor | None = None  # (heads,)
     k_descale: Tensor | None = None  # (batch, kv_heads) or (kv_heads,) fp32, of e4m3 caches
     v_descale: Tensor | None = None
+    scheduler_metadata: Tensor | None = None  # (n,), see `cuteflash.core.split_slots`
+    tree_mask: Tensor | None = None  # q.shape[:-2] int64, which of its last keys each query sees
 
     @property
     def is_e4m3(self) -> bool:
@@ -112,6 +114,8 @@ def check_kvcache(inputs: KvCacheInputs, options: FwdOptions) -> None:
     _check_vectors(inputs)
     check_sinks(q, inputs.sinks)
     _check_descales(inputs)
+    if inputs.tree_mask is not None:
+        _check_tree(inputs.tree_mask, q, options)
     _check_capacity(inputs, options.pack_gqa)
 
 
@@ -159,6 +163,12 @@ def _check_vectors(inputs: KvCacheInputs) -> None:
             check_vector(name, vector, device)
             if holds(vector.shape[0] != inputs.batch):
                 raise ValueError(f"{name}.shape is {tuple(vector.shape)}; allowed: ({inputs.batch},), the batch")
+    if inputs.scheduler_metadata is not None:
+        check_vector("scheduler_metadata", inputs.scheduler_metadata, device)
+        if inputs.seqused_k is None:
+            raise ValueError("scheduler_metadata is given without cache_seqlens; allowed: None")
+        if inputs.is_e4m3:  # whose tiles are not those that it was computed for
+            raise NotImplementedError(f"scheduler_metadata is given with caches of {E4M3}; supported: None")
     table = inputs.page_table
     if table is not None:
         check_table(table, device)
@@ -181,6 +191,24 @@ def check_table(table: Tensor, device: torch.device) -> None:
         raise ValueError(f"page_table.device is {table.device}; allowed: {device}, that of q")
     if holds(table.shape[1] > 1) and holds(table.stride(1) != 1):
         raise ValueError(f"page_table.stride(1) is {table.stride(1)}; allowed: 1 (contiguous rows)")
+
+
+def _check_tree(tree: Tensor, q: Tensor, options: FwdOptions) -> None:
+    """Element type, device, shape and memory layout of a tree's masks, and the mask that they belong to."""
+    check_strided("tree_mask", tree)
+    if tree.dtype != torch.int64:
+        raise TypeError(f"tree_mask.dtype is {tree.dtype}; allowed: torch.int64")
+    if tree.device != q.device:
+        raise ValueError(f"tree_mask.device is {tree.device}; allowed: {q.device}, that of q")
+    rows = q.shape[:-2]
+    if tree.dim() != len(rows) or holds(any(a != b for a, b in zip(tree.shape, rows, strict=True))):
+        raise ValueError(f"tree_mask.shape is {tuple(tree.shape)}; allowed: {tuple(rows)}, the rows of q")
+    if not tree.is_contiguous():
+        raise ValueError(f"tree_mask.stride() is {tree.stride()}; allowed: that of a contiguous tensor")
+    if len(rows) == 2 and holds(rows[1] > TREE_TOKENS_MAX):
+        raise ValueError(f"q.shape[1] (seqlen_q) is {rows[1]}; allowed with tree_mask: up to {TREE_TOKENS_MAX}")
+    if options.window_right != 0:
+        raise ValueError("causal is False; allowed with tree_mask: True, a token sees none that comes after it")
 
 
 def _check_capacity(inputs: KvCacheInputs, pack_gqa: bool | None) -> None:
@@ -207,6 +235,11 @@ def check_cache_values(inputs: KvCacheInputs, *, complete: bool) -> None:
         check_descale_values(dict(zip(names, inputs.descales, strict=True)))
     if inputs.cu_seqlens_q is not None:
         check_ends("cu_seqlens_q", inputs.cu_seqlens_q.tolist(), "q", inputs.q.shape[0], complete=complete)
+        longest = max(differences(inputs.cu_seqlens_q.tolist()), default=0)
+        if inputs.tree_mask is not None and longest > TREE_TOKENS_MAX:
+            raise ValueError(
+                f"cu_seqlens_q has a sequence of {longest} queries; allowed with tree_mask: up to {TREE_TOKENS_MAX}"
+            )
     for i, (entry, begin, end) in enumerate(key_spans(inputs)):
         if not 0 <= entry < inputs.entries:
             raise ValueError(f"cache_batch_idx[{i}] is {entry}; allowed: 0 to {inputs.entries - 1}")

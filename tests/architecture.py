@@ -27,6 +27,7 @@ RANKS: dict[str, int] = {
     "quantize_problem": 0,
     "problem_names": 0,
     "append_problem": 0,
+    "schedule_problem": 0,
     "mla_problem": 0,
     "arguments": 1,
     "traits": 1,
@@ -61,6 +62,9 @@ RANKS: dict[str, int] = {
     "calls": 3,
     "transforms": 6,
     "split_planning": 6,
+    "schedule_planning": 6,
+    "schedule_ops": 10,
+    "scheduling": 12,
     "planning": 7,
     "operators": 7,
     "ops": 8,
@@ -106,6 +110,7 @@ RANKS: dict[str, int] = {
 }
 STDLIB_ONLY = (
     "append_problem",
+    "schedule_problem",
     "arguments",
     "core.workspace",
     "files",

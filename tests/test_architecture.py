@@ -42,6 +42,7 @@ SIZE_EXCEPTIONS: dict[str, str] = {
             "flash_attn_varlen_func",
             "flash_attn_with_kvcache",
         ),
+        "metadata": ("get_scheduler_metadata",),
         "flash_mla": ("flash_mla_with_kvcache",),
     }.items()
     for function in functions

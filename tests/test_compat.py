@@ -121,6 +121,21 @@ FLASH_ATTENTION_3: dict[str, dict[str, Any]] = {
         "sm_margin": 0,
         "return_softmax_lse": False,
     },
+    "get_scheduler_metadata": {
+        **dict.fromkeys(("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv"), REQUIRED),
+        **dict.fromkeys(("headdim", "cache_seqlens"), REQUIRED),
+        "qkv_dtype": torch.bfloat16,
+        **dict.fromkeys(("headdim_v", "cu_seqlens_q", "cu_seqlens_k_new", "cache_leftpad", "page_size"), None),
+        "max_seqlen_k_new": 0,
+        "causal": False,
+        "window_size": WINDOW,
+        "attention_chunk": 0,
+        "has_softcap": False,
+        "num_splits": 0,
+        "pack_gqa": None,
+        "sm_margin": 0,
+        "total_q": None,
+    },
 }
 
 
@@ -258,7 +273,7 @@ REFUSALS = [
     (flash_attn_interface.flash_attn_func, REFUSED_3),
     (
         flash_attn_interface.flash_attn_with_kvcache,
-        {"sm_margin": 4, "scheduler_metadata": TENSOR} | DESCALES_3,
+        {"sm_margin": 4} | DESCALES_3,
     ),
 ]
 

@@ -191,4 +191,4 @@ def test_the_snippets_of_the_page_run() -> None:
     for snippet in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         exec(compile(snippet, "serving.md", "exec"), names)
         shapes.append(tuple(names["out"].shape))
-    assert shapes == [(2, 1, 8, 64), (8, 8, 64), (2, 1, 8, 64), (4, 1, 8, 64)]
+    assert shapes == [(2, 1, 8, 64), (8, 8, 64), (2, 1, 8, 64), (2, 4, 8, 64), (2, 1, 8, 64), (4, 1, 8, 64)]

@@ -84,7 +84,8 @@ def test_the_schema() -> None:
     assert str(KVCACHE._schema) == (
         "cuteflash::kvcache_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cu_seqlens_q=None, "
         "Tensor? seqused_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "
-        "Tensor? sinks=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+        "Tensor? sinks=None, Tensor? k_descale=None, Tensor? v_descale=None, Tensor? scheduler_metadata=None, "
+        "Tensor? tree_mask=None, "
         "float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0., bool? pack_gqa=None, "
         "str? family=None, bool deterministic=False, str? lengths=None, int attention_chunk=0, "
         "int num_splits=1) -> Tensor"

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuteflash.arguments import mask_of_window
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import KeyTile
-from cuteflash.problem import LENGTH_MAX, UNBOUNDED, has_left_edge, mask_of_window
+from cuteflash.problem import LENGTH_MAX, UNBOUNDED, has_left_edge
 from tests.int32 import Int32
 
 LENGTHS_Q, LENGTHS_K, SIDES = (1, 2, 5), (0, 1, 3, 7), (-1, 0, 1, 2, 5, 9)

@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cuteflash import api, calls, flash_attn_func, ops, planning
+from cuteflash.arguments import mask_of_window
 from cuteflash.dispatch import Choice
-from cuteflash.problem import UNBOUNDED, FwdProblem, mask_of_window
+from cuteflash.problem import UNBOUNDED, FwdProblem
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.user_tables import MEASURED, OwnTables

@@ -5,7 +5,7 @@
 
 What differs:
 
-- `sm_margin` and `scheduler_metadata` raise NotImplementedError.
+- `sm_margin` raises NotImplementedError. `get_scheduler_metadata` takes `total_q`, too, see there.
 - `qv` is for latent attention alone: q and k of 64 columns, qv and v of 512, v and k the columns of one cache, which
   is dense or has pages of a multiple of 64 rows. Inference only. `flash_attn_varlen_func` also knows it as `q_v`, as
   vLLM's fork does.
@@ -31,6 +31,7 @@ from cuteflash import api, packed_api
 from cuteflash.combine import flash_attn_combine
 from cuteflash.compat.common import attend, attend_cached
 from cuteflash.compat.latent import Queries, attend_latent
+from cuteflash.compat.metadata import get_scheduler_metadata
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, shown
 from cuteflash.validate_kvcache import E4M3
@@ -41,6 +42,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 Window = tuple[int, int]
@@ -261,6 +263,7 @@ def flash_attn_with_kvcache(
     Args:
         page_table: int32 (batch, pages of a sequence), with caches of pages, (num_pages, page_size, kv_heads,
             head_dim), of any size.
+        scheduler_metadata: what `get_scheduler_metadata` returned for this step.
         q_descale, k_descale, v_descale: with q and whole caches of 8 bits, as of `flash_attn_func`. The last two also
             with 16-bit q and e4m3 caches, to which a 16-bit k and v are appended; None is 1.
         qv: shaped as q but for its 512 columns; no k and v are appended then.
@@ -270,7 +273,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         NotImplementedError: an argument that the module's text names is used; with 8 bits also one that extends,
-            rotates, shortens, pages or indexes the cache.
+            rotates, shortens, pages, indexes or schedules the cache.
         TypeError, ValueError: as `cuteflash.flash_attn_with_kvcache`.
     """
     extent: dict[str, Any] = {
@@ -284,18 +287,19 @@ def flash_attn_with_kvcache(
         "pack_gqa": pack_gqa, "return_lse": return_softmax_lse, "attention_chunk": attention_chunk,
     }  # fmt: skip
     descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refuse(sm_margin=(sm_margin, ZERO), scheduler_metadata=(scheduler_metadata, NOTHING))
+    refuse(sm_margin=(sm_margin, ZERO))
     if qv is not None:
         names = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q")
         used = {name: extent.pop(name) for name in names}
-        _refuse_with_qv(k=k, v=v, **extent, **descales)
+        _refuse_with_qv(k=k, v=v, scheduler_metadata=scheduler_metadata, **extent, **descales)
         lengths, table, ends, longest = used.values()
         given.pop("pack_gqa")
         queries = Queries(ends, None if ends is None else longest)
         latent: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "num_splits": num_splits}
         return attend_latent(q, k_cache, v_cache, qv, queries, **latent, **given)
     if isinstance(q, Tensor) and q.dtype in FP8_DTYPES:
-        refuse(**{name: (value, NOTHING) for name, value in ({"k": k, "v": v} | extent).items()})
+        others = {"k": k, "v": v, "scheduler_metadata": scheduler_metadata} | extent
+        refuse(**{name: (value, NOTHING) for name, value in others.items()})
         tensors = q, k_cache, v_cache
         return _attend(api.flash_attn_func, tensors, num_splits=num_splits, sm_margin=0, **descales, **given)
     if isinstance(q, Tensor) and isinstance(k_cache, Tensor) and k_cache.dtype == E4M3 and k_cache.dim() > 1:
@@ -305,6 +309,7 @@ def flash_attn_with_kvcache(
     else:
         refuse(**{name: (value, NOTHING) for name, value in descales.items()})
     options = extent | given | {"rotary_interleaved": rotary_interleaved, "num_splits": num_splits}
+    options["scheduler_metadata"] = scheduler_metadata
     return attend_cached(q, (k_cache, v_cache), (k, v), **options)
 
 

@@ -16,8 +16,9 @@ from cuteflash.core.paged import Pages, seqlen_of_caches
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
 from cuteflash.core.sinks import Sinks
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.split import Line
+from cuteflash.core.split import Line, starts_of
 from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
+from cuteflash.core.tree import Tree
 from cuteflash.core.views import with_batch
 from cuteflash.problem import DENSE, MaskKind, Storage
 
@@ -86,6 +87,7 @@ class Launch:
         mask_kind, storage, tile_tokens, tile_n, packed_heads: of the kernel.
         pages: where the rows of paged K and V lie; None of others.
         line: all query tiles, if keys are split.
+        tree: which new tokens each query sees, if these form a tree.
     """
 
     order: Order | None
@@ -104,6 +106,7 @@ class Launch:
     packed_heads: cutlass.Constexpr[int]
     pages: Pages | None = None
     line: Line | None = None
+    tree: Tree | None = None
 
     @staticmethod
     def of(
@@ -114,6 +117,7 @@ class Launch:
         persistent: bool,
         sinks: cute.Tensor | None = None,
         split: SplitTensors | None = None,
+        tree: cute.Tensor | None = None,
     ) -> Launch:
         """The launch of a kernel.
 
@@ -124,6 +128,7 @@ class Launch:
             persistent: there are `num_sms` blocks; groups of heads of a dense batch then fill whole waves of them.
             sinks: (heads_q,), the kernel's.
             split: the kernel's, if keys are split.
+            tree: see `cuteflash.core.tree`.
         """
         operands, scores, storage = kernel.problem.operands, kernel.problem.scores, kernel.problem.storage
         batch, seqlen_q, heads_q, _ = tensors.q.shape
@@ -161,6 +166,7 @@ class Launch:
             packed_heads=operands.packed_heads,
             pages=Pages.of(tensors, packed, storage) if storage.k == "paged" else None,
             line=line_of(kernel, tensors, packed, split) if kernel.problem.is_split else None,
+            tree=None if tree is None else Tree(tree),
         )
 
     def tile(self, index: Int32) -> QueryTile:
@@ -179,7 +185,8 @@ class Launch:
     def mask_of(self, sequence: Sequence) -> IntervalMask:
         """The keys that each query of a sequence sees."""
         window = self.window_left, self.window_right
-        return IntervalMask(self.mask_kind, sequence.seqlen_q, sequence.seqlen_k, *window, self.attention_chunk)
+        lengths, has_tree = (sequence.seqlen_q, sequence.seqlen_k), self.tree is not None
+        return IntervalMask(self.mask_kind, *lengths, *window, self.attention_chunk, has_tree)
 
     def tile_of(self, m_block: Int32, head: Int32, batch: Int32, sequence: Sequence) -> QueryTile:
         """Query tile `m_block` of a head of batch entry `batch`, which is `sequence`."""
@@ -208,7 +215,8 @@ def line_of(kernel, tensors: FwdTensors, packed: PackedTensors, split: SplitTens
     if storage.q == "varlen":
         sequences = packed.cu_seqlens_q.shape[0]  # one more than there are: the rows after the last one
     heads = tensors.q.shape[2] // kernel.problem.operands.packed_heads
-    return Line(sequences, heads // split.lanes, split.lanes, split.most_parts, differs=storage != DENSE)
+    heads, starts = heads // split.lanes, starts_of(split, kernel.problem)
+    return Line(sequences, heads, split.lanes, split.most_parts, differs=storage != DENSE, starts=starts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ class IntervalMask:
         seqlen_q, seqlen_k: lengths; the last query is aligned with the last key.
         window_left, window_right: keys visible before and after the query's own position (``"window"`` only).
         chunk: positions of a chunk, at least 1; a query sees only keys of its own (``"window"`` only); None is none.
+        tree: of the last `seqlen_q` keys a query may see fewer than its bounds say (``"causal"`` and ``"window"``).
     """
 
     kind: cutlass.Constexpr[MaskKind]
@@ -33,6 +34,7 @@ class IntervalMask:
     window_left: Index
     window_right: Index
     chunk: Index | None = None
+    tree: cutlass.Constexpr[bool] = False
 
     def kv_bounds(self, query: Index) -> tuple[Index, Index]:
         """The keys `[lo, hi)` that `query` sees; empty if `hi <= lo`."""
@@ -70,6 +72,8 @@ class IntervalMask:
     def full_n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
         """The key blocks `[lo, hi)` that every query of `first..last` (inclusive) sees whole; none if `lo > hi`."""
         _, hi = self.kv_bounds(first)
+        if self.tree:
+            hi = cutlass.min(hi, self.seqlen_k - self.seqlen_q)
         n_hi = cutlass.max(hi, 0) // tile_n
         if not has_left_edge(self.kind):
             return 0, n_hi

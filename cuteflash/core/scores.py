@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cuteflash.core.gqa import row_token
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.tree import Tree, is_hidden
 from cuteflash.core.views import rows_view, transposed
 from cuteflash.problem import Scores
 
@@ -36,6 +37,7 @@ class ScoreTile:
         packed_heads: query heads folded into the rows; 1 is none.
         is_transposed: whether the accumulator holds Sᵀ.
         row_scales: `inner_scale` of each row, if rows have factors of their own; None if they do not.
+        tree: which new tokens each query sees, if these form a tree.
     """
 
     values: cute.Tensor
@@ -46,6 +48,7 @@ class ScoreTile:
     packed_heads: cutlass.Constexpr[int]
     is_transposed: cutlass.Constexpr[bool]
     row_scales: cute.Tensor | None = None
+    tree: Tree | None = None
 
     @classmethod
     def of(
@@ -84,12 +87,21 @@ class ScoreTile:
         """(token, packed head) of this thread's `r`-th row, counted from the tile's first."""
         return row_token(self.row(r), self.packed_heads)
 
+    def make_bounds(self, rows: int) -> cute.Tensor:
+        """Registers for `set_bounds`: (rows, 2) Int32, with a tree (rows, 4)."""
+        return cute.make_rmem_tensor((rows, 2 if self.tree is None else 4), Int32)
+
     @cute.jit
     def set_bounds(self, bounds: cute.Tensor, tile: QueryTile):
-        """`bounds`, (rows, 2) Int32, gets the visible keys [lo, hi) of each row of this thread."""
+        """`bounds`, as `make_bounds` makes it, gets the visible keys [lo, hi) of each row of this thread.
+
+        With a tree it also gets the row's bits, see `Tree.hidden_before`.
+        """
         for r in cutlass.range_constexpr(cute.size(bounds.shape[0])):
             token, _ = self.token(r)
             bounds[r, 0], bounds[r, 1] = tile.mask.kv_bounds(tile.first_token + token)
+            if const_expr(self.tree is not None):
+                bounds[r, 2], bounds[r, 3] = self.tree.hidden_before(tile, token)
 
     @cute.jit
     def prepare(self, scores: cutlass.Constexpr[Scores], block_key: Int32, bounds: cute.Tensor | None):
@@ -104,6 +116,8 @@ class ScoreTile:
             self.apply_softcap()
         if const_expr(bounds is not None):
             self.hide(block_key, bounds, scores.has_left_edge)
+            if const_expr(self.tree is not None):
+                self.hide_branches(block_key, bounds)
 
     @cute.jit
     def apply_softcap(self):
@@ -137,4 +151,14 @@ class ScoreTile:
                     hidden = col < lo
                 else:
                     hidden = col >= hi
+                self.values[r, c] = -Float32.inf if hidden else self.values[r, c]
+
+    @cute.jit
+    def hide_branches(self, block_key: Int32, bounds: cute.Tensor):
+        """Set scores of new tokens that are not on a row's branch of the tree to -inf."""
+        first = block_key + self.first_key
+        for r in cutlass.range_constexpr(cute.size(self.values.shape[0])):
+            own, words = bounds[r, 1] - 1 - first, (bounds[r, 2], bounds[r, 3])
+            for c in cutlass.range_constexpr(cute.size(self.values.shape[1])):
+                hidden = is_hidden(words, own - self.column(r, c))
                 self.values[r, c] = -Float32.inf if hidden else self.values[r, c]

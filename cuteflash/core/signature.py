@@ -80,9 +80,10 @@ def fwd_fake_args(problem: FwdProblem) -> tuple[Any, ...]:
         split = SplitTensors(partials, vector(blocks, True), FAKE_SCALARS[int], FAKE_SCALARS[int])
     scalars = FwdScalars(**{name: FAKE_SCALARS[kind] for name, kind in get_type_hints(FwdScalars).items()})
     sinks, stream = fake_sinks(problem.scores, heads_q), make_fake_stream(use_tvm_ffi_env_stream=True)
+    tree = vector(cute.sym_int32(symbol="words"), problem.scores.tree)
     one = cute.sym_int32(symbol="one")  # head, but descriptors of packed sequences need a mode whose size is not static
     shared_k = operand(operands.qk_dtype, *batch_k, seqlen_k, one, shared) if shared else None
-    return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split, shared_k).flat()
+    return FwdArguments(tensors, packed, scales, scalars, sinks, stream, split, tree, shared_k).flat()
 
 
 def _scales(problem: FwdProblem, batch: Any, heads: Any) -> ScaleTensors:

@@ -16,20 +16,26 @@ Heads go in step: there are as many equal lines as the launch has lanes, line i 
 as many blocks for each. Neighbouring blocks have the same share of neighbouring lines, so that they read the rows of a
 token's heads, which are neighbours in memory, at the same time. Blocks are counted line by line; such a number is a
 seat, and a tile's parts have consecutive seats.
+
+Where a block's share begins depends on the lengths of all sequences, which each block reads. Launches with the same
+lengths, those of the layers of one step, may be given these places instead (`Start`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp
 
+from cuteflash.arguments import SplitTensors
 from cuteflash.core.lengths import Sequence
-from cuteflash.core.split_slots import LEAST_KEYS
+from cuteflash.core.split_slots import LEAST_KEYS, START_WORDS, metadata_blocks
 from cuteflash.core.tile import KeyShare, QueryTile
+from cuteflash.problem import FwdProblem
 
 Index = Any  # a Python int or a traced cutlass.Int32
 WARP = 32
@@ -70,6 +76,7 @@ class Line:
         lanes: how many lines there are.
         most_parts: see `share_size`.
         differs: whether lengths differ from sequence to sequence, and only the device knows them.
+        starts: as `starts_of` has them.
     """
 
     sequences: Int32
@@ -77,11 +84,16 @@ class Line:
     lanes: Int32
     most_parts: Int32
     differs: cutlass.Constexpr[bool]
+    starts: cute.Tensor | None = None
 
     def tiles(self, launch, sequence: Sequence) -> tuple[Int32, Int32]:
         """(query tiles of a head, units of each) of a sequence."""
         m_blocks = (sequence.seqlen_q + launch.tile_tokens - 1) // launch.tile_tokens
         return m_blocks, launch.mask_of(sequence).most_blocks(launch.tile_tokens, launch.tile_n)
+
+    def has(self, tile: QueryTile) -> Boolean:
+        """Whether the launch has a tile; starts of other lengths may lead to one that does not exist."""
+        return tile.exists() & (tile.head >= 0) & (tile.head < self.heads * self.lanes)
 
     @cute.jit
     def units(self, launch: Any, index: Int32):
@@ -118,7 +130,7 @@ class Line:
         if const_expr(self.differs):
             ends = self.ends(launch, sequence, begin)
             passed = passed_by(ends, at)
-            while passed == WARP:
+            while self.goes_on(passed, sequence):
                 begin = cute.arch.shuffle_sync(ends, WARP - 1)
                 sequence += WARP
                 ends = self.ends(launch, sequence, begin)
@@ -126,11 +138,22 @@ class Line:
             before = cute.arch.shuffle_sync(ends, cutlass.max(passed - 1, 0))
             begin = cutlass.select_(passed > 0, before, begin)
             sequence += passed
+            if const_expr(self.starts is not None):
+                sequence = cutlass.min(sequence, self.sequences - 1)
         else:
             units, _ = self.units(launch, Int32(0))
             sequence = at // units
             begin = sequence * units
         return sequence, begin
+
+    def goes_on(self, passed: Int32, sequence: Int32) -> Boolean:
+        """Whether `find` has to look at the sequences after the 32 from `sequence` on, all of which end before.
+
+        Starts may be those of other lengths, by whose units the last sequence ends too soon.
+        """
+        if self.starts is None:
+            return passed == WARP
+        return (passed == WARP) & (sequence < self.sequences)
 
     @cute.jit
     def ends(self, launch: Any, sequence: Int32, begin: Int32):
@@ -144,9 +167,62 @@ class Line:
         return begin + total
 
 
+def starts_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor | None:
+    """The `Start` of each block of a launch that is scheduled, (blocks * START_WORDS,); None of others."""
+    if not problem.is_scheduled:
+        return None
+    blocks = metadata_blocks(split.arrivals.shape[0])
+    return cute.make_tensor(split.arrivals.iterator, cute.make_layout((blocks * START_WORDS,)))
+
+
+def arrivals_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor:
+    """The counters of a launch, (blocks,)."""
+    if not problem.is_scheduled:
+        return split.arrivals
+    blocks = metadata_blocks(split.arrivals.shape[0])
+    return cute.make_tensor(split.arrivals.iterator + blocks * START_WORDS, cute.make_layout((blocks,)))
+
+
 def passed_by(ends: Int32, at: Int32) -> Int32:
     """How many of the sequences, whose lanes hold the ends of their units, come before unit `at`."""
     return cute.arch.popc(cute.arch.vote_ballot_sync(ends <= at))
+
+
+class Start(NamedTuple):
+    """Where a block's share begins: the sequence, its first unit, units of a share, and units of the line."""
+
+    sequence: Int32
+    begin: Int32
+    share: Int32
+    total: Int32
+
+
+def share_in(launch: Any, total: Int32, widest: Int32, shares: Int32) -> Int32:
+    """Units of a share of a line, see `share_size`."""
+    least = cutlass.max(LEAST_KEYS // launch.tile_n, 1)
+    return share_size(total, shares, widest, launch.line.most_parts, Int32(least))
+
+
+@cute.jit
+def start_of(launch: Any, block: Int32, blocks: Int32):
+    """The `Start` of a block, from the lengths of the sequences; a whole warp calls it."""
+    line = launch.line
+    total, widest = line.size(launch)
+    share = share_in(launch, total, widest, blocks // line.lanes)
+    at = block // line.lanes * share
+    sequence, begin = Int32(0), Int32(0)
+    if at < total:
+        sequence, begin = line.find(launch, at, sequence, begin)
+    return Start(sequence, begin, share, total)
+
+
+def given_start(starts: cute.Tensor, block: Int32) -> Start:
+    """The `Start` of a block that was computed before the launch."""
+    words = cute.make_rmem_tensor(START_WORDS, Int32)
+    atom = cute.make_copy_atom(CopyUniversalOp(), Int32, num_bits_per_copy=START_WORDS * Int32.width)
+    source = (starts.iterator + block * START_WORDS).align(START_WORDS * Int32.width // 8)
+    cute.copy(atom, cute.make_tensor(source, cute.make_layout(START_WORDS)), words)
+    return Start(*(cute.arch.make_warp_uniform(words[i]) for i in range(START_WORDS)))
 
 
 @cute.jit
@@ -156,22 +232,35 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
     A whole warp calls it.
     """
     line = launch.line
-    total, widest = line.size(launch)
-    least = max(LEAST_KEYS // launch.tile_n, 1)
-    shares = cute.arch.grid_dim()[0] // line.lanes
-    share = share_size(total, shares, widest, line.most_parts, Int32(least))
-    lane, number = cute.arch.block_idx()[0] % line.lanes, cute.arch.block_idx()[0] // line.lanes
+    if const_expr(line.starts is None):
+        total, widest = line.size(launch)
+        shares = cute.arch.grid_dim()[0] // line.lanes
+        share = share_in(launch, total, widest, shares)
+        lane, number = cute.arch.block_idx()[0] % line.lanes, cute.arch.block_idx()[0] // line.lanes
+    else:
+        shares = cute.arch.grid_dim()[0] // line.lanes
+        lane, number = cute.arch.block_idx()[0] % line.lanes, cute.arch.block_idx()[0] // line.lanes
+        sequence, begin, share, total = given_start(line.starts, cute.arch.block_idx()[0])
     at = number * share
     end = cutlass.min(at + share, total)
-    sequence, begin = Int32(0), Int32(0)
+    if const_expr(line.starts is None):
+        sequence, begin = Int32(0), Int32(0)
     q_pos, kv_pos = Int32(0), Int32(0)
     while at < end:
-        sequence, begin = line.find(launch, at, sequence, begin)
+        if const_expr(line.starts is None):
+            sequence, begin = line.find(launch, at, sequence, begin)
         found, part = tile_at(launch, lane, (sequence, begin), at)
         tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, lane * shares))
-        kv_pos = visit(tile, q_pos, kv_pos)
-        q_pos += 1
+        if const_expr(line.starts is None):
+            kv_pos = visit(tile, q_pos, kv_pos)
+            q_pos += 1
+        elif line.has(found):
+            kv_pos = visit(tile, q_pos, kv_pos)
+            q_pos += 1
         at += tile.share.last - tile.share.first
+        if const_expr(line.starts is not None):
+            if at < end:
+                sequence, begin = line.find(launch, at, sequence, begin)
 
 
 def tile_at(launch, lane: Int32, place: tuple[Int32, Int32], at: Int32) -> tuple[QueryTile, tuple[Int32, Int32]]:

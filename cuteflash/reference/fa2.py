@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cuteflash.reference.masks import block_bounds, visible
+from cuteflash.reference.masks import block_bounds, on_branch, visible
 from cuteflash.reference.tiles import finite_or_zero, grouped, scores, weighted_values
 
 TILE_M = 128  # queries of one block
@@ -35,11 +35,13 @@ def flash_attention_2(
     attention_chunk: int = 0,
     *,
     sinks: Tensor | None = None,
+    tree: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with the outer loop over queries; arguments and results as `naive.naive_attention`.
 
     With `sinks` (h_q,) each head has a logit that joins the softmax of its rows and has no value: LSE includes it, and
-    O of a row that sees no key is 0.
+    O of a row that sees no key is 0. With `tree` (s_q,) the last keys, those of the queries, are tokens of a tree, see
+    `masks.on_branch`.
 
     Accumulates in fp32 (in fp64 for fp64 inputs), which is LSE's type, too. The results are new and contiguous.
     """
@@ -58,6 +60,9 @@ def flash_attention_2(
         for j0 in range(lo, hi, TILE_N):
             j1 = min(j0 + TILE_N, hi)
             mask = visible(i0, i1, j0, j1, s_k - s_q, window_left, window_right, q.device, chunk=attention_chunk)
+            if tree is not None:
+                branch = on_branch(tree, i0, i1, j0, j1, s_k - s_q)
+                mask = branch if mask is None else mask & branch
             s = scores(q_i, keys[:, :, j0:j1], softmax_scale, softcap, mask)
             m_new = torch.maximum(m, s.amax(dim=-1))
             shift = finite_or_zero(m_new)

@@ -65,3 +65,17 @@ def visible(
     if chunk > 0:
         mask &= key // chunk == position // chunk
     return mask
+
+
+def on_branch(tree: Tensor, i0: int, i1: int, j0: int, j1: int, offset: int) -> Tensor:
+    """Which keys are before the new tokens, or one that a query's bits say.
+
+    Args:
+        tree: int64 (s_q,): bit j of query i says whether it sees new token j, which is key offset + j.
+        i0, i1, j0, j1, offset: as of `visible`.
+
+    Returns:
+        bool (i1 - i0, j1 - j0).
+    """
+    token = torch.arange(j0, j1, device=tree.device) - offset
+    return (token < 0) | (tree[i0:i1, None] >> token.clamp(0, 63) & 1).bool()

@@ -51,8 +51,8 @@ DECODE, TINY, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("short",), ("medium
 FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backward are to a forward
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
-SPLIT, SINK = ("split",), ("sink",)
-DECISIVE = ("turned_v", "split", "e4m3_cache")  # features that a row's kernel either always or never has
+SPLIT, SINK, TREE = ("split",), ("sink",), ("tree",)
+DECISIVE = ("turned_v", "e4m3_cache")  # features that a row's kernel either always or never has
 
 
 class TableKey(NamedTuple):
@@ -131,6 +131,7 @@ class Row:
             asked.isdisjoint(self.without)
             and asked <= served
             and all((name in asked) == (name in served) for name in DECISIVE)
+            and problem.takes_split_rows == ("split" in served)
         )
 
     def measured(self, gpu: str, date: str, tflops: int) -> Row:

@@ -125,7 +125,7 @@ class FwdTraitsSm80:
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements."""
         plain: frozenset[Feature] = frozenset({"softcap", "lse", "varlen", "sink"})
-        return plain | {"split"} if self.splits else plain
+        return plain | {"split", "tree"} if self.splits else plain
 
     @property
     def num_threads(self) -> int:
@@ -167,6 +167,10 @@ class FwdTraitsSm80:
         if self.kv_stage > 1 and not (self.eager_loads and self.async_copy):
             return f"kv_stage {self.kv_stage} needs eager_loads and async_copy: without them no load runs ahead"
         return residency_complaint(self, arch, "Q, S and O")
+
+    def tile_tokens(self, packed_heads: int) -> int:
+        """Queries of a tile. Rows hold whole tokens: heads that do not divide `tile_m` leave some unused."""
+        return self.tile_m // packed_heads
 
     def register_limit(self, arch: ArchSpec) -> int:
         """Registers the compiler may give a thread, with `blocks_per_sm` blocks on one multiprocessor."""

@@ -130,6 +130,14 @@ class FwdTraitsSm90:
     def mma_warpgroups(self) -> int:
         return self.tile_m // WGMMA_M
 
+    def warpgroup_tokens(self, packed_heads: int) -> int:
+        """Queries in a warpgroup's 64 rows. Rows hold whole tokens: heads that do not divide 64 leave some unused."""
+        return WGMMA_M // packed_heads
+
+    def tile_tokens(self, packed_heads: int) -> int:
+        """Queries of a tile."""
+        return self.warpgroup_tokens(packed_heads) * self.mma_warpgroups
+
     @property
     def consumer_warpgroups(self) -> int:
         """One for each 64 rows, and for each part of a key block."""
@@ -159,7 +167,7 @@ class FwdTraitsSm90:
         """Those that the kernel implements; packed sequences need a warp of the producer that hands out tiles."""
         if not self.warp_specialized:
             return PLAIN_FEATURES
-        return PLAIN_FEATURES | ({"varlen", "split"} if self.splits else {"varlen"})
+        return PLAIN_FEATURES | ({"varlen", "split", "tree"} if self.splits else {"varlen"})
 
     @property
     def k_step(self) -> int:

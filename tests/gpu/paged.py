@@ -127,6 +127,8 @@ class Paged:
             "sinks": None,
             "k_descale": None,
             "v_descale": None,
+            "scheduler_metadata": None,
+            "tree_mask": None,
         }
 
     def options(self, family: str | None) -> FwdOptions:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import cuteflash
+from cuteflash.arguments import mask_of_window
 from cuteflash.compile import compiler
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import FwdProblem, Storage, mask_of_window
+from cuteflash.problem import FwdProblem, Storage
 from cuteflash.traits.arch import arch_of_capability
 from tests.gpu.checks import Case, poisoned
 from tests.gpu.gradients import small

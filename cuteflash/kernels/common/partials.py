@@ -21,6 +21,7 @@ from cuteflash.core.gqa import query_view, row_coord, row_token
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.sinks import Sinks
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
+from cuteflash.core.split import arrivals_of
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
 
@@ -63,7 +64,7 @@ class Partials:
         operands, traits = kernel.problem.operands, kernel.traits
         return cls(
             values=split.partials,
-            arrivals=split.arrivals,
+            arrivals=arrivals_of(split, kernel.problem),
             gO=query_view(tensors.o, operands.packed_heads),
             mLSE=tensors.lse,
             sinks=sinks,

@@ -53,8 +53,7 @@ class FlashFwdSm80:
         self.traits = traits
         self.problem = problem
         self.dtype = CUTE_DTYPES[problem.operands.qk_dtype]
-        # A tile holds whole tokens: with packed heads that do not divide tile_m, the last rows stay unused.
-        self.tile_tokens = traits.tile_m // problem.operands.packed_heads
+        self.tile_tokens = traits.tile_tokens(problem.operands.packed_heads)
         # If few keys lie left of a window, its first tiles are short, as under a causal mask.
         self.longest_first = traits.longest_first and problem.scores.mask != "full"
 
@@ -116,19 +115,20 @@ class FlashFwdSm80:
 
     @cute.jit
     def __call__(self, *arguments):
-        has_sinks = self.problem.scores.sink is not None
-        tensors, packed_tensors, _, scalars, sinks, stream, split = FwdArguments.of(
-            arguments, self.problem.is_split, has_sinks
+        scores = self.problem.scores
+        tensors, packed_tensors, _, scalars, sinks, stream, split, tree, _ = FwdArguments.of(
+            arguments, self.problem.is_split, scores.sink is not None, has_tree=scores.tree
         )
         tensors = batched(tensors, self.problem.storage)
         traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(
             query_view(tensors.q, packed), rows_first(tensors.k), rows_first(tensors.v), query_view(tensors.o, packed)
         )
-        launch = Launch.of(self, tensors, packed_tensors, scalars, False, sinks, split)
-        blocks = split.arrivals.shape[0] if const_expr(self.problem.is_split) else launch.order.size()
+        launch = Launch.of(self, tensors, packed_tensors, scalars, False, sinks, split, tree)
+        partials = Partials.of(self, tensors, split, launch.sinks)
+        blocks = partials.arrivals.shape[0] if const_expr(self.problem.is_split) else launch.order.size()
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
-        self.kernel(operands, tensors.lse, launch, Partials.of(self, tensors, split, launch.sinks)).launch(
+        self.kernel(operands, tensors.lse, launch, partials).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,

@@ -31,6 +31,7 @@ def make_fragments(kernel, tiles: Tiles, launch: Launch, thread: Int32) -> Fragm
     acc_O = cute.make_rmem_tensor(mine.partition_shape_C((traits.tile_m, traits.head_dim_v)), Float32)
     shape = traits.tile_m, traits.tile_n
     scores = ScoreTile.of(mma, thread, acc_S, shape, launch.inner_scale, launch.packed_heads)
+    scores = dataclasses.replace(scores, tree=launch.tree)
     rows = cute.size(scores.values.shape[0])
     softmax = OnlineSoftmax if traits.fused_softmax else PlainSoftmax
     return Fragments(
@@ -202,7 +203,7 @@ def softmax_block(
     """Softcap, mask and online softmax of the scores of one key block, in place."""
     bounds = None
     if const_expr(masked):
-        bounds = cute.make_rmem_tensor((cute.size(f.softmax.row_scale), 2), Int32)
+        bounds = f.scores.make_bounds(cute.size(f.softmax.row_scale))
         seen_by = tile
         if const_expr(kernel.problem.scores.chunked):  # bounds that cost a division would be kept for the whole loop
             seen_by = dataclasses.replace(tile, first_token=computed_here(tile.first_token))

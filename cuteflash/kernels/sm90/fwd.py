@@ -139,13 +139,13 @@ class FlashFwdSm90:
 
     @property
     def tokens_per_warpgroup(self) -> int:
-        """Queries in a warpgroup's 64 rows. Rows hold whole tokens: heads that do not divide 64 leave some unused."""
-        return WGMMA_M // self.problem.operands.packed_heads
+        """Queries in a warpgroup's 64 rows."""
+        return self.traits.warpgroup_tokens(self.problem.operands.packed_heads)
 
     @property
     def tile_tokens(self) -> int:
         """Queries of one tile."""
-        return self.tokens_per_warpgroup * self.traits.mma_warpgroups
+        return self.traits.tile_tokens(self.problem.operands.packed_heads)
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with: fakes of `FwdArguments`."""
@@ -283,21 +283,21 @@ class FlashFwdSm90:
 
     @cute.jit
     def __call__(self, *arguments):
-        has_sinks, shares_k = self.problem.scores.sink is not None, self.problem.operands.shares_k
-        tensors, packed_tensors, scales, scalars, sinks, stream, split, shared_k = FwdArguments.of(
-            arguments, self.problem.is_split, has_sinks, shares_k
+        scores, shares_k = self.problem.scores, self.problem.operands.shares_k
+        tensors, packed_tensors, scales, scalars, sinks, stream, split, tree, shared_k = FwdArguments.of(
+            arguments, self.problem.is_split, scores.sink is not None, shares_k, scores.tree
         )
         traits = self.traits
         tensors = self.as_products_read(batched(tensors, self.problem.storage))
         tma = self.make_tma(tensors.q, tensors.k, tensors.v, tensors.o, shared_k)
-        launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks, split)
+        launch = Launch.of(self, tensors, packed_tensors, scalars, traits.persistent, sinks, split, tree)
+        partials = Partials.of(self, tensors, split, launch.sinks)
         if const_expr(self.problem.is_split):
-            blocks = split.arrivals.shape[0]
+            blocks = partials.arrivals.shape[0]
         else:
             blocks = launch.order.size()
             if const_expr(traits.persistent):
                 blocks = cutlass.min(blocks, scalars.num_sms)
-        partials = Partials.of(self, tensors, split, launch.sinks)
         self.kernel(tma, tensors.lse, Scales.of(scales, self.problem.storage), launch, partials).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),

@@ -33,7 +33,7 @@ class Warpgroup:
             after `with_q`.
         acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
         acc_PV: accumulator of one PV product, if it is added to O only afterwards (`two_level`).
-        bounds: (rows, 2) visible keys [lo, hi) of each row of this thread.
+        bounds: visible keys of each row of this thread, see `ScoreTile.set_bounds`.
         zero: 0, which the compiler does not know.
         block_scales: those of the present tile's key blocks, if they have scales of their own; set by `with_scales`.
     """
@@ -85,6 +85,7 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         tOrP = mma_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, index]))
     shape = WGMMA_M, traits.step_keys
     scores = ScoreTile.of(mma_qk, thread, acc_S, shape, launch.inner_scale, launch.packed_heads)
+    scores = dataclasses.replace(scores, tree=launch.tree)
     if traits.key_warpgroups > 1:
         scores = dataclasses.replace(scores, first_key=scores.first_key + part * traits.step_keys)
     may_be_empty = kernel.problem.may_be_empty or traits.key_warpgroups > 1
@@ -104,7 +105,7 @@ def make_warpgroup(kernel, tiles: Tiles, launch: Launch) -> Warpgroup:
         scores=scores,
         out=rows_view(acc_O),
         softmax=OnlineSoftmax.create(ROWS, launch.scale_log2, may_be_empty, traits.p_offset),
-        bounds=cute.make_rmem_tensor((ROWS, 2), Int32),
+        bounds=scores.make_bounds(ROWS),
         zero=Uint32(launch.heads_per_kv >> 31),
     )
 
