@@ -171,7 +171,7 @@ class FlashFwdSm80:
         """Attend and write a tile, or this block's share of its keys; the last block merges all of these."""
         cute.arch.sync_threads()  # every warp is done with the shared memory of the tile before
         f, tiles = self.attend_tile(operands, launch, base, tile)
-        lse = finish_rows(f.softmax, f.scores, tile, launch.sinks)
+        lse = finish_rows(f.softmax, f.scores, tile, None, launch.sinks)
         scale_rows(f.out, f.softmax.row_scale)
         if tile.share.is_whole():
             write_lse(lse, f.scores, tile, partials.mLSE)
