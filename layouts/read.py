@@ -215,7 +215,9 @@ def no_launch(packed_heads: int) -> Any:
     from cutlass import Float32, Int32
 
     scale = Float32(1)
-    return types.SimpleNamespace(scale_log2=scale, inner_scale=scale, packed_heads=packed_heads, heads_per_kv=Int32(1))
+    return types.SimpleNamespace(
+        scale_log2=scale, inner_scale=scale, packed_heads=packed_heads, heads_per_kv=Int32(1), tree=None
+    )
 
 
 def smem_start() -> Any:

@@ -51,7 +51,7 @@ DECODE, TINY, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("short",), ("medium
 FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backward are to a forward
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
-SPLIT, SINK, TREE = ("split",), ("sink",), ("tree",)
+SPLIT, SINK, E4M3_CACHE, TREE = ("split",), ("sink",), ("e4m3_cache",), ("tree",)
 DECISIVE = ("turned_v", "e4m3_cache")  # features that a row's kernel either always or never has
 
 

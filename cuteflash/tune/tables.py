@@ -207,6 +207,12 @@ def _source(value: Any) -> str:
     return repr(value).replace("'", '"')
 
 
+def _argument_line(argument: str) -> str:
+    """An argument on a line of its own; the words of a sum that is too long have a line each."""
+    line = f"        {argument},\n"
+    return line if len(line) <= LINE + 1 else line.replace(" + ", "\n        + ")
+
+
 def _lines(maker: str, arguments: Sequence[str], row: Row) -> str:
     """One row in the tuple, as ruff breaks its lines."""
     call, every = f"    {maker}({', '.join(arguments)})", f"        {', '.join(arguments)}\n"
@@ -217,5 +223,5 @@ def _lines(maker: str, arguments: Sequence[str], row: Row) -> str:
     if end and len(f"{call}.measured(") <= LINE:
         return f"{call}.measured(\n        {measured}\n    ),\n"
     if len(every) > LINE + 1:
-        every = "".join(f"        {one},\n" for one in arguments)
+        every = "".join(_argument_line(one) for one in arguments)
     return f"    {maker}(\n{every}    ){end},\n"
