@@ -54,7 +54,10 @@ def test_a_page_explains_the_traits_of_its_kernels(text: str, scene: dict[str, A
         "masked_by_fixed_max",
         "turns_v",
         "stored_v_stage",
-    }  # those of 8-bit operands
+        "stored_stage",
+        "converting_warpgroups",
+        "key_warpgroups",
+    }  # those of 8-bit operands, then of 8-bit caches
 
 
 def test_a_page_refers_to_nothing_outside(text: str) -> None:
