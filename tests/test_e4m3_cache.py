@@ -262,7 +262,9 @@ def test_autocast_leaves_caches_alone() -> None:
 @pytest.mark.slow
 def test_opcheck_and_compile() -> None:
     tensors = Paged((5, 0, 17), 4, Case(seqlen_q=3, head_dim=16, heads=4, kv_heads=2), e4m3=True).build(CPU)[0]
-    torch.library.opcheck(KVCACHE_LSE, tuple(tensors.values()))
+    # Not test_schema: torch compares tensors by arithmetic that it does not have for 8 bits.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(KVCACHE_LSE, tuple(tensors.values()), test_utils=utils)
     given = cached()
     compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**given, causal=True), flash_attn_with_kvcache(**given, causal=True))
