@@ -35,7 +35,7 @@ from cuteflash.packed_ops import (
     varlen_fwd_lse,
     varlen_fwd_lse_cuda,
 )
-from cuteflash.paged_api import attend_paged, paged_inputs, refuse_with_pages
+from cuteflash.paged_api import attend_paged, check_optional, paged_inputs, refuse_with_pages
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
@@ -241,19 +241,13 @@ def flash_attn_varlen_func(
             raise not_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         options = options._replace(lengths=class_of_limits(q, k, cu_seqlens_q, longest_q, longest_k))
     if not (seqused_q is seqused_k is v_mean is None):
-        _check_optional(seqused_q=seqused_q, seqused_k=seqused_k, v_mean=v_mean)
+        check_optional(seqused_q=seqused_q, seqused_k=seqused_k, v_mean=v_mean)
     inputs = PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     compares = (max_seqlen_q is not None or max_seqlen_k is not None) and can_read(cu_seqlens_q)
     limits = {"q": max_seqlen_q, "k": max_seqlen_k} if compares else {}
     if eight is None and sinks is None:
         return _attend_half(inputs, options, None, limits, return_lse, is_plain)
     return _attend(inputs, options, eight or EightBits(), sinks, limits, return_lse, is_plain)
-
-
-def _check_optional(**tensors: object) -> None:
-    for name, optional in tensors.items():
-        if optional is not None and not isinstance(optional, Tensor):
-            raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
 
 
 def _attend(

@@ -24,6 +24,13 @@ def refuse_with_pages(**arguments: object) -> None:
             raise NotImplementedError(f"{name} is {described}; supported with page_table: not given")
 
 
+def check_optional(**tensors: object) -> None:
+    """TypeError if an argument that may be left out is given and no tensor."""
+    for name, optional in tensors.items():
+        if optional is not None and not isinstance(optional, Tensor):
+            raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
+
+
 def paged_inputs(
     tensors: tuple[Tensor, Tensor, Tensor],
     cu_seqlens_q: Tensor,
@@ -44,9 +51,7 @@ def paged_inputs(
         check_vector("cu_seqlens_k", cu_seqlens_k, tensors[0].device)
         seqused_k = cu_seqlens_k.diff()
     sinks, k_descale, v_descale = others
-    for name, x in (("sinks", sinks), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if not isinstance(x, Tensor | None):
-            raise not_tensors(**{name: x})
+    check_optional(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
     inputs = KvCacheInputs(*tensors, cu_seqlens_q, seqused_k, page_table)
     return inputs._replace(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
 

@@ -50,7 +50,10 @@ def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: Q
         identity = cute.make_identity_tensor((WGMMA_M, kernel.traits.head_dim_v))
         columns = rows_view(wg.mma_pv.get_slice(wg.thread).partition_C(identity))
         block.partials.write(wg.scores, wg.out, columns, lse, tile)
-        if tile.rows() >= MEETING_ROWS:
+        meets = tile.rows() >= MEETING_ROWS
+        if const_expr(kernel.problem.is_scheduled):
+            meets = False  # metadata of other lengths may name blocks that never come: nobody waits for them
+        if meets:
             if block.partials.meet(tile, wg.thread, sync):
                 block.partials.merge(tile, wg.thread, WARPGROUP // 32, block.partials.place(tile))
         elif block.partials.come(tile, wg.thread, block.arrival, sync):
