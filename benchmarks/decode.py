@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cuteflash.api import flash_attn_func
+from cuteflash.traits.arch import Family
 from cuteflash.tune.peers import BACKENDS, PEERS, Attention, missing_peer
 from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
@@ -71,7 +72,7 @@ def shapes(head_dims: Sequence[int], queries: int, quick: bool, cache: str = CAC
     ]
 
 
-def attend(caches: Caches, family: str | None = None) -> Tensor:
+def attend(caches: Caches, family: Family | None = None) -> Tensor:
     """Ours: without pages the public function, with pages the operator of caches."""
     if caches.descales is not None:
         return attend_e4m3(caches, caches.descales)
