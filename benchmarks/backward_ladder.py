@@ -122,6 +122,7 @@ PLAIN_SM90: dict[str, Any] = {
     "keep_thread": False,
     "pingpong": False,
     "persistent": False,
+    "in_turn": False,
 }
 
 LADDERS = (
@@ -159,6 +160,7 @@ LADDERS = (
             Rung("delta early", ("delta_early",), "delta is fetched before the exponentials, not after them"),
             Rung("thread kept", ("keep_thread",), "addresses are not computed anew from the thread's index"),
             Rung("persistent", ("persistent", "kv_stage"), "the next tile's K and V load while this one ends"),
+            Rung("in turn", ("in_turn",), "blocks add to dQ a step apart"),
             SHIPPED,
         ),
     ),

@@ -25,6 +25,7 @@ from cuteflash.problem import DENSE, MaskKind, Storage
 QUERY_TENSORS = ("q", "o", "lse", "do", "dlse", "dq")  # that have a row for each query
 KEY_TENSORS = ("k", "v", "dk", "dv")
 LONGER_THAN_MEAN = 4  # sequences that are longer than this times the mean are few
+LONGEST_OF_SOME = 12  # times the mean: those few, which may have most of the work
 LONG_LOOP = 1536  # keys, from which on heads that run side by side are faster; between the lengths that were timed
 
 
@@ -35,9 +36,12 @@ def batched(tensors: Any, storage: Storage) -> Any:
     return tensors._replace(**{name: with_batch(getattr(tensors, name)) for name in there})
 
 
-def live_rows(rows: Int32, batch: Int32) -> Int32:
-    """How many rows of a head are in use at the same time, of packed sequences whose lengths the host does not know."""
-    return cutlass.min(rows, rows // batch * LONGER_THAN_MEAN)
+def live_rows(rows: Int32, batch: Int32, longest: int = LONGER_THAN_MEAN) -> Int32:
+    """How many rows of a head are in use at the same time, of packed sequences whose lengths the host does not know.
+
+    `longest` is what a sequence is reckoned to be long at most, in mean lengths.
+    """
+    return cutlass.min(rows, rows // batch * longest)
 
 
 def ragged_order(
@@ -317,10 +321,13 @@ def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdSc
     batch, seqlen_q, heads_q, _ = tensors.q.shape
     _, seqlen_k, heads_k, _ = tensors.k.shape
     row_bytes = problem.operands.kv_row_bytes + 4 * traits.head_dim
+    differ = problem.scores.mask != "full"  # what tiles of a sequence cost
     live = seqlen_q
     if problem.storage.k == "varlen":
         batch = packed.cu_seqlens_k.shape[0] - 1
-        live = live_rows(seqlen_q, batch)
+        # Sums of dQ that leave L2 take power. Under other masks, tiles of fewer heads at a time gained nothing.
+        adds = traits.first_stores and not differ
+        live = live_rows(seqlen_q, batch, LONGEST_OF_SOME if adds else LONGER_THAN_MEAN)
     group = TileOrder.head_group(live * (heads_q // heads_k), Int32(1), row_bytes)
     if problem.is_deterministic and traits.turns_at_once:
         group = cutlass.max(group, scalars.num_sms // traits.turns_at_once)
@@ -332,7 +339,6 @@ def key_order(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdSc
             group=cutlass.min(group, heads_k),
             draws_first=problem.is_deterministic,  # a block waits for blocks with tiles before its own: do they run?
         )
-    differ = problem.scores.mask != "full"  # what tiles cost
     n_blocks = cute.ceil_div(seqlen_k, traits.tile_n)
     if differ and traits.persistent:
         group = TileOrder.even_group(group, n_blocks, scalars.num_sms)

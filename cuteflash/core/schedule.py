@@ -18,6 +18,7 @@ L2_BUDGET_BYTES = 24 << 20
 TWO_PASSES = 2, 8  # query tiles of a sequence, from and to
 WIDE_GROUP = 32  # heads: with 132 blocks at most four or five tiles of a sequence and head run at the same time
 WARP = 32
+PROBES = 3  # of a lane in each step of a search; they are loaded together
 
 
 class Order(Protocol):
@@ -289,17 +290,19 @@ def each_tile(order: Schedule, visit: cutlass.Constexpr):
 def owner_of(number: Int32, cu_seqlens: Vector, batch: Int32, tile_rows: cutlass.Constexpr[int]):
     """The packed sequence that owns a tile number, see `first_tile`; `batch` for the rows after the last one.
 
-    A warp's lanes search together: each step leaves one part in 33.
+    A warp's lanes search together, each at `PROBES` places: a step leaves one part in 97.
     """
     lane = cute.arch.lane_idx()
     first, count = Int32(0), batch + 1
     while count > 1:
-        part = (count + WARP) // (WARP + 1)
-        probe = first + (lane + 1) * part
-        begins_before = Boolean(False)
-        if probe < first + count:
-            begins_before = first_tile(cu_seqlens[probe], probe, tile_rows) <= number
-        passed = cute.arch.popc(cute.arch.vote_ballot_sync(begins_before)) * part
+        part, end = (count + PROBES * WARP) // (PROBES * WARP + 1), first + count
+        probes = tuple(first + (lane + 1 + i * WARP) * part for i in range(PROBES))
+        # One past the end is loaded as the last one: without branches all loads are in flight together.
+        begins = tuple(cu_seqlens[cutlass.min(probe, end - 1)] for probe in probes)
+        passed = Int32(0)
+        for probe, begin in zip(probes, begins):
+            begins_before = (probe < end) & (first_tile(begin, probe, tile_rows) <= number)
+            passed += cute.arch.popc(cute.arch.vote_ballot_sync(begins_before)) * part
         first += passed
         count = cutlass.min(part, count - passed)
     return first

@@ -53,6 +53,8 @@ class BwdTraitsSm90:
             takes any `tile_m`. ``"turns"``: step by step one after the other a whole tile (`tile_m` 64). ``"apart"``: a
             third warpgroup computes dQ, of other `tile_m` than 64 transposed, and the two that have the keys never wait
             for each other.
+        in_turn: blocks add to a tile of dQ of a dense batch in a fixed order, as in deterministic calls: so they stay a
+            step apart, and no two add to the same tile at the same time. Packed sequences, many of them short, do not.
     """
 
     operation: ClassVar[Operation] = "bwd"
@@ -82,6 +84,7 @@ class BwdTraitsSm90:
     pingpong: bool = True
     persistent: bool = False
     dq: DqShare = "columns"
+    in_turn: bool = False
 
     @property
     def mma_warpgroups(self) -> int:

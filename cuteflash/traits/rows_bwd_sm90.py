@@ -45,6 +45,7 @@ ROWS: tuple[Row, ...] = (
         pingpong=False,
         q_stage=3,
         do_stage=3,
+        in_turn=True,
     ),
     bwd_sm90(
         64,

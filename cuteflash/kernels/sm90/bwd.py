@@ -11,10 +11,10 @@
 
 A kernel before this one computes delta = rowsum(dO O), one after it rounds the sum to dQ. The first block that comes to
 a tile of dQ stores, the others add (`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the
-same bits in every run, blocks take turns, by ascending key (`cuteflash.core.turns`). The query heads of one KV head are
-visited in turn by the same block, which sums up their dK and dV in registers. Persistent blocks get the tiles of packed
-sequences from the warp that stores dK and dV (`handout.py`), all others find their one tile before the roles part; the
-descriptors clip boxes at a sequence's end (`ragged.py`).
+same bits in every run, or if it is faster, blocks take turns, by ascending key (`cuteflash.core.turns`). The query
+heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. Persistent
+blocks get the tiles of packed sequences from the warp that stores dK and dV (`handout.py`), all others find their one
+tile before the roles part; the descriptors clip boxes at a sequence's end (`ragged.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
 from cuteflash.core.bwd_signature import bwd_fake_args
 from cuteflash.core.launch import BwdLaunch, batched
 from cuteflash.core.signature import CUTE_DTYPES
-from cuteflash.core.tile import KeyTile
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
@@ -69,6 +68,11 @@ class FlashBwdSm90:
     def hands_out(self) -> bool:
         """Whether blocks draw their tiles on demand, since those of packed sequences differ in what they cost."""
         return self.traits.persistent and self.problem.storage.k == "varlen"
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether blocks add to a tile of dQ by ascending key, each after the one before it."""
+        return self.problem.is_deterministic or (self.traits.in_turn and self.problem.storage.k == "dense")
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with: fakes of `BwdArguments`."""
@@ -158,7 +162,7 @@ class FlashBwdSm90:
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
             # Blocks that wait for each other's turns and have their tiles in advance must all run.
-            cooperative=traits.persistent and self.problem.is_deterministic and not self.hands_out,
+            cooperative=traits.persistent and self.in_turn and not self.hands_out,
         )
         BwdFinish(self).launch(tensors, packed, workspace, scalars.softmax_scale, stream)
 
@@ -171,23 +175,12 @@ class FlashBwdSm90:
 
     @cute.kernel
     def kernel(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch):
-        if const_expr(self.problem.storage.k == "dense" or self.traits.persistent):
-            self.differentiate(tma, workspace, launch, None)
-        else:
-            tile = launch.tile(cute.arch.block_idx()[0])  # once, not by each role: it takes a search
-            if tile.exists():
-                self.differentiate(tma, workspace, launch, tile)
-
-    @cute.jit
-    def differentiate(self, tma: Tma, workspace: WorkspaceTensors, launch: BwdLaunch, tile: KeyTile | None):
-        """The gradients of the tiles of a block; `tile` if it is the only one and known."""
         traits = self.traits
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(cutlass.Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
         rings, handout = self.make_rings(base), None
         if const_expr(self.hands_out):
             handout = Handout.create(base, traits.smem_handout, most_ahead=HANDED_TILES - 1)
-        block = Block(tma, self.make_tiles(base), rings, launch, tile, handout, workspace)
         if warp == 0:
             for atom in (tma.load_k, tma.load_q, tma.load_v, tma.load_do, tma.store_dk, tma.store_dv):
                 cpasync.prefetch_descriptor(atom)
@@ -205,8 +198,21 @@ class FlashBwdSm90:
                 if const_expr(handout is not None):
                     handout.init(readers=traits.num_threads // 32 - 1)  # all but the one that hands out
             cute.arch.mbarrier_init_fence()
+        tile = None
+        if const_expr(self.problem.storage.k == "varlen" and not traits.persistent):
+            # Once, not by each role: it takes a search, beside which warp 0 initialises the barriers.
+            tile = launch.tile(cute.arch.block_idx()[0])
+        block = Block(tma, self.make_tiles(base), rings, launch, tile, handout, workspace)
         cute.arch.sync_threads()
+        if const_expr(tile is None):
+            self.differentiate(block, warp)
+        elif tile.exists():
+            self.differentiate(block, warp)
 
+    @cute.jit
+    def differentiate(self, block: Block, warp: Int32):
+        """The part of a warp in the tiles of a block, which exist."""
+        traits = self.traits
         first_consumer, dq_warp = WARPGROUP // 32, (1 + traits.mma_warpgroups) * WARPGROUP // 32
         if warp < first_consumer:
             cute.arch.setmaxregister_decrease(traits.producer_regs)

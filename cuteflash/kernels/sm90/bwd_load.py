@@ -207,7 +207,7 @@ def add_head(
     while left > 0:
         number = first_number + m_block
         turn = block.workspace.turn(number, part)
-        if const_expr(kernel.problem.is_deterministic):
+        if const_expr(kernel.in_turn):
             expected = turn_of(visit.tile.mask, visit.tile.n_block, m_block, traits.tile_m, traits.tile_n)
             turns.await_turn(turn, seen, expected)
             is_first = expected == 0
@@ -224,7 +224,7 @@ def add_head(
             seen = turns.seen_turn(block.workspace.turn(first_number + m_block, part))
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         handover.release()
-        if const_expr(kernel.problem.is_deterministic):
+        if const_expr(kernel.in_turn):
             cute.arch.cp_async_bulk_wait_group(0)
             turns.pass_turn(turn)
         elif is_first:

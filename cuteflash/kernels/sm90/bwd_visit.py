@@ -32,7 +32,7 @@ def visit_tile(
     kernel: cutlass.Constexpr, launch: BwdLaunch, work: cutlass.Constexpr, tile: KeyTile, wave: Int32, start: Int32
 ):
     """Visit a tile, the block's `wave`-th; returns the position of the step after its last one."""
-    in_turn = kernel.problem.is_deterministic
+    in_turn = kernel.in_turn
     visit = Visit(tile, tile.query_blocks(is_descending=in_turn, is_spread=not in_turn), wave, start)
     work(visit)
     return start + launch.steps(visit.blocks)
