@@ -59,12 +59,18 @@ def test_many_blocks(lengths: tuple[int, int], mask: str, family: str, cuda: tor
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("lengths", [(1600, 70), (90, 1700)], ids=str)
+@pytest.mark.parametrize("lengths", [(3100, 70), (90, 3200)], ids=str)
 def test_long_loops(
     lengths: tuple[int, int], head_dim: int, mask: str, dtype: str, family: str, cuda: torch.device
 ) -> None:
     case = dataclasses.replace(MASKS[mask], seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim, dtype=dtype)
     check(dataclasses.replace(case, heads=4, kv_heads=2), family, cuda)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_loops_of_more_blocks_than_run_at_once(head_dim: int, mask: str, family: str, cuda: torch.device) -> None:
+    check(dataclasses.replace(MASKS[mask], seqlen_q=3200, head_dim=head_dim, batch=1, heads=8), family, cuda)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
