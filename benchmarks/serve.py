@@ -41,6 +41,7 @@ import torch
 from cuteflash.output import check_file, write_file
 from cuteflash.tune.machine import versions
 
+BEGIN = time.monotonic()
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 ENGINE, STATIC, COMPILED = "engine", "generate", "generate_compiled"
 CONTINUOUS, OURS = "generate_batch", "generate_batch_cuteflash"
@@ -143,7 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_file(options.json)
     load = QUICK if options.quick else FULL
     found: dict[str, Any] = {}
+    about = {"preset": options.preset, "load": dataclasses.asdict(load), "versions": versions(), "ways": found}
     expected: Sequence[Sequence[int]] = ()
+    note(f"on {options.device}: {', '.join(ways)}")
     for way in ways:
         try:
             found[way], answers = measure(way, options, load)
@@ -153,10 +156,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:  # a way of another library may fail in any manner
             found[way] = {"failed": f"{type(error).__name__}: {error}"}
             print(f"{way}: failed: {found[way]['failed']}", file=sys.stderr)
-    if options.json is not None:
-        about = {"preset": options.preset, "load": dataclasses.asdict(load), "versions": versions()}
-        write_file(options.json, json.dumps(about | {"ways": found}) + "\n")
+        if options.json is not None:  # after each way, for runs that are cut
+            write_file(options.json, json.dumps(about) + "\n")
     return int(any("failed" in result for result in found.values()))
+
+
+def note(text: str) -> None:
+    """A line about what is done by now, with the seconds since the benchmark began, on the standard error."""
+    print(f"{time.monotonic() - BEGIN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def makers() -> dict[str, Callable[[str, torch.device, Load], Way]]:
@@ -180,12 +187,15 @@ def measure(way: str, options: argparse.Namespace, load: Load) -> tuple[dict[str
     """
     device = torch.device(options.device)
     made = makers()[way](options.preset, device, load)
-    made.run(load.prompts(made.vocabulary, seed=0))
-    measured = [made.run(load.prompts(made.vocabulary, seed=1 + i)) for i in range(options.rounds)]
-    made.close()
-    for one in measured:
+    note(f"{way}: made")
+    measured = []
+    for i in range(1 + options.rounds):
+        one = made.run(load.prompts(made.vocabulary, seed=i))
+        note(f"{way}: {one.tokens} tokens in {one.seconds:.2f} s" + (", which do not count" if i == 0 else ""))
         if [len(answer) for answer in one.answers] != [load.answer] * load.requests:
             raise RuntimeError(f"{len(one.answers)} answers to {load.requests} prompts, or some of another length")
+        measured += [one] * (i > 0)
+    made.close()
     runs = [one.summary() for one in measured]
     del made
     gc.collect()
@@ -236,8 +246,8 @@ def make_engine(preset: str, device: torch.device, load: Load) -> Way:
     model = make_model(preset, dtype_of(device), device)
     runner = Runner(model, limits, CacheSettings(tokens=tokens, keeps_prefixes=False))
     if device.type == "cuda":
-        for _ in runner.capture():
-            pass
+        for rows in runner.capture():
+            note(f"{ENGINE}: captured a step of {rows} rows")
     engine = Engine(runner)
 
     def run(prompts: Sequence[Sequence[int]]) -> Measured:
