@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from serving.attention import NAME, register
+from serving.latent_attention import use_latents
 
 BYTES = 256 + 3  # the vocabulary of `text.ByteTokenizer`
 _TINY: dict[str, Any] = {
@@ -35,6 +36,21 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-gpt-oss": (
         "gpt_oss",
         {**_TINY, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "tiny-deepseek": (
+        "deepseek_v3",
+        {
+            **_TINY,
+            "num_key_value_heads": 4,
+            "head_dim": 64,  # of what is rotated
+            "q_lora_rank": 32,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
     ),
     "1b": (
         "llama",
@@ -82,12 +98,14 @@ def make_model(
     torch.manual_seed(seed)
     with device:
         model = AutoModelForCausalLM.from_config(make_config(preset), attn_implementation=attention, dtype=dtype)
+    if attention == NAME:
+        use_latents(model)
     made: torch.nn.Module = model.eval()
     return made
 
 
 def load_model(directory: pathlib.Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """A checkpoint's model. ValueError if it cannot be loaded."""
+    """A checkpoint's model. ValueError if it cannot be loaded, or its sizes are not allowed."""
     from transformers import AutoModelForCausalLM
 
     register()
@@ -97,5 +115,7 @@ def load_model(directory: pathlib.Path, dtype: torch.dtype, device: torch.device
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"{directory} has no causal language model: {error}") from error
-    loaded: torch.nn.Module = model.to(device).eval()
+    model.to(device)
+    use_latents(model)
+    loaded: torch.nn.Module = model.eval()
     return loaded

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.attention import Layer, Probe, Step
+from serving.caches import Layout, Probe, Step
 from serving.pages import PagePool
 from serving.sampling import sample
 from serving.scheduler import Chunk, Limits
@@ -84,10 +84,13 @@ class Runner:
         self.device = next(model.parameters()).device
         width = -(-limits.length // cache.page_size)
         self._staging = Staging(limits.batch_tokens, limits.requests, width, self.device)
-        layers = self._probe()
-        pages = 1 + self._pages(layers, cache)
+        layouts = self._probe()
+        for layout in set(layouts):
+            layout.check(cache.page_size, self.device)
+        pages = 1 + self._pages(layouts, cache)
         self.pool = PagePool(pages, cache.page_size, cache.keeps_prefixes)
-        self.caches = self._make_caches(layers)
+        with torch.inference_mode():
+            self.caches = [layout.make(pages, cache.page_size, self.device) for layout in layouts]
         self._graphs: dict[int, Graph] = {}
 
     @torch.inference_mode()
@@ -108,8 +111,7 @@ class Runner:
         else:
             staging = self._staging
             staging.fill(chunks, rows)
-            longest = max(chunk.count for chunk in chunks), max(chunk.start + chunk.count for chunk in chunks)
-            logits = self._forward(staging, rows, tokens, longest)
+            logits = self._forward(staging, [chunk.start for chunk in chunks], [chunk.count for chunk in chunks])
             chosen = logits.argmax(dim=-1)
         if staging.draws:
             rest = staging.temperature[:rows], staging.top_p[:rows], staging.uniform[:rows]
@@ -129,7 +131,7 @@ class Runner:
         staging.fill([], rows)
 
         def forward() -> tuple[Tensor, Tensor]:
-            logits = self._forward(staging, rows, rows, (1, self.limits.length))
+            logits = self._forward(staging, [self.limits.length - 1] * rows, [1] * rows)
             return logits, logits.argmax(dim=-1)
 
         stream = torch.cuda.Stream()
@@ -147,14 +149,17 @@ class Runner:
         """The smallest graph with so many rows."""
         return next((self._graphs[size] for size in sorted(self._graphs) if size >= rows), None)
 
-    def _forward(self, staging: Staging, rows: int, tokens: int, longest: tuple[int, int]) -> Tensor:
-        """The logits after the last token of each row, (rows, vocabulary) fp32."""
+    def _forward(self, staging: Staging, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The logits after the last token of each row, (rows, vocabulary) fp32; see `Step` of starts and counts."""
+        rows, tokens = len(counts), sum(counts)
         step = Step(
+            staging.positions[:tokens],
             staging.cu_seqlens[: rows + 1],
             staging.cached[:rows],
             staging.used[:rows],
             staging.page_table[:rows],
-            *longest,
+            starts,
+            counts,
             self.caches,
         )
         return self._logits(staging, rows, tokens, step)
@@ -171,41 +176,30 @@ class Runner:
         return logits
 
     @torch.inference_mode()
-    def _probe(self) -> list[Layer]:
-        """The layers' sizes, found by the largest step that there can be, without attention."""
+    def _probe(self) -> list[Layout]:
+        """The layers' layouts, found by the largest step that there can be, without attention."""
         probe = Probe()
         self._logits(self._staging, self.limits.requests, self.limits.batch_tokens, probe)
-        if not probe.layers or sorted(probe.layers) != list(range(len(probe.layers))):
+        if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):
             raise ValueError(
                 f"{type(self.model).__name__} has layers whose attention does not go through transformers' attention "
                 "interface; allowed: decoders in which that of all layers does"
             )
-        return [probe.layers[index] for index in range(len(probe.layers))]
+        return [probe.layouts[index] for index in range(len(probe.layouts))]
 
-    def _pages(self, layers: Sequence[Layer], cache: CacheSettings) -> int:
+    def _pages(self, layouts: Sequence[Layout], cache: CacheSettings) -> int:
         """Pages of the cache, without the scratch page."""
         tokens = cache.tokens
         if tokens is None and self.device.type == "cuda":
             size = torch.cuda.get_device_properties(self.device).total_memory
             room = size * cache.memory - torch.cuda.max_memory_reserved(self.device)
-            tokens = int(room) // sum(layer.bytes_per_token for layer in layers) // cache.page_size * cache.page_size
+            tokens = int(room) // sum(layout.bytes_per_token for layout in layouts) // cache.page_size * cache.page_size
             if tokens < self.limits.length:
                 raise ValueError(
                     f"memory is {cache.memory}, which leaves the cache room for {max(tokens, 0)} tokens; allowed: what "
                     f"leaves room for the {self.limits.length} tokens of the longest request"
                 )
         return -(-(65536 if tokens is None else tokens) // cache.page_size)
-
-    @torch.inference_mode()
-    def _make_caches(self, layers: Sequence[Layer]) -> list[tuple[Tensor, Tensor]]:
-        rows = self.pool.pages, self.pool.page_size
-        return [
-            (
-                torch.zeros(*rows, layer.heads, layer.head_dim, dtype=layer.dtype, device=self.device),
-                torch.zeros(*rows, layer.heads, layer.head_dim_v, dtype=layer.dtype, device=self.device),
-            )
-            for layer in layers
-        ]
 
 
 def buckets(requests: int) -> list[int]:

@@ -9,6 +9,7 @@ back and is computed anew later.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Sequence
 
@@ -53,6 +54,9 @@ class Chunk:
     count: int
 
 
+_count_of = operator.attrgetter("count")
+
+
 class Scheduler:
     """Requests that wait and that run."""
 
@@ -71,7 +75,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def plan(self) -> list[Chunk]:
-        """What to compute next; empty only if there is nothing to do. `commit` or `drop` has to follow."""
+        """What to compute next, the shortest chunks first; empty only if there is nothing to do.
+
+        `commit` or `drop` has to follow.
+        """
         planned: dict[Request, Chunk] = {}
         budget = self.limits.batch_tokens
         preempted = self.preemptions
@@ -97,7 +104,7 @@ class Scheduler:
                 break
             planned[request] = Chunk(request, request.computed, min(request.remaining, budget))
             budget -= planned[request].count
-        return list(planned.values())
+        return sorted(planned.values(), key=_count_of)
 
     def commit(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> None:
         """The chunks are computed, and of each the model chose a token; only those after a last chunk count."""

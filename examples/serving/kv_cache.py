@@ -1,0 +1,94 @@
+"""Pages of keys and values, (pages, page_size, heads, columns) of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuteflash import append_kv, flash_attn_varlen_func
+from serving.caches import Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Sizes of a layer's keys and values: heads, and columns of a key and of a value."""
+
+    heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.heads * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+
+    def check(self, page_size: int, device: torch.device) -> None:
+        """Pages have any size, and what a device has no kernel for, attention refuses by name."""
+
+    def make(self, pages: int, page_size: int, device: torch.device) -> KvPages:
+        shape = pages, page_size, self.heads
+        return KvPages(
+            torch.zeros(*shape, self.head_dim, dtype=self.dtype, device=device),
+            torch.zeros(*shape, self.head_dim_v, dtype=self.dtype, device=device),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvCall:
+    """One layer's attention with keys and values.
+
+    Attributes:
+        layer: its index.
+        q: (tokens, heads, head_dim).
+        k, v: (tokens, kv heads, head_dim), and head_dim_v; the new tokens'.
+        options: of `flash_attn_varlen_func`.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout(*self.k.shape[1:], self.v.shape[2], self.k.dtype)
+
+    def nothing(self) -> Tensor:
+        return self.q.new_zeros(*self.q.shape[:2], self.v.shape[2])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvPages:
+    """Keys and values of one layer."""
+
+    k: Tensor
+    v: Tensor
+
+    def attend(self, call: KvCall, step: Step) -> Tensor:
+        append_kv(
+            self.k,
+            self.v,
+            call.k,
+            call.v,
+            step.cached,
+            page_table=step.page_table,
+            cu_seqlens_k_new=step.cu_seqlens,
+        )
+        o: Tensor = flash_attn_varlen_func(
+            call.q,
+            self.k,
+            self.v,
+            step.cu_seqlens,
+            max_seqlen_q=step.longest_q,
+            max_seqlen_k=step.longest_k,
+            seqused_k=step.used,
+            page_table=step.page_table,
+            causal=True,
+            num_splits=0 if step.longest_q == 1 else 1,  # few rows of one token do not fill a GPU
+            **call.options,
+        )
+        return o
