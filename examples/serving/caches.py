@@ -7,7 +7,6 @@ then on these store the tokens and attend to them. `kv_cache` and `latent_cache`
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -91,7 +90,7 @@ class Step:
     @property
     def longest_k(self) -> int:
         """Tokens of a row, at most."""
-        return max(map(operator.add, self.starts, self.counts))
+        return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
 
     def attend(self, call: Call) -> Tensor:
         return self.caches[call.layer].attend(call, self)

@@ -55,7 +55,8 @@ class KvCall:
 
     @property
     def layout(self) -> KvLayout:
-        return KvLayout(*self.k.shape[1:], self.v.shape[2], self.k.dtype)
+        heads, head_dim = self.k.shape[1:]
+        return KvLayout(heads, head_dim, self.v.shape[2], self.k.dtype)
 
     def nothing(self) -> Tensor:
         return self.q.new_zeros(*self.q.shape[:2], self.v.shape[2])

@@ -1,7 +1,7 @@
 """Layers of latent attention that keep rows of 576 numbers a token, instead of keys and values of every head.
 
-They take the place of a model's own ones, whose weights they share: the absorbed form of docs/mla.md, which decodes from
-such rows, needs queries before their keys' projection, which transformers' attention interface does not hand out.
+They take the place of a model's own ones, whose weights they share. The absorbed form of docs/mla.md, which decodes
+from such rows, needs what transformers' attention interface does not hand out: the latents, and nothing projected.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ for each query that sees it: with 171 queries both are equal.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,19 +156,25 @@ class LatentPages:
 
     def _plain(self, call: LatentCall, plan: Plan, step: Step) -> Tensor:
         """O of the other tokens."""
+        own, scale = call.attention, call.attention.softmax_scale
         q = torch.cat((call.q_nope[plan.absorbed :], call.q_rope[plan.absorbed :]), dim=-1)
-        options: dict[str, Any] = {"softmax_scale": call.attention.softmax_scale, "return_lse": True}
-        ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), plan.cu_seqlens)
-        ends |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), step.longest_q)
         out, lse = flash_mla_prefill(
-            q, *call.attention.keys_values(call.rows[plan.absorbed :]), causal=True, **ends, **options
+            q,
+            *own.keys_values(call.rows[plan.absorbed :]),
+            cu_seqlens_q=plan.cu_seqlens,
+            cu_seqlens_k=plan.cu_seqlens,
+            max_seqlen_q=step.longest_q,
+            max_seqlen_k=step.longest_q,
+            softmax_scale=scale,
+            causal=True,
+            return_lse=True,
         )
         for chunk in plan.chunks:
             its = slice(chunk.begin, chunk.end)
             whole = out[its], lse[:, its]
             for first in range(0, chunk.past, BLOCK):
-                rows = self._past(step, chunk, first)
-                part, part_lse = flash_mla_prefill(q[None, its], *call.attention.keys_values(rows[None]), **options)
+                past = own.keys_values(self._past(step, chunk, first)[None])
+                part, part_lse = flash_mla_prefill(q[None, its], *past, softmax_scale=scale, return_lse=True)
                 whole = merge_attn_states(*whole, part[0], part_lse[0])
             if chunk.past:
                 out[its] = whole[0]
@@ -181,4 +186,5 @@ class LatentPages:
         end = min(first + BLOCK, chunk.past)
         pages = step.page_table[chunk.row, first // size : -(-end // size)]
         skipped = first % size
-        return self.rows[pages].flatten(0, 1)[skipped : skipped + end - first]
+        rows: Tensor = self.rows[pages].flatten(0, 1)
+        return rows[skipped : skipped + end - first]

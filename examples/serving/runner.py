@@ -1,7 +1,8 @@
 """The model with its cache: one call computes a step, and chooses the next tokens.
 
 Steps in which every row has one token are replayed from CUDA graphs, one for each of a few numbers of rows; further
-rows of a graph are filled with tokens that go to a scratch page.
+rows of a graph are filled with tokens that go to a scratch page. A step may be launched before the chosen tokens of the
+one before have been read: it takes them from where that one leaves them on the device.
 """
 
 from __future__ import annotations
@@ -56,7 +57,29 @@ class Graph:
     graph: torch.cuda.CUDAGraph
     staging: Staging
     logits: Tensor
-    greedy: Tensor
+
+
+class Chosen:
+    """The tokens that a step chooses, on their way to the host."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._rows = 0
+
+    def copy(self, tokens: Tensor) -> None:
+        """Begin to bring (rows,) int32 to the host."""
+        self._rows = tokens.shape[0]
+        self._host[: self._rows].copy_(tokens, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def tolist(self) -> list[int]:
+        """Wait for the step; the token of each row."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._host[: self._rows].tolist()
+        return tokens
 
 
 class Runner:
@@ -84,6 +107,8 @@ class Runner:
         self.device = next(model.parameters()).device
         width = -(-limits.length // cache.page_size)
         self._staging = Staging(limits.batch_tokens, limits.requests, width, self.device)
+        self._tokens = torch.zeros(limits.requests, dtype=torch.int32, device=self.device)  # chosen by the last step
+        self._chosen = [Chosen(limits.requests, self.device) for _ in range(2)]  # a step begins before one is read
         layouts = self._probe()
         for layout in set(layouts):
             layout.check(cache.page_size, self.device)
@@ -94,29 +119,34 @@ class Runner:
         self._graphs: dict[int, Graph] = {}
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk]) -> Tensor:
+    def launch(self, chunks: Sequence[Chunk]) -> Chosen:
         """Begin to compute the chunks.
 
         Returns:
-            The token that follows each, (chunks,) int64, to be read before the next call.
+            The token that follows each, to be read before the call after the next one.
         """
         rows = len(chunks)
-        tokens = sum(chunk.count for chunk in chunks)
-        graph = self._graph_for(rows) if tokens == rows else None
-        if graph is not None:
-            staging = graph.staging
-            staging.fill(chunks, staging.rows)
-            graph.graph.replay()
-            logits, chosen = graph.logits[:rows], graph.greedy[:rows]
+        graph = self._graph_for(rows) if sum(chunk.count for chunk in chunks) == rows else None
+        staging = self._staging if graph is None else graph.staging
+        staging.fill(chunks, rows if graph is None else staging.rows)
+        if graph is None:
+            starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
+            logits = self._take_greedy(self._forward(staging, starts, counts))
         else:
-            staging = self._staging
-            staging.fill(chunks, rows)
-            logits = self._forward(staging, [chunk.start for chunk in chunks], [chunk.count for chunk in chunks])
-            chosen = logits.argmax(dim=-1)
+            graph.graph.replay()
+            logits = graph.logits[:rows]
+        tokens = self._tokens[:rows]
         if staging.draws:
             rest = staging.temperature[:rows], staging.top_p[:rows], staging.uniform[:rows]
-            chosen = sample(logits, *rest, cuts=staging.cuts)
-        return chosen
+            tokens.copy_(sample(logits, *rest, cuts=staging.cuts))
+        self._chosen.reverse()
+        self._chosen[0].copy(tokens)
+        return self._chosen[0]
+
+    def _take_greedy(self, logits: Tensor) -> Tensor:
+        """Leave the most probable token of each row where the next step finds it; returns `logits`."""
+        self._tokens[: logits.shape[0]].copy_(logits.argmax(dim=-1))
+        return logits
 
     @torch.inference_mode()
     def capture(self) -> Iterator[int]:
@@ -130,9 +160,8 @@ class Runner:
         staging = Staging(rows, rows, self._staging.page_table.shape[1], self.device)
         staging.fill([], rows)
 
-        def forward() -> tuple[Tensor, Tensor]:
-            logits = self._forward(staging, [self.limits.length - 1] * rows, [1] * rows)
-            return logits, logits.argmax(dim=-1)
+        def forward() -> Tensor:
+            return self._take_greedy(self._forward(staging, [self.limits.length - 1] * rows, [1] * rows))
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -142,8 +171,8 @@ class Runner:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits, greedy = forward()
-        return Graph(graph, staging, logits, greedy)
+            logits = forward()
+        return Graph(graph, staging, logits)
 
     def _graph_for(self, rows: int) -> Graph | None:
         """The smallest graph with so many rows."""
@@ -165,8 +194,10 @@ class Runner:
         return self._logits(staging, rows, tokens, step)
 
     def _logits(self, staging: Staging, rows: int, tokens: int, step: Step | Probe) -> Tensor:
+        ids = staging.ids[:tokens]
+        ids = torch.where(ids < 0, self._tokens[(-1 - ids).clamp(min=0)], ids)
         output = self.model(
-            input_ids=staging.ids[None, :tokens],
+            input_ids=ids[None],
             position_ids=staging.positions[None, :tokens],
             use_cache=False,
             logits_to_keep=staging.last[:rows],
