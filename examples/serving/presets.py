@@ -25,6 +25,18 @@ _TINY: dict[str, Any] = {
     "eos_token_id": 257,
     "pad_token_id": 258,
 }
+_TINY_LATENT: dict[str, Any] = {
+    **_TINY,
+    "num_key_value_heads": 4,
+    "head_dim": 64,  # of what is rotated
+    "q_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 
 # Name → type of model, and what of its configuration is not the type's default.
@@ -37,21 +49,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {**_TINY, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "tiny-deepseek": (
-        "deepseek_v3",
-        {
-            **_TINY,
-            "num_key_value_heads": 4,
-            "head_dim": 64,  # of what is rotated
-            "q_lora_rank": 32,
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "tiny-deepseek": ("deepseek_v3", _TINY_LATENT),
+    "tiny-deepseek-dense": ("deepseek_v3", {**_TINY_LATENT, "first_k_dense_replace": 2}),
     "1b": (
         "llama",
         {
