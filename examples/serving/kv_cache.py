@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuteflash import append_kv, flash_attn_varlen_func
+from cuteflash import append_kv, flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
 from serving.caches import Step
+
+UNBOUNDED = (-1, -1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class KvCall:
         layer: its index.
         q: (tokens, heads, head_dim).
         k, v: (tokens, kv heads, head_dim), and head_dim_v; the new tokens'.
-        options: of `flash_attn_varlen_func`.
+        options: of `flash_attn_varlen_func` and `flash_attn_with_kvcache`.
     """
 
     layer: int
@@ -58,6 +60,12 @@ class KvCall:
         heads, head_dim = self.k.shape[1:]
         return KvLayout(heads, head_dim, self.v.shape[2], self.k.dtype)
 
+    @property
+    def window(self) -> tuple[int, int]:
+        """Keys that a query sees before and after its own; -1 is all."""
+        window: tuple[int, int] = self.options.get("window_size", UNBOUNDED)
+        return window
+
     def nothing(self) -> Tensor:
         return self.q.new_zeros(*self.q.shape[:2], self.v.shape[2])
 
@@ -70,6 +78,45 @@ class KvPages:
     v: Tensor
 
     def attend(self, call: KvCall, step: Step) -> Tensor:
+        return self._decode(call, step) if step.longest_q == 1 else self._extend(call, step)
+
+    def _decode(self, call: KvCall, step: Step) -> Tensor:
+        """Each row has one token: few rows do not fill a GPU, so that their keys are split among its blocks."""
+        o: Tensor = flash_attn_with_kvcache(
+            call.q[:, None],
+            self.k,
+            self.v,
+            call.k[:, None],
+            call.v[:, None],
+            cache_seqlens=step.cached,
+            page_table=step.page_table,
+            causal=True,
+            scheduler_metadata=step.once((call.layout, call.q.shape, call.window), lambda: self._shares(call, step)),
+            **call.options,
+        )
+        return o[:, 0]
+
+    def _shares(self, call: KvCall, step: Step) -> Tensor:
+        """How the blocks share the keys, which is the same for all layers with the same sizes and window."""
+        layout = call.layout
+        rows, heads, _ = call.q.shape
+        return get_scheduler_metadata(
+            rows,
+            1,
+            step.page_table.shape[1] * self.k.shape[1],
+            heads,
+            layout.heads,
+            layout.head_dim,
+            step.cached,
+            qkv_dtype=layout.dtype,
+            headdim_v=layout.head_dim_v,
+            max_seqlen_k_new=1,
+            causal=True,
+            window_size=call.window,
+        )
+
+    def _extend(self, call: KvCall, step: Step) -> Tensor:
+        """Rows have any number of tokens, which fill a GPU."""
         append_kv(
             self.k,
             self.v,
@@ -89,7 +136,7 @@ class KvPages:
             seqused_k=step.used,
             page_table=step.page_table,
             causal=True,
-            num_splits=0 if step.longest_q == 1 else 1,  # few rows of one token do not fill a GPU
+            num_splits=1,
             **call.options,
         )
         return o

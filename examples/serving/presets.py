@@ -9,6 +9,7 @@ import torch
 
 from serving.attention import NAME, register
 from serving.latent_attention import use_latents
+from serving.norms import use_fused_norms
 
 BYTES = 256 + 3  # the vocabulary of `text.ByteTokenizer`
 _TINY: dict[str, Any] = {
@@ -99,6 +100,7 @@ def make_model(
         model = AutoModelForCausalLM.from_config(make_config(preset), attn_implementation=attention, dtype=dtype)
     if attention == NAME:
         use_latents(model)
+        use_fused_norms(model)
     made: torch.nn.Module = model.eval()
     return made
 
@@ -116,5 +118,6 @@ def load_model(directory: pathlib.Path, dtype: torch.dtype, device: torch.device
         raise ValueError(f"{directory} has no causal language model: {error}") from error
     model.to(device)
     use_latents(model)
+    use_fused_norms(model)
     loaded: torch.nn.Module = model.eval()
     return loaded

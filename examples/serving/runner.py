@@ -138,7 +138,7 @@ class Runner:
         tokens = self._tokens[:rows]
         if staging.draws:
             rest = staging.temperature[:rows], staging.top_p[:rows], staging.uniform[:rows]
-            tokens.copy_(sample(logits, *rest, cuts=staging.cuts))
+            tokens.copy_(sample(logits.float(), *rest, cuts=staging.cuts))
         self._chosen.reverse()
         self._chosen[0].copy(tokens)
         return self._chosen[0]
@@ -179,7 +179,7 @@ class Runner:
         return next((self._graphs[size] for size in sorted(self._graphs) if size >= rows), None)
 
     def _forward(self, staging: Staging, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The logits after the last token of each row, (rows, vocabulary) fp32; see `Step` of starts and counts."""
+        """The logits after the last token of each row, (rows, vocabulary); see `Step` of starts and counts."""
         rows, tokens = len(counts), sum(counts)
         step = Step(
             staging.positions[:tokens],
@@ -203,7 +203,7 @@ class Runner:
             logits_to_keep=staging.last[:rows],
             step=step,
         )
-        logits: Tensor = output.logits[0].float()
+        logits: Tensor = output.logits[0]
         return logits
 
     @torch.inference_mode()
