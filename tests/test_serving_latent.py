@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from serving import latent_cache
 from serving.engine import Engine
 from serving.latent_attention import MODELS, LatentAttention, use_latents
 from serving.latent_cache import LatentLayout
-from serving.presets import make_config
+from serving.presets import load_model, make_config
 from serving.requests import Sampling
 from serving.runner import CacheSettings, Runner
 from serving.scheduler import Limits
@@ -125,3 +126,11 @@ def test_other_sizes_are_refused_by_name(sizes: dict[str, int], complaint: str) 
     attention = copy.deepcopy(model(PRESET, "eager").model.layers[0].self_attn)
     with pytest.raises(ValueError, match=complaint):
         LatentAttention(attention, config)
+
+
+def test_a_checkpoint_is_served(tmp_path: pathlib.Path) -> None:
+    model(PRESET, "eager").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, torch.float32, CPU)
+    assert isinstance(loaded.model.layers[0].self_attn, LatentAttention)  # type: ignore[union-attr,index]
+    engine = Engine(Runner(loaded, Limits(300, 4, 256), CacheSettings(PAGE, 640)))
+    assert engine.generate(PROMPTS[:2], [GREEDY] * 2) == eager_answers(PRESET, PROMPTS[:2])
