@@ -1,7 +1,7 @@
 """The serving engine of examples/serve.py beside transformers' generation, on one model with random weights.
 
     python -m benchmarks.serve --preset 1b --json serve.json
-    python -m benchmarks.serve --preset 1b --quick          # all ways in a minute and a half on an H200
+    python -m benchmarks.serve --preset 1b --quick          # all ways in a minute on an H200
 
 Every way answers the same prompts with as many tokens, greedily, and none stops early. The engine and transformers'
 continuous batching take all requests at once and batch them as they like, within the same limits: requests that run,

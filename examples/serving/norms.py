@@ -1,4 +1,4 @@
-"""Norms in one kernel each: transformers' have seven, which is a third of the kernels of a decoding step."""
+"""Norms in one kernel each: transformers' norms take eight, and a decoding step consists of small kernels."""
 
 from __future__ import annotations
 
