@@ -102,7 +102,7 @@ class Fp8Planner:
         transpose = None
         if not options.transposed_v and transposes_before(seqlen_q * heads_per_kv, head_dim_v):
             transpose = transposition(FP8_NAMES[q.dtype], head_dim_v, target)
-            operands = dataclasses.replace(operands, transposed_v=True)
+            operands = dataclasses.replace(operands, transposed_v=True, transposed_before=True)
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
         choice = choose(problem, target, FAMILY, lengths)
