@@ -13,7 +13,6 @@ from cuteflash.traits.sm90 import (
     ADDRESS_REGS,
     ARRIVAL_BYTES,
     MBARRIER_BYTES,
-    PAGED_SPLIT,
     SWIZZLE_ALIGN,
     WARPGROUP,
 )
@@ -22,6 +21,7 @@ CONSUMERS = 2  # warpgroups
 WARPS = CONSUMERS * WARPGROUP // 32  # that share the keys of a block
 MMA_KEYS, MMA_ROWS = 16, 8  # keys or columns of V, and query rows, of one mma.sync
 PADDING = 4  # fp32 between rows of O in shared memory, so that pairs of four rows lie in different banks
+REGISTERS = 72, 216  # a thread of the producer, which looks up pages, and of the consumers
 STATISTICS = 2  # of a row: its maximum and its sum
 
 
@@ -66,12 +66,12 @@ class FwdTraitsFewSm90:
     @property
     def producer_regs(self) -> int:
         """Registers a thread of the producer warpgroup."""
-        return PAGED_SPLIT[0]
+        return REGISTERS[0]
 
     @property
     def mma_regs(self) -> int:
         """Registers a thread of a consumer warpgroup."""
-        return PAGED_SPLIT[1]
+        return REGISTERS[1]
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -108,7 +108,7 @@ class FwdTraitsFewSm90:
         return plan_bytes(self.smem_plan)
 
     @property
-    def fragment_regs(self) -> int:
+    def accumulator_regs(self) -> int:
         """Registers a thread needs for Q, S, P and O."""
         lanes = 32
         q, o = (self.tile_m * columns // lanes for columns in (self.head_dim // 2, self.head_dim_v))
@@ -126,9 +126,9 @@ class FwdTraitsFewSm90:
             return f"tile_n {self.tile_n} is not {MMA_KEYS} or {2 * MMA_KEYS} keys for each of {WARPS} warps"
         if self.kv_stage < 2:
             return f"kv_stage {self.kv_stage} is below 2: nothing would be loaded ahead"
-        if self.fragment_regs > self.mma_regs - ADDRESS_REGS:
+        if self.accumulator_regs > self.mma_regs - ADDRESS_REGS:
             return (
-                f"Q, S, P and O fragments take {self.fragment_regs} registers a thread, "
+                f"Q, S, P and O fragments take {self.accumulator_regs} registers a thread, "
                 f"{self.mma_regs} less {ADDRESS_REGS} for addresses are there"
             )
         return memory_complaint(self, arch)

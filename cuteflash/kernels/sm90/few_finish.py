@@ -1,14 +1,13 @@
-"""The end of a tile of few rows: what the warps found is merged in shared memory, and written, or handed on as a part."""
+"""The end of a tile of few rows: what the warps found is merged in shared memory and written, in full or as a part."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 
 from cuteflash.core.finish import finish_rows, write_lse
 from cuteflash.core.scores import ScoreTile

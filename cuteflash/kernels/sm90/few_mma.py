@@ -14,7 +14,7 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_instructions
 
 from cuteflash.core.convert import halves_of_e4m3, round_pair
@@ -23,7 +23,7 @@ from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view, transposed
 from cuteflash.kernels.sm90.few_bundles import FewBlock
-from cuteflash.kernels.sm90.few_finish import ColumnSoftmax, finish_tile, over_rows_of_lanes
+from cuteflash.kernels.sm90.few_finish import ColumnSoftmax, finish_tile
 from cuteflash.kernels.sm90.fit_q import (
     TOP,
     exponent_of,
@@ -34,7 +34,7 @@ from cuteflash.kernels.sm90.fit_q import (
 from cuteflash.kernels.sm90.fp8_load import chunk
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.swizzle import swizzled
-from cuteflash.traits.few_sm90 import MMA_KEYS, MMA_ROWS, WARPS
+from cuteflash.traits.few_sm90 import MMA_KEYS, MMA_ROWS
 from cuteflash.traits.sm90 import WARPGROUP
 
 LANES_OF_ROW = 4  # that hold one of the eight rows of a fragment
@@ -226,7 +226,9 @@ def multiply_k(kernel: cutlass.Constexpr, own: FewWarp, start: cute.Pointer):
                 rA, words = operand_a(kernel)
                 for i in cutlass.range_constexpr(2):
                     words[i], words[2 + i] = halves_of_e4m3(found[2 * half + i])
-                cute.gemm(own.mma, part_of(own.acc_S, j), rA, own.rQ[None, None, 2 * pair + half], part_of(own.acc_S, j))
+                cute.gemm(
+                    own.mma, part_of(own.acc_S, j), rA, own.rQ[None, None, 2 * pair + half], part_of(own.acc_S, j)
+                )
 
 
 @cute.jit
@@ -257,7 +259,9 @@ def part_of(acc: cute.Tensor, m: int) -> cute.Tensor:
     """16 rows of an accumulator."""
     atom, _, tiles = acc.layout.shape
     strides, step, tile_stride = acc.layout.stride
-    return cute.make_tensor(acc.iterator + m * step, cute.make_layout((atom, 1, tiles), stride=(strides, 0, tile_stride)))
+    return cute.make_tensor(
+        acc.iterator + m * step, cute.make_layout((atom, 1, tiles), stride=(strides, 0, tile_stride))
+    )
 
 
 def operand_p(kernel, own: FewWarp, j: int) -> cute.Tensor:
