@@ -13,7 +13,7 @@ from cuteflash.core.finish import finish_rows, write_lse
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, OnlineSoftmax, exp2, scale_rows
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.common.partials import MEETING_ROWS, QUAD
+from cuteflash.kernels.common.partials import QUAD
 from cuteflash.kernels.sm90.bundles import NamedBarrier
 from cuteflash.kernels.sm90.few_bundles import FewBlock
 from cuteflash.traits.few_sm90 import MMA_KEYS, PADDING, WARPS
@@ -138,7 +138,7 @@ def take_rows(kernel: cutlass.Constexpr, found: Found, own: Any, softmax: Column
 @cute.jit
 def finish_tile(kernel: cutlass.Constexpr, block: FewBlock, own: Any, tile: QueryTile):
     """Merge what the warps found, write O and the log-sum-exp or a part of them, and merge a tile's parts if due."""
-    traits, partials = kernel.traits, block.partials
+    traits = kernel.traits
     found = Found.of(kernel, block.tiles.base)
     sync()  # the last tile's findings have been read
     hand_over(found, own)
@@ -163,15 +163,8 @@ def finish_tile(kernel: cutlass.Constexpr, block: FewBlock, own: Any, tile: Quer
         write_rows(kernel, block, scores, out, tile)
     else:
         write_part(kernel, block, scores, out, lse, tile)
-        thread = own.index * WARP + own.lane
-        meets = tile.rows() >= MEETING_ROWS
-        if const_expr(kernel.problem.is_scheduled):
-            meets = False  # metadata of other lengths may name blocks that never come: nobody waits for them
-        if meets:
-            if partials.meet(tile, thread, sync):
-                partials.merge(tile, thread, WARPS, partials.place(tile))
-        elif partials.come(tile, thread, block.arrival, sync):
-            partials.merge(tile, thread, WARPS)
+        thread, is_scheduled = own.index * WARP + own.lane, kernel.problem.is_scheduled
+        block.partials.merge_if_due(tile, thread, WARPS, block.arrival, sync, is_scheduled)
 
 
 @cute.jit
