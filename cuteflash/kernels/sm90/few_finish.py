@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32
 
 from cuteflash.core.finish import finish_rows, write_lse
 from cuteflash.core.scores import ScoreTile
