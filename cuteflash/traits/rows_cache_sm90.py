@@ -34,8 +34,8 @@ UNCUT = FULL + CAUSAL
 ROWS: tuple[Row, ...] = (
     fwd_few_sm90(32, 8, 256, 6),
     fwd_few_sm90(32, 16, 256, 6, UNCUT),
-    fwd_few_sm90(64, 8, 256, 3),
-    fwd_few_sm90(64, 16, 256, 3, UNCUT),
+    fwd_few_sm90(64, 8, 256, 4),
+    fwd_few_sm90(64, 16, 256, 4, UNCUT),
     fwd_few_sm90(96, 8, 128, 4),
     fwd_few_sm90(96, 16, 128, 4, UNCUT),
     fwd_few_sm90(128, 8, 128, 3),
