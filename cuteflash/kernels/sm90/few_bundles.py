@@ -6,9 +6,12 @@ import dataclasses
 from typing import ClassVar
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from cuteflash.core.launch import Launch
 from cuteflash.core.scales import Scales
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.softmax import OnlineSoftmax
 from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm90.bundles import Rings
 
@@ -49,3 +52,30 @@ class FewBlock:
     arrival: cute.Tensor  # (1,) Int32 in shared memory
 
     handout: ClassVar[None] = None  # keys are split: each block knows its tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class FewWarp:
+    """One consumer warp's fragments and running softmax.
+
+    Attributes:
+        index: of the consumer warps.
+        lane: of the warp.
+        mma: m16n8k16.
+        rQ: Qᵀ, ((2, 2), rows / 8, head_dim / 16), permuted as K is.
+        acc_S, acc_O: Sᵀ and Oᵀ, ((2, 2), keys or columns / 16, rows / 8).
+        scores: Sᵀ as (rows, keys).
+        out: Oᵀ as (rows, columns).
+        bounds: visible keys of each row of this thread.
+    """
+
+    index: Int32
+    lane: Int32
+    mma: cute.TiledMma
+    rQ: cute.Tensor
+    acc_S: cute.Tensor
+    acc_O: cute.Tensor
+    scores: ScoreTile
+    out: cute.Tensor
+    softmax: OnlineSoftmax
+    bounds: cute.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +15,7 @@ from cuteflash.core.softmax import LN_2, OnlineSoftmax, exp2, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.partials import QUAD
 from cuteflash.kernels.sm90.bundles import NamedBarrier
-from cuteflash.kernels.sm90.few_bundles import FewBlock
+from cuteflash.kernels.sm90.few_bundles import FewBlock, FewWarp
 from cuteflash.traits.few_sm90 import MMA_KEYS, PADDING, WARPS
 
 WARP = 32
@@ -23,7 +23,7 @@ THREADS = WARP * WARPS
 ROW_LANES = (4, 8, 16)  # distances of lanes that hold other keys of the same rows
 
 
-def over_rows_of_lanes(value: Float32, join: Any) -> Float32:
+def over_rows_of_lanes(value: Float32, join: Callable[[Float32, Float32], Float32]) -> Float32:
     """The values of the eight lanes with the same rows of S, joined."""
     for lanes in ROW_LANES:
         value = join(value, cute.arch.shuffle_sync_bfly(value, offset=lanes))
@@ -97,7 +97,7 @@ class Found:
 
 
 @cute.jit
-def hand_over(found: Found, own: Any):
+def hand_over(found: Found, own: FewWarp):
     """Write what a warp found."""
     softmax, scores, group = own.softmax, own.scores, own.lane // 4
     for r in cutlass.range_constexpr(cute.size(softmax.row_max)):
@@ -111,7 +111,7 @@ def hand_over(found: Found, own: Any):
 
 
 @cute.jit
-def take_rows(kernel: cutlass.Constexpr, found: Found, own: Any, softmax: ColumnSoftmax, out: cute.Tensor):
+def take_rows(kernel: cutlass.Constexpr, found: Found, own: FewWarp, softmax: ColumnSoftmax, out: cute.Tensor):
     """Merge this warp's rows of all warps' findings: `out` (rows, four columns, groups of 128), maxima and sums."""
     out.fill(0.0)
     rows = cute.size(out.shape[0])
@@ -136,7 +136,7 @@ def take_rows(kernel: cutlass.Constexpr, found: Found, own: Any, softmax: Column
 
 
 @cute.jit
-def finish_tile(kernel: cutlass.Constexpr, block: FewBlock, own: Any, tile: QueryTile):
+def finish_tile(kernel: cutlass.Constexpr, block: FewBlock, own: FewWarp, tile: QueryTile):
     """Merge what the warps found, write O and the log-sum-exp or a part of them, and merge a tile's parts if due."""
     traits = kernel.traits
     found = Found.of(kernel, block.tiles.base)

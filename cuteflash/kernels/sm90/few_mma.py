@@ -22,7 +22,7 @@ from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view, transposed
-from cuteflash.kernels.sm90.few_bundles import FewBlock
+from cuteflash.kernels.sm90.few_bundles import FewBlock, FewWarp
 from cuteflash.kernels.sm90.few_finish import ColumnSoftmax, finish_tile
 from cuteflash.kernels.sm90.fit_q import (
     TOP,
@@ -40,33 +40,6 @@ from cuteflash.traits.sm90 import WARPGROUP
 LANES_OF_ROW = 4  # that hold one of the eight rows of a fragment
 WORDS = 4  # registers that ldmatrix fills
 KEYS_TOGETHER = 0x3120  # of two bytes of each of two keys: those of one column, then those of the other
-
-
-@dataclasses.dataclass(frozen=True)
-class FewWarp:
-    """One consumer warp's fragments and running softmax.
-
-    Attributes:
-        index: of the consumer warps.
-        lane: of the warp.
-        mma: m16n8k16.
-        rQ: Qᵀ, ((2, 2), rows / 8, head_dim / 16), permuted as K is.
-        acc_S, acc_O: Sᵀ and Oᵀ, ((2, 2), keys or columns / 16, rows / 8).
-        scores: Sᵀ as (rows, keys).
-        out: Oᵀ as (rows, columns).
-        bounds: visible keys of each row of this thread.
-    """
-
-    index: Int32
-    lane: Int32
-    mma: cute.TiledMma
-    rQ: cute.Tensor
-    acc_S: cute.Tensor
-    acc_O: cute.Tensor
-    scores: ScoreTile
-    out: cute.Tensor
-    softmax: ColumnSoftmax
-    bounds: cute.Tensor
 
 
 def make_warp(kernel, block: FewBlock) -> FewWarp:
