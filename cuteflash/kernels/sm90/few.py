@@ -187,10 +187,9 @@ class FlashFewSm90:
             grid=(partials.arrivals.shape[0], 1, 1),
             block=(self.traits.num_threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.traits.blocks_per_sm,  # without it setmaxnreg is dropped
+            min_blocks_per_mp=1,  # without it setmaxnreg is dropped
             use_pdl=True,
             cooperative=True,  # its blocks may wait for each other
-            preferred_smem_carveout=100,
         )
 
     @cute.kernel
