@@ -102,7 +102,7 @@ class Fp8Planner:
         transpose = None
         if not options.transposed_v and transposes_before(seqlen_q * heads_per_kv, head_dim_v):
             transpose = transposition(FP8_NAMES[q.dtype], head_dim_v, target)
-            operands = dataclasses.replace(operands, transposed_v=True)
+            operands = dataclasses.replace(operands, transposed_v=True, transposed_before=True)
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
         lengths = cast(LengthClass, options.lengths or length_class_of(seqlen_q, seqlen_k))
         choice = choose(problem, target, FAMILY, lengths)
@@ -119,8 +119,8 @@ class Fp8Planner:
             result = results(inputs.q, shapes, out_dtype, has_lse=self.has_lse, fill=False)
             o, lse = result if self.has_lse else (result, None)
             q, k, v = (x.as_strided(x.shape, s) if s else x for x, s in zip(inputs[:3], restrides, strict=True))
-            v = v if transpose is None else transpose(v)
             v_mean = columns_contiguous(inputs.v_mean)
+            v = v if transpose is None else transpose(v)  # right before the kernel, see `Operands.transposed_before`
             # In the order of FwdTensors, ScaleTensors and FwdScalars.
             kernel(q, k, v, o, lse, *inputs.descales.values(), v_mean, *scalars)
             return result

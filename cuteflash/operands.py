@@ -48,6 +48,7 @@ class Operands:
         cache_dtype: element type of K and V in memory beside a Q of 16 bits; None is that of Q. A kernel makes fp16 of
             them, which is the type of both products then, and K and V have a scale for each KV head of a batch entry.
         shares_k: all heads share the last 64 columns of K, which are a tensor of their own.
+        transposed_before: the launch right before makes that Vᵀ, and may still run: only loads of Vᵀ wait for its end.
 
     8-bit operands have scales: fp32 factors of Q, K and V, one for each KV head of a batch entry or for each 128 tokens
     of it. The rows of a warpgroup then have one scale of Q, so that `packed_heads` divides its 64 rows.
@@ -64,6 +65,7 @@ class Operands:
     has_block_scales: bool = False
     cache_dtype: Literal["e4m3"] | None = None
     shares_k: bool = False
+    transposed_before: bool = False
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.qk_dtype, (*DTYPES, *FP8_OPERANDS))
@@ -75,6 +77,8 @@ class Operands:
             raise ValueError(f"o_dtype is {self.o_dtype!r}; allowed: {self.qk_dtype!r}, that of Q and K")
         if self.transposed_v and not self.is_fp8:
             raise ValueError(f"transposed_v is True; allowed with {self.pv_dtype!r}: False, only 8-bit V is transposed")
+        if self.transposed_before and not self.transposed_v:
+            raise ValueError("transposed_before is True; allowed without transposed_v: False")
         if self.has_v_mean and not self.is_fp8:
             raise ValueError(f"has_v_mean is True; allowed with {self.pv_dtype!r}: False, 8-bit V has one apart")
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):

@@ -255,6 +255,7 @@ class FwdProblem:
         operands = dataclasses.replace(
             self.operands,
             transposed_v=is_fp8 and "turned_v" not in features,
+            transposed_before=False,
             has_v_mean=is_fp8 and "v_mean" in features,
             cache_dtype="e4m3" if "e4m3_cache" in features else None,
             has_block_scales=is_fp8 and "block_scales" in features,

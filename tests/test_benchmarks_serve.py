@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import multiprocessing
 import pathlib
+import threading
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from benchmarks import serve
-from benchmarks.serve import Load, Measured, Way
+from benchmarks import serve, serve_ways
+from benchmarks.serve_ways import Load, Measured, Way
 from tests.serving_parts import model
 
 SMALL = Load(requests=3, shortest=4, longest=9, answer=5, batch=2)
@@ -35,51 +39,89 @@ def test_all_ways_give_the_same_answers() -> None:
     """In fp32, greedily; also of transformers' continuous batching, which takes what prompts come first."""
     device = model("tiny").device
     found = {}
-    for name, make in serve.makers().items():
+    for name, make in serve_ways.makers().items():
         way = make("tiny", device, SMALL)
         measured = way.run(SMALL.prompts(way.vocabulary, seed=0))
         way.close()
         assert measured.tokens == 15 and measured.seconds > 0
-        assert [len(times) for times in measured.times] == ([] if name in (serve.STATIC, serve.COMPILED) else [5] * 3)
+        assert [len(times) for times in measured.times] == (
+            [] if name in (serve_ways.STATIC, serve_ways.COMPILED) else [5] * 3
+        )
         found[name] = measured.answers
-    assert list(found) == list(serve.WAYS)
+    assert list(found) == list(serve_ways.WAYS)
     assert all(list(answers) == list(found["engine"]) for answers in found.values())
     assert serve.equal_first_tokens([[1, 2], [3]], [[1, 3], [4]]) == 0.5
 
 
 def test_options_that_a_version_does_not_have_are_left_out() -> None:
-    assert serve.accepted(Load, requests=3, unheard_of=1) == Load(requests=3)
+    assert serve_ways.accepted(Load, requests=3, unheard_of=1) == Load(requests=3)
+
+
+def started_in_a_thread(way: str, options: argparse.Namespace, load: Load) -> Connection:
+    ours, its = multiprocessing.Pipe()
+    arguments = way, options.preset, options.device, load, its
+    threading.Thread(target=serve_ways.work, args=arguments, daemon=True).start()
+    return ours
 
 
 def test_a_run_writes_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    closed = []
+    seeds: list[Sequence[Sequence[int]]] = []
 
     def make(*about: Any) -> Way:
         def run(prompts: Sequence[Sequence[int]]) -> Measured:
-            return Measured(0.5, [[1] * 64] * 64, [[0.1, 0.2]])
+            seeds.append(prompts)
+            return Measured(0.5, [[1] * 32] * 64, [[0.1, 0.2]])
 
-        return Way(7, run, lambda: closed.append(about))
+        return Way(7, run)
+
+    def stall(*about: Any) -> Way:
+        threading.Event().wait(60)
+        raise AssertionError("waited for")
 
     def fail(*about: Any) -> Way:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(serve, "make_engine", make)
-    monkeypatch.setattr(serve, "make_continuous", fail)
+    def cut(*about: Any) -> Way:
+        return Way(7, lambda prompts: Measured(0.5, [[1] * 31] * 64))
+
+    made = dict(zip(serve_ways.WAYS, (make, fail, stall, cut, make), strict=True))
+    monkeypatch.setattr(serve_ways, "makers", lambda: made)
+    monkeypatch.setattr(serve, "start", started_in_a_thread)
     path = tmp_path / "serve.json"
-    options = ["--device", "cpu", "--quick", "--rounds", "2", "--json", str(path), "--ways"]
-    assert serve.main([*options, "engine"]) == 0 and len(closed) == 1
-    assert "8192 tokens/s" in capsys.readouterr().out
-    assert serve.main([*options, "engine,generate_batch"]) == 1
+    options = ["--device", "cpu", "--quick", "--rounds", "2", "--prepare", "2", "--json", str(path)]
+    assert serve.main([*options, "--ways", "engine"]) == 0
+    assert seeds == [serve.QUICK.prompts(7, seed) for seed in range(3)]
+    assert "4096 tokens/s" in capsys.readouterr().out
+    assert serve.main(options) == 1
     ways = json.loads(path.read_text())["ways"]
     assert ways["engine"]["first_token_ms"] == 100
-    assert ways["generate_batch"] == {"failed": "RuntimeError: no such thing"}
+    assert ways["generate"] == {"failed": "RuntimeError: no such thing"}
+    assert ways["generate_compiled"] == {"failed": "not ready after 2 s; --prepare allows for more"}
+    assert ways["generate_batch"] == {"failed": "an answer has another length than asked for"}
+
+
+def test_ways_run_in_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "QUICK", SMALL)
+    options = ["--device", "cpu", "--quick", "--preset", "tiny", "--prepare", "120", "--ways"]
+    assert serve.main([*options, "engine,generate"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].strip() for line in out] == ["engine", "generate"]
+    assert all(line.endswith("first tokens as the first way's 100%") for line in out)
+    assert serve.main([*options[:3], "--preset", "guess", "--ways", "engine"]) == 1
+    assert "ValueError: preset is 'guess'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [(["--ways", "engine,guess"], "ways is engine,guess"), (["--rounds", "0"], "rounds is 0")],
+    [
+        (["--ways", "engine,guess"], "ways is engine,guess"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--prepare", "0"], "prepare is 0"),
+    ],
 )
 def test_wrong_options_are_named(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

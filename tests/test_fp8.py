@@ -19,13 +19,14 @@ from cuteflash import flash_attn_func, fp8_ops, fp8_planning, planning
 from cuteflash.arguments import Fp8Options, FwdArguments, FwdScalars
 from cuteflash.core.signature import fwd_fake_args
 from cuteflash.dispatch import Choice, choose_shipped
+from cuteflash.kernels.common.transpose_v import TransposeV
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.quantize_problem import TransposeProblem
 from cuteflash.reference.fp8 import natural_keys, permuted_keys
 from cuteflash.reference.fp8_accumulator import LEAST_EXPONENTS, accumulate, modelled_attention
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
-from cuteflash.traits.quantize import QuantizeTraits
+from cuteflash.traits.quantize import QuantizeTraits, transpose_traits
 from tests.cross_compile import KernelStore
 
 FP8 = torch.float8_e4m3fn
@@ -347,7 +348,8 @@ def test_many_queries_have_v_transposed_before(monkeypatch: pytest.MonkeyPatch) 
     tensors = inputs(s_q=2048, s_k=200)  # two query heads read a KV head
     gpu.fwd(*tensors)
     (transpose, (v, vt)), (attend, arguments) = gpu.launches
-    assert transpose == TransposeProblem("e4m3", 16) and attend.operands.transposed_v
+    assert transpose == TransposeProblem("e4m3", 16)
+    assert attend.operands.transposed_v and attend.operands.transposed_before
     assert v is tensors[2] and arguments[2] is vt and vt.shape == (2, 2, 16, 256)
     gpu.fwd(*inputs(s_q=2047, s_k=200))
     assert not gpu.launches[2][0].operands.transposed_v
@@ -418,6 +420,8 @@ def test_problems_that_no_kernel_has_are_refused() -> None:
         Operands("e4m3", "bf16", "bf16", 64, 64)
     with pytest.raises(ValueError, match="transposed_v is True"):
         Operands("bf16", "bf16", "bf16", 64, 64, transposed_v=True)
+    with pytest.raises(ValueError, match="transposed_before is True; allowed without transposed_v: False"):
+        Operands("e4m3", "e4m3", "bf16", 64, 64, transposed_before=True)
     with pytest.raises(ValueError, match="has_v_mean is True"):
         Operands("bf16", "bf16", "bf16", 64, 64, has_v_mean=True)
     with pytest.raises(ValueError, match="has_block_scales is True"):
@@ -472,6 +476,20 @@ def test_rows_compile_without_complaint(
     compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
     compiled.assert_no_complaint()
     assert "wgmma.mma_async.sync.aligned.m64n" in compiled.ptx and ".f32.e4m3.e4m3" in compiled.ptx
+
+
+@pytest.mark.slow
+def test_attention_waits_for_the_transposed_v_before_its_loads(kernels: KernelStore) -> None:
+    """What is launched beside the kernel before must wait for that; without such a kernel nothing waits."""
+    transpose = kernels(TransposeV, transpose_traits(64), TransposeProblem("e4m3", 64), "sm_90a")
+    assert transpose.ptx.count("griddepcontrol.launch_dependents") == 1
+    given = dataclasses.replace(Operands.of("e4m3", 64, 64), transposed_v=True)
+    for operands in (given, dataclasses.replace(given, transposed_before=True)):
+        problem = FwdProblem(operands, Scores("causal"))
+        choice = choose_shipped(problem, "sm_90a", "sm90")
+        compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
+        compiled.assert_no_complaint()
+        assert compiled.ptx.count("griddepcontrol.wait") == operands.transposed_before
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from serving.engine import BusyError, Engine
 from serving.presets import make_config
 from serving.requests import Sampling
-from serving.runner import CacheSettings, Runner, _check_supported, buckets
+from serving.runner import CacheSettings, Chosen, Runner, _check_supported, buckets
 from serving.scheduler import Limits
 
 from tests.serving_parts import (
@@ -119,7 +119,7 @@ def test_a_step_stays_in_its_budget_and_answers_grow_in_each() -> None:
     for _ in range(5):
         engine.step()
     assert all(sum(chunk.count for chunk in chunks) <= LIMITS.batch_tokens for chunks in taken)
-    assert [chunk.count for chunk in taken[1]] == [1, 15] and len(first.tokens) == 6
+    assert [chunk.count for chunk in taken[1]] == [1, 15] and len(first.tokens) == 5  # the sixth is under way
     run(engine)
 
 
@@ -131,6 +131,44 @@ def test_a_stop_token_ends_the_answer_and_is_no_part_of_it() -> None:
     client = Client(engine, prompts[0], Sampling(ANSWER, stop_tokens=frozenset({stop})))
     run(engine)
     assert client.tokens == answer[: answer.index(stop)] and client.finish == "stop"
+
+
+def test_a_step_begins_before_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    calls = []
+    launch, read = engine.runner.launch, Chosen.tolist
+    monkeypatch.setattr(engine.runner, "launch", lambda chunks: calls.append("launch") or launch(chunks))
+    monkeypatch.setattr(Chosen, "tolist", lambda chosen: calls.append("read") or read(chosen))
+    engine.generate([[1, 2]], [Sampling(4)])
+    assert calls == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]
+
+
+def test_a_request_that_stops_leaves_no_trace_in_the_step_that_has_begun() -> None:
+    engine = make_engine()
+    prompts = make_prompts(6, 13)
+    answers = eager_answers("tiny", prompts)
+    stop = answers[0][5]
+    place = answers[0].index(stop)
+    stopped = Client(engine, prompts[0], Sampling(ANSWER, stop_tokens=frozenset({stop})))
+    other = Client(engine, prompts[1])
+    while stopped.finish is None:
+        engine.step()
+    assert stopped.request.tokens == [*prompts[0], *answers[0][:place]]
+    joined = Client(engine, prompts[0])  # may have the pages that the step under way still writes to
+    run(engine)
+    assert [other.tokens, joined.tokens] == [answers[1], answers[0]]
+    assert len(stopped.events) == place + 1
+
+
+def test_a_request_that_ends_gives_its_pages_before_another_gives_way() -> None:
+    """Both need their third page in the step after the one that ends the first."""
+    engine = make_engine(tokens=4 * PAGE, limits=Limits(64, 4, 256))
+    prompts = make_prompts(2 * PAGE - 4, 2 * PAGE - 4)
+    clients = [Client(engine, prompts[0], Sampling(5)), Client(engine, prompts[1])]
+    run(engine)
+    assert engine.scheduler.preemptions == 0
+    answers = eager_answers("tiny", prompts)
+    assert [client.tokens for client in clients] == [answers[0][:5], answers[1]]
 
 
 def test_sampling_depends_on_the_seed_and_on_nothing_else() -> None:

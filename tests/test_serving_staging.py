@@ -58,6 +58,7 @@ def test_a_used_buffer_equals_a_new_one(seed: int, pages: int) -> None:
             assert used.page_table[row, :pages_of].tolist() == chunk.request.pages
         assert not used.page_table[len(chunks) : rows, 0].any()
         assert (used.draws, used.cuts) == (new.draws, new.cuts)
+        scheduler.advance(chunks)
         scheduler.commit(chunks, [choose.randrange(100) for _ in chunks])
     assert advanced > 10
     assert (scheduler.preemptions > 0) == (pages < 60)

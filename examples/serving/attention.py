@@ -7,118 +7,18 @@ rotary embedding by then, to the pages and attends to them.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cuteflash import append_kv, flash_attn_varlen_func
+from serving.caches import Attends
+from serving.kv_cache import KvCall
 
 NAME = "paged_cache"  # transformers makes no mask for a name that has none registered
 
 # What some models pass that changes scores in a way that attention over pages does not know.
 _REFUSED = ("position_bias", "head_mask", "indices", "block_indices", "attention_chunk_size")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layer:
-    """Sizes of a layer's keys and values: heads, and columns of a key and of a value."""
-
-    heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.heads * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """One layer's attention.
-
-    Attributes:
-        layer: its index.
-        q: (tokens, heads, head_dim).
-        k, v: (tokens, kv heads, head_dim), and head_dim_v; the new tokens'.
-        options: of `flash_attn_varlen_func`.
-    """
-
-    layer: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: dict[str, Any]
-
-
-class Attends(Protocol):
-    """What a model's layers are given as `step`."""
-
-    def attend(self, call: Call) -> Tensor:
-        """O, (tokens, heads, head_dim_v)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """What the layers share in a step; the vectors lie on the model's device and are int32.
-
-    Attributes:
-        cu_seqlens: (rows + 1,), where each row's new tokens begin.
-        cached: (rows,), tokens in the pages before the step.
-        used: (rows,), tokens in the pages after the layer has appended its own.
-        page_table: (rows, pages), the pages of each row; entries beyond `used` do not count.
-        longest_q, longest_k: no row has more new tokens, or more tokens.
-        caches: of each layer, the keys (pages, page_size, kv heads, head_dim), and the values.
-    """
-
-    cu_seqlens: Tensor
-    cached: Tensor
-    used: Tensor
-    page_table: Tensor
-    longest_q: int
-    longest_k: int
-    caches: Sequence[tuple[Tensor, Tensor]]
-
-    def attend(self, call: Call) -> Tensor:
-        k_pages, v_pages = self.caches[call.layer]
-        append_kv(
-            k_pages,
-            v_pages,
-            call.k,
-            call.v,
-            self.cached,
-            page_table=self.page_table,
-            cu_seqlens_k_new=self.cu_seqlens,
-        )
-        o: Tensor = flash_attn_varlen_func(
-            call.q,
-            k_pages,
-            v_pages,
-            self.cu_seqlens,
-            max_seqlen_q=self.longest_q,
-            max_seqlen_k=self.longest_k,
-            seqused_k=self.used,
-            page_table=self.page_table,
-            causal=True,
-            num_splits=0 if self.longest_q == 1 else 1,  # few rows of one token do not fill a GPU
-            **call.options,
-        )
-        return o
-
-
-class Probe:
-    """Notes the sizes of the layers, and attends to nothing."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, Layer] = {}
-
-    def attend(self, call: Call) -> Tensor:
-        heads, head_dim = call.k.shape[1:]
-        self.layers[call.layer] = Layer(heads, head_dim, call.v.shape[2], call.k.dtype)
-        return call.q.new_zeros(*call.q.shape[:2], call.v.shape[2])
 
 
 def attention(
@@ -165,7 +65,7 @@ def attention(
     if s_aux is not None:
         options["sinks"] = s_aux
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return step.attend(Call(int(module.layer_idx), q, k, v, options))[None], None  # type: ignore[arg-type]
+    return step.attend(KvCall(int(module.layer_idx), q, k, v, options))[None], None  # type: ignore[arg-type]
 
 
 def register() -> None:

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from serving.requests import Event, Listener, Request, Sampling
-from serving.runner import Runner
-from serving.scheduler import Scheduler
+from serving.runner import Chosen, Runner
+from serving.scheduler import Chunk, Scheduler
 
 log = logging.getLogger("serving")
 
@@ -31,6 +31,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: deque[tuple[Listener, Event]] = deque()
         self._wake = threading.Condition()
+        self._under_way: tuple[list[Chunk], Chosen] | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._submitted = 0
@@ -63,28 +64,47 @@ class Engine:
             self._wake.notify()
 
     def step(self) -> bool:
-        """Compute a step; False if there is nothing to do. If it fails, its requests end, and no others."""
-        has_run = self._step()
-        self._deliver()
-        return has_run
+        """Begin a step, and end the one before; False if there was neither. If one fails, its requests end, no others.
 
-    def _step(self) -> bool:
-        """As `step`, but the step's events stay in the outbox: they are delivered while the GPU computes the next."""
+        A step begins before the chosen tokens of the one before are read, so that the GPU need not wait for the host.
+        """
         self._read_inbox()
+        if self.scheduler.is_short:
+            self._end_step()  # it may end requests, whose pages others need
         chunks = self.scheduler.plan()
-        if not chunks:
+        if not (chunks or self._under_way):
+            self._deliver()
             return False
+        begun = self._begin_step(chunks) if chunks else None
+        self._end_step()
+        self._under_way = begun
+        self._deliver()
+        return True
+
+    def _begin_step(self, chunks: list[Chunk]) -> tuple[list[Chunk], Chosen] | None:
+        self.steps += 1
         try:
             chosen = self.runner.launch(chunks)
-            self._deliver()
-            tokens = chosen.tolist()
         except Exception as error:  # of whatever kind: the other requests have to go on
-            log.exception("a step of %d requests failed", len(chunks))
-            self.scheduler.drop(chunks, f"{type(error).__name__}: {error}")
+            self._drop(chunks, error)
+            return None
+        self.scheduler.advance(chunks)
+        return chunks, chosen
+
+    def _end_step(self) -> None:
+        if self._under_way is None:
+            return
+        (chunks, chosen), self._under_way = self._under_way, None
+        try:
+            tokens = chosen.tolist()
+        except Exception as error:
+            self._drop(chunks, error)
         else:
             self.scheduler.commit(chunks, tokens)
-        self.steps += 1
-        return True
+
+    def _drop(self, chunks: list[Chunk], error: Exception) -> None:
+        log.error("a step of %d requests failed", len(chunks), exc_info=error)
+        self.scheduler.drop(chunks, f"{type(error).__name__}: {error}")
 
     def generate(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[list[int]]:
         """The answers to `prompts`, in their order, computed here and now.
@@ -147,12 +167,12 @@ class Engine:
     def _work(self) -> None:
         while True:
             with self._wake:
-                while not (self._stopping or self._inbox or not self.scheduler.is_idle):
+                while not (self._stopping or self._inbox or self._under_way or not self.scheduler.is_idle):
                     self._wake.wait()
                 if self._stopping:
                     break
-            if not self._step() or self.scheduler.is_idle:
-                self._deliver()
+            self.step()
+        self._end_step()
         self._read_inbox()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.scheduler.abort(request)

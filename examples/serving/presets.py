@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from serving.attention import NAME, register
+from serving.latent_attention import use_latents
+from serving.norms import use_fused_norms
 
 BYTES = 256 + 3  # the vocabulary of `text.ByteTokenizer`
 _TINY: dict[str, Any] = {
@@ -24,6 +26,18 @@ _TINY: dict[str, Any] = {
     "eos_token_id": 257,
     "pad_token_id": 258,
 }
+_TINY_LATENT: dict[str, Any] = {
+    **_TINY,
+    "num_key_value_heads": 4,
+    "head_dim": 64,  # of what is rotated
+    "q_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 
 # Name → type of model, and what of its configuration is not the type's default.
@@ -36,6 +50,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {**_TINY, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "tiny-deepseek": ("deepseek_v3", _TINY_LATENT),
+    "tiny-deepseek-dense": ("deepseek_v3", {**_TINY_LATENT, "first_k_dense_replace": 2}),
     "1b": (
         "llama",
         {
@@ -82,12 +98,15 @@ def make_model(
     torch.manual_seed(seed)
     with device:
         model = AutoModelForCausalLM.from_config(make_config(preset), attn_implementation=attention, dtype=dtype)
+    if attention == NAME:
+        use_latents(model)
+        use_fused_norms(model)
     made: torch.nn.Module = model.eval()
     return made
 
 
 def load_model(directory: pathlib.Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """A checkpoint's model. ValueError if it cannot be loaded."""
+    """A checkpoint's model. ValueError if it cannot be loaded, or its sizes are not allowed."""
     from transformers import AutoModelForCausalLM
 
     register()
@@ -97,5 +116,8 @@ def load_model(directory: pathlib.Path, dtype: torch.dtype, device: torch.device
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"{directory} has no causal language model: {error}") from error
-    loaded: torch.nn.Module = model.to(device).eval()
+    model.to(device)
+    use_latents(model)
+    use_fused_norms(model)
+    loaded: torch.nn.Module = model.eval()
     return loaded

@@ -66,11 +66,12 @@ class Request:
 
     Attributes:
         number: in the order of arrival.
-        tokens: the prompt, then the answer.
+        tokens: the prompt, then the answer. A token that a step is yet to choose is -1 less its row in that step.
         prompt_tokens: how many of them are the prompt.
-        computed: tokens whose keys and values are in the cache.
+        computed: tokens that are in the cache, or will be with the steps that are under way.
         pages: those held, in order.
         cached_tokens: see `Event`; of the first time that the request ran.
+        most_tokens: that there can be, prompt and answer.
     """
 
     number: int
@@ -82,15 +83,19 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     cached_tokens: int | None = None
     preemptions: int = 0
+    most_tokens: int = dataclasses.field(init=False)
     _digests: list[bytes] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.most_tokens = self.prompt_tokens + self.sampling.max_tokens
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are yet to be computed; 1 while the answer grows."""
+        """Tokens that are yet to be computed; 1 while the answer grows."""
         return len(self.tokens) - self.computed
 
     def digests(self, page_size: int, pages: int) -> Sequence[bytes]:
-        """Names of the first `pages` pages, all of which are full."""
+        """Names of the first `pages` pages, all of which are full of chosen tokens."""
         for index in range(len(self._digests), pages):
             previous = self._digests[-1] if self._digests else ROOT
             self._digests.append(page_digest(previous, self.tokens[index * page_size : (index + 1) * page_size]))

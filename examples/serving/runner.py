@@ -1,7 +1,8 @@
 """The model with its cache: one call computes a step, and chooses the next tokens.
 
 Steps in which every row has one token are replayed from CUDA graphs, one for each of a few numbers of rows; further
-rows of a graph are filled with tokens that go to a scratch page.
+rows of a graph are filled with tokens that go to a scratch page. A step may be launched before the chosen tokens of the
+one before have been read: it takes them from where that one leaves them on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.attention import Layer, Probe, Step
+from serving.caches import Layout, Probe, Step
 from serving.pages import PagePool
 from serving.sampling import sample
 from serving.scheduler import Chunk, Limits
@@ -56,7 +57,29 @@ class Graph:
     graph: torch.cuda.CUDAGraph
     staging: Staging
     logits: Tensor
-    greedy: Tensor
+
+
+class Chosen:
+    """The tokens that a step chooses, on their way to the host."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._rows = 0
+
+    def copy(self, tokens: Tensor) -> None:
+        """Begin to bring (rows,) int32 to the host."""
+        self._rows = tokens.shape[0]
+        self._host[: self._rows].copy_(tokens, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def tolist(self) -> list[int]:
+        """Wait for the step; the token of each row."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._host[: self._rows].tolist()
+        return tokens
 
 
 class Runner:
@@ -84,37 +107,46 @@ class Runner:
         self.device = next(model.parameters()).device
         width = -(-limits.length // cache.page_size)
         self._staging = Staging(limits.batch_tokens, limits.requests, width, self.device)
-        layers = self._probe()
-        pages = 1 + self._pages(layers, cache)
+        self._tokens = torch.zeros(limits.requests, dtype=torch.int32, device=self.device)  # chosen by the last step
+        self._chosen = [Chosen(limits.requests, self.device) for _ in range(2)]  # a step begins before one is read
+        layouts = self._probe()
+        for layout in set(layouts):
+            layout.check(cache.page_size, self.device)
+        pages = 1 + self._pages(layouts, cache)
         self.pool = PagePool(pages, cache.page_size, cache.keeps_prefixes)
-        self.caches = self._make_caches(layers)
+        with torch.inference_mode():
+            self.caches = [layout.make(pages, cache.page_size, self.device) for layout in layouts]
         self._graphs: dict[int, Graph] = {}
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk]) -> Tensor:
+    def launch(self, chunks: Sequence[Chunk]) -> Chosen:
         """Begin to compute the chunks.
 
         Returns:
-            The token that follows each, (chunks,) int64, to be read before the next call.
+            The token that follows each, to be read before the call after the next one.
         """
         rows = len(chunks)
-        tokens = sum(chunk.count for chunk in chunks)
-        graph = self._graph_for(rows) if tokens == rows else None
-        if graph is not None:
-            staging = graph.staging
-            staging.fill(chunks, staging.rows)
-            graph.graph.replay()
-            logits, chosen = graph.logits[:rows], graph.greedy[:rows]
+        graph = self._graph_for(rows) if sum(chunk.count for chunk in chunks) == rows else None
+        staging = self._staging if graph is None else graph.staging
+        staging.fill(chunks, rows if graph is None else staging.rows)
+        if graph is None:
+            starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
+            logits = self._take_greedy(self._forward(staging, starts, counts))
         else:
-            staging = self._staging
-            staging.fill(chunks, rows)
-            longest = max(chunk.count for chunk in chunks), max(chunk.start + chunk.count for chunk in chunks)
-            logits = self._forward(staging, rows, tokens, longest)
-            chosen = logits.argmax(dim=-1)
+            graph.graph.replay()
+            logits = graph.logits[:rows]
+        tokens = self._tokens[:rows]
         if staging.draws:
             rest = staging.temperature[:rows], staging.top_p[:rows], staging.uniform[:rows]
-            chosen = sample(logits, *rest, cuts=staging.cuts)
-        return chosen
+            tokens.copy_(sample(logits.float(), *rest, cuts=staging.cuts))
+        self._chosen.reverse()
+        self._chosen[0].copy(tokens)
+        return self._chosen[0]
+
+    def _take_greedy(self, logits: Tensor) -> Tensor:
+        """Leave the most probable token of each row where the next step finds it; returns `logits`."""
+        self._tokens[: logits.shape[0]].copy_(logits.argmax(dim=-1))
+        return logits
 
     @torch.inference_mode()
     def capture(self) -> Iterator[int]:
@@ -128,9 +160,8 @@ class Runner:
         staging = Staging(rows, rows, self._staging.page_table.shape[1], self.device)
         staging.fill([], rows)
 
-        def forward() -> tuple[Tensor, Tensor]:
-            logits = self._forward(staging, rows, rows, (1, self.limits.length))
-            return logits, logits.argmax(dim=-1)
+        def forward() -> Tensor:
+            return self._take_greedy(self._forward(staging, [self.limits.length - 1] * rows, [1] * rows))
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -140,72 +171,66 @@ class Runner:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits, greedy = forward()
-        return Graph(graph, staging, logits, greedy)
+            logits = forward()
+        return Graph(graph, staging, logits)
 
     def _graph_for(self, rows: int) -> Graph | None:
         """The smallest graph with so many rows."""
         return next((self._graphs[size] for size in sorted(self._graphs) if size >= rows), None)
 
-    def _forward(self, staging: Staging, rows: int, tokens: int, longest: tuple[int, int]) -> Tensor:
-        """The logits after the last token of each row, (rows, vocabulary) fp32."""
+    def _forward(self, staging: Staging, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The logits after the last token of each row, (rows, vocabulary); see `Step` of starts and counts."""
+        rows, tokens = len(counts), sum(counts)
         step = Step(
+            staging.positions[:tokens],
             staging.cu_seqlens[: rows + 1],
             staging.cached[:rows],
             staging.used[:rows],
             staging.page_table[:rows],
-            *longest,
+            starts,
+            counts,
             self.caches,
         )
         return self._logits(staging, rows, tokens, step)
 
     def _logits(self, staging: Staging, rows: int, tokens: int, step: Step | Probe) -> Tensor:
+        ids = staging.ids[:tokens]
+        ids = torch.where(ids < 0, self._tokens[(-1 - ids).clamp(min=0)], ids)
         output = self.model(
-            input_ids=staging.ids[None, :tokens],
+            input_ids=ids[None],
             position_ids=staging.positions[None, :tokens],
             use_cache=False,
             logits_to_keep=staging.last[:rows],
             step=step,
         )
-        logits: Tensor = output.logits[0].float()
+        logits: Tensor = output.logits[0]
         return logits
 
     @torch.inference_mode()
-    def _probe(self) -> list[Layer]:
-        """The layers' sizes, found by the largest step that there can be, without attention."""
+    def _probe(self) -> list[Layout]:
+        """The layers' layouts, found by the largest step that there can be, without attention."""
         probe = Probe()
         self._logits(self._staging, self.limits.requests, self.limits.batch_tokens, probe)
-        if not probe.layers or sorted(probe.layers) != list(range(len(probe.layers))):
+        if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):
             raise ValueError(
                 f"{type(self.model).__name__} has layers whose attention does not go through transformers' attention "
                 "interface; allowed: decoders in which that of all layers does"
             )
-        return [probe.layers[index] for index in range(len(probe.layers))]
+        return [probe.layouts[index] for index in range(len(probe.layouts))]
 
-    def _pages(self, layers: Sequence[Layer], cache: CacheSettings) -> int:
+    def _pages(self, layouts: Sequence[Layout], cache: CacheSettings) -> int:
         """Pages of the cache, without the scratch page."""
         tokens = cache.tokens
         if tokens is None and self.device.type == "cuda":
             size = torch.cuda.get_device_properties(self.device).total_memory
             room = size * cache.memory - torch.cuda.max_memory_reserved(self.device)
-            tokens = int(room) // sum(layer.bytes_per_token for layer in layers) // cache.page_size * cache.page_size
+            tokens = int(room) // sum(layout.bytes_per_token for layout in layouts) // cache.page_size * cache.page_size
             if tokens < self.limits.length:
                 raise ValueError(
                     f"memory is {cache.memory}, which leaves the cache room for {max(tokens, 0)} tokens; allowed: what "
                     f"leaves room for the {self.limits.length} tokens of the longest request"
                 )
         return -(-(65536 if tokens is None else tokens) // cache.page_size)
-
-    @torch.inference_mode()
-    def _make_caches(self, layers: Sequence[Layer]) -> list[tuple[Tensor, Tensor]]:
-        rows = self.pool.pages, self.pool.page_size
-        return [
-            (
-                torch.zeros(*rows, layer.heads, layer.head_dim, dtype=layer.dtype, device=self.device),
-                torch.zeros(*rows, layer.heads, layer.head_dim_v, dtype=layer.dtype, device=self.device),
-            )
-            for layer in layers
-        ]
 
 
 def buckets(requests: int) -> list[int]:

@@ -4,11 +4,15 @@ A step first takes the next token of every request that is answering, then promp
 is used up; a prompt that does not fit is continued in the next step. A request takes the pages of all its known tokens
 when it is admitted, and one more whenever a page is full. If there is none left, the youngest request gives its pages
 back and is computed anew later.
+
+A step may be planned while the one before is under way: where its requests stand is known then, but not which tokens
+they continue with, nor whether these end one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Sequence
 
@@ -46,11 +50,15 @@ class Limits:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Chunk:
-    """The tokens ``[start, start + count)`` of a request."""
+    """The tokens ``[start, start + count)`` of a request; `chooses` says whether the answer's next token follows."""
 
     request: Request
     start: int
     count: int
+    chooses: bool = False
+
+
+_count_of = operator.attrgetter("count")
 
 
 class Scheduler:
@@ -71,7 +79,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def plan(self) -> list[Chunk]:
-        """What to compute next; empty only if there is nothing to do. `commit` or `drop` has to follow."""
+        """What to compute next, the shortest chunks first; empty if nothing is to be done but what is under way.
+
+        `advance` has to follow, then `commit` or `drop`. Not with a step under way if `is_short`.
+        """
         planned: dict[Request, Chunk] = {}
         budget = self.limits.batch_tokens
         preempted = self.preemptions
@@ -82,6 +93,8 @@ class Scheduler:
             if not request.pages:  # it gave them to one before it
                 continue
             known = len(request.tokens)
+            if known == request.most_tokens:  # its last token is under way
+                continue
             if known > len(request.pages) * size:
                 budget += self._grow(request, planned)
                 if not request.pages:
@@ -91,29 +104,52 @@ class Scheduler:
                 count = budget
             planned[request] = Chunk(request, request.computed, count)
             budget -= count
-        while budget and self.waiting and len(self.running) < self.limits.requests and preempted == self.preemptions:
+        while budget and self.waiting and len(planned) < self.limits.requests and preempted == self.preemptions:
             request = self.waiting[0]
             if not self._admit(request):
                 break
             planned[request] = Chunk(request, request.computed, min(request.remaining, budget))
             budget -= planned[request].count
-        return list(planned.values())
+        return sorted(planned.values(), key=_count_of)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a request would have to give way in the next plan, by what is known before steps under way end."""
+        pool = self.pool
+        if pool.available >= len(self.running):
+            return False
+        return sum(len(one.tokens) > len(one.pages) * pool.page_size for one in self.running) > pool.available
+
+    def advance(self, chunks: Sequence[Chunk]) -> None:
+        """The chunks are under way, each in the row of its place."""
+        for row, chunk in enumerate(chunks):
+            request = chunk.request
+            request.computed += chunk.count
+            chunk.chooses = request.computed == len(request.tokens)
+            if chunk.chooses:
+                request.tokens.append(-1 - row)
 
     def commit(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> None:
-        """The chunks are computed, and of each the model chose a token; only those after a last chunk count."""
+        """The chunks are computed, and of each the model chose a token; only those after a last chunk count.
+
+        What was computed of requests that have ended since does not count either.
+        """
         size = self.pool.page_size
         for chunk, token in zip(chunks, tokens, strict=True):
             request, start = chunk.request, chunk.start
-            end = request.computed = start + chunk.count
+            if not request.pages:
+                continue
+            end = start + chunk.count
             if end // size > start // size:
-                self._remember(request, start)
-            if end == len(request.tokens):
-                self._append(request, token)
+                self._remember(request, start // size, end // size)
+            if chunk.chooses:
+                self._choose(request, end, token)
 
     def drop(self, chunks: Sequence[Chunk], error: str) -> None:
-        """The chunks could not be computed: their requests end."""
+        """The chunks could not be computed: their requests end, if they have not yet."""
         for chunk in chunks:
-            self._finish(chunk.request, "error", error=error)
+            if chunk.request.pages:
+                self._finish(chunk.request, "error", error=error)
 
     def abort(self, request: Request) -> None:
         """End a request; its pages are free. Nothing happens if it has ended."""
@@ -167,22 +203,20 @@ class Scheduler:
         self.preemptions += 1
         self.waiting.appendleft(request)
 
-    def _remember(self, request: Request, start: int) -> None:
-        """Name the pages that were filled since token `start`."""
-        size = self.pool.page_size
-        full = request.computed // size
-        digests = request.digests(size, full)
-        for index in range(start // size, full):
+    def _remember(self, request: Request, full_before: int, full: int) -> None:
+        """Name the pages that have become full."""
+        digests = request.digests(self.pool.page_size, full)
+        for index in range(full_before, full):
             self.pool.remember(request.pages[index], digests[index])
 
-    def _append(self, request: Request, token: int) -> None:
-        """The answer's next token."""
-        sampling, tokens = request.sampling, request.tokens
-        if token in sampling.stop_tokens:
+    def _choose(self, request: Request, place: int, token: int) -> None:
+        """The answer's next token, which goes to `place`."""
+        if token in request.sampling.stop_tokens:
+            del request.tokens[place:]  # a step that has begun since goes on from there
             self._finish(request, "stop")
             return
-        tokens.append(token)
-        if len(tokens) - request.prompt_tokens == sampling.max_tokens:
+        request.tokens[place] = token
+        if place + 1 == request.most_tokens:
             self._finish(request, "length", token)
         else:
             request.listener(Event(token, None, None, request.cached_tokens or 0))

@@ -20,7 +20,7 @@ class Staging:
     """Vectors of up to `tokens` tokens and `rows` rows, int32 but for those of `FLOATS`, fp32.
 
     Attributes:
-        ids, positions: of tokens.
+        ids, positions: of tokens; an id below 0 stands for what the step before chooses, see `requests.Request`.
         cu_seqlens, cached, used, page_table: see `attention.Step`.
         last: the last token of each row.
         temperature, top_p, uniform: of rows, see `sampling.sample`.
@@ -48,6 +48,7 @@ class Staging:
             size += -(-int(np.prod(shape)) // ALIGNED) * ALIGNED
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._arrays: dict[str, np.ndarray] = {}
         self._pages_of: list[tuple[Request, int, int] | None] = [None] * rows
         self._followed: tuple[list[Request], int] | None = None  # requests of the last call, if each had one token
@@ -62,6 +63,8 @@ class Staging:
 
     def fill(self, chunks: Sequence[Chunk], rows: int) -> None:
         """Put the chunks in, then rows of one token in the scratch page until there are `rows`, and copy."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy for a step that is under way, which nearly always has been made
         requests = [chunk.request for chunk in chunks]
         if not self._advance(chunks, requests, rows):
             self._fill_anew(chunks, rows)
@@ -69,8 +72,9 @@ class Staging:
         if self.draws:
             self._arrays["uniform"][: len(chunks)] = [request.uniform() for request in requests]
         self._fill_pages(requests, rows - len(chunks))
-        if self._device is not self._host:
+        if self._copied is not None:
             self._device.copy_(self._host, non_blocking=True)
+            self._copied.record()
 
     def _advance(self, chunks: Sequence[Chunk], requests: Sequence[Request], rows: int) -> bool:
         """Put in the next token of each request of the last call, which is what most calls are; False if it is not."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from serving import latent_cache
 from serving.engine import Engine
 from serving.presets import make_model
 from serving.requests import Sampling
@@ -67,6 +68,25 @@ def test_answers_are_the_most_probable_tokens(device: torch.device, tokens: int,
 def test_windows(device: torch.device) -> None:
     engine = make_engine("tiny-mistral", device, 1024, 64)
     check("tiny-mistral", device, engine.generate(PROMPTS, [Sampling(ANSWER)] * len(PROMPTS)))
+
+
+@pytest.mark.parametrize("absorbed", [128, 6])
+def test_latents(hopper: torch.device, monkeypatch: pytest.MonkeyPatch, absorbed: int) -> None:
+    """Without experts, since which of them a token has may depend on rounding; with six, in both forms."""
+    monkeypatch.setattr(latent_cache, "ABSORBED", absorbed)
+    engine = make_engine("tiny-deepseek-dense", hopper, 1024, 64)
+    check("tiny-deepseek-dense", hopper, engine.generate(PROMPTS, [Sampling(ANSWER)] * len(PROMPTS)))
+
+
+def test_latents_and_experts_are_captured(hopper_gpu: torch.device) -> None:
+    engine = make_engine("tiny-deepseek", hopper_gpu, 2048, 64, graphs=True)
+    first, second, third = (engine.generate(PROMPTS[:5], [Sampling(ANSWER)] * 5) for _ in range(3))
+    assert [len(answer) for answer in first] == [ANSWER] * 5 and second == third
+
+
+def test_graphs_of_latents_give_answers_as_good(hopper_gpu: torch.device) -> None:
+    engine = make_engine("tiny-deepseek-dense", hopper_gpu, 1024, 64, graphs=True)
+    check("tiny-deepseek-dense", hopper_gpu, engine.generate(PROMPTS, [Sampling(ANSWER)] * len(PROMPTS)))
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-qwen3"])

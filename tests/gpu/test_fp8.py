@@ -167,6 +167,19 @@ def test_blocks_with_many_tiles(head_dim: int, hopper: torch.device) -> None:
             assert rms(out[-1:, :, head : head + 1].double() - exact) <= 0.035 * rms(exact)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_that_begins_before_v_is_transposed_waits_for_it(head_dim: int, hopper_gpu: torch.device) -> None:
+    """Equal to what it computes of a V^T that is given, call after call, whatever lay in V^T's memory before."""
+    case = Case(causal=True, head_dim=head_dim, seqlen_q=4096, batch=2, heads=16, kv_heads=16)
+    operands = Operands8.of(case, hopper_gpu)
+    others = [dataclasses.replace(operands, v=operands.v.flip(0, 1)), operands]
+    expected = [one.attend(case, is_transposed=True) for one in others]
+    for _ in range(10):
+        for one, right in zip(others, expected, strict=True):
+            for found, wanted in zip(one.attend(case, is_transposed=False), right, strict=True):
+                assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("logits", [0.1, 4.0, 16.0])
 def test_scores_of_any_spread(logits: float, head_dim: int, hopper: torch.device) -> None:

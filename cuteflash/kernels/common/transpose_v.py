@@ -62,6 +62,7 @@ class TransposeV:
     @cute.kernel
     def kernel(self, v: cute.Tensor, vt: cute.Tensor, tiles: HeadTiles):
         traits, head_dim = self.traits, self.problem.head_dim_v
+        cute.arch.griddepcontrol_launch_dependents()  # attention may begin where blocks end; its loads of V^T wait
         place = tiles.place(cute.arch.block_idx()[0])
         tile = Tile.of(place.tile * traits.tokens, Int32(v.shape[1]), head_dim, traits.quads)
         loaded = tile.load(Rows.of(v, place.batch, place.head), (tile.lane * COLUMNS,), Uint32)

@@ -303,7 +303,7 @@ class FlashFwdSm90:
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=traits.blocks_per_sm,  # without it setmaxnreg is dropped
-            use_pdl=self.problem.is_split,
+            use_pdl=self.problem.is_split or self.problem.operands.transposed_before,
             cooperative=self.problem.is_split,  # its blocks may wait for each other
             preferred_smem_carveout=100 if traits.blocks_per_sm > 1 else None,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
@@ -210,6 +210,8 @@ def load_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile, q_pos: I
     if n_hi >= n_lo:
         loads.k(kv_pos, n_block)
     loads.q(q_pos)
+    if const_expr(kernel.problem.operands.transposed_before):
+        cute.arch.griddepcontrol_wait()
     if n_hi >= n_lo:
         for i in cutlass.range(n_hi - n_lo, unroll=1):
             following = n_hi - 1 - i
