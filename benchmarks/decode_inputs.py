@@ -13,7 +13,8 @@ L2_BYTES = 256 << 20  # of all caches that are visited in turn: several times wh
 CHUNK_BYTES = 1 << 30  # of fp32 keys that are looked at together
 RMS_MAX, LARGEST_MAX = 1e-2, 2**-5  # of an error, beside the root mean square and the largest element of what is right
 PAGES = (1, 16, 64)
-SCALE = 0.01  # of e4m3 caches: their numbers end at 4.48
+SCALE = 0.01  # of e4m3 caches: their numbers end at 4.48,
+E4M3_MAX = 448.0  # beyond which some versions of torch make NaN
 
 
 class Shape(NamedTuple):
@@ -92,7 +93,9 @@ def make_caches(shape: Shape, where: torch.device, page_size: int, seed: int = 0
         return torch.randn(size, generator=generator, device=where, dtype=torch.bfloat16)
 
     def cache(*size: int) -> Tensor:
-        return (normal(*size) / SCALE).to(torch.float8_e4m3fn) if shape.is_e4m3 else normal(*size)
+        if not shape.is_e4m3:
+            return normal(*size)
+        return (normal(*size) / SCALE).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
     descales = torch.full((2, shape.kv_heads), SCALE, device=where) if shape.is_e4m3 else None
     batch, row = len(shape.lengths), (shape.kv_heads, shape.head_dim)

@@ -20,12 +20,13 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.sm90 import WGMMA_M, FwdTraitsSm90
 from cuteflash.traits.tables import BEST_FAMILIES, CACHE_ROWS, SPLIT_ROWS, TABLES
 from cuteflash.usertable import MeasuredRow
 
@@ -35,6 +36,7 @@ KERNELS: dict[type[Any], tuple[str, str]] = {
     FwdTraitsSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
     FwdTraitsFp8Sm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
     FwdTraitsCacheSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
+    FwdTraitsFewSm90: ("cuteflash.kernels.sm90.few", "FlashFewSm90"),
     BwdTraitsSm80: ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
     BwdTraitsSm90: ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
     BwdTwoPassTraitsSm90: ("cuteflash.kernels.sm90.bwd_two_pass", "FlashBwdTwoPassSm90"),
@@ -80,7 +82,13 @@ def _kernel_class(module: str, name: str) -> type[Any]:
 
 
 @functools.cache
-def choose(problem: Problem, target: str, family: Family | None = None, lengths: LengthClass = "long") -> Choice:
+def choose(
+    problem: Problem,
+    target: str,
+    family: Family | None = None,
+    lengths: LengthClass = "long",
+    tile_rows: int | None = None,
+) -> Choice:
     """The kernel and traits for a problem.
 
     Args:
@@ -88,21 +96,26 @@ def choose(problem: Problem, target: str, family: Family | None = None, lengths:
         target: compile target, e.g. "sm_90a".
         family: kernel family; None takes the best of the target, which may depend on operation and lengths.
         lengths: the class of the call's lengths, see `cuteflash.traits.length_class`.
+        tile_rows: query rows of the call's tiles, if these are few; None is as many as a tile has.
 
     Raises:
         ValueError: no such target, family or length class.
         NotImplementedError: the target does not run the family, or no row of its tables can run the problem.
     """
     key = table_key(problem.operation, target, family, lengths)
-    return _choose(problem, key, lengths, usertable.load(key))
+    return _choose(problem, key, lengths, usertable.load(key), tile_rows)
 
 
 @functools.cache
 def choose_shipped(
-    problem: Problem, target: str, family: Family | None = None, lengths: LengthClass = "long"
+    problem: Problem,
+    target: str,
+    family: Family | None = None,
+    lengths: LengthClass = "long",
+    tile_rows: int | None = None,
 ) -> Choice:
     """`choose` on a machine without tables of the user's own."""
-    return _choose(problem, table_key(problem.operation, target, family, lengths), lengths, ())
+    return _choose(problem, table_key(problem.operation, target, family, lengths), lengths, (), tile_rows)
 
 
 def offers(
@@ -180,13 +193,16 @@ def table_key(operation: Operation, target: str, family: Family | None, lengths:
     return TableKey(operation, target, family)
 
 
-def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow]) -> Choice:
+def _choose(
+    problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow], tile_rows: int | None
+) -> Choice:
     """The choice from the user's rows, then the shipped ones."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
     rows: tuple[Row, ...]
     if "e4m3_cache" in problem.features:
-        rows = CACHE_ROWS[key.family]
+        least = WGMMA_M if tile_rows is None else min(tile_rows, WGMMA_M)
+        rows = tuple(row for row in CACHE_ROWS[key.family] if row.traits.tile_m >= least)
     elif problem.takes_split_rows:
         rows = SPLIT_ROWS[key.family]
     else:

@@ -131,11 +131,11 @@ class CachePlan:
     def schedule(self) -> Schedule:
         """Where the blocks of launches that split keys begin."""
         sizes, mask = self.sizes, self.problem.scores.mask
-        row = self.split.choice(sizes.tiles) if sizes.batch and sizes.rows else None
+        packed_heads = sizes.heads_per_kv if self.packs(ROWS) else 1
+        row = self.split.choice(sizes.tiles, packed_heads) if sizes.batch and sizes.rows else None
         if row is None:
             return Schedule(0, mask, ScheduleScalars(*(0 for _ in ScheduleScalars._fields)), self.target)
         traits: Any = row.traits
-        packed_heads = sizes.heads_per_kv if self.packs(ROWS) else 1
         blocks, lanes = grid_of(traits, sizes.tiles, packed_heads, self.scalars.num_sms)
         scalars = ScheduleScalars(
             seqlen_q=sizes.rows,

@@ -167,36 +167,44 @@ class SplitKernels:
     is_scheduled: bool = False
 
     def __post_init__(self) -> None:
-        self._found: dict[bool, tuple[Callable[..., object], Any] | None] = {}
+        self._found: dict[tuple[bool, int], tuple[Callable[..., object], Any] | None] = {}
 
     def of(self, tiles: Tiles, packs: bool) -> tuple[Callable[..., object], SplitLaunch] | None:
         """The kernel for a call, with what it needs; None if it is not to be split, or no row does that."""
         if not tiles.should_split(self.num_splits, self.num_sms):
             return None
         packed_heads = tiles.heads_per_kv if packs else 1
-        if packs not in self._found:
-            self._found[packs] = self._kernel(packed_heads)
-        found = self._found[packs]
+        key = packs, self._tile_rows(tiles, packed_heads)
+        if key not in self._found:
+            self._found[key] = self._kernel(packed_heads, key[1])
+        found = self._found[key]
         if found is None:
             return None
         kernel, traits = found
         launch = SplitLaunch.of(traits, tiles, packed_heads, self.num_splits, self.num_sms, self.device)
         return kernel, launch
 
-    def choice(self, tiles: Tiles) -> Choice | None:
+    def choice(self, tiles: Tiles, packed_heads: int) -> Choice | None:
         """The row of that kernel; None as above."""
-        return self._choice() if tiles.should_split(self.num_splits, self.num_sms) else None
+        if not tiles.should_split(self.num_splits, self.num_sms):
+            return None
+        return self._choice(self._tile_rows(tiles, packed_heads))
 
-    def _choice(self) -> Choice | None:
+    def _tile_rows(self, tiles: Tiles, packed_heads: int) -> int:
+        """Query rows of a tile, at most `ROWS`. Of packed queries only a mean of one says that all are few."""
+        is_known = self.problem.storage.q == "dense" or tiles.seqlen_q == 1
+        return min(tiles.seqlen_q * packed_heads, ROWS) if is_known else ROWS
+
+    def _choice(self, tile_rows: int) -> Choice | None:
         problem = dataclasses.replace(self.problem, is_split=True)
         try:
-            return choose(problem, self.target, self.family, cast(LengthClass, self.lengths))
+            return choose(problem, self.target, self.family, cast(LengthClass, self.lengths), tile_rows)
         except NotImplementedError:
             return None
 
-    def _kernel(self, packed_heads: int) -> tuple[Callable[..., object], Any] | None:
+    def _kernel(self, packed_heads: int, tile_rows: int) -> tuple[Callable[..., object], Any] | None:
         """The kernel of these calls, and its traits; None if no row splits keys."""
-        choice = self._choice()
+        choice = self._choice(tile_rows)
         if choice is None:
             return None
         problem = dataclasses.replace(self.problem.packed(packed_heads), is_split=True, is_scheduled=self.is_scheduled)

@@ -192,4 +192,5 @@ def test_a_kernel_that_no_file_defines_has_a_key() -> None:
 
 
 def test_the_kernels_of_an_operation() -> None:
-    assert kernel_modules("fwd") == ("cuteflash.kernels.sm80.fwd", "cuteflash.kernels.sm90.fwd")
+    modules = (f"cuteflash.kernels.{name}" for name in ("sm80.fwd", "sm90.fwd", "sm90.few"))
+    assert kernel_modules("fwd") == tuple(modules)

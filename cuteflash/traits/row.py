@@ -15,6 +15,7 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -25,6 +26,7 @@ Traits = (
     | FwdTraitsSm90
     | FwdTraitsFp8Sm90
     | FwdTraitsCacheSm90
+    | FwdTraitsFewSm90
     | BwdTraitsSm80
     | BwdTraitsSm90
     | BwdTwoPassTraitsSm90
@@ -203,6 +205,11 @@ def fwd_cache_sm90(
     """An sm90 row of e4m3 caches; `more` are keyword arguments of `_row`."""
     tile = head_dim, tile_m, tile_n
     return _row(FwdTraitsCacheSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
+
+
+def fwd_few_sm90(head_dim: int, tile_m: int, tile_n: int, kv_stage: int, masks: tuple[str, ...] = ALL) -> Row:
+    """An sm90 row of few query rows and e4m3 caches."""
+    return _row(FwdTraitsFewSm90, (head_dim, tile_m, tile_n), masks, kv_stage=kv_stage)
 
 
 def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:

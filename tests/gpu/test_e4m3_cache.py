@@ -58,6 +58,38 @@ def test_head_dims(head_dims: tuple[int, int], page_size: int | None, dtype: str
     check(LONG_KEYS, page_size, dataclasses.replace(case, seqlen_q=3), hopper, num_splits=7)
 
 
+FEW_ROWS: dict[tuple[int, int], tuple[int | None, ...]] = {
+    (128, 128): (1, 16, None),
+    (64, 64): (16,),
+    (80, 80): (1,),
+    (32, 32): (None,),
+    (192, 128): (None,),
+    (256, 256): (16,),
+    (128, 64): (1,),
+}
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "page_size"), [(dims, page) for dims, pages in FEW_ROWS.items() for page in pages]
+)
+def test_few_rows(head_dims: tuple[int, int], page_size: int | None, hopper: torch.device) -> None:
+    """Tiles of 8 or 16 rows, some of which may be empty; sequences that blocks share, and others."""
+    case = dataclasses.replace(DECODE, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    for queries, heads in ((1, (2, 2)), (2, (8, 2)), (3, (8, 2)), (4, (4, 1))):
+        one = dataclasses.replace(case, seqlen_q=queries, heads=heads[0], kv_heads=heads[1])
+        check(LONG_KEYS, page_size, one, hopper, num_splits=1000)
+    check(KEYS, page_size, case, hopper, queries=(1, 0, 1, 2, 1, 1, 1, 1, 0, 2), num_splits=3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_few_rows(mask: str, dtype: str, hopper: torch.device) -> None:
+    for queries in (2, 4):
+        case = dataclasses.replace(MASKS[mask], seqlen_q=queries, dtype=dtype, softcap=15.0)
+        check((*LONG_KEYS, 0, 2, 130), 16, case, hopper, num_splits=40)
+        check((*LONG_KEYS, 0, 2, 130), None, dataclasses.replace(case, softcap=0.0), hopper, num_splits=40)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 @pytest.mark.parametrize("num_splits", [1, 50])
 def test_softcap_and_large_scores(num_splits: int, softcap: float, hopper: torch.device) -> None:
@@ -117,6 +149,31 @@ def test_every_code_of_k_is_converted(dtype: torch.dtype, hopper: torch.device) 
     descale = torch.full((1,), 0.25, device=hopper)
     _, lse = flash_attn_with_kvcache(q, k, k, k_descale=descale, v_descale=descale, softmax_scale=0.5, return_lse=True)
     torch.testing.assert_close(lse[0, 0], k.float().flatten() * 0.125, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_is_converted_for_few_rows(dtype: torch.dtype, hopper: torch.device) -> None:
+    """As above, of caches that are long enough for their keys to be split."""
+    codes, ones = all_codes(hopper), torch.ones(1, device=hopper)
+    k, v = torch.zeros(2, 1, 300, 1, 256, device=hopper).to(E4M3)
+    k.view(torch.uint8)[0, 137] = torch.ones((), device=hopper).to(E4M3).view(torch.uint8)
+    v.view(torch.uint8)[0, 137] = codes.view(torch.uint8)
+    q = torch.ones(1, 1, 1, 256, dtype=dtype, device=hopper)
+    found = flash_attn_with_kvcache(q, k, v, k_descale=ones, v_descale=2 * ones, softmax_scale=1.0)
+    expected = (2 * codes.float()).to(dtype)
+    assert torch.equal(found.flatten().nan_to_num(0.5), expected.nan_to_num(0.5))
+    numbers = torch.where(codes.float().isnan(), 0, codes.view(torch.uint8))
+    k = torch.zeros(256, 300, 1, 256, dtype=torch.uint8, device=hopper)
+    k[:, 0, 0] = numbers
+    q, lengths = (
+        torch.eye(256, dtype=dtype, device=hopper)[:, None, None],
+        torch.ones(256, dtype=torch.int32, device=hopper),
+    )
+    descales = {"k_descale": 0.25 * ones, "v_descale": ones}
+    _, lse = flash_attn_with_kvcache(
+        q, k.view(E4M3), k.view(E4M3), cache_seqlens=lengths, softmax_scale=0.5, return_lse=True, **descales
+    )
+    torch.testing.assert_close(lse.flatten(), numbers.view(E4M3).float() * 0.125, atol=1e-6, rtol=1e-6)
 
 
 def cached(device: torch.device, keys: int = 300) -> dict[str, Tensor]:

@@ -150,10 +150,45 @@ class Partials:
             if number < merging:
                 while came <= mates:
                     came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-                if cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu") == mates + merging:
-                    self.arrivals[tile.share.owner] = Int32(0)  # the last one that merges has seen all
         sync()
         return number < merging
+
+    @cute.jit
+    def leave(self, tile: QueryTile, thread: Int32):
+        """After `meet`, once for each block that merges: the last one of them clears the counter, which all have seen.
+
+        Not before the merge, which would wait for the answer.
+        """
+        if thread == 0:
+            mates = self.place(tile)[1]
+            counter = self.arrivals.iterator + tile.share.owner
+            before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+            if before == mates + cutlass.min(mates, tile.rows()):
+                self.arrivals[tile.share.owner] = Int32(0)
+
+    @cute.jit
+    def merge_if_due(
+        self,
+        tile: QueryTile,
+        thread: Int32,
+        warps: cutlass.Constexpr[int],
+        word: cute.Tensor,
+        sync: cutlass.Constexpr[Callable[[], None]],
+        is_scheduled: cutlass.Constexpr[bool],
+    ):
+        """Merge the parts of a tile, or some of its rows, if that falls to this block; arguments as of `come`.
+
+        Blocks of launches that are scheduled do not meet: metadata of other lengths may name blocks that never come.
+        """
+        meets = tile.rows() >= MEETING_ROWS
+        if const_expr(is_scheduled):
+            meets = False
+        if meets:
+            if self.meet(tile, thread, sync):
+                self.merge(tile, thread, warps, self.place(tile))
+                self.leave(tile, thread)
+        elif self.come(tile, thread, word, sync):
+            self.merge(tile, thread, warps)
 
     @cute.jit
     def merge(
@@ -211,6 +246,7 @@ class Partials:
             lses = [self.load_lse(owner, parts, row) for row in rows]
             if const_expr(at_once == WARP):  # one wait for both
                 all_parts = [self.load_parts(owner, parts, Int32(0), row, column, at_once) for row in rows]
+                lses = [after(lse, found, self.arrivals.shape[0]) for lse, found in zip(lses, all_parts, strict=True)]
             factors = cute.make_rmem_tensor(many, Float32)
             for i in cutlass.range_constexpr(many):
                 new = cute.arch.fmax(peak[i], cute.arch.warp_reduction_max(lses[i]))
@@ -255,7 +291,7 @@ class Partials:
         values = cute.make_rmem_tensor((QUAD, at_once), Float32)
         atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=QUAD * Float32.width)
         for i in range(at_once):
-            slot = part_slot(owner, first, cutlass.min(skipped + i, count - 1))
+            slot = part_slot(owner, first, cutlass.min(skipped + i, count - 1), may_be_first=i == 0)
             source = self.at(slot, row, column).align(QUAD * Float32.width // 8)
             cute.copy(atom, cute.make_tensor(source, cute.make_layout(QUAD)), values[None, i])
         return values
@@ -290,10 +326,10 @@ class Partials:
         cute.copy(atom, rounded, cute.make_tensor(start, cute.make_layout(QUAD)))
 
 
-def part_slot(owner: Int32, first: Int32, number: Int32) -> Int32:
+def part_slot(owner: Int32, first: Int32, number: Int32, may_be_first: bool = True) -> Int32:
     """The slot of the `first + number`-th part of a tile whose first part is that of the seat `owner`."""
     part = first + number
-    return slot_of(owner + part, Int32(part == 0))
+    return slot_of(owner + part, Int32(part == 0) if may_be_first else Int32(0))
 
 
 def add_parts(acc: cute.Tensor, factor: Float32, skipped: Int32, values: cute.Tensor) -> None:
@@ -306,3 +342,17 @@ def add_parts(acc: cute.Tensor, factor: Float32, skipped: Int32, values: cute.Te
         for e in range(QUAD):
             product = of_part * values[e, part]
             acc[e] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
+
+
+def after(lse: Float32, values: cute.Tensor, count: Int32) -> Float32:
+    """`lse`, once all `values` are there: otherwise most loads are issued after the first use of `lse`.
+
+    Args:
+        count: not negative, which the compiler does not know.
+    """
+    words, one = cute.recast_tensor(values, Int32), cute.make_rmem_tensor(1, Float32)
+    one[0] = lse
+    bits = cute.recast_tensor(one, Int32)
+    for i in range(0, cute.size(words), QUAD):
+        bits[0] = bits[0] | words[i] & (count >> 31)
+    return one[0]

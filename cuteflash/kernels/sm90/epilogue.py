@@ -14,7 +14,6 @@ from cuteflash.core.finish import finish_rows, write_lse
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.common.partials import MEETING_ROWS
 from cuteflash.kernels.sm90.bundles import Block, NamedBarrier, Tiles, Tma
 from cuteflash.kernels.sm90.load import query_rows
 from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
@@ -50,14 +49,8 @@ def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: Q
         identity = cute.make_identity_tensor((WGMMA_M, kernel.traits.head_dim_v))
         columns = rows_view(wg.mma_pv.get_slice(wg.thread).partition_C(identity))
         block.partials.write(wg.scores, wg.out, columns, lse, tile)
-        meets = tile.rows() >= MEETING_ROWS
-        if const_expr(kernel.problem.is_scheduled):
-            meets = False  # metadata of other lengths may name blocks that never come: nobody waits for them
-        if meets:
-            if block.partials.meet(tile, wg.thread, sync):
-                block.partials.merge(tile, wg.thread, WARPGROUP // 32, block.partials.place(tile))
-        elif block.partials.come(tile, wg.thread, block.arrival, sync):
-            block.partials.merge(tile, wg.thread, WARPGROUP // 32)
+        is_scheduled = kernel.problem.is_scheduled
+        block.partials.merge_if_due(tile, wg.thread, WARPGROUP // 32, block.arrival, sync, is_scheduled)
 
 
 @cute.jit

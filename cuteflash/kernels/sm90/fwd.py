@@ -13,7 +13,7 @@ whose scores exceed them by too much is repaired (`fixed_max.py`). Without `warp
 issues the loads instead, to measure the gain of the producer. Of packed sequences a second producer warp finds the
 tiles (`handout.py`), and the descriptors clip boxes at a sequence's end (`ragged.py`). K and V of a cache are loaded
 page by page, or row by row (`paged_load.py`); those of an e4m3 cache are made into fp16 tiles by further warpgroups
-(`convert.py`). Not here: dropout, ALiBi, gradients.
+(`convert.py`), but for few query rows, which `few.py` attends to. Not here: dropout, ALiBi, gradients.
 """
 
 from __future__ import annotations
