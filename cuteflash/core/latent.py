@@ -15,8 +15,10 @@ from cutlass import Float32, Int32, const_expr
 
 from cuteflash.core.lengths import Index, Sequence
 from cuteflash.core.mask import IntervalMask
+from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.split import Line, each_part
 from cuteflash.core.tile import QueryTile
+from cuteflash.mla_problem import MlaProblem, MlaScalars, MlaTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ class LatentMask(IntervalMask):
 
 @dataclasses.dataclass(frozen=True)
 class LatentPages:
-    """Where the pages of 64 rows lie that a sequence consists of; for Python ints and traced values.
+    """Where the pages of `tile_n` rows lie that a sequence consists of; for Python ints and traced values.
 
     Attributes:
         table: (sequences, pages of each), numbers of entries of the cache; None if a sequence is an entry.
@@ -60,6 +62,14 @@ class LatentPages:
 
     table: Any | None
     per_entry: Any | None
+
+    @classmethod
+    def of(cls, problem: MlaProblem, tensors: MlaTensors, tile_n: int) -> LatentPages:
+        """The pages of a launch."""
+        if not problem.is_paged:
+            return cls(None, None)
+        per_entry = cute.fast_divmod_create_divisor_v2(tensors.kv_cache.shape[1] // tile_n)
+        return cls(tensors.page_table, per_entry)
 
     def place(self, sequence: Index, page: Index) -> tuple[Index, Index]:
         """(page in its entry, entry) of a page that the sequence has: no other is looked up."""
@@ -99,6 +109,29 @@ class LatentLaunch:
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     in_step: cutlass.Constexpr[bool]
+
+    @classmethod
+    def of(cls, traits, problem: MlaProblem, tensors: MlaTensors, scalars: MlaScalars) -> LatentLaunch:
+        """The launch of a kernel with `traits`."""
+        batch, rows, _ = tensors.q.shape
+        m_blocks = cute.ceil_div(rows, traits.tile_m)
+        capacity = tensors.kv_cache.shape[1]
+        if problem.is_paged:
+            capacity = tensors.page_table.shape[1] * capacity
+        return cls(
+            lengths=tensors.cache_seqlens,
+            capacity=capacity,
+            rows=rows,
+            heads=tensors.lse.shape[1],
+            step=scalars.causal,
+            scale_log2=scalars.softmax_scale * LOG2_E,
+            m_blocks=m_blocks,
+            line=Line(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if problem.is_split else None,
+            tile_m=traits.tile_m,
+            tile_n=traits.tile_n,
+            tile_cost=scalars.tile_cost,
+            in_step=traits.cluster > 1,
+        )
 
     @property
     def tile_tokens(self) -> Int32:
@@ -141,6 +174,18 @@ class LatentLaunch:
             tokens=self.tile_m,
             packed_heads=1,
         )
+
+
+def entries_last(tensor: cute.Tensor) -> cute.Tensor:
+    """A (n, rows, columns) tensor seen as (rows, columns, n)."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0]))
+
+
+def rows_of_lse(lse: cute.Tensor) -> cute.Tensor:
+    """The log-sum-exps, (batch, heads, tokens), seen as (batch, 1, rows), a row being (token, head), heads first."""
+    batch, heads, tokens = lse.shape
+    layout = cute.make_layout((batch, 1, (heads, tokens)), stride=(lse.stride[0], 0, lse.stride[1:]))
+    return cute.make_tensor(lse.iterator, layout)
 
 
 @cute.jit

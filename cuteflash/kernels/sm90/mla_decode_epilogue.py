@@ -14,7 +14,7 @@ from cuteflash.core.finish import write_lse
 from cuteflash.core.softmax import LN_2, quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.sm90.mla_combine import PAIR, chunk_of, copy_chunk
+from cuteflash.kernels.common.mla_combine import PAIR, chunk_of, copy_chunk
 from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
 from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M

@@ -33,8 +33,8 @@ class LatentParts:
     """The partial results of a launch, in the slots of `cuteflash.core.split_slots` for each query tile.
 
     Attributes:
-        values: (slots, 64, 512) fp32: O of a slot, normalized.
-        lse: (slots, 64) fp32: its log-sum-exps.
+        values: (slots, tile_m, 512) fp32: O of a slot, normalized.
+        lse: (slots, tile_m) fp32: its log-sum-exps.
         seats: (batch, query tiles, 2) Int32: those with the first and with the last keys of a tile.
     """
 
