@@ -1,4 +1,4 @@
-"""The latent-attention decode without a GPU: what it compiles to, its traits, masks and shares on host integers."""
+"""The latent-attention decode of the sm90 family without a GPU: what it compiles to, its traits, masks and shares."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ PROBLEMS = [
 def test_kernels_neither_spill_nor_serialise_their_products(
     kernels: KernelStore, problem: MlaProblem, m_blocks: int
 ) -> None:
-    traits = choose_mla(problem, m_blocks, "sm_90a")
+    traits = choose_mla(problem, 64 * m_blocks, "sm_90a")
+    assert isinstance(traits, MlaTraitsSm90)
     compiled = kernels(FlashMlaDecodeSm90, traits, problem, "sm_90a")
     assert bool(compiled.count("UTMALDG.3D.MULTICAST")) == (traits.cluster > 1)
     compiled.assert_clean()
@@ -52,9 +53,8 @@ def test_kernels_neither_spill_nor_serialise_their_products(
 def test_rows_run_on_hopper_only() -> None:
     for row, arch in itertools.product(ROWS, ARCHS.values()):
         assert (row.check(arch) is None) == (arch.name == "sm_90a")
-    assert [choose_mla(MlaProblem("fp16"), m_blocks, "sm_90a").cluster for m_blocks in (1, 2, 3, 4)] == [1, 2, 1, 2]
-    with pytest.raises(NotImplementedError, match="target is sm_80; latent attention decodes on sm_90a, and on a CPU"):
-        choose_mla(MlaProblem("bf16"), 1, "sm_80")
+    found = [choose_mla(MlaProblem("fp16"), rows, "sm_90a").cluster for rows in (1, 64, 65, 129, 250)]
+    assert found == [1, 1, 2, 1, 2]  # of 1, 1, 2, 3 and 4 query tiles
     with pytest.raises(ValueError, match="dtype is 'e4m3'; allowed: fp16, bf16"):
         MlaProblem("e4m3")  # type: ignore[arg-type]
 
