@@ -12,8 +12,6 @@ from cutlass.cute.nvgpu import CopyUniversalOp, warp
 from cuteflash.traits.chunks import swizzle_width
 from cuteflash.traits.sm80 import MMA_K, MMA_M, MMA_N
 
-COLUMNS = 32  # of which four lanes have, row by row, a pair of each 8
-
 
 def swizzled_tile(rows: int, cols: int, *stages: int, most_bits: int = 3) -> cute.ComposedLayout:
     """A row-major (rows, cols) tile, or a (rows, cols, stages) one, whose 16-byte chunks are XORed with the row.
@@ -38,21 +36,18 @@ def tiled_mma(dtype: type[cutlass.Numeric], warps_m: int, warps_n: int = 1) -> c
     )
 
 
-def tiled_mma_by_keys(dtype: type[cutlass.Numeric], warps_m: int, warps_n: int) -> cute.TiledMma:
-    """As `tiled_mma`, for warps with as few as 8 columns of N: K in pairs in place of N, to feed it by ldmatrix.x4."""
+def tiled_mma_by_columns(
+    dtype: type[cutlass.Numeric], warps_m: int, warps_n: int, columns: int, deep: int = MMA_K
+) -> cute.TiledMma:
+    """As `tiled_mma`, but each warp has `columns` neighbouring ones of N, and `deep` of K at a time.
+
+    If these are 32, ldmatrix.x4 feeds a warp that has as few as 8 columns, too.
+    """
     op = warp.MmaF16BF16Op(dtype, Float32, (MMA_M, MMA_N, MMA_K))
+    order = cute.make_layout((MMA_N, warps_n, columns // MMA_N), stride=(1, columns, MMA_N))
     return cute.make_tiled_mma(
-        op,
-        cute.make_layout((warps_m, warps_n, 1)),
-        permutation_mnk=(warps_m * MMA_M, warps_n * MMA_N, 2 * MMA_K),
+        op, cute.make_layout((warps_m, warps_n, 1)), permutation_mnk=(warps_m * MMA_M, order, deep)
     )
-
-
-def tiled_mma_by_columns(dtype: type[cutlass.Numeric], warps: int) -> cute.TiledMma:
-    """As `tiled_mma`, for warps side by side along N, of which each has `COLUMNS` neighbouring ones at a time."""
-    op = warp.MmaF16BF16Op(dtype, Float32, (MMA_M, MMA_N, MMA_K))
-    order = cute.make_layout((MMA_N, warps, COLUMNS // MMA_N), stride=(1, COLUMNS, MMA_N))
-    return cute.make_tiled_mma(op, cute.make_layout((1, warps, 1)), permutation_mnk=(MMA_M, order, MMA_K))
 
 
 def ldmatrix(dtype: type[cutlass.Numeric], transpose: bool = False) -> cute.CopyAtom:

@@ -28,8 +28,12 @@ class MlaTraitsSm80:
         least_rows: query rows of a sequence from which on the row is taken: a small tile leaves registers for Q.
         num_warps: of a block, each with as many columns of O.
         kv_stage: steps' keys in flight.
-        q_kept: of the 18 steps of 32 columns of Q how many, the first ones, a warp keeps in registers. These come by
-            way of the last stage; the others have shared memory of their own.
+        k_parts: warps, 1 or 2, that share the columns of Q and K for the same rows and keys. Each then has half as many
+            of Q's columns to keep, and twice as many keys, so that a fragment of Q serves more of them; they add up
+            what they have through shared memory.
+        overlap: the next step's product with K runs beside this one's with V; it takes a third stage.
+        q_kept: of a warp's steps of 32 columns of Q, 18 of them over `k_parts`, how many, the last ones, it keeps in
+            registers. These come by way of shared memory that is used later; the others have some of their own.
         chains: accumulators of a product with K, added up at its end: each of its instructions waits for the one
             before on the same accumulator.
         ahead: k-blocks by which fragments are fetched before they are needed, 0 or 1.
@@ -49,6 +53,8 @@ class MlaTraitsSm80:
     least_rows: int = 1
     num_warps: int = 8
     kv_stage: int = 2
+    k_parts: int = 1
+    overlap: bool = False
     q_kept: int = STEPS
     chains: int = 2
     ahead: int = 1
@@ -64,9 +70,24 @@ class MlaTraitsSm80:
         return self.tile_m // MMA_M
 
     @property
-    def warps_n(self) -> int:
-        """Warps that share the keys of a step, for the same query rows."""
+    def key_groups(self) -> int:
+        """Warps with the same query rows: each has other keys of S in the end."""
         return self.num_warps // self.warps_m
+
+    @property
+    def warps_n(self) -> int:
+        """Warps that share the keys of a step in the product with K, for the same query rows and columns."""
+        return self.key_groups // self.k_parts
+
+    @property
+    def steps(self) -> int:
+        """Steps of 32 columns of a warp."""
+        return STEPS // self.k_parts
+
+    @property
+    def p_stage(self) -> int:
+        """Tiles of P and of factors: that of the step before is still read if products overlap."""
+        return 2 if self.overlap else 1
 
     @property
     def copy_rows(self) -> int:
@@ -74,29 +95,24 @@ class MlaTraitsSm80:
         return self.num_threads * CHUNK // swizzle_width(LATENT_DIM)
 
     @property
-    def kept_bytes(self) -> int:
-        """Of Q in shared memory, those of whole slabs that are kept in registers."""
-        slab = swizzle_width(LATENT_DIM)
-        return self.q_kept * STEP // slab * slab * self.tile_m * ELEMENT_BYTES
-
-    @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Keys, Q, P, statistics of rows.
+        """Q, P, halves of S, keys, statistics of rows.
 
-        Q begins in the last stage of keys with the slabs of 64 columns that are kept in registers: these are there
-        before that stage is loaded.
+        What is kept of Q in registers lies over what follows it, of the keys over the stage that is loaded last.
         """
-        page = self.tile_n * LATENT_DIM * ELEMENT_BYTES
-        pages = SmemRegion(0, self.kv_stage * page, self.kv_stage)
-        q = SmemRegion(pages.end - self.kept_bytes, self.tile_m * LATENT_DIM * ELEMENT_BYTES)
-        p = SmemRegion(max(pages.end, q.end), self.tile_m * self.tile_n * ELEMENT_BYTES)
-        maxima = SmemRegion(p.end, self.tile_m * self.warps_n * STAT_BYTES)
+        slab, tile = swizzle_width(LATENT_DIM), self.tile_m * self.tile_n
+        others = -(-(self.steps - self.q_kept) * self.k_parts * STEP // slab) * slab  # columns
+        p = SmemRegion(others * self.tile_m * ELEMENT_BYTES, self.p_stage * tile * ELEMENT_BYTES, self.p_stage)
+        halves = SmemRegion(p.end, 0 if self.k_parts == 1 else tile * STAT_BYTES)
+        pages = SmemRegion(halves.end, self.kv_stage * self.tile_n * LATENT_DIM * ELEMENT_BYTES, self.kv_stage)
+        maxima = SmemRegion(pages.end, self.tile_m * self.key_groups * STAT_BYTES)
         return {
-            "pages": pages,
-            "q": q,
+            "q": SmemRegion(0, self.tile_m * LATENT_DIM * ELEMENT_BYTES),
             "p": p,
+            "halves": halves,
+            "pages": pages,
             "maxima": maxima,
-            "factors": SmemRegion(maxima.end, self.tile_m * STAT_BYTES),
+            "factors": SmemRegion(maxima.end, self.p_stage * self.tile_m * STAT_BYTES, self.p_stage),
         }
 
     @property
@@ -107,7 +123,7 @@ class MlaTraitsSm80:
     @property
     def fragment_regs(self) -> int:
         """32-bit registers of a thread for O, S and the part of Q that it keeps."""
-        scores = self.chains * self.tile_m * self.tile_n
+        scores = self.chains * self.k_parts * self.tile_m * self.tile_n
         return (self.tile_m * LATENT_DIM_V + scores) // self.num_threads + self.q_kept * MMA_M * STEP // 2 // WARP
 
     def serves(self, rows: int) -> bool:
@@ -123,20 +139,23 @@ class MlaTraitsSm80:
     def _tiles_complaint(self) -> str | None:
         if self.tile_m % MMA_M or self.num_warps % max(self.warps_m, 1) or self.tile_m < MMA_M:
             return f"tile_m {self.tile_m} is not {MMA_M} rows for each warp, or each of 2, 4, .. of {self.num_warps}"
-        if PAGE_ROWS % self.tile_n or self.tile_n % (MMA_N * self.warps_n) or self.tile_n % MMA_K:
+        if self.k_parts not in (1, 2) or self.key_groups % self.k_parts:
+            return f"k_parts {self.k_parts} is not 1, or 2 of {self.key_groups} warps with the same query rows"
+        if PAGE_ROWS % self.tile_n or self.tile_n % (MMA_N * self.key_groups) or self.tile_n % MMA_K:
             return (
                 f"tile_n {self.tile_n} is not a divisor of {PAGE_ROWS} and a multiple of {MMA_N} keys "
-                f"for each of {self.warps_n} warps, and of {MMA_K}"
+                f"for each of {self.key_groups} warps, and of {MMA_K}"
             )
         if self.tile_n % self.copy_rows:
             return f"tile_n {self.tile_n} is not a multiple of {self.copy_rows}, which {self.num_threads} threads copy"
-        if self.kv_stage < 2:
-            return f"kv_stage {self.kv_stage} is below 2"
-        if not 0 <= self.q_kept <= STEPS or self.chains not in (1, 2, 4) or self.ahead not in (0, 1):
-            allowed = f"0 to {STEPS}, 1, 2 or 4, 0 or 1"
+        if self.kv_stage < 2 + self.overlap:
+            return f"kv_stage {self.kv_stage} is below 2, or 3 if products overlap"
+        if not 0 <= self.q_kept <= self.steps or self.chains not in (1, 2, 4) or self.ahead not in (0, 1):
+            allowed = f"0 to {self.steps}, 1, 2 or 4, 0 or 1"
             return f"q_kept {self.q_kept}, chains {self.chains}, ahead {self.ahead} are not {allowed}"
-        if self.kept_bytes > self.smem_plan["pages"].nbytes // self.kv_stage:
-            return f"{self.kept_bytes} bytes of Q, which are kept in registers, do not fit into a stage of keys"
+        pages, q = self.smem_plan["pages"], self.smem_plan["q"]
+        if q.end > pages.start + pages.nbytes // self.kv_stage:
+            return f"q_kept {self.q_kept}: Q ends at {q.end}, beyond the first stage of keys"
         if not 0 <= self.headroom <= 8:
             return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
         return None

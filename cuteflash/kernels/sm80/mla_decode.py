@@ -8,7 +8,8 @@
 
 A tile is 16, 32 or 64 rows of (token, head). Its fp32 output takes up to half of the registers, so that each warp has
 some of its columns: P has to pass through shared memory, and a step has three barriers: keys loaded, maxima known, P
-written. The next step's keys arrive meanwhile.
+written. The next step's keys arrive meanwhile. If products overlap, the next step's product with K runs beside this
+one's with V, and the first and the last of these barriers are one.
 
 Keys of all sequences are shared between the blocks, as in the sm90 family (`cuteflash.core.split`), and what these
 computed of a tile is merged afterwards (`cuteflash.kernels.common.mla_combine`). Not here: other widths, pages that are
@@ -33,13 +34,15 @@ from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import transposed
-from cuteflash.kernels.common.mla_combine import WARP, WARPS, LatentParts, combine
+from cuteflash.kernels.common.mla_combine import QUAD, WARP, WARPS, LatentParts, combine
 from cuteflash.kernels.sm80.mla_decode_bundles import MlaBlock, MlaTiles
 from cuteflash.kernels.sm80.mla_decode_epilogue import finish
 from cuteflash.kernels.sm80.mla_decode_mma import attend, make_fragments
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
 from cuteflash.traits.chunks import CHUNK, swizzle_width
-from cuteflash.traits.mla_sm80 import SMEM_ALIGN, MlaTraitsSm80
+from cuteflash.traits.mla_sm80 import SMEM_ALIGN, STEP, MlaTraitsSm80
+
+COLUMNS = 32  # of O, neighbours that a warp has: four lanes have, row by row, a pair of each 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +66,22 @@ class FlashMlaDecodeSm80:
     # Layouts and atoms, callable without a launch.
 
     def tiled_mma_qk(self) -> cute.TiledMma:
-        """S = Q Kᵀ: warps along query rows and along keys."""
-        return atoms.tiled_mma_by_keys(self.dtype, self.traits.warps_m, self.traits.warps_n)
+        """S = Q Kᵀ: warps along query rows and keys, those of one part of the columns."""
+        traits = self.traits
+        return atoms.tiled_mma_by_columns(
+            self.dtype, traits.warps_m, traits.warps_n, traits.tile_n // traits.warps_n, STEP
+        )
+
+    def tiled_mma_s(self) -> cute.TiledMma:
+        """Whose accumulators are S as warps have it in the end, all of them along query rows and keys."""
+        traits = self.traits
+        return atoms.tiled_mma_by_columns(
+            self.dtype, traits.warps_m, traits.key_groups, traits.tile_n // traits.key_groups
+        )
 
     def tiled_mma_pv(self) -> cute.TiledMma:
         """O += P V: warps along the columns."""
-        return atoms.tiled_mma_by_columns(self.dtype, self.traits.num_warps)
+        return atoms.tiled_mma_by_columns(self.dtype, 1, self.traits.num_warps, COLUMNS)
 
     def smem_layout_k(self) -> cute.ComposedLayout:
         """(tile_n, 576, kv_stage)"""
@@ -90,7 +103,7 @@ class FlashMlaDecodeSm80:
 
     def store_p(self) -> cute.TiledCopy:
         """The S accumulators to sP."""
-        return atoms.store_pairs(self.dtype, self.tiled_mma_qk())
+        return atoms.store_pairs(self.dtype, self.tiled_mma_s())
 
     def copy_p(self) -> cute.TiledCopy:
         """sP to the A fragments of the product with V."""
@@ -115,14 +128,18 @@ class FlashMlaDecodeSm80:
         def statistic(name: str, layout: cute.Layout) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + plan[name].start, dtype=Float32), layout)
 
-        by_warps = cute.make_layout((traits.tile_m, traits.warps_n), stride=(traits.warps_n, 1))
+        by_warps = cute.make_layout((traits.tile_m, traits.key_groups), stride=(traits.key_groups, 1))
+        halves = cute.make_layout(
+            (QUAD, traits.num_threads, traits.tile_m * traits.tile_n // traits.num_threads // QUAD)
+        )
         return MlaTiles(
             sQ=tile("q", atoms.swizzled_tile(traits.tile_m, LATENT_DIM)),
             sK=tile("pages", self.smem_layout_k()),
             sVt=transposed(tile("pages", self.smem_layout_v())),
-            sP=tile("p", atoms.swizzled_tile(traits.tile_m, traits.tile_n)),
+            sP=tile("p", atoms.swizzled_tile(traits.tile_m, traits.tile_n, traits.p_stage)),
+            halves=None if traits.k_parts == 1 else statistic("halves", halves),
             by_warps=statistic("maxima", by_warps),
-            of_rows=statistic("factors", cute.make_layout(traits.tile_m)),
+            of_rows=statistic("factors", cute.make_layout((traits.tile_m, traits.p_stage))),
         )
 
     @cute.jit

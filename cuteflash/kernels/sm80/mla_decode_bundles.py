@@ -14,14 +14,15 @@ from cuteflash.kernels.common.mla_combine import LatentParts
 
 @dataclasses.dataclass(frozen=True)
 class MlaTiles:
-    """Shared-memory tensors. What is kept of Q in registers lies over the last stage of K."""
+    """Shared-memory tensors. What is kept of Q in registers lies over what is used later."""
 
     sQ: cute.Tensor  # (tile_m, 576)
     sK: cute.Tensor  # (tile_n, 576, kv_stage)
     sVt: cute.Tensor  # (512, tile_n, kv_stage), the same data
-    sP: cute.Tensor  # (tile_m, tile_n)
-    by_warps: cute.Tensor  # (tile_m, warps_n) fp32: what each warp found of a row, its largest score or its sum
-    of_rows: cute.Tensor  # (tile_m,) fp32: factors of O, in the end the rows' maxima
+    sP: cute.Tensor  # (tile_m, tile_n, p_stage)
+    halves: cute.Tensor | None  # (4, threads, n) fp32: of S, what a warp has for the one with the other columns
+    by_warps: cute.Tensor  # (tile_m, key_groups) fp32: what each warp found of a row, its largest score or its sum
+    of_rows: cute.Tensor  # (tile_m, p_stage) fp32: factors of O, in the end the rows' maxima
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +45,13 @@ class Fragments:
 
     Attributes:
         thread: index in the block.
-        row_group, key_group: of the thread's warp in the product with K.
+        row_group, key_group: of the thread's warp in S.
+        k_part: which of Q's and K's columns the warp multiplies.
         mma_qk, mma_pv: the products; rQ, rK, rP, rVt fragments of their operands.
         copy_q, copy_k, copy_p, copy_v: ldmatrix slices; tSsQ, tSsK, tOsP, tOsVt what they read.
-        accs_S: accumulators of S, to be added up; `scores.values` is the first one as (rows, keys).
+        accs_S: accumulators of the product with K, to be added up.
+        acc_S: what the warp has of S in the end, the first one of them if warps do not share columns; `scores.values`
+            is the same as (rows, keys).
         acc_O: accumulator of O; `out.values` is the same as (rows, columns).
         row_max: of this thread's rows of S, by which exponentials are shifted: scaled scores, base 2. Every warp with
             these rows has the same.
@@ -58,6 +62,7 @@ class Fragments:
     thread: Int32
     row_group: Int32
     key_group: Int32
+    k_part: Int32
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     rQ: cute.Tensor
@@ -73,6 +78,7 @@ class Fragments:
     tOsP: cute.Tensor
     tOsVt: cute.Tensor
     accs_S: tuple[cute.Tensor, ...]
+    acc_S: cute.Tensor
     acc_O: cute.Tensor
     scores: ScoreTile
     out: ScoreTile

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.scores import ScoreTile, computed_here
 from cuteflash.core.softmax import exp2, quad_max
 from cuteflash.core.tile import QueryTile
+from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
 from cuteflash.kernels.sm80.mla_decode_bundles import Fragments, MlaBlock
 from cuteflash.kernels.sm80.mla_decode_load import load_keys, load_q, place_of
 from cuteflash.mla_problem import LATENT_DIM_V
-from cuteflash.traits.mla_sm80 import STEPS
 from cuteflash.traits.sm80 import WARP
 
 ROWS = 2  # of S that one thread holds elements of
@@ -29,34 +29,45 @@ def make_fragments(kernel, block: MlaBlock) -> Fragments:
     traits, tiles = kernel.traits, block.tiles
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    mma_qk, mma_pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
-    thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
-    copies = kernel.copy_q(), kernel.copy_k(), kernel.copy_p(), kernel.copy_v()
-    copy_q, copy_k, copy_p, copy_v = (copy.get_slice(thread) for copy in copies)
+    row_group, key_group = warp % traits.warps_m, warp // traits.warps_m
+    k_part = key_group % traits.k_parts
+    thread_qk = (key_group // traits.k_parts * traits.warps_m + row_group) * WARP + thread % WARP
+    mma_qk, mma_s, mma_pv = kernel.tiled_mma_qk(), kernel.tiled_mma_s(), kernel.tiled_mma_pv()
+    thr_qk, thr_s, thr_pv = mma_qk.get_slice(thread_qk), mma_s.get_slice(thread), mma_pv.get_slice(thread)
+    copy_q, copy_k = (copy.get_slice(thread_qk) for copy in (kernel.copy_q(), kernel.copy_k()))
+    copy_p, copy_v = (copy.get_slice(thread) for copy in (kernel.copy_p(), kernel.copy_v()))
     shape_S, shape_O = (traits.tile_m, traits.tile_n), (traits.tile_m, LATENT_DIM_V)
     accs = tuple(cute.make_rmem_tensor(thr_qk.partition_shape_C(shape_S), Float32) for _ in range(traits.chains))
+    acc_S = accs[0]
+    if traits.k_parts > 1:
+        acc_S = cute.make_rmem_tensor(thr_s.partition_shape_C(shape_S), Float32)
     acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C(shape_O), Float32)
+    tSsQ, tSsK = copy_q.partition_S(tiles.sQ), copy_k.partition_S(tiles.sK)
+    if traits.k_parts > 1:  # every other step of 32 columns
+        tSsQ, tSsK = tSsQ[None, None, (k_part, None)], tSsK[None, None, (k_part, None), None]
     return Fragments(
         thread=thread,
-        row_group=warp % traits.warps_m,
-        key_group=warp // traits.warps_m,
+        row_group=row_group,
+        key_group=key_group,
+        k_part=k_part,
         mma_qk=mma_qk,
         mma_pv=mma_pv,
         rQ=thr_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ)),
         rK=thr_qk.make_fragment_B(thr_qk.partition_B(tiles.sK[None, None, 0])),
-        rP=thr_pv.make_fragment_A(thr_pv.partition_A(tiles.sP)),
+        rP=thr_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, 0])),
         rVt=thr_pv.make_fragment_B(thr_pv.partition_B(tiles.sVt[None, None, 0])),
         copy_q=copy_q,
         copy_k=copy_k,
         copy_p=copy_p,
         copy_v=copy_v,
-        tSsQ=copy_q.partition_S(tiles.sQ),
-        tSsK=copy_k.partition_S(tiles.sK),
+        tSsQ=tSsQ,
+        tSsK=tSsK,
         tOsP=copy_p.partition_S(tiles.sP),
         tOsVt=copy_v.partition_S(tiles.sVt),
         accs_S=accs,
+        acc_S=acc_S,
         acc_O=acc_O,
-        scores=ScoreTile.of(mma_qk, thread, accs[0], shape_S, Float32(1.0), 1),
+        scores=ScoreTile.of(mma_s, thread, acc_S, shape_S, Float32(1.0), 1),
         out=ScoreTile.of(mma_pv, thread, acc_O, shape_O, Float32(1.0), 1),
         row_max=cute.make_rmem_tensor(ROWS, Float32),
         row_sum=cute.make_rmem_tensor(ROWS, Float32),
@@ -78,34 +89,99 @@ def attend(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: Query
     f.row_max.fill(NO_MAXIMUM)
     blocks = tile.visited_blocks()
     if blocks.hi > blocks.lo:
-        attend_steps(kernel, block, f, tile, blocks.lo, blocks.hi)
+        place = load_first(kernel, block, f, tile, blocks.lo, blocks.hi)
+        if const_expr(kernel.traits.overlap):
+            attend_overlapped(kernel, block, f, tile, (blocks.lo, blocks.hi), place)
+        else:
+            attend_steps(kernel, block, f, tile, (blocks.lo, blocks.hi), place)
 
 
 @cute.jit
-def attend_steps(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile, first: Int32, end: Int32):
-    """`attend` of at least one step; a step's keys are loaded `kv_stage - 1` steps ahead, and looked up one more."""
+def load_first(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile, first: Int32, end: Int32):
+    """Issue the loads of Q and of all stages but the last, fetch what is kept of Q; where the next keys lie."""
     stages = kernel.traits.kv_stage
     load_q(kernel, block, tile)
     cute.arch.cp_async_commit_group()
     for stage in cutlass.range_constexpr(stages - 1):
-        load_step(kernel, block, tile, (first + stage, end), place_of(block, tile, first + stage, end), Int32(stage))
+        page = first + stage
+        load_step(kernel, block, tile, (page, end), place_of(block, tile, page, end), Int32(stage + 1))
     place = place_of(block, tile, first + stages - 1, end)
     if const_expr(kernel.traits.q_kept > 0):
         wait_loads(stages - 1)
-        for step in cutlass.range_constexpr(kernel.traits.q_kept):
+        for step in cutlass.range_constexpr(kernel.traits.steps - kernel.traits.q_kept, kernel.traits.steps):
             fetch_q(f, step)
+    return place
+
+
+@cute.jit
+def attend_steps(
+    kernel: cutlass.Constexpr,
+    block: MlaBlock,
+    f: Fragments,
+    tile: QueryTile,
+    pages: tuple[Int32, Int32],
+    place: tuple[Int32, Int32],
+):
+    """`attend` of the steps `pages`, one or more, each after the other.
+
+    A step's keys are loaded `kv_stage - 1` steps ahead, and looked up one more; `place` is that of the next ones.
+    """
+    first, end = pages
+    stages = kernel.traits.kv_stage
     for page in cutlass.range(first, end, unroll=1):
         wait_loads(stages - 2)  # this step's keys are loaded, and every warp has read the last step's
-        following = page + stages - 1
-        load_step(kernel, block, tile, (following, end), place, (following - first) % stages)
-        place = place_of(block, tile, following + 1, end)
-        stage = (page - first) % stages
-        product_qk(kernel, f, stage)
-        hide(kernel, f, tile, page)
-        soften(kernel, block, f)
+        place = load_ahead(kernel, block, tile, pages, page, place)
+        stage = stage_of(kernel, pages, page)
+        interleave(scores_of(kernel, f, stage))
+        soften(kernel, block, f, tile, page, Int32(0))
         cute.arch.sync_threads()  # P is written, and the factors
-        scale_out(block, f)
-        product_pv(kernel, f, stage)
+        scale_out(block, f, Int32(0))
+        interleave(values_of(kernel, f, stage, Int32(0)))
+
+
+@cute.jit
+def attend_overlapped(
+    kernel: cutlass.Constexpr,
+    block: MlaBlock,
+    f: Fragments,
+    tile: QueryTile,
+    pages: tuple[Int32, Int32],
+    place: tuple[Int32, Int32],
+):
+    """As `attend_steps`, but S of the next step is computed beside O of this one."""
+    first, end = pages
+    stages = kernel.traits.kv_stage
+    wait_loads(stages - 2)
+    interleave(scores_of(kernel, f, stage_of(kernel, pages, first)))
+    for page in cutlass.range(first, end - 1, unroll=1):
+        parity = (page - first) % 2
+        soften(kernel, block, f, tile, page, parity)
+        wait_loads(stages - 3)  # P is written, the next keys are loaded, and those of the last step have been read
+        place = load_ahead(kernel, block, tile, pages, page, place)
+        scale_out(block, f, parity)
+        stage, next_stage = stage_of(kernel, pages, page), stage_of(kernel, pages, page + 1)
+        interleave(scores_of(kernel, f, next_stage), values_of(kernel, f, stage, parity))
+    parity = (end - 1 - first) % 2
+    soften(kernel, block, f, tile, end - 1, parity)
+    cute.arch.sync_threads()
+    scale_out(block, f, parity)
+    interleave(values_of(kernel, f, stage_of(kernel, pages, end - 1), parity))
+
+
+@cute.jit
+def load_ahead(
+    kernel: cutlass.Constexpr,
+    block: MlaBlock,
+    tile: QueryTile,
+    pages: tuple[Int32, Int32],
+    page: Int32,
+    place: tuple[Int32, Int32],
+):
+    """Issue the loads of the keys `kv_stage - 1` steps after `page`, which lie at `place`; where the next ones lie."""
+    _, end = pages
+    following = page + kernel.traits.kv_stage - 1
+    load_step(kernel, block, tile, (following, end), place, stage_of(kernel, pages, following))
+    return place_of(block, tile, following + 1, end)
 
 
 @cute.jit
@@ -124,39 +200,86 @@ def load_step(
     cute.arch.cp_async_commit_group()
 
 
+def stage_of(kernel, pages: tuple[Int32, Int32], page: Int32) -> Int32:
+    """The stage of a step's keys: the first one is used last, for the time that Q lies there."""
+    return (page - pages[0] + 1) % kernel.traits.kv_stage
+
+
 def fetch_q(f: Fragments, step: int) -> None:
     """The fragments of 32 columns of Q."""
     cute.copy(f.copy_q, f.tSsQ[None, None, step], f.copy_q.retile(f.rQ)[None, None, step])
 
 
-def product_qk(kernel, f: Fragments, stage: Int32) -> None:
-    """S = Q Kᵀ for the keys in `stage`; k-blocks go to the accumulators in turn."""
+def interleave(*products: Iterator[None]) -> None:
+    """Issue products, of each a part in turn: instructions of one fill the gaps of the other."""
+    running = list(products)
+    while running:
+        running = [product for product in running if next(product, running) is None]
+
+
+def scores_of(kernel, f: Fragments, stage: Int32) -> Iterator[None]:
+    """S = Q Kᵀ for the keys in `stage`, a step of 32 columns each; k-blocks go to the accumulators in turn."""
     traits = kernel.traits
     fragment = f.copy_k.retile(f.rK)
     for acc in f.accs_S:
         acc.fill(0.0)
-    for step in range(-traits.ahead, STEPS):
+    for step in range(-traits.ahead, traits.steps):
         ahead = step + traits.ahead
-        if ahead < STEPS:
+        if ahead < traits.steps:
             cute.copy(f.copy_k, f.tSsK[None, None, ahead, stage], fragment[None, None, ahead])
-            if ahead >= traits.q_kept:
+            if ahead < traits.steps - traits.q_kept:
                 fetch_q(f, ahead)
         if step >= 0:
             for k in (2 * step, 2 * step + 1):
                 acc = f.accs_S[k % traits.chains]
                 cute.gemm(f.mma_qk, acc, f.rQ[None, None, k], f.rK[None, None, k], acc)
+            yield
     total = f.accs_S[0]
     for acc in f.accs_S[1:]:
         total.store(total.load() + acc.load())
 
 
-def product_pv(kernel, f: Fragments, stage: Int32) -> None:
-    """O += P V for the keys in `stage`."""
-    fetches = (
-        atoms.Fetch(f.copy_p, f.tOsP, f.copy_p.retile(f.rP)),
-        atoms.Fetch(f.copy_v, f.tOsVt[None, None, None, stage], f.copy_v.retile(f.rVt)),
-    )
-    atoms.gemm(f.mma_pv, f.acc_O, f.rP, f.rVt, fetches, kernel.traits.ahead)
+def values_of(kernel, f: Fragments, stage: Int32, parity: Int32) -> Iterator[None]:
+    """O += P V for the keys in `stage`, 16 of them and some of a warp's columns each."""
+    rP, rVt = f.copy_p.retile(f.rP), f.copy_v.retile(f.rVt)
+    groups = cute.size(rVt.shape[1])
+    columns = cute.size(f.acc_O.shape[2]) // groups
+    out = cute.logical_divide(f.acc_O, (None, None, columns))
+    values = cute.logical_divide(f.rVt, (None, columns, None))
+    for k in range(cute.size(f.rP.shape[2])):
+        cute.copy(f.copy_p, f.tOsP[None, None, k, parity], rP[None, None, k])
+        for group in range(groups):
+            cute.copy(f.copy_v, f.tOsVt[None, group, k, stage], rVt[None, group, k])
+            acc = out[None, None, (None, group)]
+            cute.gemm(f.mma_pv, acc, f.rP[None, None, k], values[None, (None, group), k], acc)
+            yield
+
+
+def sync_row_group(kernel, f: Fragments) -> None:
+    """A barrier of all warps with the same query rows."""
+    threads = kernel.traits.key_groups * WARP
+    cute.arch.barrier(barrier_id=ROW_GROUP_BARRIER + f.row_group, number_of_threads=threads)
+
+
+@cute.jit
+def add_parts(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments):
+    """S from the products of both parts of the columns: each of two warps gets half of the keys."""
+    halves, warps = block.tiles.halves, kernel.traits.warps_m * WARP
+    product, mine = f.accs_S[0], f.acc_S
+    count = cute.size(mine)
+    is_first = f.k_part == 0
+    other = f.thread + cutlass.select_(is_first, warps, -warps)
+    chunk = cute.make_rmem_tensor(QUAD, Float32)
+    for i in cutlass.range_constexpr(0, count, QUAD):
+        for e in cutlass.range_constexpr(i, i + QUAD):
+            chunk[e - i] = cutlass.select_(is_first, product[count + e], product[e])
+            mine[e] = cutlass.select_(is_first, product[e], product[count + e])
+        copy_chunk(chunk, halves[None, other, i // QUAD])
+    sync_row_group(kernel, f)
+    for i in cutlass.range_constexpr(0, count, QUAD):
+        copy_chunk(halves[None, f.thread, i // QUAD], chunk)
+        for e in cutlass.range_constexpr(i, i + QUAD):
+            mine[e] = mine[e] + chunk[e - i]
 
 
 @cute.jit
@@ -170,13 +293,16 @@ def hide(kernel: cutlass.Constexpr, f: Fragments, tile: QueryTile, page: Int32):
 
 
 @cute.jit
-def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments):
-    """Turn the scores into exponentials, round them into sP and add them to the sums; write O's factors.
+def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile, page: Int32, parity: Int32):
+    """Turn a step's scores into exponentials, round them into sP and add them to the sums; write O's factors.
 
     The warps with the same rows find a row's maximum together. It moves only if a score exceeds it by more than the
     headroom, after a tile's first steps hardly ever.
     """
     traits, tiles = kernel.traits, block.tiles
+    if const_expr(traits.k_parts > 1):
+        add_parts(kernel, block, f)
+    hide(kernel, f, tile, page)
     values, scale = f.scores.values, block.launch.scale_log2
     is_first_lane = f.thread % 4 == 0
     for r in cutlass.range_constexpr(ROWS):
@@ -186,11 +312,11 @@ def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments):
         peak = quad_max(peak) * scale
         if is_first_lane:
             tiles.by_warps[f.scores.row(r), f.key_group] = peak
-    cute.arch.barrier(barrier_id=ROW_GROUP_BARRIER + f.row_group, number_of_threads=traits.warps_n * WARP)
+    sync_row_group(kernel, f)
     for r in cutlass.range_constexpr(ROWS):
         row = f.scores.row(r)
         peak = tiles.by_warps[row, 0]
-        for w in cutlass.range_constexpr(1, traits.warps_n):
+        for w in cutlass.range_constexpr(1, traits.key_groups):
             peak = cute.arch.fmax(peak, tiles.by_warps[row, w])
         old = f.row_max[r]
         new = cutlass.select_(peak > old + traits.headroom, peak, old)
@@ -203,20 +329,21 @@ def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments):
         f.row_max[r] = new
         f.row_sum[r] = f.row_sum[r] * factor + total
         if f.scores.first_key == 0:
-            tiles.of_rows[row] = factor
+            tiles.of_rows[row, parity] = factor
     copy = kernel.store_p().get_slice(f.thread)
-    cute.copy(copy, copy.retile(rounded_fragment(f.accs_S[0], kernel.dtype)), copy.partition_D(tiles.sP))
+    sP = tiles.sP[None, None, parity]
+    cute.copy(copy, copy.retile(rounded_fragment(f.acc_S, kernel.dtype)), copy.partition_D(sP))
 
 
 @cute.jit
-def scale_out(block: MlaBlock, f: Fragments):
+def scale_out(block: MlaBlock, f: Fragments, parity: Int32):
     """Multiply O's rows with their factors, unless all of a warp's are 1."""
     values = f.out.values
     rows = cute.size(values.shape[0])
     factors = cute.make_rmem_tensor(rows, Float32)
     moved = Boolean(False)
     for r in cutlass.range_constexpr(rows):
-        factors[r] = block.tiles.of_rows[f.out.row(r)]
+        factors[r] = block.tiles.of_rows[f.out.row(r), parity]
         moved = moved | (factors[r] != 1.0)
     if cute.arch.vote_any_sync(moved):
         for r in cutlass.range_constexpr(rows):
