@@ -12,8 +12,9 @@ from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.sm80 import ADDRESS_REGS, MMA_K, MMA_M, MMA_N, WARP, registers_a_thread
 
-STEP = 2 * MMA_K  # columns of Q and K that one ldmatrix of K brings to a product: 8 keys x 32 columns
+STEP = 2 * MMA_K  # columns of Q and K of which a part of the columns takes every other
 STEPS = LATENT_DIM // STEP
+LDMATRIX_KEYS = 2 * MMA_N  # of an ldmatrix.x4 of K with 16 columns; with 32 columns half as many
 ELEMENT_BYTES, STAT_BYTES = 2, 4
 SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle, so that a tile's offset never carries into it
 
@@ -81,8 +82,13 @@ class MlaTraitsSm80:
 
     @property
     def steps(self) -> int:
-        """Steps of 32 columns of a warp."""
+        """Steps of 32 columns that a warp has of Q and K."""
         return STEPS // self.k_parts
+
+    @property
+    def fetch(self) -> int:
+        """Columns of Q and K that fragments are fetched of at once."""
+        return MMA_K if self.tile_n // self.warps_n >= LDMATRIX_KEYS else STEP
 
     @property
     def p_stage(self) -> int:

@@ -40,7 +40,7 @@ from cuteflash.kernels.sm80.mla_decode_epilogue import finish
 from cuteflash.kernels.sm80.mla_decode_mma import attend, make_fragments
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
 from cuteflash.traits.chunks import CHUNK, swizzle_width
-from cuteflash.traits.mla_sm80 import SMEM_ALIGN, STEP, MlaTraitsSm80
+from cuteflash.traits.mla_sm80 import SMEM_ALIGN, MlaTraitsSm80
 
 COLUMNS = 32  # of O, neighbours that a warp has: four lanes have, row by row, a pair of each 8
 
@@ -69,7 +69,7 @@ class FlashMlaDecodeSm80:
         """S = Q Kᵀ: warps along query rows and keys, those of one part of the columns."""
         traits = self.traits
         return atoms.tiled_mma_by_columns(
-            self.dtype, traits.warps_m, traits.warps_n, traits.tile_n // traits.warps_n, STEP
+            self.dtype, traits.warps_m, traits.warps_n, traits.tile_n // traits.warps_n, traits.fetch
         )
 
     def tiled_mma_s(self) -> cute.TiledMma:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Sequence
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +18,8 @@ from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
 from cuteflash.kernels.sm80.mla_decode_bundles import Fragments, MlaBlock
 from cuteflash.kernels.sm80.mla_decode_load import load_keys, load_q, place_of
 from cuteflash.mla_problem import LATENT_DIM_V
-from cuteflash.traits.sm80 import WARP
+from cuteflash.traits.mla_sm80 import STEP
+from cuteflash.traits.sm80 import MMA_K, WARP
 
 ROWS = 2  # of S that one thread holds elements of
 NO_MAXIMUM = -1e30  # of a row before its first key; finite, so that no difference of maxima is NaN
@@ -43,8 +45,12 @@ def make_fragments(kernel, block: MlaBlock) -> Fragments:
         acc_S = cute.make_rmem_tensor(thr_s.partition_shape_C(shape_S), Float32)
     acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C(shape_O), Float32)
     tSsQ, tSsK = copy_q.partition_S(tiles.sQ), copy_k.partition_S(tiles.sK)
-    if traits.k_parts > 1:  # every other step of 32 columns
-        tSsQ, tSsK = tSsQ[None, None, (k_part, None)], tSsK[None, None, (k_part, None), None]
+    if traits.k_parts > 1:  # every other 32 columns, of which a fetch may have half
+        if traits.fetch == STEP:
+            tSsQ, tSsK = tSsQ[None, None, (k_part, None)], tSsK[None, None, (k_part, None), None]
+        else:
+            some = (None, k_part), None
+            tSsQ, tSsK = (cute.group_modes(x, 2, 4) for x in (tSsQ[None, None, some], tSsK[None, None, some, None]))
     return Fragments(
         thread=thread,
         row_group=row_group,
@@ -108,7 +114,7 @@ def load_first(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: Q
     place = place_of(block, tile, first + stages - 1, end)
     if const_expr(kernel.traits.q_kept > 0):
         wait_loads(stages - 1)
-        for step in cutlass.range_constexpr(kernel.traits.steps - kernel.traits.q_kept, kernel.traits.steps):
+        for step in cutlass.range_constexpr(*kept_fetches(kernel.traits)):
             fetch_q(f, step)
     return place
 
@@ -205,54 +211,70 @@ def stage_of(kernel, pages: tuple[Int32, Int32], page: Int32) -> Int32:
     return (page - pages[0] + 1) % kernel.traits.kv_stage
 
 
+def kept_fetches(traits) -> tuple[int, int]:
+    """Which fetches of a warp's columns of Q are kept in registers: from the first to the end."""
+    a_step = STEP // traits.fetch
+    return (traits.steps - traits.q_kept) * a_step, traits.steps * a_step
+
+
 def fetch_q(f: Fragments, step: int) -> None:
-    """The fragments of 32 columns of Q."""
+    """The fragments of some columns of Q."""
     cute.copy(f.copy_q, f.tSsQ[None, None, step], f.copy_q.retile(f.rQ)[None, None, step])
 
 
-def interleave(*products: Iterator[None]) -> None:
-    """Issue products, of each a part in turn: instructions of one fill the gaps of the other."""
-    running = list(products)
-    while running:
-        running = [product for product in running if next(product, running) is None]
+def interleave(*products: Sequence[Callable[[], None]]) -> None:
+    """Issue the parts of products in their orders, spread evenly: instructions of one fill the gaps of the other."""
+    parts = [((i + 0.5) / len(product), part) for product in products for i, part in enumerate(product)]
+    for _, part in sorted(parts, key=lambda placed: placed[0]):
+        part()
 
 
-def scores_of(kernel, f: Fragments, stage: Int32) -> Iterator[None]:
-    """S = Q Kᵀ for the keys in `stage`, a step of 32 columns each; k-blocks go to the accumulators in turn."""
-    traits = kernel.traits
+def scores_of(kernel, f: Fragments, stage: Int32) -> list[Callable[[], None]]:
+    """S = Q Kᵀ for the keys in `stage`, some columns after the other; k-blocks go to the accumulators in turn."""
+    traits, together = kernel.traits, kernel.traits.fetch // MMA_K
+    first_kept, count = kept_fetches(traits)
     fragment = f.copy_k.retile(f.rK)
-    for acc in f.accs_S:
-        acc.fill(0.0)
-    for step in range(-traits.ahead, traits.steps):
-        ahead = step + traits.ahead
-        if ahead < traits.steps:
-            cute.copy(f.copy_k, f.tSsK[None, None, ahead, stage], fragment[None, None, ahead])
-            if ahead < traits.steps - traits.q_kept:
-                fetch_q(f, ahead)
-        if step >= 0:
-            for k in (2 * step, 2 * step + 1):
-                acc = f.accs_S[k % traits.chains]
-                cute.gemm(f.mma_qk, acc, f.rQ[None, None, k], f.rK[None, None, k], acc)
-            yield
-    total = f.accs_S[0]
-    for acc in f.accs_S[1:]:
-        total.store(total.load() + acc.load())
+
+    def fetch(step: int) -> None:
+        if step < count:
+            cute.copy(f.copy_k, f.tSsK[None, None, step, stage], fragment[None, None, step])
+            if step < first_kept:
+                fetch_q(f, step)
+
+    def part(step: int) -> None:
+        if step == 0:
+            for acc in f.accs_S:
+                acc.fill(0.0)
+            for early in range(traits.ahead):
+                fetch(early)
+        fetch(step + traits.ahead)
+        for k in range(step * together, (step + 1) * together):
+            acc = f.accs_S[k % traits.chains]
+            cute.gemm(f.mma_qk, acc, f.rQ[None, None, k], f.rK[None, None, k], acc)
+        if step == count - 1:
+            total = f.accs_S[0]
+            for acc in f.accs_S[1:]:
+                total.store(total.load() + acc.load())
+
+    return [functools.partial(part, step) for step in range(count)]
 
 
-def values_of(kernel, f: Fragments, stage: Int32, parity: Int32) -> Iterator[None]:
-    """O += P V for the keys in `stage`, 16 of them and some of a warp's columns each."""
+def values_of(kernel, f: Fragments, stage: Int32, parity: Int32) -> list[Callable[[], None]]:
+    """O += P V for the keys in `stage`, 16 of them and some of a warp's columns after the other."""
     rP, rVt = f.copy_p.retile(f.rP), f.copy_v.retile(f.rVt)
     groups = cute.size(rVt.shape[1])
     columns = cute.size(f.acc_O.shape[2]) // groups
     out = cute.logical_divide(f.acc_O, (None, None, columns))
     values = cute.logical_divide(f.rVt, (None, columns, None))
-    for k in range(cute.size(f.rP.shape[2])):
-        cute.copy(f.copy_p, f.tOsP[None, None, k, parity], rP[None, None, k])
-        for group in range(groups):
-            cute.copy(f.copy_v, f.tOsVt[None, group, k, stage], rVt[None, group, k])
-            acc = out[None, None, (None, group)]
-            cute.gemm(f.mma_pv, acc, f.rP[None, None, k], values[None, (None, group), k], acc)
-            yield
+
+    def part(k: int, group: int) -> None:
+        if group == 0:
+            cute.copy(f.copy_p, f.tOsP[None, None, k, parity], rP[None, None, k])
+        cute.copy(f.copy_v, f.tOsVt[None, group, k, stage], rVt[None, group, k])
+        acc = out[None, None, (None, group)]
+        cute.gemm(f.mma_pv, acc, f.rP[None, None, k], values[None, (None, group), k], acc)
+
+    return [functools.partial(part, k, group) for k in range(cute.size(f.rP.shape[2])) for group in range(groups)]
 
 
 def sync_row_group(kernel, f: Fragments) -> None:
