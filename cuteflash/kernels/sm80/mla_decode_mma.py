@@ -23,6 +23,7 @@ from cuteflash.traits.sm80 import MMA_K, WARP
 
 ROWS = 2  # of S that one thread holds elements of
 NO_MAXIMUM = -1e30  # of a row before its first key; finite, so that no difference of maxima is NaN
+P_REGS, V_REGS = 4, 8  # of a thread: P of 16 rows and 16 keys, V of 16 keys and 32 columns
 ROW_GROUP_BARRIER = 1  # + group of query rows; 0 is `__syncthreads`
 
 
@@ -260,21 +261,29 @@ def scores_of(kernel, f: Fragments, stage: Int32) -> list[Callable[[], None]]:
 
 
 def values_of(kernel, f: Fragments, stage: Int32, parity: Int32) -> list[Callable[[], None]]:
-    """O += P V for the keys in `stage`, 16 of them and some of a warp's columns after the other."""
+    """O += P V for the keys in `stage`, 16 of them and some of a warp's rows or columns after the other.
+
+    The operand that takes fewer registers is fetched whole for these keys, the other one bit by bit.
+    """
     rP, rVt = f.copy_p.retile(f.rP), f.copy_v.retile(f.rVt)
-    groups = cute.size(rVt.shape[1])
-    columns = cute.size(f.acc_O.shape[2]) // groups
-    out = cute.logical_divide(f.acc_O, (None, None, columns))
-    values = cute.logical_divide(f.rVt, (None, columns, None))
+    tiles, groups = cute.size(rP.shape[1]), cute.size(rVt.shape[1])
+    by_rows = tiles * P_REGS + V_REGS > groups * V_REGS + P_REGS
+    rows, columns = (1, None) if by_rows else (None, cute.size(f.acc_O.shape[2]) // groups)
+    out = cute.logical_divide(f.acc_O, (None, rows, columns))
+    weights, values = cute.logical_divide(f.rP, (None, rows, None)), cute.logical_divide(f.rVt, (None, columns, None))
 
-    def part(k: int, group: int) -> None:
-        if group == 0:
-            cute.copy(f.copy_p, f.tOsP[None, None, k, parity], rP[None, None, k])
-        cute.copy(f.copy_v, f.tOsVt[None, group, k, stage], rVt[None, group, k])
-        acc = out[None, None, (None, group)]
-        cute.gemm(f.mma_pv, acc, f.rP[None, None, k], values[None, (None, group), k], acc)
+    def part(k: int, i: int) -> None:
+        m, group = (i, None) if by_rows else (None, i)
+        if by_rows or i == 0:
+            cute.copy(f.copy_p, f.tOsP[None, m, k, parity], rP[None, m, k])
+        if i == 0 or not by_rows:
+            cute.copy(f.copy_v, f.tOsVt[None, group, k, stage], rVt[None, group, k])
+        some_rows, some_columns = ((None, m), None) if by_rows else (None, (None, group))
+        acc = out[None, some_rows, some_columns]
+        cute.gemm(f.mma_pv, acc, weights[None, some_rows, k], values[None, some_columns, k], acc)
 
-    return [functools.partial(part, k, group) for k in range(cute.size(f.rP.shape[2])) for group in range(groups)]
+    blocks, parts = cute.size(f.rP.shape[2]), tiles if by_rows else groups
+    return [functools.partial(part, k, i) for k in range(blocks) for i in range(parts)]
 
 
 def sync_row_group(kernel, f: Fragments) -> None:
