@@ -91,11 +91,6 @@ class MlaTraitsSm80:
         return MMA_K if self.tile_n // self.warps_n >= LDMATRIX_KEYS else STEP
 
     @property
-    def p_stage(self) -> int:
-        """Tiles of P and of factors: that of the step before is still read if products overlap."""
-        return 2 if self.overlap else 1
-
-    @property
     def copy_rows(self) -> int:
         """Rows of keys that one access of every thread covers."""
         return self.num_threads * CHUNK // swizzle_width(LATENT_DIM)
@@ -108,7 +103,7 @@ class MlaTraitsSm80:
         """
         slab, tile = swizzle_width(LATENT_DIM), self.tile_m * self.tile_n
         others = -(-(self.steps - self.q_kept) * self.k_parts * STEP // slab) * slab  # columns
-        p = SmemRegion(others * self.tile_m * ELEMENT_BYTES, self.p_stage * tile * ELEMENT_BYTES, self.p_stage)
+        p = SmemRegion(others * self.tile_m * ELEMENT_BYTES, tile * ELEMENT_BYTES)
         halves = SmemRegion(p.end, 0 if self.k_parts == 1 else tile * STAT_BYTES)
         pages = SmemRegion(halves.end, self.kv_stage * self.tile_n * LATENT_DIM * ELEMENT_BYTES, self.kv_stage)
         maxima = SmemRegion(pages.end, self.tile_m * self.key_groups * STAT_BYTES)
@@ -118,7 +113,7 @@ class MlaTraitsSm80:
             "halves": halves,
             "pages": pages,
             "maxima": maxima,
-            "factors": SmemRegion(maxima.end, self.p_stage * self.tile_m * STAT_BYTES, self.p_stage),
+            "factors": SmemRegion(maxima.end, self.tile_m * STAT_BYTES),
         }
 
     @property

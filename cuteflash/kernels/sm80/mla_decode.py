@@ -136,10 +136,10 @@ class FlashMlaDecodeSm80:
             sQ=tile("q", atoms.swizzled_tile(traits.tile_m, LATENT_DIM)),
             sK=tile("pages", self.smem_layout_k()),
             sVt=transposed(tile("pages", self.smem_layout_v())),
-            sP=tile("p", atoms.swizzled_tile(traits.tile_m, traits.tile_n, traits.p_stage)),
+            sP=tile("p", atoms.swizzled_tile(traits.tile_m, traits.tile_n)),
             halves=None if traits.k_parts == 1 else statistic("halves", halves),
             by_warps=statistic("maxima", by_warps),
-            of_rows=statistic("factors", cute.make_layout((traits.tile_m, traits.p_stage))),
+            of_rows=statistic("factors", cute.make_layout(traits.tile_m)),
         )
 
     @cute.jit

@@ -19,10 +19,10 @@ class MlaTiles:
     sQ: cute.Tensor  # (tile_m, 576)
     sK: cute.Tensor  # (tile_n, 576, kv_stage)
     sVt: cute.Tensor  # (512, tile_n, kv_stage), the same data
-    sP: cute.Tensor  # (tile_m, tile_n, p_stage)
+    sP: cute.Tensor  # (tile_m, tile_n)
     halves: cute.Tensor | None  # (4, threads, n) fp32: of S, what a warp has for the one with the other columns
     by_warps: cute.Tensor  # (tile_m, key_groups) fp32: what each warp found of a row, its largest score or its sum
-    of_rows: cute.Tensor  # (tile_m, p_stage) fp32: factors of O, in the end the rows' maxima
+    of_rows: cute.Tensor  # (tile_m,) fp32: factors of O, in the end the rows' maxima
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ def normalize(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, lse: cut
         if f.thread % 4 == 0:
             sums[row, f.key_group] = total
         if f.scores.first_key == 0:
-            maxima[row, 0] = f.row_max[r]
+            maxima[row] = f.row_max[r]
     cute.arch.sync_threads()
     scale = cute.make_rmem_tensor_like(lse)
     for r in cutlass.range_constexpr(cute.size(lse)):
@@ -54,7 +54,7 @@ def normalize(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, lse: cut
             total = total + sums[row, w]
         empty = total == 0.0
         scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
-        log2_sum = maxima[row, 0] + cute.math.log2(total, fastmath=True)
+        log2_sum = maxima[row] + cute.math.log2(total, fastmath=True)
         lse[r] = -Float32.inf if empty else log2_sum * LN_2
     scale_rows(f.out.values, scale)
 

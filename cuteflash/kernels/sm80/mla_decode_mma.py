@@ -61,7 +61,7 @@ def make_fragments(kernel, block: MlaBlock) -> Fragments:
         mma_pv=mma_pv,
         rQ=thr_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ)),
         rK=thr_qk.make_fragment_B(thr_qk.partition_B(tiles.sK[None, None, 0])),
-        rP=thr_pv.make_fragment_A(thr_pv.partition_A(tiles.sP[None, None, 0])),
+        rP=thr_pv.make_fragment_A(thr_pv.partition_A(tiles.sP)),
         rVt=thr_pv.make_fragment_B(thr_pv.partition_B(tiles.sVt[None, None, 0])),
         copy_q=copy_q,
         copy_k=copy_k,
@@ -140,10 +140,10 @@ def attend_steps(
         place = load_ahead(kernel, block, tile, pages, page, place)
         stage = stage_of(kernel, pages, page)
         interleave(scores_of(kernel, f, stage))
-        soften(kernel, block, f, tile, page, Int32(0))
+        soften(kernel, block, f, tile, page)
         cute.arch.sync_threads()  # P is written, and the factors
-        scale_out(block, f, Int32(0))
-        interleave(values_of(kernel, f, stage, Int32(0)))
+        scale_out(block, f)
+        interleave(values_of(kernel, f, stage))
 
 
 @cute.jit
@@ -161,18 +161,16 @@ def attend_overlapped(
     wait_loads(stages - 2)
     interleave(scores_of(kernel, f, stage_of(kernel, pages, first)))
     for page in cutlass.range(first, end - 1, unroll=1):
-        parity = (page - first) % 2
-        soften(kernel, block, f, tile, page, parity)
+        soften(kernel, block, f, tile, page)
         wait_loads(stages - 3)  # P is written, the next keys are loaded, and those of the last step have been read
         place = load_ahead(kernel, block, tile, pages, page, place)
-        scale_out(block, f, parity)
+        scale_out(block, f)
         stage, next_stage = stage_of(kernel, pages, page), stage_of(kernel, pages, page + 1)
-        interleave(scores_of(kernel, f, next_stage), values_of(kernel, f, stage, parity))
-    parity = (end - 1 - first) % 2
-    soften(kernel, block, f, tile, end - 1, parity)
+        interleave(scores_of(kernel, f, next_stage), values_of(kernel, f, stage))
+    soften(kernel, block, f, tile, end - 1)
     cute.arch.sync_threads()
-    scale_out(block, f, parity)
-    interleave(values_of(kernel, f, stage_of(kernel, pages, end - 1), parity))
+    scale_out(block, f)
+    interleave(values_of(kernel, f, stage_of(kernel, pages, end - 1)))
 
 
 @cute.jit
@@ -260,7 +258,7 @@ def scores_of(kernel, f: Fragments, stage: Int32) -> list[Callable[[], None]]:
     return [functools.partial(part, step) for step in range(count)]
 
 
-def values_of(kernel, f: Fragments, stage: Int32, parity: Int32) -> list[Callable[[], None]]:
+def values_of(kernel, f: Fragments, stage: Int32) -> list[Callable[[], None]]:
     """O += P V for the keys in `stage`, 16 of them and some of a warp's rows or columns after the other.
 
     The operand that takes fewer registers is fetched whole for these keys, the other one bit by bit.
@@ -275,7 +273,7 @@ def values_of(kernel, f: Fragments, stage: Int32, parity: Int32) -> list[Callabl
     def part(k: int, i: int) -> None:
         m, group = (i, None) if by_rows else (None, i)
         if by_rows or i == 0:
-            cute.copy(f.copy_p, f.tOsP[None, m, k, parity], rP[None, m, k])
+            cute.copy(f.copy_p, f.tOsP[None, m, k], rP[None, m, k])
         if i == 0 or not by_rows:
             cute.copy(f.copy_v, f.tOsVt[None, group, k, stage], rVt[None, group, k])
         some_rows, some_columns = ((None, m), None) if by_rows else (None, (None, group))
@@ -324,7 +322,7 @@ def hide(kernel: cutlass.Constexpr, f: Fragments, tile: QueryTile, page: Int32):
 
 
 @cute.jit
-def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile, page: Int32, parity: Int32):
+def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile, page: Int32):
     """Turn a step's scores into exponentials, round them into sP and add them to the sums; write O's factors.
 
     The warps with the same rows find a row's maximum together. It moves only if a score exceeds it by more than the
@@ -343,7 +341,10 @@ def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: Query
         peak = quad_max(peak) * scale
         if is_first_lane:
             tiles.by_warps[f.scores.row(r), f.key_group] = peak
-    sync_row_group(kernel, f)
+    if const_expr(traits.overlap):
+        cute.arch.sync_threads()  # every warp has read the last step's P, too
+    else:
+        sync_row_group(kernel, f)
     for r in cutlass.range_constexpr(ROWS):
         row = f.scores.row(r)
         peak = tiles.by_warps[row, 0]
@@ -360,21 +361,20 @@ def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: Query
         f.row_max[r] = new
         f.row_sum[r] = f.row_sum[r] * factor + total
         if f.scores.first_key == 0:
-            tiles.of_rows[row, parity] = factor
+            tiles.of_rows[row] = factor
     copy = kernel.store_p().get_slice(f.thread)
-    sP = tiles.sP[None, None, parity]
-    cute.copy(copy, copy.retile(rounded_fragment(f.acc_S, kernel.dtype)), copy.partition_D(sP))
+    cute.copy(copy, copy.retile(rounded_fragment(f.acc_S, kernel.dtype)), copy.partition_D(tiles.sP))
 
 
 @cute.jit
-def scale_out(block: MlaBlock, f: Fragments, parity: Int32):
+def scale_out(block: MlaBlock, f: Fragments):
     """Multiply O's rows with their factors, unless all of a warp's are 1."""
     values = f.out.values
     rows = cute.size(values.shape[0])
     factors = cute.make_rmem_tensor(rows, Float32)
     moved = Boolean(False)
     for r in cutlass.range_constexpr(rows):
-        factors[r] = block.tiles.of_rows[f.out.row(r), parity]
+        factors[r] = block.tiles.of_rows[f.out.row(r)]
         moved = moved | (factors[r] != 1.0)
     if cute.arch.vote_any_sync(moved):
         for r in cutlass.range_constexpr(rows):
