@@ -61,9 +61,10 @@ def test_rows_use_ampere_instructions_and_do_not_spill(
 ) -> None:
     compiled = kernels(FlashMlaDecodeSm80, row, problem, target)
     compiled.assert_clean()
-    tiles = row.tile_m // 16 * (row.tile_n // 8) * 36  # products of 16 rows, 8 keys and 16 columns
+    scores = row.tile_m // 16 * (row.tile_n // 8) * 36  # products of 16 rows, 8 keys and 16 columns
     values = row.tile_m // 16 * (512 // 8) * (row.tile_n // 16)
-    assert compiled.count("HMMA.16816.F32") == (tiles + values) // row.num_warps
+    copies = 2 if row.overlap else 1  # of each: the first scores and the last values stand alone
+    assert compiled.count("HMMA.16816.F32") == copies * (scores + values) // row.num_warps
     assert compiled.count("LDGSTS.E.BYPASS")  # cp.async past L1
     assert compiled.count(r"LDSM\.16\.M88\.4") and compiled.count(r"LDSM\.16\.MT88\.4")
     assert "wgmma" not in compiled.ptx and "cp.async.bulk" not in compiled.ptx and "griddepcontrol" not in compiled.ptx
@@ -90,7 +91,7 @@ def test_errors_name_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="family is 'sm70'; allowed: sm80, sm90"):
         choose_mla(PROBLEM, 16, "sm_80", "sm70")  # type: ignore[arg-type]
     monkeypatch.setitem(dispatch.MLA_ROWS, "sm80", ROWS[:1])
-    with pytest.raises(NotImplementedError, match="on sm_86 in bf16: 64x32 needs 144128 bytes of shared memory, sm_86"):
+    with pytest.raises(NotImplementedError, match="on sm_86 in bf16: 64x32 needs 180992 bytes of shared memory, sm_86"):
         choose_mla(PROBLEM, 64, "sm_86")
 
 
@@ -98,15 +99,18 @@ def test_errors_name_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_memory_is_planned(row: MlaTraitsSm80) -> None:
     plan = row.smem_plan
     page = row.tile_n * 576 * 2
-    assert plan["pages"].nbytes == row.kv_stage * page and all(plan[name].start % 1024 == 0 for name in ("q", "p"))
-    # What is kept of Q lies over the last stage, the rest over nothing.
-    kept = row.q_kept // 2 * row.tile_m * 64 * 2
-    assert plan["q"].start == plan["pages"].end - kept >= plan["pages"].end - page
-    apart = [plan[name] for name in ("pages", "p", "maxima", "factors")]
+    assert plan["pages"].nbytes == row.kv_stage * page
+    assert all(plan[name].start % 1024 == 0 for name in ("q", "p", "halves", "pages"))
+    # What is kept of Q in registers lies over P, halves of S and the stage of keys that is loaded last.
+    others = 576 - row.q_kept * row.k_parts * 32
+    assert plan["q"].start == 0 and plan["p"].start == -(-others // 64) * row.tile_m * 64 * 2
+    assert plan["q"].end <= plan["pages"].start + page
+    apart = [plan[name] for name in ("p", "halves", "pages", "maxima", "factors")]
     assert all(one.end <= other.start for one, other in itertools.pairwise(apart))
-    assert plan["q"].end <= plan["p"].start and row.smem_bytes == plan["factors"].end
-    assert plan["maxima"].nbytes == row.tile_m * row.warps_n * 4
-    assert row.warps_m * row.warps_n == row.num_warps
+    assert row.smem_bytes == plan["factors"].end
+    assert plan["maxima"].nbytes == row.tile_m * row.key_groups * 4
+    assert plan["halves"].nbytes == (row.tile_m * row.tile_n * 4 if row.k_parts == 2 else 0)
+    assert row.warps_m * row.warps_n * row.k_parts == row.num_warps and row.steps * row.k_parts * 32 == 576
 
 
 @pytest.mark.parametrize(
@@ -114,14 +118,18 @@ def test_shared_memory_is_planned(row: MlaTraitsSm80) -> None:
     [
         ({"tile_m": 24}, "tile_m 24 is not 16 rows for each warp, or each of 2, 4, .. of 8"),
         ({"tile_m": 48}, "tile_m 48 is not"),
+        ({"k_parts": 3}, "k_parts 3 is not 1, or 2 of 4 warps with the same query rows"),
+        ({"num_warps": 2, "k_parts": 2}, "k_parts 2 is not 1, or 2 of 1 warps"),
         ({"tile_n": 16}, "tile_n 16 is not a divisor of 64 and a multiple of 8 keys for each of 4 warps"),
         ({"tile_n": 96}, "tile_n 96 is not"),
         ({"tile_m": 64, "tile_n": 16, "q_kept": 0}, "tile_n 16 is not a multiple of 32, which 256 threads copy"),
-        ({"kv_stage": 1}, "kv_stage 1 is below 2"),
+        ({"kv_stage": 1}, "kv_stage 1 is below 2, or 3 if products overlap"),
+        ({"overlap": True}, "kv_stage 2 is below"),
         ({"q_kept": 19}, "q_kept 19, chains 2, ahead 1 are not 0 to 18, 1, 2 or 4, 0 or 1"),
+        ({"k_parts": 2}, "q_kept 12, chains 2, ahead 1 are not 0 to 9"),
         ({"chains": 3}, "chains 3"),
         ({"ahead": 2}, "ahead 2"),
-        ({"tile_m": 64, "tile_n": 32, "q_kept": 12}, "49152 bytes of Q, which are kept in registers, do not fit into"),
+        ({"tile_m": 64, "tile_n": 32, "q_kept": 12}, "q_kept 12: Q ends at 73728, beyond the first stage of keys"),
         ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
         ({"kv_stage": 3}, "needs 238208 bytes of shared memory, sm_80 has 166912"),
         (
@@ -157,24 +165,26 @@ def test_v_is_the_first_columns_of_k(row: MlaTraitsSm80) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.tile_m}x{row.tile_n}")
 def test_warps_share_keys_and_columns(row: MlaTraitsSm80) -> None:
-    """Each warp has 16 rows and some keys of S; of O all rows and 32 neighbouring columns at a time."""
+    """Each warp has 16 rows and neighbouring keys of S; of O all rows and 32 neighbouring columns at a time."""
 
     def owned(layout: Any, rows: int, warp: int) -> tuple[set[int], set[int]]:
-        places = [
-            layout((thread, value))
-            for thread in range(32 * warp, 32 * warp + 32)
-            for value in range(cute.size(layout) // row.num_threads)
-        ]
+        lanes = range(32 * warp, 32 * warp + 32)
+        places = [layout((thread, value)) for thread in lanes for value in range(cute.size(layout, mode=[1]))]
         return {place % rows for place in places}, {place // rows for place in places}
 
     def probe() -> None:
         kernel = FlashMlaDecodeSm80(row, PROBLEM)
-        scores, out = kernel.tiled_mma_qk().tv_layout_C_tiled, kernel.tiled_mma_pv().tv_layout_C_tiled
+        scores, out = kernel.tiled_mma_s().tv_layout_C_tiled, kernel.tiled_mma_pv().tv_layout_C_tiled
+        products = kernel.tiled_mma_qk().tv_layout_C_tiled
+        keys = row.tile_n // row.key_groups
         for warp in range(row.num_warps):
             group, part = warp % row.warps_m, warp // row.warps_m
-            expected = set(range(16 * group, 16 * group + 16)), set(range(8 * part, 8 * part + 8))
+            expected = set(range(16 * group, 16 * group + 16)), set(range(keys * part, keys * part + keys))
             assert owned(scores, row.tile_m, warp) == expected
             assert owned(out, 16, warp) == (set(range(16)), set(range(32 * warp, 32 * warp + 32)))
+            # Of the product with K it has, with the warp that has the other columns, the keys of both.
+            rows, both = owned(products, row.tile_m, group + part // row.k_parts * row.warps_m)
+            assert rows == expected[0] and expected[1] <= both and len(both) == keys * row.k_parts
 
     on_host(probe)
 
