@@ -32,12 +32,10 @@ class MlaTraitsSm80:
         k_parts: warps, 1 or 2, that share the columns of Q and K for the same rows and keys. Each then has half as many
             of Q's columns to keep, and twice as many keys, so that a fragment of Q serves more of them; they add up
             what they have through shared memory.
-        overlap: the next step's product with K runs beside this one's with V; it takes a third stage.
         q_kept: of a warp's steps of 32 columns of Q, 18 of them over `k_parts`, how many, the last ones, it keeps in
             registers. These come by way of shared memory that is used later; the others have some of their own.
         chains: accumulators of a product with K, added up at its end: each of its instructions waits for the one
             before on the same accumulator.
-        ahead: k-blocks by which fragments are fetched before they are needed, 0 or 1.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
     """
@@ -55,10 +53,8 @@ class MlaTraitsSm80:
     num_warps: int = 8
     kv_stage: int = 2
     k_parts: int = 1
-    overlap: bool = False
     q_kept: int = STEPS
-    chains: int = 2
-    ahead: int = 1
+    chains: int = 1
     headroom: float = 8.0
 
     @property
@@ -149,11 +145,10 @@ class MlaTraitsSm80:
             )
         if self.tile_n % self.copy_rows:
             return f"tile_n {self.tile_n} is not a multiple of {self.copy_rows}, which {self.num_threads} threads copy"
-        if self.kv_stage < 2 + self.overlap:
-            return f"kv_stage {self.kv_stage} is below 2, or 3 if products overlap"
-        if not 0 <= self.q_kept <= self.steps or self.chains not in (1, 2, 4) or self.ahead not in (0, 1):
-            allowed = f"0 to {self.steps}, 1, 2 or 4, 0 or 1"
-            return f"q_kept {self.q_kept}, chains {self.chains}, ahead {self.ahead} are not {allowed}"
+        if self.kv_stage < 2:
+            return f"kv_stage {self.kv_stage} is below 2"
+        if not 0 <= self.q_kept <= self.steps or self.chains not in (1, 2, 4):
+            return f"q_kept {self.q_kept}, chains {self.chains} are not 0 to {self.steps}, 1, 2 or 4"
         pages, q = self.smem_plan["pages"], self.smem_plan["q"]
         if q.end > pages.start + pages.nbytes // self.kv_stage:
             return f"q_kept {self.q_kept}: Q ends at {q.end}, beyond the first stage of keys"

@@ -8,8 +8,7 @@
 
 A tile is 16, 32 or 64 rows of (token, head). Its fp32 output takes up to half of the registers, so that each warp has
 some of its columns: P has to pass through shared memory, and a step has three barriers: keys loaded, maxima known, P
-written. The next step's keys arrive meanwhile. If products overlap, the next step's product with K runs beside this
-one's with V, and the first and the last of these barriers are one.
+written. The next step's keys arrive meanwhile.
 
 Keys of all sequences are shared between the blocks, as in the sm90 family (`cuteflash.core.split`), and what these
 computed of a tile is merged afterwards (`cuteflash.kernels.common.mla_combine`). Not here: other widths, pages that are
