@@ -69,6 +69,14 @@ class LatentPages:
         return inside, self.table[sequence, slot]
 
 
+class LatentLine(Line):
+    """The sequences laid end to end; query tiles are lanes, so that a line has one tile of each."""
+
+    def tiles(self, launch: LatentLaunch, sequence: Sequence) -> tuple[int, Index]:
+        """(query tiles of a line, units of each) of a sequence: a constant, by which nothing has to be divided."""
+        return 1, launch.mask_of(sequence).most_blocks(launch.tile_m, launch.tile_n)
+
+
 @dataclasses.dataclass(frozen=True)
 class LatentLaunch:
     """What the blocks of one launch share.
@@ -94,16 +102,11 @@ class LatentLaunch:
     step: Int32
     scale_log2: Float32
     m_blocks: Int32
-    line: Line | None
+    line: LatentLine | None
     tile_cost: Int32
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     in_step: cutlass.Constexpr[bool]
-
-    @property
-    def tile_tokens(self) -> Int32:
-        """Rows of what a line holds as one tile of a sequence; query tiles are its lanes."""
-        return self.rows
 
     def sequence(self, index: Int32) -> Sequence:
         """The rows and the keys of a sequence."""

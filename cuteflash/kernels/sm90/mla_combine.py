@@ -11,17 +11,19 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.memory import SmemAllocator
 
+from cuteflash.core.convert import round_pair
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
 from cuteflash.mla_problem import LATENT_DIM_V
 
-PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
+PAIR, QUAD = 2, 4  # neighbouring elements of O in a thread, and fp32 elements of a store and of a load
+GROUP = 8  # columns of which four lanes of a product have a pair each
 LOADS = 16  # that a thread has in flight
 WARP = 32
 WARP_COLUMNS = WARP * QUAD
@@ -33,7 +35,7 @@ class LatentParts:
     """The partial results of a launch, in the slots of `cuteflash.core.split_slots` for each query tile.
 
     Attributes:
-        values: (slots, 64, 512) fp32: O of a slot, normalized.
+        values: (slots, 64, 512) fp32: O of a slot, normalized; of every 16 columns in the order of `columns_at`.
         lse: (slots, 64) fp32: its log-sum-exps.
         seats: (batch, query tiles, 2) Int32: those with the first and with the last keys of a tile.
     """
@@ -56,7 +58,8 @@ class LatentParts:
         Args:
             scores: for the rows of this thread's elements.
             out: its elements of O, normalized, as (rows, columns).
-            columns: likewise, the coordinates of its elements in the tile.
+            columns: likewise, the coordinates of its elements in the tile: pairs of every other group of four, of
+                which four lanes have all. What is next to each other in a thread is so in memory.
             lse: of its rows.
         """
         slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
@@ -65,11 +68,12 @@ class LatentParts:
             row = scores.row(r)
             if row < rows:
                 line = self.values[slot, row, None]
-                for c in cutlass.range_constexpr(0, cute.size(out.shape[1]), PAIR):
-                    pair = cute.make_rmem_tensor(PAIR, Float32)
-                    for i in cutlass.range_constexpr(PAIR):
-                        pair[i] = out[r, c + i]
-                    copy_chunk(pair, chunk_of(line, columns[0, c][1], PAIR))
+                for c in cutlass.range_constexpr(0, cute.size(out.shape[1]), QUAD):
+                    quad = cute.make_rmem_tensor(QUAD, Float32)
+                    for i in cutlass.range_constexpr(QUAD):
+                        quad[i] = out[r, c + i]
+                    first = columns[0, c][1]
+                    copy_chunk(quad, chunk_of(line, first + first % GROUP, QUAD))
                 if scores.first_key == 0:
                     self.lse[slot, row] = lse[r]
 
@@ -124,9 +128,12 @@ def combine(
                 inverse = cutlass.select_(weight == 0.0, Float32(0.0), 1.0 / weight)
                 for e in cutlass.range_constexpr(QUAD):
                     acc[e] = acc[e] * inverse
-                rounded = cute.make_rmem_tensor(QUAD, gO.element_type)
-                rounded.store(acc.load().to(gO.element_type))
-                copy_chunk(rounded, chunk_of(gO[row, None, sequence], column, QUAD))
+                line = gO[row, None, sequence]
+                for pair, start in enumerate(columns_at(column)):
+                    rounded = cute.make_rmem_tensor(PAIR, gO.element_type)
+                    word = round_pair(acc[PAIR * pair], acc[PAIR * pair + 1], gO.element_type)
+                    cute.recast_tensor(rounded, Uint32)[0] = word
+                    copy_chunk(rounded, chunk_of(line, start, PAIR))
                 if column == 0:
                     lse = peak + cute.math.log2(weight, fastmath=True) * LN_2
                     mLSE[sequence, 0, row] = cutlass.select_(weight == 0.0, -Float32.inf, lse)
@@ -200,6 +207,12 @@ def merged_row(
                 product = of_part * values[e]
                 acc[e] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
     return peak, weight
+
+
+def columns_at(place: Int32) -> tuple[Int32, Int32]:
+    """The columns of O whose pairs lie at `place`, a multiple of 4, of a row of partial results, as lanes have them."""
+    first = place - place % (2 * GROUP) // PAIR
+    return first, first + GROUP
 
 
 def chunk_of(line: cute.Tensor, column: Int32, size: int) -> cute.Tensor:

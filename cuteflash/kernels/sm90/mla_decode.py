@@ -25,11 +25,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.core.latent import LatentLaunch, LatentPages
+from cuteflash.core.latent import LatentLaunch, LatentLine, LatentPages
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.split import Line
 from cuteflash.core.views import transposed
 from cuteflash.kernels.sm90.mla_combine import WARP, WARPS, LatentParts, combine
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
@@ -135,6 +134,9 @@ class FlashMlaDecodeSm90:
         if const_expr(self.problem.is_paged):
             per_entry = cute.fast_divmod_create_divisor_v2(entry_rows // traits.tile_n)
             pages, capacity = LatentPages(tensors.page_table, per_entry), tensors.page_table.shape[1] * entry_rows
+        line = None
+        if const_expr(self.problem.is_split):
+            line = LatentLine(batch, Int32(1), m_blocks, scalars.most_parts, differs=True)
         launch = LatentLaunch(
             lengths=tensors.cache_seqlens,
             capacity=capacity,
@@ -143,7 +145,7 @@ class FlashMlaDecodeSm90:
             step=scalars.causal,
             scale_log2=scalars.softmax_scale * LOG2_E,
             m_blocks=m_blocks,
-            line=Line(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if self.problem.is_split else None,
+            line=line,
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
             tile_cost=scalars.tile_cost,

@@ -6,7 +6,7 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cuteflash.atoms.barriers import arrive
 from cuteflash.core.convert import round_pair
@@ -14,11 +14,13 @@ from cuteflash.core.finish import write_lse
 from cuteflash.core.softmax import LN_2, quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.sm90.mla_combine import PAIR, chunk_of, copy_chunk
+from cuteflash.kernels.sm90.mla_combine import QUAD, chunk_of, copy_chunk
 from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
 from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M
 from cuteflash.traits.sm90 import WARPGROUP
+
+OCTET = 8  # 16-bit elements of a store
 
 sync_both = functools.partial(cute.arch.barrier, barrier_id=MlaBarrier.BOTH, number_of_threads=CONSUMERS * WARPGROUP)
 
@@ -70,17 +72,38 @@ def normalize(block: MlaBlock, half: Half, lse: cute.Tensor):
 def write_whole(block: MlaBlock, half: Half, columns: cute.Tensor, tile: QueryTile, lse: cute.Tensor):
     """Write this warpgroup's half of O from its registers, rounded, and the log-sum-exp.
 
-    There is no room to stage it but Q's, which the next tile's rows take meanwhile.
+    There is no room to stage it but Q's, which the next tile's rows take meanwhile: four lanes that have pairs of the
+    same columns trade them, so that each stores 8 neighbours.
     """
     if const_expr(half.who == 0):
         write_lse(lse, half.scores, tile, block.mLSE)
     dtype = block.gO.element_type
     rows = tile.rows()
+    place = half.thread % QUAD  # of the lane among those of a row
     for r in cutlass.range_constexpr(ROWS):
         row = half.scores.row(r)
-        if row < rows:
-            line = block.gO[tile.first_row + row, None, tile.batch]
-            for c in cutlass.range_constexpr(0, cute.size(half.out.shape[1]), PAIR):
-                pair = cute.make_rmem_tensor(PAIR, dtype)
-                cute.recast_tensor(pair, Uint32)[0] = round_pair(half.out[r, c], half.out[r, c + 1], dtype)
-                copy_chunk(pair, chunk_of(line, columns[0, c][1], PAIR))
+        line = block.gO[tile.first_row + row, None, tile.batch]
+        for c in cutlass.range_constexpr(0, cute.size(half.out.shape[1]), OCTET):
+            pairs = [round_pair(half.out[r, c + i], half.out[r, c + i + 1], dtype) for i in range(0, OCTET, 2)]
+            octet = cute.make_rmem_tensor(OCTET, dtype)
+            words = cute.recast_tensor(octet, Uint32)
+            for i, word in enumerate(transposed_in_quads(pairs, place)):
+                words[i] = word
+            if row < rows:
+                start = columns[0, c][1] + place * (OCTET - 2)  # the thread's first pair is the place-th of its group
+                copy_chunk(octet, chunk_of(line, start, OCTET))
+
+
+def transposed_in_quads(words: list[Uint32], place: Int32) -> list[Uint32]:
+    """Of four neighbouring lanes with four words each, lane `place` gets word `place` of each lane, in their order."""
+    words = list(words)
+    for bit in (1, 2):
+        upper = place & bit != 0
+        for low in (i for i in range(QUAD) if not i & bit):
+            high = low | bit
+            other = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, words[low], words[high]), offset=bit)
+            words[low], words[high] = (
+                cutlass.select_(upper, other, words[low]),
+                cutlass.select_(upper, words[high], other),
+            )
+    return words
