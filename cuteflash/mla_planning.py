@@ -20,7 +20,7 @@ from cuteflash.mla_problem import (
     HEADS_MAX,
     LATENT_DIM,
     LATENT_DIM_V,
-    MERGING_GROUPS,
+    MERGING_WARPS,
     PAGE_ROWS,
     MlaProblem,
     MlaScalars,
@@ -36,8 +36,8 @@ DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat
 TILE_COST = 2
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, a block merges several rows,
-ROWS_OF_BLOCK = 4  # but not more: a sequence with one part needs none of its blocks, one with many needs them all
+BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, its warps merge several rows,
+ROWS_OF_WARP = 2  # but not more: a sequence with one part needs none of its blocks, one with many needs them all
 MANY_PARTS = 16  # of a row: more are shared by several warps
 PLANS_MAX = 4096
 
@@ -78,9 +78,9 @@ class Shares:
 
 
 def rows_of_block(batch: int, rows: int, num_sms: int) -> int:
-    """How many rows a block merges: a power of two, and so a divisor of the rows of a query tile."""
-    wanted = -(-batch * rows // (num_sms * BLOCKS_PER_SM))
-    return int(min(1 << max(wanted - 1, 0).bit_length(), ROWS_OF_BLOCK))
+    """How many rows a block merges if each of its warps takes whole ones: a divisor of the rows of a query tile."""
+    wanted = -(-batch * rows // (num_sms * BLOCKS_PER_SM * MERGING_WARPS))
+    return int(min(1 << max(wanted - 1, 0).bit_length(), ROWS_OF_WARP)) * MERGING_WARPS
 
 
 def row_strides(q: Tensor) -> tuple[int, int] | None:
@@ -222,6 +222,7 @@ def plan_of(q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tup
     found = row_strides(q)
     q_strides = None if found is None else usable_strides((*found, 1), step) or (*found, 1)
     of_rows = kv_cache.stride()[:2]
+    many = shares.count > MANY_PARTS * batch
     return MlaPlan(
         kernel=compiled(FlashMlaDecodeSm90, traits, problem, target),
         q_strides=q_strides,
@@ -233,8 +234,8 @@ def plan_of(q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tup
             shares=shares.count,
             tile_cost=TILE_COST if 2 * batch > shares.count else 0,
             most_parts=shares.most_parts,
-            rows_of_block=rows_of_block(batch, seqlen_q * heads, num_sms),
-            groups=MERGING_GROUPS if shares.count > MANY_PARTS * batch else 1,
+            rows_of_block=1 if many else rows_of_block(batch, seqlen_q * heads, num_sms),
+            groups=MERGING_WARPS if many else 1,
         ),
         blocks=shares.count * m_blocks,
     )

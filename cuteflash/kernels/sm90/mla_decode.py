@@ -30,11 +30,11 @@ from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.views import transposed
-from cuteflash.kernels.sm90.mla_combine import WARP, WARPS, LatentParts, combine
+from cuteflash.kernels.sm90.mla_combine import WARP, LatentParts, combine
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
 from cuteflash.kernels.sm90.mla_decode_load import load
 from cuteflash.kernels.sm90.mla_decode_mma import consume
-from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
+from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MERGING_WARPS, MlaProblem, MlaScalars, MlaTensors
 from cuteflash.traits.mla_sm90 import CONSUMERS, SLAB, SLABS, SWIZZLE_ALIGN, WGMMA_M, MlaTraitsSm90
 from cuteflash.traits.sm90 import WARPGROUP
 
@@ -171,7 +171,7 @@ class FlashMlaDecodeSm90:
         if const_expr(self.problem.is_split):
             self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.groups).launch(
                 grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.groups),
-                block=(WARPS * WARP, 1, 1),
+                block=(MERGING_WARPS * WARP, 1, 1),
                 stream=stream,
                 use_pdl=True,
             )
