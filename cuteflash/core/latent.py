@@ -18,6 +18,8 @@ from cuteflash.core.mask import IntervalMask
 from cuteflash.core.split import Line, each_part
 from cuteflash.core.tile import QueryTile
 
+LINE_WORDS = 32  # of four bytes, in a line of the caches
+
 
 @dataclasses.dataclass(frozen=True)
 class LatentMask(IntervalMask):
@@ -112,6 +114,15 @@ class LatentLaunch:
         """The rows and the keys of a sequence."""
         keys = cutlass.max(cutlass.min(self.lengths[index], self.capacity), 0)
         return Sequence(0, self.rows, 0, keys)
+
+    @cute.jit
+    def fetch_lengths(self):
+        """Bring the lengths into L2, a line a thread: also before the launch that writes them has ended, as they are
+        not read from there.
+        """
+        first = cute.arch.thread_idx()[0] * LINE_WORDS
+        if first < self.lengths.shape[0]:
+            cute.arch.prefetch((self.lengths.iterator + first).llvm_ptr, cache_level="L2")
 
     def mask_of(self, sequence: Sequence) -> LatentMask:
         """The keys that each row of a sequence sees."""

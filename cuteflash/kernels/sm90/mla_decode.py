@@ -199,6 +199,7 @@ class FlashMlaDecodeSm90:
             with cute.arch.elect_one():
                 rings.init()
             cute.arch.mbarrier_init_fence()
+        launch.fetch_lengths()
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
         cute.arch.griddepcontrol_wait()  # and this one has, perhaps
         self.sync_cluster()
