@@ -17,6 +17,7 @@ from torch import Tensor
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose_mla, current_target
 from cuteflash.mla_problem import (
+    BLOCKS_OF_ROW,
     HEADS_MAX,
     LATENT_DIM,
     LATENT_DIM_V,
@@ -38,7 +39,7 @@ MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
 BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, its warps merge several rows,
 ROWS_OF_WARP = 2  # but not more: a sequence with one part needs none of its blocks, one with many needs them all
-MANY_PARTS = 16  # of a row: more are shared by several warps
+MANY_PARTS = 16  # of a row: more are shared by several blocks
 PLANS_MAX = 4096
 
 Result = tuple[Tensor, Tensor]
@@ -235,7 +236,7 @@ def plan_of(q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tup
             tile_cost=TILE_COST if 2 * batch > shares.count else 0,
             most_parts=shares.most_parts,
             rows_of_block=1 if many else rows_of_block(batch, seqlen_q * heads, num_sms),
-            groups=MERGING_WARPS if many else 1,
+            blocks_of_row=BLOCKS_OF_ROW if many else 1,
         ),
         blocks=shares.count * m_blocks,
     )

@@ -11,7 +11,8 @@ LATENT_DIM = 576  # columns of Q and of the cache, whose one head is K
 LATENT_DIM_V = 512  # of these, the first are V, too
 PAGE_ROWS = 64  # rows of a page, or a divisor of them: what one step of the kernel reads
 HEADS_MAX = 128  # query heads
-MERGING_WARPS = 4  # of a block that merges; they may share a row's parts, as a row has as many blocks of 128 columns
+MERGING_WARPS = 4  # of a block that merges parts of split keys
+BLOCKS_OF_ROW = 16  # such blocks that merge a row's parts if there are many, each some columns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,4 +60,4 @@ class MlaScalars(NamedTuple):
     tile_cost: Any  # Int32: what a query tile costs beside its pages, in pages, as shares count it
     most_parts: Any  # Int32: parts of a query tile's keys at most, 2 or more; of split keys
     rows_of_block: Any  # Int32: rows whose parts a block merges, a divisor of 64
-    groups: Any  # Int32: 1, or MERGING_WARPS if a row has so many parts that several warps share them
+    blocks_of_row: Any  # Int32: 1, or BLOCKS_OF_ROW if rows may have many parts

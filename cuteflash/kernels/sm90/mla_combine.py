@@ -20,14 +20,18 @@ from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
-from cuteflash.mla_problem import LATENT_DIM_V, MERGING_WARPS
+from cuteflash.mla_problem import BLOCKS_OF_ROW, LATENT_DIM_V, MERGING_WARPS
 
 PAIR, QUAD = 2, 4  # neighbouring elements of O in a thread, and fp32 elements of a store and of a load
 GROUP = 8  # columns of which four lanes of a product have a pair each
-LOADS = 16  # of a quad, that a thread has in flight
+LOADS = 16  # of four elements, that a thread has in flight
 WARP = 32
 WARP_COLUMNS = WARP * QUAD
-QUADS = LATENT_DIM_V // WARP_COLUMNS  # of a row, that a lane has
+QUADS = LATENT_DIM_V // WARP_COLUMNS  # fours of a row that a lane has
+THREADS = MERGING_WARPS * WARP
+TEAM_COLUMNS = LATENT_DIM_V // BLOCKS_OF_ROW
+TEAM = TEAM_COLUMNS // QUAD  # threads that have some columns of a part, of a block that merges these columns only
+TEAMS = THREADS // TEAM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,39 @@ class LatentParts:
                 if scores.first_key == 0:
                     self.lse[slot, row] = lse[r]
 
+    @cute.jit
+    def lse_of(self, owner: Int32, part: Int32, end: Int32, row: Int32):
+        """The log-sum-exp of a row of a part from seat `owner` on; -inf of parts from `end` on."""
+        found = -Float32.inf
+        if part < end:
+            found = self.lse[slot_of(owner + part, Int32(part == 0)), row]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Workplace:
+    """Shared memory of a block that merges.
+
+    Attributes:
+        stage: (4, LOADS, threads) fp32: what threads load. Loads into registers the compiler would do one by one.
+        factors: (TEAMS * LOADS,) fp32: what parts are multiplied with.
+        sums: (4, 8, TEAMS) fp32: what teams have found.
+        statistics: (warps,) fp32: what warps have found.
+    """
+
+    stage: cute.Tensor
+    factors: cute.Tensor
+    sums: cute.Tensor
+    statistics: cute.Tensor
+
+    @classmethod
+    def allocate(cls) -> Workplace:
+        """Now, in this block."""
+        smem = SmemAllocator()
+        stages = cute.make_layout((QUAD, LOADS, THREADS), stride=(1, QUAD * THREADS, QUAD))
+        layouts = stages, *map(cute.make_layout, (TEAMS * LOADS, (QUAD, TEAM, TEAMS), MERGING_WARPS))
+        return cls(*(smem.allocate_tensor(Float32, layout, 16) for layout in layouts))
+
 
 @cute.jit
 def combine(
@@ -84,53 +121,149 @@ def combine(
     gO: cute.Tensor,
     mLSE: cute.Tensor,
     rows_of_block: Int32,
-    groups: Int32,
+    blocks_of_row: Int32,
     tile_m: cutlass.Constexpr[int],
 ):
-    """Merge the parts of some rows of a sequence, if it has several; a lane takes four columns of every 128.
+    """Merge the parts of some rows of a sequence, if it has several; a thread takes columns by fours.
 
     Args:
         parts: all partial results.
         gO: O as (rows, 512, batch).
         mLSE: (batch, 1, rows).
         rows_of_block: how many rows a block takes, a divisor of those of a query tile.
-        groups: 1 if each warp merges whole rows. As many as a block has warps if these share 128 columns of a row:
-            each takes some of its parts, and what they find is merged in shared memory; for many parts of few rows.
+        blocks_of_row: 1 if each warp merges whole rows; 16 if a block merges 32 columns of a row, for many parts.
         tile_m: rows of a query tile.
     """
     sequence, number, columns = cute.arch.block_idx()
     first_row = number * rows_of_block
     m_block = first_row // tile_m
-    smem = SmemAllocator()
-    sums = smem.allocate_tensor(Float32, cute.make_layout((QUAD, WARP, MERGING_WARPS)), 16)
-    statistics = smem.allocate_tensor(Float32, cute.make_layout((2, MERGING_WARPS)), 16)
-    threads = WARP * MERGING_WARPS
-    stages = cute.make_layout((QUAD, LOADS, threads), stride=(1, QUAD * threads, QUAD))
-    stage = smem.allocate_tensor(Float32, stages, 16)[None, None, cute.arch.thread_idx()[0]]
+    place = Workplace.allocate()
     owner, last = parts.seats[sequence, m_block, 0], parts.seats[sequence, m_block, 1]
     if last > owner:
         seats = owner, last - owner + 1
-        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        end = cutlass.min(first_row + rows_of_block, gO.shape[0])
-        if groups == 1:
+        out, lse = gO[None, None, sequence], mLSE[sequence, 0, None]
+        if blocks_of_row == 1:
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            end = cutlass.min(first_row + rows_of_block, out.shape[0])
             for row in cutlass.range(first_row + warp, end, MERGING_WARPS, unroll=1):
-                acc = cute.make_rmem_tensor((QUAD, QUADS), Float32)
-                place = Int32(0), Int32(1), lane * QUAD
-                peak, weight = merged_row(parts, seats, row % tile_m, place, stage, acc)
-                write_row(acc, peak, weight, gO[row, None, sequence], mLSE[sequence, 0, None], row, lane * QUAD)
+                merge_row(parts, seats, row % tile_m, place, out[row, None], lse, row)
         else:
-            column = columns * WARP_COLUMNS + lane * QUAD
-            for row in cutlass.range(first_row, end, unroll=1):
-                acc = cute.make_rmem_tensor((QUAD, 1), Float32)
-                peak, weight = merged_row(parts, seats, row % tile_m, (warp, groups, column), stage, acc)
-                copy_chunk(acc[None, 0], sums[None, lane, warp])
-                if lane == 0:
-                    statistics[0, warp], statistics[1, warp] = peak, weight
-                cute.arch.sync_threads()
-                if warp == 0:
-                    peak, weight = merge_groups(sums[None, lane, None], statistics, acc)
-                    write_row(acc, peak, weight, gO[row, None, sequence], mLSE[sequence, 0, None], row, column)
-                cute.arch.sync_threads()
+            row = first_row
+            merge_columns(parts, seats, row % tile_m, columns * TEAM_COLUMNS, place, out[row, None], lse, row)
+
+
+@cute.jit
+def merge_row(
+    parts: LatentParts,
+    seats: tuple[Int32, Int32],
+    row_of_tile: Int32,
+    place: Workplace,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    row: Int32,
+):
+    """Merge a row; a warp calls it.
+
+    Args:
+        seats: the first one of the tile, and how many there are.
+        out: (512,), the row of O.
+        lse: (rows,), of which `row` is written.
+    """
+    owner, count = seats
+    lane = cute.arch.lane_idx()
+    column, together = lane * QUAD, LOADS // QUADS
+    stage = place.stage[None, None, cute.arch.thread_idx()[0]]
+    acc = cute.make_rmem_tensor((QUAD, QUADS), Float32)
+    acc.fill(0.0)
+    peak, weight = -Float32.inf, Float32(0.0)
+    for first in cutlass.range(0, count, together, unroll=1):
+        for i in cutlass.range_constexpr(together):
+            part = first + i
+            if part < count:
+                line = parts.values[slot_of(owner + part, Int32(part == 0)), row_of_tile, None]
+                for quad in cutlass.range_constexpr(QUADS):
+                    load_chunk(chunk_of(line, column + quad * WARP_COLUMNS, QUAD), stage[None, i * QUADS + quad])
+        end_of_copies()
+        of_lane = parts.lse_of(owner, first + lane % together, count, row_of_tile)
+        new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(of_lane, threads_in_group=together))
+        shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
+        scale, factor = exp2((peak - shift) * LOG2_E), exp2((of_lane - shift) * LOG2_E)
+        peak = new
+        weight = weight * scale + cute.arch.warp_reduction_sum(factor, threads_in_group=together)
+        scale_all(acc, scale)
+        cute.arch.cp_async_wait_group(0)
+        for i in cutlass.range_constexpr(together):
+            of_part = cute.arch.shuffle_sync(factor, i)
+            for quad in cutlass.range_constexpr(QUADS):
+                add_chunk(acc[None, quad], of_part, stage[None, i * QUADS + quad])
+    write_row(acc, peak, weight, out, lse, row, column)
+
+
+@cute.jit
+def merge_columns(
+    parts: LatentParts,
+    seats: tuple[Int32, Int32],
+    row_of_tile: Int32,
+    first_column: Int32,
+    place: Workplace,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    row: Int32,
+):
+    """Merge 32 columns of a row, places of partial results from `first_column` on; a block calls it.
+
+    Teams of 8 threads have all of these columns of different parts. Arguments as of `merge_row`.
+    """
+    owner, count = seats
+    thread = cute.arch.thread_idx()[0]
+    team, column = thread // TEAM, first_column + thread % TEAM * QUAD
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    stage = place.stage[None, None, thread]
+    acc = cute.make_rmem_tensor((QUAD, 1), Float32)
+    acc.fill(0.0)
+    peak, weight = -Float32.inf, Float32(0.0)  # the weight of this thread
+    together = TEAMS * LOADS
+    for first in cutlass.range(0, count, together, unroll=1):
+        for i in cutlass.range_constexpr(LOADS):
+            part = first + team + i * TEAMS
+            if part < count:
+                line = parts.values[slot_of(owner + part, Int32(part == 0)), row_of_tile, None]
+                load_chunk(chunk_of(line, column, QUAD), stage[None, i])
+        end_of_copies()
+        found = cute.make_rmem_tensor(together // THREADS, Float32)
+        new = peak
+        for i in cutlass.range_constexpr(together // THREADS):
+            found[i] = parts.lse_of(owner, first + thread + i * THREADS, count, row_of_tile)
+            new = cute.arch.fmax(new, found[i])
+        place.statistics[warp] = cute.arch.warp_reduction_max(new)
+        cute.arch.sync_threads()
+        for other in cutlass.range_constexpr(MERGING_WARPS):
+            new = cute.arch.fmax(new, place.statistics[other])
+        shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
+        scale = exp2((peak - shift) * LOG2_E)
+        peak, weight = new, weight * scale
+        for i in cutlass.range_constexpr(together // THREADS):
+            factor = exp2((found[i] - shift) * LOG2_E)
+            place.factors[thread + i * THREADS] = factor
+            weight += factor
+        scale_all(acc, scale)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(LOADS):
+            add_chunk(acc[None, 0], place.factors[team + i * TEAMS], stage[None, i])
+        cute.arch.sync_threads()
+    copy_chunk(acc[None, 0], place.sums[None, thread % TEAM, team])
+    place.statistics[warp] = cute.arch.warp_reduction_sum(weight)
+    cute.arch.sync_threads()
+    if thread < TEAM:
+        acc.fill(0.0)
+        weight = Float32(0.0)
+        for other in cutlass.range_constexpr(MERGING_WARPS):
+            weight += place.statistics[other]
+        for other in cutlass.range_constexpr(TEAMS):
+            for e in cutlass.range_constexpr(QUAD):
+                acc[e, 0] += place.sums[e, thread, other]
+        write_row(acc, peak, weight, out, lse, row, column)
 
 
 @cute.jit
@@ -141,7 +274,8 @@ def write_row(
 
     Args:
         acc: (4, n), four columns of every 128 from place `first` on, multiplied with the weights and added up.
-        peak: see `merged_row`; likewise `weight`.
+        peak: the largest log-sum-exp.
+        weight: the sum of weights, the exponentials relative to that.
         out: (512,), the row of O.
         lse: (rows,).
     """
@@ -157,78 +291,30 @@ def write_row(
         lse[row] = cutlass.select_(weight == 0.0, -Float32.inf, found)
 
 
-def merge_groups(sums: cute.Tensor, statistics: cute.Tensor, acc: cute.Tensor) -> tuple[Float32, Float32]:
-    """As `merged_row`, of what groups found: (four columns, groups), and (peak or weight, groups)."""
-    acc.fill(0.0)
-    peak, weight = statistics[0, 0], Float32(0.0)
-    for group in range(1, MERGING_WARPS):
-        peak = cute.arch.fmax(peak, statistics[0, group])
-    shift = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
-    for group in range(MERGING_WARPS):
-        factor = exp2((statistics[0, group] - shift) * LOG2_E)
-        weight = weight + statistics[1, group] * factor
-        for e in range(QUAD):
-            acc[e, 0] = acc[e, 0] + sums[e, group] * factor
-    return peak, weight
+def end_of_copies() -> None:
+    """Commit a thread's copies, and keep what waits for other loads behind them: the compiler would mix the two."""
+    cute.arch.cp_async_commit_group()
+    cute.arch.sync_warp()
 
 
-@cute.jit
-def merged_row(
-    parts: LatentParts,
-    seats: tuple[Int32, Int32],
-    row: Int32,
-    place: tuple[Int32, Int32, Int32],
-    stage: cute.Tensor,
-    acc: cute.Tensor,
-):
-    """(the largest log-sum-exp, the sum of weights, the exponentials relative to that)
+def scale_all(acc: cute.Tensor, scale: Float32) -> None:
+    """Multiply a register tensor."""
+    for i in range(cute.size(acc)):
+        acc[i] = acc[i] * scale
 
-    Args:
-        seats: the first one of the tile, and how many there are.
-        row: of the tile.
-        place: the group, the number of groups, the first column; a group takes some parts of every so many.
-        stage: (4, LOADS) of this thread in shared memory: loads into registers the compiler would do one by one.
-        acc: (4, n) gets four columns of O of every 128, multiplied with the weights and added up.
-    """
-    owner, count = seats
-    group, groups, column = place
-    lane = cute.arch.lane_idx()
-    quads = cute.size(acc.shape[1])
-    together = LOADS // quads  # parts
-    acc.fill(0.0)
-    peak, weight = -Float32.inf, Float32(0.0)
-    for first in cutlass.range(group * together, count, groups * together, unroll=1):
-        for i in cutlass.range_constexpr(together):
-            part = first + i
-            if part < count:
-                line = parts.values[slot_of(owner + part, Int32(part == 0)), row, None]
-                load = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=128)
-                for quad in cutlass.range_constexpr(quads):
-                    source = chunk_of(line, column + quad * WARP_COLUMNS, QUAD)
-                    cute.copy(load, source, stage[None, i * quads + quad])
-        cute.arch.cp_async_commit_group()
-        part, lse = first + lane, -Float32.inf
-        if lane < together and part < count:
-            lse = parts.lse[slot_of(owner + part, Int32(part == 0)), row]
-        new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(lse))
-        shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-        scale = exp2((peak - shift) * LOG2_E)
-        factor = exp2((lse - shift) * LOG2_E)
-        peak = new
-        weight = weight * scale + cute.arch.warp_reduction_sum(factor)
-        for quad in cutlass.range_constexpr(quads):
-            for e in cutlass.range_constexpr(QUAD):
-                acc[e, quad] = acc[e, quad] * scale
-        cute.arch.cp_async_wait_group(0)
-        for i in cutlass.range_constexpr(together):
-            of_part = cute.arch.shuffle_sync(factor, i)
-            for quad in cutlass.range_constexpr(quads):
-                values = cute.make_rmem_tensor(QUAD, Float32)
-                copy_chunk(stage[None, i * quads + quad], values)  # of a part that does not exist, anything
-                for e in cutlass.range_constexpr(QUAD):
-                    product = of_part * values[e]
-                    acc[e, quad] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
-    return peak, weight
+
+def load_chunk(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Begin to copy four elements to shared memory; belongs to the thread's next group of copies."""
+    cute.copy(cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=128), source, target)
+
+
+def add_chunk(acc: cute.Tensor, factor: Float32, chunk: cute.Tensor) -> None:
+    """Add four elements of shared memory times `factor`; if that is 0, they may be anything: of no part."""
+    values = cute.make_rmem_tensor(QUAD, Float32)
+    copy_chunk(chunk, values)
+    for e in range(QUAD):
+        product = factor * values[e]
+        acc[e] = acc[e] + cutlass.select_(factor == 0.0, Float32(0.0), product)
 
 
 def columns_at(place: Int32) -> tuple[Int32, Int32]:

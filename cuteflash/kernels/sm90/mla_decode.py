@@ -30,11 +30,11 @@ from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.views import transposed
-from cuteflash.kernels.sm90.mla_combine import WARP, LatentParts, combine
+from cuteflash.kernels.sm90.mla_combine import THREADS, LatentParts, combine
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
 from cuteflash.kernels.sm90.mla_decode_load import load
 from cuteflash.kernels.sm90.mla_decode_mma import consume
-from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MERGING_WARPS, MlaProblem, MlaScalars, MlaTensors
+from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
 from cuteflash.traits.mla_sm90 import CONSUMERS, SLAB, SLABS, SWIZZLE_ALIGN, WGMMA_M, MlaTraitsSm90
 from cuteflash.traits.sm90 import WARPGROUP
 
@@ -169,9 +169,9 @@ class FlashMlaDecodeSm90:
             use_pdl=True,
         )
         if const_expr(self.problem.is_split):
-            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.groups).launch(
-                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.groups),
-                block=(MERGING_WARPS * WARP, 1, 1),
+            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.blocks_of_row).launch(
+                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.blocks_of_row),
+                block=(THREADS, 1, 1),
                 stream=stream,
                 use_pdl=True,
             )
@@ -227,10 +227,12 @@ class FlashMlaDecodeSm90:
             cute.arch.cluster_wait()
 
     @cute.kernel
-    def combine(self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, groups: Int32):
+    def combine(
+        self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, blocks_of_row: Int32
+    ):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        combine(parts, gO, mLSE, rows_of_block, groups, self.traits.tile_m)
+        combine(parts, gO, mLSE, rows_of_block, blocks_of_row, self.traits.tile_m)
 
 
 def entries_last(tensor: cute.Tensor) -> cute.Tensor:
