@@ -11,6 +11,7 @@ import torch
 from cuteflash.core.latent import LatentMask, LatentPages
 from cuteflash.core.tile import QueryTile
 from cuteflash.dispatch import choose_mla
+from cuteflash.kernels.sm90.mla_combine import columns_at
 from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
 from cuteflash.kernels.sm90.mla_decode_bundles import BOTH_PAGES, FIRST_PAGE, READERS, parity
 from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides, rows_of_block
@@ -184,6 +185,15 @@ def test_blocks_merge_rows_of_one_tile() -> None:
         assert 64 % found == 0 and found % MERGING_WARPS == 0
         assert found == MERGING_WARPS or -(-batch * rows // found) >= 132 * 5 / 2
     assert [rows_of_block(128, heads, 132) for heads in (1, 8, 16, 128)] == [4, 4, 4, 8]
+
+
+def test_places_of_partial_results_are_those_of_lanes() -> None:
+    """Four lanes have two columns each of a group of 8; a lane's four of two groups are next to each other."""
+    found = {place + 2 * pair: column for place in range(0, 512, 4) for pair, column in enumerate(columns_at(place))}
+    expected = {}
+    for groups, lane, pair in itertools.product(range(32), range(4), range(2)):
+        expected[16 * groups + 4 * lane + 2 * pair] = 16 * groups + 8 * pair + 2 * lane
+    assert found == expected and sorted(found) == sorted(found.values()) == list(range(0, 512, 2))
 
 
 def test_rows_of_queries_without_a_copy() -> None:
