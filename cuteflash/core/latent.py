@@ -117,8 +117,8 @@ class LatentLaunch:
 
     @cute.jit
     def fetch_lengths(self):
-        """Bring the lengths into L2, a line a thread: also before the launch that writes them has ended, as they are
-        not read from there.
+        """Bring the lengths into L2, a line a thread. The launch before this one may still write them: a copy in L2
+        follows what is written.
         """
         first = cute.arch.thread_idx()[0] * LINE_WORDS
         if first < self.lengths.shape[0]:

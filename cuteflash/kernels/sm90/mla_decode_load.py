@@ -42,7 +42,8 @@ def load_tile(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, q_pos
     # Pages that are loaded before the last slab of Q: none of the block's first tile, which would wait for them.
     ahead = cutlass.min(first + cutlass.min(q_pos, 1), end)
     place = place_of(block, tile, first, end)
-    fetch_q(block, tile)
+    if q_pos > 0:
+        fetch_q(block, tile)
     load_q(block, tile, q_pos, range(SLABS - 1), SLABS_BUT_LAST)
     kv_pos, place = load_pages(kernel, block, tile, (first, first, ahead, end), place, kv_pos)
     load_q(block, tile, q_pos, range(SLABS - 1, SLABS), LAST_SLAB)
@@ -68,12 +69,12 @@ def load_pages(
     first, begin, stop, end = numbers
     for number in cutlass.range(begin, stop, unroll=1):
         following = place_of(block, tile, number + 1, end)
-        if const_expr(kernel.traits.prefetch > 0):
-            fetch_page(kernel, block, tile, number + kernel.traits.prefetch, end)
         page = (number - first) % CONSUMERS
         load_page(kernel, block, place, page, parity(kv_pos, page))
         kv_pos = kv_pos ^ (FIRST_PAGE << page)
         place = following
+        if const_expr(kernel.traits.prefetch > 0):
+            fetch_page(kernel, block, tile, number + kernel.traits.prefetch, end)
     return kv_pos, place
 
 
