@@ -21,7 +21,6 @@ from cuteflash.mla_problem import (
     HEADS_MAX,
     LATENT_DIM,
     LATENT_DIM_V,
-    MERGING_WARPS,
     PAGE_ROWS,
     MlaProblem,
     MlaScalars,
@@ -34,11 +33,12 @@ from cuteflash.validate import ALIGNMENT
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Pages that are read in the time that a block takes between two tiles, if it has many of them. Of few sequences equal
 # lengths matter more, and they are cut into equal parts only if it does not count.
-TILE_COST = 2
+TILE_COST = 4
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, its warps merge several rows,
-ROWS_OF_WARP = 2  # but not more: a sequence with one part needs none of its blocks, one with many needs them all
+# Of the kernel that merges. Beyond so many blocks each merges several rows, one after the other, but not more than so
+# many: a sequence with one part needs none of its blocks, one with many needs them all.
+BLOCKS_PER_SM, ROWS_OF_BLOCK = 32, 4
 MANY_PARTS = 16  # of a row: more are shared by several blocks
 PLANS_MAX = 4096
 
@@ -79,9 +79,9 @@ class Shares:
 
 
 def rows_of_block(batch: int, rows: int, num_sms: int) -> int:
-    """How many rows a block merges if each of its warps takes whole ones: a divisor of the rows of a query tile."""
-    wanted = -(-batch * rows // (num_sms * BLOCKS_PER_SM * MERGING_WARPS))
-    return int(min(1 << max(wanted - 1, 0).bit_length(), ROWS_OF_WARP)) * MERGING_WARPS
+    """How many rows a block merges: a power of two, and so a divisor of the rows of a query tile."""
+    wanted = -(-batch * rows // (num_sms * BLOCKS_PER_SM))
+    return int(min(1 << max(wanted - 1, 0).bit_length(), ROWS_OF_BLOCK))
 
 
 def row_strides(q: Tensor) -> tuple[int, int] | None:

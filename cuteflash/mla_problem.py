@@ -11,8 +11,7 @@ LATENT_DIM = 576  # columns of Q and of the cache, whose one head is K
 LATENT_DIM_V = 512  # of these, the first are V, too
 PAGE_ROWS = 64  # rows of a page, or a divisor of them: what one step of the kernel reads
 HEADS_MAX = 128  # query heads
-MERGING_WARPS = 4  # of a block that merges parts of split keys
-BLOCKS_OF_ROW = 16  # such blocks that merge a row's parts if there are many, each some columns
+BLOCKS_OF_ROW = 16  # that merge a row's parts of split keys if there are many, each some columns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from cuteflash.kernels.sm90.mla_combine import columns_at
 from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
 from cuteflash.kernels.sm90.mla_decode_bundles import BOTH_PAGES, FIRST_PAGE, READERS, parity
 from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides, rows_of_block
-from cuteflash.mla_problem import MERGING_WARPS, MlaProblem
+from cuteflash.mla_problem import MlaProblem
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.mla_sm90 import HELD_REGS, MlaTraitsSm90
 from cuteflash.traits.rows_mla_sm90 import ROWS
@@ -84,7 +84,6 @@ def test_shared_memory_is_planned_without_overlaps() -> None:
         ({"groups": (4, 4)}, "groups (4, 4) are not"),
         ({"groups": (4, 0, 5)}, "groups (4, 0, 5) are not"),
         ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
-        ({"prefetch": -1}, "prefetch -1 is not 0 or more pages"),
         ({"cluster": 4}, "cluster 4 is not 1 or 2"),
         ({"mma_regs": 236}, "are not multiples of 8 from 24 to 256"),
         ({"mma_regs": 240}, "are more than the 64512 that a block is launched with"),
@@ -182,9 +181,9 @@ def test_blocks_get_equal_shares(sizes: tuple[int, int, int], count: int) -> Non
 def test_blocks_merge_rows_of_one_tile() -> None:
     for batch, rows in itertools.product((1, 3, 128), (1, 16, 40, 128, 640)):
         found = rows_of_block(batch, rows, 132)
-        assert 64 % found == 0 and found % MERGING_WARPS == 0
-        assert found == MERGING_WARPS or -(-batch * rows // found) >= 132 * 5 / 2
-    assert [rows_of_block(128, heads, 132) for heads in (1, 8, 16, 128)] == [4, 4, 4, 8]
+        assert 64 % found == 0
+        assert found == 1 or -(-batch * rows // found) >= 132 * 32 / 2
+    assert [rows_of_block(128, heads, 132) for heads in (1, 16, 64, 128)] == [1, 1, 2, 4]
 
 
 def test_places_of_partial_results_are_those_of_lanes() -> None:

@@ -33,7 +33,6 @@ class MlaTraitsSm90:
             the others are on their way. A group lies in one half of V's columns, or in the second and what follows.
         cluster: blocks that load pages for each other, 1 or 2: query tiles of the same sequences. Each loads every
             other group, for both; 2 needs an even number of query tiles.
-        prefetch: pages beyond the one that is loaded which are fetched into L2 meanwhile.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
         producer_regs, mma_regs: registers a thread.
@@ -50,7 +49,6 @@ class MlaTraitsSm90:
 
     groups: tuple[int, ...] = (2, 2, 2, 3)
     cluster: int = 1
-    prefetch: int = 1
     headroom: float = 8.0
     producer_regs: int = 40
     mma_regs: int = 232
@@ -104,8 +102,6 @@ class MlaTraitsSm90:
             return f"groups {self.groups} are not {SLABS} slabs, of which some groups hold the first {HALF_SLABS}"
         if self.cluster not in (1, 2):
             return f"cluster {self.cluster} is not 1 or 2"
-        if self.prefetch < 0:
-            return f"prefetch {self.prefetch} is not 0 or more pages"
         if not 0 <= self.headroom <= 8:
             return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
         if self.smem_bytes > arch.smem_per_block:

@@ -20,15 +20,15 @@ from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
-from cuteflash.mla_problem import BLOCKS_OF_ROW, LATENT_DIM_V, MERGING_WARPS
+from cuteflash.mla_problem import BLOCKS_OF_ROW, LATENT_DIM_V
 
 PAIR, QUAD = 2, 4  # neighbouring elements of O in a thread, and fp32 elements of a store and of a load
 GROUP = 8  # columns of which four lanes of a product have a pair each
 LOADS = 16  # of four elements, that a thread has in flight
 WARP = 32
 WARP_COLUMNS = WARP * QUAD
-QUADS = LATENT_DIM_V // WARP_COLUMNS  # fours of a row that a lane has
-THREADS = MERGING_WARPS * WARP
+WARPS = LATENT_DIM_V // WARP_COLUMNS  # of a block
+THREADS = WARPS * WARP
 TEAM_COLUMNS = LATENT_DIM_V // BLOCKS_OF_ROW
 TEAM = TEAM_COLUMNS // QUAD  # threads that have some columns of a part, of a block that merges these columns only
 TEAMS = THREADS // TEAM
@@ -111,7 +111,7 @@ class Workplace:
         """Now, in this block."""
         smem = SmemAllocator()
         stages = cute.make_layout((QUAD, LOADS, THREADS), stride=(1, QUAD * THREADS, QUAD))
-        layouts = stages, *map(cute.make_layout, (TEAMS * LOADS, (QUAD, TEAM, TEAMS), MERGING_WARPS))
+        layouts = stages, *map(cute.make_layout, (TEAMS * LOADS, (QUAD, TEAM, TEAMS), WARPS))
         return cls(*(smem.allocate_tensor(Float32, layout, 16) for layout in layouts))
 
 
@@ -131,7 +131,7 @@ def combine(
         gO: O as (rows, 512, batch).
         mLSE: (batch, 1, rows).
         rows_of_block: how many rows a block takes, a divisor of those of a query tile.
-        blocks_of_row: 1 if each warp merges whole rows; 16 if a block merges 32 columns of a row, for many parts.
+        blocks_of_row: 1 if a block merges whole rows; 16 if it merges 32 columns of one, for many parts.
         tile_m: rows of a query tile.
     """
     sequence, number, columns = cute.arch.block_idx()
@@ -143,9 +143,8 @@ def combine(
         seats = owner, last - owner + 1
         out, lse = gO[None, None, sequence], mLSE[sequence, 0, None]
         if blocks_of_row == 1:
-            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
             end = cutlass.min(first_row + rows_of_block, out.shape[0])
-            for row in cutlass.range(first_row + warp, end, MERGING_WARPS, unroll=1):
+            for row in cutlass.range(first_row, end, unroll=1):
                 merge_row(parts, seats, row % tile_m, place, out[row, None], lse, row)
         else:
             row = first_row
@@ -162,7 +161,7 @@ def merge_row(
     lse: cute.Tensor,
     row: Int32,
 ):
-    """Merge a row; a warp calls it.
+    """Merge a row, of which each warp takes 128 columns; a block calls it.
 
     Args:
         seats: the first one of the tile, and how many there are.
@@ -170,33 +169,29 @@ def merge_row(
         lse: (rows,), of which `row` is written.
     """
     owner, count = seats
-    lane = cute.arch.lane_idx()
-    column, together = lane * QUAD, LOADS // QUADS
-    stage = place.stage[None, None, cute.arch.thread_idx()[0]]
-    acc = cute.make_rmem_tensor((QUAD, QUADS), Float32)
+    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+    stage = place.stage[None, None, thread]
+    acc = cute.make_rmem_tensor(QUAD, Float32)
     acc.fill(0.0)
     peak, weight = -Float32.inf, Float32(0.0)
-    for first in cutlass.range(0, count, together, unroll=1):
-        for i in cutlass.range_constexpr(together):
+    for first in cutlass.range(0, count, LOADS, unroll=1):
+        for i in cutlass.range_constexpr(LOADS):
             part = first + i
             if part < count:
                 line = parts.values[slot_of(owner + part, Int32(part == 0)), row_of_tile, None]
-                for quad in cutlass.range_constexpr(QUADS):
-                    load_chunk(chunk_of(line, column + quad * WARP_COLUMNS, QUAD), stage[None, i * QUADS + quad])
+                load_chunk(chunk_of(line, thread * QUAD, QUAD), stage[None, i])
         end_of_copies()
-        of_lane = parts.lse_of(owner, first + lane % together, count, row_of_tile)
-        new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(of_lane, threads_in_group=together))
+        of_lane = parts.lse_of(owner, first + lane % LOADS, count, row_of_tile)
+        new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(of_lane, threads_in_group=LOADS))
         shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
         scale, factor = exp2((peak - shift) * LOG2_E), exp2((of_lane - shift) * LOG2_E)
         peak = new
-        weight = weight * scale + cute.arch.warp_reduction_sum(factor, threads_in_group=together)
+        weight = weight * scale + cute.arch.warp_reduction_sum(factor, threads_in_group=LOADS)
         scale_all(acc, scale)
         cute.arch.cp_async_wait_group(0)
-        for i in cutlass.range_constexpr(together):
-            of_part = cute.arch.shuffle_sync(factor, i)
-            for quad in cutlass.range_constexpr(QUADS):
-                add_chunk(acc[None, quad], of_part, stage[None, i * QUADS + quad])
-    write_row(acc, peak, weight, out, lse, row, column)
+        for i in cutlass.range_constexpr(LOADS):
+            add_chunk(acc, cute.arch.shuffle_sync(factor, i), stage[None, i])
+    write_row(acc, peak, weight, out, lse, row, thread * QUAD)
 
 
 @cute.jit
@@ -219,7 +214,7 @@ def merge_columns(
     team, column = thread // TEAM, first_column + thread % TEAM * QUAD
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     stage = place.stage[None, None, thread]
-    acc = cute.make_rmem_tensor((QUAD, 1), Float32)
+    acc = cute.make_rmem_tensor(QUAD, Float32)
     acc.fill(0.0)
     peak, weight = -Float32.inf, Float32(0.0)  # the weight of this thread
     together = TEAMS * LOADS
@@ -237,7 +232,7 @@ def merge_columns(
             new = cute.arch.fmax(new, found[i])
         place.statistics[warp] = cute.arch.warp_reduction_max(new)
         cute.arch.sync_threads()
-        for other in cutlass.range_constexpr(MERGING_WARPS):
+        for other in cutlass.range_constexpr(WARPS):
             new = cute.arch.fmax(new, place.statistics[other])
         shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
         scale = exp2((peak - shift) * LOG2_E)
@@ -250,19 +245,19 @@ def merge_columns(
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(LOADS):
-            add_chunk(acc[None, 0], place.factors[team + i * TEAMS], stage[None, i])
+            add_chunk(acc, place.factors[team + i * TEAMS], stage[None, i])
         cute.arch.sync_threads()
-    copy_chunk(acc[None, 0], place.sums[None, thread % TEAM, team])
+    copy_chunk(acc, place.sums[None, thread % TEAM, team])
     place.statistics[warp] = cute.arch.warp_reduction_sum(weight)
     cute.arch.sync_threads()
     if thread < TEAM:
         acc.fill(0.0)
         weight = Float32(0.0)
-        for other in cutlass.range_constexpr(MERGING_WARPS):
+        for other in cutlass.range_constexpr(WARPS):
             weight += place.statistics[other]
         for other in cutlass.range_constexpr(TEAMS):
             for e in cutlass.range_constexpr(QUAD):
-                acc[e, 0] += place.sums[e, thread, other]
+                acc[e] += place.sums[e, thread, other]
         write_row(acc, peak, weight, out, lse, row, column)
 
 
@@ -273,19 +268,18 @@ def write_row(
     """Write this lane's columns of a row of O, and the log-sum-exp with column 0.
 
     Args:
-        acc: (4, n), four columns of every 128 from place `first` on, multiplied with the weights and added up.
+        acc: (4,), of the places from `first` on, multiplied with the weights and added up.
         peak: the largest log-sum-exp.
         weight: the sum of weights, the exponentials relative to that.
         out: (512,), the row of O.
         lse: (rows,).
     """
     inverse = cutlass.select_(weight == 0.0, Float32(0.0), 1.0 / weight)
-    for quad in cutlass.range_constexpr(cute.size(acc.shape[1])):
-        for pair, start in enumerate(columns_at(first + quad * WARP_COLUMNS)):
-            rounded = cute.make_rmem_tensor(PAIR, out.element_type)
-            values = (acc[PAIR * pair + i, quad] * inverse for i in range(PAIR))
-            cute.recast_tensor(rounded, Uint32)[0] = round_pair(*values, out.element_type)
-            copy_chunk(rounded, chunk_of(out, start, PAIR))
+    for pair, start in enumerate(columns_at(first)):
+        rounded = cute.make_rmem_tensor(PAIR, out.element_type)
+        values = (acc[PAIR * pair + i] * inverse for i in range(PAIR))
+        cute.recast_tensor(rounded, Uint32)[0] = round_pair(*values, out.element_type)
+        copy_chunk(rounded, chunk_of(out, start, PAIR))
     if first == 0:
         found = peak + cute.math.log2(weight, fastmath=True) * LN_2
         lse[row] = cutlass.select_(weight == 0.0, -Float32.inf, found)

@@ -6,7 +6,7 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int16, Int32, const_expr
+from cutlass import Int16, Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
@@ -73,8 +73,6 @@ def load_pages(
         load_page(kernel, block, place, page, parity(kv_pos, page))
         kv_pos = kv_pos ^ (FIRST_PAGE << page)
         place = following
-        if const_expr(kernel.traits.prefetch > 0):
-            fetch_page(kernel, block, tile, number + kernel.traits.prefetch, end)
     return kv_pos, place
 
 
@@ -115,19 +113,6 @@ def load_q(
 
 
 @cute.jit
-def fetch_page(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, page: Int32, end: Int32):
-    """Bring what this block will load of a page into L2, if the tile has it: by then one is free for it."""
-    if page < end:
-        inside, entry = block.pages.place(tile.sequence, page)
-        _, tKgK = page_boxes(kernel, block, inside, entry)
-        for group in cutlass.range_constexpr(len(kernel.traits.groups)):
-            if is_own(kernel, group):
-                with cute.arch.elect_one():
-                    for slab in cutlass.range_constexpr(*kernel.traits.group_starts[group : group + 2]):
-                        cute.prefetch(block.tma.load_k, tKgK[None, slab])
-
-
-@cute.jit
 def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, Int32], page: Int32, phase: Int32):
     """Load what lies at `place` as page 0 or 1, each half once its place is free in all blocks of the cluster.
 
@@ -136,7 +121,9 @@ def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, In
     traits, rings, tma = kernel.traits, block.rings, block.tma
     inside, entry = place
     phase = phase ^ 1
-    tKsK, tKgK = page_boxes(kernel, block, inside, entry)
+    rows = traits.tile_n
+    boxes = cute.local_tile(tma.gK[None, None, entry], (rows, SLAB), (inside, None))  # (rows, columns, slab)
+    tKsK, tKgK = atoms.tma_partition(tma.load_k, block.tiles.sK_slabs, boxes)
     for group in cutlass.range_constexpr(len(traits.groups)):
         first, end = traits.group_starts[group : group + 2]
         if const_expr(group == 0):
@@ -145,11 +132,11 @@ def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, In
             wait_phase(rings.empty + 2 * page + RIGHT, phase)
         barrier = rings.full + page * rings.groups + group
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, (end - first) * traits.tile_n * SLAB * ELEMENT_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, (end - first) * rows * SLAB * ELEMENT_BYTES)
         if const_expr(traits.cluster == 1):
             for slab in cutlass.range_constexpr(first, end):
                 cute.copy(tma.load_k, tKgK[None, slab], tKsK[None, page * SLABS + slab], tma_bar_ptr=barrier)
-        elif is_own(kernel, group):
+        elif cute.arch.block_idx_in_cluster() == group % traits.cluster:
             everyone = Int16((1 << traits.cluster) - 1)
             for slab in cutlass.range_constexpr(first, end):
                 target = tKsK[None, page * SLABS + slab]
@@ -160,15 +147,3 @@ def q_boxes(block: MlaBlock, tile: QueryTile) -> tuple[cute.Tensor, cute.Tensor]
     """(slabs of Q in shared memory, slabs of a tile's rows), partitioned for TMA."""
     boxes = cute.local_tile(block.tma.gQ[None, None, tile.batch], (WGMMA_M, SLAB), (tile.m_block, None))
     return atoms.tma_partition(block.tma.load_q, block.tiles.sQ_slabs, boxes)
-
-
-def page_boxes(kernel, block: MlaBlock, inside: Int32, entry: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-    """(slabs of the pages in shared memory, slabs of the page that lies so), partitioned for TMA."""
-    boxes = cute.local_tile(block.tma.gK[None, None, entry], (kernel.traits.tile_n, SLAB), (inside, None))
-    return atoms.tma_partition(block.tma.load_k, block.tiles.sK_slabs, boxes)  # boxes: (rows, columns, slab)
-
-
-def is_own(kernel, group: int) -> Boolean | bool:
-    """Whether this block is the one of its cluster that loads a group of slabs."""
-    cluster = kernel.traits.cluster
-    return cluster == 1 or cute.arch.block_idx_in_cluster() == group % cluster
