@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cuteflash.api import flash_attn_func
+from cuteflash.traits.arch import Family
 from cuteflash.tune.peers import BACKENDS, PEERS, Attention, missing_peer
 from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
@@ -35,7 +37,8 @@ from .decode_inputs import PAGES, Caches, Shape, attention_in_fp32, complaint, c
 ROUNDS, QUICK_ROUNDS = 7, 3
 HOST_CALLS = 100
 SPLITS: dict[str, Any] = {"num_splits": 0}  # as many parts as the kernel's planning chooses
-OURS, GRAPH, COPY = "ours", " (graph)", "copy"
+OURS, SM80, GRAPH, COPY = "ours", "ours sm80", " (graph)", "copy"
+COMPARED = ((OURS, "cudnn"), (OURS, "fa4"), (OURS, "fa2"), (SM80, "fa2"))
 KIB = 1024
 CACHES = ("bf16", "e4m3")
 HEADS = ((32, 8, (8 * KIB,)), (32, 8, (128 * KIB,)), (32, 8, (8 * KIB,) * 16), (64, 8, (4 * KIB,) * 64),
@@ -69,12 +72,12 @@ def shapes(head_dims: Sequence[int], queries: int, quick: bool, cache: str = CAC
     ]
 
 
-def attend(caches: Caches) -> Tensor:
+def attend(caches: Caches, family: Family | None = None) -> Tensor:
     """Ours: without pages the public function, with pages the operator of caches."""
     if caches.descales is not None:
         return attend_e4m3(caches, caches.descales)
     if caches.page_table is None:
-        out: Tensor = flash_attn_func(caches.q, caches.k, caches.v, **SPLITS)
+        out: Tensor = flash_attn_func(caches.q, caches.k, caches.v, family=family, **SPLITS)
         return out
     op = torch.ops.cuteflash.kvcache_fwd
     found: Tensor = op(caches.q, caches.k, caches.v, seqused_k=caches.lengths, page_table=caches.page_table, **SPLITS)
@@ -145,6 +148,8 @@ def contestants(shape: Shape, where: torch.device, settings: Settings) -> Iterat
     if not shape.is_mixed:
         caches = [make_caches(shape, where, 0, seed) for seed in range(count)]
         yield OURS, Rotation(attend, caches)
+        if not shape.is_e4m3:
+            yield SM80, Rotation(functools.partial(attend, family="sm80"), caches)
         for name in () if shape.is_e4m3 else settings.peers:
             missing = missing_peer(name)
             yield name, NotImplementedError(missing) if missing else _peer_rotation(name, caches)
@@ -241,9 +246,29 @@ def _text(entry: dict[str, Any] | None) -> str:
     return f"{entry['graph_gbps']:.0f} ({eager})" if "graph_gbps" in entry else eager
 
 
+def ratios(result: dict[str, Any]) -> list[str]:
+    """Ours in peers' speed, of graphs if there are any: the geometric mean of all shapes, and the worst one."""
+    lines = []
+    for ours, other in COMPARED:
+        found = {}
+        for cell in result["shapes"]:
+            speeds = [_speed(cell["results"].get(name)) for name in (ours, other)]
+            if all(speeds):
+                found[cell["label"]] = speeds[0] / speeds[1]
+        if found:
+            mean, worst = statistics.geometric_mean(found.values()), min(found, key=found.__getitem__)
+            lines.append(f"{ours}/{other}: geometric mean {mean:.3f}, worst {found[worst]:.3f} at {worst}")
+    return lines
+
+
+def _speed(entry: dict[str, Any] | None) -> float:
+    """GB/s; 0 if nothing was timed."""
+    return 0.0 if entry is None else entry.get("graph_gbps", entry.get("gbps", 0.0))
+
+
 def notes(result: dict[str, Any]) -> list[str]:
-    """What was wrong, failed or was left out, in words."""
-    return [
+    """Speed in peers' speeds; what was wrong, failed or was left out: in words."""
+    return ratios(result) + [
         f"{cell['label']}, {name}: {kind}: {entry[kind]}"
         for cell in result["shapes"]
         for name, entry in cell["results"].items()

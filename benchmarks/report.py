@@ -2,7 +2,7 @@
 
     python -m benchmarks.report benchmarks/results/forward.json                  # markdown on standard output
     python -m benchmarks.report benchmarks/results/forward.json --plot PATH.png
-    python -m benchmarks.report benchmarks/results/forward.json --into README.md
+    python -m benchmarks.report benchmarks/results/forward.json --into docs/benchmarks.md
 
 A result has one of five tables, which stand between markers of their own: a forward's on plain inputs; that with 8-bit
 operands; if some cells have other inputs, each cell's speed beside that on plain ones, with the error; that of packed

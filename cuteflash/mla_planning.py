@@ -17,10 +17,10 @@ from torch import Tensor
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose_mla, current_target, mla_kernel_class
 from cuteflash.mla_problem import (
+    BLOCKS_OF_ROW,
     HEADS_MAX,
     LATENT_DIM,
     LATENT_DIM_V,
-    MERGING_GROUPS,
     PAGE_ROWS,
     MlaProblem,
     MlaScalars,
@@ -34,12 +34,13 @@ from cuteflash.validate import ALIGNMENT
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Pages that are read in the time that a block takes between two tiles, if it has many of them. Of few sequences equal
 # lengths matter more, and they are cut into equal parts only if it does not count.
-TILE_COST = 2
+TILE_COST = 4
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, a block merges several rows,
-ROWS_OF_BLOCK = 4  # but not more: a sequence with one part needs none of its blocks, one with many needs them all
-MANY_PARTS = 16  # of a row: more are shared by several warps
+# Of the kernel that merges. Beyond so many blocks each merges several rows, one after the other, but not more than so
+# many: a sequence with one part needs none of its blocks, one with many needs them all.
+BLOCKS_PER_SM, ROWS_OF_BLOCK = 32, 4
+MANY_PARTS = 16  # of a row: more are shared by several blocks
 PLANS_MAX = 4096
 
 Result = tuple[Tensor, Tensor]
@@ -227,6 +228,7 @@ def plan_of(
     found = row_strides(q)
     q_strides = None if found is None else usable_strides((*found, 1), step) or (*found, 1)
     of_rows = kv_cache.stride()[:2]
+    many = shares.count > MANY_PARTS * batch
     return MlaPlan(
         kernel=compiled(mla_kernel_class(traits), traits, problem, target),
         q_strides=q_strides,
@@ -238,8 +240,8 @@ def plan_of(
             shares=shares.count,
             tile_cost=TILE_COST * PAGE_ROWS // traits.tile_n if 2 * batch > shares.count else 0,
             most_parts=shares.most_parts,
-            rows_of_block=rows_of_block(batch, seqlen_q * heads, num_sms),
-            groups=MERGING_GROUPS if shares.count > MANY_PARTS * batch else 1,
+            rows_of_block=1 if many else rows_of_block(batch, seqlen_q * heads, num_sms),
+            blocks_of_row=BLOCKS_OF_ROW if many else 1,
         ),
         blocks=shares.count * m_blocks,
         tile_m=traits.tile_m,

@@ -11,7 +11,7 @@ LATENT_DIM = 576  # columns of Q and of the cache, whose one head is K
 LATENT_DIM_V = 512  # of these, the first are V, too
 PAGE_ROWS = 64  # rows of a page, or a divisor of them; a step of a kernel reads as many, or a divisor of these
 HEADS_MAX = 128  # query heads
-MERGING_GROUPS = 4  # warps that share a row's parts: as many as a row has blocks of 128 columns
+BLOCKS_OF_ROW = 16  # that merge a row's parts of split keys if there are many, each some columns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,4 +59,4 @@ class MlaScalars(NamedTuple):
     tile_cost: Any  # Int32: what a query tile costs beside its keys, in steps of the kernel, as shares count it
     most_parts: Any  # Int32: parts of a query tile's keys at most, 2 or more; of split keys
     rows_of_block: Any  # Int32: rows whose parts a block merges, a divisor of tile_m
-    groups: Any  # Int32: 1, or MERGING_GROUPS if a row has so many parts that several warps share them
+    blocks_of_row: Any  # Int32: 1, or BLOCKS_OF_ROW if rows may have many parts

@@ -19,7 +19,7 @@ EQUAL = Shape(32, 4, 2, (48, 48, 48), queries=2)
 MIXED = Shape(32, 4, 2, (96, 5, 16))
 
 
-def right(caches: Caches) -> Tensor:
+def right(caches: Caches, family: str | None = None) -> Tensor:
     return attention_in_fp32(caches).to(caches.q.dtype)
 
 
@@ -87,7 +87,7 @@ def test_everything_is_checked_timed_and_reported(
     settings = Settings(rounds=1, one_cache=True, peers=("fa4", "fa2"), pages=(16,))
     decode.run([EQUAL, MIXED], CPU, path, settings)
     equal, mixed = json.loads(path.read_text())["shapes"]
-    assert list(equal["results"]) == ["ours", "fa4", "fa2", "ours, pages of 16"]
+    assert list(equal["results"]) == ["ours", "ours sm80", "fa4", "fa2", "ours, pages of 16"]
     assert list(mixed["results"]) == ["ours, pages of 16"]
     assert equal["results"]["fa4"] == {"left out": "NotImplementedError: not installed"}
     for cell in (equal, mixed):
@@ -96,11 +96,13 @@ def test_everything_is_checked_timed_and_reported(
     notes.write_text("<!-- decode benchmark: begin -->\n<!-- decode benchmark: end -->\n")
     assert decode.main(["--from", str(path), "--into", str(notes)]) == 0
     assert "| D32, 4/2 heads, 1 × 0k beside 2 × 0k | – |" in notes.read_text()
+    ratio = equal["results"]["ours sm80"]["gbps"] / equal["results"]["fa2"]["gbps"]
+    assert f"- ours sm80/fa2: geometric mean {ratio:.3f}, worst {ratio:.3f} at {equal['label']}" in notes.read_text()
     assert "fa4: left out: NotImplementedError: not installed" in capsys.readouterr().out
 
 
 def test_a_wrong_result_of_ours_fails_the_command(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "attend", lambda caches: right(caches) + 1)
+    monkeypatch.setattr(decode, "attend", lambda caches, **options: right(caches) + 1)
     path = tmp_path / "decode.json"
     decode.run([EQUAL], CPU, path, Settings(rounds=1, one_cache=True, peers=(), pages=()))
     assert decode.main(["--from", str(path)]) == 1

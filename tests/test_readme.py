@@ -51,4 +51,4 @@ def test_the_long_description_links_to_nothing_that_only_a_checkout_has(setup_ar
     text = setup_arguments["long_description"]
     assert all(target.startswith("https://") for target in LINK.findall(text))
     assert "![" not in text
-    assert "(docs/performance.md)" in text and "| D128 causal 16384 |" in text
+    assert "(docs/performance.md)" in text and "| backward, 36 cells |" in text

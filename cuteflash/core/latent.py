@@ -20,6 +20,8 @@ from cuteflash.core.split import Line, each_part
 from cuteflash.core.tile import QueryTile
 from cuteflash.mla_problem import MlaProblem, MlaScalars, MlaTensors
 
+LINE_WORDS = 32  # of four bytes, in a line of the caches
+
 
 @dataclasses.dataclass(frozen=True)
 class LatentMask(IntervalMask):
@@ -79,6 +81,14 @@ class LatentPages:
         return inside, self.table[sequence, slot]
 
 
+class LatentLine(Line):
+    """The sequences laid end to end; query tiles are lanes, so that a line has one tile of each."""
+
+    def tiles(self, launch: LatentLaunch, sequence: Sequence) -> tuple[int, Index]:
+        """(query tiles of a line, units of each) of a sequence: a constant, by which nothing has to be divided."""
+        return 1, launch.mask_of(sequence).most_blocks(launch.tile_m, launch.tile_n)
+
+
 @dataclasses.dataclass(frozen=True)
 class LatentLaunch:
     """What the blocks of one launch share.
@@ -104,7 +114,7 @@ class LatentLaunch:
     step: Int32
     scale_log2: Float32
     m_blocks: Int32
-    line: Line | None
+    line: LatentLine | None
     tile_cost: Int32
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
@@ -126,22 +136,26 @@ class LatentLaunch:
             step=scalars.causal,
             scale_log2=scalars.softmax_scale * LOG2_E,
             m_blocks=m_blocks,
-            line=Line(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if problem.is_split else None,
+            line=LatentLine(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if problem.is_split else None,
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
             tile_cost=scalars.tile_cost,
             in_step=traits.cluster > 1,
         )
 
-    @property
-    def tile_tokens(self) -> Int32:
-        """Rows of what a line holds as one tile of a sequence; query tiles are its lanes."""
-        return self.rows
-
     def sequence(self, index: Int32) -> Sequence:
         """The rows and the keys of a sequence."""
         keys = cutlass.max(cutlass.min(self.lengths[index], self.capacity), 0)
         return Sequence(0, self.rows, 0, keys)
+
+    @cute.jit
+    def fetch_lengths(self):
+        """Bring the lengths into L2, a line a thread. The launch before this one may still write them: a copy in L2
+        follows what is written.
+        """
+        first = cute.arch.thread_idx()[0] * LINE_WORDS
+        if first < self.lengths.shape[0]:
+            cute.arch.prefetch((self.lengths.iterator + first).llvm_ptr, cache_level="L2")
 
     def mask_of(self, sequence: Sequence) -> LatentMask:
         """The keys that each row of a sequence sees."""

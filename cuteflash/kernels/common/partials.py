@@ -190,10 +190,11 @@ class Partials:
     ):
         """Merge 128 columns of `many` rows, the first one and the step between them being `place`, by one warp.
 
-        Parts are taken `at_once` together; a row that does not exist is the last one that does.
+        Parts are weighed a warp's lanes together, and added in their order: how many are loaded at a time, and so who
+        merges, changes no bit of the result. A row that does not exist is the last one that does.
         """
-        count = tile.share.last_owner - tile.share.owner + 1
-        column = first_column + QUAD * (cute.arch.lane_idx())
+        owner, count = tile.share.owner, tile.share.last_owner - tile.share.owner + 1
+        column = cutlass.min(first_column + QUAD * (cute.arch.lane_idx()), self.columns - QUAD)
         first_row, step = place
         rows = [cutlass.min(first_row + i * step, tile.rows() - 1) for i in range(many)]
         acc = cute.make_rmem_tensor((QUAD, many), Float32)
@@ -205,52 +206,59 @@ class Partials:
             for i in cutlass.range_constexpr(many):
                 peak[i] = self.sinks.of_all_keys(tile, row_token(rows[i], tile.packed_heads)[1])
                 weight[i] = cutlass.select_(peak[i] == -Float32.inf, Float32(0.0), Float32(1.0))
-        for first in cutlass.range(0, count, at_once, unroll=1):
-            parts = first, cutlass.min(count - first, at_once)
-            found = [self.load_parts(tile.share.owner, parts, row, column, at_once) for row in rows]
+        for first in cutlass.range(0, count, WARP, unroll=1):
+            parts = first, cutlass.min(count - first, WARP)
+            lses = [self.load_lse(owner, parts, row) for row in rows]
+            if const_expr(at_once == WARP):  # one wait for both
+                all_parts = [self.load_parts(owner, parts, Int32(0), row, column, at_once) for row in rows]
+            factors = cute.make_rmem_tensor(many, Float32)
             for i in cutlass.range_constexpr(many):
-                values, lse = found[i]
-                new = cute.arch.fmax(peak[i], cute.arch.warp_reduction_max(lse))
+                new = cute.arch.fmax(peak[i], cute.arch.warp_reduction_max(lses[i]))
                 shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
                 scale = exp2((peak[i] - shift) * LOG2_E)
-                factor = exp2((lse - shift) * LOG2_E)
+                factors[i] = exp2((lses[i] - shift) * LOG2_E)
                 peak[i] = new
-                weight[i] = weight[i] * scale + cute.arch.warp_reduction_sum(factor)
+                weight[i] = weight[i] * scale + cute.arch.warp_reduction_sum(factors[i])
                 for e in cutlass.range_constexpr(QUAD):
                     acc[e, i] = acc[e, i] * scale
-                for part in cutlass.range_constexpr(at_once):
-                    of_part = cute.arch.shuffle_sync(factor, part)
-                    for e in cutlass.range_constexpr(QUAD):
-                        product = of_part * values[e, part]
-                        acc[e, i] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
+                if const_expr(at_once == WARP):
+                    add_parts(acc[None, i], factors[i], Int32(0), all_parts[i])
+            if const_expr(at_once < WARP):
+                for skipped in cutlass.range(0, parts[1], at_once, unroll=1):
+                    found = [self.load_parts(owner, parts, skipped, row, column, at_once) for row in rows]
+                    for i in cutlass.range_constexpr(many):
+                        add_parts(acc[None, i], factors[i], skipped, found[i])
         for i in cutlass.range_constexpr(many):
             if first_row + i * step < tile.rows():
+                column = first_column + QUAD * (cute.arch.lane_idx())
                 self.write_row(tile, rows[i], column, acc[None, i], (peak[i], weight[i]))
 
-    def load_parts(
-        self, owner: Int32, parts: tuple[Int32, Int32], row: Int32, column: Int32, at_once: int
-    ) -> tuple[cute.Tensor, Float32]:
-        """Load some parts of a row: (four columns of each, the log-sum-exp of the lane-th one or -inf).
+    def load_lse(self, owner: Int32, parts: tuple[Int32, Int32], row: Int32) -> Float32:
+        """The log-sum-exp of a row in this lane's part, or -inf.
 
         Args:
             owner: the seat with the tile's first part.
-            parts: the first part, and how many of `at_once` exist; the last one stands for those that do not.
+            parts: the first part, and how many of a warp's lanes have one.
+        """
+        lane, (first, count) = cute.arch.lane_idx(), parts
+        lse = self.values[self.lse_at(part_slot(owner, first, cutlass.min(lane, count - 1)), row)]
+        return cutlass.select_(lane < count, lse, -Float32.inf)
+
+    def load_parts(
+        self, owner: Int32, parts: tuple[Int32, Int32], skipped: Int32, row: Int32, column: Int32, at_once: int
+    ) -> cute.Tensor:
+        """Four columns of a row in each of `at_once` parts, `skipped` after the first of `parts`.
+
+        The last one of `parts`, which `load_lse` describes, stands for those that do not exist.
         """
         first, count = parts
         values = cute.make_rmem_tensor((QUAD, at_once), Float32)
         atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=QUAD * Float32.width)
-        inside = cutlass.min(column, self.columns - QUAD)
-        lane = cute.arch.lane_idx()
-
-        def slot(part: Int32) -> Int32:
-            part = first + cutlass.min(part, count - 1)
-            return slot_of(owner + part, Int32(part == 0))
-
-        lse = self.values[self.lse_at(slot(lane), row)]
         for i in range(at_once):
-            source = self.at(slot(Int32(i)), row, inside).align(QUAD * Float32.width // 8)
+            slot = part_slot(owner, first, cutlass.min(skipped + i, count - 1))
+            source = self.at(slot, row, column).align(QUAD * Float32.width // 8)
             cute.copy(atom, cute.make_tensor(source, cute.make_layout(QUAD)), values[None, i])
-        return values, cutlass.select_(lane < count, lse, -Float32.inf)
+        return values
 
     @cute.jit
     def write_row(self, tile: QueryTile, row: Int32, column: Int32, acc: cute.Tensor, sums: tuple[Float32, Float32]):
@@ -280,3 +288,21 @@ class Partials:
         start = cute.zipped_divide(line, (QUAD,))[None, chunk].iterator.align(QUAD * dtype.width // 8)
         atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=QUAD * dtype.width)
         cute.copy(atom, rounded, cute.make_tensor(start, cute.make_layout(QUAD)))
+
+
+def part_slot(owner: Int32, first: Int32, number: Int32) -> Int32:
+    """The slot of the `first + number`-th part of a tile whose first part is that of the seat `owner`."""
+    part = first + number
+    return slot_of(owner + part, Int32(part == 0))
+
+
+def add_parts(acc: cute.Tensor, factor: Float32, skipped: Int32, values: cute.Tensor) -> None:
+    """Add (4, parts) values to acc (4,), each times the factor of its part, which the lane of its number has.
+
+    A part of factor 0 may hold anything, and lanes past the last part have that factor.
+    """
+    for part in range(cute.size(values.shape[1])):
+        of_part = cute.arch.shuffle_sync(factor, skipped + part)
+        for e in range(QUAD):
+            product = of_part * values[e, part]
+            acc[e] += cutlass.select_(of_part == 0.0, Float32(0.0), product)

@@ -33,7 +33,7 @@ from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import transposed
-from cuteflash.kernels.common.mla_combine import QUAD, WARP, WARPS, LatentParts, combine
+from cuteflash.kernels.common.mla_combine import QUAD, THREADS, LatentParts, combine
 from cuteflash.kernels.sm80.mla_decode_bundles import MlaBlock, MlaTiles
 from cuteflash.kernels.sm80.mla_decode_epilogue import finish
 from cuteflash.kernels.sm80.mla_decode_mma import attend, make_fragments
@@ -164,9 +164,9 @@ class FlashMlaDecodeSm80:
         )
         if const_expr(self.problem.is_split):
             batch, rows, _ = tensors.q.shape
-            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.groups).launch(
-                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.groups),
-                block=(WARPS * WARP, 1, 1),
+            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.blocks_of_row).launch(
+                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.blocks_of_row),
+                block=(THREADS, 1, 1),
                 stream=stream,
             )
 
@@ -195,5 +195,7 @@ class FlashMlaDecodeSm80:
         return kv_pos
 
     @cute.kernel
-    def combine(self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, groups: Int32):
-        combine(parts, gO, mLSE, rows_of_block, groups, self.traits.tile_m)
+    def combine(
+        self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, blocks_of_row: Int32
+    ):
+        combine(parts, gO, mLSE, rows_of_block, blocks_of_row, self.traits.tile_m)

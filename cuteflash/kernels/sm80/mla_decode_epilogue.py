@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, const_expr
 
-from cuteflash.core.convert import round_pair
 from cuteflash.core.finish import write_lse
 from cuteflash.core.softmax import LN_2, quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.common.mla_combine import PAIR, chunk_of, copy_chunk
+from cuteflash.kernels.common.mla_output import write_rows
 from cuteflash.kernels.sm80.mla_decode_bundles import Fragments, MlaBlock
 from cuteflash.kernels.sm80.mla_decode_mma import ROWS
 from cuteflash.mla_problem import LATENT_DIM_V
@@ -63,13 +62,4 @@ def normalize(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, lse: cut
 def write_whole(block: MlaBlock, f: Fragments, columns: cute.Tensor, tile: QueryTile, lse: cute.Tensor):
     """Write O from registers, rounded, and the log-sum-exp."""
     write_lse(lse, f.out, tile, block.mLSE)
-    dtype, out = block.gO.element_type, f.out.values
-    rows = tile.rows()
-    for r in cutlass.range_constexpr(cute.size(lse)):
-        row = f.out.row(r)
-        if row < rows:
-            line = block.gO[tile.first_row + row, None, tile.batch]
-            for c in cutlass.range_constexpr(0, cute.size(out.shape[1]), PAIR):
-                pair = cute.make_rmem_tensor(PAIR, dtype)
-                cute.recast_tensor(pair, Uint32)[0] = round_pair(out[r, c], out[r, c + 1], dtype)
-                copy_chunk(pair, chunk_of(line, columns[0, c][1], PAIR))
+    write_rows(block.gO, f.out, f.out.values, columns, tile)

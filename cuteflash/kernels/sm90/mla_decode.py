@@ -29,7 +29,7 @@ from cuteflash.core.latent import LatentLaunch, LatentPages, entries_last, rows_
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.views import transposed
-from cuteflash.kernels.common.mla_combine import WARP, WARPS, LatentParts, combine
+from cuteflash.kernels.common.mla_combine import THREADS, LatentParts, combine
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
 from cuteflash.kernels.sm90.mla_decode_load import load
 from cuteflash.kernels.sm90.mla_decode_mma import consume
@@ -143,9 +143,9 @@ class FlashMlaDecodeSm90:
             use_pdl=True,
         )
         if const_expr(self.problem.is_split):
-            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.groups).launch(
-                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.groups),
-                block=(WARPS * WARP, 1, 1),
+            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.blocks_of_row).launch(
+                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.blocks_of_row),
+                block=(THREADS, 1, 1),
                 stream=stream,
                 use_pdl=True,
             )
@@ -173,6 +173,7 @@ class FlashMlaDecodeSm90:
             with cute.arch.elect_one():
                 rings.init()
             cute.arch.mbarrier_init_fence()
+        launch.fetch_lengths()
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
         cute.arch.griddepcontrol_wait()  # and this one has, perhaps
         self.sync_cluster()
@@ -200,7 +201,9 @@ class FlashMlaDecodeSm90:
             cute.arch.cluster_wait()
 
     @cute.kernel
-    def combine(self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, groups: Int32):
+    def combine(
+        self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, blocks_of_row: Int32
+    ):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        combine(parts, gO, mLSE, rows_of_block, groups, self.traits.tile_m)
+        combine(parts, gO, mLSE, rows_of_block, blocks_of_row, self.traits.tile_m)
