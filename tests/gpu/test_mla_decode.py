@@ -29,6 +29,8 @@ CASES = [
     LatentCase((20000,), 16),
     LatentCase((20000, 3), 128, num_splits=2),
     LatentCase((3000, *(70,) * 150), 16),
+    *(LatentCase((3000, *(70,) * 150), heads) for heads in (40, 65)),  # a block merges two rows, and four
+    LatentCase((40000, *(70,) * 150), 16),  # more parts of one sequence than a block loads at a time
 ]
 
 
