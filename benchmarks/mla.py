@@ -1,13 +1,14 @@
 """Decoding of latent attention: GB/s and TFLOP/s beside a copy and a matrix product of the same run.
 
-    python -m benchmarks.mla --json benchmarks/results/mla.json      # measure, on a Hopper GPU
+    python -m benchmarks.mla --json benchmarks/results/mla.json      # measure, on a GPU
     python -m benchmarks.mla --from benchmarks/results/mla.json      # the table of a file
 
 GB/s count the cached rows that a step reads, once; TFLOP/s count both products, of all heads and tokens with the rows
 of their sequence. The copy reads and writes as many bytes together, the matrix product is one of bf16 with 8192 rows,
 columns and terms; both take turns with the kernel in the same rounds. A step is timed as a CUDA graph of a call for
-each cache, of which several are visited in turn, so that none is read out of the GPU's cache; and call after call.
-Pages of 64 rows lie in a random order. Outputs are compared with attention in fp32 before a clock runs.
+each cache, of which several are visited in turn, so that none is read out of the GPU's cache; and call after call. The
+last column is the step by the sm80 family, whatever the best one of the GPU is. Pages of 64 rows lie in a random order.
+Outputs are compared with attention in fp32 before a clock runs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from cuteflash.mla_planning import CudaMlaDecode
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
+from cuteflash.traits.arch import Family
 from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
 from . import device
@@ -37,7 +39,7 @@ ROUNDS, QUICK_ROUNDS = 7, 3
 PRODUCT_SIZE = 8192
 SCALE = 192**-0.5  # as models have it that were trained with 128 + 64 columns a head
 KIB = 1024
-OURS, GRAPH, COPY, PRODUCT = "ours", "ours (graph)", "copy", "product"
+OURS, SM80, COPY, PRODUCT = "ours", "sm80", "copy", "product"
 BATCHES = ((128, 8 * KIB), (32, 4 * KIB), (1, 128 * KIB), (256, KIB), (16, 32 * KIB), (1, 8 * KIB))
 QUICK_BATCHES = BATCHES[:3]
 HEADS, QUICK_HEADS = (16, 32, 64, 128), (16, 64, 128)
@@ -129,40 +131,50 @@ def attention_in_fp32(caches: Caches, sequences: Sequence[int]) -> Tensor:
 
 
 class Ours:
-    """The kernel, by its planner."""
+    """A family's kernel, by its planner; None is the best of the GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: Family | None = None) -> None:
+        self.family = family
         self.decode = CudaMlaDecode()
 
     def __call__(self, caches: Caches) -> Tensor:
-        return self.decode(*caches, softmax_scale=SCALE, causal=True, num_splits=0)[0]
+        return self.decode(*caches, softmax_scale=SCALE, causal=True, num_splits=0, family=self.family)[0]
 
 
-attend = Ours()
+attend, attend_sm80 = Ours(), Ours("sm80")
+
+
+def graph(name: str) -> str:
+    """What the graph of an implementation is called."""
+    return f"{name} (graph)"
 
 
 def measure(shape: Shape, where: torch.device, rounds: int) -> dict[str, Any]:
-    """Microseconds of a step, as a graph and call after call, of the copy and of the product."""
+    """Microseconds of a step by each family, as a graph and call after call, of the copy and of the product."""
     entry: dict[str, Any] = {"label": shape.label, "bytes": shape.nbytes, "flops": shape.flops}
     count = max(1, -(-L2_BYTES // shape.nbytes))
     caches = [make_caches(shape, where, seed) for seed in range(count)]
-    rotation = Rotation(attend, caches)  # type: ignore[arg-type]
     some = sorted({0, len(shape.lengths) // 2, len(shape.lengths) - 1})
     runners: dict[str, Runner] = {COPY: copier(shape.nbytes, where), PRODUCT: multiplier(where)}
+    wrong = None
     try:
-        wrong = complaint(first_call(rotation, where)[some], attention_in_fp32(caches[0], some))
-        if wrong is None:
-            rotation(count)
-            runners[OURS] = rotation
-            if where.type == "cuda":
-                runners[GRAPH] = Replay(rotation)
+        exact = attention_in_fp32(caches[0], some)
+        for name, call in ((OURS, attend), (SM80, attend_sm80)):
+            rotation = Rotation(call, caches)  # type: ignore[arg-type]
+            wrong = wrong or complaint(first_call(rotation, where)[some], exact)
+            if wrong is None:
+                rotation(count)
+                runners[name] = rotation
+                if where.type == "cuda":
+                    runners[graph(name)] = Replay(rotation)
     except Exception as failure:
         wrong = one_line(failure)
     for name in (COPY, PRODUCT):
         runners[name](1)
     entry |= {name: 1e3 * median(own) for name, own in interleaved(runners, where, rounds).items()}
-    if GRAPH in entry:
-        entry[GRAPH] /= count
+    for name in (graph(OURS), graph(SM80)):
+        if name in entry:
+            entry[name] /= count
     return entry | ({"problem": wrong} if wrong else {})
 
 
@@ -198,12 +210,12 @@ def lines_of(cell: dict[str, Any]) -> str:
     product = 2 * PRODUCT_SIZE**3 / cell[PRODUCT] / 1e6
     copied = cell["bytes"] / cell[COPY] / 1e3
     if "problem" in cell:
-        return f"| {cell['label']} | wrong: {cell['problem']} | | | | |"
-    us = cell.get(GRAPH, cell[OURS])
+        return f"| {cell['label']} | wrong: {cell['problem']} | | | | | |"
+    us, sm80 = (cell.get(graph(name), cell[name]) for name in (OURS, SM80))
     gbps, tflops = cell["bytes"] / us / 1e3, cell["flops"] / us / 1e6
     return (
         f"| {cell['label']} | {us:.1f} ({cell[OURS]:.1f}) | {gbps:.0f} | {gbps / copied:.2f} | "
-        f"{tflops:.0f} | {tflops / product:.2f} |"
+        f"{tflops:.0f} | {tflops / product:.2f} | {sm80:.1f} |"
     )
 
 
@@ -218,8 +230,8 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         f"{min(products):.0f} to {max(products):.0f} TFLOP/s."
     )
     yield ""
-    yield "| | µs | GB/s | of the copy | TFLOP/s | of the product |"
-    yield "|---|---|---|---|---|---|"
+    yield "| | µs | GB/s | of the copy | TFLOP/s | of the product | sm80 µs |"
+    yield "|---|---|---|---|---|---|---|"
     yield from map(lines_of, cells)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from cuteflash import usertable
 from cuteflash.mla_problem import MlaProblem
 from cuteflash.problem import FEATURES, Operation, Problem
-from cuteflash.traits import rows_mla_sm90
+from cuteflash.traits import rows_mla_sm80, rows_mla_sm90
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
@@ -23,6 +23,7 @@ from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -41,6 +42,12 @@ KERNELS: dict[type[Any], tuple[str, str]] = {
     BwdTraitsSm90: ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
     BwdTwoPassTraitsSm90: ("cuteflash.kernels.sm90.bwd_two_pass", "FlashBwdTwoPassSm90"),
 }
+MlaTraits = MlaTraitsSm80 | MlaTraitsSm90
+MLA_KERNELS: dict[type[Any], tuple[str, str]] = {
+    MlaTraitsSm80: ("cuteflash.kernels.sm80.mla_decode", "FlashMlaDecodeSm80"),
+    MlaTraitsSm90: ("cuteflash.kernels.sm90.mla_decode", "FlashMlaDecodeSm90"),
+}
+MLA_ROWS: dict[Family, tuple[MlaTraits, ...]] = {"sm80": rows_mla_sm80.ROWS, "sm90": rows_mla_sm90.ROWS}
 
 
 def kernel_modules(operation: Operation) -> tuple[str, ...]:
@@ -154,18 +161,37 @@ def current_target(device_index: int) -> str:
     return arch_of_capability(*torch.cuda.get_device_capability(device_index)).name
 
 
-def choose_mla(problem: MlaProblem, m_blocks: int, target: str) -> MlaTraitsSm90:
-    """The traits of the kernel that decodes latent attention with `m_blocks` query tiles of a sequence.
+def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | None = None) -> MlaTraits:
+    """The traits of the kernel that decodes latent attention with `rows` query rows, tokens times heads, a sequence.
+
+    Args:
+        problem: what is asked for.
+        rows: tokens times heads of a sequence.
+        target: compile target, e.g. "sm_90a".
+        family: kernel family; None is the best of the target.
 
     Raises:
-        NotImplementedError: no row runs on the target.
+        ValueError: no such target or family.
+        NotImplementedError: the target does not run the family, or no row of it.
     """
+    check_family(target, family)
     arch = get_arch(target)
-    rows = (row for row in rows_mla_sm90.ROWS if problem.dtype in row.dtypes and m_blocks % row.cluster == 0)
-    found = next((row for row in rows if row.check(arch) is None), None)
-    if found is None:
-        raise NotImplementedError(f"the GPU's target is {target}; latent attention decodes on sm_90a, and on a CPU")
-    return found
+    family = family or arch.families[0]
+    reasons = []
+    for traits in MLA_ROWS[family]:
+        if problem.dtype in traits.dtypes and traits.serves(rows):
+            reason = traits.check(arch)
+            if reason is None:
+                return traits
+            reasons.append(f"{traits.tile_m}x{traits.tile_n} {reason}")
+    raise NotImplementedError(
+        f"no row of the {family} family decodes latent attention on {target} in {problem.dtype}: {'; '.join(reasons)}"
+    )
+
+
+def mla_kernel_class(traits: MlaTraits) -> type[Any]:
+    """The class of the kernel that traits are for; the first call imports the compiler."""
+    return _kernel_class(*MLA_KERNELS[type(traits)])
 
 
 def check_family(target: str, family: Family | None) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from cuteflash.append import append_kv
-from cuteflash.coerce import flag, is_int, not_tensors, number, splits_of
+from cuteflash.coerce import check_family, flag, is_int, not_tensors, number, splits_of
 from cuteflash.mla_ops import mla_decode, mla_decode_cuda
 from cuteflash.torch_internals import is_plain_cuda_call
+from cuteflash.traits.arch import Family
 from cuteflash.validate import SCALES, shown
 from cuteflash.validate_mla import LATENT_DIM, ROPE_DIM, ROW_DIM, MlaInputs, MlaOptions, check_mla
 
@@ -25,6 +26,7 @@ class DecodeOptions(TypedDict, total=False):
     softmax_scale: float | None
     causal: bool
     num_splits: int
+    family: Family | None
 
 
 @overload
@@ -64,6 +66,7 @@ def flash_mla_decode(
     softmax_scale: float | None = None,
     causal: bool = False,
     num_splits: int = 0,
+    family: Family | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of all query heads to one cached row for each token, whose first columns are its value, too.
@@ -87,6 +90,7 @@ def flash_mla_decode(
         causal: the last query is aligned with the last row, and a query sees no row after its own.
         num_splits: into how many parts a sequence's rows may be cut, 0 or more; 0 leaves it to the library. It never
             changes what is computed.
+        family: kernel family to run on a GPU, ``"sm80"`` or ``"sm90"``; None is the best it has. CPUs ignore it.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -97,8 +101,8 @@ def flash_mla_decode(
         TypeError: an argument of the wrong type, or a dtype that is not supported.
         ValueError: a shape, stride, device mix or option that is not allowed. What lengths and table say is checked on
             a CPU, and on a GPU only under ``CUTEFLASH_CHECK=1``, which makes each call wait for the GPU.
-        NotImplementedError: a device or kind of tensor that is not supported, or one that requires grad outside of
-            ``torch.no_grad()``.
+        NotImplementedError: a device, family or kind of tensor that is not supported, or one that requires grad outside
+            of ``torch.no_grad()``.
     """
     return_lse = flag("return_lse", return_lse)
     for name, x in (("q", q), ("kv_cache", kv_cache)):
@@ -109,7 +113,8 @@ def flash_mla_decode(
     if not is_int(head_dim_v):
         raise TypeError(f"head_dim_v is {shown(head_dim_v)}; allowed: {LATENT_DIM}")
     scale = None if softmax_scale is None else number("softmax_scale", softmax_scale, SCALES)
-    options = MlaOptions(int(head_dim_v), scale, flag("causal", causal), splits_of(num_splits))
+    check_family(family)
+    options = MlaOptions(int(head_dim_v), scale, flag("causal", causal), splits_of(num_splits), family)
     lengths = lengths_of(cache_seqlens, q, kv_cache, page_table)
     inputs = MlaInputs(q, kv_cache, lengths, page_table)
     if is_plain_cuda_call(q, kv_cache, kv_cache) and not (

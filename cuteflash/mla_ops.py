@@ -8,7 +8,7 @@ a sequence's last row are not looked up, and rows after it are not read.
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.packed_ops import call_of
 from cuteflash.reference import latent_decode
 from cuteflash.torch_internals import OpOverload
+from cuteflash.traits.arch import Family
 from cuteflash.transforms import one_by_one, register_autocast
 from cuteflash.validate import check_alignments, lse_dtype, reads_values
 from cuteflash.validate_mla import MlaInputs, MlaOptions, check_mla, check_mla_values
@@ -60,6 +61,7 @@ class CudaDecode:
             softmax_scale=options.scale(q.shape[-1]),
             causal=options.causal,
             num_splits=options.num_splits,
+            family=cast(Family | None, options.family),
         )
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from cuteflash.compile import compiled
-from cuteflash.dispatch import choose_mla, current_target
+from cuteflash.dispatch import choose_mla, current_target, mla_kernel_class
 from cuteflash.mla_problem import (
+    BLOCKS_OF_ROW,
     HEADS_MAX,
     LATENT_DIM,
     LATENT_DIM_V,
-    MERGING_GROUPS,
     PAGE_ROWS,
     MlaProblem,
     MlaScalars,
@@ -28,17 +28,19 @@ from cuteflash.mla_problem import (
 )
 from cuteflash.problem import HalfDtype
 from cuteflash.strides import compacted, usable_strides
+from cuteflash.traits.arch import Family
 from cuteflash.validate import ALIGNMENT
 
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Pages that are read in the time that a block takes between two tiles, if it has many of them. Of few sequences equal
 # lengths matter more, and they are cut into equal parts only if it does not count.
-TILE_COST = 2
+TILE_COST = 4
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-BLOCKS_PER_SM = 5  # of the kernel that merges, at most: beyond, a block merges several rows,
-ROWS_OF_BLOCK = 4  # but not more: a sequence with one part needs none of its blocks, one with many needs them all
-MANY_PARTS = 16  # of a row: more are shared by several warps
+# Of the kernel that merges. Beyond so many blocks each merges several rows, one after the other, but not more than so
+# many: a sequence with one part needs none of its blocks, one with many needs them all.
+BLOCKS_PER_SM, ROWS_OF_BLOCK = 32, 4
+MANY_PARTS = 16  # of a row: more are shared by several blocks
 PLANS_MAX = 4096
 
 Result = tuple[Tensor, Tensor]
@@ -117,6 +119,7 @@ class MlaPlan:
         shares: of the keys.
         scalars: the kernel's.
         blocks: of the launch.
+        tile_m: rows of a query tile.
     """
 
     kernel: Callable[..., object]
@@ -125,6 +128,7 @@ class MlaPlan:
     shares: Shares
     scalars: MlaScalars
     blocks: int
+    tile_m: int
 
     def __call__(self, q: Tensor, kv_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor) -> Result:
         """O and LSE."""
@@ -149,8 +153,8 @@ class MlaPlan:
     def _workspace(self, q: Tensor, batch: int) -> dict[str, Tensor]:
         slots, m_blocks = 2 * self.blocks, self.blocks // self.shares.count
         return {
-            "partials": q.new_empty((slots, PAGE_ROWS, LATENT_DIM_V), dtype=torch.float32),
-            "partials_lse": q.new_empty((slots, PAGE_ROWS), dtype=torch.float32),
+            "partials": q.new_empty((slots, self.tile_m, LATENT_DIM_V), dtype=torch.float32),
+            "partials_lse": q.new_empty((slots, self.tile_m), dtype=torch.float32),
             "seats": q.new_empty((batch, m_blocks, 2), dtype=torch.int32),
         }
 
@@ -172,6 +176,7 @@ class CudaMlaDecode:
         softmax_scale: float,
         causal: bool,
         num_splits: int,
+        family: Family | None = None,
     ) -> Result:
         """Attention to the first rows of each sequence's cache.
 
@@ -184,15 +189,16 @@ class CudaMlaDecode:
             softmax_scale: factor of the scores, positive.
             causal: the last query is aligned with the last row, and a query sees no row after its own.
             num_splits: parts of a sequence at most, each read by another block; 1 is none, 0 as many as are useful.
+            family: kernel family; None is the best of the GPU.
 
         Returns:
             O (batch, seqlen_q, heads, 512) and LSE (batch, heads, seqlen_q) fp32; 0 and -inf if a query sees no row.
 
         Raises:
             ValueError: sizes that the kernel does not serve.
-            NotImplementedError: the GPU is not a Hopper one.
+            NotImplementedError: the GPU does not run the family, or no kernel at all.
         """
-        options = softmax_scale, causal, num_splits
+        options = softmax_scale, causal, num_splits, family
         tables = None if page_table is None else (page_table.shape, page_table.stride())
         kind = q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), tables, head_dim_v, options
         plan = self._plans.get(kind)
@@ -204,26 +210,27 @@ class CudaMlaDecode:
         return plan(q, kv_cache, page_table, cache_seqlens.contiguous())
 
 
-def plan_of(q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tuple[float, bool, int]) -> MlaPlan:
+def plan_of(
+    q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tuple[float, bool, int, Family | None]
+) -> MlaPlan:
     """The plan of a call whose sizes are served, with at least a query and a key; errors as of `CudaMlaDecode`."""
-    softmax_scale, causal, num_splits = options
+    softmax_scale, causal, num_splits, family = options
     batch, seqlen_q, heads, _ = q.shape
     entry_rows = kv_cache.shape[1]
-    m_blocks = -(-seqlen_q * heads // PAGE_ROWS)
+    problem = MlaProblem(DTYPE_NAMES[q.dtype], page_table is not None, is_split=num_splits != 1)
+    target = current_target(q.device.index)
+    traits = choose_mla(problem, seqlen_q * heads, target, family)
+    m_blocks = -(-seqlen_q * heads // traits.tile_m)
     capacity = entry_rows if page_table is None else page_table.shape[1] * entry_rows
     num_sms = _multiprocessors(q.device)
     shares = Shares.of(batch, m_blocks, -(-capacity // PAGE_ROWS), num_splits, num_sms)
-    problem = MlaProblem(DTYPE_NAMES[q.dtype], page_table is not None, shares.is_split)
-    target = current_target(q.device.index)
-    traits = choose_mla(problem, m_blocks, target)
-    from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90  # imports the compiler
-
     step = ALIGNMENT // q.element_size()
     found = row_strides(q)
     q_strides = None if found is None else usable_strides((*found, 1), step) or (*found, 1)
     of_rows = kv_cache.stride()[:2]
+    many = shares.count > MANY_PARTS * batch
     return MlaPlan(
-        kernel=compiled(FlashMlaDecodeSm90, traits, problem, target),
+        kernel=compiled(mla_kernel_class(traits), traits, problem, target),
         q_strides=q_strides,
         kv_strides=usable_strides((*of_rows, 1), step) or (*of_rows, 1),
         shares=shares,
@@ -231,12 +238,13 @@ def plan_of(q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tup
             softmax_scale=softmax_scale,
             causal=int(causal),
             shares=shares.count,
-            tile_cost=TILE_COST if 2 * batch > shares.count else 0,
+            tile_cost=TILE_COST * PAGE_ROWS // traits.tile_n if 2 * batch > shares.count else 0,
             most_parts=shares.most_parts,
-            rows_of_block=rows_of_block(batch, seqlen_q * heads, num_sms),
-            groups=MERGING_GROUPS if shares.count > MANY_PARTS * batch else 1,
+            rows_of_block=1 if many else rows_of_block(batch, seqlen_q * heads, num_sms),
+            blocks_of_row=BLOCKS_OF_ROW if many else 1,
         ),
         blocks=shares.count * m_blocks,
+        tile_m=traits.tile_m,
     )
 
 

@@ -9,9 +9,9 @@ from cuteflash.problem import DTYPES, HalfDtype
 
 LATENT_DIM = 576  # columns of Q and of the cache, whose one head is K
 LATENT_DIM_V = 512  # of these, the first are V, too
-PAGE_ROWS = 64  # rows of a page, or a divisor of them: what one step of the kernel reads
+PAGE_ROWS = 64  # rows of a page, or a divisor of them; a step of a kernel reads as many, or a divisor of these
 HEADS_MAX = 128  # query heads
-MERGING_GROUPS = 4  # warps that share a row's parts: as many as a row has blocks of 128 columns
+BLOCKS_OF_ROW = 16  # that merge a row's parts of split keys if there are many, each some columns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class MlaTensors(NamedTuple):
     cache_seqlens: Any  # (batch,) int32
     out: Any  # (batch, rows, 512)
     lse: Any  # (batch, query heads, tokens) fp32
-    partials: Any = None  # (slots, 64, 512) fp32, of split keys: see `cuteflash.core.split_slots`
-    partials_lse: Any = None  # (slots, 64) fp32
+    partials: Any = None  # (slots, tile_m, 512) fp32, of split keys: see `cuteflash.core.split_slots`
+    partials_lse: Any = None  # (slots, tile_m) fp32
     seats: Any = None  # (batch, query tiles, 2) int32: the first and the last seat that has keys of a tile
 
 
@@ -56,7 +56,7 @@ class MlaScalars(NamedTuple):
     softmax_scale: Any  # Float32
     causal: Any  # Int32: 1 if a query sees the keys up to its own position only, else 0
     shares: Any  # Int32: blocks between which the keys of a query tile of all sequences are shared
-    tile_cost: Any  # Int32: what a query tile costs beside its pages, in pages, as shares count it
+    tile_cost: Any  # Int32: what a query tile costs beside its keys, in steps of the kernel, as shares count it
     most_parts: Any  # Int32: parts of a query tile's keys at most, 2 or more; of split keys
-    rows_of_block: Any  # Int32: rows whose parts a block merges, a divisor of 64
-    groups: Any  # Int32: 1, or MERGING_GROUPS if a row has so many parts that several warps share them
+    rows_of_block: Any  # Int32: rows whose parts a block merges, a divisor of tile_m
+    blocks_of_row: Any  # Int32: 1, or BLOCKS_OF_ROW if rows may have many parts

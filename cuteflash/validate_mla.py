@@ -10,6 +10,7 @@ from torch import Tensor
 from cuteflash import mla_problem
 from cuteflash.mla_problem import HEADS_MAX
 from cuteflash.problem import LENGTH_MAX
+from cuteflash.traits.arch import FAMILIES
 from cuteflash.validate import (
     DIMS,
     FP8_DTYPES,
@@ -40,12 +41,14 @@ class MlaOptions(NamedTuple):
         softmax_scale: factor of the scores, positive and finite; None is ``1 / sqrt(head_dim)``.
         causal: the last query is aligned with the last row, and a query sees no row after its own.
         num_splits: into how many parts a sequence's rows are cut at most; 1 is none, 0 leaves it to a heuristic.
+        family: kernel family, ``"sm80"`` or ``"sm90"``; None is the best of the GPU. CPU tensors ignore it.
     """
 
     head_dim_v: int = LATENT_DIM
     softmax_scale: float | None = None
     causal: bool = False
     num_splits: int = 0
+    family: str | None = None
 
     def scale(self, head_dim: int) -> float:
         """The factor of the scores."""
@@ -106,6 +109,8 @@ def check_mla_options(options: MlaOptions) -> None:
         raise ValueError(f"softmax_scale is {scale}; allowed: {SCALES}")
     if options.num_splits < 0:
         raise ValueError(f"num_splits is {options.num_splits}; allowed: {SPLITS}")
+    if options.family is not None and options.family not in FAMILIES:
+        raise ValueError(f"family is {options.family!r}; allowed: None, {', '.join(map(repr, FAMILIES))}")
 
 
 def _check_lengths(inputs: MlaInputs) -> None:

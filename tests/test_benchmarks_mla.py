@@ -52,15 +52,17 @@ def test_everything_is_checked_timed_and_reported(
 ) -> None:
     monkeypatch.setattr(mla, "L2_BYTES", 1)
     monkeypatch.setattr(mla, "attend", right)
+    monkeypatch.setattr(mla, "attend_sm80", right)
     path = tmp_path / "mla.json"
     mla.run([EQUAL], CPU, path, 1)
-    monkeypatch.setattr(mla, "attend", lambda caches: right(caches) * 1.1)
+    monkeypatch.setattr(mla, "attend_sm80", lambda caches: right(caches) * 1.1)  # the other family alone is wrong
     result = json.loads(path.read_text())
     result["shapes"] += mla.run([MIXED], CPU, None, 1)["shapes"]
     path.write_text(json.dumps(result))
     assert mla.main(["--from", str(path)]) == 1
     found = capsys.readouterr().out
-    assert "| 2 × 192, 4 heads | " in found
+    (line,) = (line for line in found.splitlines() if line.startswith("| 2 × 192, 4 heads | "))
+    assert line.endswith(f" | {result['shapes'][0]['sm80']:.1f} |") and line.count("|") == 8
     assert "| 3 mixed up to 130, 4 heads, 2 queries | wrong: rms error" in found
 
 

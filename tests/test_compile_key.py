@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import sys
 
@@ -13,6 +14,7 @@ from cuteflash.compile.imports import files_imported_by
 from cuteflash.compile.key import PACKAGE, cache_key, source_fingerprint
 from cuteflash.dispatch import KERNELS, kernel_modules
 from cuteflash.problem import FwdProblem, Storage
+from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import KINDS
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
@@ -56,6 +58,12 @@ def test_every_part_of_a_problem_is_part_of_the_key() -> None:
         dataclasses.replace(PROBLEM, storage=Storage(used_k=True)),
     ]
     assert len({digest(TRAITS, problem) for problem in problems}) == len(problems)
+
+
+@pytest.mark.parametrize("traits", [TRAITS, FwdTraitsSm90(128, 128, 128, 128), MlaTraitsSm90()])
+def test_a_key_comes_out_of_a_file_as_it_went_in(traits: object) -> None:
+    key = cache_key(ToyKernel, traits, PROBLEM, "sm_80")
+    assert json.loads(json.dumps(key)) == key
 
 
 def test_kernel_and_target_are_part_of_the_key() -> None:

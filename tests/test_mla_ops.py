@@ -141,7 +141,8 @@ def test_opcheck(is_paged: bool) -> None:
 def test_the_schema() -> None:
     assert str(MLA._schema) == (
         "cuteflash::mla_decode(Tensor q, Tensor kv_cache, Tensor cache_seqlens, Tensor? page_table=None, "
-        "int head_dim_v=512, float? softmax_scale=None, bool causal=False, int num_splits=0) -> (Tensor, Tensor)"
+        "int head_dim_v=512, float? softmax_scale=None, bool causal=False, int num_splits=0, "
+        "str? family=None) -> (Tensor, Tensor)"
     )
 
 
@@ -259,6 +260,7 @@ BAD_OPTIONS: dict[str, tuple[Any, str]] = {
     "head_dim_v": (256, "head_dim_v is 256; allowed: 512"),
     "softmax_scale": (0.0, "softmax_scale is 0.0; allowed: None or a positive number"),
     "num_splits": (-1, r"num_splits is -1; allowed: 0 \(a heuristic\)"),
+    "family": ("sm70", "family is 'sm70'; allowed: None, 'sm80', 'sm90'"),
 }
 
 
@@ -291,6 +293,7 @@ def test_options_that_are_refused(name: str) -> None:
         ({"causal": 1}, TypeError, "causal is 1; allowed: True, False"),
         ({"softmax_scale": "1"}, TypeError, "softmax_scale is '1', a str; allowed: None or a positive"),
         ({"num_splits": None}, TypeError, "num_splits is None; allowed: 0"),
+        ({"family": 80}, TypeError, "family is 80; allowed: None, 'sm80', 'sm90'"),
         ({"return_lse": 0}, TypeError, "return_lse is 0; allowed: True, False"),
     ],
     ids=str,
@@ -381,11 +384,11 @@ def test_a_launch_gets_tensors_and_resolved_options() -> None:
     run, recorder = cuda()
     q, cache, lengths, table = built(dtype=torch.bfloat16).values()
     run(q, cache, lengths, table)
-    run(q, cache, lengths, None if table is None else table, 512, 0.3, True, 4)
+    run(q, cache, lengths, None if table is None else table, 512, 0.3, True, 4, "sm80")
     (first, defaults), (second, options) = recorder.calls
     assert all(x is y for found in (first, second) for x, y in zip(found, (q, cache, table, lengths), strict=True))
-    assert defaults == {"head_dim_v": 512, "softmax_scale": 576**-0.5, "causal": False, "num_splits": 0}
-    assert options == {"head_dim_v": 512, "softmax_scale": 0.3, "causal": True, "num_splits": 4}
+    assert defaults == {"head_dim_v": 512, "softmax_scale": 576**-0.5, "causal": False, "num_splits": 0, "family": None}
+    assert options == {"head_dim_v": 512, "softmax_scale": 0.3, "causal": True, "num_splits": 4, "family": "sm80"}
 
 
 def test_nothing_is_launched_without_rows_or_queries() -> None:

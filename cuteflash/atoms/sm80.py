@@ -36,6 +36,20 @@ def tiled_mma(dtype: type[cutlass.Numeric], warps_m: int, warps_n: int = 1) -> c
     )
 
 
+def tiled_mma_by_columns(
+    dtype: type[cutlass.Numeric], warps_m: int, warps_n: int, columns: int, deep: int = MMA_K
+) -> cute.TiledMma:
+    """As `tiled_mma`, but each warp has `columns` neighbouring ones of N, and `deep` of K at a time.
+
+    If these are 32, ldmatrix.x4 feeds a warp that has as few as 8 columns, too.
+    """
+    op = warp.MmaF16BF16Op(dtype, Float32, (MMA_M, MMA_N, MMA_K))
+    order = cute.make_layout((MMA_N, warps_n, columns // MMA_N), stride=(1, columns, MMA_N))
+    return cute.make_tiled_mma(
+        op, cute.make_layout((warps_m, warps_n, 1)), permutation_mnk=(warps_m * MMA_M, order, deep)
+    )
+
+
 def ldmatrix(dtype: type[cutlass.Numeric], transpose: bool = False) -> cute.CopyAtom:
     """Four 8x8 matrices a warp and instruction; `transpose` for an operand whose k extent runs over rows."""
     return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype)

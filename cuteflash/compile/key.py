@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
@@ -51,7 +52,8 @@ def cache_key(kernel_cls: type, traits: Any, problem: Any, target: str) -> dict[
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {"type": type(value).__name__, **dataclasses.asdict(value)}
+    """As a file gives them back, in which a tuple is a list: an entry's key is compared with the one asked for."""
+    return json.loads(json.dumps({"type": type(value).__name__, **dataclasses.asdict(value)}))  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -15,8 +15,12 @@ from cutlass import Float32, Int32, const_expr
 
 from cuteflash.core.lengths import Index, Sequence
 from cuteflash.core.mask import IntervalMask
+from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.split import Line, each_part
 from cuteflash.core.tile import QueryTile
+from cuteflash.mla_problem import MlaProblem, MlaScalars, MlaTensors
+
+LINE_WORDS = 32  # of four bytes, in a line of the caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class LatentMask(IntervalMask):
 
 @dataclasses.dataclass(frozen=True)
 class LatentPages:
-    """Where the pages of 64 rows lie that a sequence consists of; for Python ints and traced values.
+    """Where the pages of `tile_n` rows lie that a sequence consists of; for Python ints and traced values.
 
     Attributes:
         table: (sequences, pages of each), numbers of entries of the cache; None if a sequence is an entry.
@@ -61,12 +65,28 @@ class LatentPages:
     table: Any | None
     per_entry: Any | None
 
+    @classmethod
+    def of(cls, problem: MlaProblem, tensors: MlaTensors, tile_n: int) -> LatentPages:
+        """The pages of a launch."""
+        if not problem.is_paged:
+            return cls(None, None)
+        per_entry = cute.fast_divmod_create_divisor_v2(tensors.kv_cache.shape[1] // tile_n)
+        return cls(tensors.page_table, per_entry)
+
     def place(self, sequence: Index, page: Index) -> tuple[Index, Index]:
         """(page in its entry, entry) of a page that the sequence has: no other is looked up."""
         if self.table is None:
             return page, sequence
         slot, inside = divmod(page, self.per_entry)
         return inside, self.table[sequence, slot]
+
+
+class LatentLine(Line):
+    """The sequences laid end to end; query tiles are lanes, so that a line has one tile of each."""
+
+    def tiles(self, launch: LatentLaunch, sequence: Sequence) -> tuple[int, Index]:
+        """(query tiles of a line, units of each) of a sequence: a constant, by which nothing has to be divided."""
+        return 1, launch.mask_of(sequence).most_blocks(launch.tile_m, launch.tile_n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,21 +114,48 @@ class LatentLaunch:
     step: Int32
     scale_log2: Float32
     m_blocks: Int32
-    line: Line | None
+    line: LatentLine | None
     tile_cost: Int32
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     in_step: cutlass.Constexpr[bool]
 
-    @property
-    def tile_tokens(self) -> Int32:
-        """Rows of what a line holds as one tile of a sequence; query tiles are its lanes."""
-        return self.rows
+    @classmethod
+    def of(cls, traits, problem: MlaProblem, tensors: MlaTensors, scalars: MlaScalars) -> LatentLaunch:
+        """The launch of a kernel with `traits`."""
+        batch, rows, _ = tensors.q.shape
+        m_blocks = cute.ceil_div(rows, traits.tile_m)
+        capacity = tensors.kv_cache.shape[1]
+        if problem.is_paged:
+            capacity = tensors.page_table.shape[1] * capacity
+        return cls(
+            lengths=tensors.cache_seqlens,
+            capacity=capacity,
+            rows=rows,
+            heads=tensors.lse.shape[1],
+            step=scalars.causal,
+            scale_log2=scalars.softmax_scale * LOG2_E,
+            m_blocks=m_blocks,
+            line=LatentLine(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if problem.is_split else None,
+            tile_m=traits.tile_m,
+            tile_n=traits.tile_n,
+            tile_cost=scalars.tile_cost,
+            in_step=traits.cluster > 1,
+        )
 
     def sequence(self, index: Int32) -> Sequence:
         """The rows and the keys of a sequence."""
         keys = cutlass.max(cutlass.min(self.lengths[index], self.capacity), 0)
         return Sequence(0, self.rows, 0, keys)
+
+    @cute.jit
+    def fetch_lengths(self):
+        """Bring the lengths into L2, a line a thread. The launch before this one may still write them: a copy in L2
+        follows what is written.
+        """
+        first = cute.arch.thread_idx()[0] * LINE_WORDS
+        if first < self.lengths.shape[0]:
+            cute.arch.prefetch((self.lengths.iterator + first).llvm_ptr, cache_level="L2")
 
     def mask_of(self, sequence: Sequence) -> LatentMask:
         """The keys that each row of a sequence sees."""
@@ -141,6 +188,18 @@ class LatentLaunch:
             tokens=self.tile_m,
             packed_heads=1,
         )
+
+
+def entries_last(tensor: cute.Tensor) -> cute.Tensor:
+    """A (n, rows, columns) tensor seen as (rows, columns, n)."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0]))
+
+
+def rows_of_lse(lse: cute.Tensor) -> cute.Tensor:
+    """The log-sum-exps, (batch, heads, tokens), seen as (batch, 1, rows), a row being (token, head), heads first."""
+    batch, heads, tokens = lse.shape
+    layout = cute.make_layout((batch, 1, (heads, tokens)), stride=(lse.stride[0], 0, lse.stride[1:]))
+    return cute.make_tensor(lse.iterator, layout)
 
 
 @cute.jit

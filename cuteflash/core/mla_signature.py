@@ -9,11 +9,11 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES
-from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS, MlaProblem, MlaScalars, MlaTensors
+from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
 
 
-def mla_fake_args(problem: MlaProblem) -> tuple[Any, ...]:
-    """Fake arguments of `FlashMlaDecodeSm90.__call__`: `MlaTensors`, `MlaScalars`, and torch's current stream.
+def mla_fake_args(problem: MlaProblem, tile_m: int) -> tuple[Any, ...]:
+    """Fake arguments of a kernel with tiles of `tile_m` rows: `MlaTensors`, `MlaScalars`, and torch's current stream.
 
     Every length is symbolic, and every stride but the last of Q, the cache and O a symbolic 64-bit multiple of 16
     bytes; O, LSE and the lengths are compact.
@@ -33,7 +33,7 @@ def mla_fake_args(problem: MlaProblem) -> tuple[Any, ...]:
     partials = partials_lse = seats = None
     if problem.is_split:
         slots, m_blocks = (cute.sym_int32(symbol=name) for name in ("slots", "m_blocks"))
-        shape = slots, PAGE_ROWS, LATENT_DIM_V
+        shape = slots, tile_m, LATENT_DIM_V
         partials = make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=ALIGN_BYTES)
         partials_lse = make_fake_compact_tensor(Float32, shape[:2], stride_order=(1, 0), assumed_align=4)
         seats = make_fake_compact_tensor(Int32, (batch, m_blocks, 2), stride_order=(2, 1, 0), assumed_align=4)

@@ -94,6 +94,10 @@ class MlaTraitsSm90:
         """Shared memory of a block."""
         return plan_bytes(self.smem_plan)
 
+    def serves(self, rows: int) -> bool:
+        """Whether sequences of so many query rows are decoded like this: a cluster has tiles of one sequence."""
+        return -(-rows // self.tile_m) % self.cluster == 0
+
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
         if self.family not in arch.families:

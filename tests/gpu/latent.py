@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
+from cuteflash.traits.arch import Family
 from tests.gpu.checks import DTYPES, assert_close_to, poisoned
 
 SCALE = 0.1  # of scores: with normal rows their standard deviation is 2.4
@@ -83,18 +84,21 @@ def reference(
     return torch.stack(outs), torch.stack(lses)
 
 
-def run(case: LatentCase, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> tuple[Tensor, Tensor]:
-    """O and LSE from the kernel, into poisoned memory."""
+def run(
+    case: LatentCase, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], family: Family | None
+) -> tuple[Tensor, Tensor]:
+    """O and LSE from a family's kernel, into poisoned memory."""
     from cuteflash.mla_planning import CudaMlaDecode
 
+    options = {"softmax_scale": SCALE, "causal": case.causal, "num_splits": case.num_splits}
     with poisoned():
-        return CudaMlaDecode()(*inputs, softmax_scale=SCALE, causal=case.causal, num_splits=case.num_splits)
+        return CudaMlaDecode()(*inputs, **options, family=family)
 
 
-def check(case: LatentCase, device: torch.device, seed: int = 0) -> None:
+def check(case: LatentCase, device: torch.device, family: Family | None, seed: int = 0) -> None:
     """Run a case on fresh inputs and judge every element."""
     q, cache, table, lengths = case.inputs(device, seed)
-    out, lse = run(case, (q, cache, table, lengths))
+    out, lse = run(case, (q, cache, table, lengths), family)
     exact, exact_lse = reference(q, cache, table, case, torch.float32)
     low, _ = reference(q, cache, table, case, q.dtype)
     assert out.shape == exact.shape and out.dtype == q.dtype

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuteflash import append_latents, flash_attn_func, flash_mla_decode, merge_attn_states
+from cuteflash import append_latents, flash_attn_func, flash_mla_decode, merge_attn_states, mla_ops, mla_planning
 from cuteflash.compat import flash_attn_interface, flash_mla
 from cuteflash.nn import MultiHeadLatentAttention
+from cuteflash.traits.arch import Family
 from tests.gpu.checks import Case, assert_lse_close_to, reference
 
 pytestmark = pytest.mark.gpu
@@ -65,6 +66,19 @@ def assert_as_exact(out: Tensor, low: Tensor, exact: Tensor, factor: float = 2.0
     assert float(ours) <= factor * float(theirs)
 
 
+@pytest.fixture
+def decoded_by(family: Family, monkeypatch: pytest.MonkeyPatch) -> Family:
+    """The family that decodes in calls that name none."""
+    decode = mla_planning.CudaMlaDecode()
+
+    def chosen(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return decode(*tensors, **options | {"family": family})
+
+    monkeypatch.setattr(mla_ops.mla_decode_cuda, "decode", chosen)
+    return family
+
+
+@pytest.mark.usefixtures("decoded_by")
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.no_grad()
@@ -111,6 +125,7 @@ def test_prompts_in_chunks(cut: int, family: str, device: torch.device) -> None:
     assert_lse_close_to(lse, exact_lse, case)
 
 
+@pytest.mark.usefixtures("decoded_by")
 def test_other_libraries_calls(device: torch.device) -> None:
     cache, table = cache_of(True, torch.bfloat16, device)
     append_latents(cache, torch.randn(4, 140, 576, device=device).bfloat16(), 0, page_table=table)

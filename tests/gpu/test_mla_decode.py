@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from cuteflash.dispatch import MLA_ROWS
+from cuteflash.traits.arch import Family, arch_of_capability
+from cuteflash.traits.mla_sm80 import MlaTraitsSm80
+from cuteflash.traits.rows_mla_sm80 import ROWS as SM80_ROWS
 from tests.gpu.latent import LatentCase, check, run
 
 pytestmark = pytest.mark.gpu
@@ -29,58 +35,75 @@ CASES = [
     LatentCase((20000,), 16),
     LatentCase((20000, 3), 128, num_splits=2),
     LatentCase((3000, *(70,) * 150), 16),
+    *(LatentCase((700, 31, 33, 0), heads, seqlen_q=3) for heads in (5, 6, 10, 11, 21, 22)),  # around 16, 32, 64 rows
+    *(LatentCase((3000, *(70,) * 150), heads) for heads in (40, 65)),  # a block merges two rows, and four
+    LatentCase((40000, *(70,) * 150), 16),  # more parts of one sequence than a block loads at a time
 ]
+ROW_CASES = [LatentCase((129, 0, 1, 700, 64), heads, seqlen_q=tokens) for heads, tokens in ((1, 1), (16, 1), (40, 3))]
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", SMOKE, ids=str)
-def test_small(case: LatentCase, hopper_gpu: torch.device) -> None:
-    check(case, hopper_gpu)
+def test_small(case: LatentCase, family: Family, cuda: torch.device) -> None:
+    check(case, cuda, family)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_right(case: LatentCase, hopper_gpu: torch.device) -> None:
-    check(case, hopper_gpu)
+def test_right(case: LatentCase, family: Family, cuda: torch.device) -> None:
+    check(case, cuda, family)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_runs_are_bitwise_equal(heads: int, hopper_gpu: torch.device) -> None:
+@pytest.mark.parametrize("case", ROW_CASES, ids=str)
+@pytest.mark.parametrize("row", SM80_ROWS, ids=lambda row: f"{row.tile_m}x{row.tile_n}")
+def test_rows_that_other_devices_take(
+    row: MlaTraitsSm80, case: LatentCase, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of the sm80 family, also those for devices with less shared memory and for other numbers of heads."""
+    found = dataclasses.replace(row, least_rows=1)
+    if found.check(arch_of_capability(*torch.cuda.get_device_capability(cuda))) is not None:
+        pytest.skip("does not fit this device")
+    monkeypatch.setitem(MLA_ROWS, "sm80", (found,))
+    check(case, cuda, "sm80")
+
+
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_runs_are_bitwise_equal(heads: int, family: Family, cuda: torch.device) -> None:
     case = LatentCase((4113, 700, 1, 0, 129), heads, seqlen_q=2)
-    inputs = case.inputs(hopper_gpu)
-    first = run(case, inputs)
+    inputs = case.inputs(cuda)
+    first = run(case, inputs, family)
     for _ in range(1000):
-        again = run(case, inputs)
+        again = run(case, inputs, family)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_strides_of_queries_and_lengths_that_change(hopper_gpu: torch.device) -> None:
+def test_strides_of_queries_and_lengths_that_change(family: Family, cuda: torch.device) -> None:
     """Q of another layout, and other lengths, with the plan of the first call."""
     from cuteflash.mla_planning import CudaMlaDecode
 
     case = LatentCase((500, 300), 16, seqlen_q=2)
-    q, cache, table, lengths = case.inputs(hopper_gpu)
+    q, cache, table, lengths = case.inputs(cuda)
     decode = CudaMlaDecode()
-    options = {"softmax_scale": 0.1, "causal": True, "num_splits": 0}
+    options = {"softmax_scale": 0.1, "causal": True, "num_splits": 0, "family": family}
     expected = decode(q, cache, table, lengths, **options)
     heads_first = q.transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.full((2, 2, 16, 600), torch.nan, dtype=q.dtype, device=hopper_gpu)
+    wide = torch.full((2, 2, 16, 600), torch.nan, dtype=q.dtype, device=cuda)
     wide[..., :576] = q
     for other in (heads_first, wide[..., :576]):
         assert all(torch.equal(a, b) for a, b in zip(decode(other, cache, table, lengths, **options), expected))
-    shorter = torch.tensor([70, 300], dtype=torch.int32, device=hopper_gpu)
+    shorter = torch.tensor([70, 300], dtype=torch.int32, device=cuda)
     out, _ = decode(q, cache, table, shorter, **options)
     assert torch.equal(out[1], expected[0][1]) and not torch.equal(out[0], expected[0][0])
 
 
-def test_a_graph_replays_with_other_lengths(hopper_gpu: torch.device) -> None:
+def test_a_graph_replays_with_other_lengths(family: Family, cuda: torch.device) -> None:
     from cuteflash.mla_planning import CudaMlaDecode
 
     case = LatentCase((2000, 300), 16)
-    q, cache, table, lengths = case.inputs(hopper_gpu)
+    q, cache, table, lengths = case.inputs(cuda)
     decode = CudaMlaDecode()
-    options = {"softmax_scale": 0.1, "causal": True, "num_splits": 0}
+    options = {"softmax_scale": 0.1, "causal": True, "num_splits": 0, "family": family}
     eager = decode(q, cache, table, lengths, **options)
-    shorter = torch.tensor([100, 299], dtype=torch.int32, device=hopper_gpu)
+    shorter = torch.tensor([100, 299], dtype=torch.int32, device=cuda)
     expected = decode(q, cache, table, shorter, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -25,13 +25,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.core.latent import LatentLaunch, LatentPages
+from cuteflash.core.latent import LatentLaunch, LatentPages, entries_last, rows_of_lse
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
-from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.split import Line
 from cuteflash.core.views import transposed
-from cuteflash.kernels.sm90.mla_combine import WARP, WARPS, LatentParts, combine
+from cuteflash.kernels.common.mla_combine import THREADS, LatentParts, combine
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
 from cuteflash.kernels.sm90.mla_decode_load import load
 from cuteflash.kernels.sm90.mla_decode_mma import consume
@@ -58,7 +56,7 @@ class FlashMlaDecodeSm90:
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with."""
-        return mla_fake_args(self.problem)
+        return mla_fake_args(self.problem, self.traits.tile_m)
 
     # Layouts and atoms, callable without a launch.
 
@@ -129,37 +127,15 @@ class FlashMlaDecodeSm90:
         scalars = MlaScalars(*scalars)
         traits = self.traits
         batch, rows, _ = tensors.q.shape
-        heads, m_blocks = tensors.lse.shape[1], cute.ceil_div(rows, traits.tile_m)
-        entry_rows = tensors.kv_cache.shape[1]
-        pages, capacity = LatentPages(None, None), entry_rows
-        if const_expr(self.problem.is_paged):
-            per_entry = cute.fast_divmod_create_divisor_v2(entry_rows // traits.tile_n)
-            pages, capacity = LatentPages(tensors.page_table, per_entry), tensors.page_table.shape[1] * entry_rows
-        launch = LatentLaunch(
-            lengths=tensors.cache_seqlens,
-            capacity=capacity,
-            rows=rows,
-            heads=heads,
-            step=scalars.causal,
-            scale_log2=scalars.softmax_scale * LOG2_E,
-            m_blocks=m_blocks,
-            line=Line(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if self.problem.is_split else None,
-            tile_m=traits.tile_m,
-            tile_n=traits.tile_n,
-            tile_cost=scalars.tile_cost,
-            in_step=traits.cluster > 1,
-        )
-        tokens = tensors.lse.shape[2]
-        mLSE = cute.make_tensor(
-            tensors.lse.iterator,
-            cute.make_layout((batch, 1, (heads, tokens)), stride=(tensors.lse.stride[0], 0, tensors.lse.stride[1:])),
-        )
+        launch = LatentLaunch.of(traits, self.problem, tensors, scalars)
+        pages = LatentPages.of(self.problem, tensors, traits.tile_n)
+        mLSE = rows_of_lse(tensors.lse)
         parts = None
         if const_expr(self.problem.is_split):
             parts = LatentParts(tensors.partials, tensors.partials_lse, tensors.seats)
         gO = entries_last(tensors.out)
         self.kernel(self.make_tma(tensors), gO, mLSE, launch, pages, parts).launch(
-            grid=(scalars.shares * m_blocks, 1, 1),
+            grid=(scalars.shares * launch.m_blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             cluster=(traits.cluster, 1, 1) if traits.cluster > 1 else None,
             stream=stream,
@@ -167,9 +143,9 @@ class FlashMlaDecodeSm90:
             use_pdl=True,
         )
         if const_expr(self.problem.is_split):
-            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.groups).launch(
-                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.groups),
-                block=(WARPS * WARP, 1, 1),
+            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.blocks_of_row).launch(
+                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.blocks_of_row),
+                block=(THREADS, 1, 1),
                 stream=stream,
                 use_pdl=True,
             )
@@ -197,6 +173,7 @@ class FlashMlaDecodeSm90:
             with cute.arch.elect_one():
                 rings.init()
             cute.arch.mbarrier_init_fence()
+        launch.fetch_lengths()
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
         cute.arch.griddepcontrol_wait()  # and this one has, perhaps
         self.sync_cluster()
@@ -224,12 +201,9 @@ class FlashMlaDecodeSm90:
             cute.arch.cluster_wait()
 
     @cute.kernel
-    def combine(self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, groups: Int32):
+    def combine(
+        self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, blocks_of_row: Int32
+    ):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        combine(parts, gO, mLSE, rows_of_block, groups, self.traits.tile_m)
-
-
-def entries_last(tensor: cute.Tensor) -> cute.Tensor:
-    """A (n, rows, columns) tensor seen as (rows, columns, n)."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0]))
+        combine(parts, gO, mLSE, rows_of_block, blocks_of_row, self.traits.tile_m)

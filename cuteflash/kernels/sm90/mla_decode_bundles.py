@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from cuteflash.atoms.barriers import arrive, arrive_in_cluster, wait_phase
 from cuteflash.core.latent import LatentLaunch, LatentPages
-from cuteflash.kernels.sm90.mla_combine import LatentParts
+from cuteflash.kernels.common.mla_combine import LatentParts
 
 SLABS_BUT_LAST, LAST_SLAB = 0, 1  # parts of Q
 LEFT, RIGHT = 0, 1  # halves of a page: V's columns of the first warpgroup, and of the second; K's last ones are RIGHT

@@ -6,15 +6,14 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, const_expr
 
 from cuteflash.atoms.barriers import arrive
-from cuteflash.core.convert import round_pair
 from cuteflash.core.finish import write_lse
 from cuteflash.core.softmax import LN_2, quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.sm90.mla_combine import PAIR, chunk_of, copy_chunk
+from cuteflash.kernels.common.mla_output import write_rows
 from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
 from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M
@@ -74,13 +73,4 @@ def write_whole(block: MlaBlock, half: Half, columns: cute.Tensor, tile: QueryTi
     """
     if const_expr(half.who == 0):
         write_lse(lse, half.scores, tile, block.mLSE)
-    dtype = block.gO.element_type
-    rows = tile.rows()
-    for r in cutlass.range_constexpr(ROWS):
-        row = half.scores.row(r)
-        if row < rows:
-            line = block.gO[tile.first_row + row, None, tile.batch]
-            for c in cutlass.range_constexpr(0, cute.size(half.out.shape[1]), PAIR):
-                pair = cute.make_rmem_tensor(PAIR, dtype)
-                cute.recast_tensor(pair, Uint32)[0] = round_pair(half.out[r, c], half.out[r, c + 1], dtype)
-                copy_chunk(pair, chunk_of(line, columns[0, c][1], PAIR))
+    write_rows(block.gO, half.scores, half.out, columns, tile)

@@ -42,6 +42,8 @@ def load_tile(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, q_pos
     # Pages that are loaded before the last slab of Q: none of the block's first tile, which would wait for them.
     ahead = cutlass.min(first + cutlass.min(q_pos, 1), end)
     place = place_of(block, tile, first, end)
+    if q_pos > 0:
+        fetch_q(block, tile)
     load_q(block, tile, q_pos, range(SLABS - 1), SLABS_BUT_LAST)
     kv_pos, place = load_pages(kernel, block, tile, (first, first, ahead, end), place, kv_pos)
     load_q(block, tile, q_pos, range(SLABS - 1, SLABS), LAST_SLAB)
@@ -83,6 +85,14 @@ def place_of(block: MlaBlock, tile: QueryTile, page: Int32, end: Int32):
     return inside, entry
 
 
+def fetch_q(block: MlaBlock, tile: QueryTile) -> None:
+    """Bring a tile's rows of Q into L2, while the last tile's are still needed."""
+    _, tQgQ = q_boxes(block, tile)
+    with cute.arch.elect_one():
+        for slab in range(SLABS):
+            cute.prefetch(block.tma.load_q, tQgQ[None, slab])
+
+
 @cute.jit
 def load_q(
     block: MlaBlock,
@@ -92,13 +102,12 @@ def load_q(
     part: cutlass.Constexpr[int],
 ):
     """Load slabs of the tile's rows of Q once the last tile's are not needed any more; rows past the last become 0."""
-    rings, tma, stages = block.rings, block.tma, block.tiles.sQ_slabs
+    rings, tma = block.rings, block.tma
     wait_phase(rings.q_empty + part, (q_pos & 1) ^ 1)
+    tQsQ, tQgQ = q_boxes(block, tile)
     with cute.arch.elect_one():
         nbytes = len(slabs) * WGMMA_M * SLAB * ELEMENT_BYTES
         cute.arch.mbarrier_arrive_and_expect_tx(rings.q_full + part, nbytes)
-    boxes = cute.local_tile(tma.gQ[None, None, tile.batch], (WGMMA_M, SLAB), (tile.m_block, None))
-    tQsQ, tQgQ = atoms.tma_partition(tma.load_q, stages, boxes)
     for slab in cutlass.range_constexpr(slabs.start, slabs.stop):
         cute.copy(tma.load_q, tQgQ[None, slab], tQsQ[None, slab], tma_bar_ptr=rings.q_full + part)
 
@@ -132,3 +141,9 @@ def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, In
             for slab in cutlass.range_constexpr(first, end):
                 target = tKsK[None, page * SLABS + slab]
                 cute.copy(tma.load_k, tKgK[None, slab], target, tma_bar_ptr=barrier, mcast_mask=everyone)
+
+
+def q_boxes(block: MlaBlock, tile: QueryTile) -> tuple[cute.Tensor, cute.Tensor]:
+    """(slabs of Q in shared memory, slabs of a tile's rows), partitioned for TMA."""
+    boxes = cute.local_tile(block.tma.gQ[None, None, tile.batch], (WGMMA_M, SLAB), (tile.m_block, None))
+    return atoms.tma_partition(block.tma.load_q, block.tiles.sQ_slabs, boxes)
