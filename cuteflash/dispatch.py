@@ -38,6 +38,7 @@ KERNELS: dict[type[Any], tuple[str, str]] = {
     BwdTraitsSm80: ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
     BwdTraitsSm90: ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
     BwdTwoPassTraitsSm90: ("cuteflash.kernels.sm90.bwd_two_pass", "FlashBwdTwoPassSm90"),
+    MlaTraitsSm90: ("cuteflash.kernels.sm90.mla_decode", "FlashMlaDecodeSm90"),
 }
 
 

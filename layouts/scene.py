@@ -1,8 +1,9 @@
 """The scene of one kernel row: its tiles, fragments, steps and budgets, as plain values.
 
-Axes are m (query row), n (key row), d (column of Q and K) and e (column of V and O); a tensor is a pair of them, and
-its gradient has the same. An element of a tile or fragment is the number `row + rows * col`. The readers
-(`layouts/read_*.py`) fill a scene from the kernel's own classes; pages and pictures are made from `as_dict`.
+Axes are m (query row), n (key row), d (column of Q and K), r (of latent attention, those of their columns that V does
+not have) and e (column of V and O); a tensor is a pair of them, and its gradient has the same. An element of a tile or
+fragment is the number `row + rows * col`. The readers (`layouts/read_*.py`) fill a scene from the kernel's own classes;
+pages and pictures are made from `as_dict`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cuteflash.problem import Operation
-
 from .algebra import ComposedLayout, Layout, Swizzle
 
-Axis = Literal["m", "n", "d", "e"]
+Axis = Literal["m", "n", "d", "r", "e"]
 Space = Literal["global", "shared"]
 Phase = Literal["prologue", "loop", "epilogue"]
 Kind = Literal[
@@ -53,10 +52,13 @@ _AXES: dict[str, tuple[Axis, Axis]] = {
     "P": ("m", "n"),
     "V": ("n", "e"),
     "O": ("m", "e"),
+    "Qr": ("m", "r"),
+    "Kr": ("n", "r"),
 }
 AXES = _AXES | {f"d{tensor}": axes for tensor, axes in _AXES.items()}
 # The tensors that a page draws together, in the order of its lanes and sections.
-LANES: dict[Operation, tuple[tuple[str, ...], ...]] = {
+LANES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "mla": (("Q", "Qr"), ("K", "Kr"), ("S", "P"), ("V",), ("O",)),
     "fwd": (("Q",), ("K",), ("S", "P"), ("V",), ("O",)),
     "bwd": (("Q",), ("K",), ("S", "P"), ("V",), ("dO",), ("dP", "dS"), ("dV",), ("dK",), ("dQ",)),
 }
@@ -64,6 +66,7 @@ AXIS_LABELS: dict[Axis, str] = {
     "m": "query",
     "n": "key",
     "d": "column of Q and K",
+    "r": "column of Q and K beside V's",
     "e": "column of V and O",
 }
 
@@ -213,7 +216,7 @@ class Scene:
         id: unique among the rows, usable as a file name.
         kernel: name, module, operation, family, arch, dtype, head dims, mask, traits and where they come from.
         sizes: extent of each axis in one tile.
-        loop: what the loop of a tile runs over, "key blocks" or "query blocks".
+        loop: what the loop of a tile runs over, "key blocks", "query blocks" or "pages".
         budget: see `layouts.budget`.
     """
 
