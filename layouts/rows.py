@@ -319,8 +319,8 @@ def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) ->
         raise ValueError(f"{step.id} touches {touch.id} not by lanes of shared memory")
     tile = scene.tile(touch.id)
     offsets = tile.offsets(swizzled).reshape(-1)  # stage 0 comes first
-    threads, values, instructions = (mode.size() for mode in touch.tv.modes())
-    first = touch.tv.indices().reshape(instructions, values, threads)[:, 0, :]  # a lane's first element
+    first = touch.elements()[:, 0, :]  # a lane's first element
+    instructions, threads = first.shape
     addresses = tile.base + offsets[first] * tile.element_bytes
     warps = addresses.reshape(instructions, threads // WARP, WARP)
     asynchronous = step.kind == "cp.async"

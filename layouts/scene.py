@@ -114,6 +114,7 @@ class Fragment:
         registers: 32-bit registers a thread.
         place_of: the fragment whose registers it takes over; empty if it has its own.
         live: of `registers`, those that are live at a time; 0 is all.
+        tv_swizzle: as of `Touch`.
     """
 
     id: str
@@ -127,6 +128,7 @@ class Fragment:
     place_of: str = ""
     live: int = 0
     note: str = ""
+    tv_swizzle: Swizzle | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class Touch:
         first_thread: index i of the thread mode is thread `first_thread + i` of the block. If whole warpgroups
             issue, all their threads have the same elements.
         lane_bytes: bytes that a lane accesses in shared memory; None if no bank is involved.
+        tv_swizzle: on the element numbers of `tv`, whose first bits are the row's; None if there is none.
     """
 
     id: str
@@ -145,6 +148,13 @@ class Touch:
     tv: Layout
     first_thread: int = 0
     lane_bytes: int | None = None
+    tv_swizzle: Swizzle | None = None
+
+    def elements(self) -> npt.NDArray[np.int64]:
+        """(instructions, values, threads) numbers of the elements."""
+        threads, values, instructions = (mode.size() for mode in self.tv.modes())
+        named = self.tv.indices() if self.tv_swizzle is None else self.tv_swizzle(self.tv.indices())
+        return named.reshape(instructions, values, threads)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
