@@ -33,6 +33,7 @@ NAMES = {
     "stored_k": "sK_stored",
     "handed": "handed",
     "statistics": "statistics",
+    "arrival": "arrival",
     "pages": "sK",
     "p0": "sP, warpgroup 0",
     "p1": "sP, warpgroup 1",
@@ -124,11 +125,11 @@ def _registers(
             roles.append(_role(name, alike, alike * WARPGROUP, traits.mma_regs, parts))
         if of_dq:
             roles.insert(0, _role("dQ warpgroup", 1, WARPGROUP, dq_regs, _live_parts(traits, of_dq)))
-        converting = traits.converting_warpgroups if isinstance(traits, FwdTraitsCacheSm90) else 0
-        if converting:
-            parts = _live_parts(traits, turned)
-            words = "converting warpgroup" if converting == 1 else "converting warpgroups"
-            roles.insert(0, _role(words, converting, converting * WARPGROUP, traits.converter_regs, parts))
+        if isinstance(traits, FwdTraitsCacheSm90):
+            for first in sorted({fragment.first_thread for fragment in turned}, reverse=True):
+                parts = _live_parts(traits, tuple(fragment for fragment in turned if fragment.first_thread == first))
+                words = " and ".join(fragment.tensor for fragment in turned if fragment.first_thread == first)
+                roles.insert(0, _role(f"warpgroup that converts {words}", 1, WARPGROUP, traits.converter_regs, parts))
             turned = ()
         if traits.num_threads > consumers * WARPGROUP:
             parts = _live_parts(traits, turned)

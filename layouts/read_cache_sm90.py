@@ -86,7 +86,9 @@ class ReaderCacheSm90(ReaderSm90):
         note = "A lane has 16 bytes of each unit, all loaded before the first is converted."
         first = self._first_thread(tensor)
         shape = self.frame.shape(tensor)
-        return Fragment(f"r{tensor}", tensor, shape, "", "e4m3", first, tv, registers, note=note, tv_swizzle=swizzle)
+        shared = "rK" if tensor == "V" and self.traits.converting_warpgroups == 1 else ""
+        more: dict[str, Any] = {"place_of": shared, "note": note, "tv_swizzle": swizzle}
+        return Fragment(f"r{tensor}", tensor, shape, "", "e4m3", first, tv, registers, **more)
 
     def _first_thread(self, tensor: str) -> int:
         """Of the warpgroup that converts K, or V."""

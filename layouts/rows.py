@@ -115,6 +115,11 @@ class ShippedRow:
         """Those of `problem`."""
         return _features(self.problem)
 
+    @property
+    def name(self) -> str:
+        """That of its scene, without the part."""
+        return scene_id(self.problem, self.target, self.choice)
+
 
 def shipped_rows(operation: str = "fwd") -> Iterator[ShippedRow]:
     """Every part of every shipped row, with a problem that dispatch runs with the row on a machine without user tables.
@@ -266,6 +271,7 @@ def make_scene(
                 "head_dim": words.head_dim,
                 "head_dim_v": words.head_dim_v,
                 "mask": words.mask,
+                "features": list(_features(problem)),
                 "lengths": list(choice.row.lengths),
                 "source": choice.source,
                 "part": chosen.title,
