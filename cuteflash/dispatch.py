@@ -185,13 +185,13 @@ def _choose(problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Seq
     """The choice from the user's rows, then the shipped ones."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
-    rows: tuple[Row, ...]
     if "e4m3_cache" in problem.features:
-        rows = CACHE_ROWS[key.family]
+        shipped = CACHE_ROWS[key.family]
     elif problem.takes_split_rows:
-        rows = SPLIT_ROWS[key.family]
+        shipped = SPLIT_ROWS[key.family]
     else:
-        rows = (*(own.row for own in own_rows), *TABLES[key])
+        shipped = TABLES[key]
+    rows = (*(own.row for own in own_rows), *shipped)
     reasons = []
     for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target)):
         if reason is None:

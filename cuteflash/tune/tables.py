@@ -24,7 +24,7 @@ from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, kind_of
-from cuteflash.traits.tables import MODULES, TABLES
+from cuteflash.traits.tables import MODULES, row_sets
 from cuteflash.traits.values import default_values
 from cuteflash.tune.operations import SPECS, Spec, task_of_traits
 from cuteflash.usertable import MeasuredRow, TableError
@@ -46,7 +46,8 @@ def write_user(table: TableKey, measured: Sequence[MeasuredRow]) -> pathlib.Path
     newest: dict[Row, MeasuredRow] = {}
     for own in (*measured, *usertable.load(table)):
         newest.setdefault(own.row, own)
-    kept = _reached(newest, {table: [*newest, *TABLES[table]]})
+    shipped = [row for rows in row_sets(table.operation) if rows.table == table for row in rows.rows]
+    kept = _reached(newest, {table: [*newest, *shipped]})
     return usertable.write(table, [newest[row] for row in kept])
 
 
