@@ -21,7 +21,8 @@ def speed(row: Row) -> dict[str, Any] | None:
 
 def apart(peers: RowSet, traits: Traits) -> dict[str, Any]:
     """The traits, other than the tile, in which a row differs from most of its peers for the same kernel."""
-    usual = _usual(peers.rows, type(traits))
+    kind: Any = type(traits)
+    usual = _usual(peers.rows, kind)
     own = dataclasses.asdict(traits)
     return {name: value for name, value in own.items() if name not in SHOWN_ELSEWHERE and value != usual[name]}
 

@@ -1,4 +1,4 @@
-"""What split keys add to a scene: the part of a tile that a block leaves in memory if its share has not all of the keys.
+"""What split keys add to a scene: the part of a tile that a block leaves in memory if its share lacks some keys.
 
 How keys are shared is in `cuteflash/core/split.py`, and drawn in the lesson on it.
 """
@@ -22,8 +22,8 @@ def part_tile(frame: Frame) -> Tile:
     """The slot of a part, fp32."""
     rows, columns = shape = frame.shape("O")
     note = (
-        "A slot: O of a block's share of the keys, divided by its own sums; the log-sum-exps of its rows lie behind all "
-        "slots. A block has two, for a tile that began before its share and for one that goes on after it."
+        "A slot: O of a block's share of the keys, divided by its own sums; log-sum-exps of rows lie behind all slots. "
+        "A block has two, for a tile that began before its share and for one that goes on after it."
     )
     return Tile(
         id="gO_part",

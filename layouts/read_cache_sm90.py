@@ -131,16 +131,14 @@ class ReaderCacheSm90(ReaderSm90):
         threads, (chunk, loads), swizzle = self._lanes(tensor)
         share, rows = self._share(tensor), self.frame.shape(tensor)[0]
         half = Layout(HALF, rows)
-        stores = Layout(
-            (share.row_units, 2, share.columns), (share.rows, HALF * rows, share.chunks * CHUNK * rows)
-        )
+        stores = Layout((share.row_units, 2, share.columns), (share.rows, HALF * rows, share.chunks * CHUNK * rows))
         read, write = concatenate(threads, chunk, loads), concatenate(threads, half, stores)
         first, id = self._first_thread(tensor), tensor.lower()
 
         def touch(part: str, mode: Any, tv: Layout, lane_bytes: int | None = None) -> Touch:
             return Touch(part, mode, tv, first, lane_bytes, swizzle)
 
-        exact = "Every number of e4m3 is one of fp16, NaN is NaN; the scale is left to the softmax and the end of a tile."
+        exact = "Every number of e4m3 is one of fp16; the scale is left to the softmax and to the end of a tile."
         return (
             Step(
                 f"read_{id}", f"{tensor}: e4m3 → registers", "ld.shared", "ld.shared.v4.b32", CONVERTING, BLOCK, "loop",
@@ -195,7 +193,7 @@ class ReaderCacheSm90(ReaderSm90):
 
     def _fit_q(self) -> Step:
         """bf16 into fp16, whose range is smaller."""
-        note = "Each row is multiplied by a power of two that brings its largest element below 2^15; its scores are scaled back."
+        note = "Each row times a power of two that brings its largest element below 2^15; its scores are scaled back."
         instruction = "and.b32, shfl.sync.bfly.b32, mul.f32, cvt.rn.f16x2.f32"
         if self.traits.q_in_regs:
             q, first = self.of["Q"], self.frame.first_thread

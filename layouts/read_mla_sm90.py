@@ -1,8 +1,8 @@
 """The scene of a row that decodes latent attention: two warpgroups, two pages, read from the kernel's own objects.
 
-Q and K are drawn as two tensors each, as the products take them: the latent columns, which are V's as well, and `Qr` and
-`Kr`, the last slab, which the cache has beside them. Both warpgroups do the same on different pages of a pair, so that
-one drawing stands for both.
+Q and K are drawn as two tensors each, as the products take them: the latent columns, which are V's as well, and `Qr`
+and `Kr`, the last slab, which the cache has beside them. Both warpgroups do the same on different pages of a pair, so
+that one drawing stands for both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cuteflash.traits.sm90 import WARPGROUP
 from .algebra import Layout, concatenate
 from .dsl import coordinates
 from .hopper import WARPGROUPS, Factor, HopperSteps, When
-from .parts import part_tile, store_part, store_pairs
+from .parts import part_tile, store_pairs, store_part
 from .read import Frame, Placed, ptx_type, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
@@ -108,7 +108,7 @@ class ReaderMlaSm90:
         latent, last = kernel.smem_layout(LATENT_DIM_V), kernel.smem_layout(SLAB)
         order = "Stage 0 is that of warpgroup 1, over Qr, which is in registers by then; stage 1 that of warpgroup 0."
         q_note = f"{SLABS_V} slabs of {SLAB} columns, one after the other."
-        of_pages = "The two pages of a pair: stage 0 is read by warpgroup 0 as K, stage 1 by warpgroup 1, and as V by both."
+        of_pages = "A pair of pages: as K, warpgroup 0 reads stage 0 and warpgroup 1 stage 1; as V both read both."
         return (
             shared_tile("Q", latent, q, True, q_note),
             shared_tile("Qr", last, plan["p1"].start, True, "The last slab; P of warpgroup 1 takes its place."),
@@ -122,7 +122,7 @@ class ReaderMlaSm90:
     def _p_stride(self) -> int:
         """Elements from P of warpgroup 1 to that of warpgroup 0."""
         plan = self.traits.smem_plan
-        return (plan["p0"].start - plan["p1"].start) // ELEMENT_BYTES
+        return int(plan["p0"].start - plan["p1"].start) // ELEMENT_BYTES
 
     def fragments(self) -> tuple[Fragment, ...]:
         """What each consumer warpgroup has in registers; drawn once where both have the same of different pages."""
@@ -131,8 +131,8 @@ class ReaderMlaSm90:
         return (
             make("rQr", self.of["Qr"], half.tSrQ_last, "Read once a tile, so that P may lie in its place."),
             make("acc_S", self.of["S"], half.acc_S, f"{both} Four neighbouring lanes hold a row together."),
-            make("rP", self.of["P"], half.tOrP, f"{both} The S accumulators, rounded, for the product with its own page."),
-            self.halves.fragment("acc_O", self.of["O"], half.acc_O, "Half of the columns each; stays for the whole tile."),
+            make("rP", self.of["P"], half.tOrP, f"{both} The S accumulators, rounded, for the product with that page."),
+            self.halves.fragment("acc_O", self.of["O"], half.acc_O, "Half of the columns each, for the whole tile."),
         )
 
     def steps(self) -> tuple[Step, ...]:
@@ -147,7 +147,7 @@ class ReaderMlaSm90:
         qk_note = "Of the own page, group by group as these arrive."
         last_note = "Q's last slab from registers, since P of warpgroup 1 lies in its place."
         publish = draw.stage("P", self.kernel.copy_p(), "rP", own, "For the other warpgroup, with the rows' maxima.")
-        ours = f"O's rows are multiplied with exp2(old maximum - new maximum), if a maximum moved by more than {headroom:g}."
+        ours = f"By exp2(old maximum - new maximum) of each row, if a maximum moved by more than {headroom:g}."
         return (
             self._load("Q", When("prologue", TILE, LOADER), "Once the last tile's last scores are there."),
             self._load("Qr", When("prologue", TILE, LOADER), "Behind a tile's first page: until then P may lie there."),
@@ -194,9 +194,9 @@ class ReaderMlaSm90:
     def _groups(self) -> str:
         """How the slabs of a page arrive."""
         groups, cluster = self.traits.groups, self.traits.cluster
-        words = f"Groups of {', '.join(map(str, groups))} slabs have an mbarrier each, so that products begin with the first."
+        words = f"Groups of {', '.join(map(str, groups))} slabs have an mbarrier each: products begin with the first."
         if cluster > 1:
-            words += f" {cluster} blocks of a cluster compute tiles of the same pages; each loads every other group for both."
+            words += f" {cluster} blocks of a cluster compute tiles of the same pages; each loads part of them for all."
         return f"{words} Either half of a page is refilled once its readers have released it."
 
     def _load(self, tensor: str, when: When, note: str) -> Step:
@@ -262,7 +262,8 @@ class ReaderMlaSm90:
 
     def _convert(self) -> Step:
         first = self.frame.first_thread
-        touches = (self.of["P"].touch_k_blocks("acc_S", "read", first), self.of["P"].touch_k_blocks("rP", "write", first))
+        p = self.of["P"]
+        touches = (p.touch_k_blocks("acc_S", "read", first), p.touch_k_blocks("rP", "write", first))
         instruction = f"cvt.rn.{ptx_type(self.problem.dtype)}x2.f32"
         note = "No data moves between threads."
         return Step(
@@ -281,4 +282,3 @@ def _staged(tile: Tile, stride: int) -> Tile:
     """A tile of one stage with two, `stride` elements apart."""
     layout = concatenate(*tile.layout.modes()[:2], Layout(CONSUMERS, stride))
     return dataclasses.replace(tile, layout=layout, stages=CONSUMERS)
-

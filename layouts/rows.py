@@ -151,7 +151,7 @@ def _latent_rows() -> Iterator[ShippedRow]:
     peers = RowSet(TableKey(cast(Any, MLA), LATENT_TARGET, "sm90"), (rows_mla_sm90,), rows)
     for traits in rows_mla_sm90.ROWS:
         problem, _, choice = latent_row(traits.cluster * PAGE_ROWS)
-        if choice.traits == traits:
+        if cast(Any, choice.traits) == traits:
             masks = MASK_KINDS[:2]
             yield ShippedRow(LATENT_TARGET, "sm90", problem, peers, masks, traits.dtypes, ("decode",), choice)
 
@@ -223,8 +223,8 @@ def named(problem: Drawn, choice: Choice) -> Named:
     """Names for a problem, as the dispatcher chose to run it."""
     if isinstance(problem, MlaProblem):
         traits = cast(MlaTraitsSm90, choice.traits)
-        words = (problem.dtype, "one-block" if traits.cluster == 1 else f"cluster-of-{traits.cluster}")
-        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), words)
+        blocks = "one-block" if traits.cluster == 1 else f"cluster-of-{traits.cluster}"
+        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype, blocks))
     operands, mask = problem.operands, problem.scores.mask
     lengths = choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else ()
     words = (mask, operands.qk_dtype, *_features(problem), *lengths)

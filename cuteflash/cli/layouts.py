@@ -20,8 +20,8 @@ from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.companions import companion
 from cuteflash.dispatch import Choice, choose
 from cuteflash.install import how_to_install
-from cuteflash.output import check_directory, check_file, write_file
 from cuteflash.mla_problem import HEADS_MAX
+from cuteflash.output import check_directory, check_file, write_file
 from cuteflash.problem import DTYPES, FP8_DTYPES, MASK_KINDS, BwdProblem, Feature, FwdProblem, Problem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.length_class import LENGTH_CLASSES
@@ -236,7 +236,8 @@ def _gallery(
         head_dims=[columns for columns, _ in head_dims(head_dim, None)] if head_dim is not None else None,
     )
     check_directory(output)
-    failed, kernels = [], {}
+    failed: list[building.Outcome] = []
+    kernels: dict[building.Task, str] = {}
     if compile_now:
         for row in rows:  # the parts of a kernel are compiled together
             kernels.setdefault(building.Task(row.target, row.family, row.problem, row.choice.traits), row.name)

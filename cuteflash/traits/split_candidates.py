@@ -6,6 +6,7 @@ whether a block's own work keeps up.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +26,8 @@ SWITCHES: tuple[dict[str, Any], ...] = (
     {"overlap": False, "exp_rows_before_wait": 0},
     {"rescale_in_product": True},
 )
-SM80_TILE_N = (16, 32, 48, 64, 96, 128)
-SM80_STAGES = (2, 3, 4, 5, 6)
+SM80_TILE_N = (16, 32, 48, 64, 80, 96, 128)
+SM80_STAGES = (2, 3, 4, 5, 6, 8)
 SM80_WARPS = 4
 # Of an e4m3 cache: keys that are whole units for the warps that convert them, and tiles of fp16 beside those in flight.
 CACHE_TILE_N = (32, 64, 96, 128)
@@ -65,7 +66,7 @@ def split_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsS
     """Candidates of the sm80 family for padded head dims."""
     sizes = itertools.product(SM80_TILE_N, SM80_STAGES, (1, 2, 3), (False, True))
     for tile_n, stages, blocks, in_regs in sizes:
-        yield FwdTraitsSm80(
+        base = FwdTraitsSm80(
             ROWS,
             tile_n,
             head_dim,
@@ -76,6 +77,9 @@ def split_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsS
             q_in_regs=in_regs,
             splits=True,
         )
+        yield base
+        if runs_somewhere(base):
+            yield dataclasses.replace(base, double_buffer=False)
 
 
 def cache_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsCacheSm90]:

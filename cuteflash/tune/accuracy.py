@@ -98,7 +98,7 @@ def reference_of(
     `group` query heads share one of K and V. Places are Q's; torch's precision is Q's, whatever K and V have.
     """
     q, k, v = tensors
-    pairs = [(place, (*place[:-1], place[-1] // group)) for place in index]
+    pairs = [(place, (*place[:-1], int(place[-1]) // group)) for place in index]  # type: ignore[arg-type]  # a head
 
     def attention(dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([attention_of_head(q[own], k[shared], v[shared], window, dtype) for own, shared in pairs])

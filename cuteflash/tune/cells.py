@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from cuteflash.arguments import ScaleTensors
-from cuteflash.problem import E4M3_MAX, FP8_DTYPES, MASK_KINDS, UNBOUNDED, Dtype, FwdProblem, MaskKind, Operation, Problem
+from cuteflash.problem import (
+    E4M3_MAX,
+    FP8_DTYPES,
+    MASK_KINDS,
+    UNBOUNDED,
+    Dtype,
+    FwdProblem,
+    MaskKind,
+    Operation,
+    Problem,
+)
 from cuteflash.quantize_problem import HEAD_DIM_STEP as FP8_STEP
 from cuteflash.quantize_problem import QuantizeOptions
 from cuteflash.reference.fp8 import dequantised, stored_rows

@@ -23,11 +23,13 @@ from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90, is_two_level
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
-from cuteflash.tune.units import BUSY_BYTES, MEMORY, Loop, bytes_in_flight, loops
+from cuteflash.tune.units import BUSY_BYTES, MEMORY, POINTWISE, SMEM, TENSOR, Loop, bytes_in_flight, loops
 
 STEP_CLOCKS = 150  # barriers and address arithmetic of a step
 EXPOSED = {2: 0.1, 3: 0.05}  # of the units that are not the slowest, by warpgroups that take turns
 EXPOSED_ALONE = 0.14  # by warpgroups that do not
+# Of a tile of 64 rows: a warpgroup that has a multiprocessor to itself mostly waits for one unit after the other.
+EXPOSED_LONE, EXPOSED_PAIR = 0.8, 0.3
 EXPOSED_SPLIT = 0.02  # of rows that split keys: of their own work or of the loads, which run far ahead of it
 DRIFT = 1.03  # by each `BUSY_BYTES` in flight beyond those: heads drift out of step
 PARTS = 1.01  # of two blocks a multiprocessor, which have twice as many parts to merge
@@ -119,10 +121,12 @@ def _fwd_sm90(traits: FwdTraitsSm90, arch: ArchSpec) -> float:
 def _split(traits: FwdTraitsSm90 | FwdTraitsSm80, registers: tuple[int, int]) -> float:
     """Of a row that splits keys: time is that of reading, if enough is in flight; (wanted, available) registers."""
     (loop,) = loops(traits)
-    own = {unit: clocks for unit, clocks in loop.clocks.items() if unit != MEMORY}
-    work = _step(dataclasses.replace(loop, clocks=own), EXPOSED_ALONE, STEP_CLOCKS / traits.blocks_per_sm)
+    own = {unit: loop.clocks[unit] for unit in (TENSOR, SMEM, POINTWISE)}  # the others are other warps' work
+    shared = traits.blocks_per_sm * getattr(traits, "key_warpgroups", 1)
+    exposed = EXPOSED_PAIR if shared > 1 else EXPOSED_LONE
+    work = _step(dataclasses.replace(loop, clocks=own), exposed, STEP_CLOCKS / traits.blocks_per_sm)
     memory = loop.clocks[MEMORY] * 1000 / loop.scores
-    clocks = max(memory, work) + EXPOSED_SPLIT * min(memory, work)
+    clocks: float = max(memory, work) + EXPOSED_SPLIT * min(memory, work)
     clocks *= DRIFT ** max(0.0, bytes_in_flight(traits) / BUSY_BYTES - 1)
     clocks *= PARTS if traits.blocks_per_sm > 1 else 1.0
     return clocks * _spill_factor(*registers)

@@ -1,7 +1,7 @@
-"""The lesson on decoding latent attention: two warpgroups that trade P, what each waits for, and a model of its timeline.
+"""The lesson on decoding latent attention: two warpgroups that trade P, what each waits for, a model of the timeline.
 
-The order of issue is that of `attend_first`, `take_second` and `attend_second` (`kernels/sm90/mla_decode_mma.py`), whose
-lines the page shows. The model leaves out latencies, loads, maxima, conversions and rescaling.
+The order of issue is that of `attend_first`, `take_second` and `attend_second` (`kernels/sm90/mla_decode_mma.py`), and
+the page shows their lines. The model leaves out latencies, loads, maxima, conversions and rescaling.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ EVENTS = (
     ),
     Event(
         1, "own", 1, ((1, "exp", 1), (1, "other", 0)), "attend_second", "issue_own(",
-        "P1 has gone to shared memory. Its place could be overwritten and O be scaled once the product before was done.",
+        "P1 has gone to shared memory. O could be scaled once the product before was done.",
     ),
     Event(
         0, "other", 1, ((1, "exp", 1), (1, "other", 0)), "take_second", "issue_other(",
@@ -117,7 +117,8 @@ def seesaw_data() -> dict[str, Any]:
     traits = cast(MlaTraitsSm90, choice.traits)
     sources = {name: source_of(getattr(mla_decode_mma, name)) for name in FUNCTIONS}
     events = [
-        event._asdict() | {"waits": [list(key) for key in event.waits], "line": sources[event.function].line(event.call)}
+        event._asdict()
+        | {"waits": [list(key) for key in event.waits], "line": sources[event.function].line(event.call)}
         for event in EVENTS
     ]
     return {

@@ -1,4 +1,4 @@
-"""The lesson on split keys: how the key blocks of all tiles are dealt to the blocks of a launch, by the kernel's functions.
+"""The lesson on split keys: how the key blocks of all tiles are dealt to the blocks of a launch.
 
 `share_size` and `share_of_tile` of `cuteflash/core/split.py` run here on Python integers, `grid_of` of
 `cuteflash/split_planning.py` says how many blocks there are, and in how many lines.

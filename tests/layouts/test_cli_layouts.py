@@ -287,7 +287,7 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         (("--kernel", "mla", *ROW, "-o", "x"), "--head-dim is given with kernel mla, whose sizes are one"),
         (("--kernel", "mla", "--arch", "sm_80", "-o", "x"), "the GPU's target is sm_80; latent attention decodes on"),
         (("--kernel", "mla", "--arch", "sm_90a", "--dtype", "e4m3", "-o", "x"), "dtype is 'e4m3'; allowed: fp16, bf16"),
-        (("--kernel", "mla", "--all", "--heads", "64", "-o", "x"), "--heads is given without kernel mla, or with --all"),
+        (("--kernel", "mla", "--all", "--heads", "64", "-o", "x"), "--heads is given without kernel mla, or with"),
         ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
         (("--all", "--transposed-v", "-o", "x"), "--transposed-v is given with --all"),
         ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, short, medium, long"),

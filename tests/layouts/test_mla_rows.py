@@ -55,7 +55,8 @@ def test_tiles_are_the_kernels(name: str) -> None:
         halves = [plain(tensor.layout).indices().reshape(2, 64, 256) for tensor in kernel.make_tiles(smem_start()).sVt]
     plan = traits_of(name).smem_plan
     k, kr, v, q, qr = (scene.tile(id) for id in ("sK", "sKr", "sV", "sQ", "sQr"))
-    assert (k.base, kr.base, q.base) == (plan["pages"].start, plan["pages"].start + 2 * LATENT_DIM_V * 64, plan["q"].start)
+    pages = plan["pages"].start
+    assert (k.base, kr.base, q.base) == (pages, pages + 2 * LATENT_DIM_V * 64, plan["q"].start)
     together = np.concatenate((k.offsets(swizzled=False), kr.offsets(swizzled=False) + LATENT_DIM_V * 64), axis=1)
     with context("sm_90a"):
         outer = layout_of(kernel.smem_layout(LATENT_DIM, 2)).layout  # type: ignore[union-attr]

@@ -222,7 +222,8 @@ def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
                 "repair",
                 "rescale",
             ):
-                shared = "n" not in AXES[next(t.tensor for t in parts if t.id == touch.id)]  # by warpgroups with other keys
+                # Warpgroups that have other keys share what has no keys.
+                shared = "n" not in AXES[next(t.tensor for t in parts if t.id == touch.id)]
                 copies = getattr(ROWS[name].choice.traits, "key_warpgroups", 1) if shared else 1
                 assert counts.max() in (1, copies), (step.id, touch.id)
 
@@ -262,7 +263,7 @@ def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
 def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(name: str) -> None:
     scene = scene_of(name)
     # Matrices of V that are every other column; Q that is made into fp16, two lanes a row, once a tile.
-    in_pairs = [step for step in scene.steps if step.id == "stmatrix_v" or step.touches[0].id == "sQ" == step.touches[-1].id]
+    in_pairs = [one for one in scene.steps if one.id == "stmatrix_v" or {touch.id for touch in one.touches} == {"sQ"}]
     assert worst_ways(scene) == (2 if in_pairs else 1)
     unswizzled = [
         int(touch_ways(scene, step, touch, swizzled=False).max())
