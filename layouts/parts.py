@@ -40,7 +40,7 @@ def part_tile(frame: Frame) -> Tile:
 def store_part(frame: Frame, acc: Placed, merged_apart: bool) -> Step:
     """A part's way to its slot; `merged_apart` if another kernel merges."""
     note = f"In place of O, {CUT}with the log-sum-exp of each row. {MERGED[merged_apart]}"
-    return store_pairs(frame, acc, "gO_part", ("O: a part of the keys → its slot", "st.global.v2.f32"), note)
+    return store_pairs(frame, acc, "gO_part", ("O: a part of the keys → its slot", "st.global.v2.b32"), note)
 
 
 def store_pairs(frame: Frame, acc: Placed, target: str, words: tuple[str, str], note: str) -> Step:

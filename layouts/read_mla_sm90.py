@@ -22,7 +22,8 @@ from .read import Frame, Placed, ptx_type, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
 TILE, PAGE, PAIR = "once a tile", "every page", "every page of a warpgroup's own, which is every other one"
-TMA_LOAD: Final = "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+TMA_LOAD: Final = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+MULTICAST: Final = TMA_LOAD.replace("shared::cta", "shared::cluster") + ".multicast::cluster"
 EXAMPLE_ROWS, EXAMPLE_PAGES = 128, 4096  # rows of Q, 128 heads of a token; pages of the cache
 LOADER = "one thread of the producer warp"
 
@@ -220,7 +221,7 @@ class ReaderMlaSm90:
             id=f"load_{tensor.lower()}",
             title=f"{tensor}: global → shared memory",
             kind="tma",
-            instruction=f"{TMA_LOAD}.multicast::cluster" if multicast else TMA_LOAD,
+            instruction=MULTICAST if multicast else TMA_LOAD,
             role=f"{when.role} of either block of a cluster" if multicast else when.role,
             repeat=when.repeat,
             phase=when.phase,

@@ -128,23 +128,44 @@ def layouts(
             _refuse("with --all, which shows every row", of_problem | {"dtype": dtype})
             good = _gallery(operation, (arch, head_dim, family), _needed(output, "site/"), compile_now)
             raise typer.Exit(0 if good else 1)
-        row: tuple[Any, str, Choice]
+        where, of_values = (arch, head_dim, family), (dtype or "bf16", transposed_v, split, e4m3_cache)
         if operation == "mla":
             _refuse("with kernel mla, whose sizes are one", of_problem | {"head-dim": head_dim, "family": family})
-            target = information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
-            dtype = _one("dtype", dtype or "bf16", DTYPES)
-            row = companion("layouts.rows").latent_row(heads or HEADS_MAX, dtype, target)
+            row = _latent_row(arch, dtype or "bf16", heads or HEADS_MAX)
         else:
-            dims, values = (head_dim, head_dim_v), (dtype or "bf16", transposed_v)
-            problem, target = _problem(operation, arch, dims, mask or "full", values)
-            problem = _asking(problem, split, e4m3_cache)
-            checked_family = None if family is None else _one("family", family, FAMILIES)
-            checked_lengths = _one("lengths", lengths or "long", LENGTH_CLASSES)
-            row = problem, target, choose(problem, target, checked_family, checked_lengths)
+            row = _row(operation, where, head_dim_v, (mask or "full", lengths or "long"), of_values)
         if form in PICTURES:
             _pictures((*row, compile_now, part), form, panel, (color, stage, swizzle), output)
         else:
             _whole((*row, compile_now, part), form, output)
+
+
+def _latent_row(arch: str | None, dtype: str, heads: int) -> tuple[Any, str, Choice]:
+    """(problem, target, choice) of decoding latent attention."""
+    target = information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
+    found: tuple[Any, str, Choice] = companion("layouts.rows").latent_row(heads, _one("dtype", dtype, DTYPES), target)
+    return found
+
+
+def _row(
+    operation: str,
+    where: tuple[str | None, str | None, str | None],
+    head_dim_v: str | None,
+    words: tuple[str, str],
+    values: tuple[str, bool, bool, bool],
+) -> tuple[Any, str, Choice]:
+    """(problem, target, choice) of a forward or backward.
+
+    Args:
+        where: the texts of --arch, --head-dim and --family.
+        words: mask and lengths.
+        values: dtype, transposed_v, split, e4m3_cache.
+    """
+    (arch, head_dim, family), (mask, lengths), (dtype, transposed_v, *features) = where, words, values
+    problem, target = _problem(operation, arch, (head_dim, head_dim_v), mask, (dtype, transposed_v))
+    problem = _asking(problem, *features)
+    chosen = None if family is None else _one("family", family, FAMILIES)
+    return problem, target, choose(problem, target, chosen, _one("lengths", lengths, LENGTH_CLASSES))
 
 
 def _asking(problem: Problem, split: bool, e4m3_cache: bool) -> Problem:

@@ -145,23 +145,17 @@ def sweep(
             raise typer.Exit(_reset())
         (swept,) = results.one(names("kernel", kernel, SWEPT), "kernel", kernel)
         operation, form = swept_kernel(swept)
-        sizes = _decode_sizes(batch, heads, form)
         until = _until(dry_run, no_compile, compile_only)
         targets = names("arch", arch, ARCHS) or information.local_target()
         if until == "time":
             _check_gpu(targets)
         pairs, masks = _pairs(head_dim, head_dim_v, cells), _masks(mask, causal)
         common = {"operation": operation, "transposed_v": transposed_v, "form": form}
-        chosen = _cells(cells, pairs, masks, dtype, seqlen, inputs, common, sizes)
+        chosen = _cells(cells, pairs, masks, dtype, seqlen, inputs, common, _decode_sizes(batch, heads, form))
         _ = [cell.problem for cell in chosen]  # says what head dims there are
-        limits: dict[str, Any] = {
-            "limit": limit or None,
-            "budget": seconds(budget) if budget is not None else None,
-            "jobs": jobs,
-            "from_cache": from_cache,
-            "peers": _peers(peers),
-            "rules": Rules(rounds=rounds),
-        }
+        seconds_of = seconds(budget) if budget is not None else None
+        limits: dict[str, Any] = {"limit": limit or None, "budget": seconds_of, "jobs": jobs, "from_cache": from_cache}
+        limits |= {"peers": _peers(peers), "rules": Rules(rounds=rounds)}
         plans = []
         for target in targets:
             families = _families(family, target, chosen)

@@ -213,7 +213,8 @@ def _times(plan: Plan, store: Store, gpu: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("cell", "family", "fastest"):
         table.add_column(name)
-    for name in ("TFLOP/s", "default", "gain", *plan.peers, "of matmul"):
+    rated = "rate" if any(cell.form for cell in plan.cells) else "TFLOP/s"
+    for name in (rated, "default", "gain", *plan.peers, "of matmul"):
         table.add_column(name, justify="right")
     rate = next((run["matmul_tflops"] for run in reversed(store.runs()) if run["gpu"] == gpu), None)
     traits = all_candidates(store)
