@@ -67,7 +67,7 @@ def budget(
 
 def launch_registers(traits: Traits, arch: ArchSpec, turn_threads: int = 0) -> int:
     """Registers a thread may have at most for the block, or all blocks that must be resident, to be launched."""
-    blocks = traits.blocks_per_sm if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80) else 1
+    blocks: int = getattr(traits, "blocks_per_sm", 1)
     return registers_a_thread((traits.num_threads + turn_threads) * blocks, arch)
 
 
