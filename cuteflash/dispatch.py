@@ -27,8 +27,8 @@ from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
-from cuteflash.traits.sm90 import WGMMA_M, FwdTraitsSm90
-from cuteflash.traits.tables import BEST_FAMILIES, CACHE_ROWS, SPLIT_ROWS, TABLES
+from cuteflash.traits.sm90 import FwdTraitsSm90
+from cuteflash.traits.tables import BEST_FAMILIES, CACHE_ROWS, FEW_ROWS, SPLIT_ROWS, TABLES
 from cuteflash.usertable import MeasuredRow
 
 FITTED_MAX = 4096  # traits with head dims, for a target
@@ -41,12 +41,10 @@ KERNELS: dict[type[Any], tuple[str, str]] = {
     BwdTraitsSm80: ("cuteflash.kernels.sm80.bwd", "FlashBwdSm80"),
     BwdTraitsSm90: ("cuteflash.kernels.sm90.bwd", "FlashBwdSm90"),
     BwdTwoPassTraitsSm90: ("cuteflash.kernels.sm90.bwd_two_pass", "FlashBwdTwoPassSm90"),
-}
-MlaTraits = MlaTraitsSm80 | MlaTraitsSm90
-MLA_KERNELS: dict[type[Any], tuple[str, str]] = {
     MlaTraitsSm80: ("cuteflash.kernels.sm80.mla_decode", "FlashMlaDecodeSm80"),
     MlaTraitsSm90: ("cuteflash.kernels.sm90.mla_decode", "FlashMlaDecodeSm90"),
 }
+MlaTraits = MlaTraitsSm80 | MlaTraitsSm90
 MLA_ROWS: dict[Family, tuple[MlaTraits, ...]] = {"sm80": rows_mla_sm80.ROWS, "sm90": rows_mla_sm90.ROWS}
 
 
@@ -77,7 +75,7 @@ class Choice:
         return kernel_class(self.traits)
 
 
-def kernel_class(traits: Traits) -> type[Any]:
+def kernel_class(traits: Traits | MlaTraits) -> type[Any]:
     """The class of the kernel that traits are for; the first call imports the compiler."""
     return _kernel_class(*KERNELS[type(traits)])
 
@@ -189,11 +187,6 @@ def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | Non
     )
 
 
-def mla_kernel_class(traits: MlaTraits) -> type[Any]:
-    """The class of the kernel that traits are for; the first call imports the compiler."""
-    return _kernel_class(*MLA_KERNELS[type(traits)])
-
-
 def check_family(target: str, family: Family | None) -> None:
     """Raise if a target does not run a family; None is the best that it runs.
 
@@ -225,14 +218,16 @@ def _choose(
     """The choice from the user's rows, then the shipped ones."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
-    rows: tuple[Row, ...]
+    few: tuple[Row, ...] = ()  # of query rows: no sweep knows these
     if "e4m3_cache" in problem.features:
-        least = WGMMA_M if tile_rows is None else min(tile_rows, WGMMA_M)
-        rows = tuple(row for row in CACHE_ROWS[key.family] if row.traits.tile_m >= least)
+        shipped = CACHE_ROWS[key.family]
+        if tile_rows is not None:
+            few = tuple(row for row in FEW_ROWS[key.family] if row.traits.tile_m >= tile_rows)
     elif problem.takes_split_rows:
-        rows = SPLIT_ROWS[key.family]
+        shipped = SPLIT_ROWS[key.family]
     else:
-        rows = (*(own.row for own in own_rows), *TABLES[key])
+        shipped = TABLES[key]
+    rows = (*few, *(own.row for own in own_rows), *shipped)
     reasons = []
     for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target)):
         if reason is None:

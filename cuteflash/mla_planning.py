@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.compile import compiled
-from cuteflash.dispatch import choose_mla, current_target, mla_kernel_class
+from cuteflash.dispatch import choose_mla, current_target, kernel_class
 from cuteflash.mla_problem import (
     BLOCKS_OF_ROW,
     HEADS_MAX,
@@ -230,7 +230,7 @@ def plan_of(
     of_rows = kv_cache.stride()[:2]
     many = shares.count > MANY_PARTS * batch
     return MlaPlan(
-        kernel=compiled(mla_kernel_class(traits), traits, problem, target),
+        kernel=compiled(kernel_class(traits), traits, problem, target),
         q_strides=q_strides,
         kv_strides=usable_strides((*of_rows, 1), step) or (*of_rows, 1),
         shares=shares,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from cuteflash.problem import DTYPES, HalfDtype
 
@@ -23,6 +23,8 @@ class MlaProblem:
         is_paged: a table says where a sequence's pages lie; otherwise an entry of the cache is a sequence.
         is_split: the keys of a sequence may be dealt to several blocks, see `cuteflash.core.split`.
     """
+
+    operation: ClassVar[str] = "mla"
 
     dtype: HalfDtype
     is_paged: bool = True

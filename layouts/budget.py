@@ -12,10 +12,11 @@ from cuteflash.traits.base import SmemRegion
 from cuteflash.traits.bwd_sm80 import TURN_REGS, BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
-from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
+from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80, registers_a_thread
-from cuteflash.traits.sm90 import WARPGROUP
+from cuteflash.traits.sm90 import WARPGROUP, FwdTraitsSm90
 
 from .scene import Fragment
 
@@ -29,6 +30,13 @@ NAMES = {
     "dq": "sdQ",
     "stored_v": "sV_stored",
     "handout": "handout",
+    "stored_k": "sK_stored",
+    "handed": "handed",
+    "statistics": "statistics",
+    "arrival": "arrival",
+    "pages": "sK",
+    "p0": "sP, warpgroup 0",
+    "p1": "sP, warpgroup 1",
 }
 REGISTER_STEP = 8  # the hardware allocates registers to a warp in units of 8 a thread
 
@@ -59,7 +67,7 @@ def budget(
 
 def launch_registers(traits: Traits, arch: ArchSpec, turn_threads: int = 0) -> int:
     """Registers a thread may have at most for the block, or all blocks that must be resident, to be launched."""
-    blocks = traits.blocks_per_sm if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80) else 1
+    blocks: int = getattr(traits, "blocks_per_sm", 1)
     return registers_a_thread((traits.num_threads + turn_threads) * blocks, arch)
 
 
@@ -101,11 +109,11 @@ def _registers(
     elif isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
         roles = [_role("all warps", 0, traits.num_threads, launch, _live_parts(traits, fragments))]
     else:
-        consumers = CONSUMERS if isinstance(traits, BwdTwoPassTraitsSm90) else traits.mma_warpgroups
+        consumers = _consumers(traits)
         # Warpgroups that compute different things have fragments of their own.
         dq_regs = traits.dq_regs if isinstance(traits, BwdTraitsSm90) else 0
         of_dq = tuple(fragment for fragment in fragments if dq_regs and fragment.tensor == "dQ")
-        first_consumer = traits.first_consumer if isinstance(traits, FwdTraitsFp8Sm90) else 0
+        first_consumer = traits.first_consumer if isinstance(traits, FwdTraitsSm90) else 0
         turned = tuple(fragment for fragment in fragments if fragment.first_thread < first_consumer)
         shared = tuple(fragment for fragment in fragments if fragment not in (*of_dq, *turned))
         first_threads = list(dict.fromkeys(fragment.first_thread for fragment in shared))
@@ -117,6 +125,12 @@ def _registers(
             roles.append(_role(name, alike, alike * WARPGROUP, traits.mma_regs, parts))
         if of_dq:
             roles.insert(0, _role("dQ warpgroup", 1, WARPGROUP, dq_regs, _live_parts(traits, of_dq)))
+        if isinstance(traits, FwdTraitsCacheSm90):
+            for first in sorted({fragment.first_thread for fragment in turned}, reverse=True):
+                parts = _live_parts(traits, tuple(fragment for fragment in turned if fragment.first_thread == first))
+                words = " and ".join(fragment.tensor for fragment in turned if fragment.first_thread == first)
+                roles.insert(0, _role(f"warpgroup that converts {words}", 1, WARPGROUP, traits.converter_regs, parts))
+            turned = ()
         if traits.num_threads > consumers * WARPGROUP:
             parts = _live_parts(traits, turned)
             roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, parts))
@@ -130,6 +144,14 @@ def _registers(
             "warnings": list(used.warnings),
         }
     return {"file": arch.regs_per_sm, "launch": launch, "roles": roles, "compiled": compiled}
+
+
+def _consumers(traits: Any) -> int:
+    """Warpgroups that compute products of keys."""
+    if isinstance(traits, BwdTwoPassTraitsSm90 | MlaTraitsSm90):
+        return CONSUMERS  # two of either
+    found: int = traits.consumer_warpgroups if isinstance(traits, FwdTraitsSm90) else traits.mma_warpgroups
+    return found
 
 
 def _role(name: str, warpgroups: int, threads: int, limit: int, parts: list[dict[str, Any]]) -> dict[str, Any]:

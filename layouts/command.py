@@ -15,12 +15,11 @@ from cuteflash.compile.cache import Entry
 from cuteflash.compile.key import cache_key
 from cuteflash.dispatch import Choice
 from cuteflash.output import make_directory, write_file
-from cuteflash.problem import Problem
 
 from .lessons import lesson_data, lesson_scenes
 from .page import PAGE, ROW_VIEWS, page_data
 from .picture import Table, ascii, colors, lay_out, make_table, panels, part_of
-from .rows import make_scene
+from .rows import Drawn, make_scene
 from .scene import Scene
 
 Json = dict[str, Any]
@@ -52,14 +51,14 @@ class StudyPath:
 
 
 def read_scene(
-    problem: Problem, target: str, choice: Choice, compile_now: bool = False, part: str | None = None
+    problem: Drawn, target: str, choice: Choice, compile_now: bool = False, part: str | None = None
 ) -> Scene:
     """The scene of a problem on a target, as the dispatcher chose to run it; of a part of its kernel, by default the
     first.
 
     It includes the compiler's register count if the disk cache has the kernel, and always with `compile_now`.
     """
-    request = (choice.kernel_cls, choice.traits, problem, target)
+    request: Any = (choice.kernel_cls, choice.traits, problem, target)
     root = cache_dir()
     cached = root is not None and Entry(root, cache_key(*request)).read()[0] is not None
     report = build(*request) if cached or compile_now else None

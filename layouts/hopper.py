@@ -80,6 +80,7 @@ class Transfer:
         smem: its shared-memory tensor.
         rows: of the kernel's copy; all boxes of a tile have as many.
         target: id of the tile in shared memory, if that is another one.
+        width: elements of the tile that are moved as one.
         order: if the tensor in memory has the tile's columns as rows, in an order of its own: number in memory's order
             to element, as of `Placed`.
     """
@@ -90,6 +91,7 @@ class Transfer:
     smem: Any
     rows: int
     target: str = ""
+    width: int = 1
     order: Layout | None = None
 
 
@@ -142,11 +144,13 @@ class HopperSteps:
 
         rows, cols = self.frame.shape(what.tensor)
         # TMA counts coordinates from the contiguous one: 0 is the column, 1 the row.
-        tile, steps = ((what.rows, cols), (rows, 1)) if what.order is None else ((cols, what.rows), (1, rows))
+        cols, step = cols // what.width, rows * what.width
+        tile, steps = ((what.rows, cols), (step, 1)) if what.order is None else ((cols, what.rows), (1, rows))
         boxes = cute.local_tile(what.coords[None, None, 0, 0], tile, (None, 0))
         _, partition = tma_partition(what.atom, what.smem, boxes)
         moved = coordinates(partition.layout, (*steps, 0, 0)).mode(0)
         box, slabs = (moved if what.order is None else composition(what.order, moved)).modes()
+        box = box if what.width == 1 else concatenate(Layout(what.width, rows), box)
         return box, slabs, Layout(rows // what.rows, what.rows if rows > what.rows else 0)
 
     def _transfer(

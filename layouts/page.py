@@ -54,6 +54,8 @@ PAGE = Page(
         "lessons-loops.js",
         "lessons-backward.js",
         "lessons-fp8.js",
+        "lessons-decode.js",
+        "lessons-latent.js",
         "lessons.js",
         "app.js",
     ),

@@ -7,6 +7,7 @@ from typing import Any, Final
 from cuteflash.problem import FwdProblem
 
 from .ampere import WARPS, AmpereSteps
+from .parts import part_tile, store_part
 from .read import Frame, global_tile, no_launch, products, shared_tile, smem_start
 from .scene import Fragment, Role, Step, Tile
 from .softmax_steps import EVERY, SoftmaxSteps
@@ -43,6 +44,7 @@ class ReaderSm80:
             global_tile(self.frame, "K", problem.operands.head_dim, "One block of keys."),
             global_tile(self.frame, "V", problem.operands.head_dim_v, "One block of values."),
             global_tile(self.frame, "O", problem.operands.head_dim_v, "The block's output."),
+            *((part_tile(self.frame),) if problem.is_split else ()),
             shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, False, ""),
             shared_tile("K", kernel.smem_layout_k(), plan["k"].start, False, ""),
             shared_tile("V", kernel.smem_layout_v(), plan["v"].start, False, ""),
@@ -86,7 +88,8 @@ class ReaderSm80:
         rounded = "Divided by the row sums and rounded; two neighbouring columns at a time."
         stage = self.draw.stage("O", self.kernel.copy_o(), "acc_O", rounded)
         store = self.draw.store("O", self.kernel.store_copy(self.frame.shape("O")[1]))
-        return (*scores, qk, *softmax, *values, pv, stage, *store)
+        part = (store_part(self.frame, self.of["O"], False),) if self.problem.is_split else ()
+        return (*scores, qk, *softmax, *values, pv, stage, *store, *part)
 
     def _load(self, tensor: str) -> Step:
         """Global to shared memory: with one stage K and V load in turn, with more whole blocks load ahead."""

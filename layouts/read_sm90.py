@@ -17,8 +17,9 @@ from .hopper import (
     example_tensor,
     example_vt,
 )
+from .parts import part_tile, store_part
 from .read import Frame, Placed, global_tile, no_launch, products, shared_tile, smem_start
-from .scene import Fragment, Role, Step, Tile
+from .scene import Axis, Fragment, Role, Step, Tile
 from .softmax_steps import SoftmaxSteps
 
 TILE, BLOCK = "once a tile", "every key block"
@@ -35,13 +36,17 @@ class ReaderSm90:
         self.kernel, self.traits = kernel, kernel.traits
         self.problem: FwdProblem = kernel.problem
         t = self.traits
-        sizes = {"m": t.tile_m, "n": t.tile_n, "d": t.head_dim, "e": t.head_dim_v}
-        self.frame = Frame(sizes, t.mma_warpgroups, t.first_consumer, WARPGROUP)  # type: ignore[arg-type]
+        self.sizes: dict[Axis, int] = {"m": t.tile_m, "n": t.tile_n, "d": t.head_dim, "e": t.head_dim_v}
+        self.frame = self.make_frame()
         self.smem = kernel.make_tiles(smem_start())
         self.warpgroup = make_warpgroup(kernel, self.smem, no_launch(1))
         self.of = self.operands()
         shared = {tile.id: tile for tile in self.tiles() if tile.space == "shared"}
         self.draw = HopperSteps(self.frame, shared, self.problem.operands.qk_dtype)
+
+    def make_frame(self) -> Frame:
+        """The block's tile and the consumer warpgroups."""
+        return Frame(self.sizes, self.traits.mma_warpgroups, self.traits.first_consumer, WARPGROUP)
 
     def operands(self) -> dict[str, Placed]:
         """Those of both products, by tensor."""
@@ -71,17 +76,18 @@ class ReaderSm90:
         parts = self.traits.mma_warpgroups
         shared = [
             shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, share or ahead, parts, self.element_bytes),
-            shared_tile("K", kernel.smem_layout_k(), plan["k"].start, True, "", element_bytes=self.element_bytes),
+            *self.tiles_of_k(),
             *self.tiles_of_v(),
             shared_tile("O", kernel.smem_layout_o(), plan["o"].start, True, share, parts),
         ]
         if not self.traits.p_in_regs:
-            shared.insert(2, shared_tile("P", kernel.smem_layout_p(), plan["p"].start, True, "", parts))
+            shared.insert(-1, shared_tile("P", kernel.smem_layout_p(), plan["p"].start, True, "", parts))
         return (
             global_tile(self.frame, "Q", operands.head_dim, "A block's queries of one head.", self.element_bytes),
-            global_tile(self.frame, "K", operands.head_dim, "One block of keys.", self.element_bytes),
+            global_tile(self.frame, "K", operands.head_dim, "One block of keys.", DTYPE_BYTES[operands.k_dtype]),
             self.global_v(),
             global_tile(self.frame, "O", operands.head_dim_v, "The block's output."),
+            *((part_tile(self.frame),) if self.problem.is_split else ()),
             *shared,
         )
 
@@ -92,9 +98,14 @@ class ReaderSm90:
 
     def global_v(self) -> Tile:
         """V in global memory."""
-        return global_tile(
-            self.frame, "V", self.problem.operands.head_dim_v, "One block of values.", self.element_bytes
-        )
+        operands = self.problem.operands
+        nbytes = DTYPE_BYTES[operands.v_dtype]
+        return global_tile(self.frame, "V", operands.head_dim_v, "One block of values.", nbytes)
+
+    def tiles_of_k(self) -> tuple[Tile, ...]:
+        """K in shared memory."""
+        layout, start = self.kernel.smem_layout_k(), self.traits.smem_plan["k"].start
+        return (shared_tile("K", layout, start, True, "", element_bytes=self.element_bytes),)
 
     def tiles_of_v(self) -> tuple[Tile, ...]:
         """V in shared memory."""
@@ -133,16 +144,26 @@ class ReaderSm90:
         loader = "one thread of the producer warp" if self.traits.warp_specialized else "one thread of consumer 0"
         once, often = When("prologue", TILE, loader), When("loop", BLOCK, loader)
         load_q = draw.load(self._moved("Q", tma.load_q, tma.gQ, smem.sQ), once, "Once for each warpgroup.")
-        load_k = draw.load(self._moved("K", tma.load_k, tma.gK, smem.sK), often, ahead)
+        load_k = self.load_k(tma, often, ahead)
         load_v = self.load_v(tma, often, ahead)
         storing = When("epilogue", TILE, "warp 0 of every consumer warpgroup")
         moved_o = self._moved("O", tma.store_o, tma.gO, smem.sO)
-        store_o = draw.store(moved_o, storing, "Clipped to the rows that exist.")
+        store_o = self.finishing.store(moved_o, storing, "Clipped to the rows that exist.")
         fetch = (draw.fetch("Q", self.kernel.copy_q(), When("prologue", TILE)),) if self.traits.q_in_regs else ()
         qk, pv = self._products()
         rounded = "Divided by the row sums and rounded."
-        stage_o = draw.stage("O", self.kernel.copy_o(), "acc_O", When("epilogue", TILE), rounded)
-        return (load_q, *fetch, load_k, qk, *self._softmax(), *load_v, pv, stage_o, store_o)
+        stage_o = self.finishing.stage("O", self.kernel.copy_o(), "acc_O", When("epilogue", TILE), rounded)
+        part = (store_part(self.finishing.frame, self.of["O"], False),) if self.problem.is_split else ()
+        return (load_q, *fetch, *load_k, qk, *self._softmax(), *load_v, pv, stage_o, store_o, *part)
+
+    @property
+    def finishing(self) -> HopperSteps:
+        """What writes a tile's O."""
+        return self.draw
+
+    def load_k(self, tma: Any, when: When, ahead: str) -> tuple[Step, ...]:
+        """The steps that bring K of a block to where the product reads it."""
+        return (self.draw.load(self._moved("K", tma.load_k, tma.gK, self.smem.sK), when, ahead),)
 
     def load_v(self, tma: Any, when: When, ahead: str) -> tuple[Step, ...]:
         """The steps that bring V of a block to where the product reads it."""

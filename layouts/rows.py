@@ -11,24 +11,44 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cuteflash.compile import BuildReport
-from cuteflash.dispatch import KERNELS, Choice, choose_shipped
-from cuteflash.problem import DTYPE_BYTES, FEATURES, FP8_DTYPES, BwdProblem, FwdProblem, Operation, Problem
+from cuteflash.dispatch import KERNELS, Choice, choose_mla, choose_shipped
+from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS, MlaProblem
+from cuteflash.problem import (
+    DTYPE_BYTES,
+    FEATURES,
+    MASK_KINDS,
+    BwdProblem,
+    Dtype,
+    Feature,
+    FwdProblem,
+    HalfDtype,
+    Operation,
+    Problem,
+)
+from cuteflash.traits import rows_mla_sm90
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import tables_of
+from cuteflash.traits.tables import RowSet, row_sets
 
 from .banks import WARP, ways
 from .budget import budget
 from .dsl import context
 from .scene import Scene, Step, Touch
 
+Drawn = Problem | MlaProblem  # what a row that is drawn runs
+MLA = "mla"
+OPERATIONS: tuple[str, ...] = ("fwd", "bwd", MLA)  # whose rows are drawn
+LATENT_TARGET = "sm_90a"
+KERNELS_OWN: frozenset[Feature] = frozenset({"turned_v", "split", "e4m3_cache"})  # that a row's kernel always has
 # How a problem of an operation is made, and the features that one may ask for.
 ASKED: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
     "fwd": (FwdProblem.dense, ("lse", "softcap")),
@@ -57,6 +77,8 @@ PARTS: dict[type[Any], tuple[Part, ...]] = {
     FwdTraitsSm80: (Part("read_sm80", "ReaderSm80"),),
     FwdTraitsSm90: (Part("read_sm90", "ReaderSm90"),),
     FwdTraitsFp8Sm90: (Part("read_fp8_sm90", "ReaderFp8Sm90"),),
+    FwdTraitsCacheSm90: (Part("read_cache_sm90", "ReaderCacheSm90"),),
+    MlaTraitsSm90: (Part("read_mla_sm90", "ReaderMlaSm90"),),
     BwdTraitsSm80: (Part("read_bwd_sm80", "ReaderBwdSm80"),),
     BwdTraitsSm90: (Part("read_bwd_sm90", "ReaderBwdSm90"),),
     BwdTwoPassTraitsSm90: (
@@ -68,9 +90,10 @@ PARTS: dict[type[Any], tuple[Part, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShippedRow:
-    """A row of the shipped tables, and a problem that it runs.
+    """A shipped row, and a problem that it runs.
 
     Attributes:
+        peers: the rows among which dispatch looked for it.
         masks, dtypes, lengths: those that the row serves and no row above it does; `problem` has the first mask and
             dtype.
         choice: that of the shipped tables for `problem` and the first of `lengths`.
@@ -79,7 +102,8 @@ class ShippedRow:
 
     target: str
     family: Family
-    problem: Problem
+    problem: Drawn
+    peers: RowSet
     masks: tuple[str, ...]
     dtypes: tuple[str, ...]
     lengths: tuple[str, ...]
@@ -87,17 +111,27 @@ class ShippedRow:
     part: str = ""
 
     @property
-    def table(self) -> TableKey:
-        return TableKey(self.problem.operation, self.target, self.family)
+    def features(self) -> tuple[str, ...]:
+        """Those of `problem`."""
+        return _features(self.problem)
+
+    @property
+    def name(self) -> str:
+        """That of its scene, without the part."""
+        return scene_id(self.problem, self.target, self.choice)
 
 
-def shipped_rows(operation: Operation = "fwd") -> Iterator[ShippedRow]:
-    """Every part of every row of every table, with a problem that the shipped tables run with the row.
+def shipped_rows(operation: str = "fwd") -> Iterator[ShippedRow]:
+    """Every part of every shipped row, with a problem that dispatch runs with the row on a machine without user tables.
 
-    User tables are ignored.
+    `operation` is one of `OPERATIONS`.
     """
-    for (_, target, family), rows in tables_of(operation).items():
-        for row in rows:
+    if operation == MLA:
+        yield from _latent_rows()
+        return
+    for peers in row_sets(cast(Operation, operation)):
+        _, target, family = peers.table
+        for row in peers.rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
                 served = _served(row, head_dim_v, target, family)
                 if served:
@@ -106,8 +140,34 @@ def shipped_rows(operation: Operation = "fwd") -> Iterator[ShippedRow]:
                     dtypes = tuple(dict.fromkeys(problem.operands.qk_dtype for problem in problems))
                     lengths = tuple(one for one in LENGTH_CLASSES if one in classes)
                     for part in parts_of(row.traits):
-                        yield ShippedRow(target, family, problems[0], masks, dtypes, lengths, choices[0], part.name)
+                        found = (problems[0], peers, masks, dtypes, lengths, choices[0], part.name)
+                        yield ShippedRow(target, family, *found)
                     break
+
+
+def _latent_rows() -> Iterator[ShippedRow]:
+    """The rows of latent attention, which serve all lengths and both masks."""
+    rows = tuple(Row(cast(Any, traits)) for traits in rows_mla_sm90.ROWS)
+    peers = RowSet(TableKey(cast(Any, MLA), LATENT_TARGET, "sm90"), (rows_mla_sm90,), rows)
+    for traits in rows_mla_sm90.ROWS:
+        problem, _, choice = latent_row(traits.cluster * PAGE_ROWS)
+        if cast(Any, choice.traits) == traits:
+            masks = MASK_KINDS[:2]
+            yield ShippedRow(LATENT_TARGET, "sm90", problem, peers, masks, traits.dtypes, ("decode",), choice)
+
+
+def latent_row(heads: int, dtype: HalfDtype = "bf16", target: str = LATENT_TARGET) -> tuple[Drawn, str, Choice]:
+    """(problem, target, choice) of decoding a token of so many query heads.
+
+    Raises:
+        NotImplementedError: no row runs on the target.
+    """
+    problem = MlaProblem(dtype)
+    traits = cast(MlaTraitsSm90, choose_mla(problem, heads, target, "sm90"))
+    number = rows_mla_sm90.ROWS.index(traits) + 1
+    source = f"shipped rows of latent attention, number {number} of {len(rows_mla_sm90.ROWS)}"
+    row = Row(cast(Any, traits), lengths=("decode",))
+    return problem, target, Choice("sm90", cast(Any, traits), row, source)
 
 
 def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
@@ -127,8 +187,7 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
         served = []
         for dtype, mask, lengths in itertools.product(dtypes, row.masks, reversed(row.lengths)):
             problem = dense(dtype, row.traits.head_dim, head_dim_v, mask, **extra)
-            if dtype in FP8_DTYPES:  # V as the row takes it
-                problem = problem.asking(problem.features & row.traits.features)
+            problem = problem.asking((problem.features | KERNELS_OWN) & row.traits.features)
             choice = _shipped_choice(problem, target, family, cast(Any, lengths))
             if choice is not None and choice.row == row:
                 served.append((problem, lengths, choice))
@@ -145,8 +204,39 @@ def _shipped_choice(problem: Problem, target: str, family: Family, lengths: Leng
         return None
 
 
+class Named(NamedTuple):
+    """What a page calls a problem.
+
+    Attributes:
+        mask: one, or those that the same code has.
+        words: of ids and titles, behind the head dims.
+    """
+
+    dtype: Dtype
+    head_dim: int
+    head_dim_v: int
+    mask: str
+    words: tuple[str, ...]
+
+
+def named(problem: Drawn, choice: Choice) -> Named:
+    """Names for a problem, as the dispatcher chose to run it."""
+    if isinstance(problem, MlaProblem):
+        traits = cast(MlaTraitsSm90, choice.traits)
+        blocks = "one-block" if traits.cluster == 1 else f"cluster-of-{traits.cluster}"
+        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype, blocks))
+    operands, mask = problem.operands, problem.scores.mask
+    lengths = choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else ()
+    words = (mask, operands.qk_dtype, *_features(problem), *lengths)
+    return Named(operands.qk_dtype, operands.head_dim, operands.head_dim_v, mask, words)
+
+
+def _features(problem: Drawn) -> tuple[str, ...]:
+    return () if isinstance(problem, MlaProblem) else tuple(name for name in FEATURES if name in problem.features)
+
+
 def make_scene(
-    problem: Problem, target: str, choice: Choice, report: BuildReport | None = None, part: str | None = None
+    problem: Drawn, target: str, choice: Choice, report: BuildReport | None = None, part: str | None = None
 ) -> Scene:
     """The scene of a problem on a target.
 
@@ -160,27 +250,28 @@ def make_scene(
     """
     traits, arch = choice.traits, get_arch(target)
     module, name = KERNELS[type(traits)]
-    chosen = part_named(traits, part)
+    chosen, words = part_named(traits, part), named(problem, choice)
     with context(target):
         kernel = choice.kernel_cls(traits, problem)
         turn_threads = getattr(kernel, "turn_threads", 0)
         reader = getattr(importlib.import_module(f".{chosen.module}", __package__), chosen.reader)(kernel)
         fragments = reader.fragments()
-        words = [chosen.title] if chosen.title else []
+        title = [chosen.title] if chosen.title else []
         return Scene(
             id=scene_id(problem, target, choice, chosen.name),
-            title=" · ".join((name, *words, target, f"head dim {_dims(problem)}", *_words(problem, choice))),
+            title=" · ".join((name, *title, target, f"head dim {_dims(words)}", *words.words)),
             kernel={
                 "name": name,
                 "module": module,
                 "operation": problem.operation,
-                "element_bytes": DTYPE_BYTES[problem.operands.qk_dtype],
+                "element_bytes": DTYPE_BYTES[words.dtype],
                 "family": choice.family,
                 "arch": target,
-                "dtype": problem.operands.qk_dtype,
-                "head_dim": problem.operands.head_dim,
-                "head_dim_v": problem.operands.head_dim_v,
-                "mask": problem.scores.mask,
+                "dtype": words.dtype,
+                "head_dim": words.head_dim,
+                "head_dim_v": words.head_dim_v,
+                "mask": words.mask,
+                "features": list(_features(problem)),
                 "lengths": list(choice.row.lengths),
                 "source": choice.source,
                 "part": chosen.title,
@@ -213,22 +304,16 @@ def part_named(traits: Traits, name: str | None) -> Part:
     return found
 
 
-def scene_id(problem: Problem, target: str, choice: Choice, part: str = "") -> str:
+def scene_id(problem: Drawn, target: str, choice: Choice, part: str = "") -> str:
     """The name of the scene of a row's part in links and file names."""
+    words = named(problem, choice)
     operation, parts = () if problem.operation == "fwd" else (problem.operation,), (part,) if part else ()
-    return "-".join((target, choice.family, *operation, _dims(problem), *_words(problem, choice), *parts))
+    return "-".join((target, choice.family, *operation, _dims(words), *words.words, *parts))
 
 
-def _dims(problem: Problem) -> str:
-    wide, narrow = problem.operands.head_dim, problem.operands.head_dim_v
+def _dims(words: Named) -> str:
+    wide, narrow = words.head_dim, words.head_dim_v
     return f"{wide}" if wide == narrow else f"{wide}x{narrow}"
-
-
-def _words(problem: Problem, choice: Choice) -> list[str]:
-    """Mask, dtype and special features; length classes only if the row does not run all of them."""
-    special: list[str] = [name for name in FEATURES if name in problem.features]
-    special += choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else []
-    return [problem.scores.mask, problem.operands.qk_dtype, *special]
 
 
 def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) -> np.ndarray[Any, Any]:
@@ -240,8 +325,8 @@ def touch_ways(scene: Scene, step: Step, touch: Touch, swizzled: bool = True) ->
         raise ValueError(f"{step.id} touches {touch.id} not by lanes of shared memory")
     tile = scene.tile(touch.id)
     offsets = tile.offsets(swizzled).reshape(-1)  # stage 0 comes first
-    threads, values, instructions = (mode.size() for mode in touch.tv.modes())
-    first = touch.tv.indices().reshape(instructions, values, threads)[:, 0, :]  # a lane's first element
+    first = touch.elements()[:, 0, :]  # a lane's first element
+    instructions, threads = first.shape
     addresses = tile.base + offsets[first] * tile.element_bytes
     warps = addresses.reshape(instructions, threads // WARP, WARP)
     asynchronous = step.kind == "cp.async"

@@ -1,8 +1,9 @@
 """The scene of one kernel row: its tiles, fragments, steps and budgets, as plain values.
 
-Axes are m (query row), n (key row), d (column of Q and K) and e (column of V and O); a tensor is a pair of them, and
-its gradient has the same. An element of a tile or fragment is the number `row + rows * col`. The readers
-(`layouts/read_*.py`) fill a scene from the kernel's own classes; pages and pictures are made from `as_dict`.
+Axes are m (query row), n (key row), d (column of Q and K), r (of latent attention, those of their columns that V does
+not have) and e (column of V and O); a tensor is a pair of them, and its gradient has the same. An element of a tile or
+fragment is the number `row + rows * col`. The readers (`layouts/read_*.py`) fill a scene from the kernel's own classes;
+pages and pictures are made from `as_dict`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cuteflash.problem import Operation
-
 from .algebra import ComposedLayout, Layout, Swizzle
 
-Axis = Literal["m", "n", "d", "e"]
+Axis = Literal["m", "n", "d", "r", "e"]
 Space = Literal["global", "shared"]
 Phase = Literal["prologue", "loop", "epilogue"]
 Kind = Literal[
@@ -53,10 +52,13 @@ _AXES: dict[str, tuple[Axis, Axis]] = {
     "P": ("m", "n"),
     "V": ("n", "e"),
     "O": ("m", "e"),
+    "Qr": ("m", "r"),
+    "Kr": ("n", "r"),
 }
 AXES = _AXES | {f"d{tensor}": axes for tensor, axes in _AXES.items()}
 # The tensors that a page draws together, in the order of its lanes and sections.
-LANES: dict[Operation, tuple[tuple[str, ...], ...]] = {
+LANES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "mla": (("Q", "Qr"), ("K", "Kr"), ("S", "P"), ("V",), ("O",)),
     "fwd": (("Q",), ("K",), ("S", "P"), ("V",), ("O",)),
     "bwd": (("Q",), ("K",), ("S", "P"), ("V",), ("dO",), ("dP", "dS"), ("dV",), ("dK",), ("dQ",)),
 }
@@ -64,6 +66,7 @@ AXIS_LABELS: dict[Axis, str] = {
     "m": "query",
     "n": "key",
     "d": "column of Q and K",
+    "r": "column of Q and K beside V's",
     "e": "column of V and O",
 }
 
@@ -111,6 +114,7 @@ class Fragment:
         registers: 32-bit registers a thread.
         place_of: the fragment whose registers it takes over; empty if it has its own.
         live: of `registers`, those that are live at a time; 0 is all.
+        tv_swizzle: as of `Touch`.
     """
 
     id: str
@@ -124,6 +128,7 @@ class Fragment:
     place_of: str = ""
     live: int = 0
     note: str = ""
+    tv_swizzle: Swizzle | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +140,7 @@ class Touch:
         first_thread: index i of the thread mode is thread `first_thread + i` of the block. If whole warpgroups
             issue, all their threads have the same elements.
         lane_bytes: bytes that a lane accesses in shared memory; None if no bank is involved.
+        tv_swizzle: on the element numbers of `tv`, whose first bits are the row's; None if there is none.
     """
 
     id: str
@@ -142,6 +148,13 @@ class Touch:
     tv: Layout
     first_thread: int = 0
     lane_bytes: int | None = None
+    tv_swizzle: Swizzle | None = None
+
+    def elements(self) -> npt.NDArray[np.int64]:
+        """(instructions, values, threads) numbers of the elements."""
+        threads, values, instructions = (mode.size() for mode in self.tv.modes())
+        named = self.tv.indices() if self.tv_swizzle is None else self.tv_swizzle(self.tv.indices())
+        return named.reshape(instructions, values, threads)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,7 +226,7 @@ class Scene:
         id: unique among the rows, usable as a file name.
         kernel: name, module, operation, family, arch, dtype, head dims, mask, traits and where they come from.
         sizes: extent of each axis in one tile.
-        loop: what the loop of a tile runs over, "key blocks" or "query blocks".
+        loop: what the loop of a tile runs over, "key blocks", "query blocks" or "pages".
         budget: see `layouts.budget`.
     """
 

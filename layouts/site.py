@@ -8,12 +8,11 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from cuteflash.output import make_directory, write_file
-from cuteflash.problem import FEATURES, Operation
 
 from .command import page_text, read_scene, scene_json, study_path
 from .measured import apart, kin, speed
 from .page import PAGE, page_data
-from .rows import ShippedRow, shipped_rows, worst_ways
+from .rows import ShippedRow, named, shipped_rows, worst_ways
 from .scene import Scene
 
 TITLE = "cuteflash layouts"
@@ -35,7 +34,7 @@ class Entry:
 
 
 def chosen_rows(
-    operation: Operation, targets: Collection[str], families: Collection[str], head_dims: Collection[int] | None
+    operation: str, targets: Collection[str], families: Collection[str], head_dims: Collection[int] | None
 ) -> list[ShippedRow]:
     """The shipped rows of an operation, targets, families and head dims of Q and K (None: all), in the tables' order.
 
@@ -46,7 +45,7 @@ def chosen_rows(
         for row in shipped_rows(operation)
         if row.target in targets
         and row.family in families
-        and (head_dims is None or row.problem.operands.head_dim in head_dims)
+        and (head_dims is None or named(row.problem, row.choice).head_dim in head_dims)
     ]
     if not rows:
         raise ValueError("no row of the shipped tables is left by the given options")
@@ -100,14 +99,14 @@ def _summary(row: ShippedRow, scene: Scene) -> dict[str, Any]:
         "mask": ", ".join(row.masks),
         "dtype": ", ".join(row.dtypes),
         "lengths": ", ".join(row.lengths),
-        "features": ", ".join(name for name in FEATURES if name in row.problem.features),
+        "features": ", ".join(row.features),
         "part": kernel["part"],
         "file": f"{scene.id}.html",
         "tile": f"{scene.sizes['m']}x{scene.sizes['n']}",
         "threads": kernel["threads"],
         "smem_bytes": scene.budget["smem"]["total"],
         "worst_ways": worst_ways(scene),
-        "apart": apart(row.table, row.choice.traits),
+        "apart": apart(row.peers, row.choice.traits),
         "speed": speed(row.choice.row),
-        "kin": kin(row.table, row.choice.row, row.part),
+        "kin": kin(row.peers, row.choice.row, row.part),
     }

@@ -17,13 +17,13 @@ from cuteflash.problem import FwdProblem, Scores, Storage
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.few_sm90 import WARPS, FwdTraitsFewSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS
-from cuteflash.traits.tables import CACHE_ROWS
+from cuteflash.traits.tables import FEW_ROWS
 from tests.gpu.checks import Case
 from tests.gpu.paged import Paged
 from tests.test_kvcache_ops import CPU, NUM_SMS, Gpu
 
 ARCH = get_arch("sm_90a")
-ROWS = [row for row in CACHE_ROWS["sm90"] if isinstance(row.traits, FwdTraitsFewSm90)]
+ROWS = FEW_ROWS["sm90"]
 LOOKED_UP = Storage("varlen", "paged", used_k=True, has_page_table=True, has_cache_batch_idx=True, has_leftpad=True)
 HARD, UNCUT = (Scores(mask, softcap=True, sink="fp32") for mask in ("window", "causal"))
 

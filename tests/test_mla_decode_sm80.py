@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cuteflash import dispatch, mla_planning
-from cuteflash.dispatch import choose_mla, mla_kernel_class
+from cuteflash.dispatch import choose_mla, kernel_class
 from cuteflash.mla_problem import MlaProblem, MlaScalars, MlaTensors
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.mla_sm80 import MlaTraitsSm80
@@ -74,7 +74,7 @@ def test_rows_are_chosen_by_what_a_sequence_asks_and_a_device_has(target: str) -
     assert set(TILES) == set(ARCHS)
     found = [choose_mla(PROBLEM, rows, target, "sm80") for rows in NUMBERS]
     assert [(row.tile_m, row.tile_n) for row in found] == TILES[target]
-    assert all(mla_kernel_class(row) is FlashMlaDecodeSm80 for row in found)
+    assert all(kernel_class(row) is FlashMlaDecodeSm80 for row in found)
     best = choose_mla(PROBLEM, 16, target)
     assert type(best) is (MlaTraitsSm90 if target == "sm_90a" else MlaTraitsSm80)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuteflash.reference import LADDER, flash_attention_2, naive_attention
+from cuteflash.reference import LADDER, flash_attention_2, naive_attention, split_attention
 from cuteflash.reference.masks import block_bounds, key_bounds, visible
 
-STEPS = pytest.mark.parametrize("step", LADDER.values(), ids=[name.replace(" ", "_") for name in LADDER])
+EVERY = LADDER | {"split keys": split_attention}
+STEPS = pytest.mark.parametrize("step", EVERY.values(), ids=[name.replace(" ", "_") for name in EVERY])
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (2, 5), (-1, 4), (4, -1)]
 
 
@@ -197,3 +198,9 @@ def test_tile_mask_is_the_definition_and_none_only_where_all_is_visible(left, ri
                 assert all(map(all, wanted))
             else:
                 assert mask.tolist() == wanted and not all(map(all, wanted))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7, 19, 40])
+def test_the_number_of_parts_changes_nothing(parts):
+    q, k, v = inputs(2, 5, 19, 4, 2, 8, 6)
+    assert_right(split_attention(q, k, v, 0.3, 9, 1, parts=parts), brute_force(q, k, v, 0.3, 9, 1))

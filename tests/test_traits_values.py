@@ -32,8 +32,10 @@ def test_values_come_back_as_the_traits_and_the_makers_rows_are_of_the_kind(kind
 
 def test_an_operation_and_family_may_have_several_kinds() -> None:
     assert list(kinds_of("bwd", "sm90")) == ["bwd_sm90", "bwd_two_pass_sm90"]
-    assert list(kinds_of("fwd", "sm90")) == ["fwd_sm90", "fwd_fp8_sm90"]
-    assert list(kinds_of("fwd", "sm90", DTYPES)) == ["fwd_sm90"]
+    assert list(kinds_of("fwd", "sm90")) == ["fwd_sm90", "fwd_fp8_sm90", "fwd_cache_sm90"]
+    assert list(kinds_of("fwd", "sm90", DTYPES)) == ["fwd_sm90", "fwd_cache_sm90"]
+    assert list(kinds_of("fwd", "sm90", DTYPES, of_cache=False)) == ["fwd_sm90"]
+    assert list(kinds_of("fwd", "sm90", of_cache=True)) == ["fwd_cache_sm90"]
     assert list(kinds_of("fwd", "sm90", FP8_DTYPES)) == ["fwd_fp8_sm90"]
 
 
@@ -43,7 +45,8 @@ def test_an_operation_and_family_may_have_several_kinds() -> None:
         (
             "bwd_sm70",
             {},
-            "kind is 'bwd_sm70'; allowed: fwd_sm80, fwd_sm90, fwd_fp8_sm90, bwd_sm80, bwd_sm90, bwd_two_pass_sm90",
+            "kind is 'bwd_sm70'; allowed: fwd_sm80, fwd_sm90, fwd_fp8_sm90, fwd_cache_sm90, bwd_sm80, bwd_sm90, "
+            "bwd_two_pass_sm90",
         ),
         ("bwd_sm90", {"dq": "both"}, "dq is 'both'; allowed: 'rows', 'columns'"),
         ("bwd_sm90", {"pingpong": 1}, "pingpong is 1; allowed: bool"),

@@ -17,13 +17,14 @@ from cuteflash.dispatch import kernel_class
 from cuteflash.problem import FP8_DTYPES, OPERATIONS, BwdProblem, FwdProblem, Operation
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
 from cuteflash.traits.row import kind_of, kinds_of
 from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
-from cuteflash.traits.tables import tables_of
+from cuteflash.traits.tables import row_sets, tables_of
 from cuteflash.traits.values import field_types, literals
 from cuteflash.tune.cells import Cell, parse_cell
-from cuteflash.tune.operations import SPECS, TASKS, Task, enumerate_traits, made_for, task_of
+from cuteflash.tune.operations import FORMS, SPECS, TASKS, Task, enumerate_traits, made_for, task_of
 
 HEAD_DIMS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 TARGETS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm80"), ("sm_90a", "sm90"))
@@ -71,12 +72,16 @@ def values_of_candidates(task: Task, family: Family) -> dict[tuple[str, str], se
 @pytest.mark.parametrize(("task", "family"), PAIRS)
 def test_every_tunable_trait_takes_several_values(task: Task, family: Family) -> None:
     values, spec = values_of_candidates(task, family), SPECS[task]
-    kinds = kinds_of(spec.operation, family, spec.dtypes)
+    kinds = kinds_of(spec.operation, family, spec.dtypes, of_cache=task == "cache")
     assert {kind for kind, _ in values} == kinds.keys()
     # The switches of the ablation ladder that only take something away are timed there.
     fixed = {"head_dim", "head_dim_v", "async_copy", "eager_loads", "fused_softmax"}
-    fixed |= {"splits"}  # rows that split keys are not swept
-    fixed |= {"blocks_per_sm"} if family == "sm90" else set()
+    fixed |= {"splits"}  # which a task has or does not have
+    fixed |= {"blocks_per_sm"} if family == "sm90" and task != "decode" else set()
+    if task in FORMS:  # one tile of 64 rows by one warpgroup, or by four warps; blocks that share the keys of all tiles
+        fixed |= {"tile_m", "num_warps", "pingpong", "persistent", "longest_first", "cutlass_symbol"}
+        fixed |= {"warp_specialized", "fixed_max", "repair_apart", "q_stage", "p_in_regs"}
+        fixed |= {"overlap", "rescale_in_product"} if task == "cache" else set()
     if spec.dtypes == FP8_DTYPES:  # of which 8-bit operands allow one value, and a task has one
         fixed |= {"warp_specialized", "overlap", "p_in_regs", "share_q_o", "turns_v"}
         fixed |= set() if "turned_v" in spec.always else {"stored_v_stage"}
@@ -89,7 +94,7 @@ def test_every_tunable_trait_takes_several_values(task: Task, family: Family) ->
     }
     assert {name for kind, name in tuned if len(values[kind, name]) < 2} <= fixed
     for kind in kinds:
-        assert len(values[kind, "tile_m"]) >= 3
+        assert len(values[kind, "tile_m"]) >= (1 if task in FORMS else 3)
         for name, type_ in field_types(kind).items():
             assert set(literals(type_)) <= values[kind, name]
 
@@ -104,8 +109,10 @@ def test_forward_tiles_and_stages_are_multiplied_out(family: Family) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_shipped_row_is_a_candidate_or_compiles_to_one(operation: Operation) -> None:
     spaces: dict[Any, set[object]] = {}
-    for (_, target, _), rows in tables_of(operation).items():
+    for (_, target, _), _, rows in row_sets(operation):
         for row in rows:
+            if isinstance(row.traits, FwdTraitsCacheSm90) and not row.traits.splits:
+                continue  # of many queries, or of a cache that one block reads: not swept
             task, family, head_dims = place = made_for(row.traits)
             space = spaces.get(place) or spaces.setdefault(place, set(enumerate_traits(task, family, *head_dims)))
             same: set[object] = {row.traits}
@@ -195,11 +202,32 @@ def test_cells_of_another_operation_follow_its_registration() -> None:
     assert parse_cell("64x32:512:full", operation="bwd") == other
 
 
+def test_cells_of_few_queries_are_tasks_of_their_own() -> None:
+    size: dict[str, Any] = {"tokens": 4 * 8192, "hidden": 32 * 128, "group": 4}
+    decode, cache = (Cell(128, "full", 8192, seqlen_q=1, form=form, **size) for form in FORMS)
+    assert [cell.task for cell in (decode, cache)] == list(FORMS)
+    assert (decode.batch, decode.heads, decode.kv_heads, decode.lengths) == (4, 32, 8, "decode")
+    assert decode.problem.features == {"split"} and cache.problem.features == {"split", "e4m3_cache"}
+    assert decode.problem.operands.packed_heads == 4
+    assert decode.label == "decode D128 full 1x8192 batch 4 heads 32/8"
+    assert decode.id == "decode D128 full 1x8192 batch 4 heads 32/8 bf16"
+    assert len({cell.id for cell in (decode, cache, dataclasses.replace(decode, group=8))}) == 3
+    assert decode.flops == 4 * 4 * 32 * 8192 * 128  # of all query heads
+    of_queries, of_keys = 4 * 32 * 2 * 128, 4 * 8 * 8192 * 2 * 128  # elements of Q and O, of K and V
+    assert decode.nbytes == 2 * (of_queries + of_keys) and cache.nbytes == 2 * of_queries + of_keys
+    with pytest.raises(ValueError, match="group is 5; allowed: 1 or, of "):
+        dataclasses.replace(decode, group=5)
+    with pytest.raises(ValueError, match="group is 2"):
+        Cell(128, "full", 8192, group=2)
+    with pytest.raises(ValueError, match="dtype is 'e4m3'; allowed for decode: fp16, bf16"):
+        dataclasses.replace(decode, dtype="e4m3")
+
+
 def test_cells_of_8_bit_operands_are_tasks_of_their_own() -> None:
     half, stored, given = (
         Cell(64, "full", 512),
         Cell(64, "full", 512, "e4m3"),
-        parse_cell("64:512:full", "e4m3", "fwd", True),
+        parse_cell("64:512:full", "e4m3", transposed_v=True),
     )
     assert [cell.task for cell in (half, stored, given)] == ["fwd", "fwd e4m3", "fwd e4m3 vt"]
     assert [cell.problem.features for cell in (half, stored, given)] == [frozenset(), {"turned_v"}, frozenset()]

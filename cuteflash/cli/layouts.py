@@ -20,19 +20,23 @@ from cuteflash.cli.options import Usage, head_dims, names
 from cuteflash.companions import companion
 from cuteflash.dispatch import Choice, choose
 from cuteflash.install import how_to_install
+from cuteflash.mla_problem import HEADS_MAX
 from cuteflash.output import check_directory, check_file, write_file
-from cuteflash.problem import DTYPES, FP8_DTYPES, MASK_KINDS, OPERATIONS, BwdProblem, FwdProblem, Operation, Problem
+from cuteflash.problem import DTYPES, FP8_DTYPES, MASK_KINDS, BwdProblem, Feature, FwdProblem, Problem
 from cuteflash.traits.arch import ARCHS, FAMILIES
 from cuteflash.traits.length_class import LENGTH_CLASSES
 
+OPERATIONS = ("fwd", "bwd", "mla")
 PICTURES = ("svg", "png", "ascii")
 FORMATS = ("html", "json", *PICTURES)
 COLORS = ("owner", "bank", "value", "address", "core", "plain")
 PACKAGES = {"numpy": "numpy", "PIL": "pillow"}  # module -> its package; both are part of the extra
 
 Item = TypeVar("Item")
-Shown = tuple[Problem, str, Choice, bool, str | None]  # arguments of `layouts.command.read_scene`
-Kernel = Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}; also which rows --all shows.")]
+Shown = tuple[Any, str, Choice, bool, str | None]  # arguments of `layouts.command.read_scene`
+Kernel = Annotated[
+    str, typer.Option(help=f"One of {', '.join(OPERATIONS)} (decoding of latent attention); also the rows of --all.")
+]
 Arch = Annotated[str | None, typer.Option(help=f"One of {', '.join(ARCHS)}; default: this GPU's. With --all, several.")]
 HeadDim = Annotated[
     str | None, typer.Option(help="Columns of Q and K, a multiple of 8 up to 256. With --all, several.")
@@ -45,6 +49,12 @@ Dtype = Annotated[
     typer.Option(help=f"One of {', '.join((*DTYPES, *FP8_DTYPES))}; default: bf16. 8 bits: of a forward on Hopper."),
 ]
 TransposedV = Annotated[bool, typer.Option("--transposed-v", help="V of 8 bits is given as V^T, not as its rows.")]
+Split = Annotated[bool, typer.Option("--split", help="Of a forward: a row that splits keys, as decoding does.")]
+E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward on Hopper: a row of e4m3 caches.")]
+Heads = Annotated[
+    int | None,
+    typer.Option(min=1, max=HEADS_MAX, help="Of mla: query heads, whose tiles of 64 choose the row; default: 128."),
+]
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
 Lengths = Annotated[
     str | None, typer.Option(help=f"Class of sequence lengths, one of {', '.join(LENGTH_CLASSES)}; default: long.")
@@ -76,6 +86,9 @@ def layouts(
     causal: Causal = False,
     dtype: Dtype = None,
     transposed_v: TransposedV = False,
+    split: Split = False,
+    e4m3_cache: E4m3Cache = False,
+    heads: Heads = None,
     family: Family = None,
     lengths: Lengths = None,
     part: Part = None,
@@ -103,35 +116,67 @@ def layouts(
         if mask is not None and causal:
             raise ValueError("mask and causal are both given; allowed: one of them")
         mask = "causal" if causal else mask
+        features = {"transposed-v": transposed_v or None, "split": split or None, "e4m3-cache": e4m3_cache or None}
+        of_problem = {"head-dim-v": head_dim_v, "mask": mask, "lengths": lengths, "part": part, **features}
+        if operation != "fwd":
+            _refuse(f"with kernel {operation}", features)
+        if operation != "mla" or everything:
+            _refuse("without kernel mla, or with --all", {"heads": heads})
         if everything:
             if form != "html":
                 raise ValueError(f"format is {form!r}; with --all allowed: html")
-            _refuse(
-                "with --all, which shows every row",
-                {
-                    "head-dim-v": head_dim_v,
-                    "mask": mask,
-                    "dtype": dtype,
-                    "transposed-v": transposed_v or None,
-                    "lengths": lengths,
-                    "part": part,
-                },
-            )
+            _refuse("with --all, which shows every row", of_problem | {"dtype": dtype})
             good = _gallery(operation, (arch, head_dim, family), _needed(output, "site/"), compile_now)
             raise typer.Exit(0 if good else 1)
-        dims, values = (head_dim, head_dim_v), (dtype or "bf16", transposed_v)
-        problem, target = _problem(operation, arch, dims, mask or "full", values)
-        checked_family = None if family is None else _one("family", family, FAMILIES)
-        checked_lengths = _one("lengths", lengths or "long", LENGTH_CLASSES)
-        row = problem, target, choose(problem, target, checked_family, checked_lengths)
+        where, of_values = (arch, head_dim, family), (dtype or "bf16", transposed_v, split, e4m3_cache)
+        if operation == "mla":
+            _refuse("with kernel mla, whose sizes are one", of_problem | {"head-dim": head_dim, "family": family})
+            row = _latent_row(arch, dtype or "bf16", heads or HEADS_MAX)
+        else:
+            row = _row(operation, where, head_dim_v, (mask or "full", lengths or "long"), of_values)
         if form in PICTURES:
             _pictures((*row, compile_now, part), form, panel, (color, stage, swizzle), output)
         else:
             _whole((*row, compile_now, part), form, output)
 
 
+def _latent_row(arch: str | None, dtype: str, heads: int) -> tuple[Any, str, Choice]:
+    """(problem, target, choice) of decoding latent attention."""
+    target = information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
+    found: tuple[Any, str, Choice] = companion("layouts.rows").latent_row(heads, _one("dtype", dtype, DTYPES), target)
+    return found
+
+
+def _row(
+    operation: str,
+    where: tuple[str | None, str | None, str | None],
+    head_dim_v: str | None,
+    words: tuple[str, str],
+    values: tuple[str, bool, bool, bool],
+) -> tuple[Any, str, Choice]:
+    """(problem, target, choice) of a forward or backward.
+
+    Args:
+        where: the texts of --arch, --head-dim and --family.
+        words: mask and lengths.
+        values: dtype, transposed_v, split, e4m3_cache.
+    """
+    (arch, head_dim, family), (mask, lengths), (dtype, transposed_v, *features) = where, words, values
+    problem, target = _problem(operation, arch, (head_dim, head_dim_v), mask, (dtype, transposed_v))
+    problem = _asking(problem, *features)
+    chosen = None if family is None else _one("family", family, FAMILIES)
+    return problem, target, choose(problem, target, chosen, _one("lengths", lengths, LENGTH_CLASSES))
+
+
+def _asking(problem: Problem, split: bool, e4m3_cache: bool) -> Problem:
+    """The problem with split keys, or an e4m3 cache, if these are asked for. ValueError: it cannot have them."""
+    wanted: dict[Feature, bool] = {"split": split, "e4m3_cache": e4m3_cache}
+    asked = {name for name, wants in wanted.items() if wants}
+    return problem.asking(problem.features | asked) if asked else problem
+
+
 def _problem(
-    operation: Operation,
+    operation: str,
     arch: str | None,
     dims: tuple[str | None, str | None],
     mask: str,
@@ -197,7 +242,7 @@ def _pictures(
 
 
 def _gallery(
-    operation: Operation, selected: tuple[str | None, str | None, str | None], output: pathlib.Path, compile_now: bool
+    operation: str, selected: tuple[str | None, str | None, str | None], output: pathlib.Path, compile_now: bool
 ) -> bool:
     """Writes the gallery of the selected rows; False if a kernel that should be compiled was not.
 
@@ -212,16 +257,17 @@ def _gallery(
         head_dims=[columns for columns, _ in head_dims(head_dim, None)] if head_dim is not None else None,
     )
     check_directory(output)
-    failed = []
+    failed: list[building.Outcome] = []
+    kernels: dict[building.Task, str] = {}
     if compile_now:
-        kernels = [building.Task(row.target, row.family, row.problem, row.choice.traits) for row in rows]
-        tasks = list(dict.fromkeys(kernels))  # its parts are compiled together
-        failed = [outcome for outcome in building.run(tasks, os.cpu_count() or 1) if outcome.error]
+        for row in rows:  # the parts of a kernel are compiled together
+            kernels.setdefault(building.Task(row.target, row.family, row.problem, row.choice.traits), row.name)
+        failed = [outcome for outcome in building.run(list(kernels), os.cpu_count() or 1) if outcome.error]
     entries = list(_tracked("reading", map(site.make_entry, rows), len(rows)))
     pages = list(_tracked("writing", site.write_site(output, entries), site.page_count(len(rows))))
     for outcome in failed:
-        print(f"cuteflash: {' '.join(outcome.task.cells())}: {outcome.error}", file=sys.stderr)
-    count = len({(row.table, row.choice.row) for row in rows})
+        print(f"cuteflash: {kernels[outcome.task]}: {outcome.error}", file=sys.stderr)
+    count = len({(row.peers.table, row.choice.row) for row in rows})
     typer.echo(f"{len(pages)} pages of {count} rows; open {output / 'index.html'}")
     return not failed
 

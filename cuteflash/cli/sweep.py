@@ -21,7 +21,7 @@ from cuteflash.cli import sweep_apply
 from cuteflash.cli import sweep_results as results
 from cuteflash.cli.options import Usage, flags, head_dims, names
 from cuteflash.compile import cache_dir
-from cuteflash.problem import MASK_KINDS, Operation
+from cuteflash.problem import MASK_KINDS
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.length_class import DECODE_QUERIES
 from cuteflash.traits.row import Traits
@@ -29,7 +29,7 @@ from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
-from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT, SWEPT_DTYPES, task_of
+from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT, SWEPT_DTYPES, Form, swept_kernel, task_of
 from cuteflash.tune.peers import PEERS, missing_peer
 from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display
@@ -38,6 +38,8 @@ from cuteflash.tune.timing import Rules
 from cuteflash.tune.variants import parse_variants
 
 DECODE_TOKENS = 1 << 17  # of all sequences of a decode cell: enough of them that every multiprocessor has work
+DECODE_HEADS = "32x8"
+KERNELS = [(name, *swept_kernel(name)) for name in SWEPT]  # with operation and form
 LIMIT = 64
 ROUNDS = 9
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -60,8 +62,15 @@ Seqlen = Annotated[
     str | None,
     typer.Option(
         help="Keys of a sequence, or QUERIESxKEYS; default: "
-        + "; ".join(f"{name} {SPECS[task_of(name, 'bf16')].lengths}" for name in SWEPT)
+        + "; ".join(f"{name} {SPECS[task_of(own, 'bf16', form=form)].lengths}" for name, own, form in KERNELS)
     ),
+]
+Batch = Annotated[
+    str | None, typer.Option(help=f"Of decode and cache: sequences, comma-separated; default: {DECODE_TOKENS} keys.")
+]
+Heads = Annotated[
+    str | None,
+    typer.Option(help=f"Of decode and cache: QUERY_HEADSxKV_HEADS, comma-separated; default: {DECODE_HEADS}."),
 ]
 InputKinds = Annotated[
     str | None,
@@ -105,6 +114,8 @@ def sweep(
     dtype: Dtype = "bf16",
     transposed_v: results.TransposedV = False,
     seqlen: Seqlen = None,
+    batch: Batch = None,
+    heads: Heads = None,
     inputs: InputKinds = None,
     cells: Cells = None,
     traits: TraitsText = None,
@@ -132,27 +143,24 @@ def sweep(
     with Usage():
         if reset:
             raise typer.Exit(_reset())
-        (operation,) = results.one(names("kernel", kernel, SWEPT), "kernel", kernel)
+        (swept,) = results.one(names("kernel", kernel, SWEPT), "kernel", kernel)
+        operation, form = swept_kernel(swept)
         until = _until(dry_run, no_compile, compile_only)
         targets = names("arch", arch, ARCHS) or information.local_target()
         if until == "time":
             _check_gpu(targets)
         pairs, masks = _pairs(head_dim, head_dim_v, cells), _masks(mask, causal)
-        chosen = _cells(cells, pairs, masks, dtype, seqlen, inputs, operation, transposed_v)
+        common = {"operation": operation, "transposed_v": transposed_v, "form": form}
+        chosen = _cells(cells, pairs, masks, dtype, seqlen, inputs, common, _decode_sizes(batch, heads, form))
         _ = [cell.problem for cell in chosen]  # says what head dims there are
-        common: dict[str, Any] = {
-            "limit": limit or None,
-            "budget": seconds(budget) if budget is not None else None,
-            "jobs": jobs,
-            "from_cache": from_cache,
-            "peers": _peers(peers),
-            "rules": Rules(rounds=rounds),
-        }
+        seconds_of = seconds(budget) if budget is not None else None
+        limits: dict[str, Any] = {"limit": limit or None, "budget": seconds_of, "jobs": jobs, "from_cache": from_cache}
+        limits |= {"peers": _peers(peers), "rules": Rules(rounds=rounds)}
         plans = []
         for target in targets:
             families = _families(family, target, chosen)
             own = tuple(with_sinks(chosen, families)) if cells is None and inputs is None else chosen
-            plans.append(Plan(target, families, own, _traits(traits, chosen, families), **common))
+            plans.append(Plan(target, families, own, _traits(traits, chosen, families), **limits))
     if not resume:
         _set_aside(database)
     _run(plans, until, database, show_rejected, as_json)
@@ -231,18 +239,23 @@ def _cells(
     dtype: str,
     seqlen: str | None,
     inputs: str | None,
-    operation: Operation,
-    transposed_v: bool,
+    common: dict[str, Any],
+    sizes: Sequence[Size],
 ) -> tuple[Cell, ...]:
-    """The problems to time, without a single query under a causal mask, which takes the kernel of mask full."""
-    common: dict[str, Any] = {"operation": operation, "transposed_v": transposed_v}
+    """The problems to time, without a single query under a causal mask, which takes the kernel of mask full.
+
+    Args:
+        common: fields of all cells.
+        sizes: of decoding, the batches and heads; else one that leaves them to the cell.
+    """
     dtypes, kinds = names("dtype", dtype, SWEPT_DTYPES), (inputs or PLAIN).split(",")
     if cells is not None:
         if inputs is not None:
             raise ValueError("cells and inputs are both given; allowed: inputs of a cell behind its mask")
-        return tuple(parse_cell(text, kind, **common) for text in cells.split(",") for kind in dtypes)
+        plain = (parse_cell(text, kind, **common) for text in cells.split(",") for kind in dtypes)
+        return tuple(size.of(cell) for cell in plain for size in sizes)
     found = []
-    spec = SPECS[task_of(operation, dtypes[0], transposed_v)]
+    spec = SPECS[task_of(common["operation"], dtypes[0], common["transposed_v"], common["form"])]
     lengths = (spec.lengths if seqlen is None else seqlen).split(",")
     for (d, d_v), masking, kind, text in itertools.product(pairs, masks, dtypes, lengths):
         first, _, second = text.strip().partition("x")
@@ -253,8 +266,47 @@ def _cells(
             tokens = DECODE_TOKENS if 0 < queries <= DECODE_QUERIES else TOKENS
             whole = max(1, tokens // max(keys, 1)) * keys
             cell = Cell(d, masking, keys, kind, head_dim_v=d_v, seqlen_q=queries, tokens=whole, **common)
-            found += [dataclasses.replace(cell, inputs=values) for values in kinds]
+            found += [dataclasses.replace(size.of(cell), inputs=values) for size in sizes for values in kinds]
     return tuple(dict.fromkeys(found))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Size:
+    """Sequences and heads of a cell; None leaves them as they are."""
+
+    batch: int | None = None
+    heads: tuple[int, int] | None = None  # of Q, and of K and V
+
+    def of(self, cell: Cell) -> Cell:
+        """The cell in this size. ValueError: its heads are not whole groups."""
+        changes: dict[str, Any] = {}
+        if self.batch is not None:
+            changes["tokens"] = self.batch * cell.seqlen
+        if self.heads is not None:
+            queries, shared = self.heads
+            changes |= {"hidden": queries * cell.head_dim, "group": queries // shared}
+        return dataclasses.replace(cell, **changes)
+
+
+def _decode_sizes(batch: str | None, heads: str | None, form: Form) -> list[Size]:
+    """Batches times heads. ValueError: they are not what is allowed, or not of a kernel that has them."""
+    if not form:
+        for name, given in (("batch", batch), ("heads", heads)):
+            if given is not None:
+                raise ValueError(f"{name} is {given!r}; allowed with --kernel decode and cache")
+        return [Size()]
+    batches: list[int | None] = [None]
+    if batch is not None:
+        if not all(part.isdecimal() and int(part) for part in batch.split(",")):
+            raise ValueError(f"batch is {batch!r}; allowed: comma-separated positive integers")
+        batches = [int(part) for part in batch.split(",")]
+    pairs = []
+    for text in (heads or DECODE_HEADS).split(","):
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
+        if found is None or int(found[1]) % int(found[2]):
+            raise ValueError(f"heads is {text!r}; allowed: QUERY_HEADSxKV_HEADS, whole groups, e.g. {DECODE_HEADS}")
+        pairs.append((int(found[1]), int(found[2])))
+    return [Size(sequences, pair) for sequences, pair in itertools.product(batches, pairs)]
 
 
 def _families(text: str | None, target: str, cells: Sequence[Cell]) -> tuple[Family, ...]:

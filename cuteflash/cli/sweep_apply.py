@@ -21,7 +21,7 @@ from cuteflash.tune.building import Kernel, complaints
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.explain import title
 from cuteflash.tune.feature_checks import settle
-from cuteflash.tune.operations import SPECS, Task, task_of_traits
+from cuteflash.tune.operations import FORMS, SPECS, Task, task_of_traits
 from cuteflash.tune.progress import Display
 from cuteflash.tune.results import measured_gpu
 from cuteflash.tune.select import Pick, proposed, swept_head_dims
@@ -62,6 +62,7 @@ def apply(
                 f"nothing was timed for {target}, family {', '.join(families)}, head_dim {head_dim or there}; "
                 f"{database} has head dims {there}"
             )
+        _refuse_shipped(shipped, [task for (_, task), picks in picked.items() if picks])
         better = [picks for picks in picked.values() if shipped is not None or not all(pick.kept for pick in picks)]
         if better and not dry_run:
             _check_writable(shipped)
@@ -80,6 +81,16 @@ def apply(
                 else:
                     path = tables.write_shipped(table, measured, shipped)
                 typer.echo(f"written: {path}")
+
+
+def _refuse_shipped(shipped: pathlib.Path | None, tasks: Sequence[Task]) -> None:
+    """ValueError if shipped rows that are written by hand were to be replaced."""
+    for task in tasks:
+        if shipped is not None and task in FORMS:
+            raise ValueError(
+                f"shipped is given, and rows of {task} were timed; those are written by hand, in "
+                "cuteflash/traits/rows_split_*.py and rows_cache_*.py: --dry-run says which won"
+            )
 
 
 def _place(traits: Traits) -> tuple[Task, Family]:

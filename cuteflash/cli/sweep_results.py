@@ -23,10 +23,11 @@ from cuteflash.problem_names import problem_id
 from cuteflash.traits.arch import ARCHS, FAMILIES, get_arch
 from cuteflash.traits.row import TableKey
 from cuteflash.tune.backend import PEER
+from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import explain as explanation_of
 from cuteflash.tune.explain import newest_verdicts, ranked, title
 from cuteflash.tune.funnel import Funnel
-from cuteflash.tune.operations import DEFAULT, SWEPT, SWEPT_DTYPES, task_of
+from cuteflash.tune.operations import DEFAULT, SWEPT, SWEPT_DTYPES, swept_kernel, task_of
 from cuteflash.tune.plan import Plan, default_traits
 from cuteflash.tune.progress import summary
 from cuteflash.tune.report import Scope, make_report
@@ -67,10 +68,11 @@ def explain(
     """Say why a configuration was rejected, or by how much and where it lost, and by what margin the winner won."""
     with opened(database) as store, Usage():
         (pair,) = one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
-        (operation,) = one(names("kernel", kernel, SWEPT), "kernel", kernel)
+        (swept_name,) = one(names("kernel", kernel, SWEPT), "kernel", kernel)
+        operation, form = swept_kernel(swept_name)
         target = swept(store, arch)
         (dtype,) = one(names("dtype", dtype, SWEPT_DTYPES), "dtype", dtype)
-        task = task_of(operation, dtype, transposed_v)
+        task = task_of(operation, dtype, transposed_v, form)
         chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
         table = TableKey(operation, target, chosen)
         typer.echo(explanation_of(store, table, padded(pair), _fields(where), gpu, task), nl=False)
@@ -211,13 +213,14 @@ def _times(plan: Plan, store: Store, gpu: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("cell", "family", "fastest"):
         table.add_column(name)
-    for name in ("TFLOP/s", "default", "gain", *plan.peers, "of matmul"):
+    rated = "rate" if any(cell.form for cell in plan.cells) else "TFLOP/s"
+    for name in (rated, "default", "gain", *plan.peers, "of matmul"):
         table.add_column(name, justify="right")
     rate = next((run["matmul_tflops"] for run in reversed(store.runs()) if run["gpu"] == gpu), None)
     traits = all_candidates(store)
     cells = ranked(load_runs(store, plan.target, gpu, traits))
     peers = load_runs(store, plan.target, gpu, [PEER + name for name in plan.peers])
-    beside = {(run.cell, run.candidate): _rate(run) for run in peers}
+    beside = {(run.cell, run.candidate): run for run in peers}
     for cell, family in itertools.product(plan.cells, plan.families):
         runs = [run for run in cells.get(cell.id, ()) if traits[run.candidate].family == family]
         if runs:
@@ -225,15 +228,18 @@ def _times(plan: Plan, store: Store, gpu: str) -> Table:
             default = next((run for run in runs if traits[run.candidate] in defaults), None)
             best = runs[0]
             gain = f"{default.ms / best.ms - 1:+.1%}" if default is not None else "-"
-            share = f"{best.tflops / rate:.2f}" if rate else "-"
-            others = [beside.get((cell.id, PEER + name), "-") for name in plan.peers]
+            share = f"{best.tflops / rate:.2f}" if rate and not cell.form else "-"
+            others = [_rate(cell, beside.get((cell.id, PEER + name))) for name in plan.peers]
             fastest = title(traits[best.candidate])
-            table.add_row(cell.label, family, fastest, _rate(best), _rate(default), gain, *others, share)
+            table.add_row(cell.label, family, fastest, _rate(cell, best), _rate(cell, default), gain, *others, share)
     return table
 
 
-def _rate(run: Run | None) -> str:
-    return f"{run.tflops:.0f}" if run is not None else "-"
+def _rate(cell: Cell, run: Run | None) -> str:
+    """TFLOP/s; of a form of few queries, whose time is that of reading K and V, what it reads and writes."""
+    if run is None:
+        return "-"
+    return f"{cell.nbytes / (run.ms * 1e9):.2f} TB/s" if cell.form else f"{run.tflops:.0f}"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The ladder: attention in plain torch, one idea a step, from the formula to the algorithm of the GPU kernels.
 
 Every step has the same signature and result; read them in the order of `LADDER`. The backward is that of the last step.
+Beside it stand what decoding adds: keys that are split (`split_attention`), and latent attention (`latent_decode`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cuteflash.reference.mla import latent_decode
 from cuteflash.reference.naive import naive_attention
 from cuteflash.reference.online_softmax import online_softmax_attention
 from cuteflash.reference.safe_softmax import safe_softmax_attention
+from cuteflash.reference.split import split_attention
 
 
 class Attention(Protocol):
@@ -54,5 +56,6 @@ __all__ = [
     "online_softmax_attention",
     "safe_softmax_attention",
     "sink_gradient",
+    "split_attention",
     "stored_rows",
 ]

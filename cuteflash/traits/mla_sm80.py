@@ -40,6 +40,7 @@ class MlaTraitsSm80:
             the row's sum are scaled: exponentials reach 2 to this power.
     """
 
+    operation: ClassVar[str] = "mla"
     family: ClassVar[Family] = "sm80"
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     head_dim: ClassVar[int] = LATENT_DIM

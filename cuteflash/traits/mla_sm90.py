@@ -38,6 +38,7 @@ class MlaTraitsSm90:
         producer_regs, mma_regs: registers a thread.
     """
 
+    operation: ClassVar[str] = "mla"
     family: ClassVar[Family] = "sm90"
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     tile_m: ClassVar[int] = WGMMA_M

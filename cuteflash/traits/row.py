@@ -36,6 +36,7 @@ KINDS: dict[str, type[Traits]] = {
     "fwd_sm80": FwdTraitsSm80,
     "fwd_sm90": FwdTraitsSm90,
     "fwd_fp8_sm90": FwdTraitsFp8Sm90,
+    "fwd_cache_sm90": FwdTraitsCacheSm90,
     "bwd_sm80": BwdTraitsSm80,
     "bwd_sm90": BwdTraitsSm90,
     "bwd_two_pass_sm90": BwdTwoPassTraitsSm90,
@@ -157,12 +158,21 @@ def kind_of(traits: Traits) -> str:
     raise TypeError(f"traits are {type(traits).__name__}, which no kind of rows is made of; kinds: {', '.join(KINDS)}")
 
 
-def kinds_of(operation: Operation, family: Family, dtypes: tuple[str, ...] | None = None) -> dict[str, type[Traits]]:
-    """Those of `KINDS` that rows of an operation and kernel family, or also of these `dtypes`, may have."""
+def kinds_of(
+    operation: Operation, family: Family, dtypes: tuple[str, ...] | None = None, of_cache: bool | None = None
+) -> dict[str, type[Traits]]:
+    """Those of `KINDS` that rows of an operation and kernel family may have.
+
+    Args:
+        dtypes: also of these.
+        of_cache: also those of e4m3 caches alone, or the others; None is both.
+    """
     return {
         name: kind
         for name, kind in KINDS.items()
-        if (kind.operation, kind.family) == (operation, family) and dtypes in (None, kind.dtypes)
+        if (kind.operation, kind.family) == (operation, family)
+        and dtypes in (None, kind.dtypes)
+        and of_cache in (None, kind is FwdTraitsCacheSm90)
     }
 
 

@@ -2,15 +2,15 @@
 
 The time of decoding is that of reading K and V, half as long as with 16 bits. So many stored tiles are in flight, and K
 and V are converted by a warpgroup each, up to head dim 128: a product with 256 columns needs more registers than 512
-threads are launched with. Many queries share the conversion of a tile: they take 128 rows. Up to 8 or 16 rows, and of
-wide heads up to 8, are converted where they are multiplied, see `cuteflash.kernels.sm90.few`.
+threads are launched with. Many queries share the conversion of a tile: they take 128 rows. Few rows of split keys are
+those of `rows_few_sm90.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from cuteflash.traits.row import CAUSAL, FULL, LONG, SHORT, Row, fwd_cache_sm90, fwd_few_sm90
+from cuteflash.traits.row import LONG, SHORT, Row, fwd_cache_sm90
 
 
 def _few(head_dim: int, tile_n: int, stored_stage: int, converting_warpgroups: int = 1, **more: Any) -> tuple[Row, Row]:
@@ -28,22 +28,7 @@ def _many(head_dim: int, tile_n: int, stored_stage: int, **more: Any) -> Row:
 # A warpgroup for each half of the keys.
 PAIR: dict[str, Any] = {"key_warpgroups": 2, "q_in_regs": True, "exp_rows_before_wait": 0}
 
-# A window's bounds of 16 rows take more registers than there are.
-UNCUT = FULL + CAUSAL
-
 ROWS: tuple[Row, ...] = (
-    fwd_few_sm90(32, 8, 256, 6),
-    fwd_few_sm90(32, 16, 256, 6, UNCUT),
-    fwd_few_sm90(64, 8, 256, 4),
-    fwd_few_sm90(64, 16, 256, 4, UNCUT),
-    fwd_few_sm90(96, 8, 128, 4),
-    fwd_few_sm90(96, 16, 128, 4, UNCUT),
-    fwd_few_sm90(128, 8, 128, 3),
-    fwd_few_sm90(128, 16, 128, 3, UNCUT),
-    fwd_few_sm90(160, 8, 128, 3),
-    fwd_few_sm90(192, 8, 128, 3),
-    fwd_few_sm90(224, 8, 128, 2),
-    fwd_few_sm90(256, 8, 128, 2),
     _many(64, 128, 4),
     _many(128, 64, 4),
     *_few(32, 128, 8, **PAIR),

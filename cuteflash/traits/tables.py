@@ -36,7 +36,9 @@ sm_86, sm_89, sm_120: RTX 30/40/50 and their workstation siblings, 99 KiB a bloc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
+from typing import NamedTuple
 
 from cuteflash.problem import Operation
 from cuteflash.traits import (
@@ -45,6 +47,7 @@ from cuteflash.traits import (
     rows_bwd_sm80_small,
     rows_bwd_sm90,
     rows_cache_sm90,
+    rows_few_sm90,
     rows_fp8_sm90,
     rows_sm80,
     rows_sm80_hopper,
@@ -80,10 +83,41 @@ TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()
 }
 
-# Rows that split keys, of the forward's families on all targets: no sweep knows them.
-SPLIT_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_split_sm90.ROWS, "sm80": rows_split_sm80.ROWS}
+# Rows that split keys, of the forward's families on all targets, written by hand.
+SPLIT_MODULES: dict[Family, tuple[ModuleType, ...]] = {"sm90": (rows_split_sm90,), "sm80": (rows_split_sm80,)}
 # Rows of e4m3 caches, those that split keys and others: likewise.
-CACHE_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_cache_sm90.ROWS, "sm80": ()}
+CACHE_MODULES: dict[Family, tuple[ModuleType, ...]] = {"sm90": (rows_cache_sm90,), "sm80": ()}
+SPLIT_ROWS, CACHE_ROWS = (
+    {family: tuple(row for module in modules for row in module.ROWS) for family, modules in form.items()}
+    for form in (SPLIT_MODULES, CACHE_MODULES)
+)
+
+
+# Rows of few query rows, split keys and e4m3 caches: tiles that are smaller than those of `CACHE_ROWS`.
+FEW_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_few_sm90.ROWS, "sm80": ()}
+
+
+class RowSet(NamedTuple):
+    """Rows that dispatch looks through for the same problems.
+
+    Attributes:
+        table: the table that they belong to; rows of split keys and of e4m3 caches belong to all of their family's.
+        modules: that contain them.
+    """
+
+    table: TableKey
+    modules: tuple[ModuleType, ...]
+    rows: tuple[Row, ...]
+
+
+def row_sets(operation: Operation) -> Iterator[RowSet]:
+    """All shipped rows of an operation: table by table, then those of split keys and those of e4m3 caches."""
+    for table, rows in tables_of(operation).items():
+        yield RowSet(table, MODULES[table], rows)
+    if operation == "fwd":
+        for modules, rows_of in ((SPLIT_MODULES, SPLIT_ROWS), (CACHE_MODULES, CACHE_ROWS)):
+            for table in tables_of(operation):
+                yield RowSet(table, modules[table.family], rows_of[table.family])
 
 
 def tables_of(operation: Operation) -> dict[TableKey, tuple[Row, ...]]:

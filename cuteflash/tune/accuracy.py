@@ -82,23 +82,32 @@ def masked_scores(q: torch.Tensor, k: torch.Tensor, rows: slice, window: tuple[i
 
 def make_reference(inputs: Inputs, heads: int = HEADS_CHECKED) -> Reference:
     """The reference of `heads` heads of a cell, spread from the first to the last."""
-    return reference_of((inputs.q, inputs.k, inputs.v), chosen_heads(inputs.cell, heads), inputs.cell.window)
+    _, k, v = (inputs.q, inputs.k, inputs.v) if inputs.scales is None else inputs.values()
+    cell = inputs.cell
+    return reference_of((inputs.q, k, v), chosen_heads(cell, heads), cell.window, cell.group)
 
 
 def reference_of(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], index: tuple[Place, ...], window: tuple[int, int]
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    index: tuple[Place, ...],
+    window: tuple[int, int],
+    group: int = 1,
 ) -> Reference:
-    """The reference of the heads at some places of Q, K and V, whose last two dimensions are heads and columns."""
+    """The reference of the heads at some places of Q, K and V, whose last two dimensions are heads and columns.
+
+    `group` query heads share one of K and V. Places are Q's; torch's precision is Q's, whatever K and V have.
+    """
     q, k, v = tensors
+    pairs = [(place, (*place[:-1], int(place[-1]) // group)) for place in index]  # type: ignore[arg-type]  # a head
 
     def attention(dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([attention_of_head(q[place], k[place], v[place], window, dtype) for place in index])
+        return torch.cat([attention_of_head(q[own], k[shared], v[shared], window, dtype) for own, shared in pairs])
 
     out = attention(torch.float32)
     torchs = torchs_errors(attention(q.dtype), out, q.dtype)
     rounding = (out + 0.3 - 0.3 - out).abs().max().item()
     tolerance = Errors(TIMES_MAXIMUM * torchs.maximum + 2 * rounding, TIMES_RMS * torchs.rms)
-    agreement = AGREEMENT_OF_V * v.abs().flatten(0, -3).amax(dim=0).float()
+    agreement = AGREEMENT_OF_V * v.abs().flatten(0, -3).amax(dim=0).float().repeat_interleave(group, dim=0)
     return Reference(index, out, torchs, tolerance, agreement)
 
 

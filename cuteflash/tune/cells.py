@@ -10,14 +10,24 @@ from typing import Any
 import torch
 
 from cuteflash.arguments import ScaleTensors
-from cuteflash.problem import FP8_DTYPES, MASK_KINDS, UNBOUNDED, Dtype, MaskKind, Operation, Problem
+from cuteflash.problem import (
+    E4M3_MAX,
+    FP8_DTYPES,
+    MASK_KINDS,
+    UNBOUNDED,
+    Dtype,
+    FwdProblem,
+    MaskKind,
+    Operation,
+    Problem,
+)
 from cuteflash.quantize_problem import HEAD_DIM_STEP as FP8_STEP
 from cuteflash.quantize_problem import QuantizeOptions
 from cuteflash.reference.fp8 import dequantised, stored_rows
 from cuteflash.reference.quantize import quantize
 from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.inputs import PLAIN, of_kind, parse_kind
-from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT_DTYPES, Spec, Task, task_of
+from cuteflash.tune.operations import DEFAULT, FORMS, SPECS, SWEPT_DTYPES, Form, Spec, Task, task_of
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -45,6 +55,8 @@ class Cell:
     inputs: str = PLAIN  # kind of the values, see `inputs`
     operation: Operation = DEFAULT  # what is computed
     transposed_v: bool = False  # V of 8 bits is given as V^T
+    form: Form = ""  # of few queries: their keys are split, of a cache of 16 or of 8 bits
+    group: int = 1  # query heads of a KV head, which are rows of a tile
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", str(parse_kind(self.inputs)))
@@ -58,6 +70,8 @@ class Cell:
             raise ValueError(f"seqlen_q is {self.seqlen_q}; allowed: 1 to the {self.seqlen} keys")
         if self.mask == "causal" and self.seqlen_q == 1:
             raise ValueError("seqlen_q is 1 with a causal mask; a single query takes the kernel of mask full")
+        if self.group < 1 or self.heads % self.group or (self.group > 1 and not self.form):
+            raise ValueError(f"group is {self.group}; allowed: 1 or, of {FORMS}, a divisor of the {self.heads} heads")
         _ = self.task  # says which operations there are on the dtype
         for name in ("head_dim", "head_dim_v"):
             if self.dtype in FP8_DTYPES and getattr(self, name) % FP8_STEP:
@@ -66,7 +80,7 @@ class Cell:
     @property
     def task(self) -> Task:
         """Whose candidates compute it."""
-        return task_of(self.operation, self.dtype, self.transposed_v)
+        return task_of(self.operation, self.dtype, self.transposed_v, self.form)
 
     @property
     def spec(self) -> Spec:
@@ -82,9 +96,14 @@ class Cell:
         return self.hidden // self.head_dim
 
     @property
+    def kv_heads(self) -> int:
+        return self.heads // self.group
+
+    @property
     def problem(self) -> Problem:
         """The compile-time side of the cell."""
-        return self.spec.problem(self.dtype, self.head_dim, self.head_dim_v, self.mask)
+        found = self.spec.problem(self.dtype, self.head_dim, self.head_dim_v, self.mask)
+        return found.packed(self.group) if isinstance(found, FwdProblem) else found
 
     @property
     def lengths(self) -> LengthClass:
@@ -116,8 +135,9 @@ class Cell:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together: what has to be read or written once."""
-        elements = self.spec.elements(self.seqlen_q, self.seqlen, self.head_dim, self.head_dim_v)
-        return TORCH_DTYPES[self.dtype].itemsize * self.batch * self.heads * elements
+        rows = self.seqlen_q * self.group
+        elements = self.spec.elements(rows, self.seqlen, self.head_dim, self.head_dim_v)
+        return TORCH_DTYPES[self.dtype].itemsize * self.batch * self.kv_heads * elements
 
     @property
     def label(self) -> str:
@@ -125,16 +145,17 @@ class Cell:
         length = str(self.seqlen) if self.seqlen == self.seqlen_q else f"{self.seqlen_q}x{self.seqlen}"
         kind = "" if self.inputs == PLAIN else f" {self.inputs}"
         dtype = "" if self.dtype == "bf16" else f" {self._format}"
-        return (
-            f"{'' if self.operation == DEFAULT else f'{self.operation} '}D{columns} {self.mask} {length}{dtype}{kind}"
-        )
+        name = self.form or ("" if self.operation == DEFAULT else self.operation)
+        size = f" batch {self.batch} heads {self.heads}/{self.kv_heads}" if self.form else ""
+        return f"{f'{name} ' if name else ''}D{columns} {self.mask} {length}{size}{dtype}{kind}"
 
     @property
     def id(self) -> str:
         """The label with what it leaves out: equal texts, equal cells."""
         plain = dataclasses.replace(self, inputs=PLAIN).label.removesuffix(f" {self._format}")
         kind = "" if self.inputs == PLAIN else f" {self.inputs}"
-        return f"{plain} {self._format} batch {self.batch} heads {self.heads}{kind}"
+        size = "" if self.form else f" batch {self.batch} heads {self.heads}"  # which those labels have
+        return f"{plain} {self._format}{size}{kind}"
 
     @property
     def _format(self) -> str:
@@ -153,10 +174,11 @@ def grid(
     return [Cell(d, mask, s, dtype, inputs=kind) for dtype, d, mask, s, kind in product]
 
 
-def parse_cell(text: str, dtype: Dtype = "bf16", operation: Operation = DEFAULT, transposed_v: bool = False) -> Cell:
+def parse_cell(text: str, dtype: Dtype = "bf16", **more: Any) -> Cell:
     """`"128:16384:causal"` or, of 192 columns of Q and 128 of V, `"192x128:1x8192:full"`, one query a sequence.
 
-    A kind of inputs may follow: `"128:16384:causal:sink:12"`. ValueError says what the form is.
+    A kind of inputs may follow: `"128:16384:causal:sink:12"`. `more` are further fields of the cell. ValueError says
+    what the form is.
     """
     try:
         columns, lengths, mask, *inputs = text.split(":", 3)
@@ -166,7 +188,7 @@ def parse_cell(text: str, dtype: Dtype = "bf16", operation: Operation = DEFAULT,
         first, _, second = lengths.partition("x")
         kind: MaskKind = mask  # type: ignore[assignment]
         own: dict[str, Any] = {"head_dim_v": int(head_dim_v or 0), "seqlen_q": int(first) if second else 0}
-        own |= {"inputs": inputs[0] if inputs else PLAIN, "operation": operation, "transposed_v": transposed_v}
+        own |= {"inputs": inputs[0] if inputs else PLAIN} | more
         return Cell(int(head_dim), kind, int(second or first), dtype, **own)
     except ValueError as error:
         form = f"HEAD_DIM[xHEAD_DIM_V]:[SEQLEN_Qx]SEQLEN:{'|'.join(MASK_KINDS)}[:INPUTS]"
@@ -178,9 +200,9 @@ class Inputs:
     """What a forward of one cell reads.
 
     Attributes:
-        q, k: (batch, seqlen_q, heads, head_dim) and (batch, seqlen, heads, head_dim).
-        v: (batch, seqlen, heads, head_dim_v), or V^T as `flash_attn_func` takes it.
-        scales: of 8-bit operands.
+        q, k: (batch, seqlen_q, heads, head_dim) and (batch, seqlen, kv_heads, head_dim).
+        v: (batch, seqlen, kv_heads, head_dim_v), or V^T as `flash_attn_func` takes it.
+        scales: of 8-bit operands, or of an 8-bit cache.
     """
 
     cell: Cell
@@ -196,7 +218,7 @@ class Inputs:
     @property
     def out_dtype(self) -> torch.dtype:
         """Element type of O."""
-        return self.q.dtype if self.scales is None else OUT_DTYPE
+        return OUT_DTYPE if self.cell.dtype in FP8_DTYPES else self.q.dtype
 
     def empty_out(self) -> torch.Tensor:
         """An output, (batch, seqlen_q, heads, head_dim_v), full of NaN."""
@@ -225,7 +247,8 @@ class Inputs:
         if self.scales is None:
             q, k, v = (tensor.float() for tensor in tensors)
         else:
-            q, k, v = (dequantised(tensor, scale) for tensor, scale in zip(tensors, self.scales[:3], strict=True))
+            pairs = zip(tensors, self.scales[:3], strict=True)
+            q, k, v = (one.float() if scale is None else dequantised(one, scale) for one, scale in pairs)
         return q, k, v
 
 
@@ -234,15 +257,24 @@ def make_inputs(cell: Cell, device: torch.device, seed: int = 0) -> Inputs:
     dtype = OUT_DTYPE if cell.dtype in FP8_DTYPES else TORCH_DTYPES[cell.dtype]
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(rows: int, columns: int) -> torch.Tensor:
-        shape = (cell.batch, rows, cell.heads, columns)
+    def normal(rows: int, columns: int, heads: int) -> torch.Tensor:
+        shape = (cell.batch, rows, heads, columns)
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
-    q, k = normal(cell.seqlen_q, cell.head_dim), normal(cell.seqlen, cell.head_dim)
-    made = of_kind(cell.inputs, q, k, normal(cell.seqlen, cell.head_dim_v))
+    q, k = normal(cell.seqlen_q, cell.head_dim, cell.heads), normal(cell.seqlen, cell.head_dim, cell.kv_heads)
+    made = of_kind(cell.inputs, q, k, normal(cell.seqlen, cell.head_dim_v, cell.kv_heads))
+    if cell.form == "cache":
+        (k8, k_descale), (v8, v_descale) = map(_to_cache, made[1:])
+        return Inputs(cell, made[0], k8, v8, ScaleTensors(None, k_descale, v_descale))
     if cell.dtype not in FP8_DTYPES:
         return Inputs(cell, *made)
     # The reference, not the operator, whose kernels would have to be compiled here.
     found: Any = quantize(*made, None, None, QuantizeOptions(transpose_v=cell.transposed_v))
     q8, k8, v8, *scales, _ = found
     return Inputs(cell, q8, k8, v8, ScaleTensors(*scales))
+
+
+def _to_cache(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K or V in e4m3, and what its heads are to be multiplied with, (batch, heads) fp32."""
+    descale = (tensor.abs().amax(dim=(1, 3)).float() / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (tensor / descale[:, None, :, None]).to(torch.float8_e4m3fn), descale

@@ -18,6 +18,7 @@ from cuteflash.tune import accuracy, machine
 from cuteflash.tune.backend import Backend, Machine
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.inputs import PLAIN
+from cuteflash.tune.operations import form_of
 from cuteflash.tune.timing import HangError, Runner, Sampler, clock_for, first_call
 from cuteflash.tune.trials import TRIALS, Trial
 
@@ -72,6 +73,9 @@ def gate_cells(problem: Problem) -> tuple[Cell, ...]:
     """Small cells whose lengths are multiples of nothing: one beyond the window, one of a few queries, and one for each
     of `GATE_INPUTS`."""
 
+    form = form_of(problem)
+    group = problem.operands.packed_heads
+
     def cell(queries: int, keys: int, batch: int, inputs: str = PLAIN) -> Cell:
         return Cell(
             problem.operands.head_dim,
@@ -81,12 +85,17 @@ def gate_cells(problem: Problem) -> tuple[Cell, ...]:
             head_dim_v=problem.operands.head_dim_v,
             seqlen_q=queries,
             tokens=batch * keys,
-            hidden=2 * problem.operands.head_dim,
+            hidden=2 * group * problem.operands.head_dim,
             inputs=inputs,
             operation=problem.operation,
             transposed_v=problem.operands.transposed_v,
+            form=form,
+            group=group,
         )
 
+    if form:  # a single query, if the mask has it; a tile with so many rows that its blocks meet; two tiles of a head
+        one, some = (2 if problem.scores.mask == "causal" else 1), cell(5, 299, 3)
+        return cell(one, 1363, 3), some, cell(16, 1363, 1), *(cell(3, 1363, 1, kind) for kind in GATE_INPUTS)
     return cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.row import TableKey, Traits, kind_of, kinds_of
 from cuteflash.traits.sm80 import WARP, FwdTraitsSm80
 from cuteflash.traits.values import field_types, values_of
@@ -157,7 +158,8 @@ def margin(run: Run, winner: Run) -> tuple[float, float, float]:
 
 def title(traits: Traits) -> str:
     """A candidate in few words: its kind if there are several, its tile, and every trait that is not the default."""
-    several = len(kinds_of(traits.operation, traits.family, traits.dtypes)) > 1
+    of_cache = isinstance(traits, FwdTraitsCacheSm90)
+    several = len(kinds_of(traits.operation, traits.family, traits.dtypes, of_cache)) > 1
     words = [*([kind_of(traits)] if several else []), f"{traits.tile_m}x{traits.tile_n}"]
     for field in dataclasses.fields(traits):
         value = getattr(traits, field.name)
@@ -295,7 +297,7 @@ def percent(share: float) -> str:
 def _check_asked(table: TableKey, task: Task, fields: Mapping[str, Any]) -> None:
     if table.family not in FAMILIES:
         raise ValueError(f"family is {table.family!r}; allowed: {', '.join(FAMILIES)}")
-    kinds = kinds_of(table.operation, table.family, SPECS[task].dtypes)
+    kinds = kinds_of(table.operation, table.family, SPECS[task].dtypes, of_cache=task == "cache")
     known = dict.fromkeys([*(name for kind in kinds for name in field_types(kind)), "kind"])
     for name in fields:
         if name not in known:

@@ -20,11 +20,10 @@ from typing import Literal
 from cuteflash.problem import Problem
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.row import TableKey, Traits
-from cuteflash.traits.tables import TABLES
 from cuteflash.tune.backend import Backend
 from cuteflash.tune.building import compile_all
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.operations import SPECS, Task, enumerate_traits, made_for
+from cuteflash.tune.operations import SPECS, Task, enumerate_traits, made_for, shipped_rows
 from cuteflash.tune.plan import Candidate, Group, Plan, Space, default_traits, padded
 from cuteflash.tune.progress import Display
 from cuteflash.tune.racing import Racing
@@ -133,6 +132,6 @@ def defaults(cells: Iterable[Cell], table: TableKey, task: Task, head_dims: tupl
     for cell in cells:
         if (cell.task, padded(cell)) == (task, head_dims):
             yield from default_traits(cell, table.target, table.family)
-    for row in TABLES[table]:
+    for row in shipped_rows(task, table):
         if made_for(row.traits) == (task, table.family, head_dims) and not row.traits.check(get_arch(table.target)):
             yield row.traits

@@ -100,9 +100,12 @@ def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
     A slot, which is all that tables tell apart, is a problem and a length class: a row that is picked for it has to be
     fast on both.
     """
-    specs = {cell.task: cell.spec for cell in cells}.values()
+    specs = {cell.task: cell.spec for cell in cells if not cell.form}.values()  # no row that splits has fixed maxima
     kinds = [
-        kind for family in families for spec in specs for kind in kinds_of(spec.operation, family, spec.dtypes).values()
+        kind
+        for family in families
+        for spec in specs
+        for kind in kinds_of(spec.operation, family, spec.dtypes, of_cache=False).values()
     ]
     if VALUE_DEPENDENT.isdisjoint(field.name for kind in kinds for field in dataclasses.fields(kind)):
         return list(cells)

@@ -8,6 +8,7 @@ enough to keep the winner among the first dozens, and is never used to judge.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +18,21 @@ from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BWD_ADDRESS_REGS, BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90, is_two_level
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
-from cuteflash.tune.units import Loop, loops
+from cuteflash.tune.units import BUSY_BYTES, MEMORY, POINTWISE, SMEM, TENSOR, Loop, bytes_in_flight, loops
 
 STEP_CLOCKS = 150  # barriers and address arithmetic of a step
 EXPOSED = {2: 0.1, 3: 0.05}  # of the units that are not the slowest, by warpgroups that take turns
 EXPOSED_ALONE = 0.14  # by warpgroups that do not
+# Of a tile of 64 rows: a warpgroup that has a multiprocessor to itself mostly waits for one unit after the other.
+EXPOSED_LONE, EXPOSED_PAIR = 0.8, 0.3
+EXPOSED_SPLIT = 0.02  # of rows that split keys: of their own work or of the loads, which run far ahead of it
+DRIFT = 1.03  # by each `BUSY_BYTES` in flight beyond those: heads drift out of step
+PARTS = 1.01  # of two blocks a multiprocessor, which have twice as many parts to merge
 Q_GAP = 1.03  # until the next tile's Q is there, if its memory is only free once this tile's products have ended
 SCRATCH_SM90, SCRATCH_SM80 = 28, 56  # registers beside S, P, O and Q; mma.sync also has K and V fragments in flight
 SPILL_PENALTY = 0.01  # for each register that is not there
@@ -97,6 +104,8 @@ def beyond(place: int, total: int) -> str:
 
 
 def _fwd_sm90(traits: FwdTraitsSm90, arch: ArchSpec) -> float:
+    if traits.splits:
+        return _split(traits, (traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs))
     (loop,) = loops(traits)
     warpgroups = traits.mma_warpgroups
     clocks = _step(loop, EXPOSED[warpgroups] if traits.pingpong else EXPOSED_ALONE, STEP_CLOCKS * warpgroups / 2)
@@ -109,11 +118,31 @@ def _fwd_sm90(traits: FwdTraitsSm90, arch: ArchSpec) -> float:
     return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs)
 
 
+def _split(traits: FwdTraitsSm90 | FwdTraitsSm80, registers: tuple[int, int]) -> float:
+    """Of a row that splits keys: time is that of reading, if enough is in flight; (wanted, available) registers."""
+    (loop,) = loops(traits)
+    own = {unit: loop.clocks[unit] for unit in (TENSOR, SMEM, POINTWISE)}  # the others are other warps' work
+    shared = traits.blocks_per_sm * getattr(traits, "key_warpgroups", 1)
+    exposed = EXPOSED_PAIR if shared > 1 else EXPOSED_LONE
+    work = _step(dataclasses.replace(loop, clocks=own), exposed, STEP_CLOCKS / traits.blocks_per_sm)
+    memory = loop.clocks[MEMORY] * 1000 / loop.scores
+    clocks: float = max(memory, work) + EXPOSED_SPLIT * min(memory, work)
+    clocks *= DRIFT ** max(0.0, bytes_in_flight(traits) / BUSY_BYTES - 1)
+    clocks *= PARTS if traits.blocks_per_sm > 1 else 1.0
+    return clocks * _spill_factor(*registers)
+
+
+def _fwd_cache_sm90(traits: FwdTraitsCacheSm90, arch: ArchSpec) -> float:
+    return _split(traits, (traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs))
+
+
 def _fwd_fp8_sm90(traits: FwdTraitsFp8Sm90, arch: ArchSpec) -> float:
     return _fwd_sm90(traits, arch) * (1.0 if traits.fixed_max else MOVING_FP8)
 
 
 def _fwd_sm80(traits: FwdTraitsSm80, arch: ArchSpec) -> float:
+    if traits.splits:
+        return _split(traits, (traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch)))
     (loop,) = loops(traits)
     clocks = _step(loop, _exposed_sm80(traits, traits.kv_stage), STEP_CLOCKS / traits.blocks_per_sm)
     clocks *= _switches(traits, SWITCHES_SM80)
@@ -149,6 +178,7 @@ ESTIMATES: dict[type[Any], Callable[[Any, ArchSpec], float]] = {
     FwdTraitsSm80: _fwd_sm80,
     FwdTraitsSm90: _fwd_sm90,
     FwdTraitsFp8Sm90: _fwd_fp8_sm90,
+    FwdTraitsCacheSm90: _fwd_cache_sm90,
     BwdTraitsSm80: _bwd_sm80,
     BwdTraitsSm90: _bwd_sm90,
     BwdTwoPassTraitsSm90: _bwd_two_pass_sm90,

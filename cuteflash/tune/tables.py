@@ -24,9 +24,9 @@ from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, kind_of
-from cuteflash.traits.tables import MODULES, TABLES
+from cuteflash.traits.tables import MODULES, row_sets
 from cuteflash.traits.values import default_values
-from cuteflash.tune.operations import SPECS, Spec, task_of_traits
+from cuteflash.tune.operations import FORMS, SPECS, Spec, Task, task_of_traits
 from cuteflash.usertable import MeasuredRow, TableError
 
 # What `cuteflash.traits.row` calls a row's masks, dtypes, lengths and features.
@@ -46,7 +46,8 @@ def write_user(table: TableKey, measured: Sequence[MeasuredRow]) -> pathlib.Path
     newest: dict[Row, MeasuredRow] = {}
     for own in (*measured, *usertable.load(table)):
         newest.setdefault(own.row, own)
-    kept = _reached(newest, {table: [*newest, *TABLES[table]]})
+    shipped = [row for rows in row_sets(table.operation) if rows.table == table for row in rows.rows]
+    kept = _reached(newest, {table: [*newest, *shipped]})
     return usertable.write(table, [newest[row] for row in kept])
 
 
@@ -155,20 +156,24 @@ def _check(table: TableKey, measured: Iterable[MeasuredRow]) -> None:
 
 def _reached(rows: Iterable[Row], tables: Mapping[TableKey, Sequence[Row]]) -> list[Row]:
     """Those of `rows` that run a problem in one of the tables, by head dims. LookupError: no row runs some problem."""
+    rows = list(rows)
+    tasks = {task_of_traits(row.traits) for row in rows}
     # Of all the problems few rows come: by identity first, since a row's hash is that of all its traits.
-    reached = set({id(row): row for key, every in tables.items() for row in _choices(key, every)}.values())
+    chosen = {id(row): row for key, every in tables.items() for task in tasks for row in _choices(key, every, task)}
+    reached = set(chosen.values())
     return sorted((row for row in rows if row in reached), key=lambda row: (row.traits.head_dim, row.traits.head_dim_v))
 
 
-def _choices(table: TableKey, rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows that run each problem and length class of a table, first those with all features."""
-    arch, served = get_arch(table.target), {task_of_traits(row.traits) for row in rows}
-    for problem in itertools.chain.from_iterable(_problems(spec) for task, spec in SPECS.items() if task in served):
+def _choices(table: TableKey, rows: Sequence[Row], task: Task) -> Iterator[Row]:
+    """The rows that run each problem and length class of a task, first those with all features."""
+    arch = get_arch(table.target)
+    for problem in _problems(SPECS[task]):
         for lengths in LENGTH_CLASSES:
             found = next((row for row, _, reason in offers(rows, problem, lengths, arch) if reason is None), None)
-            if found is None:
+            if found is not None:
+                yield found
+            elif task not in FORMS:  # rows that split keys need not serve every pair of head dims
                 raise LookupError(f"no row of {table} for {problem_id(problem)}, lengths {lengths}")
-            yield found
 
 
 def _problems(spec: Spec) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from typing import Any
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS, FwdTraitsFp8Sm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -29,8 +30,15 @@ LANES = 128  # of fp32
 ADDED_BYTES = 18  # of fp32 sums in memory, if all multiprocessors add: 3.9 TB/s of an H200
 TURN_CLOCKS = 40  # of a warp that turns one part of V: half the latency of a load, permutes and a store, in pairs
 
+MEMORY_BYTES = 20  # of the 4.8 TB/s of an H200, that all multiprocessors share
+# In flight, of one multiprocessor, that keep its share of memory busy: of the 96 kB of docs/performance.md, "Decoding",
+# one of three stages is being read.
+BUSY_BYTES = 64 * 1024
+CONVERTED_BYTES = 64  # of e4m3, that a warpgroup makes into fp16: 16 bytes a lane in some 32 instructions
+
 TENSOR, SMEM, POINTWISE, L2 = "tensor cores", "shared memory", "exponentials and what belongs to them", "loads from L2"
 SUMS = "fp32 sums of dQ in memory"
+MEMORY, CONVERTING = "loads from memory", "conversions of the cache"
 ROUNDING, TURNING = "conversions to 8 bits", "the producer's turning of V"
 
 
@@ -65,12 +73,36 @@ def loops(traits: Traits) -> tuple[Loop, ...]:
     return LOOPS[type(traits)](traits)
 
 
+def bytes_in_flight(traits: Traits) -> int:
+    """Of K and V, by all blocks of a multiprocessor, of a row that splits keys; each block reads one of its stages."""
+    plan, blocks = traits.smem_plan, getattr(traits, "blocks_per_sm", 1)
+    stored = "stored_" if "stored_k" in plan else ""
+    regions = [plan[f"{stored}{name}"] for name in "kv"]
+    return int(blocks * sum(region.nbytes * (region.stages - 1) // region.stages for region in regions))
+
+
+def _from_memory(traits: Traits, nbytes: float) -> dict[str, float]:
+    """Clocks of a step's bytes of K and V, which come from memory: too few in flight leave it idle."""
+    return {MEMORY: nbytes / (MEMORY_BYTES * min(1.0, bytes_in_flight(traits) / BUSY_BYTES))}
+
+
+def _fwd_cache_sm90(traits: FwdTraitsCacheSm90) -> tuple[Loop, ...]:
+    m, n, columns = traits.tile_m, traits.tile_n, traits.head_dim + traits.head_dim_v
+    read = traits.mma_warpgroups * 2 * n * columns  # warpgroups that share rows read half of the keys each
+    operands = read + 4 * n * columns + (0 if traits.q_in_regs else 2 * m * traits.head_dim)  # loaded, read, stored
+    clocks = _units(m * n, 2 * m * n * columns / WGMMA_FLOPS, operands / SMEM_BYTES, n * columns)
+    clocks |= _from_memory(traits, n * columns)
+    clocks[CONVERTING] = n * columns / (CONVERTED_BYTES * traits.converting_warpgroups)
+    return (Loop("O", m, n, clocks),)
+
+
 def _fwd_sm90(traits: FwdTraitsSm90) -> tuple[Loop, ...]:
     m, n, columns = traits.tile_m, traits.tile_n, traits.head_dim + traits.head_dim_v
     operands = traits.mma_warpgroups * 2 * n * columns  # all read K and V, and what is not in registers
     operands += 0 if traits.q_in_regs else 2 * m * traits.head_dim
     operands += 0 if traits.p_in_regs else 4 * m * n
     clocks = _units(m * n, 2 * m * n * columns / WGMMA_FLOPS, operands / SMEM_BYTES, 2 * n * columns)
+    clocks |= _from_memory(traits, 2 * n * columns) if traits.splits else {}
     return (Loop("O", m, n, clocks),)
 
 
@@ -94,6 +126,7 @@ def _fwd_sm80(traits: FwdTraitsSm80) -> tuple[Loop, ...]:
     operands = traits.num_warps * 2 * n * columns + 2 * n * columns  # every warp reads K and V; cp.async writes them
     operands += 0 if traits.q_in_regs else 2 * m * traits.head_dim
     clocks = _units(m * n, 2 * m * n * columns / MMA_FLOPS, operands / SMEM_BYTES, 2 * n * columns)
+    clocks |= _from_memory(traits, 2 * n * columns) if traits.splits else {}
     return (Loop("O", m, n, clocks),)
 
 
@@ -159,6 +192,7 @@ LOOPS: dict[type[Any], Callable[[Any], tuple[Loop, ...]]] = {
     FwdTraitsSm80: _fwd_sm80,
     FwdTraitsSm90: _fwd_sm90,
     FwdTraitsFp8Sm90: _fwd_fp8_sm90,
+    FwdTraitsCacheSm90: _fwd_cache_sm90,
     BwdTraitsSm80: _bwd_sm80,
     BwdTraitsSm90: _bwd_sm90,
     BwdTwoPassTraitsSm90: _bwd_two_pass_sm90,

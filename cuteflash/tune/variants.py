@@ -38,7 +38,7 @@ class Variant:
             "head_dim": padded_head_dim(cell.head_dim),
             "head_dim_v": padded_head_dim(cell.head_dim_v),
         }
-        kinds = kinds_of(cell.operation, self.family, cell.spec.dtypes)
+        kinds = kinds_of(cell.operation, self.family, cell.spec.dtypes, of_cache=cell.form == "cache")
         if self.kind is not None and self.kind not in kinds:
             raise ValueError(f"kind is {self.kind!r}; allowed for {cell.operation} {self.family}: {', '.join(kinds)}")
         fitting = [kind for kind in kinds if self.fields.keys() <= field_types(kind).keys()]
@@ -48,12 +48,15 @@ class Variant:
             raise ValueError(f"traits are {dict(self.fields)}: {what}; {every}")
         try:
             kind = self.kind or fitting[0]
+            if cell.form:
+                padded["splits"] = True
             if "turns_v" in field_types(kind):
                 padded["turns_v"] = not cell.transposed_v
             made = make_traits(kind, padded | dict(self.fields))
             if task_of_traits(made) != cell.task:
-                turns_v = self.fields["turns_v"]
-                raise ValueError(f"turns_v is {turns_v}; allowed for {cell.label}: {not turns_v}")
+                name = "splits" if "splits" in self.fields else "turns_v"
+                given = self.fields[name]
+                raise ValueError(f"{name} is {given}; allowed for {cell.label}: {not given}")
             return made
         except ValueError as error:
             raise ValueError(f"traits are {dict(self.fields)}: {error}") from error

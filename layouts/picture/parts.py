@@ -126,7 +126,8 @@ def _owners(spec: Json, shape: tuple[int, int], step: str) -> Owners:
     cells = shape[0] * shape[1]
     layout = Layout(**spec["tv"])
     threads, values = (mode.size() for mode in layout.modes()[:2])
-    at = layout.indices()
+    swizzle = spec.get("tv_swizzle")
+    at = Swizzle(*swizzle)(layout.indices()) if swizzle else layout.indices()
     positions = np.flatnonzero(at < cells)  # a layout may reach beyond the part's end
     first = np.full(cells, NONE)
     first[at[positions][::-1]] = positions[::-1]  # backwards: of several writes to one cell the first owner remains

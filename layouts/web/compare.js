@@ -58,7 +58,8 @@
       const kind = owned ? [`${spec.dtype} ${spec.operand}`, `${spec.registers} registers`] : [];
       if (stages > 1) kind.push(`${stages} stages`);
       const layout = owned ? spec.tv : spec.layout;
-      const placed = spec.swizzle ? { swizzle: spec.swizzle, offset: 0, layout } : layout;
+      const swizzle = owned ? spec.tv_swizzle : spec.swizzle;
+      const placed = swizzle ? { swizzle, offset: 0, layout } : layout;
       return [id, id, { text: [shape, ...kind].join(" · "), code: CF.algebra.toText(placed) }];
     });
   }

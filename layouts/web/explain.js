@@ -14,7 +14,9 @@
   };
   const TENSORS = {
     Q: "Q, the queries",
+    Qr: "the columns of Q that K has beside V's",
     K: "K, the keys",
+    Kr: "the columns of K that V does not have",
     V: "V, the values",
     S: "S, the scores Q Kᵀ",
     P: "P, the exponentials of the scores, rounded to the element type",
@@ -101,7 +103,7 @@
   /** `m`, with the rows or columns that it counts. */
   const axis = (scene, name) => (scene?.data.axes[name] ? term(name, axisWords(scene, name)) : name);
 
-  /** All four axes with the rows or columns that they count. */
+  /** The axes with the rows or columns that they count. */
   const axes = (scene) =>
     CF.h(
       "span",
@@ -110,7 +112,7 @@
     );
 
   function partWords({ id, tensor, spec, owned, stages, kind }) {
-    const prefix = id?.match(/^(acc|[gsr])_?d?[A-Z]t?$/)?.[1];
+    const prefix = id?.match(/^(acc|[gsr])_?d?[A-Z][rt]?(_stored|_part)?$/)?.[1];
     if (!prefix || kind === "grid") return null;
     const words = [`${TENSORS[tensor]}: ${PLACES[prefix]}.`];
     if (owned) words.push(`${spec.registers} registers of each thread.`);

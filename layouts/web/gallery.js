@@ -51,7 +51,7 @@
     const traits = Object.entries(row.apart).map(([name, value]) => traitText(name, value));
     const speed = row.speed ? `${row.speed.tflops} tflop/s ${row.speed.gpu} measured` : "not measured";
     const tile = `${row.tile} ${row.tile.replace("x", " × ")}`;
-    const dims = dimsOf(row).map((size) => `d${size}`);
+    const dims = [...dimsOf(row).map((size) => `d${size}`), row.features];
     return [row.title, row.mask, row.dtype, row.lengths, tile, ...dims, ...traits, speed].join(" ").toLowerCase();
   }
 

@@ -56,11 +56,12 @@
     #inverse = null;
     #classes = null;
 
-    constructor(layout, firstThread, cells) {
+    constructor({ tv: layout, first_thread: firstThread, tv_swizzle: swizzle }, cells) {
       const { size, modes } = CF.algebra;
       this.modes = modes(layout);
       [this.threads, this.values = 1, this.instructions = 1] = this.modes.map(size);
-      this.first = firstThread;
+      this.first = firstThread ?? 0;
+      this.swizzle = swizzle ? CF.algebra.swizzle(swizzle) : null;
       this.cells = cells;
     }
 
@@ -72,10 +73,13 @@
     /* Cells at `class + classes * (value + values * instruction)`. */
     get tv() {
       const modes = [this.classes.layout, ...this.modes.slice(1)];
-      this.#cells ??= CF.algebra.evaluate({
-        shape: modes.map((mode) => mode.shape),
-        stride: modes.map((mode) => mode.stride),
-      });
+      if (!this.#cells) {
+        const found = CF.algebra.evaluate({
+          shape: modes.map((mode) => mode.shape),
+          stride: modes.map((mode) => mode.stride),
+        });
+        this.#cells = this.swizzle ? found.map(this.swizzle) : found;
+      }
       return this.#cells;
     }
 
@@ -158,7 +162,7 @@
       this.stages = spec.stages ?? 1;
       this.elementBytes = spec.element_bytes;
       this.space = kind === "fragment" ? "registers" : spec.space;
-      this.owned = kind === "fragment" ? new ThreadValues(spec.tv, spec.first_thread ?? 0, this.size) : null;
+      this.owned = kind === "fragment" ? new ThreadValues(spec, this.size) : null;
     }
 
     get size() {
@@ -278,7 +282,7 @@
     /** The evaluated thread-value layout of one of a step's touches. */
     touchValues(touch) {
       if (!this.#values.has(touch)) {
-        this.#values.set(touch, new ThreadValues(touch.tv, touch.first_thread ?? 0, this.part(touch.id).size));
+        this.#values.set(touch, new ThreadValues(touch, this.part(touch.id).size));
       }
       return this.#values.get(touch);
     }

@@ -15,8 +15,7 @@ ENCODED = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
 
 def elements(touch: Touch) -> np.ndarray[Any, Any]:
     """(instructions, values, threads) elements that a touch names."""
-    threads, values, instructions = (mode.size() for mode in touch.tv.modes())
-    return touch.tv.indices().reshape(instructions, values, threads)
+    return touch.elements()
 
 
 def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:

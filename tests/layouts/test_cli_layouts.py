@@ -222,8 +222,28 @@ def test_the_gallery_has_a_page_for_every_row_chosen(here: pathlib.Path) -> None
 
 def test_the_gallery_is_every_table_row_that_a_problem_reaches() -> None:
     rows = site.chosen_rows("fwd", [key.target for key in tables_of("fwd")], ["sm80", "sm90"], None)
-    assert {row.table for row in rows} == set(tables_of("fwd"))
+    assert {row.peers.table for row in rows} == set(tables_of("fwd"))
     assert len({(row.target, row.family, row.choice.row) for row in rows}) == len(rows)
+
+
+def test_a_latent_row_is_chosen_by_the_query_heads(here: pathlib.Path) -> None:
+    for heads, cluster in (("128", 2), ("16", 1)):
+        result = call("--kernel", "mla", "--arch", "sm_90a", "--heads", heads, "--format", "json")
+        assert result.exit_code == 0, result.output
+        scene = json.loads(result.stdout)
+        assert (scene["kernel"]["operation"], scene["kernel"]["traits"]["cluster"]) == ("mla", cluster)
+        assert scene["lanes"] == [["Q", "Qr"], ["K", "Kr"], ["S", "P"], ["V"], ["O"]]
+    result = call("--kernel", "mla", "--all", "-o", "site")
+    assert result.exit_code == 0 and "6 pages of 2 rows" in result.stdout
+
+
+def test_a_row_that_splits_the_keys_of_an_8_bit_cache_is_asked_for_by_both() -> None:
+    asked = ("--arch", "sm_90a", "--head-dim", "128", "--split", "--e4m3-cache", "--format", "json")
+    result = call(*asked)
+    assert result.exit_code == 0, result.output
+    scene = json.loads(result.stdout)
+    assert scene["kernel"]["features"] == ["split", "e4m3_cache"]
+    assert {"sK_stored", "gO_part"} <= {tile["id"] for tile in scene["tiles"]}
 
 
 def test_the_same_gallery_twice_is_the_same_files(here: pathlib.Path) -> None:
@@ -240,7 +260,7 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
     monkeypatch.setattr(building, "run", lambda tasks, jobs: [Outcome(task, error="no such luck") for task in tasks])
     result = call("--all", "--arch", "sm_86", "--head-dim", "32", "--compile", "-o", "site")
     assert result.exit_code == 1
-    assert "sm_86 sm80 32x32" in result.stderr
+    assert "sm_86-sm80-32-full-bf16: no such luck" in result.stderr
     assert "no such luck" in result.stderr
     assert (here / "site" / "index.html").exists()
 
@@ -249,7 +269,7 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
     ("arguments", "complaint"),
     [
         (("-o", "x.html"), "layouts needs --head-dim, e.g. --head-dim 128, or --all"),
-        ((*ROW, "--kernel", "both", "-o", "x"), "kernel is 'both'; allowed: fwd, bwd"),
+        ((*ROW, "--kernel", "both", "-o", "x"), "kernel is 'both'; allowed: fwd, bwd, mla"),
         (("--arch", "sm_75", "--head-dim", "64"), "arch is 'sm_75'; allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
         (("--arch", "sm_80,sm_86", "--head-dim", "64"), "arch is 'sm_80,sm_86'; allowed: one of sm_80"),
         (("--arch", "sm_80", "--head-dim", "264"), "head_dim is 264; allowed: multiples of 8 up to 256"),
@@ -261,6 +281,13 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16, e4m3"),
         ((*ROW, "--kernel", "bwd", "--dtype", "e4m3"), "dtype is 'e4m3'; allowed: fp16, bf16"),
         ((*ROW, "--dtype", "e4m3"), "no row of fwd/sm_80/sm80 runs head_dim 64, head_dim_v 64, mask full, dtype e4m3"),
+        ((*ROW, "--kernel", "bwd", "--split"), "--split is given with kernel bwd"),
+        ((*ROW, "--e4m3-cache"), "no row of fwd/sm_80/sm80 runs head_dim 64"),
+        ((*ROW, "--heads", "64"), "--heads is given without kernel mla"),
+        (("--kernel", "mla", *ROW, "-o", "x"), "--head-dim is given with kernel mla, whose sizes are one"),
+        (("--kernel", "mla", "--arch", "sm_80", "-o", "x"), "the GPU's target is sm_80; latent attention decodes on"),
+        (("--kernel", "mla", "--arch", "sm_90a", "--dtype", "e4m3", "-o", "x"), "dtype is 'e4m3'; allowed: fp16, bf16"),
+        (("--kernel", "mla", "--all", "--heads", "64", "-o", "x"), "--heads is given without kernel mla, or with"),
         ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
         (("--all", "--transposed-v", "-o", "x"), "--transposed-v is given with --all"),
         ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, short, medium, long"),

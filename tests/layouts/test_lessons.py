@@ -21,13 +21,14 @@ from layouts.lessons import (
     lesson_scenes,
     loops,
     pipeline,
+    seesaw,
     softmax,
     timeline,
     turns,
 )
 from layouts.lessons.replay import Anything, Replay
 from layouts.lessons.sources import source_of
-from layouts.rows import make_scene, shipped_rows
+from layouts.rows import OPERATIONS, make_scene, shipped_rows
 
 ROOT = Path(__file__).parents[2]
 ROUNDED = 10.0**-softmax.DIGITS
@@ -43,7 +44,8 @@ def test_is_json_without_nan(data: dict[str, Any]) -> None:
 
 
 def test_scenes_are_those_of_the_gallery(data: dict[str, Any]) -> None:
-    gallery = [(row.problem, row.target, row.choice.row) for row in (*shipped_rows(), *shipped_rows("bwd"))]
+    every_row = [row for operation in OPERATIONS for row in shipped_rows(operation)]
+    gallery = [(row.problem, row.target, row.choice.row) for row in every_row]
     for name, (problem, target, choice) in lesson_scenes().items():
         assert (problem, target, choice.row) in gallery
         assert make_scene(problem, target, choice).id == data["scenes"][name]
@@ -300,6 +302,43 @@ def test_one_level_loses_ever_more_and_two_do_not(data: dict[str, Any]) -> None:
     assert all(after["one"] > 2 * before["one"] for before, after in itertools.pairwise(losses[:-1]))
     assert 0.1 < losses[-1]["one"] < 0.3
     assert all(row["two"] < 1e-3 for row in losses)
+
+
+def test_the_seesaw_waits_for_what_the_kernel_waits_for(data: dict[str, Any]) -> None:
+    """P is read after it is written, O's halves see the pages in order, and both see every page."""
+    _, _, choice = seesaw.latent_lesson_row()
+    spans = {span.task.key: span for span in timeline.simulate(seesaw.tasks(choice.traits))}  # type: ignore[arg-type]
+    assert len(spans) == len(seesaw.EVENTS) * seesaw.PAGES // 2
+    for page in range(seesaw.PAGES):
+        owner = page % 2
+        written = spans[owner, "exp", page].end
+        assert spans[owner, "exp", page].start >= spans[owner, "S", page].end
+        assert spans[owner, "own", page].start >= written and spans[1 - owner, "other", page].start >= written
+    for who in (0, 1):
+        added = [spans[who, "own" if page % 2 == who else "other", page] for page in range(seesaw.PAGES)]
+        assert all(before.end <= after.start for before, after in itertools.pairwise(added))
+    flops = sum(span.task.clocks for span in spans.values() if span.task.unit == timeline.TENSOR)
+    assert flops * timeline.FLOPS_PER_CLOCK == 2 * 64 * 64 * (576 + 512) * seesaw.PAGES
+    for event in data["seesaw"]["events"]:
+        assert event["call"] in data["seesaw"]["sources"][event["function"]]["lines"][event["line"]]
+
+
+def test_shares_are_every_key_block_once_in_equal_parts(data: dict[str, Any]) -> None:
+    for example in data["shares"]["examples"]:
+        visited = [
+            (part["tile"], unit)
+            for parts in example["shares"]
+            for part in parts
+            for unit in range(part["first"], part["last"])
+        ]
+        tiles = example["tiles"]
+        assert visited == [(tile, unit) for tile, one in enumerate(tiles) for unit in range(one["width"])]
+        sizes = [sum(part["last"] - part["first"] for part in parts) for parts in example["shares"] if parts]
+        assert len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
+        for number, parts in enumerate(example["shares"]):
+            assert all(part["owner"] <= number <= part["last_owner"] for part in parts)
+            assert sum(part["owner"] != part["last_owner"] for part in parts) <= 2
+        assert example["blocks"] == example["lanes"] * len(example["shares"]) <= data["shares"]["multiprocessors"]
 
 
 def test_turns_that_wait_for_each_other_are_refused() -> None:

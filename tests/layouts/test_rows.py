@@ -16,16 +16,17 @@ from cuteflash.problem import FwdProblem
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import tables_of
+from cuteflash.traits.tables import row_sets
 from layouts.dsl import context
-from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
-from layouts.scene import Fragment, Scene, Step
+from layouts.rows import KERNELS_OWN, ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
+from layouts.scene import AXES, Fragment, Scene, Step
 from tests.cross_compile import KernelStore
 from tests.cubins import row_kernels
 from tests.layouts.drawings import WARPGROUP, by_issuer, descriptors_in, descriptors_of, elements
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 from tests.slow import slow_but
 
+OTHERS = ("every producer warp", "every converting warp")  # whose copies have no tiled copy of the DSL
 SIZES = {"tile_m", "tile_n", "head_dim", "head_dim_v"}
 
 
@@ -48,7 +49,7 @@ def first_of_their_kind() -> list[str]:
     for name in DISTINCT:
         row = ROWS[name]
         fields = dataclasses.asdict(row.choice.traits).items()
-        kinds = {(row.table, *field) for field in fields if field[0] not in SIZES}
+        kinds = {(row.peers, *field) for field in fields if field[0] not in SIZES}
         if not kinds <= seen:
             found.append(name)
         seen |= kinds
@@ -72,9 +73,8 @@ def kernel_of(row: ShippedRow) -> Any:
 
 
 def problem_for(row: Row, dtype: Any, head_dims: tuple[int, int], mask: Any, *features: Any) -> FwdProblem:
-    """A problem with these features; V of 8 bits is given as the row takes it."""
-    turned = ("turned_v",) if "turned_v" in row.traits.features else ()
-    return FwdProblem.dense(dtype, *head_dims, mask).asking((*features, *turned))
+    """A problem with these features and those that the row's kernel always has."""
+    return FwdProblem.dense(dtype, *head_dims, mask).asking((*features, *(KERNELS_OWN & row.traits.features)))
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
     assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
     drawn = [(row.target, row.family, row.choice.row) for row in ROWS.values()]
     assert len(set(drawn)) == len(drawn)
-    for (_, target, family), rows in tables_of("fwd").items():
+    for (_, target, family), _, rows in row_sets("fwd"):
         for row in rows:
             reached = any(
                 choose_shipped(problem_for(row, dtype, head_dims, mask, *asked), target, family, lengths).row == row
@@ -132,8 +132,9 @@ def test_each_fragment_element_has_one_owner(name: str) -> None:
             per_warp = owned.reshape(values, threads // 32, 32)
             assert copies == threads // 32
             assert all(len(np.unique(per_warp[:, warp])) == rows * cols for warp in range(copies))
-        else:
-            assert copies == 1
+        else:  # warpgroups that share rows, and have other keys each, have Q and a part of O each
+            sharing = getattr(ROWS[name].choice.traits, "key_warpgroups", 1)
+            assert copies == (sharing if fragment.tensor in "QO" else 1)
 
 
 def operands_of(scene: Scene) -> list[Fragment]:
@@ -141,10 +142,18 @@ def operands_of(scene: Scene) -> list[Fragment]:
     return [one for one in scene.fragments if one.operand and not (one.id == "rP" and one.dtype == "e4m3")]
 
 
+def consumers_of(row: ShippedRow) -> tuple[int, int, int]:
+    """(warpgroups that divide a tile's rows, those that divide the keys of a block, threads of one)."""
+    traits = row.choice.traits
+    if isinstance(traits, FwdTraitsSm90):
+        return traits.mma_warpgroups, traits.key_warpgroups, WARPGROUP
+    return 1, 1, traits.num_threads
+
+
 @distinct_rows
 def test_fragments_are_the_dsls_partitions(name: str) -> None:
     row, scene = ROWS[name], scene_of(name)
-    groups = scene.kernel["threads"] // WARPGROUP - 1 if row.family == "sm90" else 1
+    groups, sharing, of_group = consumers_of(row)
     with context(row.target):
         kernel = kernel_of(row)
         qk, pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
@@ -155,9 +164,11 @@ def test_fragments_are_the_dsls_partitions(name: str) -> None:
                 part = (cols, rows)
             else:
                 part = (rows // groups if fragment.tensor in "QSPO" else rows, cols)
+            if fragment.tensor in "SP":
+                part = part[0], cols // sharing
             threads, values = (mode.size() for mode in fragment.tv.modes())
             owned = fragment.tv.indices().reshape(values, threads)
-            for thread in (5, threads // groups - 2):
+            for thread in (5, of_group - 2):
                 at = owned_by(mma, thread, fragment.operand, part)
                 expected = at[:, 1] + rows * at[:, 0] if fragment.tensor == "V" else at[:, 0] + rows * at[:, 1]
                 assert set(owned[:, thread]) == set(expected)
@@ -168,11 +179,11 @@ def test_fragments_are_the_dsls_partitions(name: str) -> None:
 @distinct_rows
 def test_copies_are_the_dsls_partitions(name: str) -> None:
     row, scene = ROWS[name], scene_of(name)
-    groups = scene.kernel["threads"] // WARPGROUP - 1 if row.family == "sm90" else 1
+    groups, _, of_group = consumers_of(row)
     with context(row.target):
         kernel = kernel_of(row)
         for step in scene.steps:
-            if step.kind not in ("ldmatrix", "stmatrix", "st.shared") or "producer" in step.role:
+            if step.kind not in ("ldmatrix", "stmatrix", "st.shared") or step.role in OTHERS:
                 continue
             tensor = step.id[-1].upper()
             copy = getattr(kernel, f"copy_{step.id[-1]}")()
@@ -181,7 +192,7 @@ def test_copies_are_the_dsls_partitions(name: str) -> None:
                 rows, cols = next(t.shape for t in (*scene.tiles, *scene.fragments) if t.id == touch.id)
                 part = (cols, rows) if tensor == "V" else (rows // groups if tensor in "QPO" else rows, cols)
                 named = elements(touch)
-                for thread in (9, named.shape[2] // groups - 2):
+                for thread in (9, of_group - 2):
                     at = copied_by(copy, thread, side, part)
                     expected = at[:, 1] + rows * at[:, 0] if tensor == "V" else at[:, 0] + rows * at[:, 1]
                     assert np.array_equal(named[:, :, thread].reshape(-1), expected), (step.id, side, thread)
@@ -190,9 +201,10 @@ def test_copies_are_the_dsls_partitions(name: str) -> None:
 @distinct_rows
 def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
     scene = scene_of(name)
+    parts = (*scene.tiles, *scene.fragments)
     for step in scene.steps:
         for touch in step.touches:
-            rows, cols = next(t.shape for t in (*scene.tiles, *scene.fragments) if t.id == touch.id)
+            rows, cols = next(t.shape for t in parts if t.id == touch.id)
             counts = np.bincount(by_issuer(touch).reshape(-1), minlength=rows * cols)
             assert len(counts) == rows * cols and counts.min() >= 1
             if step.kind in (
@@ -210,7 +222,10 @@ def test_steps_move_every_element_once_and_nothing_else(name: str) -> None:
                 "repair",
                 "rescale",
             ):
-                assert counts.max() == 1, (step.id, touch.id)
+                # Warpgroups that have other keys share what has no keys.
+                shared = "n" not in AXES[next(t.tensor for t in parts if t.id == touch.id)]
+                copies = getattr(ROWS[name].choice.traits, "key_warpgroups", 1) if shared else 1
+                assert counts.max() in (1, copies), (step.id, touch.id)
 
 
 @hopper_rows
@@ -247,8 +262,9 @@ def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
 @distinct_rows
 def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(name: str) -> None:
     scene = scene_of(name)
-    turning = any(step.id == "stmatrix_v" for step in scene.steps)  # whose matrices are every other column
-    assert worst_ways(scene) == (2 if turning else 1)
+    # Matrices of V that are every other column; Q that is made into fp16, two lanes a row, once a tile.
+    in_pairs = [one for one in scene.steps if one.id == "stmatrix_v" or {touch.id for touch in one.touches} == {"sQ"}]
+    assert worst_ways(scene) == (2 if in_pairs else 1)
     unswizzled = [
         int(touch_ways(scene, step, touch, swizzled=False).max())
         for step in scene.steps

@@ -71,7 +71,7 @@ def test_every_row_is_drawn_in_two_parts() -> None:
     drawn = chosen_rows("bwd", ["sm_90a"], ["sm90"], [256])[:2]
     assert [row.part for row in drawn] == ["dkv", "dq"]
     for row in ROWS.values():
-        assert apart(row.table, row.choice.traits).keys() <= {
+        assert apart(row.peers, row.choice.traits).keys() <= {
             field.name for field in dataclasses.fields(row.choice.traits)
         }
     first, second = (make_entry(row).summary for row in drawn)

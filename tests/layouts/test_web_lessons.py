@@ -24,6 +24,7 @@ FILES = (
     *(name for name in PAGE.scripts if name in NEEDED or name.startswith("lessons")),
 )  # in the page's order
 IDS = ["layout", "tv", "swizzle", "mma", "cp-async", "tma", "wgmma", "softmax", "loops", "backward", "fp8"]
+IDS += ["shares", "cache", "seesaw"]
 
 # As much of a document as the lessons touch; texts, attributes and listeners are kept, nothing is laid out.
 BROWSER = """

@@ -184,7 +184,9 @@ def _space(store: Store, space: Space, found: Found, reasons: Reasons, pages: Se
         "head_dim_v": space.head_dims[1],
         "ids": list(number),
         "traits": trait_columns(
-            kinds_of(space.table.operation, space.table.family, SPECS[space.task].dtypes),
+            kinds_of(
+                space.table.operation, space.table.family, SPECS[space.task].dtypes, of_cache=space.task == "cache"
+            ),
             list(space.candidates.values()),
         ),
         "costs": costs,

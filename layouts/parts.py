@@ -1,0 +1,63 @@
+"""What split keys add to a scene: the part of a tile that a block leaves in memory if its share lacks some keys.
+
+How keys are shared is in `cuteflash/core/split.py`, and drawn in the lesson on it.
+"""
+
+from __future__ import annotations
+
+from .algebra import Layout, concatenate
+from .read import Frame, Placed
+from .scene import Step, Tile, Touch
+
+FP32_BYTES = 4
+CUT = "if a border of shares cuts the tile, "
+MERGED = {
+    True: "A second kernel merges the parts of a tile.",
+    False: "The last block to come merges the parts of a tile with few rows; of many rows its blocks meet, and each "
+    "merges some.",
+}
+
+
+def part_tile(frame: Frame) -> Tile:
+    """The slot of a part, fp32."""
+    rows, columns = shape = frame.shape("O")
+    note = (
+        "A slot: O of a block's share of the keys, divided by its own sums; log-sum-exps of rows lie behind all slots. "
+        "A block has two, for a tile that began before its share and for one that goes on after it."
+    )
+    return Tile(
+        id="gO_part",
+        tensor="O",
+        space="global",
+        shape=shape,
+        layout=Layout(shape, (columns, 1)),
+        valid=(rows, columns),
+        note=note,
+        element_bytes=FP32_BYTES,
+    )
+
+
+def store_part(frame: Frame, acc: Placed, merged_apart: bool) -> Step:
+    """A part's way to its slot; `merged_apart` if another kernel merges."""
+    note = f"In place of O, {CUT}with the log-sum-exp of each row. {MERGED[merged_apart]}"
+    return store_pairs(frame, acc, "gO_part", ("O: a part of the keys → its slot", "st.global.v2.b32"), note)
+
+
+def store_pairs(frame: Frame, acc: Placed, target: str, words: tuple[str, str], note: str) -> Step:
+    """The O accumulator to `target`, two neighbouring columns at a time; `words` are title and instruction."""
+    atom, m, n = acc.values.modes()
+    pair, row, *groups = atom.modes()
+    tv = concatenate(acc.threads, pair, concatenate(*groups, n, row, m))
+    touches = (Touch("acc_O", "read", tv, frame.first_thread), Touch(target, "write", tv, frame.first_thread))
+    title, instruction = words
+    return Step(
+        id=f"store_{target[1:].lower()}",
+        title=title,
+        kind="st.global",
+        instruction=instruction,
+        role="every consumer warp" if frame.first_thread else "every warp",
+        repeat="once a tile",
+        phase="epilogue",
+        touches=touches,
+        note=note,
+    )
