@@ -35,8 +35,10 @@ def split_attention(
     """Attention with the keys in up to `parts` parts of one size; the rest as `naive.naive_attention`."""
     s_q, s_k = q.shape[1], k.shape[1]
     queries, keys, values = grouped(q, k, v)
+    if s_k == 0:  # no part, and nothing to put together
+        return q.new_zeros(*q.shape[:3], v.shape[3]), queries.new_full((q.shape[0], q.shape[2], s_q), float("-inf"))
     found = []
-    size = max(1, -(-s_k // parts))
+    size = -(-s_k // parts)
     for j0 in range(0, s_k, size):
         j1 = min(j0 + size, s_k)
         mask = visible(0, s_q, j0, j1, s_k - s_q, window_left, window_right, q.device)
