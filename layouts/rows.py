@@ -160,8 +160,10 @@ def latent_row(heads: int, dtype: HalfDtype = "bf16", target: str = LATENT_TARGE
     """(problem, target, choice) of decoding a token of so many query heads.
 
     Raises:
-        NotImplementedError: no row runs on the target.
+        NotImplementedError: a target whose rows are not drawn.
     """
+    if target != LATENT_TARGET:
+        raise NotImplementedError(f"the target is {target}; rows of latent attention are drawn for: {LATENT_TARGET}")
     problem = MlaProblem(dtype)
     traits = cast(MlaTraitsSm90, choose_mla(problem, heads, target, "sm90"))
     number = rows_mla_sm90.ROWS.index(traits) + 1

@@ -117,6 +117,9 @@ def _one_pass(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90]:
                 staged = dataclasses.replace(shallow, q_stage=q_stage, do_stage=do_stage)
                 for base in _switched(staged, most=None if q_stage == do_stage else 1):
                     yield from changed(base, SM90_KEYS) if runs_somewhere(base) else (base,)
+                if dq == "apart" and q_stage == do_stage:  # a warpgroup that has time to wait for its turn
+                    lone = (base for base in _switched(staged, most=2) if not (base.persistent or base.pingpong))
+                    yield from (dataclasses.replace(base, in_turn=True) for base in lone)
 
 
 def _switched(plain: BwdTraitsSm90, most: int | None) -> list[BwdTraitsSm90]:
@@ -124,6 +127,8 @@ def _switched(plain: BwdTraitsSm90, most: int | None) -> list[BwdTraitsSm90]:
     flight of what is not multiplied out."""
     others: dict[str, Any] = {}
     for field in dataclasses.fields(plain):
+        if field.name == "in_turn":
+            continue
         if isinstance(field.default, bool) and not any(field.name in keys for keys in SM90_KEYS):
             others[field.name] = not field.default
         elif field.name.endswith("_stage") and field.name not in ("q_stage", "do_stage"):

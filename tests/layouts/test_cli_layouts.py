@@ -285,7 +285,7 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--e4m3-cache"), "no row of fwd/sm_80/sm80 runs head_dim 64"),
         ((*ROW, "--heads", "64"), "--heads is given without kernel mla"),
         (("--kernel", "mla", *ROW, "-o", "x"), "--head-dim is given with kernel mla, whose sizes are one"),
-        (("--kernel", "mla", "--arch", "sm_80", "-o", "x"), "the GPU's target is sm_80; latent attention decodes on"),
+        (("--kernel", "mla", "--arch", "sm_80", "-o", "x"), "the target is sm_80; rows of latent attention are drawn"),
         (("--kernel", "mla", "--arch", "sm_90a", "--dtype", "e4m3", "-o", "x"), "dtype is 'e4m3'; allowed: fp16, bf16"),
         (("--kernel", "mla", "--all", "--heads", "64", "-o", "x"), "--heads is given without kernel mla, or with"),
         ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
