@@ -10,12 +10,8 @@ from .read import Frame, Placed
 from .scene import Step, Tile, Touch
 
 FP32_BYTES = 4
-CUT = "if a border of shares cuts the tile, "
-MERGED = {
-    True: "A second kernel merges the parts of a tile.",
-    False: "The last block to come merges the parts of a tile with few rows; of many rows its blocks meet, and each "
-    "merges some.",
-}
+IN_PLACE = "In place of O, if a border of shares cuts the tile, with the log-sum-exp of each row."
+MERGED = "The last block to come merges a tile of few rows; of many rows its blocks meet, and each merges some."
 
 
 def part_tile(frame: Frame) -> Tile:
@@ -37,9 +33,9 @@ def part_tile(frame: Frame) -> Tile:
     )
 
 
-def store_part(frame: Frame, acc: Placed, merged_apart: bool) -> Step:
-    """A part's way to its slot; `merged_apart` if another kernel merges."""
-    note = f"In place of O, {CUT}with the log-sum-exp of each row. {MERGED[merged_apart]}"
+def store_part(frame: Frame, acc: Placed) -> Step:
+    """A part's way to its slot."""
+    note = f"{IN_PLACE} {MERGED}"
     return store_pairs(frame, acc, "gO_part", ("O: a part of the keys → its slot", "st.global.v2.b32"), note)
 
 

@@ -17,7 +17,7 @@ from cuteflash.traits.sm90 import WARPGROUP
 from .algebra import Layout, concatenate
 from .dsl import coordinates
 from .hopper import WARPGROUPS, Factor, HopperSteps, When
-from .parts import part_tile, store_pairs, store_part
+from .parts import IN_PLACE, part_tile
 from .read import Frame, Placed, ptx_type, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
@@ -84,7 +84,7 @@ class ReaderMlaSm90:
         """Global tiles, then shared memory."""
         rows = "The rows of a tile are (token, head), heads first."
         of_page = "A page of the cache: one head, which all query heads read."
-        split = (part_tile(self.frame),) if self.problem.is_split else ()
+        split = (self._part(),) if self.problem.is_split else ()
         return (
             self._global("Q", LATENT_DIM, f"The latent columns. {rows}"),
             self._global("Qr", LATENT_DIM, f"The last {SLAB} columns, which carry positions."),
@@ -274,9 +274,45 @@ class ReaderMlaSm90:
 
     def _store(self) -> tuple[Step, ...]:
         """O from registers: all shared memory that is large enough has the next tile's rows by then."""
-        note = "Rounded, two neighbouring columns at a time; there is no shared memory left to stage it."
-        whole = store_pairs(self.halves, self.of["O"], "gO", ("O: registers → global memory", "st.global.b32"), note)
-        return (whole, store_part(self.halves, self.of["O"], True)) if self.problem.is_split else (whole,)
+        whole = self._wide_store(
+            "gO", 4, "O: registers → global memory",
+            "Rounded; there is no shared memory left to stage it. Four lanes have pairs of the same 32 columns: they "
+            "trade them (shfl.sync.bfly.b32), so that each stores 8 neighbours.",
+        )  # fmt: skip
+        if not self.problem.is_split:
+            return (whole,)
+        part = self._wide_store(
+            "gO_part", 2, "O: a part of the keys → its slot",
+            f"{IN_PLACE} A slot has the columns in the order in which lanes have them, two pairs of every 16 together. "
+            "A second kernel merges the parts of a tile.",
+        )  # fmt: skip
+        return whole, part
+
+    def _wide_store(self, target: str, together: int, title: str, note: str) -> Step:
+        """The O accumulator to `target`, the pairs of so many neighbouring groups of 8 columns by an instruction."""
+        acc, first = self.of["O"], self.halves.first_thread
+        atom, m, n = acc.values.modes()
+        pair, row, group = atom.modes()
+        ((groups, step),) = group.flat_modes()
+        others = concatenate(Layout(groups // together, step * together), n, row, m)
+        own = concatenate(acc.threads, concatenate(pair, Layout(together, step)), others)
+        stored = own
+        if target == "gO":  # after the trade
+            ((_, column),) = pair.flat_modes()
+            extents, strides = zip(*acc.threads.flat_modes(), strict=True)
+            threads = Layout((extents,), ((pair.size() * together * column, *strides[1:]),))
+            stored = concatenate(threads, Layout(pair.size() * together, column), others)
+        touches = (Touch("acc_O", "read", own, first), Touch(target, "write", stored, first))
+        return Step(
+            f"store_{target[1:].lower()}", title, "st.global", "st.global.v4.b32", "every consumer warp", "once a tile",
+            "epilogue", touches, note,
+        )  # fmt: skip
+
+    def _part(self) -> Tile:
+        """The slot of a part: of every 16 columns, four lanes have two pairs each, which are neighbours in it."""
+        tile = part_tile(self.frame)
+        rows, columns = tile.shape
+        return dataclasses.replace(tile, layout=Layout((rows, (2, 4, 2, columns // 16)), (columns, (1, 4, 2, 16))))
 
 
 def _staged(tile: Tile, stride: int) -> Tile:

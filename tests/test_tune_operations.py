@@ -61,9 +61,9 @@ def test_each_candidate_comes_once(task: Task, family: Family, head_dims: tuple[
 
 
 def values_of_candidates(task: Task, family: Family) -> dict[tuple[str, str], set[object]]:
-    """(kind, field) → the values that candidates of head dim 128 have."""
+    """(kind, field) → the values that candidates of head dims 64 and 128 have."""
     found: dict[tuple[str, str], set[object]] = collections.defaultdict(set)
-    for traits in enumerate_traits(task, family, 128, 128):
+    for traits in itertools.chain(*(enumerate_traits(task, family, size, size) for size in (64, 128))):
         for name, value in dataclasses.asdict(traits).items():
             found[kind_of(traits), name].add(value)
     return found

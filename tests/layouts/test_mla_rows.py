@@ -144,3 +144,16 @@ def test_budgets_and_descriptors_are_the_compilers(name: str, kernels: KernelSto
     kinds = ("tma", "wgmma", "ldmatrix", "stmatrix", "st.global")
     for instruction in {step.instruction for step in scene.steps if step.kind in kinds}:
         assert instruction in compiled.ptx
+
+
+@every_row
+@pytest.mark.parametrize(("tensor", "size"), [("gO", 8), ("gO_part", 4)])
+def test_stores_of_16_bytes_write_everything_once(name: str, tensor: str, size: int) -> None:
+    scene = scene_of(name)
+    (step,) = (step for step in scene.steps if step.kind == "st.global" and step.touches[1].id == tensor)
+    read, written = (touch.elements() for touch in step.touches)  # (instructions, values, threads)
+    assert written.shape[1] == size and sorted(written.reshape(-1)) == list(range(64 * 512))
+    places = scene.tile(tensor).offsets().reshape(-1)[written]
+    assert (np.diff(places, axis=1) == 1).all() and (places[:, 0] % size == 0).all()
+    quads = (np.sort(x.swapaxes(1, 2).reshape(len(x), -1, 4 * size), axis=2) for x in (read, written))
+    assert np.array_equal(*quads)  # lanes that trade have just what they write

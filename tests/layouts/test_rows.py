@@ -77,22 +77,32 @@ def problem_for(row: Row, dtype: Any, head_dims: tuple[int, int], mask: Any, *fe
     return FwdProblem.dense(dtype, *head_dims, mask).asking((*features, *(KERNELS_OWN & row.traits.features)))
 
 
+def is_chosen(row: Row, problem: FwdProblem, target: Any, family: Any, lengths: Any) -> bool:
+    """Whether dispatch runs a problem with the row; rows of split keys do not serve every pair of head dims."""
+    try:
+        return choose_shipped(problem, target, family, lengths).row == row
+    except NotImplementedError:
+        return False
+
+
 @pytest.mark.slow
-def test_every_row_that_a_problem_reaches_is_drawn_once() -> None:
+def test_every_row_that_a_problem_of_its_head_dim_reaches_is_drawn_once() -> None:
     assert len(ROWS) == len(list(shipped_rows()))
     assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
     drawn = [(row.target, row.family, row.choice.row) for row in ROWS.values()]
     assert len(set(drawn)) == len(drawn)
-    for (_, target, family), _, rows in row_sets("fwd"):
+    for (_, *place), _, rows in row_sets("fwd"):
         for row in rows:
             reached = any(
-                choose_shipped(problem_for(row, dtype, head_dims, mask, *asked), target, family, lengths).row == row
-                for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2)
-                if max(head_dims) == max(row.traits.head_dim, row.traits.head_dim_v)
+                is_chosen(
+                    row, problem_for(row, dtype, (row.traits.head_dim, head_dim_v), mask, *asked), *place, lengths
+                )
+                for head_dim_v in ROW_HEAD_DIMS
+                if head_dim_v <= row.traits.head_dim_v
                 for dtype, mask, lengths in itertools.product(row.dtypes, row.masks, row.lengths)
                 for asked in ((), ("lse",), ("softcap",))
             )
-            assert ((target, family, row) in drawn) == reached
+            assert ((*place, row) in drawn) == reached
 
 
 @distinct_rows
