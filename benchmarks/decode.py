@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from .beside_copy import copier
 from .command import Command
 from .contest import one_line, write
 from .decode_inputs import PAGES, Caches, Shape, attention_in_fp32, complaint, copies_of, make_caches
+from .rates import extent
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 HOST_CALLS = 100
@@ -250,14 +250,15 @@ def ratios(result: dict[str, Any]) -> list[str]:
     """Ours in peers' speed, of graphs if there are any: the geometric mean of all shapes, and the worst one."""
     lines = []
     for ours, other in COMPARED:
-        found = {}
+        found = []
         for cell in result["shapes"]:
             speeds = [_speed(cell["results"].get(name)) for name in (ours, other)]
             if all(speeds):
-                found[cell["label"]] = speeds[0] / speeds[1]
+                found.append((speeds[0] / speeds[1], cell["label"]))
         if found:
-            mean, worst = statistics.geometric_mean(found.values()), min(found, key=found.__getitem__)
-            lines.append(f"{ours}/{other}: geometric mean {mean:.3f}, worst {found[worst]:.3f} at {worst}")
+            all_of = extent(found)
+            worst = f"worst {all_of['worst']:.3f} at {all_of['worst_cell']}"
+            lines.append(f"{ours}/{other}: geometric mean {all_of['geomean']:.3f}, {worst}")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,10 +56,15 @@ def summary(cells: Sequence[Result]) -> dict[str, dict[str, Any]]:
     for label in RATIOS:
         values = [(value, cell["label"]) for cell in cells if (value := ratio(cell, label)) is not None]
         if values:
-            mean = math.exp(sum(math.log(value) for value, _ in values) / len(values))
-            worst, where = min(values)
-            found[label] = {"geomean": mean, "worst": worst, "worst_cell": where, "cells": len(values)}
+            found[label] = extent(values)
     return found
+
+
+def extent(ratios: Sequence[tuple[float, str]]) -> dict[str, Any]:
+    """Geometric mean, worst cell and number of some ratios, each with its cell's label."""
+    worst, where = min(ratios)
+    mean = statistics.geometric_mean(value for value, _ in ratios)
+    return {"geomean": mean, "worst": worst, "worst_cell": where, "cells": len(ratios)}
 
 
 def names_of(cells: Sequence[Result]) -> list[str]:

@@ -119,10 +119,15 @@ def wait(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def make_engine(preset: str, device: torch.device, load: Load) -> Way:
-    """The engine with its prefixes turned off, since other ways find none either."""
+def find_examples() -> None:
+    """The engine, which is not installed, can be imported afterwards."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
+
+
+def make_engine(preset: str, device: torch.device, load: Load) -> Way:
+    """The engine with its prefixes turned off, since other ways find none either."""
+    find_examples()
     from serving.engine import Engine
     from serving.presets import make_model
     from serving.requests import Event, Sampling
@@ -159,8 +164,7 @@ def make_engine(preset: str, device: torch.device, load: Load) -> Way:
 
 def _model(preset: str, device: torch.device, attention: str) -> Any:
     """The preset's model with an attention of transformers, or ours for it; its weights are those of the engine's."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))
+    find_examples()
     from serving.presets import make_model
 
     if attention == "cuteflash":

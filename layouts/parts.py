@@ -11,6 +11,7 @@ from .scene import Step, Tile, Touch
 
 FP32_BYTES = 4
 IN_PLACE = "In place of O, if a border of shares cuts the tile, with the log-sum-exp of each row."
+TITLES = {"gO": "O: registers → global memory", "gO_part": "O: a part of the keys → its slot"}
 MERGED = "The last block to come merges a tile of few rows; of many rows its blocks meet, and each merges some."
 
 
@@ -35,20 +36,19 @@ def part_tile(frame: Frame) -> Tile:
 
 def store_part(frame: Frame, acc: Placed) -> Step:
     """A part's way to its slot."""
-    note = f"{IN_PLACE} {MERGED}"
-    return store_pairs(frame, acc, "gO_part", ("O: a part of the keys → its slot", "st.global.v2.b32"), note)
-
-
-def store_pairs(frame: Frame, acc: Placed, target: str, words: tuple[str, str], note: str) -> Step:
-    """The O accumulator to `target`, two neighbouring columns at a time; `words` are title and instruction."""
     atom, m, n = acc.values.modes()
     pair, row, *groups = atom.modes()
     tv = concatenate(acc.threads, pair, concatenate(*groups, n, row, m))
-    touches = (Touch("acc_O", "read", tv, frame.first_thread), Touch(target, "write", tv, frame.first_thread))
-    title, instruction = words
+    return store_registers(frame, "gO_part", "st.global.v2.b32", (tv, tv), f"{IN_PLACE} {MERGED}")
+
+
+def store_registers(frame: Frame, target: str, instruction: str, tvs: tuple[Layout, Layout], note: str) -> Step:
+    """O from its accumulator to `target` in global memory; `tvs` say what of either an instruction touches."""
+    read, written = tvs
+    touches = (Touch("acc_O", "read", read, frame.first_thread), Touch(target, "write", written, frame.first_thread))
     return Step(
         id=f"store_{target[1:].lower()}",
-        title=title,
+        title=TITLES[target],
         kind="st.global",
         instruction=instruction,
         role="every consumer warp" if frame.first_thread else "every warp",

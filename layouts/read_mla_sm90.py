@@ -17,7 +17,7 @@ from cuteflash.traits.sm90 import WARPGROUP
 from .algebra import Layout, concatenate
 from .dsl import coordinates
 from .hopper import WARPGROUPS, Factor, HopperSteps, When
-from .parts import IN_PLACE, part_tile
+from .parts import IN_PLACE, part_tile, store_registers
 from .read import Frame, Placed, ptx_type, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
@@ -275,22 +275,22 @@ class ReaderMlaSm90:
     def _store(self) -> tuple[Step, ...]:
         """O from registers: all shared memory that is large enough has the next tile's rows by then."""
         whole = self._wide_store(
-            "gO", 4, "O: registers → global memory",
+            "gO", 4,
             "Rounded; there is no shared memory left to stage it. Four lanes have pairs of the same 32 columns: they "
             "trade them (shfl.sync.bfly.b32), so that each stores 8 neighbours.",
         )  # fmt: skip
         if not self.problem.is_split:
             return (whole,)
         part = self._wide_store(
-            "gO_part", 2, "O: a part of the keys → its slot",
+            "gO_part", 2,
             f"{IN_PLACE} A slot has the columns in the order in which lanes have them, two pairs of every 16 together. "
             "A second kernel merges the parts of a tile.",
         )  # fmt: skip
         return whole, part
 
-    def _wide_store(self, target: str, together: int, title: str, note: str) -> Step:
+    def _wide_store(self, target: str, together: int, note: str) -> Step:
         """The O accumulator to `target`, the pairs of so many neighbouring groups of 8 columns by an instruction."""
-        acc, first = self.of["O"], self.halves.first_thread
+        acc = self.of["O"]
         atom, m, n = acc.values.modes()
         pair, row, group = atom.modes()
         ((groups, step),) = group.flat_modes()
@@ -302,11 +302,7 @@ class ReaderMlaSm90:
             extents, strides = zip(*acc.threads.flat_modes(), strict=True)
             threads = Layout((extents,), ((pair.size() * together * column, *strides[1:]),))
             stored = concatenate(threads, Layout(pair.size() * together, column), others)
-        touches = (Touch("acc_O", "read", own, first), Touch(target, "write", stored, first))
-        return Step(
-            f"store_{target[1:].lower()}", title, "st.global", "st.global.v4.b32", "every consumer warp", "once a tile",
-            "epilogue", touches, note,
-        )  # fmt: skip
+        return store_registers(self.halves, target, "st.global.v4.b32", (own, stored), note)
 
     def _part(self) -> Tile:
         """The slot of a part: of every 16 columns, four lanes have two pairs each, which are neighbours in it."""
