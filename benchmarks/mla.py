@@ -192,6 +192,11 @@ def multiplier(where: torch.device) -> Runner:
     return run
 
 
+def product_tflops(us: float) -> float:
+    """TFLOP/s of a matrix product that takes so many microseconds."""
+    return 2 * PRODUCT_SIZE**3 / us / 1e6
+
+
 def run(grid: Sequence[Shape], where: torch.device, path: pathlib.Path | None, rounds: int) -> dict[str, Any]:
     """Measure all shapes; the file at `path` is rewritten after each."""
     result: dict[str, Any] = {"environment": device.environment(where), "shapes": []}
@@ -207,7 +212,7 @@ def run(grid: Sequence[Shape], where: torch.device, path: pathlib.Path | None, r
 
 def lines_of(cell: dict[str, Any]) -> str:
     """A cell's line of the table."""
-    product = 2 * PRODUCT_SIZE**3 / cell[PRODUCT] / 1e6
+    product = product_tflops(cell[PRODUCT])
     copied = cell["bytes"] / cell[COPY] / 1e3
     if "problem" in cell:
         return f"| {cell['label']} | wrong: {cell['problem']} | | | | | |"
@@ -223,7 +228,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     """The table, in markdown."""
     environment, cells = result["environment"], result["shapes"]
     copies = [cell["bytes"] / cell[COPY] / 1e3 for cell in cells]
-    products = [2 * PRODUCT_SIZE**3 / cell[PRODUCT] / 1e6 for cell in cells]
+    products = [product_tflops(cell[PRODUCT]) for cell in cells]
     yield (
         f"{environment['gpu']}, {environment['date']}. bf16, pages of {PAGE_ROWS}, as a CUDA graph, in brackets call "
         f"after call. Copies of as many bytes ran at {min(copies):.0f} to {max(copies):.0f} GB/s, matrix products at "
