@@ -2,7 +2,8 @@
 
 Continuous integration has no GPU. A GPU run (`pytest -m gpu --receipt PATH tests/gpu`) writes the receipt, which is
 committed; `python -m tests.receipt check PATH` tells whether `cuteflash/` has changed since. It informs and exits 0
-either way; a receipt that cannot be read, or that records failures, exits 1.
+either way; a receipt that cannot be read, or that records failures, exits 1. A run may be split into several, each of
+some files of tests/gpu: `python -m tests.receipt join PATH PART PART ..` makes one receipt of theirs.
 """
 
 from __future__ import annotations
@@ -106,6 +107,17 @@ def describe(path: pathlib.Path, package: pathlib.Path = PACKAGE) -> tuple[str, 
     return f"GPU receipt: {state} ({where}: {tally})", counts["failed"] == 0 and counts["passed"] > 0
 
 
+def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The receipt of a run in parts, each of other tests. ValueError: they differ in sources, GPU or versions."""
+    first, *others = parts
+    for key, other in ((key, other) for other in others for key in ("fingerprint", "gpu", "versions")):
+        if other[key] != first[key]:
+            raise ValueError(f"parts of a run differ in {key}: {first[key]} and {other[key]}")
+    counts = {outcome: sum(part["counts"][outcome] for part in parts) for outcome in OUTCOMES}
+    seconds = round(sum(part["seconds"] for part in parts), 1)
+    return first | {"date": max(part["date"] for part in parts), "counts": counts, "seconds": seconds}
+
+
 class ReceiptPlugin:
     """Pytest plugin that counts outcomes (in the controlling process under xdist) and writes the receipt at the end."""
 
@@ -137,11 +149,17 @@ class ReceiptPlugin:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`check [PATH]` prints one line; 1 where the receipt is unreadable or records failures."""
+    """`check [PATH]` and `join PATH PART ..` print one line; 1 if the receipt is unreadable or records failures."""
     parser = argparse.ArgumentParser(prog="python -m tests.receipt", description="the GPU test receipt")
-    parser.add_argument("command", choices=["check"])
+    parser.add_argument("command", choices=["check", "join"])
     parser.add_argument("path", nargs="?", type=pathlib.Path, default=DEFAULT_PATH)
+    parser.add_argument("parts", nargs="*", type=pathlib.Path, help="receipts that `join` makes one of")
     arguments = parser.parse_args(argv)
+    if bool(arguments.parts) != (arguments.command == "join"):
+        parser.error("join needs a path and the receipts of the parts; check takes a path alone")
+    if arguments.parts:
+        joined = join([json.loads(part.read_text()) for part in arguments.parts])
+        arguments.path.write_text(json.dumps(joined, indent=2) + "\n")
     line, sound = describe(arguments.path)
     print(line)
     return 0 if sound else 1

@@ -83,3 +83,19 @@ def test_worst_outcome_of_a_test_counts_once(tmp_path: pathlib.Path) -> None:
 def test_command_line_reports_and_returns(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert receipt.main(["check", str(tmp_path / "absent.json")]) == 0
     assert "none" in capsys.readouterr().out
+
+
+def test_a_run_in_parts_has_one_receipt(tmp_path: pathlib.Path) -> None:
+    parts = []
+    for i, counts in enumerate(({"passed": 3, "skipped": 1}, {"passed": 4, "failed": 1})):
+        parts.append(tmp_path / f"part{i}.json")
+        parts[-1].write_text(json.dumps(receipt.make_receipt(counts, 2.0)))
+    path = tmp_path / "whole.json"
+    assert receipt.main(["join", str(path), *map(str, parts)]) == 1  # one failed
+    whole = json.loads(path.read_text())
+    assert whole["counts"] == {"passed": 7, "failed": 1, "skipped": 1} and whole["seconds"] == 4.0
+    other = json.loads(parts[1].read_text()) | {"fingerprint": "of other sources"}
+    with pytest.raises(ValueError, match="differ in fingerprint"):
+        receipt.join([whole, other])
+    with pytest.raises(SystemExit):
+        receipt.main(["join", str(path)])
