@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,17 @@ def _checked_call(run: Runner, judge: Judge, device: torch.device) -> Any:
     first_call(run, device)  # compiles
     judge.poison()
     return first_call(run, device)
+
+
+def remarks(cells: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ("problem", "left out")) -> list[str]:
+    """What was wrong, failed or was left out in cells, each of which has a label and results by name: in words."""
+    return [
+        f"{cell['label']}, {name}: {kind}: {entry[kind]}"
+        for cell in cells
+        for name, entry in cell["results"].items()
+        for kind in kinds
+        if kind in entry
+    ]
 
 
 def one_line(failure: BaseException) -> str:

@@ -30,9 +30,9 @@ from cuteflash.tune.timing import Runner, first_call, interleaved, median
 from . import device
 from .beside_copy import copier
 from .command import Command
-from .contest import one_line, write
+from .contest import one_line, remarks, write
 from .decode_inputs import PAGES, Caches, Shape, attention_in_fp32, complaint, copies_of, make_caches
-from .rates import extent
+from .rates import in_words
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 HOST_CALLS = 100
@@ -256,9 +256,7 @@ def ratios(result: dict[str, Any]) -> list[str]:
             if all(speeds):
                 found.append((speeds[0] / speeds[1], cell["label"]))
         if found:
-            all_of = extent(found)
-            worst = f"worst {all_of['worst']:.3f} at {all_of['worst_cell']}"
-            lines.append(f"{ours}/{other}: geometric mean {all_of['geomean']:.3f}, {worst}")
+            lines.append(in_words(f"{ours}/{other}", found))
     return lines
 
 
@@ -269,13 +267,7 @@ def _speed(entry: dict[str, Any] | None) -> float:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Speed in peers' speeds; what was wrong, failed or was left out: in words."""
-    return ratios(result) + [
-        f"{cell['label']}, {name}: {kind}: {entry[kind]}"
-        for cell in result["shapes"]
-        for name, entry in cell["results"].items()
-        for kind in ("problem", "left out")
-        if kind in entry
-    ]
+    return ratios(result) + remarks(result["shapes"])
 
 
 def is_wrong(result: dict[str, Any]) -> bool:

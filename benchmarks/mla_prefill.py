@@ -29,10 +29,10 @@ from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
 from . import device
 from .command import Command
-from .contest import one_line, write
+from .contest import one_line, remarks, write
 from .decode_inputs import complaint
 from .mla import multiplier, product_tflops
-from .rates import extent
+from .rates import in_words
 
 HEAD_DIM, ROPE_DIM, HEAD_DIM_V = 192, 64, 128
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -214,16 +214,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         both = [(cell["results"], cell["label"]) for cell in result["shapes"]]
         found = [(r[OURS]["tflops"] / r[other]["tflops"], at) for r, at in both if "us" in r[OURS] and "us" in r[other]]
         if found:
-            all_of = extent(found)
-            worst = f"worst {all_of['worst']:.3f} at {all_of['worst_cell']}"
-            lines.append(f"{OURS} / {other}: geometric mean {all_of['geomean']:.3f}, {worst}")
-    return lines + [
-        f"{cell['label']}, {name}: {kind}: {entry[kind]}"
-        for cell in result["shapes"]
-        for name, entry in cell["results"].items()
-        for kind in ("problem", "left out")
-        if kind in entry
-    ]
+            lines.append(in_words(f"{OURS} / {other}", found))
+    return lines + remarks(result["shapes"])
 
 
 def is_wrong(result: dict[str, Any]) -> bool:

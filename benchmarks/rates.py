@@ -67,6 +67,13 @@ def extent(ratios: Sequence[tuple[float, str]]) -> dict[str, Any]:
     return {"geomean": mean, "worst": worst, "worst_cell": where, "cells": len(ratios)}
 
 
+def in_words(label: str, ratios: Sequence[tuple[float, str]]) -> str:
+    """What `extent` finds, as a line."""
+    all_of = extent(ratios)
+    worst = f"worst {all_of['worst']:.3f} at {all_of['worst_cell']}"
+    return f"{label}: geometric mean {all_of['geomean']:.3f}, {worst}"
+
+
 def names_of(cells: Sequence[Result]) -> list[str]:
     """The implementations that appear, in the order of TITLES."""
     return [name for name in TITLES if any(name in cell["results"] for cell in cells)]
