@@ -41,9 +41,9 @@ from cuteflash.kernels.sm90.bundles import Rings
 from cuteflash.kernels.sm90.few_bundles import FewBlock, FewTiles, FewTma
 from cuteflash.kernels.sm90.few_mma import consume
 from cuteflash.kernels.sm90.load import load
+from cuteflash.kernels.sm90.paged_load import copying_threads, loading_warps
 from cuteflash.kernels.sm90.ragged import ragged
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.few_sm90 import MMA_KEYS, MMA_ROWS, WARPS, FwdTraitsFewSm90
 from cuteflash.traits.sm90 import SWIZZLE_ALIGN, WARPGROUP, WGMMA_K
 
@@ -76,22 +76,13 @@ class FlashFewSm90:
 
     @property
     def copying_threads(self) -> range:
-        """The threads that look up and copy rows of K and V, whole warps; none if TMA loads them."""
-        traits = self.traits
-        if not self.problem.storage.gathers:
-            return range(0)
-        rows = max(WARPGROUP * CHUNK // swizzle_width(cols) for cols in self.loaded_columns)
-        return range(0 if traits.tile_n % rows == 0 else WARPGROUP // 2, WARPGROUP)
+        """See `paged_load.copying_threads`."""
+        return copying_threads(self, True)
 
     @property
     def loading_warps(self) -> tuple[int, ...]:
-        """The warps of the producer that load; with pages by TMA the first loads K, the second V."""
-        storage = self.problem.storage
-        if storage.k != "paged":
-            return (0,)
-        if not storage.gathers:
-            return (0, 2)
-        return (0, 1, 2, 3) if self.copying_threads.start == 0 else (0, 2, 3)
+        """The warps of the producer that load."""
+        return loading_warps(self)
 
     @property
     def tile_tokens(self) -> int:

@@ -44,9 +44,9 @@ from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
 from cuteflash.kernels.sm90.load import load
 from cuteflash.kernels.sm90.memory import make_rings, make_tiles
+from cuteflash.kernels.sm90.paged_load import copying_threads, loading_warps
 from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
 from cuteflash.problem import SHARED_COLUMNS, FwdProblem
-from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.fp8_sm90 import TURNING_WARPS
 from cuteflash.traits.sm90 import HANDED_TILES, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M, FwdTraitsSm90
 
@@ -106,26 +106,13 @@ class FlashFwdSm90:
 
     @property
     def copying_threads(self) -> range:
-        """The threads that look up and copy rows of K and V, whole warps; none if TMA loads them.
-
-        All of the producer if a tile is whole passes of theirs, and no warp of it hands out tiles.
-        """
-        traits = self.traits
-        if not self.problem.storage.gathers:
-            return range(0)
-        rows = max(WARPGROUP * CHUNK // swizzle_width(cols) for cols in self.loaded_columns)
-        is_whole = self.problem.storage.q == "dense" and traits.tile_n % rows == 0
-        return range(0 if is_whole else WARPGROUP // 2, WARPGROUP)
+        """See `paged_load.copying_threads`."""
+        return copying_threads(self, self.problem.storage.q == "dense")
 
     @property
     def loading_warps(self) -> tuple[int, ...]:
-        """The warps of the producer that load; with pages by TMA the first loads K, the second V."""
-        storage = self.problem.storage
-        if storage.k != "paged":
-            return (0,)
-        if not storage.gathers:
-            return (0, 2)
-        return (0, 1, 2, 3) if self.copying_threads.start == 0 else (0, 2, 3)
+        """The warps of the producer that load."""
+        return loading_warps(self)
 
     @property
     def longest_first(self) -> bool:
