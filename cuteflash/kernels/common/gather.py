@@ -61,28 +61,41 @@ class RowGather:
 
     @cute.jit
     def find(self, n_block: Int32) -> cute.Tensor:
-        """Look up the rows of a key block: where they begin, in chunks from the cache's begin."""
+        """Look up the rows of a key block: (page, row in the page), a few times, of a lane.
+
+        What is looked up is not used here, so that whoever waits for a stage before `load` waits for both together. A
+        row that is not there has a number that the compiler does not know: it would multiply here, to save it for 0.
+        """
         lane, begin = cute.arch.lane_idx(), n_block * self.tile_rows
         end = cutlass.min(self.seqlen_k - begin, self.tile_rows)
-        found = cute.make_rmem_tensor((-(-self.passes // self.chunks),), Int32)
+        found = cute.make_rmem_tensor((2, -(-self.passes // self.chunks)), Int32)
         warp_row = self.first_row - lane // self.chunks
-        for i in cutlass.range_constexpr(cute.size(found)):
-            found[i] = Int32(0)
+        for i in cutlass.range_constexpr(cute.size(found.shape[1])):
+            page, in_page = n_block, Int32(0)
             index = i * LANES + lane  # of this warp's rows
             row = index // self.warp_rows * self.pass_rows + warp_row + index % self.warp_rows
             if row < end:
                 page, in_page = self.pages.place(self.entry, self.first_key + begin + row)
-                found[i] = Int32((Int64(page) * self.rows.stride[2] + Int64(in_page) * self.rows.stride[0]) // CHUNK)
+            found[0, i], found[1, i] = page, in_page
         return found
+
+    def starts(self, found: cute.Tensor) -> list[Int32]:
+        """Where the rows that `find` has found begin, in chunks from the cache's begin."""
+        row_stride, _, page_stride = self.rows.stride
+        return [
+            Int32((Int64(found[0, i]) * page_stride + Int64(found[1, i]) * row_stride) // CHUNK)
+            for i in range(cute.size(found.shape[1]))
+        ]
 
     @cute.jit
     def load(self, found: cute.Tensor, n_block: Int32, stage: Int32 | int):
-        """Issue the copies of a key block that `find` has found; zeros past the last key."""
+        """Issue the copies of a key block that `find` has found; zeros past the last key, whose rows are not read."""
         lane = cute.arch.lane_idx()
         rows = self.seqlen_k - n_block * self.tile_rows - self.first_row
+        starts = self.starts(found)
         for i in cutlass.range_constexpr(self.passes):
             index = i * self.warp_rows
-            chunk = cute.arch.shuffle_sync(found[index // LANES], index % LANES + lane // self.chunks)
+            chunk = cute.arch.shuffle_sync(starts[index // LANES], index % LANES + lane // self.chunks)
             start = self.rows.iterator + cute.assume(Int64(cutlass.Uint32(chunk)) * CHUNK, divby=CHUNK)
             exists = i * self.pass_rows < rows
             for slab in cutlass.range_constexpr(cute.size(self.tXsX.shape[2])):
