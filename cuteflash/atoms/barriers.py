@@ -62,7 +62,7 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class TmaRing(Ring):
-    """A ring that TMA fills.
+    """A ring that one TMA warp fills.
 
     Attributes:
         tile_bytes: bytes TMA writes per tile.
@@ -82,18 +82,11 @@ class TmaRing(Ring):
     @cute.jit
     def acquire(self, position: Int32) -> cute.Pointer:
         """Producer warp: wait until the stage is free, announce the bytes; returns the mbarrier for the copy."""
+        stage = self.stage(position)
         self.wait_free(position)
-        return self.announce(position)
-
-    def announce(self, position: Int32) -> cute.Pointer:
-        """One producer warp of a tile: its stage is free, and will get the bytes; returns the mbarrier for the copy.
-
-        The phase cannot complete before, so other warps may begin to fill the stage once they know that it is free.
-        """
-        barrier = self.full + self.stage(position)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_bytes)
-        return barrier
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.tile_bytes)
+        return self.full + stage
 
 
 @dataclasses.dataclass(frozen=True)

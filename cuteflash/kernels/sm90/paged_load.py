@@ -28,12 +28,14 @@ from cuteflash.kernels.sm90.ragged import sequence_rows
 from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.sm90 import WARPGROUP
 
-MANY_BOXES = 8  # of a block
+BOX_WARPS = 0, 2  # of the producer, that load K, and V, from pages by TMA
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedSource:
-    """Where K or V comes from: key blocks of one head and sequence, page by page, by TMA. All loading warps call it.
+    """Where K or V comes from: key blocks of one head and sequence, page by page, by TMA. A whole warp calls it.
+
+    K and V are loaded by a warp each, which look up the next block's pages while they wait for its stage.
 
     Attributes:
         ring: which tile is in which stage.
@@ -43,7 +45,6 @@ class PagedSource:
         entry: the sequence's cache entry.
         first_key, seqlen_k: its first key's row there, and the number of its keys.
         part_rows, tile_rows: rows of a box, and of a key block.
-        warps: the warps that load, neighbours, each as many boxes of a block.
     """
 
     atom: cute.CopyAtom
@@ -58,41 +59,25 @@ class PagedSource:
     pages: Pages
     part_rows: cutlass.Constexpr[int]
     tile_rows: cutlass.Constexpr[int]
-    warps: cutlass.Constexpr[range]
 
     @cute.jit
     def __call__(self, position: Int32, n_block: Int32):
         """Load a key block as tile `position` of the ring, once its stage is free."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if const_expr(len(self.warps) == 1):
-            if warp == self.warps.start:
-                self.load_parts(position, n_block, Int32(0))
-        else:
-            if (warp >= self.warps.start) & (warp < self.warps.stop):
-                self.load_parts(position, n_block, warp - self.warps.start)
-
-    @cute.jit
-    def load_parts(self, position: Int32, n_block: Int32, which: Int32):
-        """Load the parts of the `which`-th of the warps."""
         begin = n_block * self.tile_rows
         rows = self.seqlen_k - begin
-        parts = self.tile_rows // self.part_rows // len(self.warps)
-        first_part = which * parts if const_expr(len(self.warps) > 1) else 0
         # Each lane looks up a part before the wait for the stage, and uses what it finds after it: a page that is not
         # looked up has a number that the compiler does not know, or the product with it would be made before the wait.
-        at = (cute.arch.lane_idx() + first_part) * self.part_rows if const_expr(self.tile_rows > self.part_rows) else 0
+        parts = self.tile_rows // self.part_rows
+        at = cute.arch.lane_idx() * self.part_rows if parts > 1 else 0
         page, row = n_block, Int32(0)
         if at < cutlass.min(rows, self.tile_rows):
             page, row = self.pages.place(self.entry, self.first_key + begin + at)
-        self.ring.wait_free(position)
-        if which == 0:
-            self.ring.announce(position)
-        barrier, stage = self.ring.full + self.ring.stage(position), self.ring.stage(position)
+        barrier = self.ring.acquire(position)
+        stage = self.ring.stage(position)
         first = page * self.page_step + row
-        for i in cutlass.range_constexpr(parts):
-            part = first_part + i
+        for part in cutlass.range_constexpr(parts):
             there = cutlass.max(cutlass.min(rows - part * self.part_rows, self.part_rows), 0)
-            start = cute.arch.shuffle_sync(first, i) if const_expr(self.tile_rows > self.part_rows) else first
+            start = cute.arch.shuffle_sync(first, part) if const_expr(parts > 1) else first
             self.load_part(start, there, self.parts[None, None, part, stage], barrier)
 
     def load_part(self, first: Int32, there: Int32, sX: cute.Tensor, barrier: cute.Pointer) -> None:
@@ -171,26 +156,12 @@ def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> t
             pages=block.launch.pages,
             part_rows=rows,
             tile_rows=traits.tile_n,
-            warps=warps,
         )
-        for (atom, ring, gX, sX, cols), step, warps in zip(
-            operands, block.launch.pages.steps, warps_of_boxes(kernel), strict=True
-        )
+        for (atom, ring, gX, sX, cols), step in zip(operands, block.launch.pages.steps, strict=True)
     )
-    return OneWarpSource(queries, 0), *sources
-
-
-def warps_of_boxes(kernel) -> tuple[range, range]:
-    """The warps of the producer that load K, and V, from pages by TMA.
-
-    A box takes a warp some 85 clocks to issue, so that small ones are shared by two, if no warp hands out tiles.
-    """
-    storage = kernel.problem.storage
-    boxes = kernel.traits.tile_n // storage.page_rows
-    are_free = storage.q == "dense" or kernel.problem.is_split
-    if boxes % 2 == 0 and boxes >= MANY_BOXES and are_free:
-        return range(2), range(2, 4)
-    return range(1), range(2, 3)
+    of_warps = zip((queries, *sources), (0, *BOX_WARPS), strict=True)
+    q, k, v = (OneWarpSource(source, warp) for source, warp in of_warps)
+    return q, k, v
 
 
 def copying_threads(kernel, are_free: bool) -> range:
@@ -211,5 +182,5 @@ def loading_warps(kernel) -> tuple[int, ...]:
     if storage.k != "paged":
         return (0,)
     if not storage.gathers:
-        return tuple(warp for warps in warps_of_boxes(kernel) for warp in warps)
+        return BOX_WARPS
     return (0, 1, 2, 3) if kernel.copying_threads.start == 0 else (0, 2, 3)
