@@ -156,9 +156,6 @@ BUILDS = [
     for kind in ("split", "whole")
     for target in ("sm_90a", "sm_80")
 ]
-# Bytes that ptxas spills for Ampere where parts of a tile are merged, once a tile, if there are sinks: all loads of a
-# merging warp are in flight. The same row has no spill on sm_90a, where it was timed.
-SPILLED = {"64 split for sm_80": 56}
 
 
 @pytest.mark.parametrize("case", slow_but(BUILDS))
@@ -171,10 +168,7 @@ def test_kernels_are_clean(kernels: KernelStore, case: str) -> None:
     problem = FwdProblem(operands, scores, STORAGE, has_lse=True, is_split=kind == "split")
     traits = choose_shipped(problem, target).traits
     compiled = kernels(kernel_class(traits), traits, problem, target)
-    if case in SPILLED:
-        assert compiled.resources.spill_store_bytes + compiled.resources.spill_load_bytes <= SPILLED[case]
-    else:
-        compiled.assert_clean()
+    compiled.assert_clean()
 
 
 def test_trees_of_this_module() -> None:
