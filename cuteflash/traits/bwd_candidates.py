@@ -37,6 +37,7 @@ SM90_KEYS: tuple[dict[str, Any], ...] = (
     {"v_in_regs": True},
     {"k_in_regs": True, "v_in_regs": True},
 )
+IN_TURN: dict[str, Any] = {"in_turn": True}  # for some of those with dQ apart
 
 TWO_PASS_TILE_M = range(16, 129, 16)
 TWO_PASS_TILE_N = (64, 128)
@@ -119,7 +120,7 @@ def _one_pass(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90]:
                     yield from changed(base, SM90_KEYS) if runs_somewhere(base) else (base,)
                 if dq == "apart" and q_stage == do_stage:  # a warpgroup that has time to wait for its turn
                     lone = (base for base in _switched(staged, most=2) if not (base.persistent or base.pingpong))
-                    yield from (dataclasses.replace(base, in_turn=True) for base in lone)
+                    yield from (dataclasses.replace(base, **IN_TURN) for base in lone)
 
 
 def _switched(plain: BwdTraitsSm90, most: int | None) -> list[BwdTraitsSm90]:
@@ -127,9 +128,7 @@ def _switched(plain: BwdTraitsSm90, most: int | None) -> list[BwdTraitsSm90]:
     flight of what is not multiplied out."""
     others: dict[str, Any] = {}
     for field in dataclasses.fields(plain):
-        if field.name == "in_turn":
-            continue
-        if isinstance(field.default, bool) and not any(field.name in keys for keys in SM90_KEYS):
+        if isinstance(field.default, bool) and not any(field.name in keys for keys in (*SM90_KEYS, IN_TURN)):
             others[field.name] = not field.default
         elif field.name.endswith("_stage") and field.name not in ("q_stage", "do_stage"):
             others[field.name] = getattr(plain, field.name) + 1
