@@ -20,9 +20,8 @@ from cuteflash.traits.tables import row_sets
 from layouts.dsl import context
 from layouts.rows import KERNELS_OWN, ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import AXES, Fragment, Scene, Step
-from tests import test_e4m3_cache, test_split
+from tests import test_e4m3_cache, test_split, test_tables
 from tests.cross_compile import KernelStore
-from tests.cubins import row_kernels
 from tests.layouts.drawings import WARPGROUP, by_issuer, descriptors_in, descriptors_of, elements
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 from tests.slow import slow_but
@@ -42,7 +41,11 @@ ROWS = {name_of(row): row for row in shipped_rows()}
 COMPILED: dict[Traits, tuple[str, FwdProblem]] = {
     **{traits: (target, problem) for target, traits, problem in test_split.kernels()},
     **{traits: ("sm_90a", problem) for traits, problem in test_e4m3_cache.kernels(hard=True).items()},
-    **{one.traits: (one.target, one.problem) for one in row_kernels()[::-1] if isinstance(one.problem, FwdProblem)},
+    **{
+        case.traits: (case.target, case.problem)
+        for case in test_tables.compiled_rows()[::-1]
+        if isinstance(case.problem, FwdProblem)
+    },
 }
 # sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
 DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
