@@ -66,6 +66,9 @@ def first_of_their_kind() -> list[str]:
 
 HOPPER = [name for name in DISTINCT if "-sm90-" in name]
 QUICK = first_of_their_kind()
+# Of the rows whose kernels nobody else compiles, every second, and those with something new.
+ALONE = [name for name in DISTINCT if ROWS[name].choice.traits not in COMPILED and name not in QUICK]
+WITH_KERNELS = [name for name in DISTINCT if name not in ALONE[1::2]]
 distinct_rows = pytest.mark.parametrize("name", slow_but(DISTINCT, *QUICK))
 hopper_rows = pytest.mark.parametrize("name", slow_but(HOPPER, *(name for name in QUICK if name in HOPPER)))
 
@@ -293,7 +296,7 @@ def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(n
 
 
 @pytest.mark.slow
-@distinct_rows
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_budgets_and_descriptors_are_the_compilers(name: str, kernels: KernelStore) -> None:
     """They follow from the traits, so that the kernel of any target and problem which runs with them will do."""
     row, scene = ROWS[name], scene_of(name)
