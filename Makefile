@@ -24,8 +24,9 @@ setup: $(READY)  ## create .venv and install everything pinned
 demo: $(READY)  ## real text through a real model whose attention is ours
 	$(BIN)/cuteflash demo
 
+# Whole files go to the processes, in the order of tests/conftest.py: the longest first.
 test: lint typecheck  ## everything that needs no GPU
-	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile --device cpu  # of tests/gpu the logic, on the reference
+	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --device cpu  # gpu: on the reference
 	@$(BIN)/python -m tests.receipt check $(RECEIPT)
 
 quick: $(READY)  ## while developing: the tests that are not marked slow, in three minutes

@@ -86,8 +86,8 @@ def make_served(options: argparse.Namespace) -> Served:
         tokenizer, name = HubTokenizer(options.model, model), options.model.resolve().name
     runner = Runner(model, make_limits(options, model), make_cache(options))
     if device.type == "cuda" and not options.no_graphs:
-        for rows in runner.capture():
-            print(f"captured a step of {rows} rows", file=sys.stderr)
+        for rows, tokens in runner.capture():
+            print(f"captured a step of {rows} rows and {tokens} tokens", file=sys.stderr)
     return Served(Engine(runner), tokenizer, options.name or name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import pathlib
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tests.cross_compile import KernelStore
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+SLOW, QUICK = 3.0, 0.02  # seconds that a test marked slow takes, and another, on average
 
 # A table of the user's own must not decide what is tested; below a device there is none, and none can be written.
 os.environ["CUTEFLASH_CONFIG_DIR"] = os.devnull
@@ -52,11 +54,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ReceiptPlugin(pathlib.Path(path)), "gpu-receipt")
 
 
+def put_longest_files_first(items: list[pytest.Item]) -> None:
+    """So that no process is left with a long file when the others have ended; with `--no-loadscope-reorder`."""
+    seconds: collections.Counter[pathlib.Path] = collections.Counter()
+    for item in items:
+        seconds[item.path] += SLOW if item.get_closest_marker("slow") else QUICK
+    items.sort(key=lambda item: -seconds[item.path])
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+    if "PYTEST_XDIST_WORKER" in os.environ and config.getoption("--device") == "cpu":
+        put_longest_files_first(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or config.getoption("--device") == "cpu":
         return
@@ -91,6 +103,19 @@ def kernels(run_directory: pathlib.Path) -> KernelStore:
     from tests.cross_compile import KernelStore
 
     return KernelStore(run_directory / "kernels")
+
+
+@pytest.fixture(scope="module")
+def integers_of_python() -> Iterator[None]:
+    """`cutlass.min` and `cutlass.max` are Python's, which give the same on host integers in a hundredth of the time.
+
+    For modules that compile nothing.
+    """
+    cutlass = pytest.importorskip("cutlass")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutlass, "min", min)
+        patch.setattr(cutlass, "max", max)
+        yield
 
 
 @pytest.fixture

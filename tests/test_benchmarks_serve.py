@@ -35,6 +35,7 @@ def test_a_summary_counts_from_the_beginning_and_between_tokens() -> None:
     assert set(Measured(2.0, [[1]]).summary()) == {"seconds", "tokens_per_second"}
 
 
+@pytest.mark.slow
 def test_all_ways_give_the_same_answers() -> None:
     """In fp32, greedily; also of transformers' continuous batching, which takes what prompts come first."""
     device = model("tiny").device
@@ -102,6 +103,7 @@ def test_a_run_writes_what_was_measured(
     assert ways["generate_batch"] == {"failed": "an answer has another length than asked for"}
 
 
+@pytest.mark.slow
 def test_ways_run_in_processes_of_their_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,7 +113,11 @@ def test_ways_run_in_processes_of_their_own(
     out = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0].strip() for line in out] == ["engine", "generate"]
     assert all(line.endswith("first tokens as the first way's 100%") for line in out)
-    assert serve.main([*options[:3], "--preset", "guess", "--ways", "engine"]) == 1
+
+
+def test_what_fails_in_a_way_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serve, "start", started_in_a_thread)
+    assert serve.main(["--device", "cpu", "--quick", "--preset", "guess", "--ways", "engine"]) == 1
     assert "ValueError: preset is 'guess'" in capsys.readouterr().err
 
 

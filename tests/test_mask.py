@@ -15,6 +15,8 @@ from cuteflash.core.tile import KeyTile
 from cuteflash.problem import LENGTH_MAX, UNBOUNDED, has_left_edge
 from tests.int32 import Int32
 
+pytestmark = pytest.mark.usefixtures("integers_of_python")
+
 LENGTHS_Q, LENGTHS_K, SIDES = (1, 2, 5), (0, 1, 3, 7), (-1, 0, 1, 2, 5, 9)
 CHUNKS, CHUNKED_SIDES = (1, 2, 3, 7, UNBOUNDED), (-1, 0, 2)
 TILES = (1, 2, 3, 4, 16)

@@ -22,6 +22,8 @@ from cuteflash.problem import LENGTH_MAX, UNBOUNDED, FwdProblem
 from cuteflash.tune.cells import Cell, grid
 from tests.int32 import Int32
 
+pytestmark = pytest.mark.usefixtures("integers_of_python")
+
 NUM_SMS = 132  # an H100 SXM
 # The work of a tile beside its key blocks (loading Q, filling the pipeline, storing O), in key blocks.
 TILE_OVERHEAD = 1.5

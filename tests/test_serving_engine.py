@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
 import pytest
+import torch
 from serving.engine import BusyError, Engine
 from serving.presets import make_config
 from serving.requests import Sampling
-from serving.runner import CacheSettings, Chosen, Runner, _check_supported, buckets
+from serving.runner import CacheSettings, Chosen, Graph, Runner, _check_supported, buckets
 from serving.scheduler import Limits
 
 from tests.serving_parts import (
@@ -41,6 +43,47 @@ def test_answers_are_those_of_eager_generation(preset: str) -> None:
     assert engine.generate(prompts, [GREEDY] * 6) == eager_answers(preset, prompts)
     assert engine.scheduler.preemptions and engine.runner.pool.evictions
     assert engine.runner.pool.available == engine.runner.pool.capacity
+
+
+class Replayed:
+    """In place of a CUDA graph: computes what a step makes of a buffer, which may hold rests of other steps."""
+
+    def __init__(self, runner: Runner, rows: int, tokens: int) -> None:
+        self.staging, self._forward = runner._replayable(rows, tokens)
+        self.staging.ids.fill_(1)
+        self.logits = torch.zeros(rows, runner.vocabulary)
+        self.count = 0
+
+    def replay(self) -> None:
+        self.logits.copy_(self._forward())
+        self.count += 1
+
+
+@pytest.mark.parametrize("graphs", ["tiny", "tiny-mistral", "tiny-gpt-oss"])
+def test_steps_padded_to_those_of_graphs_give_the_same_answers(graphs: str) -> None:
+    prompts = make_prompts(5, 40, 17, 60, 1, 33)
+    engine = make_engine(graphs, tokens=96)
+    runner = engine.runner
+    replayed = {size: Replayed(runner, *size) for size in runner.sizes()}
+    runner._graphs = {size: Graph(one, one.staging, one.logits) for size, one in replayed.items()}  # type: ignore[arg-type]
+    assert engine.generate(prompts, [GREEDY] * 6) == eager_answers(graphs, prompts)
+    assert engine.scheduler.preemptions and sum(one.count for one in replayed.values()) == engine.steps
+    assert all(any(one.count for size, one in replayed.items() if (size[0] == size[1]) == of_one) for of_one in (0, 1))
+
+
+@pytest.mark.parametrize("requests", [1, 3, 4])
+def test_a_step_takes_the_smallest_graph_that_it_fits_into(requests: int) -> None:
+    runner = make_engine(limits=Limits(32, requests, 256)).runner
+    sizes = runner.sizes()
+    assert sizes == sorted(sizes, key=lambda size: (size[0] != size[1], size))
+    runner._graphs = {size: size for size in sizes}  # type: ignore[misc]
+    for rows, tokens in itertools.product(range(1, requests + 1), range(1, 33)):
+        if tokens < rows:
+            continue
+        found: Any = runner._graph_for(rows, tokens)
+        assert found[0] >= rows and found[1] >= tokens and (found[0] == found[1]) == (rows == tokens)
+        fitting = [one for one in sizes if one[0] >= rows and one[1] >= tokens]
+        assert found == min(one for one in fitting if (one[0] == one[1]) == (rows == tokens))
 
 
 @pytest.mark.parametrize("tokens", [88, 104, 200])

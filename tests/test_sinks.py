@@ -315,8 +315,7 @@ def test_an_unknown_type_is_no_problem() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("target", "head_dim"), [("sm_90a", 64), ("sm_80", 128), ("sm_90a", 256), ("sm_80", 256)])
 def test_rows_compile_without_a_spill(target: str, head_dim: int, kernels: KernelStore) -> None:
     problems = [
         FwdProblem.dense("bf16", head_dim, head_dim, "window", softcap=True, sink="bf16", lse=True, packed_heads=4),

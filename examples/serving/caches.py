@@ -29,6 +29,10 @@ class Layout(Protocol):
     @property
     def bytes_per_token(self) -> int: ...
 
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether steps with prompts can be captured: what is launched depends on no lengths but `Step`'s tensors."""
+
     def check(self, page_size: int, device: torch.device) -> None:
         """Raise ValueError if there is no attention to such pages on this device."""
 
@@ -62,13 +66,13 @@ class Step:
     """What the layers share in a step; the tensors are int32, on the model's device.
 
     Attributes:
-        positions: (tokens,), the place of each token in its row.
+        positions: (tokens,), the place of each token in its row; tokens that follow the last row's do not count.
         cu_seqlens: (rows + 1,), where each row's new tokens begin.
         cached: (rows,), tokens in the pages before the step.
         used: (rows,), tokens in the pages after the layer has stored its own.
         page_table: (rows, pages), the pages of each row; entries beyond `used` do not count.
         starts, counts: what the host knows of `cached` and of the new tokens of each row, which ascend. In a captured
-            step, which is replayed with others, starts are the largest that there can be.
+            step, which is replayed with others, they say how long rows can be at most.
         caches: of each layer.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class KvLayout:
     head_dim: int
     head_dim_v: int
     dtype: torch.dtype
+    captures_prompts: ClassVar[bool] = True
 
     @property
     def bytes_per_token(self) -> int:

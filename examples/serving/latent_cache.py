@@ -16,6 +16,7 @@ for each query that sees it: with 171 queries both are equal.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from serving.caches import Step
 
 COLUMNS = 576
 PAGE_STEP = 64
-HOPPER = (9, 0)
 ABSORBED = 128  # new tokens of a row
 BLOCK = 4096  # cached rows whose keys and values exist at the same time
 
@@ -36,6 +36,7 @@ class LatentLayout:
     """A latent and a rotated key, which all heads share."""
 
     dtype: torch.dtype
+    captures_prompts: ClassVar[bool] = False  # chunks are cut by their lengths
 
     @property
     def bytes_per_token(self) -> int:
@@ -44,11 +45,6 @@ class LatentLayout:
     def check(self, page_size: int, device: torch.device) -> None:
         if page_size % PAGE_STEP:
             raise ValueError(f"page_size is {page_size}; allowed for latent attention: multiples of {PAGE_STEP}")
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) != HOPPER:
-            raise ValueError(
-                f"the model has latent attention, and {torch.cuda.get_device_name(device)} of compute capability "
-                f"{found[0]}.{found[1]} has no kernel that decodes it (flash_mla_decode); allowed: 9.0, and a CPU"
-            )
 
     def make(self, pages: int, page_size: int, device: torch.device) -> LatentPages:
         return LatentPages(torch.zeros(pages, page_size, 1, COLUMNS, dtype=self.dtype, device=device))

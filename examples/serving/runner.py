@@ -1,14 +1,15 @@
 """The model with its cache: one call computes a step, and chooses the next tokens.
 
-Steps in which every row has one token are replayed from CUDA graphs, one for each of a few numbers of rows; further
-rows of a graph are filled with tokens that go to a scratch page. A step may be launched before the chosen tokens of the
+Steps are replayed from CUDA graphs: those in which every row has one token from one for each of a few numbers of rows,
+others from one for each of a few numbers of tokens. A graph's further rows are filled with tokens that go to a scratch
+page, or have none. A step may be launched before the chosen tokens of the
 one before have been read: it takes them from where that one leaves them on the device.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class CacheSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured step of `staging.rows` rows."""
+    """A captured step of `staging.rows` rows and `staging.tokens` tokens."""
 
     graph: torch.cuda.CUDAGraph
     staging: Staging
@@ -116,7 +117,8 @@ class Runner:
         self.pool = PagePool(pages, cache.page_size, cache.keeps_prefixes)
         with torch.inference_mode():
             self.caches = [layout.make(pages, cache.page_size, self.device) for layout in layouts]
-        self._graphs: dict[int, Graph] = {}
+        self._captures_prompts = all(layout.captures_prompts for layout in layouts)
+        self._graphs: dict[tuple[int, int], Graph] = {}  # by rows and tokens
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> Chosen:
@@ -125,10 +127,10 @@ class Runner:
         Returns:
             The token that follows each, to be read before the call after the next one.
         """
-        rows = len(chunks)
-        graph = self._graph_for(rows) if sum(chunk.count for chunk in chunks) == rows else None
+        rows, count = len(chunks), sum(chunk.count for chunk in chunks)
+        graph = self._graph_for(rows, count)
         staging = self._staging if graph is None else graph.staging
-        staging.fill(chunks, rows if graph is None else staging.rows)
+        staging.fill(chunks, rows if graph is None else staging.rows, spare=int(count == rows))
         if graph is None:
             starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
             logits = self._take_greedy(self._forward(staging, starts, counts))
@@ -149,20 +151,32 @@ class Runner:
         return logits
 
     @torch.inference_mode()
-    def capture(self) -> Iterator[int]:
-        """Capture the graphs, the largest first; yields the rows of each that is done."""
+    def capture(self) -> Iterator[tuple[int, int]]:
+        """Capture the graphs, the largest first; yields the rows and the tokens of each that is done."""
+        torch.cuda.empty_cache()  # graphs have memory of their own
         pool = torch.cuda.graph_pool_handle()
-        for rows in reversed(buckets(self.limits.requests)):
-            self._graphs[rows] = self._capture(rows, pool)
-            yield rows
+        for rows, tokens in reversed(self.sizes()):
+            self._graphs[rows, tokens] = self._capture(rows, tokens, pool)
+            yield rows, tokens
 
-    def _capture(self, rows: int, pool: Any) -> Graph:
-        staging = Staging(rows, rows, self._staging.page_table.shape[1], self.device)
-        staging.fill([], rows)
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and tokens of the graphs, ascending: of rows with one token each, then of any with all rows."""
+        most = self.limits.requests
+        sizes = [(rows, rows) for rows in buckets(most)]
+        if self._captures_prompts:
+            sizes += [(most, tokens) for tokens in token_buckets(self.limits.batch_tokens) if tokens > most]
+        return sizes
 
-        def forward() -> Tensor:
-            return self._take_greedy(self._forward(staging, [self.limits.length - 1] * rows, [1] * rows))
+    def _replayable(self, rows: int, tokens: int) -> tuple[Staging, Callable[[], Tensor]]:
+        """A buffer, and the step of what will be in it; returns the logits. See `Step` of starts and counts."""
+        staging = Staging(tokens, rows, self._staging.page_table.shape[1], self.device)
+        staging.fill([], rows, spare=int(tokens == rows))
+        counts = [1] * rows if tokens == rows else [0] * (rows - 1) + [tokens]
+        starts = [max(self.limits.length - count, 0) for count in counts]
+        return staging, lambda: self._take_greedy(self._forward(staging, starts, counts))
 
+    def _capture(self, rows: int, tokens: int, pool: Any) -> Graph:
+        staging, forward = self._replayable(rows, tokens)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -174,9 +188,12 @@ class Runner:
             logits = forward()
         return Graph(graph, staging, logits)
 
-    def _graph_for(self, rows: int) -> Graph | None:
-        """The smallest graph with so many rows."""
-        return next((self._graphs[size] for size in sorted(self._graphs) if size >= rows), None)
+    def _graph_for(self, rows: int, tokens: int) -> Graph | None:
+        """The smallest graph that a step fits into, one for rows of one token each if it has no others."""
+        of_one = rows == tokens
+        fitting = [size for size in self._graphs if size[0] >= rows and size[1] >= tokens]
+        smallest = min((size for size in fitting if (size[0] == size[1]) == of_one), default=None)
+        return None if smallest is None else self._graphs[smallest]
 
     def _forward(self, staging: Staging, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """The logits after the last token of each row, (rows, vocabulary); see `Step` of starts and counts."""
@@ -237,6 +254,11 @@ def buckets(requests: int) -> list[int]:
     """Rows of the graphs for up to `requests` rows, ascending."""
     sizes = [1, 2, 4, *range(8, min(requests, 64), 8), *range(64, requests, 32)]
     return [*(size for size in sizes if size < requests), requests]
+
+
+def token_buckets(batch_tokens: int) -> list[int]:
+    """Tokens of the graphs of steps with prompts, ascending: every eighth of the most that a step has."""
+    return [-(-batch_tokens * part // 8) for part in range(1, 9)]
 
 
 def _check_supported(config: Any) -> None:

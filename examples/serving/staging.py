@@ -61,13 +61,16 @@ class Staging:
                     self._arrays[name] = view.numpy()
             setattr(self, name, view)
 
-    def fill(self, chunks: Sequence[Chunk], rows: int) -> None:
-        """Put the chunks in, then rows of one token in the scratch page until there are `rows`, and copy."""
+    def fill(self, chunks: Sequence[Chunk], rows: int, spare: int = 1) -> None:
+        """Put the chunks in, then rows of `spare` tokens in the scratch page until there are `rows`, and copy.
+
+        With `spare` 0 tokens may follow the last one that is put in; they are those of some step before.
+        """
         if self._copied is not None:
             self._copied.synchronize()  # the copy for a step that is under way, which nearly always has been made
         requests = [chunk.request for chunk in chunks]
         if not self._advance(chunks, requests, rows):
-            self._fill_anew(chunks, rows)
+            self._fill_anew(chunks, rows, spare)
             self._followed = (requests, rows) if all(chunk.count == 1 for chunk in chunks) else None
         if self.draws:
             self._arrays["uniform"][: len(chunks)] = [request.uniform() for request in requests]
@@ -90,10 +93,10 @@ class Staging:
         to["ids"][:count] = [chunk.request.tokens[chunk.start] for chunk in chunks]
         return True
 
-    def _fill_anew(self, chunks: Sequence[Chunk], rows: int) -> None:
+    def _fill_anew(self, chunks: Sequence[Chunk], rows: int, spare: int) -> None:
         """Put in all but the pages and the places of sampling."""
         empty = rows - len(chunks)
-        counts = [chunk.count for chunk in chunks] + [1] * empty
+        counts = [chunk.count for chunk in chunks] + [spare] * empty
         starts = [chunk.start for chunk in chunks] + [0] * empty
         ends = np.cumsum(counts)
         to = self._arrays
@@ -104,7 +107,7 @@ class Staging:
         ids: list[int] = []
         for chunk in chunks:
             ids += chunk.request.tokens[chunk.start : chunk.start + chunk.count]
-        to["ids"][: ends[-1]] = ids + [0] * empty
+        to["ids"][: ends[-1]] = ids + [0] * (spare * empty)
         to["positions"][: ends[-1]] = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
         samplings = [chunk.request.sampling for chunk in chunks]
         to["temperature"][:rows] = [sampling.temperature for sampling in samplings] + [0] * empty

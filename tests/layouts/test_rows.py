@@ -13,15 +13,15 @@ import pytest
 
 from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.problem import FwdProblem
-from cuteflash.traits.row import ROW_HEAD_DIMS, Row
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import row_sets
 from layouts.dsl import context
 from layouts.rows import KERNELS_OWN, ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import AXES, Fragment, Scene, Step
+from tests import test_e4m3_cache, test_split, test_tables
 from tests.cross_compile import KernelStore
-from tests.cubins import row_kernels
 from tests.layouts.drawings import WARPGROUP, by_issuer, descriptors_in, descriptors_of, elements
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 from tests.slow import slow_but
@@ -37,8 +37,16 @@ def name_of(row: ShippedRow) -> str:
 
 
 ROWS = {name_of(row): row for row in shipped_rows()}
-# The most demanding problem of each kernel, with which `tests/test_tables.py` compiles it, too.
-COMPILED = {(case.target, case.traits): case.problem for case in row_kernels()}
+# A target and a problem of each kernel with which other tests compile it, too: the most demanding ones.
+COMPILED: dict[Traits, tuple[str, FwdProblem]] = {
+    **{traits: (target, problem) for target, traits, problem in test_split.kernels()},
+    **{traits: ("sm_90a", problem) for traits, problem in test_e4m3_cache.kernels(hard=True).items()},
+    **{
+        case.traits: (case.target, case.problem)
+        for case in test_tables.compiled_rows()[::-1]
+        if isinstance(case.problem, FwdProblem)
+    },
+}
 # sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
 DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
 
@@ -58,6 +66,9 @@ def first_of_their_kind() -> list[str]:
 
 HOPPER = [name for name in DISTINCT if "-sm90-" in name]
 QUICK = first_of_their_kind()
+# Of the rows whose kernels nobody else compiles, every second, and those with something new.
+ALONE = [name for name in DISTINCT if ROWS[name].choice.traits not in COMPILED and name not in QUICK]
+WITH_KERNELS = [name for name in DISTINCT if name not in ALONE[1::2]]
 distinct_rows = pytest.mark.parametrize("name", slow_but(DISTINCT, *QUICK))
 hopper_rows = pytest.mark.parametrize("name", slow_but(HOPPER, *(name for name in QUICK if name in HOPPER)))
 
@@ -285,13 +296,13 @@ def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(n
 
 
 @pytest.mark.slow
-@distinct_rows
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_budgets_and_descriptors_are_the_compilers(name: str, kernels: KernelStore) -> None:
-    """They follow from the traits, so that the kernel of any problem which runs with them will do."""
+    """They follow from the traits, so that the kernel of any target and problem which runs with them will do."""
     row, scene = ROWS[name], scene_of(name)
     traits = row.choice.traits
-    problem = COMPILED.get((row.target, traits), row.problem)  # its own if the row is only lent to other head dims
-    compiled = kernels(row.choice.kernel_cls, traits, problem, row.target)
+    target, problem = COMPILED.get(traits, (row.target, row.problem))
+    compiled = kernels(row.choice.kernel_cls, traits, problem, target)
     registers = scene.budget["registers"]
     assert scene.budget["smem"]["total"] == row.choice.traits.smem_bytes
     ends = [region["start"] + region["bytes"] for region in scene.budget["smem"]["regions"]]
