@@ -1,9 +1,9 @@
 """The model with its cache: one call computes a step, and chooses the next tokens.
 
-Steps are replayed from CUDA graphs: those in which every row has one token from one for each of a few numbers of rows,
-others from one for each of a few numbers of tokens. A graph's further rows are filled with tokens that go to a scratch
-page, or have none. A step may be launched before the chosen tokens of the
-one before have been read: it takes them from where that one leaves them on the device.
+Steps are replayed from CUDA graphs. If every row has one token, there is a graph for each of a few numbers of rows;
+otherwise for each of a few numbers of tokens. A graph's further rows have tokens that go to a scratch page, or none. A
+step may be launched before the chosen tokens of the one before have been read: it takes them from where that one leaves
+them on the device.
 """
 
 from __future__ import annotations
