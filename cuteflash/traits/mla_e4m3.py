@@ -1,0 +1,141 @@
+"""Traits of the kernel that decodes latent attention from an e4m3 cache, with mma.sync."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
+from cuteflash.problem import DTYPES
+from cuteflash.traits.arch import ArchSpec, Family
+from cuteflash.traits.base import SmemRegion, plan_bytes
+from cuteflash.traits.chunks import CHUNK, swizzle_width
+from cuteflash.traits.sm80 import MMA_K, MMA_M, MMA_N, WARP, registers_a_thread, residency_complaint
+
+PAIRS = LATENT_DIM // 2  # of bytes, which ldmatrix moves like 16-bit elements
+STEPS = LATENT_DIM // MMA_K
+ELEMENT_BYTES, STAT_BYTES = 2, 4
+SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle, so that a tile's offset never carries into it
+E4M3_CAPABILITY = 8, 9  # from which on e4m3 is converted by an instruction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MlaTraitsE4m3:
+    """One way to run the kernel.
+
+    Attributes:
+        tile_m: query rows of a tile, of which each warp has 16 in the product with K, and all in that with V.
+        tile_n: keys of one step, a divisor of a page's rows; the warps with the same query rows share them.
+        least_rows: query rows of a sequence from which on the row is taken.
+        num_warps: of a block, each with as many columns of O.
+        kv_stage: steps' keys in flight.
+        q_kept: of the 36 steps of 16 columns of Q, how many, the last ones, a warp keeps in registers.
+        chains: accumulators of a product with K, added up at its end: each of its instructions waits for the one
+            before on the same accumulator.
+        blocks_per_sm: resident blocks of a multiprocessor: while one waits at a barrier, the other one computes.
+        headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
+            the row's sum are scaled: exponentials reach 2 to this power.
+    """
+
+    operation: ClassVar[str] = "mla"
+    family: ClassVar[Family] = "sm80"
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
+    head_dim: ClassVar[int] = LATENT_DIM
+    head_dim_v: ClassVar[int] = LATENT_DIM_V
+    cluster: ClassVar[int] = 1
+    k_parts: ClassVar[int] = 1  # each warp multiplies all columns of Q and K
+
+    tile_m: int
+    tile_n: int
+    least_rows: int = 1
+    num_warps: int = 8
+    kv_stage: int = 2
+    q_kept: int = STEPS
+    chains: int = 1
+    blocks_per_sm: int = 1
+    headroom: float = 8.0
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP
+
+    @property
+    def warps_m(self) -> int:
+        """Groups of 16 query rows."""
+        return self.tile_m // MMA_M
+
+    @property
+    def key_groups(self) -> int:
+        """Warps with the same query rows, that share the keys of a step."""
+        return self.num_warps // self.warps_m
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys of a step that a warp multiplies with Q."""
+        return self.tile_n // self.key_groups
+
+    @property
+    def warp_columns(self) -> int:
+        """Columns of O that a warp has."""
+        return LATENT_DIM_V // self.num_warps
+
+    @property
+    def copy_rows(self) -> int:
+        """Rows of keys that one access of every thread covers."""
+        return self.num_threads * CHUNK // swizzle_width(PAIRS)
+
+    @property
+    def smem_plan(self) -> dict[str, SmemRegion]:
+        """Q, P, keys as they are stored, statistics of rows."""
+        q = SmemRegion(0, self.tile_m * LATENT_DIM * ELEMENT_BYTES)
+        pages = SmemRegion(q.end, self.kv_stage * self.tile_n * LATENT_DIM, self.kv_stage)
+        p = SmemRegion(pages.end, self.tile_m * self.tile_n * ELEMENT_BYTES)
+        maxima = SmemRegion(p.end, self.tile_m * self.key_groups * STAT_BYTES)
+        factors = SmemRegion(maxima.end, self.tile_m * STAT_BYTES)
+        scales = SmemRegion(factors.end, self.tile_m * STAT_BYTES)
+        return {"q": q, "pages": pages, "p": p, "maxima": maxima, "factors": factors, "scales": scales}
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block."""
+        return plan_bytes(self.smem_plan)
+
+    @property
+    def accumulator_regs(self) -> int:
+        """32-bit registers of a thread for O, S and the part of Q that it keeps."""
+        fragments = self.tile_m * LATENT_DIM_V + self.chains * self.tile_m * self.tile_n
+        return fragments // self.num_threads + self.q_kept * MMA_M * MMA_K // 2 // WARP
+
+    def register_limit(self, arch: ArchSpec) -> int:
+        """Registers that the compiler may give a thread."""
+        return registers_a_thread(self.num_threads * self.blocks_per_sm, arch)
+
+    def serves(self, rows: int) -> bool:
+        """Whether sequences of so many query rows are decoded like this."""
+        return rows >= self.least_rows
+
+    def check(self, arch: ArchSpec) -> str | None:
+        """None if the row can run on `arch`, else the reason in words."""
+        if self.family not in arch.families:
+            return f"{arch.name} does not run the {self.family} family"
+        if arch.capability < E4M3_CAPABILITY:
+            return f"{arch.name} does not convert e4m3, which compute capability 8.9 and later do"
+        return self._tiles_complaint() or residency_complaint(self, arch, "Q, S and O")
+
+    def _tiles_complaint(self) -> str | None:
+        if self.tile_m % MMA_M or self.num_warps % max(self.warps_m, 1) or self.tile_m < MMA_M:
+            return f"tile_m {self.tile_m} is not {MMA_M} rows for each warp, or each of 2, 4, .. of {self.num_warps}"
+        if PAGE_ROWS % self.tile_n or self.tile_n % (MMA_N * self.key_groups) or self.tile_n % MMA_K:
+            return (
+                f"tile_n {self.tile_n} is not a divisor of {PAGE_ROWS} and a multiple of {MMA_N} keys "
+                f"for each of {self.key_groups} warps, and of {MMA_K}"
+            )
+        if self.tile_n % self.copy_rows:
+            return f"tile_n {self.tile_n} is not a multiple of {self.copy_rows}, which {self.num_threads} threads copy"
+        if self.kv_stage < 2:
+            return f"kv_stage {self.kv_stage} is below 2"
+        if not 0 <= self.q_kept <= STEPS or self.q_kept % 2 or self.chains not in (1, 2, 4):
+            return f"q_kept {self.q_kept}, chains {self.chains} are not 0, 2, .. {STEPS}, and 1, 2 or 4"
+        if not 0 <= self.headroom <= 8:
+            return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
+        return None
