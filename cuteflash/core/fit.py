@@ -30,6 +30,13 @@ def exponent_of(peak: Uint32) -> Int32:
     return cutlass.min(cutlass.max(Int32(peak >> EXPONENT_BITS), LEAST), MOST)
 
 
+def bits_of(value: Float32) -> Uint32:
+    """The bits of an fp32."""
+    bits = cute.make_rmem_tensor(1, Float32)
+    bits[0] = value
+    return cute.recast_tensor(bits, Uint32)[0]
+
+
 def fitted(word: Uint32, factor: Float32) -> Uint32:
     """The two bf16 of a word times a factor, as fp16."""
     low, high = unpack_pair(word, BFloat16)

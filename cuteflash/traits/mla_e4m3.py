@@ -33,6 +33,8 @@ class MlaTraitsE4m3:
         chains: accumulators of a product with K, added up at its end: each of its instructions waits for the one
             before on the same accumulator.
         blocks_per_sm: resident blocks of a multiprocessor: while one waits at a barrier, the other one computes.
+        by_shifts: every other element is made into fp16 by shifts, 2^-8 times its value, the others by an instruction of
+            which a multiprocessor executes few. NaN becomes 480 then.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
     """
@@ -53,6 +55,7 @@ class MlaTraitsE4m3:
     q_kept: int = STEPS
     chains: int = 1
     blocks_per_sm: int = 1
+    by_shifts: bool = False
     headroom: float = 8.0
 
     @property

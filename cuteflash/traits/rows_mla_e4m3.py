@@ -11,6 +11,6 @@ ROWS: tuple[MlaTraitsE4m3, ...] = (
     MlaTraitsE4m3(64, 64, least_rows=33, q_kept=0),
     MlaTraitsE4m3(32, 64, least_rows=17, q_kept=12),
     MlaTraitsE4m3(16, 64, num_warps=4, q_kept=28, chains=2, blocks_per_sm=2),
-    MlaTraitsE4m3(32, 32, least_rows=17, q_kept=12),
+    MlaTraitsE4m3(32, 32, least_rows=17, num_warps=4, q_kept=12),
     MlaTraitsE4m3(16, 32, num_warps=4, q_kept=28, chains=2),
 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, Uint32, const_expr
 
 from cuteflash.atoms import row_copies
-from cuteflash.core.fit import TOP, exponent_of, fitted, larger_exponent, power_of_two
+from cuteflash.core.convert import round_pair, unpack_pair
+from cuteflash.core.fit import TOP, bits_of, exponent_of, power_of_two
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Fragments
 from cuteflash.mla_problem import LATENT_DIM
@@ -66,29 +67,35 @@ def prepare_q(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, til
     A warp has a row at a time, a lane nine of its words. Of eight words, those of a product's 16 columns, the even ones
     come first: lane t of a product reads words t and t + 4, and has four neighbouring bytes of K.
     """
-    traits, is_bf16 = kernel.traits, block.gO.element_type is BFloat16
+    traits, dtype = kernel.traits, block.gO.element_type
     descale = block.descale[tile.batch]
     pair = f.lane % PAIRS_OF_STEP
+    is_odd = pair % 2 == 1
     target = f.lane - pair + pair // 2 + pair % 2 * (PAIRS_OF_STEP // 2)
     for row in cutlass.range(f.warp, traits.tile_m, traits.num_warps, unroll=1):
         words = cute.make_rmem_tensor(SLABS_Q, Uint32)
-        peak = Uint32(0)
+        peak = Float32(0.0)
         for slab in cutlass.range_constexpr(SLABS_Q):
             words[slab] = word_of_q(kernel, block, row, slab, f.lane)[0]
-            peak = larger_exponent(peak, words[slab])
-        scale = Float32(1.0)
-        if const_expr(is_bf16):
-            for lanes in (1, 2, 4, 8, 16):
-                peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=lanes))
-            exponent = exponent_of(peak)
-            into, scale = power_of_two(TOP - exponent), power_of_two(exponent - TOP)
-            for slab in cutlass.range_constexpr(SLABS_Q):
-                words[slab] = fitted(words[slab], into)
+            low, high = unpack_pair(words[slab], dtype)
+            peak = cute.arch.fmax(peak, cute.arch.fmax(cute.arch.fmax(low, -low), cute.arch.fmax(high, -high)))
+        peak = cute.arch.warp_reduction_max(peak)
+        exponent = exponent_of(bits_of(peak))
+        into = power_of_two(TOP - exponent)
+        for slab in cutlass.range_constexpr(SLABS_Q):
+            low, high = unpack_pair(words[slab], dtype)
+            if const_expr(traits.by_shifts):
+                mine = cutlass.select_(is_odd, high, low)
+                other = cute.arch.shuffle_sync_bfly(cutlass.select_(is_odd, low, high), offset=1)
+                low, high = cutlass.select_(is_odd, other, mine), cutlass.select_(is_odd, mine, other)
+                low, high = (x * cutlass.select_(is_odd, Float32(2.0**-8), Float32(1.0)) for x in (low, high))
+            words[slab] = round_pair(low * into, high * into, Float16)
         cute.arch.sync_warp()  # every lane has read its words
         for slab in cutlass.range_constexpr(SLABS_Q):
             word_of_q(kernel, block, row, slab, target)[0] = words[slab]
         if f.lane == 0:
-            block.tiles.scales[row] = scale * descale
+            scale = power_of_two(exponent - TOP) * descale
+            block.tiles.scales[row] = scale * (2.0**8 if traits.by_shifts else 1.0)
 
 
 def word_of_q(kernel, block: E4m3Block, row: Int32, slab: int, word: Int32) -> cute.Tensor:

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_instructions
 
-from cuteflash.core.convert import halves_of_e4m3
+from cuteflash.core.convert import halves_of_e4m3, parities_of_e4m3
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm80.mla_decode_load import place_of
@@ -206,13 +206,21 @@ def product_qk(kernel, f: E4m3Fragments, start: cute.Pointer) -> None:
             for i in range(WORDS):
                 k, acc = step + i // octets, f.accs_S[(step + i // octets) % traits.chains]
                 columns = columns_of(acc, n + i % octets)
-                cute.gemm(f.mma_qk, columns, f.rQ[None, None, k], operand_b(*halves_of_e4m3(found[i])), columns)
+                words = (parities_of_e4m3 if traits.by_shifts else halves_of_e4m3)(found[i])
+                cute.gemm(f.mma_qk, columns, f.rQ[None, None, k], operand_b(*words), columns)
     total, values = f.accs_S[0], f.scores.values
     for acc in f.accs_S[1:]:
         total.store(total.load() + acc.load())
     for r in range(ROWS):
         for c in range(cute.size(values.shape[1])):
             values[r, c] = values[r, c] * f.row_scale[r]
+
+
+def columns_of_v(kernel, word: Uint32) -> tuple[Uint32, Uint32]:
+    """Two keys of an even column of V and of the next one, as operands."""
+    if kernel.traits.by_shifts:
+        return parities_of_e4m3(word)
+    return halves_of_e4m3(Uint32(cute.arch.prmt(word, Uint32(0), Uint32(KEYS_TOGETHER))))
 
 
 def product_pv(kernel, f: E4m3Fragments, start: cute.Pointer) -> None:
@@ -226,10 +234,7 @@ def product_pv(kernel, f: E4m3Fragments, start: cute.Pointer) -> None:
             row, slab = k * MMA_K + f.lane % MMA_K, f.warp * (chunks // SLAB_CHUNKS) + chunk // SLAB_CHUNKS
             found = fetch_pairs(start, row, chunk % SLAB_CHUNKS + f.lane // MMA_K, slab, traits.tile_n, True)
             for i in range(2):
-                lows, highs = (
-                    halves_of_e4m3(Uint32(cute.arch.prmt(found[2 * i + j], Uint32(0), Uint32(KEYS_TOGETHER))))
-                    for j in range(2)
-                )
+                lows, highs = (columns_of_v(kernel, found[2 * i + j]) for j in range(2))
                 for parity in range(2):
                     columns = columns_of(f.acc_O, 2 * (chunk + i) + parity)
                     operand = operand_b(lows[parity], highs[parity])
