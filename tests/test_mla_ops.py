@@ -142,7 +142,7 @@ def test_the_schema() -> None:
     assert str(MLA._schema) == (
         "cuteflash::mla_decode(Tensor q, Tensor kv_cache, Tensor cache_seqlens, Tensor? page_table=None, "
         "int head_dim_v=512, float? softmax_scale=None, bool causal=False, int num_splits=0, "
-        "str? family=None) -> (Tensor, Tensor)"
+        "str? family=None, Tensor? descale=None) -> (Tensor, Tensor)"
     )
 
 
