@@ -153,7 +153,9 @@ def test_rows_that_are_not_appended(
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_opcheck(is_paged: bool) -> None:
     *tensors, descale = inputs(is_paged).values()
-    torch.library.opcheck(MLA, tuple(tensors), {"descale": descale})
+    # Not test_schema: torch compares tensors by arithmetic that it does not have for 8 bits.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(MLA, tuple(tensors), {"descale": descale}, test_utils=utils)
 
 
 @pytest.mark.slow
