@@ -187,7 +187,8 @@ def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | Non
                 return traits
             reasons.append(f"{traits.tile_m}x{traits.tile_n} {reason}")
     raise NotImplementedError(
-        f"no row of the {family} family decodes latent attention on {target} in {cache}: {'; '.join(reasons) or 'it has none'}"
+        f"no row of the {family} family decodes latent attention on {target} in {cache}: "
+        + ("; ".join(reasons) or "it has none")
     )
 
 

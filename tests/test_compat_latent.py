@@ -116,9 +116,24 @@ def test_flash_mla_with_a_cache_of_e4m3() -> None:
 @pytest.mark.parametrize(
     ("cache", "is_fp8", "error", "message"),
     [
-        (torch.zeros(2, 64, 1, 576), True, TypeError, "is_fp8_kvcache is True with a k_cache of torch.float32; allowed"),
-        (torch.zeros(2, 64, 1, 576, dtype=torch.float8_e4m3fn), False, TypeError, "is_fp8_kvcache is False with a k_ca"),
-        (torch.zeros(2, 64, 1, 656, dtype=torch.uint8), True, NotImplementedError, r"k_cache.shape\[3\] is 656, FlashM"),
+        (
+            torch.zeros(2, 64, 1, 576),
+            True,
+            TypeError,
+            "is_fp8_kvcache is True with a k_cache of torch.float32; allowed",
+        ),
+        (
+            torch.zeros(2, 64, 1, 576, dtype=torch.float8_e4m3fn),
+            False,
+            TypeError,
+            "is_fp8_kvcache is False with a k_ca",
+        ),
+        (
+            torch.zeros(2, 64, 1, 656, dtype=torch.uint8),
+            True,
+            NotImplementedError,
+            r"k_cache.shape\[3\] is 656, FlashM",
+        ),
     ],
     ids=["16 bits", "e4m3", "656 bytes"],
 )

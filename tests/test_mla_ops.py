@@ -391,7 +391,14 @@ def test_a_launch_gets_tensors_and_resolved_options() -> None:
     (first, defaults), (second, options) = recorder.calls
     assert all(x is y for found in (first, second) for x, y in zip(found, (q, cache, table, lengths), strict=True))
     assert defaults == {"head_dim_v": 512, "softmax_scale": 576**-0.5, **PLAIN, "family": None}
-    assert options == {"head_dim_v": 512, "softmax_scale": 0.3, **PLAIN, "causal": True, "num_splits": 4, "family": "sm80"}
+    assert options == {
+        "head_dim_v": 512,
+        "softmax_scale": 0.3,
+        **PLAIN,
+        "causal": True,
+        "num_splits": 4,
+        "family": "sm80",
+    }
 
 
 def test_nothing_is_launched_without_rows_or_queries() -> None:

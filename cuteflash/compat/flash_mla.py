@@ -116,8 +116,8 @@ def flash_mla_with_kvcache(
         softmax_scale: None is ``1 / sqrt(576)``.
         causal: the last query is aligned with the last row.
         is_fp8_kvcache: k_cache is torch.float8_e4m3fn.
-        descale_k: fp32, (), (1,) or (batch,), with `is_fp8_kvcache` only: what the cache's elements are multiplied with;
-            None is 1.
+        descale_k: fp32, (), (1,) or (batch,), with `is_fp8_kvcache` only: what the cache's elements are multiplied
+            with; None is 1.
 
     Returns:
         O, (batch, seqlen_q, heads, 512), and LSE, fp32 (batch, heads, seqlen_q). A query that sees no row has O = 0 and
@@ -145,8 +145,8 @@ def flash_mla_with_kvcache(
         check_row_format("k_cache", k_cache)
         if is_fp8_kvcache != (k_cache.dtype == FP8):
             raise TypeError(
-                f"is_fp8_kvcache is {shown(is_fp8_kvcache)} with a k_cache of {k_cache.dtype}; allowed: True with {FP8} "
-                "only"
+                f"is_fp8_kvcache is {shown(is_fp8_kvcache)} with a k_cache of {k_cache.dtype}; allowed: True with "
+                f"{FP8} only"
             )
         if is_fp8_kvcache and descale_k is None:
             descale_k = torch.ones((), dtype=torch.float32, device=k_cache.device)

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
 from cuteflash.problem import DTYPES
-from cuteflash.traits.arch import ArchSpec, Family
+from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.chunks import CHUNK, swizzle_width
-from cuteflash.traits.sm80 import MMA_K, MMA_M, MMA_N, WARP, registers_a_thread, residency_complaint
+from cuteflash.traits.sm80 import ADDRESS_REGS, MMA_K, MMA_M, MMA_N, WARP, registers_a_thread
 
 PAIRS = LATENT_DIM // 2  # of bytes, which ldmatrix moves like 16-bit elements
 STEPS = LATENT_DIM // MMA_K
@@ -33,8 +33,8 @@ class MlaTraitsE4m3:
         chains: accumulators of a product with K, added up at its end: each of its instructions waits for the one
             before on the same accumulator.
         blocks_per_sm: resident blocks of a multiprocessor: while one waits at a barrier, the other one computes.
-        by_shifts: every other element is made into fp16 by shifts, 2^-8 times its value, the others by an instruction of
-            which a multiprocessor executes few. NaN becomes 480 then.
+        by_shifts: every other element is made into fp16 by shifts, 2^-8 times its value, the others by an instruction
+            of which a multiprocessor executes few. NaN becomes 480 then.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
     """
@@ -104,14 +104,10 @@ class MlaTraitsE4m3:
         return plan_bytes(self.smem_plan)
 
     @property
-    def accumulator_regs(self) -> int:
+    def fragment_regs(self) -> int:
         """32-bit registers of a thread for O, S and the part of Q that it keeps."""
         fragments = self.tile_m * LATENT_DIM_V + self.chains * self.tile_m * self.tile_n
         return fragments // self.num_threads + self.q_kept * MMA_M * MMA_K // 2 // WARP
-
-    def register_limit(self, arch: ArchSpec) -> int:
-        """Registers that the compiler may give a thread."""
-        return registers_a_thread(self.num_threads * self.blocks_per_sm, arch)
 
     def serves(self, rows: int) -> bool:
         """Whether sequences of so many query rows are decoded like this."""
@@ -123,7 +119,7 @@ class MlaTraitsE4m3:
             return f"{arch.name} does not run the {self.family} family"
         if arch.capability < E4M3_CAPABILITY:
             return f"{arch.name} does not convert e4m3, which compute capability 8.9 and later do"
-        return self._tiles_complaint() or residency_complaint(self, arch, "Q, S and O")
+        return self._tiles_complaint() or self._resources_complaint(arch)
 
     def _tiles_complaint(self) -> str | None:
         if self.tile_m % MMA_M or self.num_warps % max(self.warps_m, 1) or self.tile_m < MMA_M:
@@ -141,4 +137,16 @@ class MlaTraitsE4m3:
             return f"q_kept {self.q_kept}, chains {self.chains} are not 0, 2, .. {STEPS}, and 1, 2 or 4"
         if not 0 <= self.headroom <= 8:
             return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
+        return None
+
+    def _resources_complaint(self, arch: ArchSpec) -> str | None:
+        resident = self.blocks_per_sm * (self.smem_bytes + BLOCK_SMEM)
+        if self.smem_bytes > arch.smem_per_block or resident > arch.smem_per_sm:
+            return (
+                f"needs {self.smem_bytes} bytes of shared memory for each of {self.blocks_per_sm} blocks, {arch.name} "
+                f"has {arch.smem_per_block} for one and {arch.smem_per_sm} in all"
+            )
+        limit = registers_a_thread(self.blocks_per_sm * self.num_threads, arch)
+        if self.fragment_regs > limit - ADDRESS_REGS:
+            return f"fragments take {self.fragment_regs} registers a thread, {limit} less {ADDRESS_REGS} are there"
         return None

@@ -8,8 +8,8 @@
                                ldmatrix, e4m3 → fp16 in registers, O += P V
 
 The plan is that of `mla_decode.py`: a tile is 16, 32 or 64 rows of (token, head), and each warp has all rows and some
-columns of O. Pairs of bytes are what ldmatrix moves: of K they are neighbours in the columns, which Q's are sorted like;
-of V, transposed, two columns of two keys, so that a thread has four neighbouring columns of O in the end.
+columns of O. Pairs of bytes are what ldmatrix moves: of K they are neighbours in the columns, in whose order Q's are
+sorted; of V, transposed, two columns of two keys, so that a thread has four neighbouring columns of O in the end.
 
 The descale of a sequence multiplies the scores and O: K and V are the same elements. Keys are shared between the blocks
 and merged as in `mla_decode.py`. More than 16 query rows convert keys once for each 16: correct, but slower.

@@ -1,7 +1,7 @@
 """The end of a tile of the latent-attention decode from an e4m3 cache: O and log-sum-exp, to memory or to be merged.
 
-A thread has four neighbouring columns of every 16 of its warp's: the even ones of them in one group of 8 of the product,
-the odd ones in the next.
+A thread has four neighbouring columns of every 16 of its warp's: the even ones of them in one group of 8 of the
+product, the odd ones in the next.
 """
 
 from __future__ import annotations
