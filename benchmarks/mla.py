@@ -247,10 +247,10 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     copies = [cell["bytes"] / cell[COPY] / 1e3 for cell in cells]
     products = [2 * PRODUCT_SIZE**3 / cell[PRODUCT] / 1e6 for cell in cells]
     is_e4m3 = any(HALF in cell for cell in cells)
-    cached = " with cached rows of e4m3, those of bf16 in the last column" if is_e4m3 else ""
+    kind = "bf16 with cached rows of e4m3, those of bf16 in the last column" if is_e4m3 else "bf16"
     yield (
-        f"{environment['gpu']}, {environment['date']}. bf16{cached}, pages of {PAGE_ROWS}, as a CUDA graph, in brackets "
-        f"call after call. Copies of as many bytes ran at {min(copies):.0f} to {max(copies):.0f} GB/s, matrix products at "
+        f"{environment['gpu']}, {environment['date']}. {kind}, pages of {PAGE_ROWS}, as a CUDA graph, in brackets call "
+        f"after call. Copies of as many bytes ran at {min(copies):.0f} to {max(copies):.0f} GB/s, matrix products at "
         f"{min(products):.0f} to {max(products):.0f} TFLOP/s."
     )
     yield ""
