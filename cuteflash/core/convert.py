@@ -51,21 +51,6 @@ def halves_of_e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
     return low, high
 
 
-def parities_of_e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
-    """The first and the third e4m3 value in a register as fp16, 2^-8 times what they are, then the second and fourth.
-
-    The latter are converted as `halves_of_e4m3` does it, the others by shifts: all that is finite stays exact.
-    """
-    even, odd = cute.arch.inline_ptx(
-        "{.reg .b32 t, s; .reg .b16 low, high; shl.b32 t, {$r0}, 7; shl.b32 s, {$r0}, 8; "
-        "and.b32 t, t, 0x3f803f80; lop3.b32 {$w0}, s, 0x80008000, t, 0xea; "
-        "prmt.b32 s, {$r0}, 0, 0x4431; mov.b32 {low, high}, s; cvt.rn.f16x2.e4m3x2 {$w1}, low;}",
-        write_only_types=[Uint32, Uint32],
-        read_only_args=[word],
-    )
-    return even, odd
-
-
 def unpack_pair(pair: Uint32, dtype: type[cutlass.Numeric]) -> tuple[Float32, Float32]:
     """The two values of `dtype` (fp16 or bf16) in a register, as fp32; bf16 takes one instruction a value."""
     halves = cute.make_rmem_tensor((2,), Uint32 if dtype is cutlass.BFloat16 else dtype)

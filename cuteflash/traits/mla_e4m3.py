@@ -10,7 +10,7 @@ from cuteflash.problem import DTYPES
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.chunks import CHUNK, swizzle_width
-from cuteflash.traits.sm80 import ADDRESS_REGS, MMA_K, MMA_M, MMA_N, WARP, registers_a_thread
+from cuteflash.traits.sm80 import ADDRESS_REGS, MMA_K, MMA_M, WARP, registers_a_thread
 
 PAIRS = LATENT_DIM // 2  # of bytes, which ldmatrix moves like 16-bit elements
 STEPS = LATENT_DIM // MMA_K
@@ -29,12 +29,13 @@ class MlaTraitsE4m3:
         least_rows: query rows of a sequence from which on the row is taken.
         num_warps: of a block, each with as many columns of O.
         kv_stage: steps' keys in flight.
-        q_kept: of the 36 steps of 16 columns of Q, how many, the last ones, a warp keeps in registers.
+        k_parts: warps, 1 or 2, that share the columns of Q and K for the same rows and keys; they add up what they have
+            through shared memory.
+        q_kept: of a warp's steps of 16 columns of Q, 36 of them over `k_parts`, how many, the last ones, it keeps in
+            registers.
         chains: accumulators of a product with K, added up at its end: each of its instructions waits for the one
             before on the same accumulator.
         blocks_per_sm: resident blocks of a multiprocessor: while one waits at a barrier, the other one computes.
-        by_shifts: every other element is made into fp16 by shifts, 2^-8 times its value, the others by an instruction
-            of which a multiprocessor executes few. NaN becomes 480 then.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
     """
@@ -45,17 +46,16 @@ class MlaTraitsE4m3:
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     cluster: ClassVar[int] = 1
-    k_parts: ClassVar[int] = 1  # each warp multiplies all columns of Q and K
 
     tile_m: int
     tile_n: int
     least_rows: int = 1
     num_warps: int = 8
     kv_stage: int = 2
+    k_parts: int = 1
     q_kept: int = STEPS
     chains: int = 1
     blocks_per_sm: int = 1
-    by_shifts: bool = False
     headroom: float = 8.0
 
     @property
@@ -69,13 +69,23 @@ class MlaTraitsE4m3:
 
     @property
     def key_groups(self) -> int:
-        """Warps with the same query rows, that share the keys of a step."""
+        """Warps with the same query rows: each has other keys of S in the end."""
         return self.num_warps // self.warps_m
+
+    @property
+    def warps_n(self) -> int:
+        """Warps that share the keys of a step in the product with K, for the same query rows and columns."""
+        return self.key_groups // self.k_parts
 
     @property
     def warp_keys(self) -> int:
         """Keys of a step that a warp multiplies with Q."""
-        return self.tile_n // self.key_groups
+        return self.tile_n // self.warps_n
+
+    @property
+    def steps(self) -> int:
+        """Steps of 16 columns that a warp has of Q and K."""
+        return STEPS // self.k_parts
 
     @property
     def warp_columns(self) -> int:
@@ -89,14 +99,16 @@ class MlaTraitsE4m3:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Q, P, keys as they are stored, statistics of rows."""
+        """Q, keys as they are stored, P, halves of S, statistics of rows."""
         q = SmemRegion(0, self.tile_m * LATENT_DIM * ELEMENT_BYTES)
         pages = SmemRegion(q.end, self.kv_stage * self.tile_n * LATENT_DIM, self.kv_stage)
         p = SmemRegion(pages.end, self.tile_m * self.tile_n * ELEMENT_BYTES)
-        maxima = SmemRegion(p.end, self.tile_m * self.key_groups * STAT_BYTES)
+        halves = SmemRegion(p.end, 0 if self.k_parts == 1 else self.tile_m * self.tile_n * STAT_BYTES)
+        maxima = SmemRegion(halves.end, self.tile_m * self.key_groups * STAT_BYTES)
         factors = SmemRegion(maxima.end, self.tile_m * STAT_BYTES)
         scales = SmemRegion(factors.end, self.tile_m * STAT_BYTES)
-        return {"q": q, "pages": pages, "p": p, "maxima": maxima, "factors": factors, "scales": scales}
+        statistics = {"maxima": maxima, "factors": factors, "scales": scales}
+        return {"q": q, "pages": pages, "p": p, "halves": halves, **statistics}
 
     @property
     def smem_bytes(self) -> int:
@@ -106,7 +118,7 @@ class MlaTraitsE4m3:
     @property
     def fragment_regs(self) -> int:
         """32-bit registers of a thread for O, S and the part of Q that it keeps."""
-        fragments = self.tile_m * LATENT_DIM_V + self.chains * self.tile_m * self.tile_n
+        fragments = self.tile_m * LATENT_DIM_V + self.chains * self.k_parts * self.tile_m * self.tile_n
         return fragments // self.num_threads + self.q_kept * MMA_M * MMA_K // 2 // WARP
 
     def serves(self, rows: int) -> bool:
@@ -124,17 +136,19 @@ class MlaTraitsE4m3:
     def _tiles_complaint(self) -> str | None:
         if self.tile_m % MMA_M or self.num_warps % max(self.warps_m, 1) or self.tile_m < MMA_M:
             return f"tile_m {self.tile_m} is not {MMA_M} rows for each warp, or each of 2, 4, .. of {self.num_warps}"
-        if PAGE_ROWS % self.tile_n or self.tile_n % (MMA_N * self.key_groups) or self.tile_n % MMA_K:
+        if self.k_parts not in (1, 2) or self.key_groups % self.k_parts:
+            return f"k_parts {self.k_parts} is not 1, or 2 of {self.key_groups} warps with the same query rows"
+        if PAGE_ROWS % self.tile_n or self.tile_n % (MMA_K * self.warps_n):
             return (
-                f"tile_n {self.tile_n} is not a divisor of {PAGE_ROWS} and a multiple of {MMA_N} keys "
-                f"for each of {self.key_groups} warps, and of {MMA_K}"
+                f"tile_n {self.tile_n} is not a divisor of {PAGE_ROWS} and a multiple of {MMA_K} keys "
+                f"for each of {self.warps_n} warps"
             )
         if self.tile_n % self.copy_rows:
             return f"tile_n {self.tile_n} is not a multiple of {self.copy_rows}, which {self.num_threads} threads copy"
         if self.kv_stage < 2:
             return f"kv_stage {self.kv_stage} is below 2"
-        if not 0 <= self.q_kept <= STEPS or self.q_kept % 2 or self.chains not in (1, 2, 4):
-            return f"q_kept {self.q_kept}, chains {self.chains} are not 0, 2, .. {STEPS}, and 1, 2 or 4"
+        if not 0 <= self.q_kept <= self.steps or self.chains not in (1, 2, 4):
+            return f"q_kept {self.q_kept}, chains {self.chains} are not 0 to {self.steps}, and 1, 2 or 4"
         if not 0 <= self.headroom <= 8:
             return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
         return None

@@ -32,7 +32,7 @@ from cuteflash.core.latent import LatentLaunch, LatentPages, each_latent_tile, e
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import words_of
-from cuteflash.kernels.common.mla_combine import THREADS, LatentParts, combine
+from cuteflash.kernels.common.mla_combine import QUAD, THREADS, LatentParts, combine
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Tiles
 from cuteflash.kernels.sm80.mla_e4m3_epilogue import finish
 from cuteflash.kernels.sm80.mla_e4m3_mma import attend, make_fragments
@@ -58,21 +58,23 @@ class FlashMlaDecodeE4m3:
     # Layouts and atoms, callable without a launch.
 
     def tiled_mma_qk(self) -> cute.TiledMma:
-        """S = Q Kᵀ: warps along query rows and keys."""
+        """S = Q Kᵀ: warps along query rows and keys, those of one part of the columns."""
         traits = self.traits
-        return atoms.tiled_mma_by_columns(self.dtype, traits.warps_m, traits.key_groups, traits.warp_keys)
+        return atoms.tiled_mma_by_columns(self.dtype, traits.warps_m, traits.warps_n, traits.warp_keys)
+
+    def tiled_mma_s(self) -> cute.TiledMma:
+        """Whose accumulators are S as warps have it in the end, all of them along query rows and keys."""
+        traits = self.traits
+        keys = traits.tile_n // traits.key_groups
+        return atoms.tiled_mma_by_columns(self.dtype, traits.warps_m, traits.key_groups, keys)
 
     def tiled_mma_pv(self) -> cute.TiledMma:
         """O += P V: warps along the columns."""
         return atoms.tiled_mma_by_columns(self.dtype, 1, self.traits.num_warps, self.traits.warp_columns)
 
-    def copy_q(self) -> cute.TiledCopy:
-        """sQ to the A fragments of the product with K."""
-        return cute.make_tiled_copy_A(atoms.ldmatrix(self.dtype), self.tiled_mma_qk())
-
     def store_p(self) -> cute.TiledCopy:
         """The S accumulators to sP."""
-        return atoms.store_pairs(self.dtype, self.tiled_mma_qk())
+        return atoms.store_pairs(self.dtype, self.tiled_mma_s())
 
     def copy_p(self) -> cute.TiledCopy:
         """sP to the A fragments of the product with V."""
@@ -93,12 +95,15 @@ class FlashMlaDecodeE4m3:
         def statistic(name: str, layout: cute.Layout) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + plan[name].start, dtype=Float32), layout)
 
+        quads = traits.tile_m * traits.tile_n // traits.num_threads // QUAD
+        halves = cute.make_layout((QUAD, traits.num_threads, quads))
         return E4m3Tiles(
             sQ=tile("q", atoms.swizzled_tile(traits.tile_m, LATENT_DIM)),
             start_q=base + plan["q"].start,
             sK=tile("pages", atoms.swizzled_tile(traits.tile_n, PAIRS, traits.kv_stage)),
             start_k=base + plan["pages"].start,
             sP=tile("p", atoms.swizzled_tile(traits.tile_m, traits.tile_n)),
+            halves=None if traits.k_parts == 1 else statistic("halves", halves),
             by_warps=statistic(
                 "maxima", cute.make_layout((traits.tile_m, traits.key_groups), stride=(traits.key_groups, 1))
             ),

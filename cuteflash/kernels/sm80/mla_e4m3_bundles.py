@@ -21,6 +21,7 @@ class E4m3Tiles:
     sK: cute.Tensor  # (tile_n, 288, kv_stage), pairs of bytes
     start_k: cute.Pointer
     sP: cute.Tensor  # (tile_m, tile_n)
+    halves: cute.Tensor | None  # (4, threads, n) fp32: of S, what a warp has for the one with the other columns
     by_warps: cute.Tensor  # (tile_m, key_groups) fp32: what each warp found of a row, its largest score or its sum
     of_rows: cute.Tensor  # (tile_m,) fp32: factors of O, in the end the rows' maxima
     scales: cute.Tensor  # (tile_m,) fp32: factors of the rows' products with K
@@ -48,11 +49,14 @@ class E4m3Fragments:
     Attributes:
         thread: index in the block; `lane` in its warp.
         row_group, key_group: of the thread's warp in S.
+        key_part: of the step's keys, which the warp multiplies; k_part: which of Q's and K's columns.
         warp: index in the block, by which it has columns of O.
         mma_qk, mma_pv: the products.
-        rQ, rP: fragments of Q and P; copy_q, copy_p their ldmatrix slices; tSsQ, tOsP what these read.
+        rQ: fragments of Q, ((2, 2, 2), 1, steps of a warp).
+        rP: fragments of P; copy_p their ldmatrix slice; tOsP what that reads.
         accs_S: accumulators of the product with K, to be added up.
-        acc_S: the first one of them; `scores.values` is the same as (rows, keys).
+        acc_S: what the warp has of S in the end, the first one of them if warps do not share columns; `scores.values`
+            is the same as (rows, keys).
         acc_O: accumulator of O; `out.values` is the same as (rows, columns), of 16 columns the even ones first.
         row_max: of this thread's rows of S, by which exponentials are shifted: scaled scores, base 2. Every warp with
             these rows has the same.
@@ -66,13 +70,13 @@ class E4m3Fragments:
     warp: Int32
     row_group: Int32
     key_group: Int32
+    key_part: Int32
+    k_part: Int32
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     rQ: cute.Tensor
     rP: cute.Tensor
-    copy_q: cute.TiledCopy
     copy_p: cute.TiledCopy
-    tSsQ: cute.Tensor
     tOsP: cute.Tensor
     accs_S: tuple[cute.Tensor, ...]
     acc_S: cute.Tensor

@@ -30,8 +30,7 @@ def finish(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, tile: 
     values, descale = f.out.values, block.descale[tile.batch]
     for r in cutlass.range_constexpr(cute.size(values.shape[0])):
         for c in cutlass.range_constexpr(cute.size(values.shape[1])):
-            is_shifted = kernel.traits.by_shifts and c // PAIR % 2 == 0
-            values[r, c] = values[r, c] * (descale * 2.0**8 if is_shifted else descale)
+            values[r, c] = values[r, c] * descale
     if const_expr(block.parts is None):
         write_whole(kernel, block, f, tile, lse)
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, Uint32
 
 from cuteflash.atoms import row_copies
 from cuteflash.core.convert import round_pair, unpack_pair
@@ -70,7 +70,6 @@ def prepare_q(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, til
     traits, dtype = kernel.traits, block.gO.element_type
     descale = block.descale[tile.batch]
     pair = f.lane % PAIRS_OF_STEP
-    is_odd = pair % 2 == 1
     target = f.lane - pair + pair // 2 + pair % 2 * (PAIRS_OF_STEP // 2)
     for row in cutlass.range(f.warp, traits.tile_m, traits.num_warps, unroll=1):
         words = cute.make_rmem_tensor(SLABS_Q, Uint32)
@@ -84,18 +83,12 @@ def prepare_q(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, til
         into = power_of_two(TOP - exponent)
         for slab in cutlass.range_constexpr(SLABS_Q):
             low, high = unpack_pair(words[slab], dtype)
-            if const_expr(traits.by_shifts):
-                mine = cutlass.select_(is_odd, high, low)
-                other = cute.arch.shuffle_sync_bfly(cutlass.select_(is_odd, low, high), offset=1)
-                low, high = cutlass.select_(is_odd, other, mine), cutlass.select_(is_odd, mine, other)
-                low, high = (x * cutlass.select_(is_odd, Float32(2.0**-8), Float32(1.0)) for x in (low, high))
             words[slab] = round_pair(low * into, high * into, Float16)
         cute.arch.sync_warp()  # every lane has read its words
         for slab in cutlass.range_constexpr(SLABS_Q):
             word_of_q(kernel, block, row, slab, target)[0] = words[slab]
         if f.lane == 0:
-            scale = power_of_two(exponent - TOP) * descale
-            block.tiles.scales[row] = scale * (2.0**8 if traits.by_shifts else 1.0)
+            block.tiles.scales[row] = power_of_two(exponent - TOP) * descale
 
 
 def word_of_q(kernel, block: E4m3Block, row: Int32, slab: int, word: Int32) -> cute.Tensor:

@@ -12,22 +12,21 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_instructions
 
-from cuteflash.core.convert import halves_of_e4m3, parities_of_e4m3
+from cuteflash.core.convert import halves_of_e4m3
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import rows_view
 from cuteflash.kernels.sm80.mla_decode_load import place_of
 from cuteflash.kernels.sm80.mla_decode_mma import NO_MAXIMUM, stage_of, wait_loads
 from cuteflash.kernels.sm80.mla_decode_softmax import ROWS, scale_out, soften
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Fragments
-from cuteflash.kernels.sm80.mla_e4m3_load import CHUNK_BYTES, load_keys, load_q, prepare_q
+from cuteflash.kernels.sm80.mla_e4m3_load import CHUNK_BYTES, SLAB_BYTES_Q, load_keys, load_q, prepare_q
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V
-from cuteflash.traits.mla_e4m3 import STEPS
-from cuteflash.traits.sm80 import MMA_K, MMA_N, WARP
+from cuteflash.traits.sm80 import MMA_K, MMA_M, MMA_N, WARP
 
 WORDS = 4  # registers that ldmatrix fills
 SLAB_CHUNKS = 4  # of a row of keys, 64 bytes, that a swizzle permutes
 SLAB_BYTES = SLAB_CHUNKS * CHUNK_BYTES
-SLABS = LATENT_DIM // SLAB_BYTES
 KEYS_TOGETHER = 0x3120  # of two bytes of each of two keys: those of one column, then those of the other
 
 
@@ -36,30 +35,34 @@ def make_fragments(kernel, block: E4m3Block) -> E4m3Fragments:
     traits, tiles = kernel.traits, block.tiles
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    mma_qk, mma_pv = kernel.tiled_mma_qk(), kernel.tiled_mma_pv()
-    thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
-    copy_q, copy_p = (copy.get_slice(thread) for copy in (kernel.copy_q(), kernel.copy_p()))
+    key_group = warp // traits.warps_m
+    mma_qk, mma_s, mma_pv = kernel.tiled_mma_qk(), kernel.tiled_mma_s(), kernel.tiled_mma_pv()
+    thr_pv, copy_p = mma_pv.get_slice(thread), kernel.copy_p().get_slice(thread)
     shape_S, shape_O = (traits.tile_m, traits.tile_n), (traits.tile_m, LATENT_DIM_V)
-    accs = tuple(cute.make_rmem_tensor(thr_qk.partition_shape_C(shape_S), Float32) for _ in range(traits.chains))
+    shape = mma_qk.get_slice(0).partition_shape_C(shape_S)
+    accs = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(traits.chains))
+    acc_S = accs[0]
+    if traits.k_parts > 1:
+        acc_S = cute.make_rmem_tensor(mma_s.get_slice(0).partition_shape_C(shape_S), Float32)
     acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C(shape_O), Float32)
     return E4m3Fragments(
         thread=thread,
         lane=thread % WARP,
         warp=warp,
         row_group=warp % traits.warps_m,
-        key_group=warp // traits.warps_m,
+        key_group=key_group,
+        key_part=key_group // traits.k_parts,
+        k_part=key_group % traits.k_parts,
         mma_qk=mma_qk,
         mma_pv=mma_pv,
-        rQ=thr_qk.make_fragment_A(thr_qk.partition_A(tiles.sQ)),
+        rQ=cute.make_rmem_tensor(((2, 2, 2), 1, traits.steps), Float16),
         rP=thr_pv.make_fragment_A(thr_pv.partition_A(tiles.sP)),
-        copy_q=copy_q,
         copy_p=copy_p,
-        tSsQ=copy_q.partition_S(tiles.sQ),
         tOsP=copy_p.partition_S(tiles.sP),
         accs_S=accs,
-        acc_S=accs[0],
+        acc_S=acc_S,
         acc_O=acc_O,
-        scores=ScoreTile.of(mma_qk, thread, accs[0], shape_S, Float32(1.0), 1),
+        scores=ScoreTile.of(mma_s, thread, acc_S, shape_S, Float32(1.0), 1),
         out=ScoreTile.of(mma_pv, thread, acc_O, shape_O, Float32(1.0), 1),
         row_max=cute.make_rmem_tensor(ROWS, Float32),
         row_sum=cute.make_rmem_tensor(ROWS, Float32),
@@ -95,8 +98,8 @@ def load_first(
     wait_loads(stages - 1)
     prepare_q(kernel, block, f, tile)
     cute.arch.sync_threads()
-    for step in cutlass.range_constexpr(STEPS - kernel.traits.q_kept, STEPS):
-        fetch_q(f, step)
+    for step in cutlass.range_constexpr(kernel.traits.steps - kernel.traits.q_kept, kernel.traits.steps):
+        fetch_q(kernel, block, f, step)
     for r in cutlass.range_constexpr(ROWS):
         f.row_scale[r] = block.tiles.scales[f.scores.row(r)]
     return place
@@ -123,7 +126,7 @@ def attend_steps(
         load_step(kernel, block, tile, (following, end), place, stage_of(kernel, first, following))
         place = place_of(block, tile, following + 1, end)
         start = start_of(kernel, block, stage_of(kernel, first, page))
-        product_qk(kernel, f, start)
+        product_qk(kernel, block, f, start)
         soften(kernel, block, f, tile, page)
         cute.arch.sync_threads()  # P is written, and the factors
         scale_out(block, f)
@@ -152,21 +155,39 @@ def start_of(kernel, block: E4m3Block, stage: Int32) -> cute.Pointer:
     return block.tiles.start_k + cute.assume(stage * nbytes, divby=nbytes)
 
 
-def fetch_q(f: E4m3Fragments, step: int) -> None:
+def place_of_pair(kernel, f: E4m3Fragments, number: int) -> tuple[int, Int32 | int]:
+    """(slab of 64 columns, half of it) of the `number`-th 32 columns of Q and K that a warp has.
+
+    Warps that share columns take the same half of every slab, so that it is the slab's address alone that changes.
+    """
+    return (number, f.k_part) if kernel.traits.k_parts > 1 else (number // 2, number % 2)
+
+
+def fetch_q(kernel, block: E4m3Block, f: E4m3Fragments, step: int) -> None:
     """The fragment of 16 columns of Q."""
-    cute.copy(f.copy_q, f.tSsQ[None, None, step], f.copy_q.retile(f.rQ)[None, None, step])
+    slab, half = place_of_pair(kernel, f, step // 2)
+    row, chunk = f.row_group * MMA_M + f.lane % MMA_M, 4 * half + step % 2 * 2 + f.lane // MMA_M
+    at = slab * kernel.traits.tile_m * SLAB_BYTES_Q + row * SLAB_BYTES_Q + (chunk ^ row % 8) * CHUNK_BYTES
+    words, found = cute.recast_tensor(f.rQ[None, None, step], Uint32), load_matrices(block.tiles.start_q + at, False)
+    for i in range(WORDS):
+        words[i] = found[i]
 
 
 def fetch_pairs(start: cute.Pointer, row: Int32, chunk: Int32, slab: Int32, rows: int, turn: bool) -> cute.Tensor:
-    """Four registers by ldmatrix: this lane's address is 16 bytes of a row of keys, a chunk of a slab of 64 bytes.
+    """Four registers with pairs of bytes: this lane's address is a row of keys, a chunk of a slab of 64 bytes.
 
     Slabs of `rows` rows follow each other; in a slab, chunks are swizzled as `cuteflash.atoms.sm80.swizzled_tile` has
     it. `turn` as of ldmatrix.
     """
     at = slab * (rows * SLAB_BYTES) + row * SLAB_BYTES + (chunk ^ row // 2 % SLAB_CHUNKS) * CHUNK_BYTES
+    return load_matrices(start + at, turn)
+
+
+def load_matrices(address: cute.Pointer, turn: bool) -> cute.Tensor:
+    """Four registers by ldmatrix; `turn` transposes."""
     atom = cute.make_copy_atom(warp_instructions.LdMatrix8x8x16bOp(transpose=turn, num_matrices=4), cutlass.Uint16)
     found = cute.make_rmem_tensor((2 * WORDS, 1), cutlass.Uint16)
-    pointer = cute.recast_ptr((start + at).align(CHUNK_BYTES), dtype=cutlass.Uint16)
+    pointer = cute.recast_ptr(address.align(CHUNK_BYTES), dtype=cutlass.Uint16)
     cute.copy(atom, cute.make_tensor(pointer, cute.make_layout((2 * WORDS, 1))), found)
     return cute.recast_tensor(found, Uint32)
 
@@ -187,40 +208,30 @@ def columns_of(acc: cute.Tensor, n: int) -> cute.Tensor:
     return cute.make_tensor(acc.iterator + n * of_columns, layout)
 
 
-def product_qk(kernel, f: E4m3Fragments, start: cute.Pointer) -> None:
+def product_qk(kernel, block: E4m3Block, f: E4m3Fragments, start: cute.Pointer) -> None:
     """S = Q Kᵀ for the keys at `start`, times the rows' scales; steps go to the accumulators in turn."""
     traits = kernel.traits
-    keys, first_kept = traits.warp_keys, STEPS - traits.q_kept
-    first = f.key_group * keys
-    together = WORDS if keys == MMA_N else WORDS // 2  # chunks of 16 columns that ldmatrix brings
-    octets = WORDS // together  # of keys
     for acc in f.accs_S:
         acc.fill(0.0)
-    for step in range(0, STEPS, together):
-        for number in range(step, min(step + together, first_kept)):
-            fetch_q(f, number)
-        for n in range(0, keys // MMA_N, octets):
-            row = first + n * MMA_N + f.lane % (octets * MMA_N)
-            chunk = step % SLAB_CHUNKS + f.lane // (octets * MMA_N)
-            found = fetch_pairs(start, row, chunk, step // SLAB_CHUNKS, traits.tile_n, False)
+    for pair in range(traits.steps // 2):
+        slab, half = place_of_pair(kernel, f, pair)
+        for step in range(2 * pair, min(2 * pair + 2, traits.steps - traits.q_kept)):
+            fetch_q(kernel, block, f, step)
+        for n in range(0, traits.warp_keys // MMA_N, 2):
+            row = f.key_part * traits.warp_keys + n * MMA_N + f.lane % MMA_K
+            found = fetch_pairs(start, row, 2 * half + f.lane // MMA_K, slab, traits.tile_n, False)
             for i in range(WORDS):
-                k, acc = step + i // octets, f.accs_S[(step + i // octets) % traits.chains]
-                columns = columns_of(acc, n + i % octets)
-                words = (parities_of_e4m3 if traits.by_shifts else halves_of_e4m3)(found[i])
-                cute.gemm(f.mma_qk, columns, f.rQ[None, None, k], operand_b(*words), columns)
-    total, values = f.accs_S[0], f.scores.values
+                step = 2 * pair + i // 2
+                columns = columns_of(f.accs_S[step % traits.chains], n + i % 2)
+                operand = operand_b(*halves_of_e4m3(found[i]))
+                cute.gemm(f.mma_qk, columns, f.rQ[None, None, step], operand, columns)
+    total = f.accs_S[0]
     for acc in f.accs_S[1:]:
         total.store(total.load() + acc.load())
+    values = rows_view(total)
     for r in range(ROWS):
         for c in range(cute.size(values.shape[1])):
             values[r, c] = values[r, c] * f.row_scale[r]
-
-
-def columns_of_v(kernel, word: Uint32) -> tuple[Uint32, Uint32]:
-    """Two keys of an even column of V and of the next one, as operands."""
-    if kernel.traits.by_shifts:
-        return parities_of_e4m3(word)
-    return halves_of_e4m3(Uint32(cute.arch.prmt(word, Uint32(0), Uint32(KEYS_TOGETHER))))
 
 
 def product_pv(kernel, f: E4m3Fragments, start: cute.Pointer) -> None:
@@ -234,7 +245,10 @@ def product_pv(kernel, f: E4m3Fragments, start: cute.Pointer) -> None:
             row, slab = k * MMA_K + f.lane % MMA_K, f.warp * (chunks // SLAB_CHUNKS) + chunk // SLAB_CHUNKS
             found = fetch_pairs(start, row, chunk % SLAB_CHUNKS + f.lane // MMA_K, slab, traits.tile_n, True)
             for i in range(2):
-                lows, highs = (columns_of_v(kernel, found[2 * i + j]) for j in range(2))
+                lows, highs = (
+                    halves_of_e4m3(Uint32(cute.arch.prmt(found[2 * i + j], Uint32(0), Uint32(KEYS_TOGETHER))))
+                    for j in range(2)
+                )
                 for parity in range(2):
                     columns = columns_of(f.acc_O, 2 * (chunk + i) + parity)
                     operand = operand_b(lows[parity], highs[parity])
