@@ -246,8 +246,7 @@ def test_rows_do_not_spill(kernels: Any, target: str, row: MlaTraitsE4m3, proble
     values = row.tile_m // 16 * (512 // 8) * (row.tile_n // 16)
     assert compiled.count("HMMA.16816.F32") == (scores + values) // row.num_warps
     words = row.tile_n * row.warps_m * 576 // 4 + row.tile_n * 512 // 4  # of keys, one row of warps each, and of values
-    pairs = words // row.num_threads * (1 if row.by_shifts else 2)
-    assert compiled.count(r"F2FP\.F16\.E4M3\.UNPACK_B") == pairs
+    assert compiled.count(r"F2FP\.F16\.E4M3\.UNPACK_B") == 2 * words // row.num_threads
     assert compiled.count("LDGSTS.E.BYPASS")  # cp.async past L1
     assert compiled.count(r"LDSM\.16\.M88\.4") and compiled.count(r"LDSM\.16\.MT88\.4")
 
@@ -287,14 +286,18 @@ def test_shared_memory_is_planned(row: MlaTraitsE4m3) -> None:
     ("changed", "complaint"),
     [
         ({"tile_m": 24}, "tile_m 24 is not 16 rows for each warp, or each of 2, 4, .. of 8"),
-        ({"tile_n": 96}, "tile_n 96 is not a divisor of 64"),
-        ({"tile_m": 64, "tile_n": 32, "q_kept": 0}, "tile_n 32 is not a multiple of 64, which 256 threads copy"),
+        ({"k_parts": 3}, "k_parts 3 is not 1, or 2 of 4 warps with the same query rows"),
+        ({"tile_n": 96}, "tile_n 96 is not a divisor of 64 and a multiple of 16 keys for each of 4 warps"),
+        ({"tile_n": 32}, "tile_n 32 is not"),
         ({"kv_stage": 1}, "kv_stage 1 is below 2"),
-        ({"q_kept": 13}, "q_kept 13, chains 1 are not 0, 2, .. 36, and 1, 2 or 4"),
+        ({"q_kept": 37}, "q_kept 37, chains 1 are not 0 to 36, and 1, 2 or 4"),
+        ({"k_parts": 2, "q_kept": 19}, "q_kept 19, chains 1 are not 0 to 18"),
         ({"chains": 3}, "chains 3"),
         ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
-        ({"kv_stage": 6}, "shared memory"),
-        ({"blocks_per_sm": 2}, "fragments take 120 registers a thread, 128 less"),
+        ({"kv_stage": 6}, "bytes of shared memory for each of 1 blocks, sm_90a has 232448 for one"),
+        ({"blocks_per_sm": 2, "k_parts": 2}, "needs 123648 bytes of shared memory for each of 2 blocks"),
+        ({"blocks_per_sm": 2}, "fragments take 120 registers a thread, 128 less 16 are there"),
+        ({"tile_m": 64, "q_kept": 36}, "fragments take 288 registers a thread, 255 less 16 are there"),
     ],
 )
 def test_traits_say_why_they_do_not_fit(changed: dict[str, Any], complaint: str) -> None:

@@ -94,8 +94,8 @@ class MlaTraitsE4m3:
 
     @property
     def copy_rows(self) -> int:
-        """Rows of keys that one access of every thread covers."""
-        return self.num_threads * CHUNK // swizzle_width(PAIRS)
+        """Rows of keys that one access of every thread covers; of many threads some have none."""
+        return min(self.num_threads * CHUNK // swizzle_width(PAIRS), self.tile_n)
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:

@@ -49,7 +49,8 @@ def load_keys(
     rows = kernel.traits.tile_n
     exist = tile.mask.seqlen_k - page * rows
     copy = kernel.load_copy(rows, PAIRS)
-    load_rows(copy, block.gK[None, None, entry], block.tiles.sK[None, None, stage], inside, exist)
+    if cute.arch.thread_idx()[0] < copy.size:
+        load_rows(copy, block.gK[None, None, entry], block.tiles.sK[None, None, stage], inside, exist)
 
 
 @cute.jit
