@@ -245,7 +245,8 @@ def test_rows_do_not_spill(kernels: Any, target: str, row: MlaTraitsE4m3, proble
     scores = row.tile_m // 16 * (row.tile_n // 8) * 36  # products of 16 rows, 8 keys and 16 columns
     values = row.tile_m // 16 * (512 // 8) * (row.tile_n // 16)
     assert compiled.count("HMMA.16816.F32") == (scores + values) // row.num_warps
-    words = row.tile_n * row.warps_m * 576 // 4 + row.tile_n * 512 // 4  # of keys, one row of warps each, and of values
+    groups = row.product_warps_m  # of warps, each of which converts all keys
+    words = row.tile_n * groups * 576 // 4 + row.tile_n * 512 // 4
     assert compiled.count(r"F2FP\.F16\.E4M3\.UNPACK_B") == 2 * words // row.num_threads
     assert compiled.count("LDGSTS.E.BYPASS")  # cp.async past L1
     assert compiled.count(r"LDSM\.16\.M88\.4") and compiled.count(r"LDSM\.16\.MT88\.4")
@@ -292,6 +293,8 @@ def test_shared_memory_is_planned(row: MlaTraitsE4m3) -> None:
         ({"kv_stage": 1}, "kv_stage 1 is below 2"),
         ({"q_kept": 37}, "q_kept 37, chains 1 are not 0 to 36, and 1, 2 or 4"),
         ({"k_parts": 2, "q_kept": 19}, "q_kept 19, chains 1 are not 0 to 18"),
+        ({"trades_rows": True, "k_parts": 2}, "trades_rows is for tiles of 32 or 64 rows and k_parts 1, not 32, 2"),
+        ({"trades_rows": True, "tile_m": 16}, "trades_rows is for tiles of 32 or 64 rows and k_parts 1, not 16, 1"),
         ({"chains": 3}, "chains 3"),
         ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
         ({"kv_stage": 6}, "bytes of shared memory for each of 1 blocks, sm_90a has 232448 for one"),

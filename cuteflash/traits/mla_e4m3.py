@@ -31,8 +31,10 @@ class MlaTraitsE4m3:
         kv_stage: steps' keys in flight.
         k_parts: warps, 1 or 2, that share the columns of Q and K for the same rows and keys; they add up what they have
             through shared memory.
-        q_kept: of a warp's steps of 16 columns of Q, 36 of them over `k_parts`, how many, the last ones, it keeps in
-            registers.
+        trades_rows: two warps with neighbouring groups of 16 rows each multiply both with half of the columns, and
+            trade what they have through shared memory: they do not convert the same elements.
+        q_kept: of a warp's steps of 16 columns of Q, 36 of them over the parts of the columns, how many, the last ones,
+            it keeps in registers.
         chains: accumulators of a product with K, added up at its end: each of its instructions waits for the one
             before on the same accumulator.
         blocks_per_sm: resident blocks of a multiprocessor: while one waits at a barrier, the other one computes.
@@ -53,6 +55,7 @@ class MlaTraitsE4m3:
     num_warps: int = 8
     kv_stage: int = 2
     k_parts: int = 1
+    trades_rows: bool = False
     q_kept: int = STEPS
     chains: int = 1
     blocks_per_sm: int = 1
@@ -85,7 +88,17 @@ class MlaTraitsE4m3:
     @property
     def steps(self) -> int:
         """Steps of 16 columns that a warp has of Q and K."""
-        return STEPS // self.k_parts
+        return STEPS // self.column_parts
+
+    @property
+    def column_parts(self) -> int:
+        """Warps that share the columns of Q and K."""
+        return 2 if self.trades_rows else self.k_parts
+
+    @property
+    def product_warps_m(self) -> int:
+        """Groups of query rows that warps have in the product with K."""
+        return self.warps_m // 2 if self.trades_rows else self.warps_m
 
     @property
     def warp_columns(self) -> int:
@@ -103,7 +116,7 @@ class MlaTraitsE4m3:
         q = SmemRegion(0, self.tile_m * LATENT_DIM * ELEMENT_BYTES)
         pages = SmemRegion(q.end, self.kv_stage * self.tile_n * LATENT_DIM, self.kv_stage)
         p = SmemRegion(pages.end, self.tile_m * self.tile_n * ELEMENT_BYTES)
-        halves = SmemRegion(p.end, 0 if self.k_parts == 1 else self.tile_m * self.tile_n * STAT_BYTES)
+        halves = SmemRegion(p.end, 0 if self.column_parts == 1 else self.tile_m * self.tile_n * STAT_BYTES)
         maxima = SmemRegion(halves.end, self.tile_m * self.key_groups * STAT_BYTES)
         factors = SmemRegion(maxima.end, self.tile_m * STAT_BYTES)
         scales = SmemRegion(factors.end, self.tile_m * STAT_BYTES)
@@ -118,8 +131,9 @@ class MlaTraitsE4m3:
     @property
     def fragment_regs(self) -> int:
         """32-bit registers of a thread for O, S and the part of Q that it keeps."""
-        fragments = self.tile_m * LATENT_DIM_V + self.chains * self.k_parts * self.tile_m * self.tile_n
-        return fragments // self.num_threads + self.q_kept * MMA_M * MMA_K // 2 // WARP
+        fragments = self.tile_m * LATENT_DIM_V + self.chains * self.column_parts * self.tile_m * self.tile_n
+        q_rows = self.tile_m // self.product_warps_m
+        return fragments // self.num_threads + self.q_kept * q_rows * MMA_K // 2 // WARP
 
     def serves(self, rows: int) -> bool:
         """Whether sequences of so many query rows are decoded like this."""
@@ -138,6 +152,10 @@ class MlaTraitsE4m3:
             return f"tile_m {self.tile_m} is not {MMA_M} rows for each warp, or each of 2, 4, .. of {self.num_warps}"
         if self.k_parts not in (1, 2) or self.key_groups % self.k_parts:
             return f"k_parts {self.k_parts} is not 1, or 2 of {self.key_groups} warps with the same query rows"
+        if self.trades_rows and (self.warps_m % 2 or self.k_parts > 1):
+            return (
+                f"trades_rows is for tiles of {2 * MMA_M} or 64 rows and k_parts 1, not {self.tile_m}, {self.k_parts}"
+            )
         if PAGE_ROWS % self.tile_n or self.tile_n % (MMA_K * self.warps_n):
             return (
                 f"tile_n {self.tile_n} is not a divisor of {PAGE_ROWS} and a multiple of {MMA_K} keys "

@@ -60,7 +60,7 @@ class FlashMlaDecodeE4m3:
     def tiled_mma_qk(self) -> cute.TiledMma:
         """S = Q Kᵀ: warps along query rows and keys, those of one part of the columns."""
         traits = self.traits
-        return atoms.tiled_mma_by_columns(self.dtype, traits.warps_m, traits.warps_n, traits.warp_keys)
+        return atoms.tiled_mma_by_columns(self.dtype, traits.product_warps_m, traits.warps_n, traits.warp_keys)
 
     def tiled_mma_s(self) -> cute.TiledMma:
         """Whose accumulators are S as warps have it in the end, all of them along query rows and keys."""
@@ -103,7 +103,7 @@ class FlashMlaDecodeE4m3:
             sK=tile("pages", atoms.swizzled_tile(traits.tile_n, PAIRS, traits.kv_stage)),
             start_k=base + plan["pages"].start,
             sP=tile("p", atoms.swizzled_tile(traits.tile_m, traits.tile_n)),
-            halves=None if traits.k_parts == 1 else statistic("halves", halves),
+            halves=None if traits.column_parts == 1 else statistic("halves", halves),
             by_warps=statistic(
                 "maxima", cute.make_layout((traits.tile_m, traits.key_groups), stride=(traits.key_groups, 1))
             ),

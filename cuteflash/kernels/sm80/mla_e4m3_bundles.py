@@ -52,7 +52,7 @@ class E4m3Fragments:
         key_part: of the step's keys, which the warp multiplies; k_part: which of Q's and K's columns.
         warp: index in the block, by which it has columns of O.
         mma_qk, mma_pv: the products.
-        rQ: fragments of Q, ((2, 2, 2), 1, steps of a warp).
+        rQ: fragments of Q, ((2, 2, 2), groups of 16 rows, steps of a warp).
         rP: fragments of P; copy_p their ldmatrix slice; tOsP what that reads.
         accs_S: accumulators of the product with K, to be added up.
         acc_S: what the warp has of S in the end, the first one of them if warps do not share columns; `scores.values`

@@ -16,9 +16,10 @@ from cuteflash.core.convert import halves_of_e4m3
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
+from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
 from cuteflash.kernels.sm80.mla_decode_load import place_of
 from cuteflash.kernels.sm80.mla_decode_mma import NO_MAXIMUM, stage_of, wait_loads
-from cuteflash.kernels.sm80.mla_decode_softmax import ROWS, scale_out, soften
+from cuteflash.kernels.sm80.mla_decode_softmax import ROW_GROUP_BARRIER, ROWS, scale_out, soften
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Fragments
 from cuteflash.kernels.sm80.mla_e4m3_load import CHUNK_BYTES, SLAB_BYTES_Q, load_keys, load_q, prepare_q
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V
@@ -42,7 +43,7 @@ def make_fragments(kernel, block: E4m3Block) -> E4m3Fragments:
     shape = mma_qk.get_slice(0).partition_shape_C(shape_S)
     accs = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(traits.chains))
     acc_S = accs[0]
-    if traits.k_parts > 1:
+    if traits.column_parts > 1:
         acc_S = cute.make_rmem_tensor(mma_s.get_slice(0).partition_shape_C(shape_S), Float32)
     acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C(shape_O), Float32)
     return E4m3Fragments(
@@ -52,10 +53,10 @@ def make_fragments(kernel, block: E4m3Block) -> E4m3Fragments:
         row_group=warp % traits.warps_m,
         key_group=key_group,
         key_part=key_group // traits.k_parts,
-        k_part=key_group % traits.k_parts,
+        k_part=warp % 2 if traits.trades_rows else key_group % traits.k_parts,
         mma_qk=mma_qk,
         mma_pv=mma_pv,
-        rQ=cute.make_rmem_tensor(((2, 2, 2), 1, traits.steps), Float16),
+        rQ=cute.make_rmem_tensor(((2, 2, 2), traits.warps_m // traits.product_warps_m, traits.steps), Float16),
         rP=thr_pv.make_fragment_A(thr_pv.partition_A(tiles.sP)),
         copy_p=copy_p,
         tOsP=copy_p.partition_S(tiles.sP),
@@ -160,17 +161,20 @@ def place_of_pair(kernel, f: E4m3Fragments, number: int) -> tuple[int, Int32 | i
 
     Warps that share columns take the same half of every slab, so that it is the slab's address alone that changes.
     """
-    return (number, f.k_part) if kernel.traits.k_parts > 1 else (number // 2, number % 2)
+    return (number, f.k_part) if kernel.traits.column_parts > 1 else (number // 2, number % 2)
 
 
 def fetch_q(kernel, block: E4m3Block, f: E4m3Fragments, step: int) -> None:
     """The fragment of 16 columns of Q."""
     slab, half = place_of_pair(kernel, f, step // 2)
-    row, chunk = f.row_group * MMA_M + f.lane % MMA_M, 4 * half + step % 2 * 2 + f.lane // MMA_M
-    at = slab * kernel.traits.tile_m * SLAB_BYTES_Q + row * SLAB_BYTES_Q + (chunk ^ row % 8) * CHUNK_BYTES
-    words, found = cute.recast_tensor(f.rQ[None, None, step], Uint32), load_matrices(block.tiles.start_q + at, False)
-    for i in range(WORDS):
-        words[i] = found[i]
+    chunk = 4 * half + step % 2 * 2 + f.lane // MMA_M
+    for m in range(cute.size(f.rQ.shape[1])):
+        group = f.row_group // 2 * 2 + m if kernel.traits.trades_rows else f.row_group
+        row = group * MMA_M + f.lane % MMA_M
+        at = slab * kernel.traits.tile_m * SLAB_BYTES_Q + row * SLAB_BYTES_Q + (chunk ^ row % 8) * CHUNK_BYTES
+        words, found = cute.recast_tensor(f.rQ[None, m, step], Uint32), load_matrices(block.tiles.start_q + at, False)
+        for i in range(WORDS):
+            words[i] = found[i]
 
 
 def fetch_pairs(start: cute.Pointer, row: Int32, chunk: Int32, slab: Int32, rows: int, turn: bool) -> cute.Tensor:
@@ -228,10 +232,32 @@ def product_qk(kernel, block: E4m3Block, f: E4m3Fragments, start: cute.Pointer) 
     total = f.accs_S[0]
     for acc in f.accs_S[1:]:
         total.store(total.load() + acc.load())
-    values = rows_view(total)
+    if traits.trades_rows:
+        trade_rows(kernel, block, f)
+    values = rows_view(f.acc_S if traits.trades_rows else total)
     for r in range(ROWS):
         for c in range(cute.size(values.shape[1])):
             values[r, c] = values[r, c] * f.row_scale[r]
+
+
+def trade_rows(kernel, block: E4m3Block, f: E4m3Fragments) -> None:
+    """S of the warp's own rows, from the products of both parts of the columns."""
+    halves, product, mine = block.tiles.halves, f.accs_S[0], f.acc_S
+    is_first = f.k_part == 0
+    other = f.thread + cutlass.select_(is_first, WARP, -WARP)
+    chunk = cute.make_rmem_tensor(QUAD, Float32)
+    groups = range(cute.size(mine) // QUAD)
+    for n in groups:
+        for e in range(QUAD):
+            low, high = product[e + 2 * QUAD * n], product[e + QUAD + 2 * QUAD * n]
+            chunk[e], mine[e + QUAD * n] = cutlass.select_(is_first, high, low), cutlass.select_(is_first, low, high)
+        copy_chunk(chunk, halves[None, other, n])
+    barrier = ROW_GROUP_BARRIER + kernel.traits.warps_m + f.warp // 2  # of the two warps
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARP)
+    for n in groups:
+        copy_chunk(halves[None, f.thread, n], chunk)
+        for e in range(QUAD):
+            mine[e + QUAD * n] = mine[e + QUAD * n] + chunk[e]
 
 
 def product_pv(kernel, f: E4m3Fragments, start: cute.Pointer) -> None:
