@@ -287,6 +287,7 @@ def test_shared_memory_is_planned(row: MlaTraitsE4m3) -> None:
     ("changed", "complaint"),
     [
         ({"tile_m": 24}, "tile_m 24 is not 16 rows for each warp, or each of 2, 4, .. of 8"),
+        ({"num_warps": 16}, "num_warps 16 is not 1, 2, 4 or 8: each has multiples of 64 columns of O"),
         ({"k_parts": 3}, "k_parts 3 is not 1, or 2 of 4 warps with the same query rows"),
         ({"tile_n": 96}, "tile_n 96 is not a divisor of 64 and a multiple of 16 keys for each of 4 warps"),
         ({"tile_n": 32}, "tile_n 32 is not"),

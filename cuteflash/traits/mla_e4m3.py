@@ -14,6 +14,7 @@ from cuteflash.traits.sm80 import ADDRESS_REGS, MMA_K, MMA_M, WARP, registers_a_
 
 PAIRS = LATENT_DIM // 2  # of bytes, which ldmatrix moves like 16-bit elements
 STEPS = LATENT_DIM // MMA_K
+COLUMNS = 64  # of a slab of keys, which a swizzle permutes: a warp has whole ones of O
 ELEMENT_BYTES, STAT_BYTES = 2, 4
 SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle, so that a tile's offset never carries into it
 E4M3_CAPABILITY = 8, 9  # from which on e4m3 is converted by an instruction
@@ -150,6 +151,8 @@ class MlaTraitsE4m3:
     def _tiles_complaint(self) -> str | None:
         if self.tile_m % MMA_M or self.num_warps % max(self.warps_m, 1) or self.tile_m < MMA_M:
             return f"tile_m {self.tile_m} is not {MMA_M} rows for each warp, or each of 2, 4, .. of {self.num_warps}"
+        if self.warp_columns % COLUMNS:
+            return f"num_warps {self.num_warps} is not 1, 2, 4 or 8: each has multiples of {COLUMNS} columns of O"
         if self.k_parts not in (1, 2) or self.key_groups % self.k_parts:
             return f"k_parts {self.k_parts} is not 1, or 2 of {self.key_groups} warps with the same query rows"
         if self.trades_rows and (self.warps_m % 2 or self.k_parts > 1):
