@@ -14,7 +14,7 @@ from typing import Any
 from cuteflash import usertable
 from cuteflash.mla_problem import MlaProblem
 from cuteflash.problem import FEATURES, Operation, Problem
-from cuteflash.traits import rows_mla_sm80, rows_mla_sm90
+from cuteflash.traits import rows_mla_e4m3, rows_mla_sm80, rows_mla_sm90
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
@@ -23,6 +23,7 @@ from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.mla_e4m3 import MlaTraitsE4m3
 from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
@@ -43,9 +44,11 @@ KERNELS: dict[type[Any], tuple[str, str]] = {
     BwdTwoPassTraitsSm90: ("cuteflash.kernels.sm90.bwd_two_pass", "FlashBwdTwoPassSm90"),
     MlaTraitsSm80: ("cuteflash.kernels.sm80.mla_decode", "FlashMlaDecodeSm80"),
     MlaTraitsSm90: ("cuteflash.kernels.sm90.mla_decode", "FlashMlaDecodeSm90"),
+    MlaTraitsE4m3: ("cuteflash.kernels.sm80.mla_e4m3", "FlashMlaDecodeE4m3"),
 }
-MlaTraits = MlaTraitsSm80 | MlaTraitsSm90
+MlaTraits = MlaTraitsSm80 | MlaTraitsSm90 | MlaTraitsE4m3
 MLA_ROWS: dict[Family, tuple[MlaTraits, ...]] = {"sm80": rows_mla_sm80.ROWS, "sm90": rows_mla_sm90.ROWS}
+MLA_E4M3_ROWS: dict[Family, tuple[MlaTraits, ...]] = {"sm80": rows_mla_e4m3.ROWS, "sm90": ()}  # of e4m3 caches
 
 
 def kernel_modules(operation: Operation) -> tuple[str, ...]:
@@ -174,16 +177,18 @@ def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | Non
     """
     check_family(target, family)
     arch = get_arch(target)
-    family = family or arch.families[0]
+    family = family or ("sm80" if problem.is_e4m3 else arch.families[0])
+    cache = "an e4m3 cache" if problem.is_e4m3 else problem.dtype
     reasons = []
-    for traits in MLA_ROWS[family]:
+    for traits in (MLA_E4M3_ROWS if problem.is_e4m3 else MLA_ROWS)[family]:
         if problem.dtype in traits.dtypes and traits.serves(rows):
             reason = traits.check(arch)
             if reason is None:
                 return traits
             reasons.append(f"{traits.tile_m}x{traits.tile_n} {reason}")
     raise NotImplementedError(
-        f"no row of the {family} family decodes latent attention on {target} in {problem.dtype}: {'; '.join(reasons)}"
+        f"no row of the {family} family decodes latent attention on {target} in {cache}: "
+        + ("; ".join(reasons) or "it has none")
     )
 
 

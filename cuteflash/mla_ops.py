@@ -2,7 +2,7 @@
 
 Each token of a sequence has one cached row, the key of all query heads, whose first columns are its value, too. The
 host reads no length and no table, so that a CUDA graph replays with other lengths and pages. Entries of the table after
-a sequence's last row are not looked up, and rows after it are not read.
+a sequence's last row are not looked up, and rows after it are not read. A cache of e4m3 has a descale, in fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from cuteflash.validate import check_alignments, lse_dtype, reads_values
 from cuteflash.validate_mla import MlaInputs, MlaOptions, check_mla, check_mla_values
 
 NAME = "mla_decode"
-TENSORS = MlaInputs._fields
+*TENSORS, TRAILING = MlaInputs._fields  # the last one comes after the options, of which few calls have it
+FIRST_TRAILING = len(TENSORS) + len(MlaOptions._fields)
 Results = tuple[Tensor, Tensor]
 
 
@@ -51,7 +52,7 @@ class CudaDecode:
             check_mla_values(inputs)
         if is_empty(inputs):
             return without_rows(inputs, options)
-        q, kv_cache, cache_seqlens, page_table = inputs
+        q, kv_cache, cache_seqlens, page_table, descale = inputs
         return self.decode(
             q,
             kv_cache,
@@ -62,12 +63,14 @@ class CudaDecode:
             causal=options.causal,
             num_splits=options.num_splits,
             family=cast(Family | None, options.family),
+            descale=descale,
         )
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[MlaInputs, MlaOptions]:
     """The tensors and the options of a call's flat arguments, of which trailing defaults may be left out."""
-    return MlaInputs(*arguments[: len(TENSORS)]), MlaOptions(*arguments[len(TENSORS) :])
+    options = MlaOptions(*arguments[len(TENSORS) : FIRST_TRAILING])
+    return MlaInputs(*arguments[: len(TENSORS)])._replace(**dict(zip([TRAILING], arguments[FIRST_TRAILING:]))), options
 
 
 def is_empty(inputs: MlaInputs) -> bool:
@@ -119,7 +122,7 @@ def _cpu(*arguments: Any) -> Results:
     inputs = MlaInputs(*tensors)
     _check_alignment(inputs)
     check_mla_values(inputs)
-    q, kv_cache, cache_seqlens, page_table = inputs
+    q, kv_cache, cache_seqlens, page_table, descale = inputs
     return latent_decode(
         q,
         kv_cache,
@@ -128,11 +131,13 @@ def _cpu(*arguments: Any) -> Results:
         head_dim_v=options.head_dim_v,
         softmax_scale=options.scale(q.shape[-1]),
         causal=options.causal,
+        descale=descale,
     )
 
 
 def _not_differentiable(implementation: Any, *arguments: Any) -> NoReturn:
-    needs_one = next(n for n, x in zip(TENSORS, arguments, strict=False) if x is not None and x.requires_grad)
+    tensors = zip((*TENSORS, TRAILING), (*arguments[: len(TENSORS)], *arguments[FIRST_TRAILING:]), strict=False)
+    needs_one = next(name for name, x in tensors if x is not None and x.requires_grad)
     raise NotImplementedError(f"{needs_one}.requires_grad is True; {NO_GRADIENT.format(NAME)}")
 
 
@@ -154,8 +159,9 @@ def count_flops(*arguments: Any, out_val: Any = None, **named: Any) -> int:
 mla_decode_cuda = CudaDecode()
 MLA_DECODE = Operator(
     name=NAME,
-    tensors=TENSORS[:3],
-    optional=TENSORS[3:],
+    tensors=tuple(TENSORS[:3]),
+    optional=tuple(TENSORS[3:]),
+    trailing=(TRAILING,),
     options=MlaOptions,
     returns=tuple[Tensor, Tensor],
     check=_check,

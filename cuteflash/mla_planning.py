@@ -130,7 +130,9 @@ class MlaPlan:
     blocks: int
     tile_m: int
 
-    def __call__(self, q: Tensor, kv_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor) -> Result:
+    def __call__(
+        self, q: Tensor, kv_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor, descale: Tensor | None
+    ) -> Result:
         """O and LSE."""
         batch, seqlen_q, heads, _ = q.shape
         rows = seqlen_q * heads
@@ -145,6 +147,7 @@ class MlaPlan:
             cache_seqlens=cache_seqlens,
             out=out.view(batch, rows, LATENT_DIM_V),
             lse=q.new_empty((batch, heads, seqlen_q), dtype=torch.float32),
+            descale=None if descale is None else descale.expand(batch),
             **(self._workspace(q, batch) if self.shares.is_split else {}),
         )
         self.kernel(*tensors, *self.scalars)
@@ -177,6 +180,7 @@ class CudaMlaDecode:
         causal: bool,
         num_splits: int,
         family: Family | None = None,
+        descale: Tensor | None = None,
     ) -> Result:
         """Attention to the first rows of each sequence's cache.
 
@@ -190,6 +194,7 @@ class CudaMlaDecode:
             causal: the last query is aligned with the last row, and a query sees no row after its own.
             num_splits: parts of a sequence at most, each read by another block; 1 is none, 0 as many as are useful.
             family: kernel family; None is the best of the GPU.
+            descale: () or (1,) or (batch,) fp32, what elements of an e4m3 cache are multiplied with; else None.
 
         Returns:
             O (batch, seqlen_q, heads, 512) and LSE (batch, heads, seqlen_q) fp32; 0 and -inf if a query sees no row.
@@ -200,14 +205,15 @@ class CudaMlaDecode:
         """
         options = softmax_scale, causal, num_splits, family
         tables = None if page_table is None else (page_table.shape, page_table.stride())
-        kind = q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), tables, head_dim_v, options
+        cache = kv_cache.shape, kv_cache.stride(), kv_cache.dtype
+        kind = q.shape, q.stride(), q.dtype, q.device, cache, tables, head_dim_v, options
         plan = self._plans.get(kind)
         if plan is None:
             check_served(q, kv_cache, page_table, head_dim_v)
             if len(self._plans) >= PLANS_MAX:
                 self._plans.clear()
             plan = self._plans[kind] = plan_of(q, kv_cache, page_table, options)
-        return plan(q, kv_cache, page_table, cache_seqlens.contiguous())
+        return plan(q, kv_cache, page_table, cache_seqlens.contiguous(), descale)
 
 
 def plan_of(
@@ -217,14 +223,15 @@ def plan_of(
     softmax_scale, causal, num_splits, family = options
     batch, seqlen_q, heads, _ = q.shape
     entry_rows = kv_cache.shape[1]
-    problem = MlaProblem(DTYPE_NAMES[q.dtype], page_table is not None, is_split=num_splits != 1)
+    is_e4m3 = kv_cache.dtype == torch.float8_e4m3fn
+    problem = MlaProblem(DTYPE_NAMES[q.dtype], page_table is not None, num_splits != 1, is_e4m3)
     target = current_target(q.device.index)
     traits = choose_mla(problem, seqlen_q * heads, target, family)
     m_blocks = -(-seqlen_q * heads // traits.tile_m)
     capacity = entry_rows if page_table is None else page_table.shape[1] * entry_rows
     num_sms = _multiprocessors(q.device)
-    shares = Shares.of(batch, m_blocks, -(-capacity // PAGE_ROWS), num_splits, num_sms)
-    step = ALIGNMENT // q.element_size()
+    shares = Shares.of(batch, m_blocks, -(-capacity // PAGE_ROWS), num_splits, num_sms * traits.blocks_per_sm)
+    step, cache_step = (ALIGNMENT // x.element_size() for x in (q, kv_cache))
     found = row_strides(q)
     q_strides = None if found is None else usable_strides((*found, 1), step) or (*found, 1)
     of_rows = kv_cache.stride()[:2]
@@ -232,7 +239,7 @@ def plan_of(
     return MlaPlan(
         kernel=compiled(kernel_class(traits), traits, problem, target),
         q_strides=q_strides,
-        kv_strides=usable_strides((*of_rows, 1), step) or (*of_rows, 1),
+        kv_strides=usable_strides((*of_rows, 1), cache_step) or (*of_rows, 1),
         shares=shares,
         scalars=MlaScalars(
             softmax_scale=softmax_scale,

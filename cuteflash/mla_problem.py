@@ -19,9 +19,10 @@ class MlaProblem:
     """What the decoding kernel of latent attention is generated for.
 
     Attributes:
-        dtype: element type of Q, the cache and O.
+        dtype: element type of Q and O, and of the cache unless that is e4m3.
         is_paged: a table says where a sequence's pages lie; otherwise an entry of the cache is a sequence.
         is_split: the keys of a sequence may be dealt to several blocks, see `cuteflash.core.split`.
+        is_e4m3: the cache is e4m3, with a descale of each sequence.
     """
 
     operation: ClassVar[str] = "mla"
@@ -29,6 +30,7 @@ class MlaProblem:
     dtype: HalfDtype
     is_paged: bool = True
     is_split: bool = True
+    is_e4m3: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -50,6 +52,7 @@ class MlaTensors(NamedTuple):
     partials: Any = None  # (slots, tile_m, 512) fp32, of split keys: see `cuteflash.core.split_slots`
     partials_lse: Any = None  # (slots, tile_m) fp32
     seats: Any = None  # (batch, query tiles, 2) int32: the first and the last seat that has keys of a tile
+    descale: Any = None  # (batch,) fp32, of an e4m3 cache: what its elements are multiplied with
 
 
 class MlaScalars(NamedTuple):

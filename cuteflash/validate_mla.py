@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from cuteflash import mla_problem
@@ -19,7 +20,9 @@ from cuteflash.validate import (
     SCALES,
     SPLITS,
     check_kind,
+    check_same_device,
     check_same_kind,
+    check_strided,
     check_strides,
     holds,
 )
@@ -31,6 +34,8 @@ ROPE_DIM = ROW_DIM - LATENT_DIM  # with rotary positions, the last ones
 PAGE_STEP = mla_problem.PAGE_ROWS
 CACHE_DIMS = ("batch", "seqlen_cache", "kv_heads", "head_dim")
 PAGED_DIMS = ("num_pages", "page_size", "kv_heads", "head_dim")
+FP8 = torch.float8_e4m3fn
+FLASHMLA_ROW_BYTES = 656  # of FlashMLA's rows: 512 bytes of e4m3, 4 scales of 128 columns each, 64 columns of bf16
 
 
 class MlaOptions(NamedTuple):
@@ -62,6 +67,7 @@ class MlaInputs(NamedTuple):
     kv_cache: Tensor  # (num_pages, page_size, 1, head_dim); without a table (batch, seqlen_cache, 1, head_dim)
     cache_seqlens: Tensor  # (batch,)
     page_table: Tensor | None = None  # (batch, pages of a sequence)
+    descale: Tensor | None = None  # of an e4m3 cache, fp32: (), (1,) or (batch,)
 
     @property
     def capacity(self) -> int:
@@ -74,23 +80,28 @@ def check_mla(inputs: MlaInputs, options: MlaOptions) -> None:
     """Raise if no kernel and no reference can take these arguments; reads no element.
 
     Raises:
-        TypeError: a dtype that is not supported, not that of q, or of a vector or table that is not int32.
+        TypeError: a dtype that is not supported, not that of q, or of a vector or table that is not int32, or of a
+            descale that is not fp32.
         ValueError: a shape, stride, device mix or option that is not allowed.
-        NotImplementedError: a device or memory layout that is not supported.
+        NotImplementedError: a device, memory layout or format of rows that is not supported.
     """
     check_mla_options(options)
     q, cache = inputs.q, inputs.kv_cache
     cache_dims = CACHE_DIMS if inputs.page_table is None else PAGED_DIMS
+    check_row_format("kv_cache", cache)
     for name, tensor, dims in (("q", q, DIMS), ("kv_cache", cache, cache_dims)):
-        if tensor.dtype in FP8_DTYPES:
-            raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: torch.float16, torch.bfloat16")
-        check_kind(name, tensor, dims)
+        is_e4m3 = tensor is cache and tensor.dtype == FP8
+        if tensor.dtype in FP8_DTYPES and not is_e4m3:
+            also = "" if tensor is q else f", {FP8}"
+            raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: torch.float16, torch.bfloat16{also}")
+        check_kind(name, tensor, dims, (FP8,) if is_e4m3 else ())
         if holds(tensor.shape[3] != ROW_DIM):
             raise ValueError(
                 f"{name}.shape[3] (head_dim) is {tensor.shape[3]}; allowed: {ROW_DIM}, {LATENT_DIM} columns of the "
                 f"latent and {ROPE_DIM} with rotary positions"
             )
-    check_same_kind("kv_cache", cache, q)
+    (check_same_device if cache.dtype == FP8 else check_same_kind)("kv_cache", cache, q)
+    check_descale(inputs.descale, cache, q.shape[0])
     if holds(cache.shape[2] != 1):
         raise ValueError(f"kv_cache.shape[2] (kv_heads) is {cache.shape[2]}; allowed: 1, which all query heads share")
     if holds(q.shape[2] > HEADS_MAX):
@@ -98,6 +109,37 @@ def check_mla(inputs: MlaInputs, options: MlaOptions) -> None:
     for name, tensor in (("q", q), ("kv_cache", cache)):
         check_strides(name, tensor)
     _check_lengths(inputs)
+
+
+def check_row_format(name: str, cache: Tensor) -> None:
+    """Raise NotImplementedError if the rows of a cache look like those of FlashMLA's 8-bit format."""
+    if cache.element_size() == 1 and cache.dim() and holds(cache.shape[-1] == FLASHMLA_ROW_BYTES):
+        raise NotImplementedError(
+            f"{name}.shape[{cache.dim() - 1}] is {FLASHMLA_ROW_BYTES}, FlashMLA's rows with scales for each 128 "
+            f"columns and 64 columns of bf16; cuteflash supports {FP8} rows of {ROW_DIM} columns with a descale"
+        )
+
+
+def check_descale(descale: Tensor | None, cache: Tensor, batch: int) -> None:
+    """Raise if `descale` does not go with the cache: one of e4m3 has a descale, any other has none.
+
+    Raises:
+        TypeError: it is not fp32.
+        ValueError: it is missing or must not be there, or its shape or device is not allowed.
+    """
+    if descale is None:
+        if cache.dtype == FP8:
+            raise ValueError(f"descale is None; allowed with a kv_cache of {FP8}: a tensor")
+        return
+    if cache.dtype != FP8:
+        raise ValueError(f"descale is given with a kv_cache of {cache.dtype}; allowed with {FP8} only")
+    check_strided("descale", descale)
+    if descale.dtype != torch.float32:
+        raise TypeError(f"descale.dtype is {descale.dtype}; allowed: torch.float32")
+    if descale.device != cache.device:
+        raise ValueError(f"descale.device is {descale.device}; allowed: {cache.device}, that of kv_cache")
+    if descale.dim() > 1 or (descale.dim() == 1 and holds(descale.shape[0] != 1) and holds(descale.shape[0] != batch)):
+        raise ValueError(f"descale.shape is {tuple(descale.shape)}; allowed: (), (1,), or ({batch},), the batch")
 
 
 def check_mla_options(options: MlaOptions) -> None:
@@ -115,7 +157,7 @@ def check_mla_options(options: MlaOptions) -> None:
 
 def _check_lengths(inputs: MlaInputs) -> None:
     """The vector of lengths, the table, and sizes that kernels can count."""
-    q, cache, cache_seqlens, table = inputs
+    q, cache, cache_seqlens, table, _ = inputs
     batch = q.shape[0]
     check_vector("cache_seqlens", cache_seqlens, q.device)
     if holds(cache_seqlens.shape[0] != batch):

@@ -40,7 +40,7 @@ def test_sequences_have_pages_of_their_own() -> None:
 
 
 def test_work_is_counted_once_for_all_heads_that_read_it() -> None:
-    assert EQUAL.nbytes == 2 * 192 * 576 * 2
+    assert EQUAL.nbytes(torch.bfloat16) == 2 * 192 * 576 * 2 and EQUAL.nbytes(mla.FP8) == 2 * 192 * 576
     assert EQUAL.flops == 2 * 2 * 192 * 4 * (576 + 512)
     assert MIXED.flops == 2 * 199 * 4 * 2 * (576 + 512)
     assert (EQUAL.label, Shape(16, (8192,) * 128).label) == ("2 × 192, 4 heads", "128 × 8k, 16 heads")
@@ -64,6 +64,23 @@ def test_everything_is_checked_timed_and_reported(
     (line,) = (line for line in found.splitlines() if line.startswith("| 2 × 192, 4 heads | "))
     assert line.endswith(f" | {result['shapes'][0]['sm80']:.1f} |") and line.count("|") == 8
     assert "| 3 mixed up to 130, 4 heads, 2 queries | wrong: rms error" in found
+
+
+def test_a_cache_of_e4m3_stands_beside_one_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "L2_BYTES", 1)
+    seen = []
+
+    def attend(caches: Caches) -> Tensor:
+        seen.append((caches.kv_cache.dtype, caches.descale is None))
+        return right(caches)
+
+    monkeypatch.setattr(mla, "attend", attend)
+    result = mla.run([EQUAL], CPU, None, 1, mla.FP8)
+    assert set(seen) == {(mla.FP8, False), (torch.bfloat16, True)}
+    (cell,) = result["shapes"]
+    assert cell["bytes"] == EQUAL.nbytes(mla.FP8) and "sm80" not in cell
+    found = "\n".join(mla.table(result))
+    assert "cached rows of e4m3" in found and found.endswith(f" | {cell['bf16']:.1f} |") and "| bf16 µs |" in found
 
 
 def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

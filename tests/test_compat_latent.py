@@ -44,6 +44,7 @@ def test_the_signature_of_flash_mla() -> None:
         **dict.fromkeys(("num_splits", "softmax_scale"), None),
         **dict.fromkeys(("causal", "is_fp8_kvcache"), False),
         **dict.fromkeys(("indices", "attn_sink", *tail), None),
+        "descale_k": None,  # ours
     }
     parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters.values()
     assert [(x.name, x.default) for x in parameters] == list(expected.items())
@@ -81,8 +82,7 @@ def test_older_metadata_has_the_shapes_of_flash_mla() -> None:
         ((torch.tensor([3]), 16, 1), TypeError, "cache_seqlens.dtype is torch.int64; allowed: torch.int32"),
         ((int32(3), 16.0, 1), TypeError, "num_q_tokens_per_head_k is 16.0; allowed: an int"),
         ((int32(3), 16, 0), ValueError, "num_heads_k is 0; allowed: 1 or more"),
-        ((int32(3), 16, 1, 16, True), NotImplementedError, "is_fp8_kvcache is True; cuteflash supports False"),
-        ((int32(3), 16, 1, 16, False, 2048), NotImplementedError, "topk is 2048; cuteflash supports None"),
+        ((int32(3), 16, 1, 16, True, 2048), NotImplementedError, "topk is 2048; cuteflash supports None"),
     ],
     ids=str,
 )
@@ -94,13 +94,57 @@ def test_metadata_that_is_refused(arguments: Any, error: type[Exception], messag
 SPARSE = ("indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
 
 
-@pytest.mark.parametrize("name", [*SPARSE, "is_fp8_kvcache"])
+@pytest.mark.parametrize("name", SPARSE)
 def test_what_flash_mla_does_not_have_here_is_refused_by_name(name: str) -> None:
-    value = True if name == "is_fp8_kvcache" else torch.zeros(2, 3)
-    described = "True" if value is True else "a tensor of shape (2, 3)"
     with pytest.raises(NotImplementedError) as error:
-        flash_mla.flash_mla_with_kvcache(None, None, None, None, None, None, **{name: value})
-    assert str(error.value).startswith(f"{name} is {described}; cuteflash supports ")
+        flash_mla.flash_mla_with_kvcache(None, None, None, None, None, None, **{name: torch.zeros(2, 3)})
+    assert str(error.value).startswith(f"{name} is a tensor of shape (2, 3); cuteflash supports ")
+
+
+def test_flash_mla_with_a_cache_of_e4m3() -> None:
+    q, cache, lengths, table = inputs().values()
+    cache = cache.to(torch.float8_e4m3fn)
+    metadata = flash_mla.get_mla_metadata()
+    for descale in (None, torch.rand(BATCH) + 0.5):
+        out, _ = flash_mla.flash_mla_with_kvcache(
+            q, cache, table, lengths, 512, *metadata, is_fp8_kvcache=True, descale_k=descale
+        )
+        scale = torch.ones(1) if descale is None else descale
+        assert torch.equal(out, flash_mla_decode(q, cache, lengths, page_table=table, descale=scale))
+
+
+@pytest.mark.parametrize(
+    ("cache", "is_fp8", "error", "message"),
+    [
+        (
+            torch.zeros(2, 64, 1, 576),
+            True,
+            TypeError,
+            "is_fp8_kvcache is True with a k_cache of torch.float32; allowed",
+        ),
+        (
+            torch.zeros(2, 64, 1, 576, dtype=torch.float8_e4m3fn),
+            False,
+            TypeError,
+            "is_fp8_kvcache is False with a k_ca",
+        ),
+        (
+            torch.zeros(2, 64, 1, 656, dtype=torch.uint8),
+            True,
+            NotImplementedError,
+            r"k_cache.shape\[3\] is 656, FlashM",
+        ),
+    ],
+    ids=["16 bits", "e4m3", "656 bytes"],
+)
+def test_other_caches_of_flash_mla_are_refused(
+    cache: torch.Tensor, is_fp8: bool, error: type[Exception], message: str
+) -> None:
+    q, _, lengths, table = inputs().values()
+    with pytest.raises(error, match=message):
+        flash_mla.flash_mla_with_kvcache(
+            q, cache, table, lengths, 512, *flash_mla.get_mla_metadata(), is_fp8_kvcache=is_fp8
+        )
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_the_schema() -> None:
     assert str(MLA._schema) == (
         "cuteflash::mla_decode(Tensor q, Tensor kv_cache, Tensor cache_seqlens, Tensor? page_table=None, "
         "int head_dim_v=512, float? softmax_scale=None, bool causal=False, int num_splits=0, "
-        "str? family=None) -> (Tensor, Tensor)"
+        "str? family=None, Tensor? descale=None) -> (Tensor, Tensor)"
     )
 
 
@@ -232,7 +232,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"kv_cache.shape\[1\] \(page_size\) is 16; allowed: multiples of 64",
     ),
     "q dtype": ({"q": lambda q: q.int()}, TypeError, "q.dtype is torch.int32; allowed on cpu: "),
-    "fp8": ({"kv_cache": lambda x: x.to(torch.float8_e4m3fn)}, TypeError, "kv_cache.dtype is torch.float8_e4m3fn; al"),
+    "fp8": ({"kv_cache": lambda x: x.to(torch.float8_e4m3fn)}, ValueError, "descale is None; allowed with a kv_cache"),
     "dtype": ({"kv_cache": lambda x: x.half()}, TypeError, "kv_cache.dtype is torch.float16; allowed: torch.float32,"),
     "device": ({"kv_cache": lambda x: x.to("meta")}, ValueError, "kv_cache.device is meta; allowed: cpu, that of q"),
     "row stride": ({"q": lambda q: q.mT.contiguous().mT}, ValueError, r"q.stride\(3\) is 5; allowed: 1"),
@@ -380,6 +380,9 @@ def cuda() -> tuple[mla_ops.CudaDecode, Recorder]:
     return made, recorder
 
 
+PLAIN = {"causal": False, "num_splits": 0, "descale": None}
+
+
 def test_a_launch_gets_tensors_and_resolved_options() -> None:
     run, recorder = cuda()
     q, cache, lengths, table = built(dtype=torch.bfloat16).values()
@@ -387,8 +390,15 @@ def test_a_launch_gets_tensors_and_resolved_options() -> None:
     run(q, cache, lengths, None if table is None else table, 512, 0.3, True, 4, "sm80")
     (first, defaults), (second, options) = recorder.calls
     assert all(x is y for found in (first, second) for x, y in zip(found, (q, cache, table, lengths), strict=True))
-    assert defaults == {"head_dim_v": 512, "softmax_scale": 576**-0.5, "causal": False, "num_splits": 0, "family": None}
-    assert options == {"head_dim_v": 512, "softmax_scale": 0.3, "causal": True, "num_splits": 4, "family": "sm80"}
+    assert defaults == {"head_dim_v": 512, "softmax_scale": 576**-0.5, **PLAIN, "family": None}
+    assert options == {
+        "head_dim_v": 512,
+        "softmax_scale": 0.3,
+        **PLAIN,
+        "causal": True,
+        "num_splits": 4,
+        "family": "sm80",
+    }
 
 
 def test_nothing_is_launched_without_rows_or_queries() -> None:

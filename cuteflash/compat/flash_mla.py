@@ -8,7 +8,9 @@ two tensors. Our kernels share a call's rows out by themselves and read neither,
 
 What differs:
 
-- 8-bit caches, `indices` and what else belongs to sparse attention, and `attn_sink` raise NotImplementedError.
+- `is_fp8_kvcache` says that the cache is e4m3 of 576 columns, with a scale in the argument `descale_k`, which FlashMLA
+  does not have. FlashMLA's own format, rows of 656 bytes with scales among them, raises NotImplementedError.
+- `indices` and what else belongs to sparse attention, and `attn_sink` raise NotImplementedError.
 - CPU tensors run the reference.
 """
 
@@ -24,13 +26,13 @@ from cuteflash import mla
 from cuteflash.coerce import not_tensors
 from cuteflash.unsupported import NOTHING, refuse
 from cuteflash.validate import shown
+from cuteflash.validate_mla import FP8, check_row_format
 from cuteflash.validate_packed import check_vector
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 PART_INTS = 8  # of what FlashMLA calls TileSchedulerMetaData
 TILE_ROWS = 64
-FALSE = (False,)
 
 
 @dataclasses.dataclass
@@ -52,7 +54,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
     Raises:
         TypeError, ValueError: arguments that are not those.
-        NotImplementedError: `is_fp8_kvcache` or `topk` is used.
+        NotImplementedError: `topk` is used.
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
@@ -67,7 +69,7 @@ def _older_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    refuse(is_fp8_kvcache=(is_fp8_kvcache, FALSE), topk=(topk, NOTHING))
+    refuse(topk=(topk, NOTHING))
     if not isinstance(cache_seqlens, Tensor):
         raise not_tensors(cache_seqlens=cache_seqlens)
     check_vector("cache_seqlens", cache_seqlens, cache_seqlens.device)
@@ -100,6 +102,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Tensor | None = None,
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
+    descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q to pages of latents, `cuteflash.flash_mla_decode`.
 
@@ -112,18 +115,21 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` gave, in either form.
         softmax_scale: None is ``1 / sqrt(576)``.
         causal: the last query is aligned with the last row.
+        is_fp8_kvcache: k_cache is torch.float8_e4m3fn.
+        descale_k: fp32, (), (1,) or (batch,), with `is_fp8_kvcache` only: what the cache's elements are multiplied
+            with; None is 1.
 
     Returns:
         O, (batch, seqlen_q, heads, 512), and LSE, fp32 (batch, heads, seqlen_q). A query that sees no row has O = 0 and
         LSE = inf, as FlashMLA gives it; `cuteflash.flash_mla_decode` gives -inf.
 
     Raises:
-        NotImplementedError: an argument that the module's text names is used.
+        NotImplementedError: an argument or a format that the module's text names is used.
+        TypeError: `is_fp8_kvcache` is not what k_cache's dtype says.
         TypeError, ValueError: as `cuteflash.flash_mla_decode`, which names `k_cache` kv_cache and `block_table`
             page_table.
     """
     refuse(
-        is_fp8_kvcache=(is_fp8_kvcache, FALSE),
         indices=(indices, NOTHING),
         attn_sink=(attn_sink, NOTHING),
         extra_k_cache=(extra_k_cache, NOTHING),
@@ -135,6 +141,15 @@ def flash_mla_with_kvcache(
         if not isinstance(x, Tensor):
             raise not_tensors(**{name: x})
     _check_metadata(tile_scheduler_metadata, num_splits)
+    if isinstance(k_cache, Tensor):
+        check_row_format("k_cache", k_cache)
+        if is_fp8_kvcache != (k_cache.dtype == FP8):
+            raise TypeError(
+                f"is_fp8_kvcache is {shown(is_fp8_kvcache)} with a k_cache of {k_cache.dtype}; allowed: True with "
+                f"{FP8} only"
+            )
+        if is_fp8_kvcache and descale_k is None:
+            descale_k = torch.ones((), dtype=torch.float32, device=k_cache.device)
     out, lse = mla.flash_mla_decode(
         q,
         k_cache,
@@ -144,6 +159,7 @@ def flash_mla_with_kvcache(
         softmax_scale=softmax_scale,
         causal=causal,
         return_lse=True,
+        descale=descale_k,
     )
     return out, torch.where(lse == float("-inf"), float("inf"), lse)
 

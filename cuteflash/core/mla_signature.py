@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES
+from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
 
 
@@ -23,8 +24,8 @@ def mla_fake_args(problem: MlaProblem, tile_m: int) -> tuple[Any, ...]:
         cute.sym_int32(symbol=name) for name in ("batch", "rows", "entries", "entry_rows", "pages", "heads", "tokens")
     )
 
-    def operand(*shape: Any) -> Any:
-        strides = tuple(cute.sym_int64(divisibility=ALIGN_ELEMENTS) for _ in shape[1:])
+    def operand(dtype: type[cutlass.Numeric], *shape: Any) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=8 * ALIGN_BYTES // dtype.width) for _ in shape[1:])
         return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=ALIGN_BYTES)
 
     table = None
@@ -38,15 +39,16 @@ def mla_fake_args(problem: MlaProblem, tile_m: int) -> tuple[Any, ...]:
         partials_lse = make_fake_compact_tensor(Float32, shape[:2], stride_order=(1, 0), assumed_align=4)
         seats = make_fake_compact_tensor(Int32, (batch, m_blocks, 2), stride_order=(2, 1, 0), assumed_align=4)
     tensors = MlaTensors(
-        q=operand(batch, rows, LATENT_DIM),
-        kv_cache=operand(entries, entry_rows, LATENT_DIM),
+        q=operand(dtype, batch, rows, LATENT_DIM),
+        kv_cache=operand(CUTE_DTYPES["e4m3"] if problem.is_e4m3 else dtype, entries, entry_rows, LATENT_DIM),
         page_table=table,
         cache_seqlens=make_fake_compact_tensor(Int32, (batch,), assumed_align=4),
-        out=operand(batch, rows, LATENT_DIM_V),
+        out=operand(dtype, batch, rows, LATENT_DIM_V),
         lse=make_fake_compact_tensor(Float32, (batch, heads, tokens), stride_order=(2, 1, 0), assumed_align=4),
         partials=partials,
         partials_lse=partials_lse,
         seats=seats,
+        descale=make_fake_tensor(Float32, (batch,), stride=(cute.sym_int64(),)) if problem.is_e4m3 else None,
     )
     scalars = MlaScalars(Float32(0.0), Int32(0), Int32(1), Int32(0), Int32(2), Int32(1), Int32(1))
     return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)

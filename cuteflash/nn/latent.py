@@ -24,18 +24,21 @@ class Cache(NamedTuple):
         rows: (batch, seqlen, 1, 576), packed (total, 1, 576), or with a table (num_pages, page_size, 1, 576).
         lengths: (batch,), rows of each sequence; None is all, and the rows are those of the queries.
         page_table: (batch, pages of a sequence).
+        descale: of rows of e4m3, (), (1,) or (batch,).
     """
 
     rows: Tensor
-    lengths: Tensor | None
-    page_table: Tensor | None
+    lengths: Tensor | None = None
+    page_table: Tensor | None = None
+    descale: Tensor | None = None
 
-    def gathered(self) -> Tensor:
-        """The rows with those of a sequence one after the other, whatever lies after its last one."""
-        if self.page_table is None:
-            return self.rows
-        entries = self.page_table.clamp(0, self.rows.shape[0] - 1)  # those after the last row may be any number
-        return self.rows[entries].flatten(1, 2)
+    def gathered(self, dtype: torch.dtype) -> Tensor:
+        """The rows with those of a sequence one after the other, whatever lies after its last one; e4m3 as `dtype`."""
+        rows = self.rows
+        if self.page_table is not None:
+            entries = self.page_table.clamp(0, rows.shape[0] - 1)  # those after the last row may be any number
+            rows = rows[entries].flatten(1, 2)
+        return rows if self.descale is None else (rows.float() * self.descale.view(-1, 1, 1, 1)).to(dtype)
 
 
 class MultiHeadLatentAttention(torch.nn.Module):
@@ -133,6 +136,7 @@ class MultiHeadLatentAttention(torch.nn.Module):
         page_table: Tensor | None = None,
         cos_sin: Angles | None = None,
         absorbed: bool | None = None,
+        descale: Tensor | None = None,
     ) -> Tensor:
         """Shaped as x.
 
@@ -149,25 +153,26 @@ class MultiHeadLatentAttention(torch.nn.Module):
                 (total, 32); None is those of `rotary_emb` for their positions.
             absorbed: which of the two ways computes it; None is absorbed with `cache_seqlens`, otherwise plain. Plain
                 with `cache_seqlens` projects all rows of the cache, which pays with many new tokens.
+            descale: fp32, (), (1,) or (batch,), of a cache of e4m3: what its elements are multiplied with.
 
         Raises:
             ValueError: an input has the wrong number of dimensions, or does not go with another one.
             TypeError, NotImplementedError: as `cuteflash.flash_mla_decode` and `cuteflash.append_latents`.
         """
         absorbed = cache_seqlens is not None if absorbed is None else absorbed
-        _check_inputs(x, cu_seqlens, kv_cache, cache_seqlens, page_table)
+        _check_inputs(x, cu_seqlens, kv_cache, cache_seqlens, page_table, descale)
         if absorbed and cu_seqlens is not None:
             raise ValueError("absorbed is True with cu_seqlens; allowed: False or None, packed sequences are plain")
         if cos_sin is None:
             cos_sin = self._cos_sin(x, cu_seqlens, cache_seqlens)
         q_nope, q_rope = self.queries(x, cos_sin)
         rows = self.rows(x, cos_sin)
-        cache = Cache(rows, None, None)
+        cache = Cache(rows)
         if kv_cache is not None:
             begins = 0 if cache_seqlens is None else cache_seqlens
-            mla.append_latents(kv_cache, rows, begins, page_table=page_table)
+            mla.append_latents(kv_cache, rows, begins, page_table=page_table, descale=descale)
             if cache_seqlens is not None:
-                cache = Cache(kv_cache, cache_seqlens + x.shape[1], page_table)
+                cache = Cache(kv_cache, cache_seqlens + x.shape[1], page_table, descale)
         if absorbed:
             out = self._absorbed(q_nope, q_rope, cache)
         else:
@@ -203,14 +208,13 @@ class MultiHeadLatentAttention(torch.nn.Module):
             (self.qk_nope_head_dim, self.v_head_dim), dim=1
         )
         q = torch.cat((torch.einsum("bshn,hnr->bshr", q_nope, w_k), q_rope), dim=-1)
-        out = mla.flash_mla_decode(
-            q, cache.rows, cache.lengths, page_table=cache.page_table, softmax_scale=self.softmax_scale, causal=True
-        )
+        named: dict[str, Any] = {"page_table": cache.page_table, "descale": cache.descale}
+        out = mla.flash_mla_decode(q, cache.rows, cache.lengths, **named, softmax_scale=self.softmax_scale, causal=True)
         return torch.einsum("bshr,hvr->bshv", out, w_v)
 
     def _plain(self, q: Tensor, cache: Cache, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None) -> Tensor:
         """O, (batch, seqlen, heads, v) or packed (total, heads, v), of queries (.., heads, nope + 64)."""
-        k, k_rope, v = self.keys_values(cache.gathered())
+        k, k_rope, v = self.keys_values(cache.gathered(q.dtype))
         options: dict[str, Any] = {"softmax_scale": self.softmax_scale, "causal": True}
         out: Tensor
         if cache.lengths is not None:
@@ -253,12 +257,14 @@ def _check_inputs(
     kv_cache: Tensor | None,
     cache_seqlens: Tensor | None,
     page_table: Tensor | None,
+    descale: Tensor | None,
 ) -> None:
     allowed = "(batch, seqlen, hidden_size)" if cu_seqlens is None else "packed, (total, hidden_size)"
     if x.dim() != (3 if cu_seqlens is None else 2):
         raise ValueError(f"x.shape is {tuple(x.shape)}; allowed: {allowed}")
     if kv_cache is None:
-        for name, value in (("cache_seqlens", cache_seqlens), ("page_table", page_table)):
+        others = {"cache_seqlens": cache_seqlens, "page_table": page_table, "descale": descale}
+        for name, value in others.items():
             if value is not None:
                 raise ValueError(f"{name} is given without kv_cache; allowed: None")
     elif cu_seqlens is not None:

@@ -25,17 +25,19 @@ def latent_decode(
     head_dim_v: int,
     softmax_scale: float,
     causal: bool,
+    descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each sequence's queries to the latent rows of its cache, one sequence after the other.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), any floating dtype.
+        q: (batch, seqlen_q, heads, head_dim), any floating dtype of 16 bits or more.
         kv_cache: (num_pages, page_size, 1, head_dim), or without a table (batch, seqlen_cache, 1, head_dim).
         page_table: (batch, pages of a sequence); None is a row of the cache for each sequence.
         cache_seqlens: (batch,), rows of each sequence; further rows and pages are not read.
         head_dim_v: columns of a row that are its value, the first ones.
         softmax_scale: multiplies Q C^T.
         causal: the last query is aligned with the last row, and a query sees no row after its own.
+        descale: (), (1,) or (batch,), what the elements of an 8-bit cache are multiplied with.
 
     Returns:
         O (batch, seqlen_q, heads, head_dim_v) in q's dtype and LSE (batch, heads, seqlen_q) in fp32 (fp64 for fp64
@@ -46,6 +48,8 @@ def latent_decode(
     lse = q.new_full((batch, heads, seqlen_q), float("-inf"), dtype=compute_dtype(q))
     for i, length in enumerate(cache_seqlens.tolist()):
         rows = cached_rows(kv_cache, page_table, i, length)[None]
+        if descale is not None:
+            rows = rows.to(compute_dtype(q)) * descale.expand(batch)[i]
         o[i], lse[i] = (x[0] for x in flash_attention_2(
             q[i, None], rows, rows[..., :head_dim_v], softmax_scale, window_right=0 if causal else -1
         ))  # fmt: skip
