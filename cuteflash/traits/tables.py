@@ -46,6 +46,7 @@ from cuteflash.traits import (
     rows_bwd_sm80_hopper,
     rows_bwd_sm80_small,
     rows_bwd_sm90,
+    rows_cache_sm80,
     rows_cache_sm90,
     rows_few_sm90,
     rows_fp8_sm90,
@@ -86,7 +87,7 @@ TABLES: dict[TableKey, tuple[Row, ...]] = {
 # Rows that split keys, of the forward's families on all targets, written by hand.
 SPLIT_MODULES: dict[Family, tuple[ModuleType, ...]] = {"sm90": (rows_split_sm90,), "sm80": (rows_split_sm80,)}
 # Rows of e4m3 caches, those that split keys and others: likewise.
-CACHE_MODULES: dict[Family, tuple[ModuleType, ...]] = {"sm90": (rows_cache_sm90,), "sm80": ()}
+CACHE_MODULES: dict[Family, tuple[ModuleType, ...]] = {"sm90": (rows_cache_sm90,), "sm80": (rows_cache_sm80,)}
 SPLIT_ROWS, CACHE_ROWS = (
     {family: tuple(row for module in modules for row in module.ROWS) for family, modules in form.items()}
     for form in (SPLIT_MODULES, CACHE_MODULES)

@@ -18,19 +18,13 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_instructions
 
 from cuteflash.core.convert import halves_of_e4m3, round_pair
+from cuteflash.core.fit_half import TOP, exponent_of, fitted, larger_exponent, power_of_two
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view, transposed
 from cuteflash.kernels.sm90.few_bundles import FewBlock, FewWarp
 from cuteflash.kernels.sm90.few_finish import ColumnSoftmax, finish_tile
-from cuteflash.kernels.sm90.fit_q import (
-    TOP,
-    exponent_of,
-    fitted,
-    larger_exponent,
-    power_of_two,
-)
 from cuteflash.kernels.sm90.fp8_load import chunk
 from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.swizzle import swizzled
