@@ -36,7 +36,6 @@ Traits = (
 # The kinds of traits: each is called as the function below that makes its rows, also in databases and users' tables.
 KINDS: dict[str, type[Traits]] = {
     "fwd_sm80": FwdTraitsSm80,
-    "fwd_cache_sm80": FwdTraitsCacheSm80,
     "fwd_sm90": FwdTraitsSm90,
     "fwd_fp8_sm90": FwdTraitsFp8Sm90,
     "fwd_cache_sm90": FwdTraitsCacheSm90,
@@ -175,7 +174,7 @@ def kinds_of(
         for name, kind in KINDS.items()
         if (kind.operation, kind.family) == (operation, family)
         and dtypes in (None, kind.dtypes)
-        and of_cache in (None, kind in (FwdTraitsCacheSm80, FwdTraitsCacheSm90))
+        and of_cache in (None, kind is FwdTraitsCacheSm90)
     }
 
 

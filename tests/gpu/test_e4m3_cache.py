@@ -251,11 +251,6 @@ def test_a_query_of_a_page_table_call(hopper: torch.device) -> None:
     paged.assert_right(alone, *result)
 
 
-def test_another_family_refuses_by_name(cuda: torch.device) -> None:
-    with pytest.raises(NotImplementedError, match=r"e4m3 caches needs the sm90 family"):
-        flash_attn_with_kvcache(**cached(cuda), family="sm80")
-
-
 def test_other_lengths_and_scales_compile_nothing(hopper_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     check((40, 50, 60), 16, DECODE, hopper_gpu)
 
