@@ -244,7 +244,7 @@ def check_target(target: str) -> None:
     """NotImplementedError if a target has no kernels of e4m3 caches."""
     if get_arch(target).capability < CONVERTING_CAPABILITY:
         raise NotImplementedError(
-            f"attention to e4m3 caches needs sm_89 or later, whose instructions convert e4m3; the GPU's target is {target}"
+            f"the GPU's target is {target}; attention to e4m3 caches needs sm_89 or later, which converts e4m3"
         )
 
 

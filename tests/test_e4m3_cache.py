@@ -184,7 +184,7 @@ def test_whole_dense_caches_have_no_vectors(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_86"])
 def test_targets_that_do_not_convert_refuse_by_name(target: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"needs sm_89 or later.*; the GPU's target is {target}"):
+    with pytest.raises(NotImplementedError, match=f"target is {target}; .* needs sm_89 or later"):
         check_target(target)
     for other in ("sm_89", "sm_90a", "sm_120"):
         check_target(other)

@@ -12,6 +12,7 @@ from cuteflash.traits.sm80 import MMA_K, PLAIN_FEATURES, SPLIT_FEATURES, FwdTrai
 CONVERTING_CAPABILITY = 8, 9  # whose instructions convert e4m3; those that fill such a cache need it as well
 COLUMNS_STEP = 2 * MMA_K  # ldmatrix moves so many as pairs of bytes, which two products read
 P_OFFSET = 8.0
+CACHE_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"e4m3_cache"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class FwdTraitsCacheSm80(FwdTraitsSm80):
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements."""
-        return PLAIN_FEATURES | {"e4m3_cache"} | (SPLIT_FEATURES if self.splits else frozenset())
+        return CACHE_FEATURES | SPLIT_FEATURES if self.splits else CACHE_FEATURES
 
     @property
     def loaded_columns(self) -> tuple[int, int]:
@@ -47,5 +48,5 @@ class FwdTraitsCacheSm80(FwdTraitsSm80):
         for columns in self.loaded_columns:
             rows = copy_rows(self, columns)
             if self.tile_n % rows:
-                return f"{self.num_threads} threads copy {rows} rows of a cache at once: tile_n {self.tile_n} is not a multiple"
+                return f"{self.num_threads} threads copy {rows} rows at once: tile_n {self.tile_n} is not a multiple"
         return FwdTraitsSm80.check(self, arch)

@@ -1,7 +1,8 @@
 """Rows of the sm80 forward for 16-bit Q and e4m3 caches, of all targets that convert e4m3.
 
-They are written by hand; no sweep knows them. Of each head dim the first rows are those of Hopper, the next those of targets with 99 KiB a block. Every warp converts
-all of a block's keys for its own rows. Two blocks on a multiprocessor overlap that with the products.
+They are written by hand; no sweep knows them. Of each head dim the first rows are those of Hopper, the next those of
+targets with 99 KiB a block. Every warp converts all of a block's keys for its own rows: two blocks on a multiprocessor
+overlap that with the products.
 """
 
 from __future__ import annotations

@@ -131,9 +131,7 @@ SPECS: dict[Task, Spec] = {
         candidates={"sm90": cache_candidates_sm90},
         streamed="stored_k",
         always=("split", "e4m3_cache"),
-        shipped={
-            family: tuple(row for row in rows if row.traits.splits) for family, rows in SWEPT_CACHE_ROWS.items()
-        },
+        shipped={family: tuple(row for row in rows if row.traits.splits) for family, rows in SWEPT_CACHE_ROWS.items()},
     ),
 }
 TASKS: tuple[Task, ...] = get_args(Task)

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import const_expr
 
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.sm80.cache_mma import stage_quads
 from cuteflash.kernels.sm80.bundles import Fragments
+from cuteflash.kernels.sm80.cache_mma import stage_quads
 from cuteflash.kernels.sm80.load import query_chunk
 
 

@@ -9,8 +9,8 @@
 With one stage, K of the next block is loaded while the PV product runs and V while the QK product runs; with more,
 whole blocks are loaded ahead and a step needs one barrier instead of two. Several blocks on one multiprocessor overlap
 the softmax of one with the products of another. Rows of a cache are looked up in its pages
-(`cuteflash.kernels.common.gather`). Of an e4m3 cache sK and sV hold bytes, and fragments are made into fp16 in registers
-(`cache_mma.py`). Not here: dropout, ALiBi, gradients.
+(`cuteflash.kernels.common.gather`). Of an e4m3 cache sK and sV hold bytes, of which fragments of fp16 are made in
+registers (`cache_mma.py`). Not here: dropout, ALiBi, gradients.
 """
 
 from __future__ import annotations
