@@ -91,7 +91,7 @@ def operands_of(options: ScheduleOptions) -> Operands:
     """The matrices of the calls. Rows of e4m3 caches are the same for either 16-bit type of q."""
     head_dims = options.head_dim, options.head_dim_v
     if options.dtype in FP8_DTYPES:
-        return dataclasses.replace(Operands.of(DTYPES[-1], *head_dims), cache_dtype="e4m3")
+        return dataclasses.replace(Operands.of("bf16", *head_dims), cache_dtype="e4m3")
     return Operands.of(cast(Dtype, options.dtype), *head_dims)
 
 
