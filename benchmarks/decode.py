@@ -75,7 +75,7 @@ def shapes(head_dims: Sequence[int], queries: int, quick: bool, cache: str = CAC
 def attend(caches: Caches, family: Family | None = None) -> Tensor:
     """Ours: without pages the public function, with pages the operator of caches."""
     if caches.descales is not None:
-        return attend_e4m3(caches, caches.descales)
+        return attend_e4m3(caches, caches.descales, family)
     if caches.page_table is None:
         out: Tensor = flash_attn_func(caches.q, caches.k, caches.v, family=family, **SPLITS)
         return out
@@ -84,7 +84,7 @@ def attend(caches: Caches, family: Family | None = None) -> Tensor:
     return found
 
 
-def attend_e4m3(caches: Caches, descales: Tensor) -> Tensor:
+def attend_e4m3(caches: Caches, descales: Tensor, family: Family | None) -> Tensor:
     """Ours on e4m3 caches: the operator of caches."""
     k_descale, v_descale = descales
     found: Tensor = torch.ops.cuteflash.kvcache_fwd(
@@ -95,6 +95,7 @@ def attend_e4m3(caches: Caches, descales: Tensor) -> Tensor:
         page_table=caches.page_table,
         k_descale=k_descale,
         v_descale=v_descale,
+        family=family,
         **SPLITS,
     )
     return found
@@ -148,8 +149,7 @@ def contestants(shape: Shape, where: torch.device, settings: Settings) -> Iterat
     if not shape.is_mixed:
         caches = [make_caches(shape, where, 0, seed) for seed in range(count)]
         yield OURS, Rotation(attend, caches)
-        if not shape.is_e4m3:
-            yield SM80, Rotation(functools.partial(attend, family="sm80"), caches)
+        yield SM80, Rotation(functools.partial(attend, family="sm80"), caches)
         for name in () if shape.is_e4m3 else settings.peers:
             missing = missing_peer(name)
             yield name, NotImplementedError(missing) if missing else _peer_rotation(name, caches)

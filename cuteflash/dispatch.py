@@ -19,6 +19,7 @@ from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.cache_sm80 import FwdTraitsCacheSm80
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
@@ -35,6 +36,7 @@ from cuteflash.usertable import MeasuredRow
 FITTED_MAX = 4096  # traits with head dims, for a target
 KERNELS: dict[type[Any], tuple[str, str]] = {
     FwdTraitsSm80: ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
+    FwdTraitsCacheSm80: ("cuteflash.kernels.sm80.fwd", "FlashFwdSm80"),
     FwdTraitsSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
     FwdTraitsFp8Sm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),
     FwdTraitsCacheSm90: ("cuteflash.kernels.sm90.fwd", "FlashFwdSm90"),

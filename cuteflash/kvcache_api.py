@@ -171,7 +171,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, family, sinks: as for `flash_attn_func`.
         k_descale, v_descale: fp32, (batch, kv_heads) or (kv_heads,), of e4m3 caches: an element stands for itself times
             its head's scale, and what is appended is divided by it and rounded, as by `append_kv`. On a GPU such caches
-            need the sm90 family.
+            need sm_89 or later; tree masks of them need the sm80 family.
         rotary_interleaved: a rotated pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
         num_splits: into how many parts a sequence's keys may be cut, 0 or more; 0 leaves it to the library. It never
             changes what is computed.

@@ -34,12 +34,12 @@ from cuteflash.schedule_problem import ScheduleScalars
 from cuteflash.split_planning import MOST_PARTS, ROWS, SplitKernels, Tiles, grid_of
 from cuteflash.strides import fp32_template, is_like_new, usable_strides
 from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits.cache_sm80 import CONVERTING_CAPABILITY
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
 from cuteflash.validate import ALIGNMENT, reads_values
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
 from cuteflash.validate_packed import PackedInputs
 
-E4M3_FAMILY: Family = "sm90"  # that has kernels of e4m3 caches
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
 
 Launch = Callable[[KvCacheInputs], Result]
@@ -177,7 +177,7 @@ class Planner:
         restrides = [usable_strides(x.stride(), ALIGNMENT // x.element_size()) for x in (q, k, v)]
         strides = [new or x.stride() for new, x in zip(restrides[1:], (k, v), strict=True)]
         if inputs.is_e4m3:
-            check_family(current_target(q.device.index), options.family)
+            check_target(current_target(q.device.index))
         plan = self._plan(inputs, options)
         fitted = plan.split.fitted = functools.partial(with_boxes, inputs, strides)
         split = plan.split.of(plan.sizes.tiles, plan.packs(ROWS))
@@ -240,13 +240,11 @@ class Planner:
         return o, lse
 
 
-def check_family(target: str, family: str | None) -> None:
-    """NotImplementedError if a target, or the family asked for, has no kernels of e4m3 caches."""
-    runs = family or get_arch(target).families[0]
-    if runs != E4M3_FAMILY:
+def check_target(target: str) -> None:
+    """NotImplementedError if a target has no kernels of e4m3 caches."""
+    if get_arch(target).capability < CONVERTING_CAPABILITY:
         raise NotImplementedError(
-            f"attention to e4m3 caches needs the {E4M3_FAMILY} family (Hopper); {target} runs {runs}"
-            + ("" if family is None else f", which `family` asks for: {family!r}")
+            f"the GPU's target is {target}; attention to e4m3 caches needs sm_89 or later, which converts e4m3"
         )
 
 

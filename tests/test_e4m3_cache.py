@@ -14,7 +14,7 @@ from cuteflash import append_kv, flash_attn_func, flash_attn_varlen_func, flash_
 from cuteflash.arguments import FwdArguments, FwdOptions
 from cuteflash.compat import flash_attn_interface
 from cuteflash.dispatch import choose_shipped
-from cuteflash.kvcache_planning import check_family
+from cuteflash.kvcache_planning import check_target
 from cuteflash.operands import Operands
 from cuteflash.problem import DENSE, FwdProblem, Scores, Storage
 from cuteflash.traits.arch import get_arch
@@ -182,11 +182,12 @@ def test_whole_dense_caches_have_no_vectors(gpu: Gpu) -> None:
     assert found.scales.k_descale.shape == (2, 2) and found.packed.seqused_k is None
 
 
-@pytest.mark.parametrize(("target", "family"), [("sm_80", None), ("sm_89", None), ("sm_90a", "sm80")])
-def test_other_families_refuse_by_name(target: str, family: str | None) -> None:
-    with pytest.raises(NotImplementedError, match=rf"needs the sm90 family \(Hopper\); {target} runs sm80"):
-        check_family(target, family)
-    check_family("sm_90a", None)
+@pytest.mark.parametrize("target", ["sm_80", "sm_86"])
+def test_targets_that_do_not_convert_refuse_by_name(target: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"target is {target}; .* needs sm_89 or later"):
+        check_target(target)
+    for other in ("sm_89", "sm_90a", "sm_120"):
+        check_target(other)
 
 
 # Results on a CPU, where tests/gpu/test_e4m3_cache.py runs as well.

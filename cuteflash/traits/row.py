@@ -14,6 +14,7 @@ from cuteflash.traits.arch import Family
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.cache_sm80 import FwdTraitsCacheSm80
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
@@ -23,6 +24,7 @@ from cuteflash.traits.sm90 import FwdTraitsSm90
 
 Traits = (
     FwdTraitsSm80
+    | FwdTraitsCacheSm80
     | FwdTraitsSm90
     | FwdTraitsFp8Sm90
     | FwdTraitsCacheSm90
@@ -180,6 +182,11 @@ def fwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tup
     """An sm80 row; `more` are keyword arguments of `_row`: what the row serves, and fields of its traits."""
     tile = head_dim, tile_m, tile_n
     return _row(FwdTraitsSm80, tile, masks, num_warps=num_warps, **more)
+
+
+def fwd_cache_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, **more: Any) -> Row:
+    """An sm80 row of e4m3 caches; `more` are keyword arguments of `_row`."""
+    return _row(FwdTraitsCacheSm80, (head_dim, tile_m, tile_n), more.pop("masks", ALL), num_warps=num_warps, **more)
 
 
 def fwd_sm90(

@@ -15,6 +15,8 @@ MMA_M, MMA_N, MMA_K = 16, 8, 16
 ARRIVAL_BYTES = 16
 ADDRESS_REGS = 16  # registers a thread needs at least beside its fragments
 REGS_STEP = 8  # the compiler's register limit is a multiple of this
+PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "varlen", "sink"})
+SPLIT_FEATURES: frozenset[Feature] = frozenset({"split", "tree"})  # of rows that may split keys
 
 
 class BlockTraits(FwdTraits, Protocol):
@@ -124,20 +126,28 @@ class FwdTraitsSm80:
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the kernel implements."""
-        plain: frozenset[Feature] = frozenset({"softcap", "lse", "varlen", "sink"})
-        return plain | {"split", "tree"} if self.splits else plain
+        return PLAIN_FEATURES | SPLIT_FEATURES if self.splits else PLAIN_FEATURES
 
     @property
     def num_threads(self) -> int:
         return self.num_warps * WARP
 
     @property
+    def p_offset(self) -> float:
+        """P is multiplied with 2 to this power."""
+        return 0.0
+
+    @property
+    def loaded_columns(self) -> tuple[int, int]:
+        """Columns of the tiles of K and of V as they are loaded, in elements of Q."""
+        return self.head_dim, self.head_dim_v
+
+    @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Q, V, K; the epilogue stages O over all of them."""
         q = SmemRegion(0, self.tile_m * self.head_dim * self.element_bytes)
-        v_bytes = self.kv_stage * self.tile_n * self.head_dim_v * self.element_bytes
+        k_bytes, v_bytes = (self.kv_stage * self.tile_n * x * self.element_bytes for x in self.loaded_columns)
         v = SmemRegion(q.end, v_bytes, self.kv_stage)
-        k_bytes = self.kv_stage * self.tile_n * self.head_dim * self.element_bytes
         k = SmemRegion(v.end, k_bytes, self.kv_stage)
         plan = {"q": q, "v": v, "k": k, "o": SmemRegion(0, self.tile_m * self.head_dim_v * self.element_bytes)}
         if self.splits:

@@ -46,6 +46,7 @@ from cuteflash.traits import (
     rows_bwd_sm80_hopper,
     rows_bwd_sm80_small,
     rows_bwd_sm90,
+    rows_cache_sm80,
     rows_cache_sm90,
     rows_few_sm90,
     rows_fp8_sm90,
@@ -85,13 +86,13 @@ TABLES: dict[TableKey, tuple[Row, ...]] = {
 
 # Rows that split keys, of the forward's families on all targets, written by hand.
 SPLIT_MODULES: dict[Family, tuple[ModuleType, ...]] = {"sm90": (rows_split_sm90,), "sm80": (rows_split_sm80,)}
-# Rows of e4m3 caches, those that split keys and others: likewise.
+# Rows of e4m3 caches that are swept and drawn, those that split keys and others: likewise.
 CACHE_MODULES: dict[Family, tuple[ModuleType, ...]] = {"sm90": (rows_cache_sm90,), "sm80": ()}
-SPLIT_ROWS, CACHE_ROWS = (
+SPLIT_ROWS, SWEPT_CACHE_ROWS = (
     {family: tuple(row for module in modules for row in module.ROWS) for family, modules in form.items()}
     for form in (SPLIT_MODULES, CACHE_MODULES)
 )
-
+CACHE_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": SWEPT_CACHE_ROWS["sm90"], "sm80": rows_cache_sm80.ROWS}
 
 # Rows of few query rows, split keys and e4m3 caches: tiles that are smaller than those of `CACHE_ROWS`.
 FEW_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_few_sm90.ROWS, "sm80": ()}
@@ -111,11 +112,11 @@ class RowSet(NamedTuple):
 
 
 def row_sets(operation: Operation) -> Iterator[RowSet]:
-    """All shipped rows of an operation: table by table, then those of split keys and those of e4m3 caches."""
+    """Shipped rows of an operation: table by table, then those of split keys and the swept ones of e4m3 caches."""
     for table, rows in tables_of(operation).items():
         yield RowSet(table, MODULES[table], rows)
     if operation == "fwd":
-        for modules, rows_of in ((SPLIT_MODULES, SPLIT_ROWS), (CACHE_MODULES, CACHE_ROWS)):
+        for modules, rows_of in ((SPLIT_MODULES, SPLIT_ROWS), (CACHE_MODULES, SWEPT_CACHE_ROWS)):
             for table in tables_of(operation):
                 yield RowSet(table, modules[table.family], rows_of[table.family])
 

@@ -18,7 +18,7 @@ from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.candidates import fwd_candidates_fp8_sm90, fwd_candidates_sm80, fwd_candidates_sm90
 from cuteflash.traits.row import Row, TableKey, Traits
 from cuteflash.traits.split_candidates import cache_candidates_sm90, split_candidates_sm80, split_candidates_sm90
-from cuteflash.traits.tables import CACHE_ROWS, SPLIT_ROWS, TABLES
+from cuteflash.traits.tables import SPLIT_ROWS, SWEPT_CACHE_ROWS, TABLES
 
 # Of 8-bit operands: V as it is stored, or given as V^T. Of few queries: split keys, of a cache of 16 and of 8 bits.
 Task = Literal["fwd", "fwd e4m3", "fwd e4m3 vt", "bwd", "decode", "cache"]
@@ -131,7 +131,7 @@ SPECS: dict[Task, Spec] = {
         candidates={"sm90": cache_candidates_sm90},
         streamed="stored_k",
         always=("split", "e4m3_cache"),
-        shipped={family: tuple(row for row in rows if row.traits.splits) for family, rows in CACHE_ROWS.items()},
+        shipped={family: tuple(row for row in rows if row.traits.splits) for family, rows in SWEPT_CACHE_ROWS.items()},
     ),
 }
 TASKS: tuple[Task, ...] = get_args(Task)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cuteflash
+from cuteflash.traits.cache_sm80 import CONVERTING_CAPABILITY
 from tests.gpu.checks import Case, assert_close_to, assert_lse_close_to
 from tests.gpu.paged import Paged
 from tests.trees import by_hand, chain, some_tree
@@ -43,6 +44,13 @@ def check(paged: Paged, family: str, device: torch.device, seed: int = 0) -> Non
 @pytest.mark.parametrize("page_size", [None, 5, 16])
 def test_caches(page_size: int | None, num_splits: int, family: str, device: torch.device) -> None:
     check(Paged(KEYS, page_size, CASE, num_splits=num_splits), family, device)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 1000])
+def test_e4m3_caches_of_the_sm80_family(num_splits: int, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CONVERTING_CAPABILITY:
+        pytest.skip("e4m3 caches need sm_89 or later")
+    check(Paged(KEYS, 16, CASE, num_splits=num_splits, e4m3=True), "sm80", device)
 
 
 @pytest.mark.parametrize("num_splits", [1, 1000])

@@ -71,6 +71,8 @@ class Fragments:
         rQ, rK, rVt: fragments of the products' operands.
         copy_q, copy_k, copy_v: ldmatrix slices; tSsQ, tSsK, tOsVt what they read.
         acc_S, acc_O: accumulators; `scores.values` and `out` are the same as (rows, columns).
+        sQ: see `Tiles`.
+        row_scales: of an e4m3 cache the scale of each row's scores, which `scores` or `softmax` have as theirs.
     """
 
     thread: Int32
@@ -89,3 +91,5 @@ class Fragments:
     scores: ScoreTile
     out: cute.Tensor
     softmax: OnlineSoftmax
+    sQ: cute.Tensor
+    row_scales: cute.Tensor | None = None

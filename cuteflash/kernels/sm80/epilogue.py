@@ -8,6 +8,7 @@ from cutlass import const_expr
 
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm80.bundles import Fragments
+from cuteflash.kernels.sm80.cache_mma import stage_quads
 from cuteflash.kernels.sm80.load import query_chunk
 
 
@@ -15,11 +16,14 @@ from cuteflash.kernels.sm80.load import query_chunk
 def write_output(kernel: cutlass.Constexpr, f: Fragments, gO: cute.Tensor, sO: cute.Tensor, tile: QueryTile):
     """Stage O in shared memory and store it by whole 16-byte chunks; gO (rows, head_dim_v) as in `load_q`."""
     traits, head_dim_v = kernel.traits, kernel.problem.operands.head_dim_v
-    rounded = cute.make_rmem_tensor_like(f.acc_O, kernel.dtype)
-    rounded.store(f.acc_O.load().to(kernel.dtype))
-    stage = kernel.copy_o().get_slice(f.thread)
     cute.arch.sync_threads()  # O overlaps Q, K and V, which other warps may still read
-    cute.copy(stage, stage.retile(rounded), stage.partition_D(sO))
+    if const_expr(kernel.converts):
+        stage_quads(f, sO)
+    else:
+        rounded = cute.make_rmem_tensor_like(f.acc_O, kernel.dtype)
+        rounded.store(f.acc_O.load().to(kernel.dtype))
+        stage = kernel.copy_o().get_slice(f.thread)
+        cute.copy(stage, stage.retile(rounded), stage.partition_D(sO))
     cute.arch.sync_threads()
 
     copy = kernel.store_copy(traits.head_dim_v)

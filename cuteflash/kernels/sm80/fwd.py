@@ -9,7 +9,8 @@
 With one stage, K of the next block is loaded while the PV product runs and V while the QK product runs; with more,
 whole blocks are loaded ahead and a step needs one barrier instead of two. Several blocks on one multiprocessor overlap
 the softmax of one with the products of another. Rows of a cache are looked up in its pages
-(`cuteflash.kernels.common.gather`). Not here: dropout, ALiBi, gradients.
+(`cuteflash.kernels.common.gather`). Of an e4m3 cache sK and sV hold bytes, of which fragments of fp16 are made in
+registers (`cache_mma.py`). Not here: dropout, ALiBi, gradients.
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cuteflash.arguments import FwdArguments
+from cuteflash.arguments import FwdArguments, FwdTensors
 from cuteflash.atoms import row_copies
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.finish import finish_rows, normalize, write_lse
 from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
+from cuteflash.core.scales import Scales
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.split import each_part
 from cuteflash.core.tile import QueryTile
-from cuteflash.core.views import rows_first, rows_view, transposed
+from cuteflash.core.views import rows_first, rows_view, transposed, words_of
 from cuteflash.kernels.common.gather import make_gather
 from cuteflash.kernels.common.partials import Partials
-from cuteflash.kernels.sm80.bundles import KvSources, Operands, Tiles
+from cuteflash.kernels.sm80 import cache_mma
+from cuteflash.kernels.sm80.bundles import Fragments, KvSources, Operands, Tiles
 from cuteflash.kernels.sm80.epilogue import write_output
 from cuteflash.kernels.sm80.fwd_mma import attend, make_fragments
 from cuteflash.kernels.sm80.load import load_q, make_kv_source
@@ -52,7 +55,10 @@ class FlashFwdSm80:
     def __init__(self, traits: FwdTraitsSm80, problem: FwdProblem) -> None:
         self.traits = traits
         self.problem = problem
-        self.dtype = CUTE_DTYPES[problem.operands.qk_dtype]
+        self.dtype = CUTE_DTYPES[problem.operands.product_dtype]
+        self.out_dtype = CUTE_DTYPES[problem.operands.o_dtype]
+        self.converts = problem.operands.cache_dtype is not None  # K and V, which move as pairs of bytes,
+        self.fits_q = problem.operands.qk_dtype != problem.operands.product_dtype  # and Q
         self.tile_tokens = traits.tile_tokens(problem.operands.packed_heads)
         # If few keys lie left of a window, its first tiles are short, as under a causal mask.
         self.longest_first = traits.longest_first and problem.scores.mask != "full"
@@ -78,12 +84,12 @@ class FlashFwdSm80:
         return self.smem_tile(self.traits.tile_m, self.traits.head_dim)
 
     def smem_layout_k(self) -> cute.ComposedLayout:
-        """(tile_n, head_dim, kv_stage)"""
-        return self.smem_tile(self.traits.tile_n, self.traits.head_dim, self.traits.kv_stage)
+        """(tile_n, columns, kv_stage), as of the traits' `loaded_columns`"""
+        return self.smem_tile(self.traits.tile_n, self.traits.loaded_columns[0], self.traits.kv_stage)
 
     def smem_layout_v(self) -> cute.ComposedLayout:
-        """(tile_n, head_dim_v, kv_stage)"""
-        return self.smem_tile(self.traits.tile_n, self.traits.head_dim_v, self.traits.kv_stage)
+        """(tile_n, columns, kv_stage), likewise"""
+        return self.smem_tile(self.traits.tile_n, self.traits.loaded_columns[1], self.traits.kv_stage)
 
     def smem_layout_o(self) -> cute.ComposedLayout:
         """(tile_m, head_dim_v)"""
@@ -103,7 +109,7 @@ class FlashFwdSm80:
 
     def copy_o(self) -> cute.TiledCopy:
         """The O accumulators to sO."""
-        return atoms.store_pairs(self.dtype, self.tiled_mma_pv())
+        return atoms.store_pairs(self.out_dtype, self.tiled_mma_pv())
 
     def load_copy(self, cols: int) -> cute.TiledCopy:
         """Global memory to a shared tile of `cols` columns, by all threads of the block."""
@@ -111,15 +117,22 @@ class FlashFwdSm80:
 
     def store_copy(self, cols: int) -> cute.TiledCopy:
         """A shared tile of `cols` columns to registers and global memory, by all threads of the block."""
-        return row_copies.store_copy(self.dtype, self.traits.num_threads, cols)
+        return row_copies.store_copy(self.out_dtype, self.traits.num_threads, cols)
+
+    def as_moved(self, tensors: FwdTensors) -> FwdTensors:
+        """The tensors with Q, K and V in the element type of the products: of a cache pairs of bytes."""
+        if not self.converts:
+            return tensors
+        q = cute.make_tensor(cute.recast_ptr(tensors.q.iterator, dtype=self.dtype), tensors.q.layout)
+        return tensors._replace(q=q, k=words_of(tensors.k, self.dtype), v=words_of(tensors.v, self.dtype))
 
     @cute.jit
     def __call__(self, *arguments):
         scores = self.problem.scores
-        tensors, packed_tensors, _, scalars, sinks, stream, split, tree, _ = FwdArguments.of(
+        tensors, packed_tensors, scales, scalars, sinks, stream, split, tree, _ = FwdArguments.of(
             arguments, self.problem.is_split, scores.sink is not None, has_tree=scores.tree
         )
-        tensors = batched(tensors, self.problem.storage)
+        tensors = self.as_moved(batched(tensors, self.problem.storage))
         traits, packed = self.traits, self.problem.operands.packed_heads
         operands = Operands(
             query_view(tensors.q, packed), rows_first(tensors.k), rows_first(tensors.v), query_view(tensors.o, packed)
@@ -128,7 +141,7 @@ class FlashFwdSm80:
         partials = Partials.of(self, tensors, split, launch.sinks)
         blocks = partials.arrivals.shape[0] if const_expr(self.problem.is_split) else launch.order.size()
         self.kernel.set_name_prefix("flash_fwd_sm80", remove_cutlass_symbol=not traits.cutlass_symbol)
-        self.kernel(operands, tensors.lse, launch, partials).launch(
+        self.kernel(operands, tensors.lse, Scales.of(scales, self.problem.storage), launch, partials).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
@@ -137,30 +150,44 @@ class FlashFwdSm80:
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch, partials: Partials | None):
+    def kernel(
+        self,
+        operands: Operands,
+        mLSE: cute.Tensor | None,
+        scales: Scales | None,
+        launch: Launch,
+        partials: Partials | None,
+    ):
         base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         if const_expr(self.problem.is_split):
-            each_part(launch, functools.partial(self.compute_share, operands, partials, launch, base))
+            each_part(launch, functools.partial(self.compute_share, operands, scales, partials, launch, base))
         else:
             tile = launch.tile(cute.arch.block_idx()[0])
             if const_expr(self.problem.storage.q == "dense"):
-                self.compute(operands, mLSE, launch, base, tile)
+                self.compute(operands, mLSE, scales, launch, base, tile)
             elif tile.exists():
-                self.compute(operands, mLSE, launch, base, tile)
+                self.compute(operands, mLSE, scales, launch, base, tile)
 
     @cute.jit
     def compute(
-        self, operands: Operands, mLSE: cute.Tensor | None, launch: Launch, base: cute.Pointer, tile: QueryTile
+        self,
+        operands: Operands,
+        mLSE: cute.Tensor | None,
+        scales: Scales | None,
+        launch: Launch,
+        base: cute.Pointer,
+        tile: QueryTile,
     ):
         """Attend and write one tile."""
-        f, tiles = self.attend_tile(operands, launch, base, tile)
-        normalize(f.softmax, f.scores, f.out, tile, mLSE, sinks=launch.sinks)
+        f, tiles = self.attend_tile(operands, scales, launch, base, tile)
+        normalize(f.softmax, f.scores, f.out, tile, mLSE, scale_of_v(scales, tile), launch.sinks)
         write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
 
     @cute.jit
     def compute_share(
         self,
         operands: Operands,
+        scales: Scales | None,
         partials: Partials,
         launch: Launch,
         base: cute.Pointer,
@@ -170,23 +197,31 @@ class FlashFwdSm80:
     ):
         """Attend and write a tile, or this block's share of its keys; the last block merges all of these."""
         cute.arch.sync_threads()  # every warp is done with the shared memory of the tile before
-        f, tiles = self.attend_tile(operands, launch, base, tile)
-        lse = finish_rows(f.softmax, f.scores, tile, None, launch.sinks)
+        f, tiles = self.attend_tile(operands, scales, launch, base, tile)
+        lse = finish_rows(f.softmax, f.scores, tile, scale_of_v(scales, tile), launch.sinks)
         scale_rows(f.out, f.softmax.row_scale)
         if tile.share.is_whole():
             write_lse(lse, f.scores, tile, partials.mLSE)
             write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
         else:
-            identity = cute.make_identity_tensor((self.traits.tile_m, self.traits.head_dim_v))
-            partials.write(f.scores, f.out, rows_view(f.mma.get_slice(f.thread).partition_C(identity)), lse, tile)
+            partials.write(f.scores, f.out, self.columns_of_out(f), lse, tile)
             word = cute.recast_ptr(base + self.traits.smem_plan["arrival"].start, dtype=Int32)
             arrival = cute.make_tensor(word, cute.make_layout(1))
             if partials.come(tile, f.thread, arrival, cute.arch.sync_threads):
                 partials.merge(tile, f.thread, self.traits.num_warps)
         return kv_pos
 
+    def columns_of_out(self, f: Fragments) -> cute.Tensor:
+        """The coordinates of `f.out`'s elements in the tile."""
+        identity = cute.make_identity_tensor((self.traits.tile_m, self.traits.head_dim_v))
+        if self.converts:
+            return cache_mma.columns_of_out(f, identity)
+        return rows_view(f.mma.get_slice(f.thread).partition_C(identity))
+
     @cute.jit
-    def attend_tile(self, operands: Operands, launch: Launch, base: cute.Pointer, tile: QueryTile):
+    def attend_tile(
+        self, operands: Operands, scales: Scales | None, launch: Launch, base: cute.Pointer, tile: QueryTile
+    ):
         """Attend to a tile's keys; (fragments, shared-memory tensors)."""
         thread = cute.arch.thread_idx()[0]
         kv_head = tile.head  # packed, it is a KV head
@@ -194,6 +229,8 @@ class FlashFwdSm80:
             kv_head = tile.kv_head
         tiles = self.make_tiles(base)
         f = make_fragments(self, tiles, launch, thread)
+        if const_expr(self.converts):
+            f = cache_mma.with_row_scales(self, f, scales, tile)
         sources = self.kv_sources(operands, kv_head, tiles, launch, tile)
         load_q(self, operands.gQ[None, None, tile.head, tile.batch], tiles.sQ, tile, thread)
         attend(self, f, sources, tile)
@@ -208,9 +245,8 @@ class FlashFwdSm80:
             return KvSources(
                 *(
                     make_gather(self.load_copy(cols), thread, g[None, None, kv_head, None], sX, launch, tile)
-                    for g, sX, cols in (
-                        (operands.gK, tiles.sK, self.traits.head_dim),
-                        (operands.gV, tiles.sV, self.traits.head_dim_v),
+                    for g, sX, cols in zip(
+                        (operands.gK, operands.gV), (tiles.sK, tiles.sV), self.traits.loaded_columns, strict=True
                     )
                 )
             )
@@ -218,16 +254,14 @@ class FlashFwdSm80:
             cute.domain_offset((tile.first_k, 0), g[None, None, kv_head, tile.kv_batch])
             for g in (operands.gK, operands.gV)
         )
-        k = make_kv_source(self, gK, tiles.sK, self.problem.operands.head_dim, thread)
-        v = make_kv_source(self, gV, tiles.sV, self.problem.operands.head_dim_v, thread)
-        return KvSources(k, v)
+        return KvSources(*(make_kv_source(self, g, sX, thread) for g, sX in ((gK, tiles.sK), (gV, tiles.sV))))
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan; V also as the operand that the product reads."""
         plan = self.traits.smem_plan
 
-        def tile(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
-            return cute.make_tensor(cute.recast_ptr(base + plan[name].start, dtype=self.dtype), layout)
+        def tile(name: str, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric] = self.dtype) -> cute.Tensor:
+            return cute.make_tensor(cute.recast_ptr(base + plan[name].start, dtype=dtype), layout)
 
         sV = tile("v", self.smem_layout_v())
         return Tiles(
@@ -235,5 +269,10 @@ class FlashFwdSm80:
             sK=tile("k", self.smem_layout_k()),
             sV=sV,
             sVt=transposed(sV),
-            sO=tile("o", self.smem_layout_o()),
+            sO=tile("o", self.smem_layout_o(), self.out_dtype),
         )
+
+
+def scale_of_v(scales: Scales | None, tile: QueryTile) -> Float32 | None:
+    """The factor of a tile's V; None if it has none."""
+    return None if scales is None else scales.of_v(tile)

@@ -15,6 +15,7 @@ from cuteflash.core.scores import ScoreTile, computed_here
 from cuteflash.core.softmax import OnlineSoftmax, PlainSoftmax, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import acc_as_operand_a, rows_view
+from cuteflash.kernels.sm80 import cache_mma
 from cuteflash.kernels.sm80.bundles import Fragments, KvSources, Tiles
 from cuteflash.kernels.sm80.load import load_kv
 
@@ -49,8 +50,9 @@ def make_fragments(kernel, tiles: Tiles, launch: Launch, thread: Int32) -> Fragm
         acc_S=acc_S,
         acc_O=acc_O,
         scores=scores,
-        out=rows_view(acc_O),
-        softmax=softmax.create(rows, launch.scale_log2, kernel.problem.may_be_empty),
+        out=cache_mma.quads_view(acc_O) if kernel.converts else rows_view(acc_O),
+        softmax=softmax.create(rows, launch.scale_log2, kernel.problem.may_be_empty, traits.p_offset),
+        sQ=tiles.sQ,
     )
 
 
@@ -128,7 +130,10 @@ def prologue(kernel: cutlass.Constexpr, f: Fragments, loads: KvSources, tile: Qu
     cute.arch.cp_async_commit_group()
     for stage in cutlass.range_constexpr(1, traits.kv_stage - 1):
         load_block(loads, n_last - stage, n_lo, stage)
-    if const_expr(traits.q_in_regs):
+    if const_expr(kernel.converts):
+        wait_loads(max(traits.kv_stage - 2, 0))
+        cache_mma.take_q(kernel, f)
+    elif const_expr(traits.q_in_regs):
         wait_loads(max(traits.kv_stage - 2, 0))
         cute.copy(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ))
 
@@ -182,6 +187,9 @@ def attend_block(
 def product_qk(kernel, f: Fragments, stage: Int32) -> None:
     """S = Q K^T for the K tile in `stage`."""
     f.acc_S.fill(0.0)
+    if kernel.converts:
+        cache_mma.product_qk(kernel, f, stage)
+        return
     fetches = (atoms.Fetch(f.copy_k, f.tSsK[None, None, None, stage], f.copy_k.retile(f.rK)),)
     if not kernel.traits.q_in_regs:
         fetches += (atoms.Fetch(f.copy_q, f.tSsQ, f.copy_q.retile(f.rQ)),)
@@ -192,6 +200,9 @@ def product_pv(kernel, f: Fragments, stage: Int32) -> None:
     """O += P V for the V tile in `stage`, P rounded to the element type."""
     rP = cute.make_rmem_tensor_like(f.acc_S, kernel.dtype)
     rP.store(f.acc_S.load().to(kernel.dtype))
+    if kernel.converts:
+        cache_mma.product_pv(kernel, f, acc_as_operand_a(rP), stage)
+        return
     fetches = (atoms.Fetch(f.copy_v, f.tOsVt[None, None, None, stage], f.copy_v.retile(f.rVt)),)
     atoms.gemm(f.mma, f.acc_O, acc_as_operand_a(rP), f.rVt, fetches, kernel.traits.ahead)
 

@@ -27,10 +27,10 @@ def column_predicate(coords: cute.Tensor, head_dim: int) -> cute.Tensor:
     return inside
 
 
-def make_kv_source(kernel, gX: cute.Tensor, sX: cute.Tensor, head_dim: int, thread: Int32) -> KvSource:
+def make_kv_source(kernel, gX: cute.Tensor, sX: cute.Tensor, thread: Int32) -> KvSource:
     """Partition one head's K or V (seqlen_k, head_dim) and its shared-memory tile (tile_n, columns, stages)."""
     rows, cols, _ = sX.shape
-    rows, cols = cute.size(rows), cute.size(cols)
+    rows, cols, head_dim = cute.size(rows), cute.size(cols), gX.shape[1]
     copy = kernel.load_copy(cols)
     mine = copy.get_slice(thread)
     identity = cute.make_identity_tensor((rows, cols))

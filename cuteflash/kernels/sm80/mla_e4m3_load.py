@@ -12,7 +12,7 @@ from cutlass import Boolean, Float16, Float32, Int32, Uint32
 
 from cuteflash.atoms import row_copies
 from cuteflash.core.convert import round_pair, unpack_pair
-from cuteflash.core.fit import TOP, bits_of, exponent_of, power_of_two
+from cuteflash.core.fit_half import TOP, bits_of, exponent_of, power_of_two
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Fragments
 from cuteflash.mla_problem import LATENT_DIM

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_instructions
 
 from cuteflash.core.convert import halves_of_e4m3, round_pair
-from cuteflash.core.fit import TOP, exponent_of, fitted, larger_exponent, power_of_two
+from cuteflash.core.fit_half import TOP, exponent_of, fitted, larger_exponent, power_of_two
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile

@@ -1,7 +1,4 @@
-"""Queries of bf16 made into fp16, whose range is smaller: each row is scaled by a power of two, and its scores back.
-
-See `cuteflash.core.fit`.
-"""
+"""Queries of bf16 made into fp16, as `cuteflash.core.fit_half` says, and the factors of their scores."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cuteflash.core.fit import TOP, exponent_of, fitted, larger_exponent, power_of_two
+from cuteflash.core.fit_half import TOP, exponent_of, fitted, larger_exponent, power_of_two
 from cuteflash.kernels.sm90.convert import WORDS, chunk_at, copy_chunk
 from cuteflash.kernels.sm90.swizzle import CHUNK, swizzled
 from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
