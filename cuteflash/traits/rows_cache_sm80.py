@@ -3,7 +3,7 @@
 They are written by hand; no sweep knows them. Of each head dim the first rows are those of Hopper, the next those of
 targets with 99 KiB a block.
 
-Every warp converts all of its block's keys for its own rows. Up to 16 query rows blocks therefore are one warp, of which
+Every warp converts all of its block's keys for its own rows. Blocks of up to 16 query rows therefore are one warp:
 several share a multiprocessor, each with keys of its own.
 """
 
