@@ -291,7 +291,9 @@ def make_scene(
 
 
 def parts_of(traits: Traits) -> tuple[Part, ...]:
-    """The parts of the kernel of these traits."""
+    """The parts of the kernel of these traits. NotImplementedError: it is not drawn."""
+    if type(traits) not in PARTS:
+        raise NotImplementedError(f"layouts of {type(traits).__name__} are not drawn")
     return PARTS[type(traits)]
 
 

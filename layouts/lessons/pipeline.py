@@ -77,7 +77,8 @@ class Pipeline:
     def run(self) -> None:
         """The whole tile: prologue, then every key block, last block first."""
         last, seqlen = self.blocks - 1, self.blocks * self.traits.tile_n
-        kernel, f, loads = SimpleNamespace(traits=self.traits), Anything(), SimpleNamespace(k="K", v="V")
+        kernel, f = SimpleNamespace(traits=self.traits, converts=False), Anything()
+        loads = SimpleNamespace(k="K", v="V")
         tile = SimpleNamespace(mask=SimpleNamespace(seqlen_k=seqlen))
         self.kernel.functions["prologue"](kernel, f, loads, tile, 0, last)
         for block in range(last, -1, -1):
