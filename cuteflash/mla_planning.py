@@ -34,7 +34,7 @@ from cuteflash.validate import ALIGNMENT
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Pages that are read in the time that a block takes between two tiles, if it has many of them. Of few sequences equal
 # lengths matter more, and they are cut into equal parts only if it does not count.
-TILE_COST = 4
+TILE_COST = 3
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
 # Of the kernel that merges. Beyond so many blocks each merges several rows, one after the other, but not more than so

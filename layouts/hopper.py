@@ -215,20 +215,20 @@ class HopperSteps:
     def product(
         self, id: str, title: str, factors: tuple[Factor, Factor, Factor], when: When, note: str, **more: Any
     ) -> Step:
-        """A WGMMA of operands A and B and an accumulator: an instruction is one k-block.
+        """A WGMMA of operands A and B and an accumulator: an instruction is one k-block of one tile of N.
 
         `frame` among `more` divides the product otherwise than the other steps.
         """
         frame: Frame = more.get("frame", self.frame)
         a, b, acc = factors
-        counts = (1, 1, a.placed.values.mode(2).size())
+        counts = (1, b.placed.values.mode(1).size(), a.placed.values.mode(2).size())
         sides = [
             self._from_shared(frame, factor, counts)
             if factor.view is not None
             else factor.placed.touch(factor.part, "read", counts, frame.first_thread)
             for factor in (a, b)
         ]
-        n = self._extents(frame, b.placed)[0]
+        n = self._extents(frame, b.placed)[0] // counts[1]
         return Step(
             id=id,
             title=title,
@@ -239,7 +239,7 @@ class HopperSteps:
             phase=when.phase,
             touches=(*sides, acc.placed.touch(acc.part, "write", counts, frame.first_thread)),
             note=f"An instruction is one k-block of {self.k_block}. {note}".strip(),
-            descriptor={"a": self._descriptor(frame, a), "b": self._descriptor(frame, b)},
+            descriptor={"a": self._descriptor(frame, a, counts[1]), "b": self._descriptor(frame, b, counts[1])},
         )
 
     def _from_shared(self, frame: Frame, factor: Factor, counts: tuple[int, int, int]) -> Touch:
@@ -259,7 +259,7 @@ class HopperSteps:
         rows, cols = frame.part(placed.tensor)
         return (cols, rows) if placed.transposed else (rows, cols)
 
-    def _descriptor(self, frame: Frame, factor: Factor) -> Descriptor | None:
+    def _descriptor(self, frame: Frame, factor: Factor, tiles_n: int) -> Descriptor | None:
         """The matrix descriptor of an operand: starts from the kernel's own fragment, offsets from its layout.
 
         Canonical layouts of swizzled operands, PTX ISA "Asynchronous warpgroup level matrix instructions": 8 rows of
@@ -269,7 +269,9 @@ class HopperSteps:
         if factor.view is None:
             return None
         tile = self.tiles[factor.part]
-        k_mode = plain(factor.view.layout).mode(2)
+        _, n_mode, k_mode = plain(factor.view.layout).modes()[:3]
+        if factor.placed.operand == "A":
+            n_mode = Layout(tiles_n, 0)
         assert tile.swizzle is not None
         width = UNIT << tile.swizzle.bits
         rows, cols = (mode for mode in tile.layout.modes()[:2])
@@ -286,14 +288,14 @@ class HopperSteps:
             swizzle_bytes=width,
             leading_bytes=leading,
             stride_bytes=atom_step * self.element_bytes,
-            starts=tuple(int(start) * UNIT for start in k_mode.indices()),
-            core=self._core_matrices(frame, factor.placed),
+            starts=tuple(int(start) * UNIT for start in concatenate(n_mode, k_mode).indices().reshape(-1, order="F")),
+            core=self._core_matrices(frame, factor.placed, tiles_n),
         )
 
-    def _core_matrices(self, frame: Frame, placed: Placed) -> Layout:
+    def _core_matrices(self, frame: Frame, placed: Placed, tiles_n: int) -> Layout:
         """(row, element, core matrix) to element of the tile, of the first instruction and warpgroup."""
         step, wide = frame.shape(placed.tensor)[0], UNIT // self.element_bytes
-        extent = WGMMA_M if placed.operand == "A" else self._extents(frame, placed)[0]
+        extent = WGMMA_M if placed.operand == "A" else self._extents(frame, placed)[0] // tiles_n
         rows, cols = (self.k_block, extent) if placed.is_mn_major else (extent, self.k_block)
         along, beside = (step, 1) if placed.is_turned else (1, step)  # of memory's rows and columns
         down = Layout(rows // CORE_ROWS, CORE_ROWS * along)

@@ -154,7 +154,7 @@ class ReaderMlaSm90:
             self._load("Qr", When("prologue", TILE, LOADER), "Behind a tile's first page: until then P may lie there."),
             draw.fetch("Qr", self.kernel.copy_q_last(), When("prologue", TILE)),
             self._load("K", When("loop", PAGE, LOADER), self._groups()),
-            self._load("Kr", When("loop", PAGE, LOADER), "In the last group, into the right half of the page."),
+            self._load("Kr", When("loop", PAGE, LOADER), "In the first group; it is not V's."),
             draw.product("wgmma_qk", "S = Q K^T, latent columns", (q, k, s), own, qk_note),
             draw.product("wgmma_qk_last", "S += Qr Kr^T", (Factor(self.of["Qr"], "rQr"), kr, s), own, last_note),
             self._softmax(),
@@ -198,7 +198,7 @@ class ReaderMlaSm90:
         words = f"Groups of {', '.join(map(str, groups))} slabs have an mbarrier each: products begin with the first."
         if cluster > 1:
             words += f" {cluster} blocks of a cluster compute tiles of the same pages; each loads part of them for all."
-        return f"{words} Either half of a page is refilled once its readers have released it."
+        return f"{words} Each part of a page, two slabs, is refilled once its readers have released it."
 
     def _load(self, tensor: str, when: When, note: str) -> Step:
         """Slabs by TMA, a box each."""

@@ -14,10 +14,11 @@ from cuteflash.dispatch import choose_mla
 from cuteflash.kernels.common.mla_combine import columns_at
 from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
 from cuteflash.kernels.sm90.mla_decode_bundles import BOTH_PAGES, FIRST_PAGE, READERS, parity
+from cuteflash.kernels.sm90.mla_decode_load import parts_from
 from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides, rows_of_block
 from cuteflash.mla_problem import MlaProblem
 from cuteflash.traits.arch import ARCHS, get_arch
-from cuteflash.traits.mla_sm90 import HELD_REGS, MlaTraitsSm90
+from cuteflash.traits.mla_sm90 import HELD_REGS, ORDER, PART_SLABS, PARTS, MlaTraitsSm90
 from cuteflash.traits.rows_mla_sm90 import ROWS
 from tests.cross_compile import KernelStore
 
@@ -44,11 +45,12 @@ def test_kernels_neither_spill_nor_serialise_their_products(
     compiled = kernels(FlashMlaDecodeSm90, traits, problem, "sm_90a")
     assert bool(compiled.count("UTMALDG.3D.MULTICAST")) == (traits.cluster > 1)
     compiled.assert_clean()
-    # Columns of K in steps of 16 and keys of V: once for a pair of pages, and once for the last page of an odd number.
-    pairs = {"QK": 2 * 36, "PV": 4 * 4}
-    last = {"QK": 36, "PV": 2 * 4}
+    # Columns of K in steps of 16, and keys of V for each half of a warpgroup's columns: once for a pair of pages, and
+    # once for the last page of an odd number.
+    pairs = {"QK": 2 * 36, "PV": 4 * 8}
+    last = {"QK": 36, "PV": 2 * 8}
     assert compiled.count("HGMMA.64x64x16") == pairs["QK"] + last["QK"]
-    assert compiled.count("HGMMA.64x256x16") == pairs["PV"] + last["PV"]
+    assert compiled.count("HGMMA.64x128x16") == pairs["PV"] + last["PV"]
     assert compiled.count("UTMALDG.3D")
     assert compiled.count("UTMAPF.L2.3D")
     # Stores of 16 bytes, at least (code around shuffles may be there twice): of two warpgroups 16 for the half of a
@@ -82,8 +84,7 @@ def test_shared_memory_is_planned_without_overlaps() -> None:
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"groups": (3, 3, 3)}, "groups (3, 3, 3) are not 9 slabs, of which some groups hold the first 4"),
-        ({"groups": (4, 4)}, "groups (4, 4) are not"),
+        ({"groups": (4, 4)}, "groups (4, 4) are not 9 slabs"),
         ({"groups": (4, 0, 5)}, "groups (4, 0, 5) are not"),
         ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
         ({"cluster": 4}, "cluster 4 is not 1 or 2"),
@@ -96,11 +97,19 @@ def test_traits_say_why_they_do_not_fit(changed: dict[str, object], complaint: s
     assert complaint in str(dataclasses.replace(MlaTraitsSm90(), **changed).check(HOPPER))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("groups", [(2, 2, 2, 3), (4, 5), (1,) * 9, (1, 3, 5)])
+@pytest.mark.parametrize("groups", [(1, 2, 2, 2, 2), (3, 6), (1,) * 9, (2, 2, 5)])
 def test_groups_of_slabs_make_a_page(groups: tuple[int, ...]) -> None:
     traits = MlaTraitsSm90(groups=groups)
     assert traits.check(HOPPER) is None
-    assert traits.group_starts[traits.left_groups] == 4 and traits.group_starts[-1] == 9
+    assert tuple(map(len, traits.slabs_of_groups)) == groups
+    assert sum(traits.slabs_of_groups, ()) == ORDER and sorted(ORDER) == list(range(9))
+    for who in range(2):  # each warpgroup waits for what it reads of the other one's page, and for no other group
+        read = {4 * who + i for i in range(4)}
+        waited = [set(traits.slabs_of_groups[group]) for group in traits.groups_of_half(who)]
+        assert read <= set().union(*waited) and all(read & slabs for slabs in waited)
+    assert sorted(part for slabs in traits.slabs_of_groups for part in parts_from(slabs)) == list(range(PARTS))
+    parts = [slab // PART_SLABS for slab in ORDER]
+    assert [part for part, _ in itertools.groupby(parts)] == list(dict.fromkeys(parts))  # a part is waited for once
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (16, 1), (16, 5), (40, 3), (128, 2)])

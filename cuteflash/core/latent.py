@@ -190,6 +190,18 @@ class LatentLaunch:
         )
 
 
+@cute.jit
+def place_of(block: Any, tile: QueryTile, page: Int32, end: Int32):
+    """Where a page of a tile lies, by the block's `LatentPages`, or (0, 0) if the tile does not read it.
+
+    Looked up while the page before it loads.
+    """
+    inside, entry = Int32(0), Int32(0)
+    if page < end:
+        inside, entry = block.pages.place(tile.sequence, page)
+    return inside, entry
+
+
 def entries_last(tensor: cute.Tensor) -> cute.Tensor:
     """A (n, rows, columns) tensor seen as (rows, columns, n)."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0]))

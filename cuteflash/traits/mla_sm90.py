@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
@@ -15,6 +16,11 @@ CONSUMERS = 2  # warpgroups, each with half of O's columns
 SLAB = 64  # columns of 16 bits in a row of the 128-byte swizzle, and of one TMA box
 SLABS, SLABS_V = LATENT_DIM // SLAB, LATENT_DIM_V // SLAB
 HALF_SLABS = SLABS_V // CONSUMERS  # of a warpgroup's columns of O
+PART_SLABS = 2  # of a part of a page, which is let go of as a whole; the slab that is not V's is a part of its own
+PARTS = -(-SLABS // PART_SLABS)
+# The slabs of a page as they arrive and are multiplied with Q: in the order in which those of the page before are let
+# go of. What is not V's has been read once the scores are there; then both warpgroups read their halves part by part.
+ORDER = (SLABS_V, 0, 1, 4, 5, 2, 3, 6, 7)
 ELEMENT_BYTES, STAT_BYTES = 2, 4
 ROW_STATISTICS = 2 * CONSUMERS  # maxima and sums of 64 rows, by each warpgroup
 STATISTICS_START = 256  # bytes, past all barriers
@@ -29,8 +35,8 @@ class MlaTraitsSm90:
     """One way to run the kernel: 64 query rows, two consumer warpgroups, two pages in flight.
 
     Attributes:
-        groups: slabs of 64 columns of a page that arrive together, in order; products of the first ones begin while
-            the others are on their way. A group lies in one half of V's columns, or in the second and what follows.
+        groups: numbers of slabs of 64 columns of a page that arrive together, in `ORDER`; products of the first ones
+            begin while the others are on their way.
         cluster: blocks that load pages for each other, 1 or 2: query tiles of the same sequences. Each loads every
             other group, for both; 2 needs an even number of query tiles.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
@@ -48,26 +54,27 @@ class MlaTraitsSm90:
     blocks_per_sm: ClassVar[int] = 1
     num_threads: ClassVar[int] = (1 + CONSUMERS) * WARPGROUP
 
-    groups: tuple[int, ...] = (2, 2, 2, 3)
+    groups: tuple[int, ...] = (1, 2, 2, 2, 2)
     cluster: int = 1
     headroom: float = 8.0
     producer_regs: int = 40
     mma_regs: int = 232
 
     @property
-    def group_starts(self) -> tuple[int, ...]:
-        """The first slab of each group, then the number of slabs."""
-        return tuple(sum(self.groups[:i]) for i in range(len(self.groups) + 1))
+    def slabs_of_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The slabs of each group."""
+        ends = tuple(itertools.accumulate(self.groups))
+        return tuple(ORDER[end - size : end] for size, end in zip(self.groups, ends, strict=True))
 
-    @property
-    def left_groups(self) -> int:
-        """How many groups hold the first half of V's columns."""
-        return self.group_starts.index(HALF_SLABS)
+    def groups_of_half(self, who: int) -> tuple[int, ...]:
+        """The groups with some of a warpgroup's columns of V."""
+        own = set(range(who * HALF_SLABS, (who + 1) * HALF_SLABS))
+        return tuple(group for group, slabs in enumerate(self.slabs_of_groups) if own & set(slabs))
 
     @property
     def barriers(self) -> int:
-        """mbarriers: both parts of Q full and empty; of each page its groups full, and its halves empty."""
-        return 4 + CONSUMERS * (len(self.groups) + 2)
+        """mbarriers: both parts of Q full and empty; of each page its groups full, and its parts empty."""
+        return 4 + CONSUMERS * (len(self.groups) + PARTS)
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
@@ -103,8 +110,8 @@ class MlaTraitsSm90:
         """None if the row can run on `arch`, else the reason in words."""
         if self.family not in arch.families:
             return f"{arch.name} does not run the {self.family} family"
-        if any(size < 1 for size in self.groups) or sum(self.groups) != SLABS or HALF_SLABS not in self.group_starts:
-            return f"groups {self.groups} are not {SLABS} slabs, of which some groups hold the first {HALF_SLABS}"
+        if any(size < 1 for size in self.groups) or sum(self.groups) != SLABS:
+            return f"groups {self.groups} are not {SLABS} slabs"
         if self.cluster not in (1, 2):
             return f"cluster {self.cluster} is not 1 or 2"
         if not 0 <= self.headroom <= 8:

@@ -5,9 +5,9 @@ Query tiles of a sequence read the same pages; two blocks that load them for eac
 
 from __future__ import annotations
 
-from cuteflash.traits.mla_sm90 import SLABS, MlaTraitsSm90
+from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 
 ROWS: tuple[MlaTraitsSm90, ...] = (
-    MlaTraitsSm90(cluster=2, groups=(1,) * SLABS),
+    MlaTraitsSm90(cluster=2),
     MlaTraitsSm90(),
 )

@@ -53,7 +53,7 @@ class Event(NamedTuple):
 
 EVENTS = (
     Event(0, "S", 0, (), "attend_first", "issue_scores(", "S of the first page, group by group as it arrives."),
-    Event(1, "S", 1, (), "attend_second", "issue_scores(", "S of the second page; nobody waits for it yet."),
+    Event(1, "S", 1, (), "attend_second", "issue_scores(", "S of the second page, issued behind that of the first."),
     Event(0, "exp", 0, ((0, "S", 0),), "attend_first", "soften(", "Maxima and exponentials of the first page."),
     Event(
         0, "own", 0, ((0, "exp", 0),), "attend_first", "issue_own(",

@@ -117,7 +117,7 @@ def test_every_product_and_copy_covers_its_operands(name: str) -> None:
             named = touch.elements()
             assert set(named.reshape(-1)) == set(range(rows * cols)), (step.id, touch.id)
     products = {step.id: step for step in scene.steps if step.kind == "wgmma"}
-    assert [step.instructions for step in products.values()] == [32, 4, 4, 4]
+    assert [step.instructions for step in products.values()] == [32, 4, 8, 8]
     assert {step.descriptor["b"].tile for step in products.values()} == {"sK", "sKr", "sV"}  # type: ignore[index, union-attr]
     assert worst_ways(scene) == 1
     stored = scene.step("stmatrix_p")

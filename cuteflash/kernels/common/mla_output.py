@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from cuteflash.core.convert import round_pair
 from cuteflash.core.scores import ScoreTile
+from cuteflash.core.softmax import LN_2
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.mla_combine import QUAD, chunk_of, copy_chunk
 
 OCTET = 8  # 16-bit elements of a store
+
+
+def end_of_row(total: Float32, maximum: Float32) -> tuple[Float32, Float32]:
+    """(what a row of O is multiplied with, its log-sum-exp) by the sum of its exponentials; 0 and -inf without a key.
+
+    `maximum` is what the exponents of 2 were shifted by.
+    """
+    empty = total == 0.0
+    lse = (maximum + cute.math.log2(total, fastmath=True)) * LN_2
+    return (
+        cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total)),
+        cutlass.select_(empty, -Float32.inf, lse),
+    )
 
 
 @cute.jit

@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from cuteflash.core.finish import write_lse
-from cuteflash.core.softmax import LN_2, quad_sum, scale_rows
+from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.common.mla_output import write_rows
+from cuteflash.kernels.common.mla_output import end_of_row, write_rows
 from cuteflash.kernels.sm80.mla_decode_bundles import Fragments, MlaBlock
 from cuteflash.kernels.sm80.mla_decode_mma import ROWS
 from cuteflash.mla_problem import LATENT_DIM_V
@@ -51,10 +51,7 @@ def normalize(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, lse: cut
         total = sums[row, 0]
         for w in cutlass.range_constexpr(1, kernel.traits.key_groups):
             total = total + sums[row, w]
-        empty = total == 0.0
-        scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
-        log2_sum = maxima[row] + cute.math.log2(total, fastmath=True)
-        lse[r] = -Float32.inf if empty else log2_sum * LN_2
+        scale[r], lse[r] = end_of_row(total, maxima[row])
     scale_rows(f.out.values, scale)
 
 

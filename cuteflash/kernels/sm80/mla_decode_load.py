@@ -17,15 +17,6 @@ from cuteflash.mla_problem import LATENT_DIM
 
 
 @cute.jit
-def place_of(block: MlaBlock, tile: QueryTile, page: Int32, end: Int32):
-    """Where the keys of a step lie, or (0, 0) if the tile has no such step; looked up one step before their load."""
-    inside, entry = Int32(0), Int32(0)
-    if page < end:
-        inside, entry = block.pages.place(tile.sequence, page)
-    return inside, entry
-
-
-@cute.jit
 def load_rows(copy: cute.TiledCopy, gX: cute.Tensor, sX: cute.Tensor, first: Int32, rows: Int32):
     """Issue the copies of a tile's rows; gX (rows, 576) from row `first` tiles on, of which `rows` exist."""
     thread = cute.arch.thread_idx()[0]

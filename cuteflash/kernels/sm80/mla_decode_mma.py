@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cuteflash.atoms import sm80 as atoms
+from cuteflash.core.latent import place_of
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm80.mla_decode_bundles import Fragments, MlaBlock
-from cuteflash.kernels.sm80.mla_decode_load import load_keys, load_q, place_of
+from cuteflash.kernels.sm80.mla_decode_load import load_keys, load_q
 from cuteflash.kernels.sm80.mla_decode_softmax import ROWS, scale_out, soften
 from cuteflash.mla_problem import LATENT_DIM_V
 from cuteflash.traits.mla_sm80 import STEP

@@ -6,7 +6,7 @@
 
 A tile is 64 rows of (token, head); its fp32 output of 64 x 512 takes the registers of two warpgroups, which therefore
 trade P and the maxima of rows through shared memory (`mla_decode_mma.py`). Of the shared memory Q and two pages of 64
-keys take nearly all: a page arrives in groups of columns, and either half of it is refilled as soon as it was read.
+keys take nearly all: a page arrives in groups of columns, and each part of it is refilled as soon as it was read.
 
 The query tiles of a sequence are computed side by side, so that they find its pages in L2. Keys of all sequences are
 shared between the blocks (`cuteflash.core.split`), and what these computed of a tile is merged afterwards
@@ -34,7 +34,7 @@ from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTil
 from cuteflash.kernels.sm90.mla_decode_load import load
 from cuteflash.kernels.sm90.mla_decode_mma import consume
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
-from cuteflash.traits.mla_sm90 import CONSUMERS, SLAB, SLABS, SWIZZLE_ALIGN, WGMMA_M, MlaTraitsSm90
+from cuteflash.traits.mla_sm90 import CONSUMERS, PART_SLABS, SLAB, SLABS, SWIZZLE_ALIGN, WGMMA_M, MlaTraitsSm90
 from cuteflash.traits.sm90 import WARPGROUP
 
 HALF_DIM_V = LATENT_DIM_V // CONSUMERS
@@ -65,8 +65,8 @@ class FlashMlaDecodeSm90:
         return atoms.tiled_mma(self.dtype, self.traits.tile_n, OperandMajorMode.K, a_from_regs)
 
     def tiled_mma_pv(self, a_from_regs: bool) -> cute.TiledMma:
-        """O += P V: (64, 256), V MN-major in shared memory."""
-        return atoms.tiled_mma(self.dtype, HALF_DIM_V, OperandMajorMode.MN, a_from_regs)
+        """O += P V: (64, 128), V MN-major in shared memory."""
+        return atoms.tiled_mma(self.dtype, PART_SLABS * SLAB, OperandMajorMode.MN, a_from_regs)
 
     def smem_layout(self, cols: int, tiles: int = 1) -> cute.ComposedLayout:
         """(64, cols, tiles) of Q, of pages of K and of P: slabs of 64 columns, one after the other."""

@@ -12,9 +12,11 @@ from cutlass import Int32
 from cuteflash.atoms.barriers import arrive, arrive_in_cluster, wait_phase
 from cuteflash.core.latent import LatentLaunch, LatentPages
 from cuteflash.kernels.common.mla_combine import LatentParts
+from cuteflash.traits.mla_sm90 import PARTS
 
 SLABS_BUT_LAST, LAST_SLAB = 0, 1  # parts of Q
-LEFT, RIGHT = 0, 1  # halves of a page: V's columns of the first warpgroup, and of the second; K's last ones are RIGHT
+HALF_PARTS = 2  # parts of a half of a page: V's columns of the first warpgroup, then those of the second
+ROPE = 4  # the part of a page that is not V's
 CONSUMER_WARPS = 4  # of a warpgroup
 # Warps that read a half of the first and of the second page. Each warpgroup reads its own page whole, to multiply it
 # with Q, and its half of the other one, as V.
@@ -30,6 +32,7 @@ class MlaBarrier(enum.IntEnum):
     P_READY = 1  # + warpgroup: the exponentials of its page and the rows' maxima are in shared memory
     BOTH = 3  # both warpgroups
     OWN = 4  # + warpgroup: all of its threads
+    TURN = 6  # the first warpgroup has issued the scores of its page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +70,9 @@ class MlaRings:
     Attributes:
         q_full, q_empty: of Q, first of all slabs but the last one, then of that one.
         full: of each page its groups of slabs.
-        empty: of each page its halves.
+        empty: of each page its parts.
         groups: groups of slabs of a page.
-        cluster: blocks that load pages for each other; a half is empty if it is so in all of them.
+        cluster: blocks that load pages for each other; a part is empty if it is so in all of them.
     """
 
     q_full: cute.Pointer
@@ -92,19 +95,20 @@ class MlaRings:
         for i in range(2 * self.groups):
             cute.arch.mbarrier_init(self.full + i, 1)
         for page, halves in enumerate(READERS):
-            for half, warps in enumerate(halves):
-                cute.arch.mbarrier_init(self.empty + 2 * page + half, warps * self.cluster)
+            for part in range(PARTS):
+                warps = CONSUMER_WARPS if part == ROPE else halves[part // HALF_PARTS]
+                cute.arch.mbarrier_init(self.empty + PARTS * page + part, warps * self.cluster)
 
     def wait_group(self, page: int, group: int, phase: Int32) -> None:
         """Consumer: wait until a group of slabs is there."""
         wait_phase(self.full + page * self.groups + group, phase)
 
-    def release(self, page: int, half: int) -> None:
-        """Consumer warp: it has finished reading a half of a page."""
+    def release(self, page: int, part: int) -> None:
+        """Consumer warp: it has finished reading a part of a page."""
         if self.cluster == 1:
-            arrive(self.empty + 2 * page + half)
+            arrive(self.empty + PARTS * page + part)
         else:
-            arrive_in_cluster(self.empty + 2 * page + half, self.cluster)
+            arrive_in_cluster(self.empty + PARTS * page + part, self.cluster)
 
 
 def parity(kv_pos: Int32, page: Int32 | int) -> Int32:

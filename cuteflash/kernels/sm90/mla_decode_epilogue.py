@@ -10,10 +10,10 @@ from cutlass import Float32, const_expr
 
 from cuteflash.atoms.barriers import arrive
 from cuteflash.core.finish import write_lse
-from cuteflash.core.softmax import LN_2, quad_sum, scale_rows
+from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
-from cuteflash.kernels.common.mla_output import write_rows
+from cuteflash.kernels.common.mla_output import end_of_row, write_rows
 from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
 from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M
@@ -58,10 +58,7 @@ def normalize(block: MlaBlock, half: Half, lse: cute.Tensor):
     for r in cutlass.range_constexpr(ROWS):
         row = half.scores.row(r)
         total = sums[row, 0] + sums[row, 1]  # in one order: both warpgroups, and both runs, get the same
-        empty = total == 0.0
-        scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
-        log2_sum = half.row_max[r] + cute.math.log2(total, fastmath=True)
-        lse[r] = -Float32.inf if empty else log2_sum * LN_2
+        scale[r], lse[r] = end_of_row(total, half.row_max[r])
     scale_rows(half.out, scale)
 
 

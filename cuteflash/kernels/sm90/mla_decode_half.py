@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from cuteflash.atoms import sm90 as atoms
 from cuteflash.core.convert import round_fragment
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import exp2, quad_max, row_peak
 from cuteflash.core.views import acc_as_operand_a, rows_view
-from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles
+from cuteflash.kernels.sm90.mla_decode_bundles import HALF_PARTS, MlaBlock, MlaRings, MlaTiles
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, SLAB, SLABS_V, WGMMA_M
 from cuteflash.traits.sm90 import WARPGROUP, WGMMA_K
 
@@ -103,39 +103,58 @@ def take_last_slab(kernel, half: Half, tiles: MlaTiles) -> None:
 
 def issue_scores(kernel, half: Half, rings: MlaRings, phase: Int32) -> None:
     """Issue S = Q Kᵀ of the own page, group by group as these arrive; all are there when it returns."""
-    starts = kernel.traits.group_starts
-    for group in range(len(starts) - 1):
+    for group, slabs in enumerate(kernel.traits.slabs_of_groups):
         rings.wait_group(half.who, group, phase)
         warpgroup.fence()
         product, last = cute.make_mma_atom(half.mma_qk.op), cute.make_mma_atom(half.mma_qk_last.op)
-        product.set(warpgroup.Field.ACCUMULATE, group > 0)
-        last.set(warpgroup.Field.ACCUMULATE, True)
-        for k in range(starts[group] * SLAB_STEPS, starts[group + 1] * SLAB_STEPS):
-            keys, inside = half.tSrK[None, None, k], k - SLABS_V * SLAB_STEPS
-            if inside < 0:
+        for atom in (product, last):
+            atom.set(warpgroup.Field.ACCUMULATE, group > 0)
+        for slab, step in itertools.product(slabs, range(SLAB_STEPS)):
+            k = slab * SLAB_STEPS + step
+            keys = half.tSrK[None, None, k]
+            if slab < SLABS_V:
                 cute.gemm(product, half.acc_S, half.tSrQ[None, None, k], keys, half.acc_S)
-                product.set(warpgroup.Field.ACCUMULATE, True)
             else:
-                cute.gemm(last, half.acc_S, half.tSrQ_last[None, None, inside], keys, half.acc_S)
+                cute.gemm(last, half.acc_S, half.tSrQ_last[None, None, step], keys, half.acc_S)
+            for atom in (product, last):
+                atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
 
-def groups_of_half(traits, who: int) -> range:
-    """The groups of slabs with a warpgroup's columns of V."""
-    return range(traits.left_groups) if who == 0 else range(traits.left_groups, len(traits.groups))
+def issue_values(half: Half, mma: cute.TiledMma, weights: cute.Tensor, page: int) -> None:
+    """Issue O += P V of a page: each part of the columns as a group of its own."""
+    warpgroup.fence()
+    shape, stride = half.acc_O.layout.shape[0], half.acc_O.layout.stride[0]
+    columns = cute.make_layout((shape, 1, 1), stride=(stride, 0, 0))
+    one = cute.make_layout((1, 1), stride=(0, 0))
+    for part in range(HALF_PARTS):
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        acc = cute.make_tensor(half.acc_O[None, 0, part].iterator, columns)
+        for k in range(cute.size(weights.shape[2])):
+            values = cute.make_tensor(half.tOrV[None, part, k, page].iterator, one)
+            cute.gemm(atom, acc, weights[None, None, k], values, acc)
+        warpgroup.commit_group()
+
+
+def await_values(half: Half, rings: MlaRings, page: int) -> None:
+    """Wait for the latest product with V, and let go of each part of the page once it has been read."""
+    for part in range(HALF_PARTS):
+        warpgroup.wait_group(HALF_PARTS - 1 - part)
+        rings.release(page, half.who * HALF_PARTS + part)
 
 
 def issue_own(half: Half) -> None:
     """Issue O += P V of the own page."""
-    atoms.gemm(half.mma_own, half.acc_O, half.tOrP, half.tOrV[None, None, None, half.who], accumulate=True)
+    issue_values(half, half.mma_own, half.tOrP, half.who)
 
 
 def issue_other(kernel, half: Half, rings: MlaRings, phase: Int32) -> None:
     """Issue O += P V of the other warpgroup's page, which that has seen arrive."""
     page = 1 - half.who
-    for group in groups_of_half(kernel.traits, half.who):
+    for group in kernel.traits.groups_of_half(half.who):
         rings.wait_group(page, group, phase)
-    atoms.gemm(half.mma_other, half.acc_O, half.tOrP_other, half.tOrV[None, None, None, page], accumulate=True)
+    issue_values(half, half.mma_other, half.tOrP_other, page)
 
 
 def publish(kernel, half: Half, tiles: MlaTiles) -> None:
@@ -150,42 +169,60 @@ def publish(kernel, half: Half, tiles: MlaTiles) -> None:
 def soften(kernel: cutlass.Constexpr, half: Half, block: MlaBlock, factor: cute.Tensor):
     """Turn the scores into exponentials, in place, and add them to the sums; `factor` becomes that of O.
 
-    A maximum moves only if a score exceeds it by more than the headroom, after a tile's first pages hardly ever.
+    A maximum moves only if a score exceeds it by more than the headroom, after a tile's first pages hardly ever: only
+    then lanes compare their largest scores of a row. Returns whether one of the warp's did.
     """
     values, scale = half.scores.values, block.launch.scale_log2
+    peaks = [row_peak(values, r) for r in range(ROWS)]
+    factor.fill(1.0)
+    outgrown = cutlass.Boolean(False)
     for r in cutlass.range_constexpr(ROWS):
-        old = half.row_max[r]
-        peak = quad_max(row_peak(values, r)) * scale
-        new = cutlass.select_(peak > old + kernel.traits.headroom, peak, old)
-        half.row_max[r] = new
-        factor[r] = exp2(old - new)
+        outgrown = outgrown | (peaks[r] * scale > half.row_max[r] + kernel.traits.headroom)
+    moved = cute.arch.vote_any_sync(outgrown)
+    if moved:
+        for r in cutlass.range_constexpr(ROWS):
+            old = half.row_max[r]
+            peak = quad_max(peaks[r]) * scale
+            new = cutlass.select_(peak > old + kernel.traits.headroom, peak, old)
+            half.row_max[r] = new
+            factor[r] = exp2(old - new)
+            half.row_sum[r] = half.row_sum[r] * factor[r]
+    for r in cutlass.range_constexpr(ROWS):
+        new = half.row_max[r]
         total = Float32(0.0)
         for c in cutlass.range_constexpr(cute.size(values.shape[1])):
             p = exp2(values[r, c] * scale - new)
             values[r, c] = p
             total += p
-        half.row_sum[r] = half.row_sum[r] * factor[r] + total
+        half.row_sum[r] = half.row_sum[r] + total
         if half.scores.first_key == 0:
             block.tiles.maxima[half.scores.row(r), half.who] = new
+    return moved
 
 
 @cute.jit
 def take_maxima(half: Half, block: MlaBlock, factor: cute.Tensor):
-    """The maxima after the other warpgroup's page; the sums are scaled, and `factor` becomes that of O."""
+    """The maxima after the other warpgroup's page; whether one of the warp's rows has another one than before.
+
+    Then the sums are scaled, and `factor` becomes that of O.
+    """
+    found = [block.tiles.maxima[half.scores.row(r), 1 - half.who] for r in range(ROWS)]
+    differs = cutlass.Boolean(False)
     for r in cutlass.range_constexpr(ROWS):
-        new = block.tiles.maxima[half.scores.row(r), 1 - half.who]
-        factor[r] = exp2(half.row_max[r] - new)
-        half.row_max[r] = new
-        half.row_sum[r] = half.row_sum[r] * factor[r]
+        differs = differs | (found[r] != half.row_max[r])
+    moved = cute.arch.vote_any_sync(differs)
+    if moved:
+        for r in cutlass.range_constexpr(ROWS):
+            factor[r] = exp2(half.row_max[r] - found[r])
+            half.row_max[r] = found[r]
+            half.row_sum[r] = half.row_sum[r] * factor[r]
+    return moved
 
 
 @cute.jit
-def scale_out(half: Half, factor: cute.Tensor):
-    """Multiply O's rows with their factors, unless all of a warp's are 1."""
-    moved = cutlass.Boolean(False)
-    for r in cutlass.range_constexpr(ROWS):
-        moved = moved | (factor[r] != 1.0)
-    if cute.arch.vote_any_sync(moved):
+def scale_out(half: Half, factor: cute.Tensor, moved: cutlass.Boolean):
+    """Multiply O's rows with their factors, if one of the warp's maxima has moved."""
+    if moved:
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(half.out.shape[1])):
                 half.out[r, c] = half.out[r, c] * factor[r]

@@ -10,18 +10,16 @@ from cutlass import Int16, Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
-from cuteflash.core.latent import each_latent_tile
+from cuteflash.core.latent import each_latent_tile, place_of
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.mla_decode_bundles import (
     FIRST_PAGE,
     LAST_SLAB,
-    LEFT,
-    RIGHT,
     SLABS_BUT_LAST,
     MlaBlock,
     parity,
 )
-from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, SLAB, SLABS, WGMMA_M
+from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, PART_SLABS, PARTS, SLAB, SLABS, WGMMA_M
 
 
 @cute.jit
@@ -76,15 +74,6 @@ def load_pages(
     return kv_pos, place
 
 
-@cute.jit
-def place_of(block: MlaBlock, tile: QueryTile, page: Int32, end: Int32):
-    """Where a page of a tile lies, or (0, 0) if the tile does not read it; looked up while the one before it loads."""
-    inside, entry = Int32(0), Int32(0)
-    if page < end:
-        inside, entry = block.pages.place(tile.sequence, page)
-    return inside, entry
-
-
 def fetch_q(block: MlaBlock, tile: QueryTile) -> None:
     """Bring a tile's rows of Q into L2, while the last tile's are still needed."""
     _, tQgQ = q_boxes(block, tile)
@@ -114,7 +103,7 @@ def load_q(
 
 @cute.jit
 def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, Int32], page: Int32, phase: Int32):
-    """Load what lies at `place` as page 0 or 1, each half once its place is free in all blocks of the cluster.
+    """Load what lies at `place` as page 0 or 1, each part once its place is free in all blocks of the cluster.
 
     Each block announces all groups at its own mbarriers, and loads its part of them for all blocks.
     """
@@ -124,23 +113,25 @@ def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, In
     rows = traits.tile_n
     boxes = cute.local_tile(tma.gK[None, None, entry], (rows, SLAB), (inside, None))  # (rows, columns, slab)
     tKsK, tKgK = atoms.tma_partition(tma.load_k, block.tiles.sK_slabs, boxes)
-    for group in cutlass.range_constexpr(len(traits.groups)):
-        first, end = traits.group_starts[group : group + 2]
-        if const_expr(group == 0):
-            wait_phase(rings.empty + 2 * page + LEFT, phase)
-        if const_expr(group == traits.left_groups):
-            wait_phase(rings.empty + 2 * page + RIGHT, phase)
+    for group, slabs in enumerate(traits.slabs_of_groups):
+        for part in parts_from(slabs):  # all of it first: until then the phase of the page before may be incomplete
+            wait_phase(rings.empty + PARTS * page + part, phase)
         barrier = rings.full + page * rings.groups + group
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, (end - first) * rows * SLAB * ELEMENT_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(slabs) * rows * SLAB * ELEMENT_BYTES)
         if const_expr(traits.cluster == 1):
-            for slab in cutlass.range_constexpr(first, end):
+            for slab in slabs:
                 cute.copy(tma.load_k, tKgK[None, slab], tKsK[None, page * SLABS + slab], tma_bar_ptr=barrier)
         elif cute.arch.block_idx_in_cluster() == group % traits.cluster:
             everyone = Int16((1 << traits.cluster) - 1)
-            for slab in cutlass.range_constexpr(first, end):
+            for slab in slabs:
                 target = tKsK[None, page * SLABS + slab]
                 cute.copy(tma.load_k, tKgK[None, slab], target, tma_bar_ptr=barrier, mcast_mask=everyone)
+
+
+def parts_from(slabs: tuple[int, ...]) -> list[int]:
+    """The parts of a page whose first slab is among these."""
+    return [slab // PART_SLABS for slab in slabs if slab % PART_SLABS == 0]
 
 
 def q_boxes(block: MlaBlock, tile: QueryTile) -> tuple[cute.Tensor, cute.Tensor]:

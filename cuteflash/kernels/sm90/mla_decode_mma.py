@@ -3,7 +3,7 @@
 Pages go in pairs, the first one's scores being the first warpgroup's, the second one's the second's:
 
     warpgroup 0                                   warpgroup 1
-    S = Q K0ᵀ                                     S = Q K1ᵀ, issued
+    S = Q K0ᵀ, issued ──────────────────────────► S = Q K1ᵀ, issued behind it
     softmax, P0 ────────────────────────────────► O right += P0 V0, issued behind it
     O left += P0 V0                               softmax of S beside that product
     O left += P1 V1 ◄──────────────────────────── P1
@@ -30,12 +30,13 @@ from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.mla_decode_bundles import (
     BOTH_PAGES,
     FIRST_PAGE,
+    HALF_PARTS,
     LAST_SLAB,
-    LEFT,
-    RIGHT,
+    ROPE,
     SLABS_BUT_LAST,
     MlaBarrier,
     MlaBlock,
+    MlaRings,
     parity,
 )
 from cuteflash.kernels.sm90.mla_decode_epilogue import finish
@@ -43,6 +44,7 @@ from cuteflash.kernels.sm90.mla_decode_half import (
     NO_MAXIMUM,
     ROWS,
     Half,
+    await_values,
     issue_other,
     issue_own,
     issue_scores,
@@ -75,6 +77,7 @@ def consume_tile(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: Q
     half.row_sum.fill(0.0)
     half.row_max.fill(NO_MAXIMUM)
     page, end = blocks.lo, blocks.hi
+    _, masked_from = tile.full_blocks()
     for part in (SLABS_BUT_LAST, LAST_SLAB):
         wait_phase(block.rings.q_full + part, q_pos & 1)
     take_last_slab(kernel, half, block.tiles)
@@ -83,23 +86,28 @@ def consume_tile(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: Q
     while page + 1 < end:
         phases = parity(kv_pos, 0), parity(kv_pos, 1)
         if const_expr(half.who == 0):
-            attend_first(kernel, block, half, tile, (page, end), phases)
+            attend_first(kernel, block, half, tile, (page, end, masked_from), phases)
             take_second(kernel, block, half, phases)
         else:
-            attend_second(kernel, block, half, tile, (page + 1, end), phases)
+            attend_second(kernel, block, half, tile, (page + 1, end, masked_from), phases)
         page += 2
         kv_pos = kv_pos ^ BOTH_PAGES
     if page < end:
         phases = parity(kv_pos, 0), Int32(0)
         if const_expr(half.who == 0):
-            attend_first(kernel, block, half, tile, (page, end), phases)
+            attend_first(kernel, block, half, tile, (page, end, masked_from), phases)
         else:
             take_first(kernel, block, half, phases)
-            warpgroup.wait_group(0)
-            block.rings.release(0, RIGHT)
+            await_values(half, block.rings, 0)
         kv_pos = kv_pos ^ FIRST_PAGE
     finish(block, half, tile)
     return kv_pos
+
+
+def release_scored(half: Half, rings: MlaRings) -> None:
+    """Let go of what this warpgroup needs of its own page for the scores only."""
+    for part in (ROPE, *(HALF_PARTS * (1 - half.who) + i for i in range(HALF_PARTS))):
+        rings.release(half.who, part)
 
 
 @cute.jit
@@ -115,27 +123,29 @@ def attend_first(
     block: MlaBlock,
     half: Half,
     tile: QueryTile,
-    pages: tuple[Int32, Int32],
+    pages: tuple[Int32, Int32, Int32],
     phases: tuple[Int32, Int32],
 ):
     """Warpgroup 0: the first page of a pair, scores, softmax and the product with its left columns.
 
-    `pages` are this one and the end of the tile's.
+    `pages` are this one, the end of the tile's, and the first one of which a row does not see all keys.
     """
-    page, end = pages
+    page, end, masked_from = pages
     factor = cute.make_rmem_tensor(ROWS, Float32)
     issue_scores(kernel, half, block.rings, phases[0])
+    if page + 1 < end:
+        cute.arch.barrier_arrive(barrier_id=MlaBarrier.TURN, number_of_threads=BOTH_THREADS)
     warpgroup.wait_group(0)
-    block.rings.release(0, RIGHT)
+    release_scored(half, block.rings)
     release_q(block, page, end)
-    hide(kernel, block, half, tile, page)
-    soften(kernel, half, block, factor)
+    if page >= masked_from:
+        hide(kernel, block, half, tile, page)
+    moved = soften(kernel, half, block, factor)
     publish(kernel, half, block.tiles)
     cute.arch.barrier_arrive(barrier_id=MlaBarrier.P_READY, number_of_threads=BOTH_THREADS)
-    scale_out(half, factor)
+    scale_out(half, factor, moved)
     issue_own(half)
-    warpgroup.wait_group(0)
-    block.rings.release(0, LEFT)
+    await_values(half, block.rings, 0)
 
 
 @cute.jit
@@ -143,11 +153,10 @@ def take_second(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, phases: 
     """Warpgroup 0: the product with the left columns of the second page of a pair."""
     factor = cute.make_rmem_tensor(ROWS, Float32)
     cute.arch.barrier(barrier_id=MlaBarrier.P_READY + 1, number_of_threads=BOTH_THREADS)
-    take_maxima(half, block, factor)
-    scale_out(half, factor)
+    moved = take_maxima(half, block, factor)
+    scale_out(half, factor, moved)
     issue_other(kernel, half, block.rings, phases[1])
-    warpgroup.wait_group(0)
-    block.rings.release(1, LEFT)
+    await_values(half, block.rings, 1)
 
 
 @cute.jit
@@ -155,8 +164,8 @@ def take_first(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, phases: t
     """Warpgroup 1: issue the product with the right columns of the first page of a pair."""
     factor = cute.make_rmem_tensor(ROWS, Float32)
     cute.arch.barrier(barrier_id=MlaBarrier.P_READY, number_of_threads=BOTH_THREADS)
-    take_maxima(half, block, factor)
-    scale_out(half, factor)
+    moved = take_maxima(half, block, factor)
+    scale_out(half, factor, moved)
     issue_other(kernel, half, block.rings, phases[0])
 
 
@@ -166,30 +175,30 @@ def attend_second(
     block: MlaBlock,
     half: Half,
     tile: QueryTile,
-    pages: tuple[Int32, Int32],
+    pages: tuple[Int32, Int32, Int32],
     phases: tuple[Int32, Int32],
 ):
     """Warpgroup 1: both pages of a pair, scores and softmax of the second one beside the product of the first.
 
-    `pages` are the second one and the end of the tile's.
+    `pages` are the second one, the end of the tile's, and the first one of which a row does not see all keys.
     """
-    page, end = pages
+    page, end, masked_from = pages
     factor = cute.make_rmem_tensor(ROWS, Float32)
+    cute.arch.barrier(barrier_id=MlaBarrier.TURN, number_of_threads=BOTH_THREADS)
     issue_scores(kernel, half, block.rings, phases[1])
     take_first(kernel, block, half, phases)
-    warpgroup.wait_group(1)
-    block.rings.release(1, LEFT)
+    warpgroup.wait_group(HALF_PARTS)
+    release_scored(half, block.rings)
     release_q(block, page, end)
-    hide(kernel, block, half, tile, page)
-    soften(kernel, half, block, factor)
+    if page >= masked_from:
+        hide(kernel, block, half, tile, page)
+    moved = soften(kernel, half, block, factor)
     publish(kernel, half, block.tiles)
-    warpgroup.wait_group(0)  # the first page's product: its P may be overwritten, and O be scaled
-    block.rings.release(0, RIGHT)
+    await_values(half, block.rings, 0)  # the first page's product: O may be scaled
     cute.arch.barrier_arrive(barrier_id=MlaBarrier.P_READY + 1, number_of_threads=BOTH_THREADS)
-    scale_out(half, factor)
+    scale_out(half, factor, moved)
     issue_own(half)
-    warpgroup.wait_group(0)
-    block.rings.release(1, RIGHT)
+    await_values(half, block.rings, 1)
 
 
 @cute.jit
@@ -200,16 +209,14 @@ def hide(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: QueryTile
     has been released is read as V by the other warpgroup, which still holds it.
     """
     rows = kernel.traits.tile_n
-    _, full_hi = tile.full_blocks()
-    if page >= full_hi:
-        here = dataclasses.replace(tile, first_token=computed_here(tile.first_token))
-        half.scores.set_bounds(half.bounds, here)
-        half.scores.hide(page * rows, half.bounds, False)
-        past = cutlass.max(tile.mask.seqlen_k - page * rows, 0)
-        if past < rows:
-            clear_rows(kernel, block, half, past)
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=MlaBarrier.OWN + half.who, number_of_threads=WARPGROUP)
+    here = dataclasses.replace(tile, first_token=computed_here(tile.first_token))
+    half.scores.set_bounds(half.bounds, here)
+    half.scores.hide(page * rows, half.bounds, False)
+    past = cutlass.max(tile.mask.seqlen_k - page * rows, 0)
+    if past < rows:
+        clear_rows(kernel, block, half, past)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=MlaBarrier.OWN + half.who, number_of_threads=WARPGROUP)
 
 
 @cute.jit
