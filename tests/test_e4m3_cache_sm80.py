@@ -16,7 +16,7 @@ from cuteflash.problem import FwdProblem, Scores, Storage
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.cache_sm80 import FwdTraitsCacheSm80
 from cuteflash.traits.row import ROW_HEAD_DIMS
-from cuteflash.traits.tables import CACHE_ROWS, FEW_ROWS
+from cuteflash.traits.tables import CACHE_ROWS
 
 TARGETS = ("sm_89", "sm_120", "sm_90a")
 HEAD_DIMS = [*((d, d) for d in ROW_HEAD_DIMS), (192, 128), (256, 64)]
@@ -33,24 +33,17 @@ def problem_of(head_dims: tuple[int, int], *, hard: bool, is_split: bool) -> Fwd
     return FwdProblem(operands, scores, LOOKED_UP, True, is_split)
 
 
-def traits_of(
-    head_dims: tuple[int, int],
-    target: str,
-    is_split: bool = True,
-    lengths: Any = "decode",
-    tile_rows: int | None = None,
-) -> Any:
+def traits_of(head_dims: tuple[int, int], target: str, is_split: bool = True, lengths: Any = "decode") -> Any:
     problem = problem_of(head_dims, hard=True, is_split=is_split)
-    return choose_shipped(problem, target, "sm80", lengths, tile_rows).traits
+    return choose_shipped(problem, target, "sm80", lengths).traits
 
 
 def kernels() -> list[tuple[str, FwdTraitsCacheSm80, FwdProblem]]:
     """Each kernel that is chosen, once: target, traits and the problem that asks the most of it."""
     found: dict[Any, FwdProblem] = {}
     for target, head_dims, is_split, lengths in itertools.product(TARGETS, HEAD_DIMS, (True, False), LENGTHS):
-        for tile_rows in (None, 4):
-            traits = traits_of(head_dims, target, is_split, lengths, tile_rows)
-            found.setdefault((target, traits), problem_of(head_dims, hard=True, is_split=is_split))
+        traits = traits_of(head_dims, target, is_split, lengths)
+        found.setdefault((target, traits), problem_of(head_dims, hard=True, is_split=is_split))
     return [(*key, problem) for key, problem in found.items()]
 
 
@@ -66,19 +59,9 @@ def test_every_head_dim_has_a_row(hard: bool, target: str) -> None:
         assert not isinstance(choose_shipped(plain, target, "sm80").traits, FwdTraitsCacheSm80)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("head_dims", HEAD_DIMS)
-def test_few_rows_take_blocks_of_one_warp(head_dims: tuple[int, int], target: str) -> None:
-    for tile_rows in (1, 4, 16, 17, 64, None):
-        traits = traits_of(head_dims, target, tile_rows=tile_rows)
-        is_few = tile_rows is not None and tile_rows <= 16
-        assert (traits.tile_m, traits.num_warps) == ((16, 1) if is_few else (64, 4))
-    assert traits_of(head_dims, target, is_split=False, tile_rows=4).tile_m == 64
-
-
 def test_every_row_is_chosen() -> None:
     chosen = {dataclasses.replace(traits, head_dim=0, head_dim_v=0) for _, traits, _ in kernels()}
-    rows: list[Any] = [row.traits for row in (*CACHE_ROWS["sm80"], *FEW_ROWS["sm80"])]
+    rows: list[Any] = [row.traits for row in CACHE_ROWS["sm80"]]
     assert {dataclasses.replace(traits, head_dim=0, head_dim_v=0) for traits in rows} <= chosen
 
 

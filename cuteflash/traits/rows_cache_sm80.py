@@ -3,8 +3,7 @@
 They are written by hand; no sweep knows them. Of each head dim the first rows are those of Hopper, the next those of
 targets with 99 KiB a block.
 
-Every warp converts all of its block's keys for its own rows. Blocks of up to 16 query rows therefore are one warp:
-several share a multiprocessor, each with keys of its own.
+Every warp converts all of its block's keys for its own rows: two blocks on a multiprocessor overlap that with products.
 """
 
 from __future__ import annotations
@@ -19,12 +18,6 @@ def _rows(head_dim: int, tile_n: int, kv_stage: int, blocks_per_sm: int = 2, **m
     more |= {"kv_stage": kv_stage, "blocks_per_sm": blocks_per_sm}
     split, whole = (fwd_cache_sm80(head_dim, 64, tile_n, 4, splits=splits, **more) for splits in (True, False))
     return split, whole
-
-
-def _few(head_dim: int, tile_n: int, kv_stage: int, blocks_per_sm: int, **more: Any) -> Row:
-    """A row of up to 16 query rows, which splits keys."""
-    more |= {"kv_stage": kv_stage, "blocks_per_sm": blocks_per_sm, "splits": True}
-    return fwd_cache_sm80(head_dim, 16, tile_n, 1, **more)
 
 
 HELD: dict[str, Any] = {"q_in_regs": True}
@@ -48,24 +41,4 @@ ROWS: tuple[Row, ...] = (
     *_rows(256, 32, 4, 1),
     *_rows(256, 32, 5, head_dim_v=64, **HELD),
     *_rows(256, 32, 4, 1, head_dim_v=64, **HELD),
-)
-FEW: tuple[Row, ...] = (
-    _few(32, 64, 5, 8, **HELD),
-    _few(32, 64, 2, 8, **HELD),
-    _few(64, 64, 3, 8, **HELD),
-    _few(64, 32, 3, 6, **HELD),
-    _few(96, 32, 3, 8, **HELD),
-    _few(96, 32, 2, 5, **HELD),
-    _few(128, 32, 3, 7, **HELD),
-    _few(128, 32, 2, 4, **HELD),
-    _few(160, 32, 3, 6, **HELD),
-    _few(160, 32, 2, 3, **HELD),
-    _few(192, 32, 3, 5, **HELD),
-    _few(192, 32, 2, 3, **HELD),
-    _few(224, 32, 3, 4, **HELD),
-    _few(224, 32, 2, 2, **HELD),
-    _few(256, 32, 2, 5, double_buffer=False),
-    _few(256, 32, 2, 2, double_buffer=False),
-    _few(256, 32, 2, 5, head_dim_v=64, **HELD),
-    _few(256, 32, 2, 2, head_dim_v=64, **HELD),
 )

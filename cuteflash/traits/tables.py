@@ -95,7 +95,7 @@ SPLIT_ROWS, SWEPT_CACHE_ROWS = (
 CACHE_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": SWEPT_CACHE_ROWS["sm90"], "sm80": rows_cache_sm80.ROWS}
 
 # Rows of few query rows, split keys and e4m3 caches: tiles that are smaller than those of `CACHE_ROWS`.
-FEW_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_few_sm90.ROWS, "sm80": rows_cache_sm80.FEW}
+FEW_ROWS: dict[Family, tuple[Row, ...]] = {"sm90": rows_few_sm90.ROWS, "sm80": ()}
 
 
 class RowSet(NamedTuple):
