@@ -15,6 +15,7 @@ BLOCK_TOKENS = 128  # of a scale, and what the keys of V^T are padded to a multi
 HEAD_DIM_STEP = 16  # rows of 8-bit elements begin on 16 bytes
 ROTARY_STEP = 16  # half of the rotated columns are whole loads of 8
 HADAMARD_BLOCKS = (32, 64, 128, 256)
+HADAMARD_OF_MMA = 64  # columns that tensor cores mix; a warp has them side by side if there are as many
 
 
 class QuantizeOptions(NamedTuple):
@@ -97,6 +98,11 @@ class QuantizeProblem:
         return is_whole and not (self.hadamard and self.head_dim & (self.head_dim - 1))
 
     @property
+    def holds_rows(self) -> bool:
+        """Whether Q and K stay 16 bits until they are converted: not rotated, or only by tensor cores."""
+        return not self.rotary_dim and (not self.hadamard or self.hadamard >= HADAMARD_OF_MMA)
+
+    @property
     def scales_by_block(self) -> bool:
         """Whether the block that converts a tile of tokens finds its scale itself."""
         return not self.has_scales and self.granularity == "block"
@@ -105,6 +111,11 @@ class QuantizeProblem:
     def measures_heads(self) -> bool:
         """Whether the largest magnitudes of whole heads are computed before anything is converted."""
         return not self.has_scales and self.granularity == "head"
+
+    @property
+    def statistics(self) -> int:
+        """What is computed of a column of V to be smoothed: its sum, and for a head's scale both extremes."""
+        return 3 if self.measures_heads else 1
 
     @property
     def measures(self) -> bool:
