@@ -111,10 +111,12 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     traits = QuantizeTraits(head_dim, tokens, mixes=True, backwards=problem.measures)
     if problem.rotary_dim:
         traits = dataclasses.replace(traits, visits=4)
+    if problem.smooths_v and not problem.measures_heads:  # little to measure: more blocks; and what of V is in L2 first
+        traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
     measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
     threads = measuring if problem.rotary_dim else THREADS
     if problem.scales_by_block and problem.holds_rows:
-        threads = THREADS
+        threads = SOME_THREADS if problem.hadamard and head_dim <= 128 else THREADS
     elif problem.scales_by_block or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))

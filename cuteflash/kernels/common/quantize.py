@@ -11,6 +11,7 @@ added in a fixed order, so that results repeat bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +20,8 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cuteflash.kernels.common.quantize_held import Held, held_magnitude
+from cuteflash.core.scores import computed_here
+from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_measure import Measure
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
 from cuteflash.kernels.common.quantize_tile import (
@@ -137,13 +139,15 @@ class Quantize:
             first, last = place.head * grouped, place.head * grouped + grouped - 1
             peak = Float32(0.0)
             for head in cutlass.range(first, last, unroll=1):
-                peak = cute.arch.fmax(peak, held_magnitude(self.held(tensors, is_q, span, head, tile)))
+                peak = cute.arch.fmax(peak, self.held(tensors, is_q, span, head, tile).magnitude())
             cute.arch.sync_warp()  # loads of the last head before the others' would take registers
             held = self.held(tensors, is_q, span, last, tile)
-            peak = self.counted(cute.arch.fmax(peak, held_magnitude(held)), tile) * problem.hadamard_scale
+            peak = self.counted(cute.arch.fmax(peak, held.magnitude()), tile) * problem.hadamard_scale
+            found = self.found_descale(peak)
             descale = self.descale(tensors, is_q, Place(span.entry, place.tile, place.head))
             listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
-            factor = self.find_factor(descale, peak, problem.hadamard_scale, listed)
+            self.put_descale(descale, found, listed)
+            factor = problem.hadamard_scale / found
             self.put_head(tensors, is_q, span, last, held, factor)
             for head in cutlass.range(first, last, unroll=1):
                 again = self.held(tensors, is_q, span, head, tile)
@@ -189,11 +193,13 @@ class Quantize:
                     peak = cute.arch.fmax(peak, largest_magnitude(rows))
                 if step == measured - 1:
                     descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
-                    size = self.counted(peak, tile) * problem.hadamard_scale
-                    factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
+                    found = self.found_descale(self.counted(peak, tile) * problem.hadamard_scale)
+                    self.put_descale(descale, found, listed)
+                    factor = problem.hadamard_scale / found
                 if step >= measured - 1:  # addresses before that would take registers beside the rows
                     target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
-                    self.put_rows(target, tile, rows, factor)
+                    place_of_rows = dataclasses.replace(tile, first=computed_here(tile.first))
+                    self.put_rows(target, place_of_rows, rows, factor)
             else:
                 descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
                 target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
@@ -207,8 +213,9 @@ class Quantize:
                         else:
                             self.put_rows(target, tile, [values], factor, first=i)
                     if step == measured - 1:
-                        size = self.counted(peak, tile) * problem.hadamard_scale
-                        factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
+                        found = self.found_descale(self.counted(peak, tile) * problem.hadamard_scale)
+                        self.put_descale(descale, found, listed)
+                        factor = problem.hadamard_scale / found
 
     @cute.jit
     def convert_heads(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -272,14 +279,16 @@ class Quantize:
             return True
         return place.tile * self.traits.tokens // BLOCK_TOKENS < descales.shape[2]
 
-    @cute.jit
-    def find_factor(self, descale: cute.Tensor, peak: Float32, scale: cutlass.Constexpr[float], is_listed: Boolean):
-        """Write a tile's descale, from the largest magnitude that each thread has seen; returns scale / descale."""
+    def found_descale(self, peak: Float32) -> Float32:
+        """A tile's descale, from the largest magnitude that each thread has seen."""
         numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARP))
-        found = descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)), self.problem.to)
+        return descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)), self.problem.to)
+
+    @cute.jit
+    def put_descale(self, descale: cute.Tensor, found: Float32, is_listed: Boolean):
+        """Write a tile's descale if it has a place, see `is_listed`."""
         if cute.arch.thread_idx()[0] == 0 and is_listed:
             descale[0] = found
-        return scale / found
 
     def put_held(self, target: Rows, held: Held, factor: Float32, mean: cute.Tensor | None = None) -> None:
         """Round a thread's rows of a tile, rotated or minus a mean, times a factor."""
@@ -324,8 +333,9 @@ class Quantize:
         descale = self.descale_at(tensors.v_descale, Place(span.entry, place.tile, place.head))
         factor = Float32(1.0)
         if const_expr(problem.scales_by_block):
-            size = self.counted(held_magnitude(held, mean), tile)
-            factor = self.find_factor(descale, size, 1.0, self.is_listed(tensors.v_descale, place))
+            found = self.found_descale(self.counted(held.magnitude(mean), tile))
+            self.put_descale(descale, found, self.is_listed(tensors.v_descale, place))
+            factor = 1.0 / found
         else:
             factor = 1.0 / descale[0]
         if const_expr(problem.transposes_v):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Uint32
 
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.kernels.common.quantize_tile import WORDS, Rows, Tile, peak_of
@@ -89,52 +89,39 @@ class Held:
         return value
 
     def extreme(self, name: str, pair: int) -> Uint32:
-        """Of both columns of a pair the largest ("max") or the smallest ("min") number."""
-        found = self.words[pair, 0]
-        for i in range(1, ROWS):
-            found = pair_extreme(name, found, self.words[pair, i], dtype=self.dtype)
-        return found
+        """Of both columns of a pair the largest ("max") or the smallest ("min") finite element, NaN without one."""
+        words = (finite_pair(self.words[pair, i], self.dtype) for i in range(ROWS))
+        return functools.reduce(functools.partial(pair_extreme, name, dtype=self.dtype), words)
 
-    def peak(self, mean: cute.Tensor | None = None) -> Float32:
-        """The largest magnitude before a rotation, minus a mean (columns,) if there is one; NaN is left out."""
+    def magnitude(self, mean: cute.Tensor | None = None) -> Float32:
+        """The largest finite magnitude: after a rotation, or minus a mean (columns,) if there is one; 0 without one."""
+        if self.hadamard:
+            return self.rotated_magnitude()
         if mean is not None:
-            sizes = []
-            for e in range(COLUMNS):
-                low, high = (half_of(self.extreme(name, e // 2), e % 2, self.dtype) for name in ("min", "max"))
-                sizes += [high - mean[e], mean[e] - low]
-            return peak_of(sizes)
+            return peak_of(size for pair in range(PAIRS) for size in self.distances(pair, mean))
         peaks = []  # of each row: independent chains
+        largest = functools.partial(pair_extreme, "max", dtype=self.dtype)
         for i in range(ROWS):
-            sizes = [self.words[pair, i] & Uint32(MAGNITUDES) for pair in range(PAIRS)]
-            peaks.append(functools.reduce(functools.partial(pair_extreme, "max", dtype=self.dtype), sizes))
-        peak = functools.reduce(functools.partial(pair_extreme, "max", dtype=self.dtype), peaks)
-        return peak_of([half_of(peak, b, self.dtype) for b in (0, 1)])
+            sizes = (self.words[pair, i] & Uint32(MAGNITUDES) for pair in range(PAIRS))
+            peaks.append(functools.reduce(largest, (finite_pair(size, self.dtype) for size in sizes)))
+        peak = functools.reduce(largest, peaks)
+        return peak_of(half_of(peak, b, self.dtype) for b in range(2))
 
-    def finite_peak(self, mean: cute.Tensor | None = None) -> Float32:
-        """The same without infinities."""
-        sizes = (cute.math.abs(self.value(e, i, mean)) for e in range(COLUMNS) for i in range(ROWS))
-        return peak_of(cutlass.select_(size < Float32.inf, size, Float32(0.0)) for size in sizes)
+    def distances(self, pair: int, mean: cute.Tensor) -> Iterator[Float32]:
+        """How far a pair of columns' extremes are from their mean; to subtract it keeps the order of elements."""
+        low, high = (self.extreme(name, pair) for name in ("min", "max"))
+        for b in range(2):
+            yield half_of(high, b, self.dtype) - mean[2 * pair + b]
+            yield mean[2 * pair + b] - half_of(low, b, self.dtype)
 
-    def rotated_peak(self) -> Float32:
-        """The largest finite magnitude after a rotation."""
+    def rotated_magnitude(self) -> Float32:
+        """The same after a rotation."""
         keys = [Uint32(0)] * ROWS  # independent chains
         for i in range(ROWS):
             for w in range(WORDS):
                 for x in self.four(i, w, use="peak"):
                     keys[i] = cutlass.max(keys[i], finite_key(x))
         return size_of(functools.reduce(cutlass.max, keys))
-
-
-@cute.jit
-def held_magnitude(held: Held, mean: cute.Tensor | None = None):
-    """The largest finite magnitude. Infinities are rare, and left out in a second look, of whole warps."""
-    if const_expr(held.hadamard):
-        peak = held.rotated_peak()
-    else:
-        peak = held.peak(mean)
-        if cute.arch.vote_any_sync(peak == Float32.inf):
-            peak = held.finite_peak(mean)
-    return peak
 
 
 def signs_of(dtype: Dtype) -> Uint32:
@@ -179,6 +166,15 @@ def half_of(pair: Uint32, b: int, dtype: Dtype) -> Float32:
     return cute.arch.inline_ptx(
         f"{{.reg .b16 taken, skipped; mov.b32 {{{names}}}, {{$r0}}; cvt.f32.f16 {{$w0}}, taken;}}",
         write_only_types=[Float32],
+        read_only_args=[pair],
+    )
+
+
+def finite_pair(pair: Uint32, dtype: Dtype) -> Uint32:
+    """A pair, NaN in place of infinities: an element plus zero times itself."""
+    return cute.arch.inline_ptx(
+        f"{{.reg .b32 zero; mov.b32 zero, 0; fma.rn.{PTX_TYPES[dtype]}x2 {{$w0}}, {{$r0}}, zero, {{$r0}};}}",
+        write_only_types=[Uint32],
         read_only_args=[pair],
     )
 

@@ -11,15 +11,14 @@ that are not finite are left out: they do not change how others are rounded.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.tile_numbers import first_tile
-from cuteflash.kernels.common.quantize_held import Held, held_magnitude
+from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of, pair_extreme
 from cuteflash.kernels.common.quantize_tile import Rows, Tile, block_max, descale_of, largest_magnitude
 from cuteflash.kernels.common.quantize_work import (
     HeadTiles,
@@ -38,6 +37,8 @@ from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits, percent_of_smem
 
 SCALE_THREADS = 256
+EXTREMES = ("min", "max")
+NAN_PAIR = 0x7FFF7FFF  # no number: every extreme with it is the other one
 
 
 class Measure:
@@ -114,7 +115,7 @@ class Measure:
             tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
             if const_expr(problem.holds_rows):
                 source = choose(is_q, *(Rows.of(x, *part) for x in (tensors.q, tensors.k)))
-                size = held_magnitude(Held.load(source, tile, problem.dtype, problem.hadamard))
+                size = Held.load(source, tile, problem.dtype, problem.hadamard).magnitude()
             else:
                 size = largest_magnitude(rotated(problem, tensors, is_q, part, tile))
             peak = cute.arch.fmax(peak, size)
@@ -156,21 +157,24 @@ class Measure:
         part = span.origin, place.head
         tiles = self.tiles(span)
         if const_expr(problem.smooths_v):
-            columns = cute.make_rmem_tensor((COLUMNS, problem.statistics), Float32)
-            for e in cutlass.range_constexpr(COLUMNS):
-                for statistic in cutlass.range_constexpr(problem.statistics):
-                    columns[e, statistic] = Float32((0.0, math.inf, -math.inf)[statistic])
+            sums = cute.make_rmem_tensor(COLUMNS, Float32)
+            sums.fill(0.0)
+            extremes = cute.make_rmem_tensor((PAIRS, len(EXTREMES)), Uint32)
+            extremes.fill(NAN_PAIR)
             for i in cutlass.range(tiles, unroll=1):
                 tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
-                add_columns(columns, Held.load(Rows.of(tensors.v, *part), tile, problem.dtype), problem.statistics)
+                held = Held.load(Rows.of(tensors.v, *part), tile, problem.dtype)
+                add_rows(sums, held)
+                if const_expr(problem.measures_heads):
+                    add_extremes(extremes, held)
             tile = span.tile(span.first, problem.head_dim_v, traits.quads)
-            self.put_columns(tensors, work, number, tile, columns)
+            self.put_columns(tensors, work, number, tile, (sums, extremes))
         else:
             peak = Float32(0.0)
             for i in cutlass.range(tiles, unroll=1):
                 tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
                 held = Held.load(Rows.of(tensors.v, *part), tile, problem.dtype)
-                peak = cute.arch.fmax(peak, held_magnitude(held))
+                peak = cute.arch.fmax(peak, held.magnitude())
             self.put_magnitude(tensors, number, peak)
 
     def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
@@ -196,15 +200,19 @@ class Measure:
             tensors.workspace[number] = peak
 
     @cute.jit
-    def put_columns(self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, columns: cute.Tensor):
-        """Put the statistics of a part's columns together, in a fixed order, and write them."""
+    def put_columns(self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, found):
+        """Put the statistics of a part's columns together, in a fixed order, and write them.
+
+        `found` are the sums and extremes of the thread's columns; an extreme is NaN without a finite element.
+        """
+        sums, extremes = found
         quads, head_dim = self.traits.quads, self.problem.head_dim_v
         stage = SmemAllocator().allocate_tensor(Float32, cute.make_layout((head_dim, quads)), byte_alignment=16)
         target = self.columns_of(work, number - work.first_v())
         for statistic in cutlass.range_constexpr(self.problem.statistics):
             if tile.is_own:
                 for e in cutlass.range_constexpr(COLUMNS):
-                    stage[tile.lane * COLUMNS + e, tile.quad] = columns[e, statistic]
+                    stage[tile.lane * COLUMNS + e, tile.quad] = self.column(sums, extremes, e, statistic)
             cute.arch.sync_threads()
             column = cute.arch.thread_idx()[0]
             while column < head_dim:
@@ -214,6 +222,10 @@ class Measure:
                 tensors.workspace[target + statistic * head_dim + column] = value
                 column += self.traits.num_threads
             cute.arch.sync_threads()
+
+    def column(self, sums: cute.Tensor, extremes: cute.Tensor, e: int, statistic: int) -> Float32:
+        """A statistic of a thread's column."""
+        return half_of(extremes[e // 2, statistic - 1], e % 2, self.problem.dtype) if statistic else sums[e]
 
     def columns_of(self, work: Work, number: Int32) -> Int64:
         """Where the statistics of the columns of V's part `number` begin."""
@@ -304,18 +316,22 @@ class Measure:
         return tensors.cu_k[sequence + 1] - tensors.cu_k[sequence]
 
 
-def add_columns(columns: cute.Tensor, held: Held, statistics: int) -> None:
-    """Add a tile's rows to the statistics of a thread's columns."""
+def add_rows(sums: cute.Tensor, held: Held) -> None:
+    """Add a tile's rows to the sums of a thread's columns."""
     for i in range(ROWS):
-        # A row after the last repeats the last one, which changes no extreme, and no sum if it counts zero times.
-        count = cutlass.select_(held.tile.has(i), Float32(1.0), Float32(0.0))
+        count = cutlass.select_(held.tile.has(i), Float32(1.0), Float32(0.0))  # not the last row again
         for e in range(COLUMNS):
             value = held.value(e, i)
-            is_finite = cute.math.abs(value) < Float32.inf
-            columns[e, 0] = columns[e, 0] + cutlass.select_(is_finite, value, Float32(0.0)) * count
-            if statistics > 1:
-                columns[e, 1] = cute.arch.fmin(columns[e, 1], cutlass.select_(is_finite, value, Float32.inf))
-                columns[e, 2] = cute.arch.fmax(columns[e, 2], cutlass.select_(is_finite, value, -Float32.inf))
+            value = cutlass.select_(cute.math.abs(value) < Float32.inf, value, Float32(0.0))
+            sums[e] = sums[e] + value * count
+
+
+def add_extremes(extremes: cute.Tensor, held: Held) -> None:
+    """Compare a tile's rows with the extremes of a thread's columns; a row that is there twice changes none."""
+    for x, name in enumerate(EXTREMES):
+        for pair in range(PAIRS):
+            found = held.extreme(name, pair)
+            extremes[pair, x] = pair_extreme(name, extremes[pair, x], found, dtype=held.dtype)
 
 
 def combine(statistic: int, a: Float32, b: Float32) -> Float32:
