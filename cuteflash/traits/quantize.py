@@ -116,7 +116,7 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
     threads = measuring if problem.rotary_dim else THREADS
     if problem.scales_by_block and problem.holds_rows:
-        threads = SOME_THREADS if problem.hadamard and head_dim <= 128 else THREADS
+        threads = FEW_THREADS if problem.hadamard else THREADS
     elif problem.scales_by_block or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))

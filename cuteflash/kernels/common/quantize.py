@@ -11,7 +11,6 @@ added in a fixed order, so that results repeat bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +19,6 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cuteflash.core.scores import computed_here
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_measure import Measure
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
@@ -114,8 +112,6 @@ class Quantize:
                 self.convert_held(tensors, work, number)
             else:
                 self.convert_qk(tensors, work, number)
-            if const_expr(self.problem.smooths_v and not self.problem.measures_heads):
-                cute.arch.griddepcontrol_wait()  # what follows in the stream waits for this launch alone
         else:
             self.convert_v(tensors, work, number)
 
@@ -192,14 +188,15 @@ class Quantize:
                 if step < measured:
                     peak = cute.arch.fmax(peak, largest_magnitude(rows))
                 if step == measured - 1:
-                    descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
                     found = self.found_descale(self.counted(peak, tile) * problem.hadamard_scale)
+                    one = head // grouped
+                    descale = self.descale(tensors, is_q, Place(span.entry, place.tile, one))
                     self.put_descale(descale, found, listed)
                     factor = problem.hadamard_scale / found
                 if step >= measured - 1:  # addresses before that would take registers beside the rows
                     target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
-                    place_of_rows = dataclasses.replace(tile, first=computed_here(tile.first))
-                    self.put_rows(target, place_of_rows, rows, factor)
+
+                    self.put_rows(target, tile, rows, factor)
             else:
                 descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
                 target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
