@@ -15,7 +15,7 @@ BLOCK_TOKENS = 128  # of a scale, and what the keys of V^T are padded to a multi
 HEAD_DIM_STEP = 16  # rows of 8-bit elements begin on 16 bytes
 ROTARY_STEP = 16  # half of the rotated columns are whole loads of 8
 HADAMARD_BLOCKS = (32, 64, 128, 256)
-HADAMARD_OF_MMA = 64  # columns that tensor cores mix; a warp has them side by side if there are as many
+HADAMARD_OF_MMA = 64  # columns that tensor cores mix
 
 
 class QuantizeOptions(NamedTuple):
@@ -58,6 +58,7 @@ class QuantizeProblem:
         to: element type of the result.
         is_packed: sequences lie one after the other, without a batch dimension.
         has_used: of packed sequences only the first rows count, as many as `QuantizeTensors.used_q` and `used_k` say.
+        is_grouped: several heads of Q share a scale that the block which converts a tile finds.
     """
 
     dtype: Dtype
@@ -74,6 +75,7 @@ class QuantizeProblem:
     to: Fp8Dtype = "e4m3"
     is_packed: bool = False
     has_used: bool = False
+    is_grouped: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -99,8 +101,13 @@ class QuantizeProblem:
 
     @property
     def holds_rows(self) -> bool:
-        """Whether Q and K stay 16 bits until they are converted: not rotated, or only by tensor cores."""
-        return not self.rotary_dim and (not self.hadamard or self.hadamard >= HADAMARD_OF_MMA)
+        """Whether rows of Q and K stay 16 bits until they are converted: not rotated, or only by tensor cores.
+
+        Blocks that look at several heads for a scale do not: more of them at a time were slower, 52 us to 45.
+        """
+        if self.hadamard:
+            return self.has_scales and self.hadamard == HADAMARD_OF_MMA and not self.rotary_dim
+        return not self.rotary_dim and not (self.scales_by_block and self.is_grouped)
 
     @property
     def scales_by_block(self) -> bool:

@@ -117,48 +117,25 @@ class Quantize:
 
     @cute.jit
     def convert_held(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of some heads of Q or K without a rotary embedding.
-
-        A block that finds the scale of several heads visits them all, and then again, out of L2, all but the last one,
-        whose rows it still has.
-        """
+        """Convert a tile of a head of Q or K whose rows stay 16 bits until then."""
         problem = self.problem
         is_q, place = work.place(number)
+        grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
         span = self.span(tensors, is_q, place)
         tile = span.tile(span.first, problem.head_dim, self.traits.quads)
-        grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
-        if const_expr(not problem.scales_by_block):
-            held = self.held(tensors, is_q, span, place.head, tile)
-            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
-            self.put_head(tensors, is_q, span, place.head, held, problem.hadamard_scale / descale[0])
-        else:
-            first, last = place.head * grouped, place.head * grouped + grouped - 1
-            peak = Float32(0.0)
-            for head in cutlass.range(first, last, unroll=1):
-                peak = cute.arch.fmax(peak, self.held(tensors, is_q, span, head, tile).magnitude())
-            cute.arch.sync_warp()  # loads of the last head before the others' would take registers
-            held = self.held(tensors, is_q, span, last, tile)
-            peak = self.counted(cute.arch.fmax(peak, held.magnitude()), tile) * problem.hadamard_scale
-            found = self.found_descale(peak)
-            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, place.head))
+        source = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k)))
+        held = Held.load(source, tile, problem.dtype, problem.hadamard)
+        factor = Float32(1.0)
+        if const_expr(problem.scales_by_block):
+            found = self.found_descale(self.counted(held.magnitude(), tile))
+            descale = self.descale(tensors, is_q, place)
             listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
             self.put_descale(descale, found, listed)
-            factor = problem.hadamard_scale / found
-            self.put_head(tensors, is_q, span, last, held, factor)
-            for head in cutlass.range(first, last, unroll=1):
-                again = self.held(tensors, is_q, span, head, tile)
-                self.put_head(tensors, is_q, span, head, again, factor)
-
-    def held(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, head: Int32, tile: Tile) -> Held:
-        """A thread's rows of a tile of Q or K."""
-        source = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k)))
-        return Held.load(source, tile, self.problem.dtype, self.problem.hadamard)
-
-    def put_head(
-        self, tensors: QuantizeTensors, is_q: Boolean, span: Span, head: Int32, held: Held, factor: Float32
-    ) -> None:
-        """Write them."""
-        target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
+            factor = 1.0 / found
+        else:
+            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
+            factor = problem.hadamard_scale / descale[0]
+        target = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q8, tensors.k8)))
         self.put_held(target, held, factor)
 
     @cute.jit

@@ -4,7 +4,7 @@ Extremes are found two elements at a time. A Hadamard rotation of 64 columns is 
 the sums in fp32: four neighbouring threads have 64 columns of a row, which is how an operand of mma.m16n8k16 lies in a
 warp if its columns are counted so. Of the four words of a load, pairs of columns, the even ones are taken for a row of
 the operand and the odd ones for the eighth after it: registers stay in place, and a sum and a difference of both rows'
-results are two pairs of the rotation's. Wider rotations go on from there between threads.
+results are two pairs of the rotation's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from cuteflash.core.signature import CUTE_DTYPES
-from cuteflash.kernels.common.quantize_tile import WORDS, Rows, Tile, peak_of
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, peak_of
 from cuteflash.problem import Dtype
-from cuteflash.quantize_problem import HADAMARD_OF_MMA
 from cuteflash.traits.quantize import COLUMNS, ROWS
 
-FIRST_KEY = 1 << 24  # of zero: twice its bits, plus what carries an infinity beyond 32 bits
 PAIRS = COLUMNS // 2  # words of a thread in a row
 PTX_TYPES = {"fp16": "f16", "bf16": "bf16"}
 ONES = {"fp16": 0x3C003C00, "bf16": 0x3F803F80}  # a pair of 1
@@ -39,7 +37,7 @@ class Held:
         words: (pairs of columns, rows), 16-bit elements.
         tile: where they are from.
         dtype: their element type.
-        hadamard: columns of a block of the rotation that `four` makes, 0 or a multiple of 64; its factor is left out.
+        hadamard: columns of a block of the rotation that `four` makes, 0 or 64; its factor is left out.
         signs: of a rotation what `signs_of` gives.
     """
 
@@ -60,33 +58,21 @@ class Held:
         value = half_of(self.words[e // 2, i], e % 2, self.dtype)
         return value if mean is None else value - mean[e]
 
-    def four(self, i: int, w: int, mean: cute.Tensor | None = None, use: str = "convert") -> list[Float32]:
-        """The four columns from 4w on of row `i`, fp32: rotated, or minus a mean (columns,).
-
-        Sums that were made for another `use` are made again: to keep them would take 64 registers.
-        """
+    def four(self, i: int, w: int, mean: cute.Tensor | None = None) -> list[Float32]:
+        """The four columns from 4w on of row `i`, fp32: rotated, or minus a mean (columns,)."""
         if not self.hadamard:
             return [self.value(e, i, mean) for e in range(ROWS * w, ROWS * (w + 1))]
         sums = tuple(Float32(0.0) for _ in range(4))
         for first in range(0, PAIRS, 4):  # pairs of a load
             own = tuple(self.words[first + p, i] for p in range(4))
-            sums = mma(sums, own, tuple(self.sign(first + p, 2 * w) for p in (0, 2)), self.dtype, use)
+            sums = mma(sums, own, tuple(self.sign(first + p, 2 * w) for p in (0, 2)), self.dtype)
         even, odd = sums[:2], sums[2:]
-        return [self.mixed(x) for x in (*map(operator.add, even, odd), *map(operator.sub, even, odd))]
+        return [*map(operator.add, even, odd), *map(operator.sub, even, odd)]
 
     def sign(self, pair: int, n: int) -> Uint32:
         """The matrix's elements where a thread has such a pair of rows in the product for columns 2n."""
         is_negative = (pair & n).bit_count() % 2
         return self.signs ^ Uint32(SIGNS) if is_negative else self.signs
-
-    def mixed(self, value: Float32) -> Float32:
-        """A value of a block of 64 columns with those of the other blocks that are rotated with it."""
-        lanes = HADAMARD_OF_MMA // COLUMNS
-        while lanes < self.hadamard // COLUMNS:
-            sign = cutlass.select_(self.tile.lane & lanes == 0, Float32(1.0), Float32(-1.0))
-            value = value * sign + cute.arch.shuffle_sync_bfly(value, offset=lanes)
-            lanes *= 2
-        return value
 
     def extreme(self, name: str, pair: int) -> Uint32:
         """Of both columns of a pair the largest ("max") or the smallest ("min") finite element, NaN without one."""
@@ -94,9 +80,7 @@ class Held:
         return functools.reduce(functools.partial(pair_extreme, name, dtype=self.dtype), words)
 
     def magnitude(self, mean: cute.Tensor | None = None) -> Float32:
-        """The largest finite magnitude: after a rotation, or minus a mean (columns,) if there is one; 0 without one."""
-        if self.hadamard:
-            return self.rotated_magnitude()
+        """The largest finite magnitude before a rotation, minus a mean (columns,) if there is one; 0 without one."""
         if mean is not None:
             return peak_of(size for pair in range(PAIRS) for size in self.distances(pair, mean))
         peaks = []  # of each row: independent chains
@@ -114,15 +98,6 @@ class Held:
             yield half_of(high, b, self.dtype) - mean[2 * pair + b]
             yield mean[2 * pair + b] - half_of(low, b, self.dtype)
 
-    def rotated_magnitude(self) -> Float32:
-        """The same after a rotation."""
-        keys = [Uint32(0)] * ROWS  # independent chains
-        for i in range(ROWS):
-            for w in range(WORDS):
-                for x in self.four(i, w, use="peak"):
-                    keys[i] = cutlass.max(keys[i], finite_key(x))
-        return size_of(functools.reduce(cutlass.max, keys))
-
 
 def signs_of(dtype: Dtype) -> Uint32:
     """What a thread has of the matrix as the second operand of a product, up to its sign: two elements, 1 or -1.
@@ -136,22 +111,6 @@ def signs_of(dtype: Dtype) -> Uint32:
     is_negative = (common ^ (common >> 1)) & 1
     pair = Uint32(ONES[dtype]) ^ cutlass.select_(is_negative == 1, Uint32(SIGNS), Uint32(0))
     return pair ^ cutlass.select_(g & 1 == 1, Uint32(SECOND_SIGN), Uint32(0))
-
-
-def finite_key(value: Float32) -> Uint32:
-    """A number that grows with the magnitude of a finite value; those of infinities and NaN are smaller than all.
-
-    Two instructions an element with the maximum, and no branch, which a product of a warp could not be in.
-    """
-    return cute.arch.inline_ptx(
-        f"mad.lo.u32 {{$w0}}, {{$r0}}, 2, {FIRST_KEY};", write_only_types=[Uint32], read_only_args=[value]
-    )
-
-
-def size_of(key: Uint32) -> Float32:
-    """The magnitude of a key; 0 of one that is no finite value's."""
-    bits = (cutlass.max(key, Uint32(FIRST_KEY)) - Uint32(FIRST_KEY)) >> 1
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 def half_of(pair: Uint32, b: int, dtype: Dtype) -> Float32:
@@ -186,13 +145,11 @@ def pair_extreme(name: str, a: Uint32, b: Uint32, *, dtype: Dtype) -> Uint32:
     )
 
 
-def mma(
-    c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ...], dtype: Dtype, use: str
-) -> tuple[Float32, ...]:
-    """c + a b of a warp: 16 rows, 8 columns, sums over 16. The compiler merges equal ones of one `use` only."""
+def mma(c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ...], dtype: Dtype) -> tuple[Float32, ...]:
+    """c + a b of a warp: 16 rows, 8 columns, sums over 16."""
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
-    ).replace("T", PTX_TYPES[dtype]) + f" // {use}"
+    ).replace("T", PTX_TYPES[dtype])
     found = cute.arch.inline_ptx(code, write_only_types=[Float32] * len(c), read_only_args=[*a, *b, *c])
     return tuple(found)
