@@ -25,6 +25,7 @@ TABLE_NAMES: dict[torch.dtype, RotaryDtype] = {torch.float32: "fp32", **DTYPE_NA
 def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProblem:
     """What the kernels of a checked call are generated for."""
     cos = inputs.rotary_cos
+    finds_scales = options.granularity == "block" and inputs.descales is None
     return QuantizeProblem(
         dtype=DTYPE_NAMES[inputs.q.dtype],
         head_dim=inputs.q.shape[-1],
@@ -40,6 +41,7 @@ def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProb
         to="e5m2" if options.to == "e5m2" else "e4m3",
         is_packed=inputs.packed is not None,
         has_used=inputs.seqused_q is not None or inputs.seqused_k is not None,
+        is_grouped=finds_scales and inputs.q.shape[-2] != inputs.k.shape[-2],
     )
 
 

@@ -15,6 +15,7 @@ BLOCK_TOKENS = 128  # of a scale, and what the keys of V^T are padded to a multi
 HEAD_DIM_STEP = 16  # rows of 8-bit elements begin on 16 bytes
 ROTARY_STEP = 16  # half of the rotated columns are whole loads of 8
 HADAMARD_BLOCKS = (32, 64, 128, 256)
+HADAMARD_OF_MMA = 64  # columns that tensor cores mix
 
 
 class QuantizeOptions(NamedTuple):
@@ -57,6 +58,7 @@ class QuantizeProblem:
         to: element type of the result.
         is_packed: sequences lie one after the other, without a batch dimension.
         has_used: of packed sequences only the first rows count, as many as `QuantizeTensors.used_q` and `used_k` say.
+        is_grouped: several heads of Q share a scale that the block which converts a tile finds.
     """
 
     dtype: Dtype
@@ -73,6 +75,7 @@ class QuantizeProblem:
     to: Fp8Dtype = "e4m3"
     is_packed: bool = False
     has_used: bool = False
+    is_grouped: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -97,6 +100,16 @@ class QuantizeProblem:
         return is_whole and not (self.hadamard and self.head_dim & (self.head_dim - 1))
 
     @property
+    def holds_rows(self) -> bool:
+        """Whether rows of Q and K stay 16 bits until they are converted: not rotated, or only by tensor cores.
+
+        Blocks that look at several heads for a scale do not: more of them at a time were slower, 52 us to 45.
+        """
+        if self.hadamard:
+            return self.has_scales and self.hadamard == HADAMARD_OF_MMA and not self.rotary_dim
+        return not self.rotary_dim and not (self.scales_by_block and self.is_grouped)
+
+    @property
     def scales_by_block(self) -> bool:
         """Whether the block that converts a tile of tokens finds its scale itself."""
         return not self.has_scales and self.granularity == "block"
@@ -105,6 +118,11 @@ class QuantizeProblem:
     def measures_heads(self) -> bool:
         """Whether the largest magnitudes of whole heads are computed before anything is converted."""
         return not self.has_scales and self.granularity == "head"
+
+    @property
+    def statistics(self) -> int:
+        """What is computed of a column of V to be smoothed: its sum, and for a head's scale both extremes."""
+        return 3 if self.measures_heads else 1
 
     @property
     def measures(self) -> bool:

@@ -25,6 +25,8 @@ CASES = {
     "head-interleaved": QuantizeProblem("fp16", 128, 128, rotary_dim=64, rotary_interleaved=True, rotary_dtype="fp16"),
     "given-half": QuantizeProblem("bf16", 128, 128, has_scales=True, rotary_dim=64),
     "head-whole": QuantizeProblem("bf16", 96, 96, rotary_dim=96, hadamard=32, **EVERYTHING),
+    "given-rotated": QuantizeProblem("fp16", 128, 128, has_scales=True, hadamard=64),
+    "block-grouped": QuantizeProblem("bf16", 128, 128, "block", is_grouped=True),
     "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
     "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
     "packed": QuantizeProblem("bf16", 128, 128, is_packed=True, has_used=True, to="e5m2", **EVERYTHING),
@@ -90,14 +92,14 @@ def test_wrong_traits_and_problems_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "size"),
+    ("problem", "rows", "size"),
     [
-        (QuantizeProblem("bf16", 64, 64), 6 * 3 + 2 * 2 + 2 * 2),
-        (QuantizeProblem("bf16", 64, 64, smooths_v=True), 6 * 3 + 2 * 2 + 2 * 2 * 3 * 64),
-        (QuantizeProblem("bf16", 64, 64, "block", smooths_v=True), 2 * 2 * 3 * 64),
+        (QuantizeProblem("bf16", 64, 64), 512, 6 * 3 + 2 * 2 + 2 * 2),
+        (QuantizeProblem("bf16", 64, 64, smooths_v=True), 512, 6 * 3 + 2 * 2 + 2 * 2 * 3 * 64),
+        (QuantizeProblem("bf16", 64, 64, "block", smooths_v=True), 256, 2 * 2 * 64),
     ],
 )
-def test_the_workspace_holds_each_part(problem: QuantizeProblem, size: int) -> None:
+def test_the_workspace_holds_each_part(problem: QuantizeProblem, rows: int, size: int) -> None:
     traits = traits_of(problem)
-    assert (traits.parts(1025), traits.parts(1023), traits.parts(0)) == (3, 2, 1)
+    assert (traits.parts(2 * rows + 1), traits.parts(2 * rows - 1), traits.parts(0)) == (3, 2, 1)
     assert traits.workspace_size(problem, 6, 2, (3, 2)) == size

@@ -15,7 +15,6 @@ WARP = 32
 TARGET = "sm_90a"  # FP8 attention needs Hopper
 SMEM_PER_SM = get_arch(TARGET).smem_per_sm
 THREADS, SOME_THREADS, FEW_THREADS = 1024, 768, 512  # of a multiprocessor: with 64, 80 and 128 registers each
-STATISTICS = 3  # of a column of V: sum, smallest and largest element
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class QuantizeTraits:
             parts: of a head of Q, and of a head of K and V.
         """
         of_q, of_k = parts
-        of_v = STATISTICS * problem.head_dim_v if problem.smooths_v else 1
+        of_v = problem.statistics * problem.head_dim_v if problem.smooths_v else 1
         magnitudes = heads * of_q + kv_heads * of_k if problem.measures_heads else 0
         return magnitudes + kv_heads * of_k * of_v
 
@@ -112,10 +111,14 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     traits = QuantizeTraits(head_dim, tokens, mixes=True, backwards=problem.measures)
     if problem.rotary_dim:
         traits = dataclasses.replace(traits, visits=4)
+    if problem.smooths_v and not problem.measures_heads:  # little to measure: more blocks; and what of V is in L2 first
+        traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
     measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
     threads = measuring if problem.rotary_dim else THREADS
-    if problem.scales_by_block or (problem.rotary_dim and problem.hadamard):
+    if (problem.scales_by_block and not problem.holds_rows) or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
+    elif problem.smooths_v and (problem.is_packed or problem.scales_by_block or head_dim <= 64):
+        threads = min(threads, SOME_THREADS)  # with 64 registers each these spilled
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
 

@@ -85,6 +85,14 @@ def test_given_scales(shape: tuple[int, ...], device: torch.device) -> None:
     check(*data(300, device=device), granularity=granularity, transpose_v=True, smooth_v=True, **scales)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("hadamard", "head_dim"), [(64, 64), (64, 192), (64, 256), (128, 128)])
+def test_given_scales_and_hadamard(hadamard: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Tensor cores mix blocks of 64 columns."""
+    scales = {f"{name}_descale": torch.full((2, 2), 0.01, device=device) for name in "qkv"}
+    check(*data(150, head_dim=head_dim, dtype=dtype, device=device), hadamard=hadamard, **scales)
+
+
 def test_slices_of_a_fused_projection_and_expanded_heads(device: torch.device) -> None:
     x = torch.randn(2, 333, 8 * 128 + 8, device=device).bfloat16()[..., 8:].unflatten(-1, (8, 128))
     q, k, v = x.split((4, 2, 2), dim=2)

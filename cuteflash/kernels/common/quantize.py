@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
+from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_measure import Measure
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
 from cuteflash.kernels.common.quantize_tile import (
@@ -29,6 +30,7 @@ from cuteflash.kernels.common.quantize_tile import (
     descale_of,
     finite_magnitude,
     largest_magnitude,
+    own_columns,
     put_columns,
     rounded,
 )
@@ -44,7 +46,6 @@ from cuteflash.kernels.common.quantize_work import (
     rotated,
     rotated_heads,
     seqlen_of,
-    smoothed,
     tiles_of,
 )
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
@@ -77,6 +78,7 @@ class Quantize:
             min_blocks_per_mp=self.traits.resident,
             preferred_smem_carveout=self.traits.carveout(self.problem.head_dim_v if self.problem.transposes_v else 0),
             stream=stream,
+            use_pdl=self.problem.measures,
         )
 
     def work(self, tensors: QuantizeTensors) -> Work:
@@ -100,14 +102,41 @@ class Quantize:
 
     @cute.kernel
     def kernel(self, tensors: QuantizeTensors, work: Work):
+        if const_expr(self.problem.measures_heads):
+            cute.arch.griddepcontrol_wait()
         number = work.number(cute.arch.block_idx()[0], self.traits.backwards)
         if number < work.first_v():
             if const_expr(self.problem.rotary_dim and not self.problem.scales_by_block):
                 self.convert_heads(tensors, work, number)
+            elif const_expr(self.problem.holds_rows):
+                self.convert_held(tensors, work, number)
             else:
                 self.convert_qk(tensors, work, number)
         else:
             self.convert_v(tensors, work, number)
+
+    @cute.jit
+    def convert_held(self, tensors: QuantizeTensors, work: Work, number: Int32):
+        """Convert a tile of a head of Q or K whose rows stay 16 bits until then."""
+        problem = self.problem
+        is_q, place = work.place(number)
+        grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
+        span = self.span(tensors, is_q, place)
+        tile = span.tile(span.first, problem.head_dim, self.traits.quads)
+        source = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k)))
+        held = Held.load(source, tile, problem.dtype, problem.hadamard)
+        factor = Float32(1.0)
+        if const_expr(problem.scales_by_block):
+            found = self.found_descale(self.counted(held.magnitude(), tile))
+            descale = self.descale(tensors, is_q, place)
+            listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
+            self.put_descale(descale, found, listed)
+            factor = 1.0 / found
+        else:
+            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
+            factor = problem.hadamard_scale / descale[0]
+        target = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q8, tensors.k8)))
+        self.put_held(target, held, factor)
 
     @cute.jit
     def convert_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -136,11 +165,14 @@ class Quantize:
                 if step < measured:
                     peak = cute.arch.fmax(peak, largest_magnitude(rows))
                 if step == measured - 1:
-                    descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
-                    size = self.counted(peak, tile) * problem.hadamard_scale
-                    factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
+                    found = self.found_descale(self.counted(peak, tile) * problem.hadamard_scale)
+                    one = head // grouped
+                    descale = self.descale(tensors, is_q, Place(span.entry, place.tile, one))
+                    self.put_descale(descale, found, listed)
+                    factor = problem.hadamard_scale / found
                 if step >= measured - 1:  # addresses before that would take registers beside the rows
                     target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
+
                     self.put_rows(target, tile, rows, factor)
             else:
                 descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
@@ -155,8 +187,9 @@ class Quantize:
                         else:
                             self.put_rows(target, tile, [values], factor, first=i)
                     if step == measured - 1:
-                        size = self.counted(peak, tile) * problem.hadamard_scale
-                        factor = self.find_factor(descale, size, problem.hadamard_scale, listed)
+                        found = self.found_descale(self.counted(peak, tile) * problem.hadamard_scale)
+                        self.put_descale(descale, found, listed)
+                        factor = problem.hadamard_scale / found
 
     @cute.jit
     def convert_heads(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -220,14 +253,26 @@ class Quantize:
             return True
         return place.tile * self.traits.tokens // BLOCK_TOKENS < descales.shape[2]
 
-    @cute.jit
-    def find_factor(self, descale: cute.Tensor, peak: Float32, scale: cutlass.Constexpr[float], is_listed: Boolean):
-        """Write a tile's descale, from the largest magnitude that each thread has seen; returns scale / descale."""
+    def found_descale(self, peak: Float32) -> Float32:
+        """A tile's descale, from the largest magnitude that each thread has seen."""
         numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARP))
-        found = descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)), self.problem.to)
+        return descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)), self.problem.to)
+
+    @cute.jit
+    def put_descale(self, descale: cute.Tensor, found: Float32, is_listed: Boolean):
+        """Write a tile's descale if it has a place, see `is_listed`."""
         if cute.arch.thread_idx()[0] == 0 and is_listed:
             descale[0] = found
-        return scale / found
+
+    def put_held(self, target: Rows, held: Held, factor: Float32, mean: cute.Tensor | None = None) -> None:
+        """Round a thread's rows of a tile, rotated or minus a mean, times a factor."""
+        for i in range(ROWS):
+            words = cute.make_rmem_tensor(WORDS, Uint32)
+            for w in range(WORDS):
+                words[w] = rounded(*(value * factor for value in held.four(i, w, mean)), self.problem.to)
+                if self.problem.is_packed:
+                    words[w] = cutlass.select_(held.tile.has(i), words[w], Uint32(0))
+            self.put_row(target, held.tile, i, words)
 
     def put_rows(
         self, target: Rows, tile: Tile, rows: Iterable[cute.Tensor], factor: Float32, first: int | Int32 = 0
@@ -254,21 +299,23 @@ class Quantize:
         place = work.v.place(number - work.first_v())
         span = self.span(tensors, None, place)
         tile = span.tile(span.first, problem.head_dim_v, traits.quads)
-        mean = tensors.v_mean[span.entry, place.head, None] if const_expr(problem.smooths_v) else None
-        rows = smoothed(problem, tensors, (span.origin, place.head), tile, mean)
+        held = Held.load(Rows.of(tensors.v, span.origin, place.head), tile, problem.dtype)
+        mean = None
+        if const_expr(problem.smooths_v):
+            cute.arch.griddepcontrol_wait()
+            mean = own_columns(tensors.v_mean[span.entry, place.head, None], tile)
         descale = self.descale_at(tensors.v_descale, Place(span.entry, place.tile, place.head))
         factor = Float32(1.0)
         if const_expr(problem.scales_by_block):
-            rows = list(rows)
-            size = self.counted(largest_magnitude(rows), tile)
-            factor = self.find_factor(descale, size, 1.0, self.is_listed(tensors.v_descale, place))
+            found = self.found_descale(self.counted(held.magnitude(mean), tile))
+            self.put_descale(descale, found, self.is_listed(tensors.v_descale, place))
+            factor = 1.0 / found
         else:
             factor = 1.0 / descale[0]
         if const_expr(problem.transposes_v):
-            rows = list(rows)
             words = [
                 rounded(
-                    *(cutlass.select_(tile.has(i), row[e] * factor, Float32(0.0)) for i, row in enumerate(rows)),
+                    *(cutlass.select_(tile.has(i), held.value(e, i, mean) * factor, Float32(0.0)) for i in range(ROWS)),
                     problem.to,
                 )
                 for e in range(COLUMNS)
@@ -279,4 +326,4 @@ class Quantize:
                 target, first_key = tensors.v8[place.batch, place.head, None, None], None
             put_columns(target, tile, words, traits, problem.head_dim_v, first_key)
         else:
-            self.put_rows(Rows.of(tensors.v8, span.origin, place.head), tile, rows, factor)
+            self.put_held(Rows.of(tensors.v8, span.origin, place.head), held, factor, mean)

@@ -1,7 +1,8 @@
 """What quantising asks of whole heads, in two launches: parts of a head are measured, then put together.
 
     magnitudes   (parts of all heads of Q, then K, then V)   fp32, if each KV head gets a scale
-    columns      (parts of V's heads, 3, head_dim_v)         fp32 sum, smallest, largest element, if V is smoothed
+    columns      (parts of V's heads, 1 or 3, head_dim_v)    fp32 sum, if V is smoothed; then its smallest and largest
+                                                             element, if each KV head gets a scale as well
 
 The workspace has one after the other; parts are numbered as `Work` does it, and V has only one of the two. Elements
 that are not finite are left out: they do not change how others are rounded.
@@ -10,14 +11,14 @@ that are not finite are left out: they do not change how others are rounded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.tile_numbers import first_tile
+from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of, pair_extreme
 from cuteflash.kernels.common.quantize_tile import Rows, Tile, block_max, descale_of, largest_magnitude
 from cuteflash.kernels.common.quantize_work import (
     HeadTiles,
@@ -31,12 +32,13 @@ from cuteflash.kernels.common.quantize_work import (
     rotated,
     rotated_heads,
     seqlen_of,
-    smoothed,
 )
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, STATISTICS, WARP, QuantizeTraits, percent_of_smem
+from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits, percent_of_smem
 
 SCALE_THREADS = 256
+EXTREMES = ("min", "max")
+NAN_PAIR = 0x7FFF7FFF  # no number: every extreme with it is the other one
 
 
 class Measure:
@@ -60,7 +62,9 @@ class Measure:
             stream=stream,
         )
         self.scale.set_name_prefix("flash_quantize_scale", remove_cutlass_symbol=True)
-        self.scale(tensors, work).launch(grid=(kv_heads, batch, 1), block=(SCALE_THREADS, 1, 1), stream=stream)
+        self.scale(tensors, work).launch(
+            grid=(kv_heads, batch, 1), block=(SCALE_THREADS, 1, 1), stream=stream, use_pdl=True
+        )
 
     def work(self, tensors: QuantizeTensors) -> Work:
         """All parts that are measured."""
@@ -85,6 +89,7 @@ class Measure:
 
     @cute.kernel
     def measure(self, tensors: QuantizeTensors, work: Work, blocks: Work):
+        cute.arch.griddepcontrol_launch_dependents()  # `scale` may begin where blocks end, and then waits
         number = blocks.number(cute.arch.block_idx()[0])
         if const_expr(self.problem.measures_heads):
             if number < blocks.first_v():
@@ -108,7 +113,12 @@ class Measure:
         peak = Float32(0.0)
         for i in cutlass.range(tiles, unroll=1):
             tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
-            peak = cute.arch.fmax(peak, largest_magnitude(rotated(problem, tensors, is_q, part, tile)))
+            if const_expr(problem.holds_rows):
+                source = choose(is_q, *(Rows.of(x, *part) for x in (tensors.q, tensors.k)))
+                size = Held.load(source, tile, problem.dtype).magnitude()
+            else:
+                size = largest_magnitude(rotated(problem, tensors, is_q, part, tile))
+            peak = cute.arch.fmax(peak, size)
         self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
 
     @cute.jit
@@ -147,19 +157,24 @@ class Measure:
         part = span.origin, place.head
         tiles = self.tiles(span)
         if const_expr(problem.smooths_v):
-            columns = cute.make_rmem_tensor((COLUMNS, STATISTICS), Float32)
-            for e in cutlass.range_constexpr(COLUMNS):
-                columns[e, 0], columns[e, 1], columns[e, 2] = Float32(0.0), Float32.inf, -Float32.inf
+            sums = cute.make_rmem_tensor(COLUMNS, Float32)
+            sums.fill(0.0)
+            extremes = cute.make_rmem_tensor((PAIRS, len(EXTREMES)), Uint32)
+            extremes.fill(NAN_PAIR)
             for i in cutlass.range(tiles, unroll=1):
                 tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
-                add_columns(columns, tile, smoothed(problem, tensors, part, tile))
+                held = Held.load(Rows.of(tensors.v, *part), tile, problem.dtype)
+                add_rows(sums, held)
+                if const_expr(problem.measures_heads):
+                    add_extremes(extremes, held)
             tile = span.tile(span.first, problem.head_dim_v, traits.quads)
-            self.put_columns(tensors, work, number, tile, columns)
+            self.put_columns(tensors, work, number, tile, (sums, extremes))
         else:
             peak = Float32(0.0)
             for i in cutlass.range(tiles, unroll=1):
                 tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
-                peak = cute.arch.fmax(peak, largest_magnitude(smoothed(problem, tensors, part, tile)))
+                held = Held.load(Rows.of(tensors.v, *part), tile, problem.dtype)
+                peak = cute.arch.fmax(peak, held.magnitude())
             self.put_magnitude(tensors, number, peak)
 
     def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
@@ -185,15 +200,19 @@ class Measure:
             tensors.workspace[number] = peak
 
     @cute.jit
-    def put_columns(self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, columns: cute.Tensor):
-        """Put the statistics of a part's columns together, in a fixed order, and write them."""
+    def put_columns(self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, found):
+        """Put the statistics of a part's columns together, in a fixed order, and write them.
+
+        `found` are the sums and extremes of the thread's columns; an extreme is NaN without a finite element.
+        """
+        sums, extremes = found
         quads, head_dim = self.traits.quads, self.problem.head_dim_v
         stage = SmemAllocator().allocate_tensor(Float32, cute.make_layout((head_dim, quads)), byte_alignment=16)
         target = self.columns_of(work, number - work.first_v())
-        for statistic in cutlass.range_constexpr(STATISTICS):
+        for statistic in cutlass.range_constexpr(self.problem.statistics):
             if tile.is_own:
                 for e in cutlass.range_constexpr(COLUMNS):
-                    stage[tile.lane * COLUMNS + e, tile.quad] = columns[e, statistic]
+                    stage[tile.lane * COLUMNS + e, tile.quad] = self.column(sums, extremes, e, statistic)
             cute.arch.sync_threads()
             column = cute.arch.thread_idx()[0]
             while column < head_dim:
@@ -204,12 +223,18 @@ class Measure:
                 column += self.traits.num_threads
             cute.arch.sync_threads()
 
+    def column(self, sums: cute.Tensor, extremes: cute.Tensor, e: int, statistic: int) -> Float32:
+        """A statistic of a thread's column."""
+        return half_of(extremes[e // 2, statistic - 1], e % 2, self.problem.dtype) if statistic else sums[e]
+
     def columns_of(self, work: Work, number: Int32) -> Int64:
         """Where the statistics of the columns of V's part `number` begin."""
-        return Int64(work.first_v()) + Int64(number) * (STATISTICS * self.problem.head_dim_v)
+        return Int64(work.first_v()) + Int64(number) * (self.problem.statistics * self.problem.head_dim_v)
 
     @cute.kernel
     def scale(self, tensors: QuantizeTensors, work: Work):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         head, batch, _ = cute.arch.block_idx()
         peak_v = Float32(0.0)
         if const_expr(self.problem.smooths_v):
@@ -270,15 +295,15 @@ class Measure:
         column = cute.arch.thread_idx()[0]
         if column < head_dim:
             total, low, high = Float32(0.0), Float32.inf, -Float32.inf
-            for index in cutlass.range(count, unroll=4):
+            for index in cutlass.range(count, unroll=8):
                 part = index
                 if const_expr(first_part is not None):
                     part += first_part
-                number = parts.number(entry, part, head)
-                source = self.columns_of(work, number) + column
+                source = self.columns_of(work, parts.number(entry, part, head)) + column
                 total = total + tensors.workspace[source]
-                low = cute.arch.fmin(low, tensors.workspace[source + head_dim])
-                high = cute.arch.fmax(high, tensors.workspace[source + 2 * head_dim])
+                if const_expr(self.problem.measures_heads):
+                    low = cute.arch.fmin(low, tensors.workspace[source + head_dim])
+                    high = cute.arch.fmax(high, tensors.workspace[source + 2 * head_dim])
             mean = total / Float32(cutlass.max(seqlen, 1))
             tensors.v_mean[batch, head, column] = mean
             peak = cute.arch.fmax(peak, cute.arch.fmax(high - mean, mean - low))
@@ -291,16 +316,22 @@ class Measure:
         return tensors.cu_k[sequence + 1] - tensors.cu_k[sequence]
 
 
-def add_columns(columns: cute.Tensor, tile: Tile, rows: Iterable[cute.Tensor]) -> None:
-    """Add a tile's rows to the statistics of a thread's columns."""
-    for i, row in enumerate(rows):
+def add_rows(sums: cute.Tensor, held: Held) -> None:
+    """Add a tile's rows to the sums of a thread's columns."""
+    for i in range(ROWS):
+        count = cutlass.select_(held.tile.has(i), Float32(1.0), Float32(0.0))  # not the last row again
         for e in range(COLUMNS):
-            value = row[e]
-            is_finite = cute.math.abs(value) < Float32.inf
-            # A row after the last repeats the last one, which changes no extreme.
-            columns[e, 0] = columns[e, 0] + cutlass.select_(is_finite & tile.has(i), value, Float32(0.0))
-            columns[e, 1] = cute.arch.fmin(columns[e, 1], cutlass.select_(is_finite, value, Float32.inf))
-            columns[e, 2] = cute.arch.fmax(columns[e, 2], cutlass.select_(is_finite, value, -Float32.inf))
+            value = held.value(e, i)
+            value = cutlass.select_(cute.math.abs(value) < Float32.inf, value, Float32(0.0))
+            sums[e] = sums[e] + value * count
+
+
+def add_extremes(extremes: cute.Tensor, held: Held) -> None:
+    """Compare a tile's rows with the extremes of a thread's columns; a row that is there twice changes none."""
+    for x, name in enumerate(EXTREMES):
+        for pair in range(PAIRS):
+            found = held.extreme(name, pair)
+            extremes[pair, x] = pair_extreme(name, extremes[pair, x], found, dtype=held.dtype)
 
 
 def combine(statistic: int, a: Float32, b: Float32) -> Float32:

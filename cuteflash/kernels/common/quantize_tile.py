@@ -156,6 +156,15 @@ class Tile:
         return self.load(rows, tuple(chunk * ALIGN_BYTES for chunk in self.chunks()), dtype)
 
 
+def own_columns(vector: cute.Tensor, tile: Tile) -> cute.Tensor:
+    """(columns,) of a (head_dim,) fp32 vector, which begins on 16 bytes, those that the thread has of a tile."""
+    values = cute.make_rmem_tensor(COLUMNS, Float32)
+    nbytes = COLUMNS * Float32.width // 8
+    offsets = tuple(tile.lane * nbytes + first for first in range(0, nbytes, ALIGN_BYTES))
+    tile.load_pieces(Rows(vector.iterator.toint(), Int64(0)), offsets, Int32(0), values)
+    return values
+
+
 def widened(row: cute.Tensor) -> cute.Tensor:
     """A copy in fp32."""
     values = cute.make_rmem_tensor_like(row, Float32)
@@ -288,7 +297,7 @@ def finite_magnitude(row: cute.Tensor) -> Float32:
     return peak_of([cutlass.select_(size < Float32.inf, size, Float32(0.0)) for size in sizes])
 
 
-def peak_of(sizes: list[Float32]) -> Float32:
+def peak_of(sizes: Iterable[Float32]) -> Float32:
     """The largest of some magnitudes that is a number, at least 0."""
     peaks = [Float32(0.0)] * ROWS  # independent chains
     for i, size in enumerate(sizes):

@@ -281,23 +281,3 @@ def rotated_heads(problem: QuantizeProblem, tensors: QuantizeTensors, heads: lis
         if problem.hadamard:
             mix(values, tile, problem.hadamard)
         yield values
-
-
-def smoothed(
-    problem: QuantizeProblem,
-    tensors: QuantizeTensors,
-    part: tuple[Int32, Int32],
-    tile: Tile,
-    mean: cute.Tensor | None = None,
-) -> Iterator[cute.Tensor]:
-    """A thread's rows of a tile of V, one after the other, minus a mean (head_dim_v,) if there is one: fp32.
-
-    `part` is as for `rotated`.
-    """
-    elements = tile.elements(Rows.of(tensors.v, *part), CUTE_DTYPES[problem.dtype])
-    for i in range(ROWS):
-        values = widened(elements[None, i])
-        if mean is not None:
-            for e in range(COLUMNS):
-                values[e] = values[e] - mean[tile.lane * COLUMNS + e]
-        yield values

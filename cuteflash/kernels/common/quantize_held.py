@@ -1,0 +1,155 @@
+"""A thread's 16-bit rows of a tile, kept as they were loaded: half the registers of fp32.
+
+Extremes are found two elements at a time. A Hadamard rotation of 64 columns is a product of tensor cores, exact but for
+the sums in fp32: four neighbouring threads have 64 columns of a row, which is how an operand of mma.m16n8k16 lies in a
+warp if its columns are counted so. Of the four words of a load, pairs of columns, the even ones are taken for a row of
+the operand and the odd ones for the eighth after it: registers stay in place, and a sum and a difference of both rows'
+results are two pairs of the rotation's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, peak_of
+from cuteflash.problem import Dtype
+from cuteflash.traits.quantize import COLUMNS, ROWS
+
+PAIRS = COLUMNS // 2  # words of a thread in a row
+PTX_TYPES = {"fp16": "f16", "bf16": "bf16"}
+ONES = {"fp16": 0x3C003C00, "bf16": 0x3F803F80}  # a pair of 1
+MAGNITUDES, SIGNS, SECOND_SIGN = 0x7FFF7FFF, 0x80008000, 0x80000000  # of a pair
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A thread's rows.
+
+    Attributes:
+        words: (pairs of columns, rows), 16-bit elements.
+        tile: where they are from.
+        dtype: their element type.
+        hadamard: columns of a block of the rotation that `four` makes, 0 or 64; its factor is left out.
+        signs: of a rotation what `signs_of` gives.
+    """
+
+    words: cute.Tensor
+    tile: Tile
+    dtype: cutlass.Constexpr[Dtype]
+    hadamard: cutlass.Constexpr[int] = 0
+    signs: Uint32 | None = None
+
+    @classmethod
+    def load(cls, rows: Rows, tile: Tile, dtype: Dtype, hadamard: int = 0) -> Held:
+        """Of `rows`; a tile's rows after the last are loaded as the last."""
+        words = cute.recast_tensor(tile.elements(rows, CUTE_DTYPES[dtype]), Uint32)
+        return cls(words, tile, dtype, hadamard, signs_of(dtype) if hadamard else None)
+
+    def value(self, e: int, i: int, mean: cute.Tensor | None = None) -> Float32:
+        """Column `e` of row `i` as it was loaded, minus a mean (columns,) if there is one, fp32."""
+        value = half_of(self.words[e // 2, i], e % 2, self.dtype)
+        return value if mean is None else value - mean[e]
+
+    def four(self, i: int, w: int, mean: cute.Tensor | None = None) -> list[Float32]:
+        """The four columns from 4w on of row `i`, fp32: rotated, or minus a mean (columns,)."""
+        if not self.hadamard:
+            return [self.value(e, i, mean) for e in range(ROWS * w, ROWS * (w + 1))]
+        sums = tuple(Float32(0.0) for _ in range(4))
+        for first in range(0, PAIRS, 4):  # pairs of a load
+            own = tuple(self.words[first + p, i] for p in range(4))
+            sums = mma(sums, own, tuple(self.sign(first + p, 2 * w) for p in (0, 2)), self.dtype)
+        even, odd = sums[:2], sums[2:]
+        return [*map(operator.add, even, odd), *map(operator.sub, even, odd)]
+
+    def sign(self, pair: int, n: int) -> Uint32:
+        """The matrix's elements where a thread has such a pair of rows in the product for columns 2n."""
+        is_negative = (pair & n).bit_count() % 2
+        return self.signs ^ Uint32(SIGNS) if is_negative else self.signs
+
+    def extreme(self, name: str, pair: int) -> Uint32:
+        """Of both columns of a pair the largest ("max") or the smallest ("min") finite element, NaN without one."""
+        words = (finite_pair(self.words[pair, i], self.dtype) for i in range(ROWS))
+        return functools.reduce(functools.partial(pair_extreme, name, dtype=self.dtype), words)
+
+    def magnitude(self, mean: cute.Tensor | None = None) -> Float32:
+        """The largest finite magnitude before a rotation, minus a mean (columns,) if there is one; 0 without one."""
+        if mean is not None:
+            return peak_of(size for pair in range(PAIRS) for size in self.distances(pair, mean))
+        peaks = []  # of each row: independent chains
+        largest = functools.partial(pair_extreme, "max", dtype=self.dtype)
+        for i in range(ROWS):
+            sizes = (self.words[pair, i] & Uint32(MAGNITUDES) for pair in range(PAIRS))
+            peaks.append(functools.reduce(largest, (finite_pair(size, self.dtype) for size in sizes)))
+        peak = functools.reduce(largest, peaks)
+        return peak_of(half_of(peak, b, self.dtype) for b in range(2))
+
+    def distances(self, pair: int, mean: cute.Tensor) -> Iterator[Float32]:
+        """How far a pair of columns' extremes are from their mean; to subtract it keeps the order of elements."""
+        low, high = (self.extreme(name, pair) for name in ("min", "max"))
+        for b in range(2):
+            yield half_of(high, b, self.dtype) - mean[2 * pair + b]
+            yield mean[2 * pair + b] - half_of(low, b, self.dtype)
+
+
+def signs_of(dtype: Dtype) -> Uint32:
+    """What a thread has of the matrix as the second operand of a product, up to its sign: two elements, 1 or -1.
+
+    Row 16t + 2p + f and column 16g' + 2n + g'' of the matrix meet in thread 4g + t, if g is 2g' + g''; the element is
+    negative if their numbers have an odd number of bits in common. Those of p and n are `Held.sign`'s.
+    """
+    lane = cute.arch.lane_idx()
+    t, g = lane % 4, lane // 4
+    common = t & (g >> 1)
+    is_negative = (common ^ (common >> 1)) & 1
+    pair = Uint32(ONES[dtype]) ^ cutlass.select_(is_negative == 1, Uint32(SIGNS), Uint32(0))
+    return pair ^ cutlass.select_(g & 1 == 1, Uint32(SECOND_SIGN), Uint32(0))
+
+
+def half_of(pair: Uint32, b: int, dtype: Dtype) -> Float32:
+    """The first or the second of a pair, fp32."""
+    if dtype == "bf16":
+        return cute.arch.inline_ptx(
+            "and.b32 {$w0}, {$r0}, 0xffff0000;" if b else "shl.b32 {$w0}, {$r0}, 16;",
+            write_only_types=[Float32],
+            read_only_args=[pair],
+        )
+    names = "skipped, taken" if b else "taken, skipped"
+    return cute.arch.inline_ptx(
+        f"{{.reg .b16 taken, skipped; mov.b32 {{{names}}}, {{$r0}}; cvt.f32.f16 {{$w0}}, taken;}}",
+        write_only_types=[Float32],
+        read_only_args=[pair],
+    )
+
+
+def finite_pair(pair: Uint32, dtype: Dtype) -> Uint32:
+    """A pair, NaN in place of infinities: an element plus zero times itself."""
+    return cute.arch.inline_ptx(
+        f"{{.reg .b32 zero; mov.b32 zero, 0; fma.rn.{PTX_TYPES[dtype]}x2 {{$w0}}, {{$r0}}, zero, {{$r0}};}}",
+        write_only_types=[Uint32],
+        read_only_args=[pair],
+    )
+
+
+def pair_extreme(name: str, a: Uint32, b: Uint32, *, dtype: Dtype) -> Uint32:
+    """The larger ("max") or the smaller ("min") elements of two pairs; of a number and NaN the number."""
+    return cute.arch.inline_ptx(
+        f"{name}.{PTX_TYPES[dtype]}x2 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
+def mma(c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ...], dtype: Dtype) -> tuple[Float32, ...]:
+    """c + a b of a warp: 16 rows, 8 columns, sums over 16."""
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
+    ).replace("T", PTX_TYPES[dtype])
+    found = cute.arch.inline_ptx(code, write_only_types=[Float32] * len(c), read_only_args=[*a, *b, *c])
+    return tuple(found)
