@@ -13,11 +13,11 @@ from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_instructions
 
 from cuteflash.core.convert import halves_of_e4m3
+from cuteflash.core.latent import place_of
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
 from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
-from cuteflash.kernels.sm80.mla_decode_load import place_of
 from cuteflash.kernels.sm80.mla_decode_mma import NO_MAXIMUM, stage_of, wait_loads
 from cuteflash.kernels.sm80.mla_decode_softmax import ROW_GROUP_BARRIER, ROWS, scale_out, soften
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Fragments
