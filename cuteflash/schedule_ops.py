@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +13,6 @@ from cuteflash.kvcache_planning import CachePlan, CacheSizes
 from cuteflash.operators import Operator, define
 from cuteflash.problem import (
     DTYPES,
-    FP8_DTYPES,
     HEAD_DIM_MAX,
     HEAD_DIM_STEP,
     LENGTH_MAX,
@@ -31,7 +29,6 @@ from cuteflash.torch_internals import OpOverload
 from cuteflash.validate import check_options, holds
 from cuteflash.validate_packed import check_vector
 
-CACHE_DTYPES = DTYPES + FP8_DTYPES
 COUNTS = ("rows", "capacity", "heads", "kv_heads")
 
 
@@ -61,8 +58,8 @@ def check_schedule(inputs: ScheduleInputs, options: ScheduleOptions) -> None:
         NotImplementedError: a device or memory layout that is not supported.
     """
     check_options(fwd_options(options))
-    if options.dtype not in CACHE_DTYPES:
-        raise ValueError(f"dtype is {options.dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
+    if options.dtype not in DTYPES:
+        raise ValueError(f"dtype is {options.dtype!r}; allowed: {', '.join(DTYPES)}")
     for name in COUNTS:
         value = getattr(options, name)
         if not 0 <= value <= LENGTH_MAX:
@@ -87,20 +84,12 @@ def check_schedule(inputs: ScheduleInputs, options: ScheduleOptions) -> None:
                 raise ValueError(f"{name}.shape is {tuple(vector.shape)}; allowed: ({size},), by the batch")
 
 
-def operands_of(options: ScheduleOptions) -> Operands:
-    """The matrices of the calls. Rows of e4m3 caches are the same for either 16-bit type of q."""
-    head_dims = options.head_dim, options.head_dim_v
-    if options.dtype in FP8_DTYPES:
-        return dataclasses.replace(Operands.of("bf16", *head_dims), cache_dtype="e4m3")
-    return Operands.of(cast(Dtype, options.dtype), *head_dims)
-
-
 def schedule_of(inputs: ScheduleInputs, options: ScheduleOptions) -> Schedule:
     """The schedule of checked calls on a GPU. NotImplementedError: no kernel runs on it."""
     is_packed = inputs.cu_seqlens_q is not None
     batch, of_calls = inputs.seqused_k.shape[0], fwd_options(options)
     sizes = CacheSizes(batch, options.rows, options.capacity, options.heads, options.kv_heads, is_packed)
-    operands = operands_of(options)
+    operands = Operands.of(cast(Dtype, options.dtype), options.head_dim, options.head_dim_v)
     storage = Storage(
         "varlen" if is_packed else "dense", "paged", used_k=True, has_leftpad=inputs.cache_leftpad is not None
     )

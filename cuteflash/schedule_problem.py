@@ -15,7 +15,7 @@ class ScheduleOptions(NamedTuple):
         rows: queries of a sequence, or with `cu_seqlens_q` of all together.
         capacity: rows of a cache entry.
         heads, kv_heads, head_dim, head_dim_v: of q and of the caches.
-        dtype: element type, "bf16" or "fp16"; "e4m3" is that of the caches, beside q of 16 bits.
+        dtype: element type, "bf16" or "fp16".
         window_left, window_right, attention_chunk, num_splits, pack_gqa, family, lengths: of the calls, see
             `cuteflash.arguments.FwdOptions`.
     """

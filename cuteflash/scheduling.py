@@ -15,8 +15,6 @@ from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import HALF_DTYPES, REFERENCE_DTYPES, holds, reads_values, shown
 from cuteflash.validate_packed import check_ends, check_vector
 
-NAMES: dict[torch.dtype, str] = {**DTYPE_NAMES, torch.float8_e4m3fn: "e4m3"}
-
 
 def get_scheduler_metadata(
     batch_size: int,
@@ -52,7 +50,6 @@ def get_scheduler_metadata(
         max_seqlen_q: queries of a sequence, with `cu_seqlens_q` a number that no sequence exceeds.
         max_seqlen_k: rows of a cache entry: the cache's, or those of all pages of a row of the page table.
         num_heads_q, num_heads_kv, headdim, headdim_v, qkv_dtype: of q and of the caches; `headdim_v` None is `headdim`.
-            ``torch.float8_e4m3fn`` is that of the caches alone, beside q of 16 bits.
         cache_seqlens: (batch_size,) int32, tokens that the caches hold before the calls.
         cu_seqlens_q: (batch_size + 1,) int32, of packed queries.
         cu_seqlens_k_new: (batch_size + 1,) int32, of packed new tokens.
@@ -81,7 +78,7 @@ def get_scheduler_metadata(
     if holds(num_heads_q % num_heads_kv != 0) if num_heads_kv else num_heads_q:
         raise ValueError(f"num_heads_q is {num_heads_q}; allowed: multiples of num_heads_kv, which is {num_heads_kv}")
     _check_vectors(batch_size, cache_seqlens, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad)
-    allowed = (*(HALF_DTYPES if cache_seqlens.device.type == "cuda" else REFERENCE_DTYPES), torch.float8_e4m3fn)
+    allowed = HALF_DTYPES if cache_seqlens.device.type == "cuda" else REFERENCE_DTYPES
     if qkv_dtype not in allowed:
         raise TypeError(f"qkv_dtype is {shown(qkv_dtype)}; allowed: {', '.join(map(str, allowed))}")
     rows = max_seqlen_q
@@ -95,7 +92,7 @@ def get_scheduler_metadata(
     common = options_of(None, causal, window_size, 0.0, pack_gqa, family, False, lengths)
     options = ScheduleOptions(
         rows=rows, capacity=max_seqlen_k, heads=num_heads_q, kv_heads=num_heads_kv, head_dim=headdim,
-        head_dim_v=numbers["headdim_v"], dtype=NAMES.get(qkv_dtype, NAMES[torch.bfloat16]),
+        head_dim_v=numbers["headdim_v"], dtype=DTYPE_NAMES.get(qkv_dtype, DTYPE_NAMES[torch.bfloat16]),
         window_left=common.window_left, window_right=common.window_right, attention_chunk=chunk_of(attention_chunk),
         num_splits=splits_of(num_splits), pack_gqa=common.pack_gqa, family=common.family, lengths=lengths,
     )  # fmt: skip

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import cuteflash
-from cuteflash.traits.cache_sm80 import CONVERTING_CAPABILITY
 from tests.gpu.checks import Case
 from tests.gpu.paged import Paged
 
@@ -31,8 +30,7 @@ def metadata_of(tensors: dict[str, Any], paged: Paged, family: str | None) -> Te
     return cuteflash.get_scheduler_metadata(
         len(paged.keys), max(paged.queries or (case.seqlen_q,)), capacity, case.heads, case.kv_heads, case.head_dim,
         tensors["seqused_k"], headdim_v=case.head_dim_v, cache_leftpad=tensors["cache_leftpad"], causal=case.causal,
-        window_size=case.window, num_splits=paged.num_splits, pack_gqa=case.pack_gqa, family=family,
-        qkv_dtype=cache.dtype if paged.e4m3 else torch.bfloat16, **more,
+        window_size=case.window, num_splits=paged.num_splits, pack_gqa=case.pack_gqa, family=family, **more,
     )  # fmt: skip
 
 
@@ -64,14 +62,6 @@ def test_packed_queries_and_padding(page_size: int, window: Any, family: str, cu
     case = Case(head_dim=64, heads=8, kv_heads=2, window=window, causal=window[0] < 0, lse=True)
     left = tuple(min(n, 70) for n in KEYS)
     check(Paged(KEYS, page_size, case, QUERIES, left, indexed=True, num_splits=1000), family, cuda)
-
-
-@pytest.mark.parametrize("queries", [1, 16])
-def test_e4m3_caches(queries: int, family: str, cuda: torch.device) -> None:
-    if torch.cuda.get_device_capability(cuda) < CONVERTING_CAPABILITY:
-        pytest.skip("e4m3 caches need sm_89 or later")
-    case = Case(seqlen_q=queries, head_dim=128, heads=8, kv_heads=2, causal=True, lse=True)
-    check(Paged(KEYS, 16, case, num_splits=1000, e4m3=True), family, cuda)
 
 
 def test_tiles_of_a_head_each(family: str, cuda: torch.device) -> None:

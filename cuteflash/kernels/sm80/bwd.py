@@ -165,11 +165,8 @@ class FlashBwdSm80:
     def load_keys(self, operands: BwdOperands, tiles: BwdTiles, work: KeyWork, thread: Int32):
         """Issue the copies of K and V."""
         rows = work.tile.mask.seqlen_k - work.tile.first_key
-        for gX, sX, head_dim in (
-            (operands.gK, tiles.sK, self.problem.operands.head_dim),
-            (operands.gV, tiles.sV, self.problem.operands.head_dim_v),
-        ):
-            source = make_kv_source(self, self.key_rows(gX, work), sX, head_dim, thread)
+        for gX, sX in ((operands.gK, tiles.sK), (operands.gV, tiles.sV)):
+            source = make_kv_source(self, self.key_rows(gX, work), sX, thread)
             load_kv(source, work.tile.n_block, 0, rows)
 
     def query_sources(
