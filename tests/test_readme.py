@@ -35,9 +35,21 @@ def test_the_other_snippets_run(snippet: str, monkeypatch: pytest.MonkeyPatch) -
     run(snippet, monkeypatch)
 
 
-def test_links_lead_to_files() -> None:
-    for target in LINK.findall(README):
-        assert target.startswith("https://") or (ROOT / target).is_file(), target
+def headings(page: pathlib.Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))])
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    for target in LINK.findall((ROOT / page).read_text()):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / name if name else ROOT / page
+        assert file.exists(), target
+        assert not anchor or anchor in headings(file), target
 
 
 def test_words_are_explained_before_they_are_used() -> None:
