@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
-from cuteflash.problem import DTYPES
+from cuteflash.problem import DTYPES, Feature
 from cuteflash.traits.arch import BLOCK_SMEM, ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.chunks import CHUNK, swizzle_width
@@ -43,9 +43,10 @@ class MlaTraitsE4m3:
             the row's sum are scaled: exponentials reach 2 to this power.
     """
 
-    operation: ClassVar[str] = "mla"
+    operation: ClassVar[Literal["mla"]] = "mla"
     family: ClassVar[Family] = "sm80"
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
+    features: ClassVar[frozenset[Feature]] = frozenset({"split", "varlen", "e4m3_cache"})
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     cluster: ClassVar[int] = 1
@@ -130,7 +131,7 @@ class MlaTraitsE4m3:
         return plan_bytes(self.smem_plan)
 
     @property
-    def fragment_regs(self) -> int:
+    def accumulator_regs(self) -> int:
         """32-bit registers of a thread for O, S and the part of Q that it keeps."""
         fragments = self.tile_m * LATENT_DIM_V + self.chains * self.column_parts * self.tile_m * self.tile_n
         q_rows = self.tile_m // self.product_warps_m
@@ -182,6 +183,6 @@ class MlaTraitsE4m3:
                 f"has {arch.smem_per_block} for one and {arch.smem_per_sm} in all"
             )
         limit = registers_a_thread(self.blocks_per_sm * self.num_threads, arch)
-        if self.fragment_regs > limit - ADDRESS_REGS:
-            return f"fragments take {self.fragment_regs} registers a thread, {limit} less {ADDRESS_REGS} are there"
+        if self.accumulator_regs > limit - ADDRESS_REGS:
+            return f"fragments take {self.accumulator_regs} registers a thread, {limit} less {ADDRESS_REGS} are there"
         return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
-from cuteflash.problem import DTYPES
+from cuteflash.problem import DTYPES, Feature
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.chunks import CHUNK, swizzle_width
@@ -40,9 +40,10 @@ class MlaTraitsSm80:
             the row's sum are scaled: exponentials reach 2 to this power.
     """
 
-    operation: ClassVar[str] = "mla"
+    operation: ClassVar[Literal["mla"]] = "mla"
     family: ClassVar[Family] = "sm80"
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
+    features: ClassVar[frozenset[Feature]] = frozenset({"split", "varlen"})
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     blocks_per_sm: ClassVar[int] = 1
@@ -119,10 +120,14 @@ class MlaTraitsSm80:
         return plan_bytes(self.smem_plan)
 
     @property
-    def fragment_regs(self) -> int:
+    def accumulator_regs(self) -> int:
         """32-bit registers of a thread for O, S and the part of Q that it keeps."""
         scores = self.chains * self.k_parts * self.tile_m * self.tile_n
         return (self.tile_m * LATENT_DIM_V + scores) // self.num_threads + self.q_kept * MMA_M * STEP // 2 // WARP
+
+    def register_limit(self, arch: ArchSpec) -> int:
+        """Registers the compiler may give a thread."""
+        return registers_a_thread(self.num_threads, arch)
 
     def serves(self, rows: int) -> bool:
         """Whether sequences of so many query rows are decoded like this."""
@@ -160,7 +165,7 @@ class MlaTraitsSm80:
     def _resources_complaint(self, arch: ArchSpec) -> str | None:
         if self.smem_bytes > arch.smem_per_block:
             return f"needs {self.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"
-        limit = registers_a_thread(self.num_threads, arch)
-        if self.fragment_regs > limit - ADDRESS_REGS:
-            return f"fragments take {self.fragment_regs} registers a thread, {limit} less {ADDRESS_REGS} are there"
+        limit = self.register_limit(arch)
+        if self.accumulator_regs > limit - ADDRESS_REGS:
+            return f"fragments take {self.accumulator_regs} registers a thread, {limit} less {ADDRESS_REGS} are there"
         return None
