@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash.compile import build
-from cuteflash.mla_problem import AnyProblem
 from cuteflash.dispatch import choose, kernel_class
+from cuteflash.mla_problem import AnyProblem
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.tune.cells import Cell
 

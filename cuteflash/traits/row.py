@@ -263,9 +263,11 @@ def fwd_cache_sm90(
     return _row(FwdTraitsCacheSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
 
 
-def fwd_few_sm90(head_dim: int, tile_m: int, tile_n: int, kv_stage: int = 3, masks: tuple[str, ...] = ALL) -> Row:
-    """An sm90 row of few query rows and e4m3 caches."""
-    return _row(FwdTraitsFewSm90, (head_dim, tile_m, tile_n), masks, kv_stage=kv_stage)
+def fwd_few_sm90(
+    head_dim: int, tile_m: int, tile_n: int, kv_stage: int, masks: tuple[str, ...] = ALL, **more: Any
+) -> Row:
+    """An sm90 row of few query rows and e4m3 caches; `more` are keyword arguments of `_row`."""
+    return _row(FwdTraitsFewSm90, (head_dim, tile_m, tile_n), masks, kv_stage=kv_stage, **more)
 
 
 def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
