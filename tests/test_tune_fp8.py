@@ -75,8 +75,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> TorchBench:
     monkeypatch.setattr(cuda_backend, "lookup", lambda *_: "a report")
     chosen = {GIVEN.problem: GIVEN}
     monkeypatch.setattr(cuda_backend, "gate_cells", lambda problem, traits: [chosen.get(problem, STORED)])
-        cuda_backend, "gate_cells", lambda problem, traits: [GIVEN if problem == GIVEN.problem else STORED]
-    )
     return TorchBench("sm_90a", CPU)
 
 
