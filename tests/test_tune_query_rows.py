@@ -107,6 +107,10 @@ def test_commands_ask_for_heads_of_latents() -> None:
         (4, 16, 1, "full"),
         (4, 128, 1, "full"),
     ]
+    for mask, causal in (("causal", None), (None, "0,1")):
+        with pytest.raises(ValueError, match="mask is 'causal'; allowed: full"):
+            command._masks(mask, causal, SPECS["mla"])
+    assert command._masks(None, "0,1", None) == command._masks(None, None, SPECS["cache"]) == ["full", "causal"]
     with pytest.raises(ValueError, match=r"heads is .32x8.; allowed: QUERY_HEADS, e\.g\. 16,128"):
         command._decode_sizes(None, "32x8", "mla")
 

@@ -235,9 +235,9 @@ def _masks(mask: str | None, causal: str | None, spec: Spec | None) -> list[Any]
     if mask is not None and causal is not None:
         raise ValueError("mask and causal are both given; allowed: one of them")
     if causal is not None:
-        return ["causal" if flag else "full" for flag in flags("causal", causal)]
+        mask = ",".join("causal" if flag else "full" for flag in flags("causal", causal))
     allowed = MASK_KINDS if spec is None else spec.masks
-    return names("mask", mask, MASK_KINDS) or [name for name in ("full", "causal") if name in allowed]
+    return names("mask", mask, allowed) or [name for name in ("full", "causal") if name in allowed]
 
 
 def _cells(
