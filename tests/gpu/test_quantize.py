@@ -36,10 +36,21 @@ def test_head_dims(head_dims: tuple[int, int], options: dict[str, Any], granular
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize(("hadamard", "head_dim"), [(32, 96), (32, 256), (64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("hadamard", "head_dim"), [(32, 96), (32, 256), (64, 64), (64, 192), (64, 256), (128, 128), (256, 256)]
+)
 def test_hadamard(hadamard: int, head_dim: int, granularity: str, device: torch.device) -> None:
     tensors = data(130, 70, head_dim=head_dim, dtype=torch.float16, device=device)
     check(*tensors, hadamard=hadamard, granularity=granularity)
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (4, 1), (10, 2)], ids=str)
+@pytest.mark.parametrize(("head_dim", "hadamard"), [(128, None), (64, 64), (256, 64)])
+def test_heads_that_share_scales_of_blocks(
+    head_dim: int, hadamard: int | None, heads: tuple[int, int], device: torch.device
+) -> None:
+    tensors = data(300, 210, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, device=device)
+    check(*tensors, hadamard=hadamard, granularity="block")
 
 
 @every_pair(
@@ -107,7 +118,7 @@ def test_slices_of_a_fused_projection_and_expanded_heads(device: torch.device) -
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize("hadamard", [None, 32])
+@pytest.mark.parametrize("hadamard", [None, 32, 64])
 def test_not_finite_and_zero_inputs(hadamard: int | None, granularity: str, device: torch.device) -> None:
     q, k, v = data(300, device=device)
     q[0, 5, 1, 7] = k[1, 200, 0, 3] = v[0, 17, 1, 60] = float("nan")
