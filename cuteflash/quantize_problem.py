@@ -101,13 +101,8 @@ class QuantizeProblem:
 
     @property
     def holds_rows(self) -> bool:
-        """Whether rows of Q and K stay 16 bits until they are converted: not rotated, or only by tensor cores.
-
-        Blocks that look at several heads for a scale do not: more of them at a time were slower, 52 us to 45.
-        """
-        if self.hadamard:
-            return self.has_scales and self.hadamard == HADAMARD_OF_MMA and not self.rotary_dim
-        return not self.rotary_dim and not (self.scales_by_block and self.is_grouped)
+        """Whether rows of Q and K stay 16 bits until they are converted: not rotated, or only by tensor cores."""
+        return not self.rotary_dim and self.hadamard in (0, HADAMARD_OF_MMA)
 
     @property
     def scales_by_block(self) -> bool:

@@ -298,10 +298,10 @@ def test_shared_memory_is_planned(row: MlaTraitsE4m3) -> None:
         ({"trades_rows": True, "tile_m": 16}, "trades_rows is for tiles of 32 or 64 rows and k_parts 1, not 16, 1"),
         ({"chains": 3}, "chains 3"),
         ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
-        ({"kv_stage": 6}, "bytes of shared memory for each of 1 blocks, sm_90a has 232448 for one"),
-        ({"blocks_per_sm": 2, "k_parts": 2}, "needs 123648 bytes of shared memory for each of 2 blocks"),
-        ({"blocks_per_sm": 2}, "fragments take 120 registers a thread, 128 less 16 are there"),
-        ({"tile_m": 64, "q_kept": 36}, "fragments take 288 registers a thread, 255 less 16 are there"),
+        ({"kv_stage": 6}, "bytes of shared memory, sm_90a has 232448"),
+        ({"blocks_per_sm": 2, "k_parts": 2}, "2 blocks of 123648 + 1024 bytes of shared memory need 249344"),
+        ({"blocks_per_sm": 2}, "fragments take 120 registers a thread, 128 less 16 for addresses are there"),
+        ({"tile_m": 64, "q_kept": 36}, "fragments take 288 registers a thread, 255 less 16 for addresses are there"),
     ],
 )
 def test_traits_say_why_they_do_not_fit(changed: dict[str, Any], complaint: str) -> None:

@@ -124,9 +124,9 @@ def test_shared_memory_is_planned(row: MlaTraitsSm80) -> None:
         ({"num_warps": 2, "k_parts": 2}, "k_parts 2 is not 1, or 2 of 1 warps"),
         ({"tile_n": 16}, "tile_n 16 is not a divisor of 64 and a multiple of 8 keys for each of 4 warps"),
         ({"tile_n": 96}, "tile_n 96 is not"),
-        ({"tile_m": 64, "tile_n": 16, "q_kept": 0}, "tile_n 16 is not a multiple of 32, which 256 threads copy"),
+        ({"tile_m": 48, "tile_n": 32, "num_warps": 6}, "tile_n 32 is not a multiple of 24, which 192 threads copy"),
         ({"kv_stage": 1}, "kv_stage 1 is below 2"),
-        ({"q_kept": 19}, "q_kept 19, chains 1 are not 0 to 18, 1, 2 or 4"),
+        ({"q_kept": 19}, "q_kept 19, chains 1 are not 0 to 18, and 1, 2 or 4"),
         ({"k_parts": 2}, "q_kept 12, chains 1 are not 0 to 9"),
         ({"chains": 3}, "chains 3"),
         ({"tile_m": 64, "tile_n": 32, "q_kept": 12}, "q_kept 12: Q ends at 73728, beyond the first stage of keys"),
@@ -134,7 +134,7 @@ def test_shared_memory_is_planned(row: MlaTraitsSm80) -> None:
         ({"kv_stage": 3}, "needs 238208 bytes of shared memory, sm_80 has 166912"),
         (
             {"tile_m": 64, "tile_n": 32, "q_kept": 0, "num_warps": 4},
-            "take 272 registers a thread, 255 less 16 are there",
+            "take 272 registers a thread, 255 less 16 for addresses are there",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from cuteflash.kernels.common.quantize import Quantize
 from cuteflash.kernels.common.quantize_work import HeadTiles, Mix, Work
 from cuteflash.quantize_problem import QuantizeProblem
 from cuteflash.traits.arch import get_arch
-from cuteflash.traits.quantize import ROWS, TARGET, QuantizeTraits, traits_of
+from cuteflash.traits.quantize import COLUMNS, ROWS, TARGET, QuantizeTraits, traits_of
 from tests.cross_compile import KernelStore
 from tests.slow import slow_but
 
@@ -27,6 +28,9 @@ CASES = {
     "head-whole": QuantizeProblem("bf16", 96, 96, rotary_dim=96, hadamard=32, **EVERYTHING),
     "given-rotated": QuantizeProblem("fp16", 128, 128, has_scales=True, hadamard=64),
     "block-grouped": QuantizeProblem("bf16", 128, 128, "block", is_grouped=True),
+    "block-mixed": QuantizeProblem("bf16", 128, 128, "block", hadamard=64),
+    "block-grouped-mixed": QuantizeProblem("fp16", 64, 64, "block", hadamard=64, is_grouped=True),
+    "head-mixed": QuantizeProblem("bf16", 256, 256, hadamard=64),
     "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
     "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
     "packed": QuantizeProblem("bf16", 128, 128, is_packed=True, has_used=True, to="e5m2", **EVERYTHING),
@@ -41,8 +45,11 @@ def test_kernels_are_clean_and_load_16_bytes_at_a_time(kernels: KernelStore, nam
     compiled.assert_clean()
     assert compiled.count(r"LDG\.E\.128") and compiled.count(r"STG\.E\.128")
     assert not compiled.count(r"LDG\.E\.U16")
-    # Two elements each, of 16 columns of a head of V and one of Q or K, 4 rows of each, or one of all that are visited.
+    # Two elements each, of 16 columns of a head of V and one of Q or K, 4 rows of each, or one of all that are visited;
+    # of heads that share a scale pairs, and pairs again.
     rows = traits_of(problem).visits if problem.rotary_dim and not problem.scales_by_block else ROWS
+    if problem.is_grouped:
+        rows = 4 * ROWS
     assert compiled.count(f"F2FP.SATFINITE.{problem.to.upper()}") == 8 * (rows + ROWS)
 
 
@@ -103,3 +110,12 @@ def test_the_workspace_holds_each_part(problem: QuantizeProblem, rows: int, size
     traits = traits_of(problem)
     assert (traits.parts(2 * rows + 1), traits.parts(2 * rows - 1), traits.parts(0)) == (3, 2, 1)
     assert traits.workspace_size(problem, 6, 2, (3, 2)) == size
+
+
+def test_magnitudes_of_rotated_elements_are_compared_without_a_sign(kernels: KernelStore) -> None:
+    """Keys of values from 1 on have the highest bit."""
+    problem = CASES["block-mixed"]
+    ptx = kernels(Quantize, traits_of(problem), problem, TARGET).ptx
+    elements = COLUMNS * ROWS
+    assert len(re.findall(r"mad\.lo\.u32 .*, 2, 16777216;", ptx)) == elements
+    assert len(re.findall(r"max\.u32 ", ptx)) == elements  # and one for a thread without a finite one

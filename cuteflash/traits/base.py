@@ -32,7 +32,14 @@ class SmemRegion:
         return self.start + self.nbytes
 
 
-class FwdTraits(Protocol):
+class SharedTraits(Protocol):
+    """What any traits say of a block's shared memory."""
+
+    @property
+    def smem_bytes(self) -> int: ...
+
+
+class FwdTraits(SharedTraits, Protocol):
     """A forward kernel's tunable numbers (frozen; implementations in `sm80.py` and `sm90.py`).
 
     Attributes:
@@ -60,8 +67,6 @@ class FwdTraits(Protocol):
     def features(self) -> frozenset[Feature]: ...
     @property
     def smem_plan(self) -> dict[str, SmemRegion]: ...
-    @property
-    def smem_bytes(self) -> int: ...
 
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
@@ -110,7 +115,7 @@ def head_dims_complaint(traits: FwdTraits, arch: ArchSpec, step: int) -> str | N
     return None
 
 
-def memory_complaint(traits: FwdTraits, arch: ArchSpec) -> str | None:
+def memory_complaint(traits: SharedTraits, arch: ArchSpec) -> str | None:
     """What speaks against the shared memory of a block."""
     if traits.smem_bytes > arch.smem_per_block:
         return f"needs {traits.smem_bytes} bytes of shared memory, {arch.name} has {arch.smem_per_block}"

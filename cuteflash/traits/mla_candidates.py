@@ -40,6 +40,7 @@ SM80_FIELDS: dict[str, tuple[Any, ...]] = {
     "tile_n": (16, 32, PAGE_ROWS),
     "num_warps": (4, 8),
     "kv_stage": (2, 3, 4),
+    "blocks_per_sm": (1, 2),
     "k_parts": (1, 2),
     "q_kept": (0, 4, 6, 9, 12, 14, STEPS),
     "chains": (1, 2, 4),

@@ -115,7 +115,8 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
     measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
     threads = measuring if problem.rotary_dim else THREADS
-    if (problem.scales_by_block and not problem.holds_rows) or (problem.rotary_dim and problem.hadamard):
+    many_rows = problem.scales_by_block and (problem.is_grouped or not problem.holds_rows)
+    if many_rows or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
     elif problem.smooths_v and (problem.is_packed or problem.scales_by_block or head_dim <= 64):
         threads = min(threads, SOME_THREADS)  # with 64 registers each these spilled

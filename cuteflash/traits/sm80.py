@@ -19,14 +19,22 @@ PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "varlen", "sin
 SPLIT_FEATURES: frozenset[Feature] = frozenset({"split", "tree"})  # of rows that may split keys
 
 
-class BlockTraits(FwdTraits, Protocol):
-    """What traits of this family have beyond a forward's: blocks that are resident together."""
+class ResidentTraits(Protocol):
+    """What decides how many blocks of this family are resident together."""
 
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def smem_bytes(self) -> int: ...
     @property
     def blocks_per_sm(self) -> int: ...
     @property
     def accumulator_regs(self) -> int: ...
     def register_limit(self, arch: ArchSpec) -> int: ...
+
+
+class BlockTraits(FwdTraits, ResidentTraits, Protocol):
+    """What traits of this family have beyond a forward's."""
 
 
 def copy_rows(traits: BlockTraits, cols: int) -> int:
@@ -50,7 +58,7 @@ def registers_a_thread(threads: int, arch: ArchSpec) -> int:
     return min(arch.max_regs_per_thread, share // REGS_STEP * REGS_STEP)
 
 
-def residency_complaint(traits: BlockTraits, arch: ArchSpec, fragments: str) -> str | None:
+def residency_complaint(traits: ResidentTraits, arch: ArchSpec, fragments: str) -> str | None:
     """Why the resident blocks do not fit into a multiprocessor, None if they do; `fragments` names what they hold."""
     blocks, threads = traits.blocks_per_sm, traits.num_threads
     complaint = memory_complaint(traits, arch)

@@ -16,7 +16,8 @@ from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.few_sm90 import CONSUMERS, FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS, FwdTraitsFp8Sm90
-from cuteflash.traits.mla_sm80 import ELEMENT_BYTES, STEP, MlaTraitsSm80
+from cuteflash.traits.mla_mma import ELEMENT_BYTES
+from cuteflash.traits.mla_sm80 import STEP, MlaTraitsSm80
 from cuteflash.traits.mla_sm90 import CONSUMERS as LATENT_CONSUMERS
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import Traits

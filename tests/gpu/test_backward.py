@@ -22,7 +22,7 @@ from tests.gpu.test_memory import BEYOND, LAYOUTS, interleaved
 pytestmark = pytest.mark.gpu
 
 GROUPED = Case(113, 203, heads=4, kv_heads=2, causal=True)
-RANDOM_CASES = 320
+RANDOM_CASES = 208
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -20,6 +20,7 @@ from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import length_class_of
 from cuteflash.tune.fp8_accuracy import allowed_rms, modelled_options
 from tests.gpu.checks import Case, poisoned, reference, rms
+from tests.gpu.pairwise import every_pair
 
 pytestmark = pytest.mark.gpu
 
@@ -115,9 +116,7 @@ def assert_as_modelled(
     torch.testing.assert_close(lse, exact_lse, atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@every_pair(head_dim=[64, 128, 256], mask=tuple(MASKS), is_transposed=[False, True])
 def test_masks(head_dim: int, mask: str, is_transposed: bool, hopper: torch.device) -> None:
     case = dataclasses.replace(MASKS[mask], head_dim=head_dim, seqlen_q=200, seqlen_k=333, heads=4, kv_heads=2)
     assert_as_modelled(case, hopper, is_transposed=is_transposed)

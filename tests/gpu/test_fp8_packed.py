@@ -16,6 +16,7 @@ from cuteflash.compile import compiler
 from cuteflash.reference.fp8 import permuted_keys
 from tests.gpu.checks import Case, poisoned, rms
 from tests.gpu.packed import Lengths, Packed, around_tiles, one_long, tiny, uniform, zipf
+from tests.gpu.pairwise import every_pair
 from tests.gpu.test_fp8 import FP8, LARGEST, Operands8, traits_of
 
 pytestmark = pytest.mark.gpu
@@ -126,9 +127,7 @@ def shuffled(lengths: Lengths, seed: int) -> Lengths:
     return tuple(others)
 
 
-@BOTH_FORMS_OF_V
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@every_pair(head_dim=[64, 128, 256], mask=tuple(MASKS), is_transposed=[False, True])
 def test_masks(head_dim: int, mask: str, is_transposed: bool, hopper: torch.device) -> None:
     case = dataclasses.replace(MASKS[mask], head_dim=head_dim, heads=4, kv_heads=2, pack_gqa=False)
     lengths = around_tiles(random.Random(head_dim))
@@ -198,25 +197,22 @@ def test_scores_of_any_spread(logits: float, is_transposed: bool, hopper: torch.
     Packed8.of(Packed((70, 200, 3), (900, 513, 640), case), hopper).check(is_transposed)
 
 
-@BOTH_FORMS_OF_V
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@every_pair(head_dim=[64, 128], mask=tuple(MASKS), pack_gqa=[False, True], is_transposed=[False, True])
 def test_what_is_not_a_number_stays_in_its_sequence(
-    head_dim: int, mask: str, is_transposed: bool, hopper: torch.device
+    head_dim: int, mask: str, pack_gqa: bool, is_transposed: bool, hopper: torch.device
 ) -> None:
     lengths = (5, 130, 1, 64, 200, 17, 128, 90, 33)
-    for pack_gqa in (False, True):
-        case = dataclasses.replace(MASKS[mask], head_dim=head_dim, heads=4, kv_heads=2, pack_gqa=pack_gqa)
-        given = Packed8.of(Packed(lengths, tuple(reversed(lengths)), case, rest_q=40, rest_k=40), hopper)
-        clean, clean_lse = given.attend(is_transposed)
-        for of_q, of_k in list(zip(given.packed.spans("q"), given.packed.spans("k"), strict=True))[1::2]:
-            for x, span in ((given.q, of_q), (given.k, of_k), (given.v, of_k)):
-                x.view(torch.uint8)[span] = NAN
-        out, lse = given.attend(is_transposed)
-        for span in given.packed.spans("q")[::2]:
-            assert torch.equal(out[span], clean[span])
-            assert torch.equal(lse[:, span], clean_lse[:, span])
-        assert (out[sum(lengths) :] == 0).all() and (lse[:, sum(lengths) :] == float("-inf")).all()
+    case = dataclasses.replace(MASKS[mask], head_dim=head_dim, heads=4, kv_heads=2, pack_gqa=pack_gqa)
+    given = Packed8.of(Packed(lengths, tuple(reversed(lengths)), case, rest_q=40, rest_k=40), hopper)
+    clean, clean_lse = given.attend(is_transposed)
+    for of_q, of_k in list(zip(given.packed.spans("q"), given.packed.spans("k"), strict=True))[1::2]:
+        for x, span in ((given.q, of_q), (given.k, of_k), (given.v, of_k)):
+            x.view(torch.uint8)[span] = NAN
+    out, lse = given.attend(is_transposed)
+    for span in given.packed.spans("q")[::2]:
+        assert torch.equal(out[span], clean[span])
+        assert torch.equal(lse[:, span], clean_lse[:, span])
+    assert (out[sum(lengths) :] == 0).all() and (lse[:, sum(lengths) :] == float("-inf")).all()
 
 
 @BOTH_FORMS_OF_V

@@ -10,6 +10,7 @@ import torch
 from cuteflash import quantize_qkv
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.traits.quantize import TARGET
+from tests.gpu.pairwise import every_pair
 from tests.quantized import LARGEST, assert_nearest, check, data, natural, tables
 
 pytestmark = pytest.mark.gpu
@@ -24,25 +25,41 @@ def supported(device: torch.device) -> None:
         torch.full((1 << 28,), 0x7F, dtype=torch.uint8, device=device)  # NaN where results will be allocated
 
 
-@pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize("options", [{}, {"transpose_v": True}, {"smooth_v": True, "transpose_v": True}], ids=str)
-@pytest.mark.parametrize("head_dims", [(16, 48), (64, 64), (96, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+@every_pair(
+    head_dims=[(16, 48), (64, 64), (96, 80), (128, 128), (192, 128), (256, 256)],
+    options=[{}, {"transpose_v": True}, {"smooth_v": True, "transpose_v": True}],
+    granularity=["head", "block"],
+)
 def test_head_dims(head_dims: tuple[int, int], options: dict[str, Any], granularity: str, device: torch.device) -> None:
     head_dim, head_dim_v = head_dims
     check(*data(300, head_dim=head_dim, head_dim_v=head_dim_v, device=device), granularity=granularity, **options)
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize(("hadamard", "head_dim"), [(32, 96), (32, 256), (64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("hadamard", "head_dim"), [(32, 96), (32, 256), (64, 64), (64, 192), (64, 256), (128, 128), (256, 256)]
+)
 def test_hadamard(hadamard: int, head_dim: int, granularity: str, device: torch.device) -> None:
     tensors = data(130, 70, head_dim=head_dim, dtype=torch.float16, device=device)
     check(*tensors, hadamard=hadamard, granularity=granularity)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("rotary_dim", "head_dim"), [(16, 16), (16, 128), (48, 64), (128, 128), (80, 96), (256, 256)])
-def test_rotary(rotary_dim: int, head_dim: int, interleaved: bool, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (4, 1), (10, 2)], ids=str)
+@pytest.mark.parametrize(("head_dim", "hadamard"), [(128, None), (64, 64), (256, 64)])
+def test_heads_that_share_scales_of_blocks(
+    head_dim: int, hadamard: int | None, heads: tuple[int, int], device: torch.device
+) -> None:
+    tensors = data(300, 210, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, device=device)
+    check(*tensors, hadamard=hadamard, granularity="block")
+
+
+@every_pair(
+    dims=[(16, 16), (16, 128), (48, 64), (128, 128), (80, 96), (256, 256)],
+    interleaved=[False, True],
+    dtype=[torch.bfloat16, torch.float32],
+)
+def test_rotary(dims: tuple[int, int], interleaved: bool, dtype: torch.dtype, device: torch.device) -> None:
+    rotary_dim, head_dim = dims
     tensors = data(200, heads=6, kv_heads=3, head_dim=head_dim, device=device)
     sines = tables(200, rotary_dim, dtype, device)
     check(*tensors, **sines, rotary_interleaved=interleaved)
@@ -101,7 +118,7 @@ def test_slices_of_a_fused_projection_and_expanded_heads(device: torch.device) -
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize("hadamard", [None, 32])
+@pytest.mark.parametrize("hadamard", [None, 32, 64])
 def test_not_finite_and_zero_inputs(hadamard: int | None, granularity: str, device: torch.device) -> None:
     q, k, v = data(300, device=device)
     q[0, 5, 1, 7] = k[1, 200, 0, 3] = v[0, 17, 1, 60] = float("nan")

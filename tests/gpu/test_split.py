@@ -13,6 +13,7 @@ import cuteflash
 from tests.gpu.checks import Case, assert_right, poisoned
 from tests.gpu.gradients import small
 from tests.gpu.packed import DISTRIBUTIONS, Lengths, Packed
+from tests.gpu.pairwise import every_pair
 
 pytestmark = pytest.mark.gpu
 
@@ -52,9 +53,7 @@ def test_decoding(seqlen_k: int, num_splits: int, lse: bool, family: str, device
     check(dataclasses.replace(DECODE, seqlen_k=seqlen_k, lse=lse), family, device, num_splits)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("seqlen_q", [1, 4, 17, 100, 300])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (6, 2), (7, 1)], ids=str)
+@every_pair(heads=[(4, 4), (8, 1), (6, 2), (7, 1)], seqlen_q=[1, 4, 17, 100, 300], mask=tuple(MASKS))
 def test_queries(heads: tuple[int, int], seqlen_q: int, mask: str, family: str, device: torch.device) -> None:
     case = dataclasses.replace(MASKS[mask], seqlen_q=seqlen_q, seqlen_k=3000, heads=heads[0], kv_heads=heads[1])
     check(case, family, device)

@@ -10,6 +10,7 @@ import torch
 from cuteflash.traits.row import Row
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.gpu.checks import Case, assert_right, call, check
+from tests.gpu.pairwise import every_pair
 from tests.user_tables import MEASURED, OwnTables
 
 pytestmark = pytest.mark.gpu
@@ -42,9 +43,7 @@ def own_row(own_tables: OwnTables, cuda: torch.device) -> OwnTables:
     return own_tables
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", BASES)
-@pytest.mark.parametrize("switch", SWITCHES)
+@every_pair(switch=tuple(SWITCHES), head_dim=tuple(BASES), mask=tuple(MASKS))
 def test_a_switch_is_right(switch: str, head_dim: int, mask: str, own_row: OwnTables, cuda: torch.device) -> None:
     traits = dataclasses.replace(BASES[head_dim], **SWITCHES[switch])
     own_row.write("sm_90a", "sm90", [MEASURED(Row(traits))])
@@ -59,10 +58,7 @@ def test_a_switch_is_right(switch: str, head_dim: int, mask: str, own_row: OwnTa
         check(dataclasses.replace(case, softcap=20.0, logits=logits, **lengths), "sm90", cuda)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", BASES)
-@pytest.mark.parametrize("where", REPAIRED)
+@every_pair(where=tuple(REPAIRED), head_dim=tuple(BASES), mask=tuple(MASKS), dtype=["bf16", "fp16"])
 def test_blocks_that_outgrow_the_first_maxima_are_repaired(
     where: str, head_dim: int, mask: str, dtype: str, own_row: OwnTables, cuda: torch.device
 ) -> None:

@@ -14,6 +14,7 @@ import cuteflash
 from cuteflash.traits.cache_sm80 import CONVERTING_CAPABILITY
 from tests.gpu.checks import Case, assert_close_to, assert_lse_close_to
 from tests.gpu.paged import Paged
+from tests.gpu.pairwise import every_pair
 from tests.trees import by_hand, chain, some_tree
 
 pytestmark = pytest.mark.gpu
@@ -40,8 +41,7 @@ def check(paged: Paged, family: str, device: torch.device, seed: int = 0) -> Non
     assert_lse_close_to(lse, torch.cat([x for _, x in exact], dim=1), case)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 1000])
-@pytest.mark.parametrize("page_size", [None, 5, 16])
+@every_pair(page_size=[None, 5, 16], num_splits=[1, 2])
 def test_caches(page_size: int | None, num_splits: int, family: str, device: torch.device) -> None:
     check(Paged(KEYS, page_size, CASE, num_splits=num_splits), family, device)
 
@@ -66,8 +66,9 @@ def test_heads(heads: int, kv_heads: int, pack_gqa: bool, family: str, device: t
     check(Paged(KEYS, 16, case, num_splits=0), family, device)
 
 
-@pytest.mark.parametrize("num_splits", [1, 1000])
-@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (192, 128), (256, 256), (72, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dims", "num_splits"), [((64, 64), 1), ((96, 96), 1000), ((192, 128), 1), ((256, 256), 1000), ((72, 40), 1)]
+)
 def test_head_dims(head_dims: tuple[int, int], num_splits: int, family: str, device: torch.device) -> None:
     case = dataclasses.replace(CASE, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="fp16")
     check(Paged(KEYS, 16, case, num_splits=num_splits), family, device)

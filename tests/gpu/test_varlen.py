@@ -18,6 +18,7 @@ from cuteflash.traits.arch import arch_of_capability
 from tests.gpu.checks import Case, poisoned
 from tests.gpu.gradients import small
 from tests.gpu.packed import DISTRIBUTIONS, Packed, around_tiles, uniform
+from tests.gpu.pairwise import every_pair
 
 pytestmark = pytest.mark.gpu
 
@@ -29,9 +30,7 @@ MASKS = {
 BEYOND = 2**31  # elements: what a 32-bit offset cannot hold
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@every_pair(distribution=tuple(DISTRIBUTIONS), head_dim=[64, 128], mask=tuple(MASKS))
 def test_lengths(distribution: str, head_dim: int, mask: str, family: str, device: torch.device) -> None:
     choose = random.Random(distribution)
     case = small(device, dataclasses.replace(MASKS[mask], head_dim=head_dim))
@@ -50,9 +49,7 @@ def test_head_dims(head_dims: tuple[int, int], dtype: str, family: str, device: 
     Packed(uniform(random.Random(1)), case=case).check(family, device)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("heads", [(8, 2), (6, 1), (7, 1)], ids=str)
-@pytest.mark.parametrize("pack_gqa", [True, False])
+@every_pair(heads=[(8, 2), (6, 1), (7, 1)], pack_gqa=[True, False], mask=tuple(MASKS))
 def test_grouped_heads(heads: tuple[int, int], pack_gqa: bool, mask: str, family: str, device: torch.device) -> None:
     case = dataclasses.replace(MASKS[mask], heads=heads[0], kv_heads=heads[1], pack_gqa=pack_gqa)
     choose = random.Random(2)
@@ -97,10 +94,7 @@ def test_nothing_to_see(lengths: tuple[tuple[int, ...], tuple[int, ...]], family
         assert (lse == float("-inf")).all()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("pack_gqa", [False, True])
+@every_pair(pack_gqa=[False, True], mask=tuple(MASKS), head_dim=[64, 128, 256], value=[float("nan"), float("inf")])
 def test_what_is_not_a_number_stays_in_its_sequence(
     pack_gqa: bool, mask: str, head_dim: int, value: float, family: str, device: torch.device
 ) -> None:

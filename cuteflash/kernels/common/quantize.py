@@ -123,19 +123,61 @@ class Quantize:
         grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
         span = self.span(tensors, is_q, place)
         tile = span.tile(span.first, problem.head_dim, self.traits.quads)
-        source = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k)))
-        held = Held.load(source, tile, problem.dtype, problem.hadamard)
-        factor = Float32(1.0)
-        if const_expr(problem.scales_by_block):
-            found = self.found_descale(self.counted(held.magnitude(), tile))
-            descale = self.descale(tensors, is_q, place)
-            listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
-            self.put_descale(descale, found, listed)
-            factor = 1.0 / found
-        else:
+        if const_expr(not problem.scales_by_block):
             descale = self.descale(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
-            factor = problem.hadamard_scale / descale[0]
-        target = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q8, tensors.k8)))
+            held = self.held(tensors, is_q, span, place.head, tile)
+            self.put_head(tensors, is_q, span, place.head, held, problem.hadamard_scale / descale[0])
+        elif const_expr(not problem.is_grouped):
+            held = self.held(tensors, is_q, span, place.head, tile)
+            factor = self.find_factor(tensors, is_q, place, tile, held.magnitude())
+            self.put_head(tensors, is_q, span, place.head, held, factor)
+        else:
+            self.convert_group(tensors, is_q, place, span, tile, grouped)
+
+    @cute.jit
+    def convert_group(
+        self, tensors: QuantizeTensors, is_q: Boolean, place: Place, span: Span, tile: Tile, grouped: Int32
+    ):
+        """Convert a tile of the heads that share a scale, two at a time, whose loads are then in flight together.
+
+        Afterwards all but the last two, whose rows the block still has, are loaded again, out of L2.
+        """
+        first = place.head * grouped
+        last = first + grouped - 1
+        before = cutlass.max(last - 1, first)  # of the last two; if there is one alone, that
+        peak = Float32(0.0)
+        for head in cutlass.range(first, before, 2, unroll=1):
+            pair = [self.held(tensors, is_q, span, h, tile) for h in (head, head + 1)]
+            peak = cute.arch.fmax(peak, cute.arch.fmax(pair[0].magnitude(), pair[1].magnitude()))
+        cute.arch.sync_warp()  # loads of the last heads before the others' would take registers
+        one, other = (self.held(tensors, is_q, span, h, tile) for h in (before, last))
+        peak = cute.arch.fmax(peak, cute.arch.fmax(one.magnitude(), other.magnitude()))
+        factor = self.find_factor(tensors, is_q, place, tile, peak)
+        self.put_head(tensors, is_q, span, last, other, factor)
+        if before < last:
+            self.put_head(tensors, is_q, span, before, one, factor)
+        for head in cutlass.range(first, before, 2, unroll=1):
+            pair = [self.held(tensors, is_q, span, h, tile) for h in (head, head + 1)]
+            for h in cutlass.range_constexpr(2):
+                self.put_head(tensors, is_q, span, head + h, pair[h], factor)
+
+    def held(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, head: Int32, tile: Tile) -> Held:
+        """A thread's rows of a tile of Q or K."""
+        source = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k)))
+        return Held.load(source, tile, self.problem.dtype, self.problem.hadamard)
+
+    def find_factor(self, tensors: QuantizeTensors, is_q: Boolean, place: Place, tile: Tile, peak: Float32) -> Float32:
+        """What a block's rows are multiplied with, from the largest magnitude of a thread's; writes their scale."""
+        found = self.found_descale(self.counted(peak, tile) * self.problem.hadamard_scale)
+        listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
+        self.put_descale(self.descale(tensors, is_q, place), found, listed)
+        return self.problem.hadamard_scale / found
+
+    def put_head(
+        self, tensors: QuantizeTensors, is_q: Boolean, span: Span, head: Int32, held: Held, factor: Float32
+    ) -> None:
+        """Write a thread's rows of a tile of Q or K."""
+        target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
         self.put_held(target, held, factor)
 
     @cute.jit

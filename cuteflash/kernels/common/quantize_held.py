@@ -19,10 +19,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from cuteflash.core.signature import CUTE_DTYPES
-from cuteflash.kernels.common.quantize_tile import Rows, Tile, peak_of
+from cuteflash.kernels.common.quantize_tile import WORDS, Rows, Tile, peak_of
 from cuteflash.problem import Dtype
 from cuteflash.traits.quantize import COLUMNS, ROWS
 
+FIRST_KEY = 1 << 24  # of zero: twice its bits, plus what carries an infinity beyond 32 bits
 PAIRS = COLUMNS // 2  # words of a thread in a row
 PTX_TYPES = {"fp16": "f16", "bf16": "bf16"}
 ONES = {"fp16": 0x3C003C00, "bf16": 0x3F803F80}  # a pair of 1
@@ -58,14 +59,17 @@ class Held:
         value = half_of(self.words[e // 2, i], e % 2, self.dtype)
         return value if mean is None else value - mean[e]
 
-    def four(self, i: int, w: int, mean: cute.Tensor | None = None) -> list[Float32]:
-        """The four columns from 4w on of row `i`, fp32: rotated, or minus a mean (columns,)."""
+    def four(self, i: int, w: int, mean: cute.Tensor | None = None, use: str = "convert") -> list[Float32]:
+        """The four columns from 4w on of row `i`, fp32: rotated, or minus a mean (columns,).
+
+        Sums that were made for another `use` are made again: to keep them would take 64 registers.
+        """
         if not self.hadamard:
             return [self.value(e, i, mean) for e in range(ROWS * w, ROWS * (w + 1))]
         sums = tuple(Float32(0.0) for _ in range(4))
         for first in range(0, PAIRS, 4):  # pairs of a load
             own = tuple(self.words[first + p, i] for p in range(4))
-            sums = mma(sums, own, tuple(self.sign(first + p, 2 * w) for p in (0, 2)), self.dtype)
+            sums = mma(sums, own, tuple(self.sign(first + p, 2 * w) for p in (0, 2)), self.dtype, use)
         even, odd = sums[:2], sums[2:]
         return [*map(operator.add, even, odd), *map(operator.sub, even, odd)]
 
@@ -80,7 +84,9 @@ class Held:
         return functools.reduce(functools.partial(pair_extreme, name, dtype=self.dtype), words)
 
     def magnitude(self, mean: cute.Tensor | None = None) -> Float32:
-        """The largest finite magnitude before a rotation, minus a mean (columns,) if there is one; 0 without one."""
+        """The largest finite magnitude: after a rotation, or minus a mean (columns,) if there is one; 0 without one."""
+        if self.hadamard:
+            return self.rotated_magnitude()
         if mean is not None:
             return peak_of(size for pair in range(PAIRS) for size in self.distances(pair, mean))
         peaks = []  # of each row: independent chains
@@ -98,6 +104,12 @@ class Held:
             yield half_of(high, b, self.dtype) - mean[2 * pair + b]
             yield mean[2 * pair + b] - half_of(low, b, self.dtype)
 
+    def rotated_magnitude(self) -> Float32:
+        """The same after a rotation."""
+        places = ((i, w) for i in range(ROWS) for w in range(WORDS))
+        values = (x for place in places for x in self.four(*place, use="peak"))
+        return size_of(functools.reduce(larger, map(finite_key, values)))
+
 
 def signs_of(dtype: Dtype) -> Uint32:
     """What a thread has of the matrix as the second operand of a product, up to its sign: two elements, 1 or -1.
@@ -111,6 +123,27 @@ def signs_of(dtype: Dtype) -> Uint32:
     is_negative = (common ^ (common >> 1)) & 1
     pair = Uint32(ONES[dtype]) ^ cutlass.select_(is_negative == 1, Uint32(SIGNS), Uint32(0))
     return pair ^ cutlass.select_(g & 1 == 1, Uint32(SECOND_SIGN), Uint32(0))
+
+
+def finite_key(value: Float32) -> Uint32:
+    """A number that grows with the magnitude of a finite value; those of infinities and NaN are smaller than all.
+
+    Two instructions an element with the maximum, and no branch, which a product of a warp could not be in.
+    """
+    return cute.arch.inline_ptx(
+        f"mad.lo.u32 {{$w0}}, {{$r0}}, 2, {FIRST_KEY};", write_only_types=[Uint32], read_only_args=[value]
+    )
+
+
+def larger(a: Uint32, b: Uint32) -> Uint32:
+    """The larger of two keys, which `cutlass.max` compares with their signs if one is a constant."""
+    return cute.arch.inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def size_of(key: Uint32) -> Float32:
+    """The magnitude of a key; 0 of one that is no finite value's."""
+    bits = (larger(key, Uint32(FIRST_KEY)) - Uint32(FIRST_KEY)) >> 1
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 def half_of(pair: Uint32, b: int, dtype: Dtype) -> Float32:
@@ -145,11 +178,13 @@ def pair_extreme(name: str, a: Uint32, b: Uint32, *, dtype: Dtype) -> Uint32:
     )
 
 
-def mma(c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ...], dtype: Dtype) -> tuple[Float32, ...]:
-    """c + a b of a warp: 16 rows, 8 columns, sums over 16."""
+def mma(
+    c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ...], dtype: Dtype, use: str
+) -> tuple[Float32, ...]:
+    """c + a b of a warp: 16 rows, 8 columns, sums over 16. The compiler merges equal ones of one `use` only."""
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
-    ).replace("T", PTX_TYPES[dtype])
+    ).replace("T", PTX_TYPES[dtype]) + f" // {use}"
     found = cute.arch.inline_ptx(code, write_only_types=[Float32] * len(c), read_only_args=[*a, *b, *c])
     return tuple(found)

@@ -115,7 +115,7 @@ class Measure:
             tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
             if const_expr(problem.holds_rows):
                 source = choose(is_q, *(Rows.of(x, *part) for x in (tensors.q, tensors.k)))
-                size = Held.load(source, tile, problem.dtype).magnitude()
+                size = Held.load(source, tile, problem.dtype, problem.hadamard).magnitude()
             else:
                 size = largest_magnitude(rotated(problem, tensors, is_q, part, tile))
             peak = cute.arch.fmax(peak, size)

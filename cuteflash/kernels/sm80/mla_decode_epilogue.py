@@ -11,13 +11,13 @@ from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
 from cuteflash.kernels.common.mla_output import end_of_row, write_rows
-from cuteflash.kernels.sm80.mla_decode_bundles import Fragments, MlaBlock
-from cuteflash.kernels.sm80.mla_decode_mma import ROWS
+from cuteflash.kernels.sm80.mla_bundles import MlaBlock, MlaFragments
+from cuteflash.kernels.sm80.mla_softmax import ROWS
 from cuteflash.mla_problem import LATENT_DIM_V
 
 
 @cute.jit
-def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile):
+def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments, tile: QueryTile):
     """Write O and the log-sum-exp of a tile, or of a block's share of its keys, which are merged afterwards."""
     lse = cute.make_rmem_tensor(cute.size(f.out.values.shape[0]), Float32)
     normalize(kernel, block, f, lse)
@@ -34,7 +34,7 @@ def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: Query
 
 
 @cute.jit
-def normalize(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, lse: cute.Tensor):
+def normalize(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments, lse: cute.Tensor):
     """Divide O by the rows' sums; `lse` gets the log-sum-exp, of a row without a key -inf (and O is 0)."""
     sums, maxima = block.tiles.by_warps, block.tiles.of_rows
     cute.arch.sync_threads()  # every warp has read the last step's factors
@@ -56,7 +56,7 @@ def normalize(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, lse: cut
 
 
 @cute.jit
-def write_whole(block: MlaBlock, f: Fragments, columns: cute.Tensor, tile: QueryTile, lse: cute.Tensor):
+def write_whole(block: MlaBlock, f: MlaFragments, columns: cute.Tensor, tile: QueryTile, lse: cute.Tensor):
     """Write O from registers, rounded, and the log-sum-exp."""
     write_lse(lse, f.out, tile, block.mLSE)
     write_rows(block.gO, f.out, f.out.values, columns, tile)

@@ -1,26 +1,22 @@
-"""The main loop of the sm80 latent-attention decode: S = Q Kᵀ, softmax, O += P V, and the loads of later steps."""
+"""The products of the sm80 latent-attention decode: S = Q Kᵀ and O += P V."""
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cuteflash.atoms import sm80 as atoms
-from cuteflash.core.latent import place_of
 from cuteflash.core.scores import ScoreTile
-from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.sm80.mla_decode_bundles import Fragments, MlaBlock
-from cuteflash.kernels.sm80.mla_decode_load import load_keys, load_q
-from cuteflash.kernels.sm80.mla_decode_softmax import ROWS, scale_out, soften
+from cuteflash.kernels.sm80.mla_bundles import MlaBlock
+from cuteflash.kernels.sm80.mla_decode_bundles import DecodeFragments
+from cuteflash.kernels.sm80.mla_softmax import ROWS
+from cuteflash.kernels.sm80.mla_steps import wait_loads
 from cuteflash.mla_problem import LATENT_DIM_V
 from cuteflash.traits.mla_sm80 import STEP
 from cuteflash.traits.sm80 import MMA_K, WARP
 
-NO_MAXIMUM = -1e30  # of a row before its first key; finite, so that no difference of maxima is NaN
 
-
-def make_fragments(kernel, block: MlaBlock) -> Fragments:
+def make_fragments(kernel, block: MlaBlock) -> DecodeFragments:
     """Partition the block's tiles for this thread."""
     traits, tiles = kernel.traits, block.tiles
     thread = cute.arch.thread_idx()[0]
@@ -42,7 +38,7 @@ def make_fragments(kernel, block: MlaBlock) -> Fragments:
     if traits.k_parts > 1:  # every other 32 columns, in two fetches each
         mine = (None, k_part), None
         tSsQ, tSsK = (cute.group_modes(x, 2, 4) for x in (tSsQ[None, None, mine], tSsK[None, None, mine, None]))
-    return Fragments(
+    return DecodeFragments(
         thread=thread,
         row_group=row_group,
         key_group=key_group,
@@ -72,88 +68,12 @@ def make_fragments(kernel, block: MlaBlock) -> Fragments:
     )
 
 
-def wait_loads(pending: int) -> None:
-    """Wait until all but the last `pending` groups of copies are in shared memory, those of every thread."""
-    cute.arch.cp_async_wait_group(pending)
-    cute.arch.sync_threads()
-
-
-@cute.jit
-def attend(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile):
-    """Accumulate O over a tile's keys, or over this block's share of them, which may be none."""
-    f.acc_O.fill(0.0)
-    f.row_sum.fill(0.0)
-    f.row_max.fill(NO_MAXIMUM)
-    blocks = tile.visited_blocks()
-    if blocks.hi > blocks.lo:
-        place = load_first(kernel, block, f, tile, blocks.lo, blocks.hi)
-        attend_steps(kernel, block, f, tile, (blocks.lo, blocks.hi), place)
-
-
-@cute.jit
-def load_first(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile, first: Int32, end: Int32):
-    """Issue the loads of Q and of all stages but the last, fetch what is kept of Q; where the next keys lie."""
-    stages = kernel.traits.kv_stage
-    load_q(kernel, block, tile)
-    cute.arch.cp_async_commit_group()
-    for stage in cutlass.range_constexpr(stages - 1):
-        page = first + stage
-        load_step(kernel, block, tile, (page, end), place_of(block, tile, page, end), Int32(stage + 1))
-    place = place_of(block, tile, first + stages - 1, end)
-    if const_expr(kernel.traits.q_kept > 0):
-        wait_loads(stages - 1)
-        for step in cutlass.range_constexpr(*kept_fetches(kernel.traits)):
+def keep_q(kernel, f: DecodeFragments) -> None:
+    """Fetch what is kept of Q in registers, before what follows takes its place in shared memory."""
+    if kernel.traits.q_kept > 0:
+        wait_loads(kernel.traits.kv_stage - 1)
+        for step in range(*kept_fetches(kernel.traits)):
             fetch_q(f, step)
-    return place
-
-
-@cute.jit
-def attend_steps(
-    kernel: cutlass.Constexpr,
-    block: MlaBlock,
-    f: Fragments,
-    tile: QueryTile,
-    pages: tuple[Int32, Int32],
-    place: tuple[Int32, Int32],
-):
-    """`attend` of the steps `pages`, one or more, each after the other.
-
-    A step's keys are loaded `kv_stage - 1` steps ahead, and looked up one more; `place` is that of the next ones.
-    """
-    first, end = pages
-    stages = kernel.traits.kv_stage
-    for page in cutlass.range(first, end, unroll=1):
-        wait_loads(stages - 2)  # this step's keys are loaded, and every warp has read the last step's
-        following = page + stages - 1
-        load_step(kernel, block, tile, (following, end), place, stage_of(kernel, first, following))
-        place = place_of(block, tile, following + 1, end)
-        stage = stage_of(kernel, first, page)
-        product_qk(kernel, f, stage)
-        soften(kernel, block, f, tile, page)
-        cute.arch.sync_threads()  # P is written, and the factors
-        scale_out(block, f)
-        product_pv(f, stage)
-
-
-@cute.jit
-def load_step(
-    kernel: cutlass.Constexpr,
-    block: MlaBlock,
-    tile: QueryTile,
-    pages: tuple[Int32, Int32],
-    place: tuple[Int32, Int32],
-    stage: Int32,
-):
-    """Issue the loads of a step as one group, which is empty if the tile has no such step; `pages` (step, end)."""
-    page, end = pages
-    if page < end:
-        load_keys(kernel, block, tile, page, place, stage)
-    cute.arch.cp_async_commit_group()
-
-
-def stage_of(kernel, first: Int32, page: Int32) -> Int32:
-    """The stage of a step's keys: stage 0 is loaded last, for the time that Q lies there."""
-    return (page - first + 1) % kernel.traits.kv_stage
 
 
 def kept_fetches(traits) -> tuple[int, int]:
@@ -162,12 +82,12 @@ def kept_fetches(traits) -> tuple[int, int]:
     return (traits.steps - traits.q_kept) * of_step, traits.steps * of_step
 
 
-def fetch_q(f: Fragments, number: int) -> None:
+def fetch_q(f: DecodeFragments, number: int) -> None:
     """The fragments of some columns of Q."""
     cute.copy(f.copy_q, f.tSsQ[None, None, number], f.copy_q.retile(f.rQ)[None, None, number])
 
 
-def product_qk(kernel, f: Fragments, stage: Int32) -> None:
+def product_qk(kernel, f: DecodeFragments, stage: Int32) -> None:
     """S = Q Kᵀ for the keys in `stage`; k-blocks go to the accumulators in turn."""
     traits, together = kernel.traits, kernel.traits.fetch // MMA_K
     first_kept, count = kept_fetches(traits)
@@ -186,7 +106,7 @@ def product_qk(kernel, f: Fragments, stage: Int32) -> None:
         total.store(total.load() + acc.load())
 
 
-def product_pv(f: Fragments, stage: Int32) -> None:
+def product_pv(f: DecodeFragments, stage: Int32) -> None:
     """O += P V for the keys in `stage`."""
     fetches = (
         atoms.Fetch(f.copy_p, f.tOsP, f.copy_p.retile(f.rP)),

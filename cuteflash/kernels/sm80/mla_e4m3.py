@@ -18,42 +18,32 @@ and merged as in `mla_decode.py`. It is made for up to 32 heads: with more, WGMM
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint8, const_expr
-from cutlass.memory import SmemAllocator
+from cutlass import Float16, Int32
 
-from cuteflash.atoms import row_copies
 from cuteflash.atoms import sm80 as atoms
-from cuteflash.core.latent import LatentLaunch, LatentPages, each_latent_tile, entries_last, rows_of_lse
-from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import words_of
-from cuteflash.kernels.common.mla_combine import QUAD, THREADS, LatentParts, combine
-from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Tiles
+from cuteflash.kernels.sm80 import mla_e4m3_mma as products
+from cuteflash.kernels.sm80.mla_bundles import MlaBlock
+from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments, E4m3Tiles
 from cuteflash.kernels.sm80.mla_e4m3_epilogue import finish
-from cuteflash.kernels.sm80.mla_e4m3_mma import attend, make_fragments
-from cuteflash.mla_problem import LATENT_DIM, MlaProblem, MlaScalars, MlaTensors
-from cuteflash.traits.chunks import CHUNK, swizzle_width
-from cuteflash.traits.mla_e4m3 import PAIRS, SMEM_ALIGN, MlaTraitsE4m3
+from cuteflash.kernels.sm80.mla_kernel import MlaKernel
+from cuteflash.mla_problem import MlaTensors
+from cuteflash.traits.mla_e4m3 import PAIRS, MlaTraitsE4m3
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashMlaDecodeE4m3:
+class FlashMlaDecodeE4m3(MlaKernel):
     """The decoding kernel for one problem and one set of traits."""
 
     traits: cutlass.Constexpr[MlaTraitsE4m3]
-    problem: cutlass.Constexpr[MlaProblem]
 
-    family: ClassVar[str] = "sm80"
+    name: ClassVar[str] = "flash_mla_decode_e4m3"
     dtype: ClassVar[type[cutlass.Numeric]] = Float16  # of the products' operands
-
-    def fake_args(self) -> tuple:
-        """The arguments that this kernel is compiled with."""
-        return mla_fake_args(self.problem, self.traits.tile_m)
 
     # Layouts and atoms, callable without a launch.
 
@@ -62,112 +52,44 @@ class FlashMlaDecodeE4m3:
         traits = self.traits
         return atoms.tiled_mma_by_columns(self.dtype, traits.product_warps_m, traits.warps_n, traits.warp_keys)
 
-    def tiled_mma_s(self) -> cute.TiledMma:
-        """Whose accumulators are S as warps have it in the end, all of them along query rows and keys."""
-        traits = self.traits
-        keys = traits.tile_n // traits.key_groups
-        return atoms.tiled_mma_by_columns(self.dtype, traits.warps_m, traits.key_groups, keys)
-
     def tiled_mma_pv(self) -> cute.TiledMma:
         """O += P V: warps along the columns."""
         return atoms.tiled_mma_by_columns(self.dtype, 1, self.traits.num_warps, self.traits.warp_columns)
 
-    def store_p(self) -> cute.TiledCopy:
-        """The S accumulators to sP."""
-        return atoms.store_pairs(self.dtype, self.tiled_mma_s())
-
-    def copy_p(self) -> cute.TiledCopy:
-        """sP to the A fragments of the product with V."""
-        return cute.make_tiled_copy_A(atoms.ldmatrix(self.dtype), self.tiled_mma_pv())
-
-    def load_copy(self, rows: int, columns: int) -> cute.TiledCopy:
-        """Global memory to a shared tile of `rows` rows of 16-bit columns, by as many threads as have a row."""
-        lanes = swizzle_width(columns) // CHUNK
-        return row_copies.load_copy(self.dtype, min(self.traits.num_threads, rows * lanes), columns)
-
     def make_tiles(self, base: cute.Pointer) -> E4m3Tiles:
         """The shared-memory tensors, laid out by the traits' plan."""
         plan, traits = self.traits.smem_plan, self.traits
-
-        def tile(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
-            return cute.make_tensor(cute.recast_ptr(base + plan[name].start, dtype=self.dtype), layout)
-
-        def statistic(name: str, layout: cute.Layout) -> cute.Tensor:
-            return cute.make_tensor(cute.recast_ptr(base + plan[name].start, dtype=Float32), layout)
-
-        quads = traits.tile_m * traits.tile_n // traits.num_threads // QUAD
-        halves = cute.make_layout((QUAD, traits.num_threads, quads))
         return E4m3Tiles(
-            sQ=tile("q", atoms.swizzled_tile(traits.tile_m, LATENT_DIM)),
+            **self.common_tiles(base),
+            sK=self.tile(base, "pages", atoms.swizzled_tile(traits.tile_n, PAIRS, traits.kv_stage)),
             start_q=base + plan["q"].start,
-            sK=tile("pages", atoms.swizzled_tile(traits.tile_n, PAIRS, traits.kv_stage)),
             start_k=base + plan["pages"].start,
-            sP=tile("p", atoms.swizzled_tile(traits.tile_m, traits.tile_n)),
-            halves=None if traits.column_parts == 1 else statistic("halves", halves),
-            by_warps=statistic(
-                "maxima", cute.make_layout((traits.tile_m, traits.key_groups), stride=(traits.key_groups, 1))
-            ),
-            of_rows=statistic("factors", cute.make_layout(traits.tile_m)),
-            scales=statistic("scales", cute.make_layout(traits.tile_m)),
+            scales=self.statistic(base, "scales", cute.make_layout(traits.tile_m)),
         )
 
-    @cute.jit
-    def __call__(self, *arguments):
-        tensors = MlaTensors(*arguments[: len(MlaTensors._fields)])
-        *scalars, stream = arguments[len(MlaTensors._fields) :]
-        scalars = MlaScalars(*scalars)
-        traits = self.traits
-        launch = LatentLaunch.of(traits, self.problem, tensors, scalars)
-        pages = LatentPages.of(self.problem, tensors, traits.tile_n)
-        mLSE = rows_of_lse(tensors.lse)
+    # What a tile passes through.
+
+    def views(self, tensors: MlaTensors) -> tuple[cute.Tensor, cute.Tensor]:
+        """Q, as fp16 whatever it is, and the cached rows as pairs of bytes."""
         q = cute.make_tensor(cute.recast_ptr(tensors.q.iterator, dtype=self.dtype), tensors.q.layout)
-        gQ, gK, gO = (entries_last(x) for x in (q, words_of(tensors.kv_cache, self.dtype), tensors.out))
-        parts = None
-        if const_expr(self.problem.is_split):
-            parts = LatentParts(tensors.partials, tensors.partials_lse, tensors.seats)
-        self.kernel.set_name_prefix("flash_mla_decode_e4m3", remove_cutlass_symbol=True)
-        self.kernel(gQ, gK, gO, mLSE, tensors.descale, launch, pages, parts).launch(
-            grid=(scalars.shares * launch.m_blocks, 1, 1),
-            block=(traits.num_threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=traits.blocks_per_sm,
-            preferred_smem_carveout=100,
-        )
-        if const_expr(self.problem.is_split):
-            batch, rows, _ = tensors.q.shape
-            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.blocks_of_row).launch(
-                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.blocks_of_row),
-                block=(THREADS, 1, 1),
-                stream=stream,
-            )
+        return q, words_of(tensors.kv_cache, self.dtype)
 
-    @cute.kernel
-    def kernel(
-        self,
-        gQ: cute.Tensor,
-        gK: cute.Tensor,
-        gO: cute.Tensor,
-        mLSE: cute.Tensor,
-        descale: cute.Tensor,
-        launch: LatentLaunch,
-        pages: LatentPages,
-        parts: LatentParts | None,
-    ):
-        base = SmemAllocator().allocate_array(Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
-        block = E4m3Block(gQ, gK, gO, mLSE, descale, launch, pages, parts, self.make_tiles(base))
-        each_latent_tile(launch, functools.partial(self.compute, block))
+    def make_fragments(self, block: MlaBlock) -> E4m3Fragments:
+        """Partition the block's tiles for this thread."""
+        return products.make_fragments(self, block)
 
-    @cute.jit
-    def compute(self, block: E4m3Block, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
-        """Attend and write a tile, or this block's share of its keys."""
-        cute.arch.sync_threads()  # every warp is done with the shared memory of the tile before
-        f = make_fragments(self, block)
-        attend(self, block, f, tile)
+    def keep_q(self, block: MlaBlock, f: E4m3Fragments, tile: QueryTile) -> None:
+        """Make Q into fp16, and fetch what is kept of it in registers."""
+        products.keep_q(self, block, f, tile)
+
+    def product_qk(self, block: MlaBlock, f: E4m3Fragments, stage: Int32) -> None:
+        """S = Q Kᵀ for the keys in `stage`."""
+        products.product_qk(self, block, f, stage)
+
+    def product_pv(self, block: MlaBlock, f: E4m3Fragments, stage: Int32) -> None:
+        """O += P V for the keys in `stage`."""
+        products.product_pv(self, block, f, stage)
+
+    def finish(self, block: MlaBlock, f: E4m3Fragments, tile: QueryTile) -> None:
+        """Write O and the log-sum-exp of a tile."""
         finish(self, block, f, tile)
-        return kv_pos
-
-    @cute.kernel
-    def combine(
-        self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, blocks_of_row: Int32
-    ):
-        combine(parts, gO, mLSE, rows_of_block, blocks_of_row, self.traits.tile_m)

@@ -15,15 +15,16 @@ from cuteflash.core.finish import write_lse
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.mla_combine import PAIR, QUAD, LatentParts, chunk_of, copy_chunk
+from cuteflash.kernels.sm80.mla_bundles import MlaBlock
 from cuteflash.kernels.sm80.mla_decode_epilogue import normalize
-from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Fragments
+from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments
 from cuteflash.traits.sm80 import MMA_K
 
 PAIRS_APART = 4  # places between neighbouring pairs of columns of partial results
 
 
 @cute.jit
-def finish(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, tile: QueryTile):
+def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: E4m3Fragments, tile: QueryTile):
     """Write O and the log-sum-exp of a tile, or of a block's share of its keys, which are merged afterwards."""
     lse = cute.make_rmem_tensor(cute.size(f.out.values.shape[0]), Float32)
     normalize(kernel, block, f, lse)
@@ -50,7 +51,7 @@ def quad_of(f: E4m3Fragments, r: int, group: int) -> cute.Tensor:
 
 
 @cute.jit
-def write_whole(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, tile: QueryTile, lse: cute.Tensor):
+def write_whole(kernel: cutlass.Constexpr, block: MlaBlock, f: E4m3Fragments, tile: QueryTile, lse: cute.Tensor):
     """Write O from registers, rounded, and the log-sum-exp."""
     write_lse(lse, f.out, tile, block.mLSE)
     columns = kernel.traits.warp_columns

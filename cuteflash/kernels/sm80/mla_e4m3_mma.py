@@ -1,4 +1,4 @@
-"""The main loop of the latent-attention decode from an e4m3 cache: S = Q Kᵀ, softmax, O += P V, and later steps' loads.
+"""The products of the latent-attention decode from an e4m3 cache, S = Q Kᵀ and O += P V, and their operands.
 
 Lane 4 g + t of a warp gets from ldmatrix of pairs of bytes, for the eight keys of a matrix, the bytes 4 t to 4 t + 3 of
 16 of key g: four columns of K. Transposed it gets the columns 2 g and 2 g + 1 of the keys 2 t and 2 t + 1, of which the
@@ -13,15 +13,15 @@ from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_instructions
 
 from cuteflash.core.convert import halves_of_e4m3
-from cuteflash.core.latent import place_of
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
 from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
-from cuteflash.kernels.sm80.mla_decode_mma import NO_MAXIMUM, stage_of, wait_loads
-from cuteflash.kernels.sm80.mla_decode_softmax import ROW_GROUP_BARRIER, ROWS, scale_out, soften
-from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Fragments
-from cuteflash.kernels.sm80.mla_e4m3_load import CHUNK_BYTES, SLAB_BYTES_Q, load_keys, load_q, prepare_q
+from cuteflash.kernels.sm80.mla_bundles import MlaBlock
+from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments
+from cuteflash.kernels.sm80.mla_e4m3_query import CHUNK_BYTES, SLAB_BYTES_Q, prepare_q
+from cuteflash.kernels.sm80.mla_softmax import ROW_GROUP_BARRIER, ROWS
+from cuteflash.kernels.sm80.mla_steps import wait_loads
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V
 from cuteflash.traits.sm80 import MMA_K, MMA_M, MMA_N, WARP
 
@@ -31,7 +31,7 @@ SLAB_BYTES = SLAB_CHUNKS * CHUNK_BYTES
 KEYS_TOGETHER = 0x3120  # of two bytes of each of two keys: those of one column, then those of the other
 
 
-def make_fragments(kernel, block: E4m3Block) -> E4m3Fragments:
+def make_fragments(kernel, block: MlaBlock) -> E4m3Fragments:
     """Partition the block's tiles for this thread."""
     traits, tiles = kernel.traits, block.tiles
     thread = cute.arch.thread_idx()[0]
@@ -73,84 +73,18 @@ def make_fragments(kernel, block: E4m3Block) -> E4m3Fragments:
 
 
 @cute.jit
-def attend(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, tile: QueryTile):
-    """Accumulate O over a tile's keys, or over this block's share of them, which may be none."""
-    f.acc_O.fill(0.0)
-    f.row_sum.fill(0.0)
-    f.row_max.fill(NO_MAXIMUM)
-    blocks = tile.visited_blocks()
-    if blocks.hi > blocks.lo:
-        place = load_first(kernel, block, f, tile, blocks.lo, blocks.hi)
-        attend_steps(kernel, block, f, tile, (blocks.lo, blocks.hi), place)
-
-
-@cute.jit
-def load_first(
-    kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, tile: QueryTile, first: Int32, end: Int32
-):
-    """Issue the loads of Q and of all stages but the last, prepare Q; where the next keys lie."""
-    stages = kernel.traits.kv_stage
-    load_q(kernel, block, tile)
-    cute.arch.cp_async_commit_group()
-    for stage in cutlass.range_constexpr(stages - 1):
-        page = first + stage
-        load_step(kernel, block, tile, (page, end), place_of(block, tile, page, end), Int32(stage + 1))
-    place = place_of(block, tile, first + stages - 1, end)
-    wait_loads(stages - 1)
+def keep_q(kernel: cutlass.Constexpr, block: MlaBlock, f: E4m3Fragments, tile: QueryTile):
+    """Prepare Q, fetch what is kept of it in registers, and the scales of the thread's rows."""
+    wait_loads(kernel.traits.kv_stage - 1)
     prepare_q(kernel, block, f, tile)
     cute.arch.sync_threads()
     for step in cutlass.range_constexpr(kernel.traits.steps - kernel.traits.q_kept, kernel.traits.steps):
         fetch_q(kernel, block, f, step)
     for r in cutlass.range_constexpr(ROWS):
         f.row_scale[r] = block.tiles.scales[f.scores.row(r)]
-    return place
 
 
-@cute.jit
-def attend_steps(
-    kernel: cutlass.Constexpr,
-    block: E4m3Block,
-    f: E4m3Fragments,
-    tile: QueryTile,
-    pages: tuple[Int32, Int32],
-    place: tuple[Int32, Int32],
-):
-    """`attend` of the steps `pages`, one or more, each after the other.
-
-    A step's keys are loaded `kv_stage - 1` steps ahead, and looked up one more; `place` is that of the next ones.
-    """
-    first, end = pages
-    stages = kernel.traits.kv_stage
-    for page in cutlass.range(first, end, unroll=1):
-        wait_loads(stages - 2)  # this step's keys are loaded, and every warp has read the last step's
-        following = page + stages - 1
-        load_step(kernel, block, tile, (following, end), place, stage_of(kernel, first, following))
-        place = place_of(block, tile, following + 1, end)
-        start = start_of(kernel, block, stage_of(kernel, first, page))
-        product_qk(kernel, block, f, start)
-        soften(kernel, block, f, tile, page)
-        cute.arch.sync_threads()  # P is written, and the factors
-        scale_out(block, f)
-        product_pv(kernel, f, start)
-
-
-@cute.jit
-def load_step(
-    kernel: cutlass.Constexpr,
-    block: E4m3Block,
-    tile: QueryTile,
-    pages: tuple[Int32, Int32],
-    place: tuple[Int32, Int32],
-    stage: Int32,
-):
-    """Issue the loads of a step as one group, which is empty if the tile has no such step; `pages` (step, end)."""
-    page, end = pages
-    if page < end:
-        load_keys(kernel, block, tile, page, place, stage)
-    cute.arch.cp_async_commit_group()
-
-
-def start_of(kernel, block: E4m3Block, stage: Int32) -> cute.Pointer:
+def start_of(kernel, block: MlaBlock, stage: Int32) -> cute.Pointer:
     """Where the keys of a stage begin."""
     nbytes = kernel.traits.tile_n * LATENT_DIM
     return block.tiles.start_k + cute.assume(stage * nbytes, divby=nbytes)
@@ -164,7 +98,7 @@ def place_of_pair(kernel, f: E4m3Fragments, number: int) -> tuple[int, Int32 | i
     return (number, f.k_part) if kernel.traits.column_parts > 1 else (number // 2, number % 2)
 
 
-def fetch_q(kernel, block: E4m3Block, f: E4m3Fragments, step: int) -> None:
+def fetch_q(kernel, block: MlaBlock, f: E4m3Fragments, step: int) -> None:
     """The fragment of 16 columns of Q."""
     slab, half = place_of_pair(kernel, f, step // 2)
     chunk = 4 * half + step % 2 * 2 + f.lane // MMA_M
@@ -212,9 +146,9 @@ def columns_of(acc: cute.Tensor, n: int) -> cute.Tensor:
     return cute.make_tensor(acc.iterator + n * of_columns, layout)
 
 
-def product_qk(kernel, block: E4m3Block, f: E4m3Fragments, start: cute.Pointer) -> None:
-    """S = Q Kᵀ for the keys at `start`, times the rows' scales; steps go to the accumulators in turn."""
-    traits = kernel.traits
+def product_qk(kernel, block: MlaBlock, f: E4m3Fragments, stage: Int32) -> None:
+    """S = Q Kᵀ for the keys in `stage`, times the rows' scales; steps go to the accumulators in turn."""
+    traits, start = kernel.traits, start_of(kernel, block, stage)
     for acc in f.accs_S:
         acc.fill(0.0)
     for pair in range(traits.steps // 2):
@@ -240,7 +174,7 @@ def product_qk(kernel, block: E4m3Block, f: E4m3Fragments, start: cute.Pointer) 
             values[r, c] = values[r, c] * f.row_scale[r]
 
 
-def trade_rows(kernel, block: E4m3Block, f: E4m3Fragments) -> None:
+def trade_rows(kernel, block: MlaBlock, f: E4m3Fragments) -> None:
     """S of the warp's own rows, from the products of both parts of the columns."""
     halves, product, mine = block.tiles.halves, f.accs_S[0], f.acc_S
     is_first = f.k_part == 0
@@ -260,9 +194,9 @@ def trade_rows(kernel, block: E4m3Block, f: E4m3Fragments) -> None:
             mine[e + QUAD * n] = mine[e + QUAD * n] + chunk[e]
 
 
-def product_pv(kernel, f: E4m3Fragments, start: cute.Pointer) -> None:
-    """O += P V for the keys at `start`."""
-    traits = kernel.traits
+def product_pv(kernel, block: MlaBlock, f: E4m3Fragments, stage: Int32) -> None:
+    """O += P V for the keys in `stage`."""
+    traits, start = kernel.traits, start_of(kernel, block, stage)
     chunks = traits.warp_columns // CHUNK_BYTES
     fragment = f.copy_p.retile(f.rP)
     for k in range(traits.tile_n // MMA_K):

@@ -1,4 +1,4 @@
-"""The softmax of the sm80 latent-attention decode: rows of S are spread over some warps, rows of O over all of them."""
+"""The softmax of the sm80 family's latent decodes: rows of S are spread over some warps, rows of O over all of them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import exp2, quad_max
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
-from cuteflash.kernels.sm80.mla_decode_bundles import Fragments, MlaBlock
+from cuteflash.kernels.sm80.mla_bundles import MlaBlock, MlaFragments
 from cuteflash.traits.sm80 import WARP
 
 ROWS = 2  # of S that one thread holds elements of
 ROW_GROUP_BARRIER = 1  # + group of query rows; 0 is `__syncthreads`
 
 
-def sync_row_group(kernel, f: Fragments) -> None:
+def sync_row_group(kernel, f: MlaFragments) -> None:
     """A barrier of all warps with the same query rows."""
     threads = kernel.traits.key_groups * WARP
     cute.arch.barrier(barrier_id=ROW_GROUP_BARRIER + f.row_group, number_of_threads=threads)
 
 
 @cute.jit
-def add_parts(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments):
+def add_parts(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments):
     """S from the products of both parts of the columns: each of two warps gets half of the keys."""
     halves, warps = block.tiles.halves, kernel.traits.warps_m * WARP
     product, mine = f.accs_S[0], f.acc_S
@@ -48,7 +48,7 @@ def add_parts(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments):
 
 
 @cute.jit
-def hide(kernel: cutlass.Constexpr, f: Fragments, tile: QueryTile, page: Int32):
+def hide(kernel: cutlass.Constexpr, f: MlaFragments, tile: QueryTile, page: Int32):
     """Hide the keys of a step that a row does not see, if there are any."""
     _, full_hi = tile.full_blocks()
     if page >= full_hi:
@@ -58,7 +58,7 @@ def hide(kernel: cutlass.Constexpr, f: Fragments, tile: QueryTile, page: Int32):
 
 
 @cute.jit
-def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: QueryTile, page: Int32):
+def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments, tile: QueryTile, page: Int32):
     """Turn a step's scores into exponentials, round them into sP and add them to the sums; write O's factors.
 
     The warps with the same rows find a row's maximum together. It moves only if a score exceeds it by more than the
@@ -100,7 +100,7 @@ def soften(kernel: cutlass.Constexpr, block: MlaBlock, f: Fragments, tile: Query
 
 
 @cute.jit
-def scale_out(block: MlaBlock, f: Fragments):
+def scale_out(block: MlaBlock, f: MlaFragments):
     """Multiply O's rows with their factors, unless all of a warp's are 1."""
     values = f.out.values
     rows = cute.size(values.shape[0])

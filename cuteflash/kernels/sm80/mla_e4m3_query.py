@@ -1,22 +1,17 @@
-"""Loads of the latent-attention decode from an e4m3 cache, by cp.async; and Q made into what the products read.
-
-Rows past the last query or key become zeros: what memory holds there may be NaN, whose product with a weight of 0 would
-be NaN.
-"""
+"""Q of the latent-attention decode from an e4m3 cache, made into what the products read."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Uint32
+from cutlass import Float16, Float32, Int32, Uint32
 
-from cuteflash.atoms import row_copies
 from cuteflash.core.convert import round_pair, unpack_pair
 from cuteflash.core.fit_half import TOP, bits_of, exponent_of, power_of_two
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Block, E4m3Fragments
+from cuteflash.kernels.sm80.mla_bundles import MlaBlock
+from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments
 from cuteflash.mla_problem import LATENT_DIM
-from cuteflash.traits.mla_e4m3 import PAIRS
 from cuteflash.traits.sm80 import MMA_K, WARP
 
 CHUNK_BYTES = 16
@@ -26,43 +21,7 @@ PAIRS_OF_STEP = MMA_K // 2
 
 
 @cute.jit
-def load_rows(copy: cute.TiledCopy, gX: cute.Tensor, sX: cute.Tensor, first: Int32, rows: Int32):
-    """Issue the copies of a tile's rows; gX (rows, columns) from row `first` tiles on, of which `rows` exist."""
-    thread = cute.arch.thread_idx()[0]
-    tile = cute.size(sX.shape[0]), cute.size(sX.shape[1])
-    mine = copy.get_slice(thread)
-    source = mine.partition_S(cute.local_tile(gX, tile, (first, 0)))
-    coords = mine.partition_S(cute.make_identity_tensor(tile))
-    passes, slabs = source.shape[1], source.shape[2]
-    inside = cute.make_rmem_tensor(cute.make_layout((1, passes, slabs), stride=(0, 1, 0)), Boolean)
-    for i in cutlass.range_constexpr(cute.size(passes)):
-        inside[0, i, 0] = coords[0, i, 0][0] < rows
-    row_copies.load(copy, source, mine.partition_D(sX), inside)
-
-
-@cute.jit
-def load_keys(
-    kernel: cutlass.Constexpr, block: E4m3Block, tile: QueryTile, page: Int32, place: tuple[Int32, Int32], stage: Int32
-):
-    """Issue the copies of a step's keys, which lie at `place`."""
-    inside, entry = place
-    rows = kernel.traits.tile_n
-    exist = tile.mask.seqlen_k - page * rows
-    copy = kernel.load_copy(rows, PAIRS)
-    if cute.arch.thread_idx()[0] < copy.size:
-        load_rows(copy, block.gK[None, None, entry], block.tiles.sK[None, None, stage], inside, exist)
-
-
-@cute.jit
-def load_q(kernel: cutlass.Constexpr, block: E4m3Block, tile: QueryTile):
-    """Issue the copies of a tile's rows of Q."""
-    copy = kernel.load_copy(kernel.traits.tile_m, LATENT_DIM)
-    if cute.arch.thread_idx()[0] < copy.size:
-        load_rows(copy, block.gQ[None, None, tile.batch], block.tiles.sQ, tile.m_block, tile.rows())
-
-
-@cute.jit
-def prepare_q(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, tile: QueryTile):
+def prepare_q(kernel: cutlass.Constexpr, block: MlaBlock, f: E4m3Fragments, tile: QueryTile):
     """Sort the columns of Q as those of K come from ldmatrix, make them into fp16, and write the rows' scales.
 
     A warp has a row at a time, a lane nine of its words. Of eight words, those of a product's 16 columns, the even ones
@@ -92,7 +51,7 @@ def prepare_q(kernel: cutlass.Constexpr, block: E4m3Block, f: E4m3Fragments, til
             block.tiles.scales[row] = power_of_two(exponent - TOP) * descale
 
 
-def word_of_q(kernel, block: E4m3Block, row: Int32, slab: int, word: Int32) -> cute.Tensor:
+def word_of_q(kernel, block: MlaBlock, row: Int32, slab: int, word: Int32) -> cute.Tensor:
     """One of the words of a slab of a row of Q."""
     words = CHUNK_BYTES // 4
     chunk = word // words ^ row % (WARP // words)
