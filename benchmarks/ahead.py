@@ -11,12 +11,13 @@ from typing import Any
 
 from cuteflash.compile import build
 from cuteflash.dispatch import choose, kernel_class
-from cuteflash.problem import BwdProblem, FwdProblem, Operands, Problem, Scores
+from cuteflash.mla_problem import AnyProblem
+from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.tune.cells import Cell
 
 from .names import FP8_VT, OURS, base_of, is_deterministic, is_fp8
 
-Kernel = tuple[Any, Problem]  # traits and what they are compiled for
+Kernel = tuple[Any, AnyProblem]  # traits and what they are compiled for
 
 
 def compile_all(kernels: Iterable[Kernel], target: str, jobs: int) -> None:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import BwdProblem, Problem
+from cuteflash.mla_problem import AnyProblem
+from cuteflash.problem import BwdProblem
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
@@ -81,7 +82,7 @@ class BackwardLadder:
         extra = (TWO_PASSES,) if self.kind is BwdTraitsSm90 else ()
         return [{"title": rung.title, "does": rung.does} for rung in (*self.rungs, *extra)]
 
-    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, Problem]]:
+    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, AnyProblem]]:
         """What has to be compiled for a cell."""
         return [(traits, problem_of(cell)) for traits in self.traits(cell, target).values()]
 

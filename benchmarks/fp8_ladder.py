@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import Problem
+from cuteflash.mla_problem import AnyProblem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.row import Traits
@@ -81,7 +81,7 @@ class Fp8Ladder:
         """Titles and words of its rungs, as a result has them."""
         return [{"title": rung.title, "does": rung.does} for rung in (HALF, *RUNGS, STORED)]
 
-    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, Problem]]:
+    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, AnyProblem]]:
         """What has to be compiled for a cell."""
         return [(traits, own.problem) for own, traits in self.variants(cell, target).values()]
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import Problem
+from cuteflash.mla_problem import AnyProblem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.row import Traits
 from cuteflash.tune import machine
@@ -83,7 +83,7 @@ class Ladder:
         """Its rungs, as a result has them."""
         return [dataclasses.asdict(rung) for rung in self.rungs]
 
-    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, Problem]]:
+    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, AnyProblem]]:
         """What has to be compiled for a cell."""
         return [(variant.traits(cell), cell.problem) for variant in self.variants(cell, target).values()]
 
@@ -183,7 +183,7 @@ class Climbable(Protocol):
     def peer(self) -> str | None: ...
     def serves(self, cell: Cell, target: str) -> bool: ...
     def told(self) -> list[dict[str, Any]]: ...
-    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, Problem]]: ...
+    def kernels(self, cell: Cell, target: str) -> list[tuple[Traits, AnyProblem]]: ...
     def makers(self, cell: Cell, target: str) -> dict[str, Maker]: ...
     def judge(self, cell: Cell, where: torch.device) -> Judge: ...
 

@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from cuteflash import usertable
-from cuteflash.mla_problem import MlaProblem
-from cuteflash.problem import FEATURES, Operation, Problem
+from cuteflash.mla_problem import AnyOperation, AnyProblem, MlaProblem
+from cuteflash.problem import FEATURES, UNBOUNDED
 from cuteflash.traits import rows_mla_e4m3, rows_mla_sm80, rows_mla_sm90
 from cuteflash.traits.arch import FAMILIES, ArchSpec, Family, arch_of_capability, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
@@ -27,7 +27,7 @@ from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.mla_e4m3 import MlaTraitsE4m3
 from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
-from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
+from cuteflash.traits.row import DECODE, FULL, ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.traits.tables import BEST_FAMILIES, CACHE_ROWS, FEW_ROWS, SPLIT_ROWS, TABLES
@@ -53,7 +53,7 @@ MLA_ROWS: dict[Family, tuple[MlaTraits, ...]] = {"sm80": rows_mla_sm80.ROWS, "sm
 MLA_E4M3_ROWS: dict[Family, tuple[MlaTraits, ...]] = {"sm80": rows_mla_e4m3.ROWS, "sm90": ()}  # of e4m3 caches
 
 
-def kernel_modules(operation: Operation) -> tuple[str, ...]:
+def kernel_modules(operation: AnyOperation) -> tuple[str, ...]:
     """The modules of an operation's kernels."""
     return tuple(dict.fromkeys(module for kind, (module, _) in KERNELS.items() if kind.operation == operation))
 
@@ -93,7 +93,7 @@ def _kernel_class(module: str, name: str) -> type[Any]:
 
 @functools.cache
 def choose(
-    problem: Problem,
+    problem: AnyProblem,
     target: str,
     family: Family | None = None,
     lengths: LengthClass = "long",
@@ -106,54 +106,58 @@ def choose(
         target: compile target, e.g. "sm_90a".
         family: kernel family; None takes the best of the target, which may depend on operation and lengths.
         lengths: the class of the call's lengths, see `cuteflash.traits.length_class`.
-        tile_rows: query rows of the call's tiles, if these are few; None is as many as a tile has.
+        tile_rows: query rows of the call's tiles, or of a sequence of latent attention, if these are known to be few;
+            None is as many as a tile has.
 
     Raises:
         ValueError: no such target, family or length class.
         NotImplementedError: the target does not run the family, or no row of its tables can run the problem.
     """
     key = table_key(problem.operation, target, family, lengths)
-    return _choose(problem, key, lengths, usertable.load(key), tile_rows)
+    return _choose(problem, key, lengths, usertable.load(key), UNBOUNDED if tile_rows is None else tile_rows)
 
 
 @functools.cache
 def choose_shipped(
-    problem: Problem,
+    problem: AnyProblem,
     target: str,
     family: Family | None = None,
     lengths: LengthClass = "long",
     tile_rows: int | None = None,
 ) -> Choice:
     """`choose` on a machine without tables of the user's own."""
-    return _choose(problem, table_key(problem.operation, target, family, lengths), lengths, (), tile_rows)
+    key = table_key(problem.operation, target, family, lengths)
+    return _choose(problem, key, lengths, (), UNBOUNDED if tile_rows is None else tile_rows)
 
 
 def offers(
-    rows: Iterable[Row], problem: Problem, lengths: LengthClass, arch: ArchSpec
+    rows: Iterable[Row], problem: AnyProblem, lengths: LengthClass, arch: ArchSpec, query_rows: int = UNBOUNDED
 ) -> Iterator[tuple[Row, Traits, str | None]]:
     """The rows that may run a problem, best first: row, its traits with the problem's padded head dims, why not.
 
     Those made for the head dims come first, then those of the square that holds them. The one to take is the first
-    with no reason why not.
+    with no reason why not. `query_rows`: see `Row.serves`.
     """
     head_dim, head_dim_v = padded_head_dim(problem.operands.head_dim), padded_head_dim(problem.operands.head_dim_v)
     square = max(head_dim, head_dim_v)
     for made_for in dict.fromkeys([(head_dim, head_dim_v), (square, square)]):
         for row in rows:
-            if (row.traits.head_dim, row.traits.head_dim_v) == made_for and row.serves(problem, lengths):
+            if (row.traits.head_dim, row.traits.head_dim_v) == made_for and row.serves(problem, lengths, query_rows):
                 yield row, *_fitted(row.traits, head_dim, head_dim_v, arch)
 
 
 @functools.lru_cache(FITTED_MAX)
 def _fitted(traits: Traits, head_dim: int, head_dim_v: int, arch: ArchSpec) -> tuple[Traits, str | None]:
     """Traits with these padded head dims, and why they cannot run. A sweep's tables ask the same for many problems."""
-    fitted = dataclasses.replace(traits, head_dim=head_dim, head_dim_v=head_dim_v)
+    is_own = (traits.head_dim, traits.head_dim_v) == (head_dim, head_dim_v)
+    changed: dict[str, Any] = {} if is_own else {"head_dim": head_dim, "head_dim_v": head_dim_v}
+    fitted = dataclasses.replace(traits, **changed)
     return fitted, fitted.check(arch)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The smallest head dim of the tables that holds `head_dim`."""
-    return next(row for row in ROW_HEAD_DIMS if row >= head_dim)
+    """The smallest head dim of the tables that holds `head_dim`; what is wider, as latents are, has rows of its own."""
+    return next((row for row in ROW_HEAD_DIMS if row >= head_dim), head_dim)
 
 
 @functools.cache
@@ -167,6 +171,8 @@ def current_target(device_index: int) -> str:
 def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | None = None) -> MlaTraits:
     """The traits of the kernel that decodes latent attention with `rows` query rows, tokens times heads, a sequence.
 
+    Those of the user's table come first, as in `choose`.
+
     Args:
         problem: what is asked for.
         rows: tokens times heads of a sequence.
@@ -178,20 +184,9 @@ def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | Non
         NotImplementedError: the target does not run the family, or no row of it.
     """
     check_family(target, family)
-    arch = get_arch(target)
-    family = family or ("sm80" if problem.is_e4m3 else arch.families[0])
-    cache = "an e4m3 cache" if problem.is_e4m3 else problem.dtype
-    reasons = []
-    for traits in (MLA_E4M3_ROWS if problem.is_e4m3 else MLA_ROWS)[family]:
-        if problem.dtype in traits.dtypes and traits.serves(rows):
-            reason = traits.check(arch)
-            if reason is None:
-                return traits
-            reasons.append(f"{traits.tile_m}x{traits.tile_n} {reason}")
-    raise NotImplementedError(
-        f"no row of the {family} family decodes latent attention on {target} in {cache}: "
-        + ("; ".join(reasons) or "it has none")
-    )
+    family = family or ("sm80" if problem.is_e4m3 else get_arch(target).families[0])
+    key = TableKey(problem.operation, target, family)
+    return cast(MlaTraits, _choose(problem, key, "decode", usertable.load(key), rows).traits)
 
 
 def check_family(target: str, family: Family | None) -> None:
@@ -211,7 +206,7 @@ def check_family(target: str, family: Family | None) -> None:
         raise NotImplementedError(f"family is {family!r}, which {arch.name} does not run; it runs: {runs}")
 
 
-def table_key(operation: Operation, target: str, family: Family | None, lengths: LengthClass) -> TableKey:
+def table_key(operation: AnyOperation, target: str, family: Family | None, lengths: LengthClass) -> TableKey:
     """The table of an operation on a target; `family` None is the best for these lengths. Errors as `check_family`."""
     check_family(target, family)
     if family is None:
@@ -220,27 +215,24 @@ def table_key(operation: Operation, target: str, family: Family | None, lengths:
 
 
 def _choose(
-    problem: Problem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow], tile_rows: int | None
+    problem: AnyProblem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow], query_rows: int
 ) -> Choice:
     """The choice from the user's rows, then the shipped ones."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
-    few: tuple[Row, ...] = ()  # of query rows: no sweep knows these
-    if "e4m3_cache" in problem.features:
-        shipped = CACHE_ROWS[key.family]
-        if tile_rows is not None:
-            few = tuple(row for row in FEW_ROWS[key.family] if row.traits.tile_m >= tile_rows)
-    elif problem.takes_split_rows:
-        shipped = SPLIT_ROWS[key.family]
-    else:
-        shipped = TABLES[key]
-    rows = (*few, *(own.row for own in own_rows), *shipped)
+    rows = (*(own.row for own in own_rows), *shipped_rows(problem, key))
     reasons = []
-    for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target)):
+    for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target), query_rows):
         if reason is None:
             own = next((own for own in own_rows if own.row is row), None)
             return Choice(key.family, traits, row, _source(row, traits, key, own))
         reasons.append(f"{row.traits.tile_m}x{row.traits.tile_n} {reason}")
+    if isinstance(problem, MlaProblem):
+        cache = "an e4m3 cache" if problem.is_e4m3 else problem.dtype
+        raise NotImplementedError(
+            f"no row of the {key.family} family decodes latent attention on {key.target} in {cache}: "
+            + ("; ".join(reasons) or "it has none")
+        )
     fitting = (row for row in rows if problem.operands.row_dtype in row.dtypes)
     operands, asked = problem.operands, ", ".join(name for name in FEATURES if name in problem.features)
     raise NotImplementedError(
@@ -249,6 +241,21 @@ def _choose(
         f"head dims with rows: {', '.join(dict.fromkeys(_title(row.traits) for row in fitting)) or 'none'}"
         + "".join(f"; {reason}" for reason in reasons)
     )
+
+
+def shipped_rows(problem: AnyProblem, key: TableKey) -> tuple[Row, ...]:
+    """The shipped rows that are looked through for a problem, in order."""
+    if isinstance(problem, MlaProblem):
+        return latent_rows((MLA_E4M3_ROWS if problem.is_e4m3 else MLA_ROWS)[key.family])
+    if "e4m3_cache" in problem.features:
+        return (*FEW_ROWS[key.family], *CACHE_ROWS[key.family])
+    return SPLIT_ROWS[key.family] if problem.takes_split_rows else TABLES[key]
+
+
+@functools.cache
+def latent_rows(every: tuple[MlaTraits, ...]) -> tuple[Row, ...]:
+    """Traits of latent attention as rows of a table."""
+    return tuple(Row(traits, FULL, lengths=DECODE) for traits in every)  # type: ignore[arg-type]
 
 
 def _source(row: Row, traits: Traits, key: TableKey, own: MeasuredRow | None) -> str:

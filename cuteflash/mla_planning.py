@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.compile import compiled
-from cuteflash.dispatch import choose_mla, current_target, kernel_class
+from cuteflash.dispatch import MlaTraits, choose_mla, current_target, kernel_class
 from cuteflash.mla_problem import (
     BLOCKS_OF_ROW,
     HEADS_MAX,
@@ -131,15 +131,21 @@ class MlaPlan:
     tile_m: int
 
     def __call__(
-        self, q: Tensor, kv_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor, descale: Tensor | None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        page_table: Tensor | None,
+        cache_seqlens: Tensor,
+        descale: Tensor | None,
+        out: Tensor | None = None,
     ) -> Result:
-        """O and LSE."""
+        """O, which is written to `out` if that is given, and LSE."""
         batch, seqlen_q, heads, _ = q.shape
         rows = seqlen_q * heads
         shape = batch, rows, LATENT_DIM
         q_rows = compacted(q).view(shape) if self.q_strides is None else q.as_strided(shape, self.q_strides)
         entries, entry_rows = kv_cache.shape[:2]
-        out = q.new_empty(batch, seqlen_q, heads, LATENT_DIM_V)
+        out = q.new_empty(batch, seqlen_q, heads, LATENT_DIM_V) if out is None else out
         tensors = MlaTensors(
             q=q_rows,
             kv_cache=kv_cache.as_strided((entries, entry_rows, LATENT_DIM), self.kv_strides),
@@ -217,16 +223,23 @@ class CudaMlaDecode:
 
 
 def plan_of(
-    q: Tensor, kv_cache: Tensor, page_table: Tensor | None, options: tuple[float, bool, int, Family | None]
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor | None,
+    options: tuple[float, bool, int, Family | None],
+    traits: MlaTraits | None = None,
 ) -> MlaPlan:
-    """The plan of a call whose sizes are served, with at least a query and a key; errors as of `CudaMlaDecode`."""
+    """The plan of a call whose sizes are served, with at least a query and a key; errors as of `CudaMlaDecode`.
+
+    `traits`: of the kernel; None are those that dispatch chooses.
+    """
     softmax_scale, causal, num_splits, family = options
     batch, seqlen_q, heads, _ = q.shape
     entry_rows = kv_cache.shape[1]
     is_e4m3 = kv_cache.dtype == torch.float8_e4m3fn
     problem = MlaProblem(DTYPE_NAMES[q.dtype], page_table is not None, num_splits != 1, is_e4m3)
     target = current_target(q.device.index)
-    traits = choose_mla(problem, seqlen_q * heads, target, family)
+    traits = traits or choose_mla(problem, seqlen_q * heads, target, family)
     m_blocks = -(-seqlen_q * heads // traits.tile_m)
     capacity = entry_rows if page_table is None else page_table.shape[1] * entry_rows
     num_sms = _multiprocessors(q.device)

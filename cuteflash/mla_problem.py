@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Collection
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from cuteflash.problem import DTYPES, HalfDtype
+from cuteflash.problem import DTYPES, OPERATIONS, Feature, HalfDtype, Operation, Problem, Scores
 
 LATENT_DIM = 576  # columns of Q and of the cache, whose one head is K
 LATENT_DIM_V = 512  # of these, the first are V, too
 PAGE_ROWS = 64  # rows of a page, or a divisor of them; a step of a kernel reads as many, or a divisor of these
 HEADS_MAX = 128  # query heads
 BLOCKS_OF_ROW = 16  # that merge a row's parts of split keys if there are many, each some columns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentOperands:
+    """What tables of rows ask of the matrices; for the others see `cuteflash.operands.Operands`."""
+
+    head_dim: ClassVar[int] = LATENT_DIM
+    head_dim_v: ClassVar[int] = LATENT_DIM_V
+    packed_heads: ClassVar[int] = 1
+    transposed_v: ClassVar[bool] = False
+
+    qk_dtype: HalfDtype
+
+    @property
+    def row_dtype(self) -> str:
+        """The element type by which rows know these operands."""
+        return self.qk_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +43,9 @@ class MlaProblem:
         is_e4m3: the cache is e4m3, with a descale of each sequence.
     """
 
-    operation: ClassVar[str] = "mla"
+    operation: ClassVar[Literal["mla"]] = "mla"
+    scores: ClassVar[Scores] = Scores()  # whether a call is causal is a scalar
+    takes_split_rows: ClassVar[bool] = True
 
     dtype: HalfDtype
     is_paged: bool = True
@@ -35,6 +55,32 @@ class MlaProblem:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+
+    @property
+    def operands(self) -> LatentOperands:
+        """The matrices, as tables of rows know them."""
+        return LatentOperands(self.dtype)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features in use, as tables of rows know them: sequences that lie in pages are `varlen`."""
+        asked: tuple[tuple[Feature, bool], ...] = (
+            ("varlen", self.is_paged),
+            ("split", self.is_split),
+            ("e4m3_cache", self.is_e4m3),
+        )
+        return frozenset(name for name, there in asked if there)
+
+    def asking(self, features: Collection[Feature]) -> Self:
+        """The same with just these features."""
+        paged, split, e4m3 = (name in features for name in ("varlen", "split", "e4m3_cache"))
+        return dataclasses.replace(self, is_paged=paged, is_split=split, is_e4m3=e4m3)
+
+
+# What tables have rows of.
+AnyProblem = Problem | MlaProblem
+AnyOperation = Operation | Literal["mla"]
+TABLE_OPERATIONS: tuple[AnyOperation, ...] = (*OPERATIONS, MlaProblem.operation)
 
 
 class MlaTensors(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cuteflash.mla_problem import AnyProblem, MlaProblem
 from cuteflash.problem import FEATURES, FP8_OUT, SINK_DTYPES, BwdProblem, Problem
 
 
@@ -28,13 +29,17 @@ def extras_of(problem: Problem) -> list[str]:
     return extras
 
 
-def problem_id(problem: Problem) -> str:
-    """Identity of an operation's problem, readable: `"bf16 128x128 causal"`, then `extras_of`."""
+def problem_id(problem: AnyProblem) -> str:
+    """Identity of an operation's problem, readable: `"bf16 128x128 causal"`, then `extras_of`, of latents features."""
+    if isinstance(problem, MlaProblem):
+        extras: list[str] = [name for name in FEATURES if name in problem.features]
+    else:
+        extras = extras_of(problem)
     return " ".join(
         [
             problem.operands.qk_dtype,
             f"{problem.operands.head_dim}x{problem.operands.head_dim_v}",
             problem.scores.mask,
-            *extras_of(problem),
+            *extras,
         ]
     )

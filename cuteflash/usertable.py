@@ -20,12 +20,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from cuteflash.files import NoDirectoryError, replace_file, user_directory
-from cuteflash.problem import OPERATIONS
+from cuteflash.mla_problem import TABLE_OPERATIONS
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, kind_of, kinds_of
-from cuteflash.traits.values import make_traits
+from cuteflash.traits.values import field_types, make_traits
 
-FORMAT = 3
+FORMAT = 4
 VARIABLE = "CUTEFLASH_CONFIG_DIR"
 MOVES = f"{VARIABLE} moves it"
 
@@ -159,7 +159,7 @@ def remove() -> list[pathlib.Path]:
     """Removes every table of the user, readable or not; returns their paths. TableError if one cannot be removed."""
     root = _directory_of_tables()
     paths = (
-        sorted(path for operation in OPERATIONS for path in root.glob(f"{operation}-*.json"))
+        sorted(path for operation in TABLE_OPERATIONS for path in root.glob(f"{operation}-*.json"))
         if root is not None
         else []
     )
@@ -214,15 +214,15 @@ def _measured_row(values: Any, key: TableKey) -> MeasuredRow:
     if kind not in kinds:
         raise ValueError(f"its kind is {kind!r}; allowed in {key}: {', '.join(kinds)}")
     traits = make_traits(kind, _field(values, "traits", dict))
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(traits, name) not in ROW_HEAD_DIMS:
+    for name in ("head_dim", "head_dim_v"):  # those of latents are no fields
+        if name in field_types(kind) and getattr(traits, name) not in ROW_HEAD_DIMS:
             allowed = ", ".join(map(str, ROW_HEAD_DIMS))
             raise ValueError(f"its traits' {name} is {getattr(traits, name)}; allowed: {allowed}")
     reason = traits.check(get_arch(key.target))
     if reason is not None:
         raise ValueError(f"{key.target} does not run it: {reason}")
     served: dict[str, Any] = {
-        name: tuple(_field(values, name, list)) for name in ("masks", "dtypes", "lengths", "without")
+        name: tuple(_field(values, name, list)) for name in ("masks", "dtypes", "lengths", "without", "query_rows")
     }
     tflops = _field(values, "tflops", float, int)
     if not 0 < tflops < math.inf:

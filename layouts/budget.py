@@ -109,6 +109,7 @@ def _registers(
     elif isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
         roles = [_role("all warps", 0, traits.num_threads, launch, _live_parts(traits, fragments))]
     else:
+        own: Any = traits  # of the sm90 family
         consumers = _consumers(traits)
         # Warpgroups that compute different things have fragments of their own.
         dq_regs = traits.dq_regs if isinstance(traits, BwdTraitsSm90) else 0
@@ -122,7 +123,7 @@ def _registers(
         for number, first in enumerate(first_threads):
             parts = _live_parts(traits, tuple(fragment for fragment in shared if fragment.first_thread == first))
             name = "consumer warpgroup" if len(first_threads) == 1 else f"consumer warpgroup {number}"
-            roles.append(_role(name, alike, alike * WARPGROUP, traits.mma_regs, parts))
+            roles.append(_role(name, alike, alike * WARPGROUP, own.mma_regs, parts))
         if of_dq:
             roles.insert(0, _role("dQ warpgroup", 1, WARPGROUP, dq_regs, _live_parts(traits, of_dq)))
         if isinstance(traits, FwdTraitsCacheSm90):
@@ -133,7 +134,7 @@ def _registers(
             turned = ()
         if traits.num_threads > consumers * WARPGROUP:
             parts = _live_parts(traits, turned)
-            roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, traits.producer_regs, parts))
+            roles.insert(0, _role("producer warpgroup", 1, WARPGROUP, own.producer_regs, parts))
     compiled = None
     if used is not None:
         compiled = {

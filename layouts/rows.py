@@ -183,7 +183,7 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
 
     Problems with a feature count only if the row runs no other.
     """
-    dense, extras = ASKED[row.traits.operation]
+    dense, extras = ASKED[cast(Operation, row.traits.operation)]
     dtypes = sorted(row.dtypes, key=lambda name: name != "bf16")
     for extra in ({}, *({name: True} for name in extras)):
         served = []

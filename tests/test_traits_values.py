@@ -10,7 +10,7 @@ import pytest
 from cuteflash.problem import DTYPES, FP8_DTYPES
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.row import KINDS, Row, kind_of, kinds_of
-from cuteflash.traits.values import make_traits, values_of
+from cuteflash.traits.values import field_types, make_traits, values_of
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.variants import parse_variants
 
@@ -21,21 +21,24 @@ STORED, GIVEN = (Cell(64, "full", 512, "e4m3", transposed_v=is_transposed) for i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_come_back_as_the_traits_and_the_makers_rows_are_of_the_kind(kind: str) -> None:
-    traits = make_traits(kind, TILE)
+    traits = make_traits(kind, {name: size for name, size in TILE.items() if name in field_types(kind)})
     assert type(traits) is KINDS[kind] and kind_of(traits) == kind
     assert values_of(traits) == {"kind": kind, **dataclasses.asdict(traits)}
     assert make_traits(kind, dataclasses.asdict(traits)) == traits
-    sizes = {"sm80": (64, 64, 128, 4), "sm90": (64, 64, 128)}[traits.family]
+    if traits.operation == "mla":
+        return  # whose rows are traits alone
+    sizes = (64, 64, 128, 4) if traits.family == "sm80" or kind == "fwd_few_sm90" else (64, 64, 128)
     made: Row = getattr(vocabulary, kind)(*(sizes[:2] if kind.startswith("bwd") and len(sizes) == 3 else sizes))
     assert kind_of(made.traits) == kind
 
 
 def test_an_operation_and_family_may_have_several_kinds() -> None:
     assert list(kinds_of("bwd", "sm90")) == ["bwd_sm90", "bwd_two_pass_sm90"]
-    assert list(kinds_of("fwd", "sm90")) == ["fwd_sm90", "fwd_fp8_sm90", "fwd_cache_sm90"]
-    assert list(kinds_of("fwd", "sm90", DTYPES)) == ["fwd_sm90", "fwd_cache_sm90"]
+    assert list(kinds_of("fwd", "sm90")) == ["fwd_sm90", "fwd_fp8_sm90", "fwd_cache_sm90", "fwd_few_sm90"]
+    assert list(kinds_of("fwd", "sm90", DTYPES)) == ["fwd_sm90", "fwd_cache_sm90", "fwd_few_sm90"]
     assert list(kinds_of("fwd", "sm90", DTYPES, of_cache=False)) == ["fwd_sm90"]
-    assert list(kinds_of("fwd", "sm90", of_cache=True)) == ["fwd_cache_sm90"]
+    assert list(kinds_of("fwd", "sm90", of_cache=True)) == ["fwd_cache_sm90", "fwd_few_sm90"]
+    assert list(kinds_of("mla", "sm90")) == ["mla_sm90"]
     assert list(kinds_of("fwd", "sm90", FP8_DTYPES)) == ["fwd_fp8_sm90"]
 
 
@@ -45,18 +48,21 @@ def test_an_operation_and_family_may_have_several_kinds() -> None:
         (
             "bwd_sm70",
             {},
-            "kind is 'bwd_sm70'; allowed: fwd_sm80, fwd_sm90, fwd_fp8_sm90, fwd_cache_sm90, bwd_sm80, bwd_sm90, "
-            "bwd_two_pass_sm90",
+            "kind is 'bwd_sm70'; allowed: fwd_sm80, fwd_sm90, fwd_fp8_sm90, fwd_cache_sm90, fwd_few_sm90, bwd_sm80, "
+            "bwd_sm90, bwd_two_pass_sm90, mla_sm80, mla_sm90",
         ),
         ("bwd_sm90", {"dq": "both"}, "dq is 'both'; allowed: 'rows', 'columns'"),
         ("bwd_sm90", {"pingpong": 1}, "pingpong is 1; allowed: bool"),
         ("bwd_sm90", {"q_stage": True}, "q_stage is True; allowed: int"),
+        ("mla_sm90", {"groups": [1, 2.0, 6]}, r"groups is \[1, 2.0, 6\]; allowed: list of int"),
+        ("mla_sm90", {"groups": 9}, "groups is 9; allowed: list of int"),
+        ("mla_sm90", {"headroom": 8}, "headroom is 8; allowed: float"),
         ("bwd_sm90", {"stages": 1}, "bwd_sm90 does not have stages; fields of bwd_sm90: tile_m, tile_n"),
     ],
 )
 def test_what_is_wrong_is_named(kind: str, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        make_traits(kind, TILE | changes)
+        make_traits(kind, ({} if kind == "mla_sm90" else TILE) | changes)
 
 
 def test_traits_of_an_unknown_class_are_of_no_kind() -> None:

@@ -197,7 +197,7 @@ def test_right_gradients_pass_the_gate_with_their_errors(bench: TorchBench) -> N
 def test_wrong_gradients_are_caught(
     bench: TorchBench, monkeypatch: pytest.MonkeyPatch, spoil: SpoilGradients, words: str
 ) -> None:
-    monkeypatch.setattr(cuda_backend, "gate_cells", lambda problem: [BACKWARD])
+    monkeypatch.setattr(cuda_backend, "gate_cells", lambda problem, traits: [BACKWARD])
     use_backward(monkeypatch, spoil)
     with pytest.raises(WrongResult, match=words):
         bench.check(IN_MEMORY, BACKWARD.problem)
@@ -205,7 +205,7 @@ def test_wrong_gradients_are_caught(
 
 
 def test_only_sums_in_memory_may_come_out_differently(bench: TorchBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_backend, "gate_cells", lambda problem: [BACKWARD])
+    monkeypatch.setattr(cuda_backend, "gate_cells", lambda problem, traits: [BACKWARD])
     use_backward(monkeypatch, lambda found: found.dq[0, 40].mul_(1 + 1e-2 * (next(RUNS) % 2)))
     assert bench.check(IN_MEMORY, BACKWARD.problem)
     with pytest.raises(WrongResult, match="runs of the same inputs differ"):

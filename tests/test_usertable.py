@@ -119,7 +119,7 @@ def changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 0}, "its format is 0, not 3"),
+        ({"format": 0}, "its format is 0, not 4"),
         ({"cuteflash": "0.0.9"}, "its cuteflash is '0.0.9', not"),
         ({"target": "sm_86"}, "its target is 'sm_86', not 'sm_80'"),
         ({"family": "sm90"}, "its family is 'sm90', not 'sm80'"),
@@ -161,7 +161,7 @@ def test_a_table_that_cannot_be_believed_says_why(own_tables: OwnTables, changes
         (b"\xff\xfe\x00", "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
         ("[]", "it holds a list, not a table"),
-        ("{}", "its format is None, not 3"),
+        ("{}", "its format is None, not 4"),
     ],
     ids=lambda value: str(value)[:12],
 )

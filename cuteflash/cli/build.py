@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import multiprocessing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -109,12 +109,13 @@ def table_tasks(selection: Selection) -> list[Task]:
     """The kernels of the selected combinations and each pair of head dims that the selected tables have a row for."""
     tasks = []
     for key, shipped in TABLES.items():
-        asked = key.operation in selection.operations and key.target in selection.targets
+        operation = cast(Operation, key.operation)  # those of latents have no shipped table
+        asked = operation in selection.operations and key.target in selection.targets
         if asked and key.family in selection.families:
             rows = (*(own.row for own in usertable.load(key)), *shipped)
             made_for = dict.fromkeys((row.traits.head_dim, row.traits.head_dim_v) for row in rows)
             pairs = [pair for pair in made_for if selection.head_dims is None or pair in selection.head_dims]
-            for problem in selection.problems(key.operation, pairs):
+            for problem in selection.problems(operation, pairs):
                 tasks += _tasks(problem, key.target, key.family, selection.lengths)
     if not tasks:
         raise ValueError("no row of the tables is left by the given options")

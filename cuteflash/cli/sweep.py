@@ -29,7 +29,8 @@ from cuteflash.tune.cells import TOKENS, Cell, parse_cell
 from cuteflash.tune.cuda_backend import backend
 from cuteflash.tune.funnel import Funnel, Until
 from cuteflash.tune.inputs import FORMS, PLAIN
-from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT, SWEPT_DTYPES, Form, swept_kernel, task_of
+from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT, SWEPT_DTYPES, Form, Spec, swept_kernel, task_of
+from cuteflash.tune.operations import FORMS as TASKS_OF_FEW
 from cuteflash.tune.peers import PEERS, missing_peer
 from cuteflash.tune.plan import SINK, Plan, with_sinks
 from cuteflash.tune.progress import Display
@@ -38,7 +39,6 @@ from cuteflash.tune.timing import Rules
 from cuteflash.tune.variants import parse_variants
 
 DECODE_TOKENS = 1 << 17  # of all sequences of a decode cell: enough of them that every multiprocessor has work
-DECODE_HEADS = "32x8"
 KERNELS = [(name, *swept_kernel(name)) for name in SWEPT]  # with operation and form
 LIMIT = 64
 ROUNDS = 9
@@ -66,11 +66,15 @@ Seqlen = Annotated[
     ),
 ]
 Batch = Annotated[
-    str | None, typer.Option(help=f"Of decode and cache: sequences, comma-separated; default: {DECODE_TOKENS} keys.")
+    str | None,
+    typer.Option(help=f"Of {', '.join(TASKS_OF_FEW)}: sequences, comma-separated; default: {DECODE_TOKENS} keys."),
 ]
 Heads = Annotated[
     str | None,
-    typer.Option(help=f"Of decode and cache: QUERY_HEADSxKV_HEADS, comma-separated; default: {DECODE_HEADS}."),
+    typer.Option(
+        help="QUERY_HEADSxKV_HEADS, of latents QUERY_HEADS, comma-separated; default: "
+        + "; ".join(f"{name} {SPECS[name].heads}" for name in TASKS_OF_FEW)
+    ),
 ]
 InputKinds = Annotated[
     str | None,
@@ -149,7 +153,8 @@ def sweep(
         targets = names("arch", arch, ARCHS) or information.local_target()
         if until == "time":
             _check_gpu(targets)
-        pairs, masks = _pairs(head_dim, head_dim_v, cells), _masks(mask, causal)
+        spec = SPECS[form] if form else None
+        pairs, masks = _pairs(head_dim, head_dim_v, cells, spec), _masks(mask, causal, spec)
         common = {"operation": operation, "transposed_v": transposed_v, "form": form}
         chosen = _cells(cells, pairs, masks, dtype, seqlen, inputs, common, _decode_sizes(batch, heads, form))
         _ = [cell.problem for cell in chosen]  # says what head dims there are
@@ -218,18 +223,21 @@ def _until(dry_run: bool, no_compile: bool, compile_only: bool) -> Until:
     return "prune" if no_compile else "compile" if dry_run or compile_only else "time"
 
 
-def _pairs(head_dim: str | None, head_dim_v: str | None, cells: str | None) -> list[tuple[int, int]]:
+def _pairs(head_dim: str | None, head_dim_v: str | None, cells: str | None, spec: Spec | None) -> list[tuple[int, int]]:
+    if head_dim is cells is None and spec is not None and spec.latent_dims is not None:
+        return [spec.latent_dims]
     if (head_dim is None) == (cells is None):
         raise ValueError("sweep needs --head-dim, e.g. --head-dim 64,128, or --cells, and not both")
     return head_dims(head_dim, head_dim_v) if head_dim is not None else []
 
 
-def _masks(mask: str | None, causal: str | None) -> list[Any]:
+def _masks(mask: str | None, causal: str | None, spec: Spec | None) -> list[Any]:
     if mask is not None and causal is not None:
         raise ValueError("mask and causal are both given; allowed: one of them")
     if causal is not None:
-        return ["causal" if flag else "full" for flag in flags("causal", causal)]
-    return names("mask", mask, MASK_KINDS) or ["full", "causal"]
+        mask = ",".join("causal" if flag else "full" for flag in flags("causal", causal))
+    allowed = MASK_KINDS if spec is None else spec.masks
+    return names("mask", mask, allowed) or [name for name in ("full", "causal") if name in allowed]
 
 
 def _cells(
@@ -293,7 +301,7 @@ def _decode_sizes(batch: str | None, heads: str | None, form: Form) -> list[Size
     if not form:
         for name, given in (("batch", batch), ("heads", heads)):
             if given is not None:
-                raise ValueError(f"{name} is {given!r}; allowed with --kernel decode and cache")
+                raise ValueError(f"{name} is {given!r}; allowed with --kernel {', '.join(TASKS_OF_FEW)}")
         return [Size()]
     batches: list[int | None] = [None]
     if batch is not None:
@@ -301,10 +309,13 @@ def _decode_sizes(batch: str | None, heads: str | None, form: Form) -> list[Size
             raise ValueError(f"batch is {batch!r}; allowed: comma-separated positive integers")
         batches = [int(part) for part in batch.split(",")]
     pairs = []
-    for text in (heads or DECODE_HEADS).split(","):
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
+    default, is_latent = SPECS[form].heads, SPECS[form].latent_dims is not None
+    for text in (heads or default).split(","):
+        whole = f"{text.strip()}x1" if is_latent else text.strip()
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", whole)
         if found is None or int(found[1]) % int(found[2]):
-            raise ValueError(f"heads is {text!r}; allowed: QUERY_HEADSxKV_HEADS, whole groups, e.g. {DECODE_HEADS}")
+            form_of_heads = "QUERY_HEADS" if is_latent else "QUERY_HEADSxKV_HEADS, whole groups"
+            raise ValueError(f"heads is {text!r}; allowed: {form_of_heads}, e.g. {default}")
         pairs.append((int(found[1]), int(found[2])))
     return [Size(sequences, pair) for sequences, pair in itertools.product(batches, pairs)]
 

@@ -88,8 +88,8 @@ def _refuse_shipped(shipped: pathlib.Path | None, tasks: Sequence[Task]) -> None
     for task in tasks:
         if shipped is not None and task in FORMS:
             raise ValueError(
-                f"shipped is given, and rows of {task} were timed; those are written by hand, in "
-                "cuteflash/traits/rows_split_*.py and rows_cache_*.py: --dry-run says which won"
+                f"shipped is given, and rows of {task} were timed; those are written by hand, in cuteflash/traits/"
+                "rows_split_*.py, rows_cache_*.py, rows_few_*.py and rows_mla_*.py: --dry-run says which won"
             )
 
 

@@ -27,7 +27,7 @@ from cuteflash.tune.cells import Cell
 from cuteflash.tune.explain import explain as explanation_of
 from cuteflash.tune.explain import newest_verdicts, ranked, title
 from cuteflash.tune.funnel import Funnel
-from cuteflash.tune.operations import DEFAULT, SWEPT, SWEPT_DTYPES, swept_kernel, task_of
+from cuteflash.tune.operations import DEFAULT, SPECS, SWEPT, SWEPT_DTYPES, swept_kernel, task_of
 from cuteflash.tune.plan import Plan, default_traits
 from cuteflash.tune.progress import summary
 from cuteflash.tune.report import Scope, make_report
@@ -56,7 +56,7 @@ def explain(
     *,
     arch: Arch = None,
     family: FamilyName = None,
-    head_dim: Annotated[str, typer.Option(help="Columns of Q and K.")],
+    head_dim: Annotated[str | None, typer.Option(help="Columns of Q and K; not needed for latents.")] = None,
     head_dim_v: Annotated[str | None, typer.Option(help="Columns of V and O; default: the same.")] = None,
     where: Annotated[str | None, typer.Option(help="Traits to look for, e.g. tile_m=128,q_in_regs=true.")] = None,
     gpu: Gpu = None,
@@ -67,15 +67,19 @@ def explain(
 ) -> None:
     """Say why a configuration was rejected, or by how much and where it lost, and by what margin the winner won."""
     with opened(database) as store, Usage():
-        (pair,) = one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
         (swept_name,) = one(names("kernel", kernel, SWEPT), "kernel", kernel)
         operation, form = swept_kernel(swept_name)
         target = swept(store, arch)
         (dtype,) = one(names("dtype", dtype, SWEPT_DTYPES), "dtype", dtype)
         task = task_of(operation, dtype, transposed_v, form)
+        dims = SPECS[task].latent_dims
+        if head_dim is not None:
+            (dims,) = one(head_dims(head_dim, head_dim_v), "head_dim", head_dim)
+        if dims is None:
+            raise ValueError("sweep explain needs --head-dim, e.g. --head-dim 128")
         chosen = (names("family", family, FAMILIES) or get_arch(target).families)[0]
         table = TableKey(operation, target, chosen)
-        typer.echo(explanation_of(store, table, padded(pair), _fields(where), gpu, task), nl=False)
+        typer.echo(explanation_of(store, table, padded(dims), _fields(where), gpu, task), nl=False)
 
 
 def export(
@@ -293,6 +297,8 @@ def one(items: list[Any], option: str, text: str) -> list[Any]:
 
 def padded(pair: tuple[int, int]) -> tuple[int, int]:
     """A pair of head dims as tables have them. ValueError says what head dims there are."""
+    if any(pair == spec.latent_dims for spec in SPECS.values()):
+        return pair
     Operands("bf16", "bf16", "bf16", *pair)
     return padded_head_dim(pair[0]), padded_head_dim(pair[1])
 

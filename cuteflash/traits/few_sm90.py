@@ -78,6 +78,10 @@ class FwdTraitsFewSm90:
         """Those that the kernel implements."""
         return CACHE_FEATURES | {"split"}
 
+    def serves(self, rows: int) -> bool:
+        """Whether calls with so many query rows a tile run like this."""
+        return rows <= self.tile_m
+
     def tile_tokens(self, packed_heads: int) -> int:
         """Queries of a tile."""
         return self.tile_m // packed_heads

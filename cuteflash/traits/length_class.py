@@ -15,7 +15,7 @@ import functools
 import math
 from typing import Literal, get_args
 
-from cuteflash.problem import Operation
+from cuteflash.mla_problem import AnyOperation, MlaProblem
 
 LengthClass = Literal["decode", "tiny", "short", "medium", "long"]
 LENGTH_CLASSES: tuple[LengthClass, ...] = get_args(LengthClass)
@@ -28,8 +28,10 @@ MEDIUM_LENGTH, LONG_LENGTH = 1536, 3072
 LONG_CACHE = 16  # keys a query, at least
 
 
-def length_class_of(seqlen_q: int, seqlen_k: int, operation: Operation = "fwd") -> LengthClass:
-    """The class of a call with `seqlen_q` queries and `seqlen_k` keys a sequence."""
+def length_class_of(seqlen_q: int, seqlen_k: int, operation: AnyOperation = "fwd") -> LengthClass:
+    """The class of a call with `seqlen_q` queries and `seqlen_k` keys a sequence; of cached latents there is one."""
+    if operation == MlaProblem.operation:
+        return "decode"
     if operation == "bwd" and max(seqlen_q, seqlen_k) <= TINY_LENGTH:
         return "tiny"
     found = _class_of_loop(seqlen_q, seqlen_k)

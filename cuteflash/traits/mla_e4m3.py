@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
+from cuteflash.problem import Feature
 from cuteflash.traits.arch import ArchSpec
 from cuteflash.traits.base import SmemRegion
 from cuteflash.traits.mla_mma import ELEMENT_BYTES, STAT_BYTES, MlaTraitsMma
@@ -28,6 +29,7 @@ class MlaTraitsE4m3(MlaTraitsMma):
             trade what they have through shared memory: they do not convert the same elements.
     """
 
+    features: ClassVar[frozenset[Feature]] = frozenset({"split", "varlen", "e4m3_cache"})
     columns: ClassVar[int] = PAIRS
 
     q_kept: int = STEPS

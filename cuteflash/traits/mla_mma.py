@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V
-from cuteflash.problem import DTYPES
+from cuteflash.problem import DTYPES, Feature
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.chunks import CHUNK, swizzle_width
@@ -38,9 +38,10 @@ class MlaTraitsMma(abc.ABC):
         blocks_per_sm: resident blocks of a multiprocessor: while one waits at a barrier, the other one computes.
     """
 
-    operation: ClassVar[str] = "mla"
+    operation: ClassVar[Literal["mla"]] = "mla"
     family: ClassVar[Family] = "sm80"
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
+    features: ClassVar[frozenset[Feature]] = frozenset({"split", "varlen"})
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     cluster: ClassVar[int] = 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS
-from cuteflash.problem import DTYPES
+from cuteflash.problem import DTYPES, Feature
 from cuteflash.traits.arch import ArchSpec, Family
 from cuteflash.traits.base import SmemRegion, plan_bytes
 from cuteflash.traits.sm90 import MBARRIER_BYTES, REGISTER_FILE, SWIZZLE_ALIGN, WARPGROUP, WGMMA_M
@@ -44,9 +44,10 @@ class MlaTraitsSm90:
         producer_regs, mma_regs: registers a thread.
     """
 
-    operation: ClassVar[str] = "mla"
+    operation: ClassVar[Literal["mla"]] = "mla"
     family: ClassVar[Family] = "sm90"
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
+    features: ClassVar[frozenset[Feature]] = frozenset({"split", "varlen"})
     tile_m: ClassVar[int] = WGMMA_M
     tile_n: ClassVar[int] = PAGE_ROWS
     head_dim: ClassVar[int] = LATENT_DIM
@@ -101,6 +102,11 @@ class MlaTraitsSm90:
     def smem_bytes(self) -> int:
         """Shared memory of a block."""
         return plan_bytes(self.smem_plan)
+
+    @property
+    def accumulator_regs(self) -> int:
+        """Registers a thread of a consumer warpgroup needs for O, S, P and the last columns of Q."""
+        return HELD_REGS
 
     def serves(self, rows: int) -> bool:
         """Whether sequences of so many query rows are decoded like this: a cluster has tiles of one sequence."""

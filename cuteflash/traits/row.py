@@ -1,15 +1,18 @@
 """One row of a table, and the helpers that tables are written with.
 
-A row serves the head dims, padded up to `ROW_HEAD_DIMS`, that its traits are made for, and the mask kinds, dtypes and
-length classes it names. A table holds the rows of one operation, compile target and kernel family.
+A row serves the head dims, padded up to `ROW_HEAD_DIMS`, that its traits are made for, and the mask kinds, dtypes,
+length classes and numbers of query rows it names. A table holds the rows of one operation, compile target and kernel
+family.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, Operation, Problem
+from cuteflash.mla_problem import AnyOperation, AnyProblem
+from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, UNBOUNDED
 from cuteflash.traits.arch import Family
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
@@ -19,6 +22,8 @@ from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES
+from cuteflash.traits.mla_sm80 import MlaTraitsSm80
+from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
@@ -32,17 +37,24 @@ Traits = (
     | BwdTraitsSm80
     | BwdTraitsSm90
     | BwdTwoPassTraitsSm90
+    | MlaTraitsSm80
+    | MlaTraitsSm90
 )
-# The kinds of traits: each is called as the function below that makes its rows, also in databases and users' tables.
+# The kinds of traits, as databases and users' tables call them; but for those of latent attention, whose shipped rows
+# are traits alone, each is called as the function below that makes its rows.
 KINDS: dict[str, type[Traits]] = {
     "fwd_sm80": FwdTraitsSm80,
     "fwd_sm90": FwdTraitsSm90,
     "fwd_fp8_sm90": FwdTraitsFp8Sm90,
     "fwd_cache_sm90": FwdTraitsCacheSm90,
+    "fwd_few_sm90": FwdTraitsFewSm90,
     "bwd_sm80": BwdTraitsSm80,
     "bwd_sm90": BwdTraitsSm90,
     "bwd_two_pass_sm90": BwdTwoPassTraitsSm90,
+    "mla_sm80": MlaTraitsSm80,
+    "mla_sm90": MlaTraitsSm90,
 }
+OF_CACHES = (FwdTraitsCacheSm90, FwdTraitsFewSm90)  # of these, those of e4m3 caches alone
 
 ROW_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
 
@@ -57,13 +69,14 @@ FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backw
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
 SPLIT, SINK, E4M3_CACHE, TREE = ("split",), ("sink",), ("e4m3_cache",), ("tree",)
+ANY_ROWS = 1, UNBOUNDED
 DECISIVE = ("turned_v", "e4m3_cache")  # features that a row's kernel either always or never has
 
 
 class TableKey(NamedTuple):
     """Which table: its operation, compile target and kernel family."""
 
-    operation: Operation
+    operation: AnyOperation
     target: str
     family: Family
 
@@ -94,10 +107,12 @@ class Row:
         masks, dtypes, lengths: what it serves, kept in the order of `MASK_KINDS`, the traits' `dtypes` and
             `LENGTH_CLASSES`.
         without: of `FEATURES`, those that it does not serve: each takes registers that not every tile has left.
+        query_rows: the fewest and the most query rows, of a tile or of a sequence of latent attention, for which it was
+            measured; its traits may hold fewer (`serves`).
         measurement: how fast a GPU ran it, if a sweep chose it; rows that differ in nothing else are equal.
 
     Raises:
-        ValueError: masks, dtypes or lengths is empty, or a field contains an unknown name.
+        ValueError: masks, dtypes or lengths is empty, or a field contains an unknown name; query_rows is no interval.
     """
 
     traits: Traits
@@ -105,6 +120,7 @@ class Row:
     dtypes: tuple[str, ...] = DTYPES
     lengths: tuple[str, ...] = LENGTH_CLASSES
     without: tuple[str, ...] = ()
+    query_rows: tuple[int, int] = ANY_ROWS
     measurement: Measurement | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -117,12 +133,20 @@ class Row:
         if not set(self.without) <= set(FEATURES):
             raise ValueError(f"without is {self.without!r}; allowed: any of {', '.join(FEATURES)}")
         object.__setattr__(self, "without", tuple(name for name in FEATURES if name in self.without))
+        ends = self.query_rows
+        if len(ends) != 2 or any(type(end) is not int for end in ends) or not 1 <= ends[0] <= ends[1] <= UNBOUNDED:
+            raise ValueError(f"query_rows is {ends!r}; allowed: the fewest and the most, from 1 on")
 
-    def serves(self, problem: Problem, lengths: str) -> bool:
+    def serves(self, problem: AnyProblem, lengths: str, query_rows: int = UNBOUNDED) -> bool:
         """Whether the row serves this problem at lengths of this class; head dims are not compared.
 
         To a forward tiny sequences are short ones, and medium ones are long. A row that turns V is not given Vᵀ.
+
+        Args:
+            query_rows: of the call's tiles, or of a sequence of latent attention; by default as many as there may be.
         """
+        if not self.query_rows[0] <= query_rows <= self.query_rows[1] or not holds(self.traits, query_rows):
+            return False
         if problem.operation == "fwd":
             lengths = FORWARD_CLASS.get(lengths, lengths)
         if (
@@ -148,8 +172,23 @@ class Row:
         """Its head dims and, if it does not serve all of them, masks, dtypes and lengths: "64x64 (causal; long)"."""
         served = ((self.masks, MASK_KINDS), (self.dtypes, DTYPES), (self.lengths, LENGTH_CLASSES))  # 8 bits are named
         words = [", ".join(some) for some, every in served if some != every]
+        words += [rows_title(self.query_rows)] if self.query_rows != ANY_ROWS else []
         words += [f"no {name}" for name in self.without]
         return f"{self.traits.head_dim}x{self.traits.head_dim_v}" + (f" ({'; '.join(words)})" if words else "")
+
+
+def rows_title(query_rows: tuple[int, int]) -> str:
+    """`"up to 8 rows"`, `"9 to 16 rows"` or `"from 17 rows"`."""
+    least, most = query_rows
+    if most == UNBOUNDED:
+        return f"from {least} rows"
+    return f"up to {most} rows" if least == 1 else f"{least} to {most} rows"
+
+
+def holds(traits: Traits, query_rows: int) -> bool:
+    """Whether a kernel with these traits runs calls with so many query rows; most kinds run any number."""
+    serves = getattr(traits, "serves", None)
+    return serves is None or bool(serves(query_rows))
 
 
 def kind_of(traits: Traits) -> str:
@@ -161,7 +200,7 @@ def kind_of(traits: Traits) -> str:
 
 
 def kinds_of(
-    operation: Operation, family: Family, dtypes: tuple[str, ...] | None = None, of_cache: bool | None = None
+    operation: AnyOperation, family: Family, dtypes: tuple[str, ...] | None = None, of_cache: bool | None = None
 ) -> dict[str, type[Traits]]:
     """Those of `KINDS` that rows of an operation and kernel family may have.
 
@@ -174,7 +213,7 @@ def kinds_of(
         for name, kind in KINDS.items()
         if (kind.operation, kind.family) == (operation, family)
         and dtypes in (None, kind.dtypes)
-        and of_cache in (None, kind is FwdTraitsCacheSm90)
+        and of_cache in (None, kind in OF_CACHES)
     }
 
 
@@ -224,9 +263,11 @@ def fwd_cache_sm90(
     return _row(FwdTraitsCacheSm90, tile, masks, exp_rows_before_wait=exp_rows_before_wait, **more)
 
 
-def fwd_few_sm90(head_dim: int, tile_m: int, tile_n: int, kv_stage: int, masks: tuple[str, ...] = ALL) -> Row:
-    """An sm90 row of few query rows and e4m3 caches."""
-    return _row(FwdTraitsFewSm90, (head_dim, tile_m, tile_n), masks, kv_stage=kv_stage)
+def fwd_few_sm90(
+    head_dim: int, tile_m: int, tile_n: int, kv_stage: int, masks: tuple[str, ...] = ALL, **more: Any
+) -> Row:
+    """An sm90 row of few query rows and e4m3 caches; `more` are keyword arguments of `_row`."""
+    return _row(FwdTraitsFewSm90, (head_dim, tile_m, tile_n), masks, kv_stage=kv_stage, **more)
 
 
 def bwd_sm80(head_dim: int, tile_m: int, tile_n: int, num_warps: int, masks: tuple[str, ...] = ALL, **more: Any) -> Row:
@@ -248,7 +289,7 @@ def bwd_two_pass_sm90(
 
 
 def _row(
-    traits: type[Traits],
+    traits: Callable[..., Traits],
     tile: tuple[int, int, int],
     masks: tuple[str, ...],
     *,

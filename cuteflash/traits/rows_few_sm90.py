@@ -1,4 +1,4 @@
-"""Rows of fwd/sm_90a/sm90 for up to 8 or 16 query rows and e4m3 caches, written by hand; no sweep knows them.
+"""Rows of fwd/sm_90a/sm90 for up to 8 or 16 query rows and e4m3 caches, written by hand.
 
 K and V are converted where they are multiplied, see `cuteflash.kernels.sm90.few`.
 """

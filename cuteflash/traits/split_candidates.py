@@ -13,6 +13,7 @@ from typing import Any
 
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.candidates import changed, runs_somewhere
+from cuteflash.traits.few_sm90 import MMA_KEYS, WARPS, FwdTraitsFewSm90
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 
@@ -32,6 +33,9 @@ SM80_WARPS = 4
 # Of an e4m3 cache: keys that are whole units for the warps that convert them, and tiles of fp16 beside those in flight.
 CACHE_TILE_N = (32, 64, 96, 128)
 CACHE_STAGES = (2, 3)
+# Of few query rows, whose warps share the keys of a block: one or two instructions' keys each.
+FEW_TILE_M = (8, 16)
+FEW_TILE_N = (WARPS * MMA_KEYS, 2 * WARPS * MMA_KEYS)
 # Consumer warpgroups that share a tile's rows, and keep Q in registers; two warpgroups that convert have fewer.
 PAIR: dict[str, Any] = {"key_warpgroups": 2, "q_in_regs": True, "exp_rows_before_wait": 0}
 CACHE_PLACES: tuple[dict[str, Any], ...] = (
@@ -82,8 +86,10 @@ def split_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsS
             yield dataclasses.replace(base, double_buffer=False)
 
 
-def cache_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsCacheSm90]:
+def cache_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsCacheSm90 | FwdTraitsFewSm90]:
     """Candidates of the sm90 family for e4m3 caches, with split keys; some come twice."""
+    for tile_m, tile_n, stages in itertools.product(FEW_TILE_M, FEW_TILE_N, STAGES):
+        yield FwdTraitsFewSm90(tile_m, tile_n, head_dim, head_dim_v, kv_stage=stages)
     sizes = itertools.product(CACHE_TILE_N, STAGES, CACHE_STAGES, CACHE_PLACES)
     for tile_n, stored, stages, place in sizes:
         base = FwdTraitsCacheSm90(

@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
-from cuteflash.problem import Operation
+from cuteflash.mla_problem import AnyOperation
 from cuteflash.traits import (
     rows_bwd_sm80,
     rows_bwd_sm80_hopper,
@@ -77,7 +77,7 @@ MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
     TableKey("bwd", "sm_120", "sm80"): (rows_bwd_sm80_small,),
 }
 # Which family a call gets that names none, where it is not the first of the target's: (operation, target, lengths).
-BEST_FAMILIES: dict[tuple[Operation, str, LengthClass], Family] = {
+BEST_FAMILIES: dict[tuple[AnyOperation, str, LengthClass], Family] = {
     ("bwd", "sm_90a", "tiny"): "sm80",  # a 64 x 128 block of the sm90 family has a multiprocessor to itself
 }
 TABLES: dict[TableKey, tuple[Row, ...]] = {
@@ -111,7 +111,7 @@ class RowSet(NamedTuple):
     rows: tuple[Row, ...]
 
 
-def row_sets(operation: Operation) -> Iterator[RowSet]:
+def row_sets(operation: AnyOperation) -> Iterator[RowSet]:
     """Shipped rows of an operation: table by table, then those of split keys and the swept ones of e4m3 caches."""
     for table, rows in tables_of(operation).items():
         yield RowSet(table, MODULES[table], rows)
@@ -121,6 +121,6 @@ def row_sets(operation: Operation) -> Iterator[RowSet]:
                 yield RowSet(table, modules[table.family], rows_of[table.family])
 
 
-def tables_of(operation: Operation) -> dict[TableKey, tuple[Row, ...]]:
+def tables_of(operation: AnyOperation) -> dict[TableKey, tuple[Row, ...]]:
     """The tables of one operation."""
     return {key: rows for key, rows in TABLES.items() if key.operation == operation}

@@ -26,13 +26,22 @@ def make_traits(kind: str, values: Mapping[str, Any]) -> Traits:
     lacking = [name for name in types if name not in values and name not in defaults]
     if lacking:
         raise ValueError(f"{', '.join(lacking)} is missing; fields of {kind}: {', '.join(types)}")
-    for name, value in values.items():
-        options = literals(types[name])
-        # Compared exactly: JSON's true is not a number.
-        if value not in options if options else type(value) is not types[name]:
-            allowed = ", ".join(map(repr, options)) or types[name].__name__
-            raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
-    return KINDS[kind](**values)
+    return KINDS[kind](**{name: _checked(name, value, types[name]) for name, value in values.items()})
+
+
+def _checked(name: str, value: Any, type_: Any) -> Any:
+    """A field's value, with a tuple for a list. ValueError: it is none of the type's."""
+    options, is_tuple = literals(type_), typing.get_origin(type_) is tuple
+    # Compared exactly: JSON's true is not a number.
+    if is_tuple:
+        element, _ = typing.get_args(type_)
+        is_right = isinstance(value, list | tuple) and all(type(one) is element for one in value)
+    else:
+        is_right = value in options if options else type(value) is type_
+    if not is_right:
+        allowed = f"list of {element.__name__}" if is_tuple else ", ".join(map(repr, options)) or type_.__name__
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+    return tuple(value) if is_tuple else value
 
 
 def values_of(traits: Traits) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cuteflash.compile import BuildReport
-from cuteflash.problem import Operation, Problem
+from cuteflash.mla_problem import AnyOperation, AnyProblem
 from cuteflash.tune.worker import Tool
 
 PEER = "peer:"  # before the name of a peer, in place of a candidate's id
@@ -29,10 +29,10 @@ class Backend:
     """One compile target's compiler, disk cache and GPU."""
 
     target: str  # compile target
-    source: Callable[[Operation], str]  # fingerprint of the sources of an operation's kernels
-    key: Callable[[Any, Problem], str]  # (traits, problem) → digest of the compile cache's key
+    source: Callable[[AnyOperation], str]  # fingerprint of the sources of an operation's kernels
+    key: Callable[[Any, AnyProblem], str]  # (traits, problem) → digest of the compile cache's key
     # (traits, problem) → what the disk cache knows about the kernel, None if it is not there
-    report: Callable[[Any, Problem], BuildReport | None]
+    report: Callable[[Any, AnyProblem], BuildReport | None]
     # makes a `CacheBuilder`, or what stands in for one; picklable, called in a child process
     builder: Callable[[], Tool]
     bench: Callable[[], Tool]  # makes a `TorchBench`, likewise

@@ -15,7 +15,7 @@ import queue
 from collections.abc import Generator, Iterable, Sequence
 
 from cuteflash.compile import BuildReport, cache_dir
-from cuteflash.problem import Problem
+from cuteflash.mla_problem import AnyProblem
 from cuteflash.problem_names import problem_id
 from cuteflash.traits.row import Traits
 from cuteflash.tune.backend import Backend
@@ -24,7 +24,7 @@ from cuteflash.tune.progress import Display
 from cuteflash.tune.store import Stage, Store, Verdict
 from cuteflash.tune.worker import RequestFailed, Worker
 
-Kernel = tuple[Traits, Problem]
+Kernel = tuple[Traits, AnyProblem]
 
 
 def compile_all(plan: Plan, groups: Sequence[Group], store: Store, watch: Display, backend: Backend) -> list[Group]:

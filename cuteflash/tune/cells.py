@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cuteflash.arguments import ScaleTensors
+from cuteflash.mla_problem import AnyOperation, AnyProblem
 from cuteflash.problem import (
     E4M3_MAX,
     FP8_DTYPES,
@@ -18,8 +19,6 @@ from cuteflash.problem import (
     Dtype,
     FwdProblem,
     MaskKind,
-    Operation,
-    Problem,
 )
 from cuteflash.quantize_problem import HEAD_DIM_STEP as FP8_STEP
 from cuteflash.quantize_problem import QuantizeOptions
@@ -27,7 +26,7 @@ from cuteflash.reference.fp8 import dequantised, stored_rows
 from cuteflash.reference.quantize import quantize
 from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.inputs import PLAIN, of_kind, parse_kind
-from cuteflash.tune.operations import DEFAULT, FORMS, SPECS, SWEPT_DTYPES, Form, Spec, Task, task_of
+from cuteflash.tune.operations import DEFAULT, FORMS, SPECS, SWEPT_DTYPES, Form, Rows, Spec, Task, task_of
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -53,10 +52,10 @@ class Cell:
     tokens: int = TOKENS  # keys of all sequences
     hidden: int = HIDDEN  # columns of Q's heads together, at most
     inputs: str = PLAIN  # kind of the values, see `inputs`
-    operation: Operation = DEFAULT  # what is computed
+    operation: AnyOperation = DEFAULT  # what is computed
     transposed_v: bool = False  # V of 8 bits is given as V^T
-    form: Form = ""  # of few queries: their keys are split, of a cache of 16 or of 8 bits
-    group: int = 1  # query heads of a KV head, which are rows of a tile
+    form: Form = ""  # of few queries: their keys are split, of a cache of 16 or of 8 bits, or of latents
+    group: int = 1  # query heads of a KV head, which are rows of a tile; of latents, all heads
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", str(parse_kind(self.inputs)))
@@ -73,6 +72,13 @@ class Cell:
         if self.group < 1 or self.heads % self.group or (self.group > 1 and not self.form):
             raise ValueError(f"group is {self.group}; allowed: 1 or, of {FORMS}, a divisor of the {self.heads} heads")
         _ = self.task  # says which operations there are on the dtype
+        if self.mask not in self.spec.masks:
+            raise ValueError(f"mask is {self.mask!r}; allowed for {self.task}: {', '.join(self.spec.masks)}")
+        if self.spec.latent_dims is not None:
+            object.__setattr__(self, "group", self.heads)
+            if (self.head_dim, self.head_dim_v) != self.spec.latent_dims:
+                allowed = "x".join(map(str, self.spec.latent_dims))
+                raise ValueError(f"head_dim is {self.head_dim}x{self.head_dim_v}; allowed for {self.task}: {allowed}")
         for name in ("head_dim", "head_dim_v"):
             if self.dtype in FP8_DTYPES and getattr(self, name) % FP8_STEP:
                 raise ValueError(f"{name} is {getattr(self, name)} with {self.dtype}; allowed: multiples of {FP8_STEP}")
@@ -100,7 +106,7 @@ class Cell:
         return self.heads // self.group
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> AnyProblem:
         """The compile-time side of the cell."""
         found = self.spec.problem(self.dtype, self.head_dim, self.head_dim_v, self.mask)
         return found.packed(self.group) if isinstance(found, FwdProblem) else found
@@ -109,6 +115,16 @@ class Cell:
     def lengths(self) -> LengthClass:
         """The class of its lengths."""
         return length_class_of(self.seqlen_q, self.seqlen, self.operation)
+
+    @property
+    def query_rows(self) -> int:
+        """Query rows of a KV head of a sequence; beyond all bounds if a kernel's tiles do not depend on them."""
+        return self.seqlen_q * self.group if self.form else UNBOUNDED
+
+    @property
+    def class_of_rows(self) -> Rows:
+        """What its tables know of the query rows."""
+        return self.spec.class_of_rows(self.query_rows)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -201,7 +217,7 @@ class Inputs:
 
     Attributes:
         q, k: (batch, seqlen_q, heads, head_dim) and (batch, seqlen, kv_heads, head_dim).
-        v: (batch, seqlen, kv_heads, head_dim_v), or V^T as `flash_attn_func` takes it.
+        v: (batch, seqlen, kv_heads, head_dim_v), or V^T as `flash_attn_func` takes it; of latents a part of k.
         scales: of 8-bit operands, or of an 8-bit cache.
     """
 
@@ -262,6 +278,9 @@ def make_inputs(cell: Cell, device: torch.device, seed: int = 0) -> Inputs:
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
     q, k = normal(cell.seqlen_q, cell.head_dim, cell.heads), normal(cell.seqlen, cell.head_dim, cell.kv_heads)
+    if cell.spec.latent_dims is not None:
+        q, k, _ = of_kind(cell.inputs, q, k, k[..., : cell.head_dim_v])
+        return Inputs(cell, q, k, k[..., : cell.head_dim_v])
     made = of_kind(cell.inputs, q, k, normal(cell.seqlen, cell.head_dim_v, cell.kv_heads))
     if cell.form == "cache":
         (k8, k_descale), (v8, v_descale) = map(_to_cache, made[1:])

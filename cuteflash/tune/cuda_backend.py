@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from cuteflash.compile import BuildReport, build, cache_dir, lookup
 from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key, source_fingerprint
 from cuteflash.dispatch import kernel_class, kernel_modules
-from cuteflash.problem import Problem
-from cuteflash.traits.row import Traits
+from cuteflash.mla_problem import AnyProblem
+from cuteflash.traits.row import Traits, holds
 from cuteflash.tune import accuracy, machine
 from cuteflash.tune.backend import Backend, Machine
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.inputs import PLAIN
-from cuteflash.tune.operations import form_of
+from cuteflash.tune.operations import SPECS, form_of
 from cuteflash.tune.timing import HangError, Runner, Sampler, clock_for, first_call
 from cuteflash.tune.trials import TRIALS, Trial
 
@@ -26,6 +27,7 @@ SAMPLE_MS = 5.0  # device time of one sample: hundreds of candidates share minut
 # On which kernels may be wrong that are right on plain ones. Fixed maxima know a sink that a tile begins with; they are
 # repaired at one in the middle, and all along scores that rise to the last key.
 GATE_INPUTS = ("sink:30", "sink:8:middle", "sink:30:middle", "ramp:-60", "peaked")
+LATENT_HEADS = 128, 40, 16  # of the gate's cells, where a problem does not say: two tiles, a part of one, few rows
 REPEATS = 3  # runs of the gate, which have to agree: what is read too early differs sooner or later
 
 
@@ -57,7 +59,7 @@ class CacheBuilder:
     def __init__(self, target: str):
         self.target = target
 
-    def build(self, traits: Traits, problem: Problem) -> BuildReport:
+    def build(self, traits: Traits, problem: AnyProblem) -> BuildReport:
         """Compiles into the disk cache; what the compiler said, now or when the kernel came there.
 
         Raises if it does not compile or cannot be kept.
@@ -69,14 +71,16 @@ class CacheBuilder:
         return True
 
 
-def gate_cells(problem: Problem) -> tuple[Cell, ...]:
+def gate_cells(problem: AnyProblem, traits: Traits | None = None) -> tuple[Cell, ...]:
     """Small cells whose lengths are multiples of nothing: one beyond the window, one of a few queries, and one for each
-    of `GATE_INPUTS`."""
+    of `GATE_INPUTS`. Of few queries they have the most that traits hold, and no cell in place of one that they do not.
+    """
 
     form = form_of(problem)
-    group = problem.operands.packed_heads
+    is_latent = form != "" and SPECS[form].latent_dims is not None
+    groups = LATENT_HEADS if is_latent else (problem.operands.packed_heads,)
 
-    def cell(queries: int, keys: int, batch: int, inputs: str = PLAIN) -> Cell:
+    def cell(queries: int, keys: int, batch: int, inputs: str = PLAIN, group: int = groups[0]) -> Cell:
         return Cell(
             problem.operands.head_dim,
             problem.scores.mask,
@@ -85,7 +89,7 @@ def gate_cells(problem: Problem) -> tuple[Cell, ...]:
             head_dim_v=problem.operands.head_dim_v,
             seqlen_q=queries,
             tokens=batch * keys,
-            hidden=2 * group * problem.operands.head_dim,
+            hidden=(1 if is_latent else 2) * group * problem.operands.head_dim,
             inputs=inputs,
             operation=problem.operation,
             transposed_v=problem.operands.transposed_v,
@@ -93,10 +97,24 @@ def gate_cells(problem: Problem) -> tuple[Cell, ...]:
             group=group,
         )
 
-    if form:  # a single query, if the mask has it; a tile with so many rows that its blocks meet; two tiles of a head
-        one, some = (2 if problem.scores.mask == "causal" else 1), cell(5, 299, 3)
-        return cell(one, 1363, 3), some, cell(16, 1363, 1), *(cell(3, 1363, 1, kind) for kind in GATE_INPUTS)
-    return cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
+    if not form:
+        return cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
+    # A single query, if the mask has it; a tile with so many rows that its blocks meet; two tiles of a head.
+    least = 2 if problem.scores.mask == "causal" else 1
+    plain = itertools.product(((least, 1363, 3), (5, 299, 3), (16, 1363, 1)), (PLAIN,), groups)
+    found: dict[Cell, None] = {}
+    for (queries, keys, batch), kind, group in (*plain, *(((3, 1363, 1), kind, groups[0]) for kind in GATE_INPUTS)):
+        count = _held(traits, queries, least, group)
+        if count is not None:
+            found[cell(count, keys, batch, kind, group)] = None
+    return tuple(found)
+
+
+def _held(traits: Traits | None, queries: int, least: int, group: int) -> int | None:
+    """The most queries, up to so many and `least` of them, with whose rows traits run; None if there are none."""
+    if traits is None:
+        return queries
+    return next((count for count in range(queries, least - 1, -1) if holds(traits, count * group)), None)
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,7 +149,7 @@ class TorchBench:
         self.target = target
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._hung = False
-        self._gate: tuple[Problem, list[Scene]] | None = None
+        self._gate: tuple[AnyProblem, dict[Cell, Scene]] | None = None
         self._cell: Scene | None = None
 
     def machine(self) -> Machine:
@@ -153,15 +171,18 @@ class TorchBench:
             return False
         return True
 
-    def check(self, traits: Traits, problem: Problem) -> dict[str, Any]:
+    def check(self, traits: Traits, problem: AnyProblem) -> dict[str, Any]:
         """Of each tensor of each gate cell the largest error, what is allowed, the rms error, what is allowed.
 
         WrongResult names what is wrong.
         """
         if self._gate is None or self._gate[0] != problem:
-            self._gate = problem, [self._scene(cell, heads=None) for cell in gate_cells(problem)]
-        found = {}
-        for scene in self._gate[1]:
+            self._gate = problem, {}
+        scenes, found = self._gate[1], {}
+        for cell in gate_cells(problem, traits):
+            if cell not in scenes:
+                scenes[cell] = self._scene(cell, heads=None)
+            scene = scenes[cell]
             run = self._runner(traits, scene)
             results = [scene.trial.kept(self._run_once(run, scene)) for _ in range(REPEATS)]
             for result in results:

@@ -9,10 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cuteflash.traits.arch import BLOCK_SMEM, FAMILIES, ArchSpec, get_arch
-from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
-from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
-from cuteflash.traits.row import TableKey, Traits, kind_of, kinds_of
-from cuteflash.traits.sm80 import WARP, FwdTraitsSm80
+from cuteflash.traits.row import OF_CACHES, TableKey, Traits, kind_of, kinds_of
+from cuteflash.traits.sm80 import WARP
 from cuteflash.traits.values import field_types, values_of
 from cuteflash.tune.operations import DEFAULT, SPECS, Task, task_of_traits
 from cuteflash.tune.rank import BEYOND
@@ -158,7 +156,7 @@ def margin(run: Run, winner: Run) -> tuple[float, float, float]:
 
 def title(traits: Traits) -> str:
     """A candidate in few words: its kind if there are several, its tile, and every trait that is not the default."""
-    of_cache = isinstance(traits, FwdTraitsCacheSm90)
+    of_cache = isinstance(traits, OF_CACHES)
     several = len(kinds_of(traits.operation, traits.family, traits.dtypes, of_cache)) > 1
     words = [*([kind_of(traits)] if several else []), f"{traits.tile_m}x{traits.tile_n}"]
     for field in dataclasses.fields(traits):
@@ -170,10 +168,12 @@ def title(traits: Traits) -> str:
 
 def footprint(traits: Traits, arch: ArchSpec, compiled_regs: int | None = None) -> Footprint:
     """What a candidate takes of a multiprocessor; `compiled_regs` registers a thread, if it was compiled."""
-    if isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
-        registers = share = compiled_regs or traits.register_limit(arch)
+    own: Any = traits
+    if traits.family == "sm80":
+        registers = share = compiled_regs or own.register_limit(arch)
     else:
-        registers, share = traits.mma_regs, arch.regs_per_sm // traits.num_threads
+        registers, share = own.mma_regs, arch.regs_per_sm // traits.num_threads
+    streamed = next(name for name in SPECS[task_of_traits(traits)].streamed if name in traits.smem_plan)
     blocks = min(
         arch.smem_per_sm // (traits.smem_bytes + BLOCK_SMEM),
         arch.max_threads_per_sm // traits.num_threads,
@@ -185,7 +185,7 @@ def footprint(traits: Traits, arch: ArchSpec, compiled_regs: int | None = None) 
         smem_limit=arch.smem_per_block,
         registers=registers,
         fragment_regs=traits.accumulator_regs,
-        stages=traits.smem_plan[SPECS[task_of_traits(traits)].streamed].stages,
+        stages=traits.smem_plan[streamed].stages,
         blocks=blocks,
         warps=blocks * traits.num_threads // WARP,
     )

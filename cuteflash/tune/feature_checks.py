@@ -50,7 +50,7 @@ def _parts(pick: Pick, found: Complaints) -> list[Pick]:
         slots.setdefault(tuple(reasons), set()).update(Slot(*pair, lengths) for lengths in row.lengths)
     settled = []
     for lacks, part in slots.items():
-        for (masks, dtypes, _), _ in boxes(part, (), row.traits.dtypes):
+        for (masks, dtypes, *_), _ in boxes(part, (), row.traits.dtypes):
             served = dataclasses.replace(row, masks=masks, dtypes=dtypes, without=lacks)
             settled.append(dataclasses.replace(pick, row=served, lacking=lacking[masks[0], dtypes[0]]))
     return settled

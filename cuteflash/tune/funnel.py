@@ -17,9 +17,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from cuteflash.problem import Problem
+from cuteflash.mla_problem import AnyProblem
 from cuteflash.traits.arch import Family, get_arch
-from cuteflash.traits.row import TableKey, Traits
+from cuteflash.traits.row import TableKey, Traits, holds
 from cuteflash.tune.backend import Backend
 from cuteflash.tune.building import compile_all
 from cuteflash.tune.cells import Cell
@@ -95,8 +95,8 @@ class Funnel:
         self.store.record(*(Verdict(n, target, "", "prune", "", why is None, why) for n, why in found.items()))
 
     def _groups(self, space: Space) -> Iterator[Group]:
-        """A space's candidates on each of its problems."""
-        problems: dict[Problem, list[Cell]] = {}
+        """A space's candidates on each of its problems, those that hold the query rows of one of its cells."""
+        problems: dict[AnyProblem, list[Cell]] = {}
         for cell in self.plan.cells:
             if (cell.task, padded(cell)) == (space.task, space.head_dims):
                 problems.setdefault(cell.problem, []).append(cell)
@@ -106,6 +106,7 @@ class Funnel:
                     traits, problem, candidate_id(traits), self.backend.key(traits, problem), traits in space.always
                 )
                 for traits in space.chosen
+                if any(holds(traits, cell.query_rows) for cell in cells)
             )
             yield Group(space.table.family, problem, tuple(cells), candidates)
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
-from cuteflash.problem import Problem
+from cuteflash.mla_problem import AnyProblem
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass
 from cuteflash.traits.row import TableKey, Traits, kinds_of
@@ -78,7 +78,7 @@ class Candidate:
     """Traits on one problem."""
 
     traits: Traits
-    problem: Problem
+    problem: AnyProblem
     id: str  # `store.candidate_id`
     key: str  # digest of the compile cache's key; what was found with another one does not count any more
     always: bool  # takes part whatever the limit, and also if ptxas complains
@@ -89,7 +89,7 @@ class Group:
     """The candidates of one family on one problem, most promising first, and the cells that stand for the problem."""
 
     family: Family
-    problem: Problem
+    problem: AnyProblem
     cells: tuple[Cell, ...]
     candidates: tuple[Candidate, ...]
 
@@ -109,7 +109,7 @@ def with_sinks(cells: Sequence[Cell], families: Iterable[Family]) -> list[Cell]:
     ]
     if VALUE_DEPENDENT.isdisjoint(field.name for kind in kinds for field in dataclasses.fields(kind)):
         return list(cells)
-    longest: dict[tuple[Problem, LengthClass], Cell] = {}
+    longest: dict[tuple[AnyProblem, LengthClass], Cell] = {}
     for cell in cells:
         slot = cell.problem, cell.lengths
         if slot not in longest or cell.seqlen > longest[slot].seqlen:
@@ -122,7 +122,7 @@ def default_traits(cell: Cell, target: str, family: Family) -> Iterator[Traits]:
     """What dispatch runs a cell with, and what it would without a table of the user's."""
     for chosen in (choose, choose_shipped):
         with contextlib.suppress(NotImplementedError):  # a problem without a row is one more reason to sweep it
-            yield chosen(cell.problem, target, family, cell.lengths).traits
+            yield chosen(cell.problem, target, family, cell.lengths, cell.query_rows).traits
 
 
 def padded(cell: Cell) -> tuple[int, int]:

@@ -18,8 +18,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cuteflash.problem import Problem
+from cuteflash.mla_problem import AnyProblem
 from cuteflash.problem_names import problem_id
+from cuteflash.traits.row import holds
 from cuteflash.tune.backend import GATE, PEER, Backend, Machine
 from cuteflash.tune.cells import Cell
 from cuteflash.tune.plan import Candidate, Group, Plan, default_traits
@@ -71,7 +72,7 @@ class Racing:
         self.watch.begin("gate", sum(len(group.candidates) for group in groups))
         self.watch.begin("time", sum(len(group.candidates) * len(group.cells) for group in groups))
         deadline = time.monotonic() + self.plan.budget if self.plan.budget is not None else math.inf
-        problems: dict[Problem, list[Group]] = {}
+        problems: dict[AnyProblem, list[Group]] = {}
         for group in groups:
             problems.setdefault(group.problem, []).append(group)
         for done, own in enumerate(problems.values()):
@@ -106,7 +107,8 @@ class Racing:
         """Seconds that it takes to find out what is not known of a candidate yet, about."""
         machine = self.machine
         names = (machine.gpu, machine.driver, candidate.key)
-        open_cells = sum(not self.store.have_timing(candidate.id, cell.id, *names) for cell in cells)
+        own = [cell for cell in cells if holds(candidate.traits, cell.query_rows)]
+        open_cells = sum(not self.store.have_timing(candidate.id, cell.id, *names) for cell in own)
         gate = self._gate_seconds if self._gated(candidate) is None else 0.0
         return open_cells * self._race_seconds + gate
 
@@ -147,6 +149,10 @@ class Racing:
     def _time(self, group: Group, cell: Cell) -> None:
         """Runs all races of a group on a cell that are not over, or have not begun."""
         self.store.add_cell(cell.id, dataclasses.asdict(cell))
+        holding = tuple(one for one in group.candidates if holds(one.traits, cell.query_rows))
+        if len(holding) < len(group.candidates):
+            self.watch.step("time", "other numbers of query rows", len(group.candidates) - len(holding))
+        group = dataclasses.replace(group, candidates=holding)
         field = self._field(group, cell)
         hopeless = self._hopeless(group, cell)
         subjects: dict[str, Candidate | str] = {PEER + name: name for name in self.plan.peers}
@@ -181,10 +187,10 @@ class Racing:
         return past_of(field, self.store.timings(cell=field.cell.id, gpu=machine.gpu, driver=machine.driver))
 
     def _hopeless(self, group: Group, cell: Cell) -> set[str]:
-        """Candidates that lie far behind in another cell of this one's length class."""
+        """Candidates that lie far behind in another cell of this one's length class and class of query rows."""
         found: set[str] = set()
         for other in group.cells:
-            if other != cell and other.lengths == cell.lengths:
+            if other != cell and (other.lengths, other.class_of_rows) == (cell.lengths, cell.class_of_rows):
                 field = self._field(group, other)
                 found |= self._past(field).far_behind(field, HOPELESS)
         return found - set(self._field(group, cell).roles.stays)

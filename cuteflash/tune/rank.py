@@ -19,7 +19,10 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BWD_ADDRESS_REGS, BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90, is_two_level
+from cuteflash.traits.mla_sm80 import MlaTraitsSm80
+from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import ADDRESS_REGS, FwdTraitsSm90
@@ -83,8 +86,9 @@ def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Tra
     """`always` as it is, then the other candidates, most promising first.
 
     Candidates of one tile are much alike, so each one makes the next of its tile a little less promising. Those with
-    the same estimate stay in their order. Of 8-bit operands, those that accumulate in two levels come in turn with the
-    others, which are faster and less accurate: a limit leaves some of either.
+    the same estimate stay in their order. Those that an estimate does not tell apart come in turn, so that a limit
+    leaves some of each: of 8-bit operands, those that accumulate in two levels and the others, which are faster and
+    less accurate; and tiles for other numbers of query rows.
     """
     clocks = {traits: estimate(traits, arch) for traits in candidates if traits not in always}
     before: collections.Counter[tuple[int, int, int, bool]] = collections.Counter()
@@ -92,9 +96,11 @@ def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Tra
         tile = traits.tile_m, traits.tile_n, traits.num_threads, is_two_level(traits)
         clocks[traits] *= 1 + VARIETY * before[tile]
         before[tile] += 1
-    order = sorted(clocks, key=lambda one: clocks[one])
-    accurate, others = ([one for one in order if is_two_level(one) == two] for two in (True, False))
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(accurate, others))
+    turns: dict[tuple[bool, int], list[Traits]] = {}
+    for traits in sorted(clocks, key=lambda one: clocks[one]):
+        rows = traits.tile_m if hasattr(traits, "serves") else 0
+        turns.setdefault((not is_two_level(traits), rows), []).append(traits)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*(turns[one] for one in sorted(turns))))
     return [*always, *(one for one in in_turn if one is not None)]
 
 
@@ -118,7 +124,7 @@ def _fwd_sm90(traits: FwdTraitsSm90, arch: ArchSpec) -> float:
     return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs)
 
 
-def _split(traits: FwdTraitsSm90 | FwdTraitsSm80, registers: tuple[int, int]) -> float:
+def _split(traits: Any, registers: tuple[int, int]) -> float:
     """Of a row that splits keys: time is that of reading, if enough is in flight; (wanted, available) registers."""
     (loop,) = loops(traits)
     own = {unit: loop.clocks[unit] for unit in (TENSOR, SMEM, POINTWISE)}  # the others are other warps' work
@@ -134,6 +140,18 @@ def _split(traits: FwdTraitsSm90 | FwdTraitsSm80, registers: tuple[int, int]) ->
 
 def _fwd_cache_sm90(traits: FwdTraitsCacheSm90, arch: ArchSpec) -> float:
     return _split(traits, (traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs))
+
+
+def _fwd_few_sm90(traits: FwdTraitsFewSm90, arch: ArchSpec) -> float:
+    return _split(traits, (traits.accumulator_regs + ADDRESS_REGS, traits.mma_regs))
+
+
+def _mla_sm90(traits: MlaTraitsSm90, arch: ArchSpec) -> float:
+    return _split(traits, (traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs))
+
+
+def _mla_sm80(traits: MlaTraitsSm80, arch: ArchSpec) -> float:
+    return _split(traits, (traits.accumulator_regs + SCRATCH_SM80, traits.register_limit(arch)))
 
 
 def _fwd_fp8_sm90(traits: FwdTraitsFp8Sm90, arch: ArchSpec) -> float:
@@ -179,6 +197,9 @@ ESTIMATES: dict[type[Any], Callable[[Any, ArchSpec], float]] = {
     FwdTraitsSm90: _fwd_sm90,
     FwdTraitsFp8Sm90: _fwd_fp8_sm90,
     FwdTraitsCacheSm90: _fwd_cache_sm90,
+    FwdTraitsFewSm90: _fwd_few_sm90,
+    MlaTraitsSm80: _mla_sm80,
+    MlaTraitsSm90: _mla_sm90,
     BwdTraitsSm80: _bwd_sm80,
     BwdTraitsSm90: _bwd_sm90,
     BwdTwoPassTraitsSm90: _bwd_two_pass_sm90,

@@ -11,10 +11,10 @@ from typing import NamedTuple, Self
 
 from cuteflash.problem_names import problem_id
 from cuteflash.traits.arch import ARCHS, Family
-from cuteflash.traits.row import Traits
+from cuteflash.traits.row import ANY_ROWS, Traits, rows_title
 from cuteflash.traits.values import make_traits
 from cuteflash.tune.cells import Cell
-from cuteflash.tune.operations import Task, made_for
+from cuteflash.tune.operations import Rows, Task, made_for
 from cuteflash.tune.store import Store, Timing
 from cuteflash.tune.timing import interval
 
@@ -27,11 +27,17 @@ class Slot(NamedTuple):
     mask: str
     dtype: str
     lengths: str
+    query_rows: Rows = ANY_ROWS
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The slot that a cell stands for."""
-        return cls(cell.mask, cell.dtype, cell.lengths)
+        return cls(cell.mask, cell.dtype, cell.lengths, cell.class_of_rows)
+
+    @property
+    def shape(self) -> str:
+        """The class of its lengths and, if tables tell them apart, its query rows: `"decode, up to 8 rows"`."""
+        return self.lengths if self.query_rows == ANY_ROWS else f"{self.lengths}, {rows_title(self.query_rows)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """From timings to table rows: the fewest that stay within 2 % of the best in every cell, against the default's.
 
-A slot (mask, dtype, lengths) is what dispatch can tell apart, so one candidate runs all cells of a slot. In a slot:
+A slot (mask, dtype, lengths, query rows) is what dispatch can tell apart, so one candidate runs all cells of a slot. In
+it:
 
     a default that no candidate beats beyond noise stays
     otherwise any candidate that beats it, or the default itself, may run the slot if it is within 2 % of the best
@@ -24,7 +25,7 @@ from cuteflash.problem import DTYPES, MASK_KINDS
 from cuteflash.traits.fp8_sm90 import is_two_level
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import Row, TableKey, Traits
-from cuteflash.tune.operations import SWEPT_DTYPES, Task
+from cuteflash.tune.operations import SWEPT_DTYPES, Rows, Task
 from cuteflash.tune.plan import padded
 from cuteflash.tune.results import Run, Slot, candidates_of, cells_of, lead, load_runs
 from cuteflash.tune.store import Store, candidate_id
@@ -32,7 +33,8 @@ from cuteflash.tune.store import Store, candidate_id
 TOLERANCE = 0.02  # a row may be this much slower than a cell's best
 MIN_GAIN = 0.01  # a default is worth replacing only for more than this
 
-Box = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # masks, dtypes, lengths
+# Masks, dtypes, lengths and, one after the other, classes of query rows.
+Box = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Rows, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,9 +112,10 @@ def select(runs: Iterable[Run], defaults: Mapping[Slot, str], traits: Mapping[st
     picks, above = [], set[Slot]()
     for candidate, slots in sorted(served.items(), key=lambda item: (len(item[1]), item[0])):
         one = traits[candidate]
-        for (masks, dtypes, lengths), own in boxes(slots, above, one.dtypes):
+        for (masks, dtypes, lengths, rows), own in boxes(slots, above, one.dtypes):
             # Element types of 8 bits run alike: what is timed stands for all of them.
-            row = Row(one, masks, dtypes if one.dtypes == DTYPES else one.dtypes, lengths)
+            dtypes = dtypes if one.dtypes == DTYPES else one.dtypes
+            row = Row(one, masks, dtypes, lengths, query_rows=(rows[0][0], rows[-1][1]))
             picks.append(_pick(candidate, row, own, runs, decisions))
         above.update(slots)
     return picks
@@ -151,7 +154,7 @@ def shipped_defaults(
     for cell in cells_of(store).values():
         if cell.task == (task or table.operation) and padded(cell) == head_dims:
             with contextlib.suppress(NotImplementedError):  # the table has no row for it: anything is a gain
-                choice = choose_shipped(cell.problem, table.target, table.family, cell.lengths)
+                choice = choose_shipped(cell.problem, table.target, table.family, cell.lengths, cell.query_rows)
                 found[Slot.of(cell)] = candidate_id(choice.traits)
     return found
 
@@ -198,15 +201,32 @@ def cover(decisions: Sequence[Decision]) -> dict[Slot, str]:
 def boxes(
     slots: Collection[Slot], above: Collection[Slot], dtypes: Sequence[str] = DTYPES
 ) -> list[tuple[Box, set[Slot]]]:
-    """Slots as few products (masks, dtypes, lengths), which is what a row serves, each with the slots it adds.
+    """Slots as few products (masks, dtypes, lengths, query rows), which is what a row serves, each with what it adds.
 
     Products may reach over the slots `above`, which rows that come before have taken. `dtypes`: all that a row may
     serve.
     """
+    found: list[tuple[Box, set[Slot]]] = []
+    for rows in sorted({slot.query_rows for slot in slots}):
+        own, others = ({slot for slot in some if slot.query_rows == rows} for some in (slots, above))
+        for (*served, _), added in _boxes_of_rows(own, others, dtypes, rows):
+            for place, ((*same, before), so_far) in enumerate(found):
+                if same == served and before[-1][1] + 1 == rows[0]:  # the same for fewer rows
+                    found[place] = (same[0], same[1], same[2], (*before, rows)), so_far | added
+                    break
+            else:
+                found.append(((served[0], served[1], served[2], (rows,)), added))
+    return found
+
+
+def _boxes_of_rows(
+    slots: set[Slot], above: set[Slot], dtypes: Sequence[str], rows: Rows
+) -> list[tuple[Box, set[Slot]]]:
+    """`boxes` of slots with these query rows."""
     left, found = set(slots), []
-    reach = left | set(above)
-    products = {
-        box: {Slot(*names) for names in itertools.product(*box)}
+    reach = left | above
+    products: dict[Box, set[Slot]] = {
+        (*box, (rows,)): {Slot(*names, rows) for names in itertools.product(*box)}
         for box in itertools.product(_subsets(MASK_KINDS), _subsets(dtypes), _subsets(LENGTH_CLASSES))
     }
     fitting = {box: held for box, held in products.items() if held <= reach}
@@ -271,5 +291,6 @@ def _pick(
     )
 
 
-def _order(slot: Slot) -> tuple[int, int, int]:
-    return MASK_KINDS.index(slot.mask), SWEPT_DTYPES.index(slot.dtype), LENGTH_CLASSES.index(slot.lengths)
+def _order(slot: Slot) -> tuple[int, int, int, Rows]:
+    mask, dtype = MASK_KINDS.index(slot.mask), SWEPT_DTYPES.index(slot.dtype)
+    return mask, dtype, LENGTH_CLASSES.index(slot.lengths), slot.query_rows

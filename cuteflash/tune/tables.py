@@ -18,15 +18,16 @@ from typing import Any
 
 from cuteflash import usertable
 from cuteflash.dispatch import offers
-from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, Problem
+from cuteflash.mla_problem import AnyProblem
+from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, UNBOUNDED
 from cuteflash.problem_names import problem_id
 from cuteflash.traits import row as vocabulary
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, kind_of
-from cuteflash.traits.tables import MODULES, row_sets
+from cuteflash.traits.tables import MODULES
 from cuteflash.traits.values import default_values
-from cuteflash.tune.operations import FORMS, SPECS, Spec, Task, task_of_traits
+from cuteflash.tune.operations import FORMS, SPECS, TASKS, Rows, Spec, Task, shipped_rows, task_of_traits
 from cuteflash.usertable import MeasuredRow, TableError
 
 # What `cuteflash.traits.row` calls a row's masks, dtypes, lengths and features.
@@ -46,7 +47,8 @@ def write_user(table: TableKey, measured: Sequence[MeasuredRow]) -> pathlib.Path
     newest: dict[Row, MeasuredRow] = {}
     for own in (*measured, *usertable.load(table)):
         newest.setdefault(own.row, own)
-    shipped = [row for rows in row_sets(table.operation) if rows.table == table for row in rows.rows]
+    tasks = [task for task in TASKS if SPECS[task].operation == table.operation]
+    shipped = dict.fromkeys(row for task in tasks for row in shipped_rows(task, table))
     kept = _reached(newest, {table: [*newest, *shipped]})
     return usertable.write(table, [newest[row] for row in kept])
 
@@ -165,25 +167,35 @@ def _reached(rows: Iterable[Row], tables: Mapping[TableKey, Sequence[Row]]) -> l
 
 
 def _choices(table: TableKey, rows: Sequence[Row], task: Task) -> Iterator[Row]:
-    """The rows that run each problem and length class of a task, first those with all features."""
-    arch = get_arch(table.target)
-    for problem in _problems(SPECS[task]):
-        for lengths in LENGTH_CLASSES:
-            found = next((row for row, _, reason in offers(rows, problem, lengths, arch) if reason is None), None)
+    """The rows that run each problem, length class and number of query rows of a task, all features first."""
+    arch, spec = get_arch(table.target), SPECS[task]
+    numbers = [number for one in spec.classes_of_rows for number in _numbers(one)]
+    for problem in _problems(spec):
+        for lengths, number in itertools.product(LENGTH_CLASSES, numbers):
+            offered = offers(rows, problem, lengths, arch, number)
+            found = next((row for row, _, reason in offered if reason is None), None)
             if found is not None:
                 yield found
             elif task not in FORMS:  # rows that split keys need not serve every pair of head dims
                 raise LookupError(f"no row of {table} for {problem_id(problem)}, lengths {lengths}")
 
 
-def _problems(spec: Spec) -> Iterator[Problem]:
+def _problems(spec: Spec) -> Iterator[AnyProblem]:
     """Every problem of a task, first those with all features."""
     sizes = range(len(spec.features), -1, -1)
     every = [some for size in sizes for some in itertools.combinations(spec.features, size)]
-    for asked, head_dim, head_dim_v, mask, dtype in itertools.product(
-        every, ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, spec.dtypes
-    ):
-        yield spec.asking(spec.problem(dtype, head_dim, head_dim_v, mask), asked)
+    pairs = [spec.latent_dims] if spec.latent_dims else itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS)
+    for asked, pair, mask, dtype in itertools.product(every, pairs, spec.masks, spec.dtypes):
+        yield spec.asking(spec.problem(dtype, *pair, mask), asked)
+
+
+def _numbers(class_of_rows: Rows) -> Iterator[int]:
+    """Numbers of query rows that stand for a class; beyond all others an even and an odd number of tiles."""
+    least, most = class_of_rows
+    if most < UNBOUNDED or least == 1:
+        yield most
+    else:
+        yield from (least, 2 * least)
 
 
 def _arguments(row: Row) -> list[str]:

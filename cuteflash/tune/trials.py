@@ -11,6 +11,8 @@ from torch import Tensor
 from cuteflash.arguments import BwdOptions, BwdTensors, FwdOptions, FwdTensors
 from cuteflash.compile import compiled
 from cuteflash.dispatch import kernel_class
+from cuteflash.mla_planning import plan_of
+from cuteflash.mla_problem import PAGE_ROWS
 from cuteflash.planning import bwd_scalars, fwd_scalars
 from cuteflash.split_planning import SplitLaunch, Tiles
 from cuteflash.traits.arch import get_arch
@@ -109,6 +111,30 @@ class FwdTrial(OutputTrial):
     def errors(self, traits: Any, result: Tensor) -> dict[str, list[float]]:
         found, allowed = accuracy.errors(result, self.reference), self.reference.tolerance
         return {"o": [found.maximum, allowed.maximum, found.rms, allowed.rms]}
+
+
+class MlaTrial(FwdTrial):
+    """The output of decoding latent attention, whose cached rows lie in pages in any order."""
+
+    def __init__(self, cell: Cell, device: torch.device, heads: int):
+        super().__init__(cell, device, heads)
+        self.cache = paged_latents(self.inputs)
+
+    def kernel(self, traits: Any, target: str) -> Runner:
+        """See `Trial`."""
+        reason = traits.check(get_arch(target))
+        if reason:
+            raise ValueError(reason)
+        q, out = self.inputs.q, self.out
+        pages, table, lengths = self.cache
+        plan = plan_of(q, pages, table, (self.inputs.cell.head_dim**-0.5, False, 0, traits.family), traits)
+
+        def run(calls: int) -> Tensor:
+            for _ in range(calls):
+                plan(q, pages, table, lengths, None, out)
+            return out
+
+        return run
 
 
 class Fp8Trial(OutputTrial):
@@ -214,6 +240,27 @@ def split_arguments(traits: Any, inputs: Inputs) -> tuple[Any, ...]:
     return partials.fill_(float("nan")), *more
 
 
+class Latents(NamedTuple):
+    """The cached rows of a cell's sequences."""
+
+    pages: Tensor  # (pages, 64, 1, head_dim); rows past a sequence's last one are NaN
+    table: Tensor  # (batch, pages of a sequence) int32
+    lengths: Tensor  # (batch,) int32
+
+
+def paged_latents(inputs: Inputs, seed: int = 0) -> Latents:
+    """K in pages, which lie in a random order."""
+    batch, seqlen, *row = inputs.k.shape
+    count, device = -(-seqlen // PAGE_ROWS), inputs.k.device
+    order = torch.randperm(batch * count, generator=torch.Generator().manual_seed(seed)).to(device)
+    padded = inputs.k.new_full((batch, count * PAGE_ROWS, *row), float("nan"))
+    padded[:, :seqlen] = inputs.k
+    pages = torch.empty_like(padded).view(batch * count, PAGE_ROWS, *row)
+    pages[order] = padded.view_as(pages)
+    lengths = torch.full((batch,), seqlen, dtype=torch.int32, device=device)
+    return Latents(pages, order.view(batch, count).to(torch.int32), lengths)
+
+
 class BwdMemory(NamedTuple):
     """What a backward kernel gets beside its inputs."""
 
@@ -271,4 +318,5 @@ TRIALS: dict[Task, type[Trial]] = {
     "bwd": BwdTrial,
     "decode": FwdTrial,
     "cache": FwdTrial,
+    "mla": MlaTrial,
 }

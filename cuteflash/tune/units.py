@@ -14,7 +14,12 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.few_sm90 import CONSUMERS, FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS, FwdTraitsFp8Sm90
+from cuteflash.traits.mla_mma import ELEMENT_BYTES
+from cuteflash.traits.mla_sm80 import STEP, MlaTraitsSm80
+from cuteflash.traits.mla_sm90 import CONSUMERS as LATENT_CONSUMERS
+from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import WGMMA_K, WGMMA_M, FwdTraitsSm90
@@ -77,7 +82,8 @@ def bytes_in_flight(traits: Traits) -> int:
     """Of K and V, by all blocks of a multiprocessor, of a row that splits keys; each block reads one of its stages."""
     plan, blocks = traits.smem_plan, getattr(traits, "blocks_per_sm", 1)
     stored = "stored_" if "stored_k" in plan else ""
-    regions = [plan[f"{stored}{name}"] for name in "kv"]
+    names = ("pages",) if "pages" in plan else (f"{stored}k", f"{stored}v")
+    regions = [plan[name] for name in names]
     return int(blocks * sum(region.nbytes * (region.stages - 1) // region.stages for region in regions))
 
 
@@ -94,6 +100,37 @@ def _fwd_cache_sm90(traits: FwdTraitsCacheSm90) -> tuple[Loop, ...]:
     clocks |= _from_memory(traits, n * columns)
     clocks[CONVERTING] = n * columns / (CONVERTED_BYTES * traits.converting_warpgroups)
     return (Loop("O", m, n, clocks),)
+
+
+def _fwd_few_sm90(traits: FwdTraitsFewSm90) -> tuple[Loop, ...]:
+    """Warps convert what they multiply: shared memory is written by TMA and read once."""
+    m, n, columns = traits.tile_m, traits.tile_n, traits.head_dim + traits.head_dim_v
+    clocks = _units(m * n, 2 * m * n * columns / MMA_FLOPS, 2 * n * columns / SMEM_BYTES, n * columns)
+    clocks |= _from_memory(traits, n * columns)
+    clocks[CONVERTING] = n * columns / (CONVERTED_BYTES * CONSUMERS)
+    return (Loop("O", m, n, clocks),)
+
+
+def _mla_sm90(traits: MlaTraitsSm90) -> tuple[Loop, ...]:
+    """Each consumer multiplies Q with a page of its own, and both pages' P with its half of V."""
+    m, n, d, d_v = traits.tile_m, traits.tile_n, traits.head_dim, traits.head_dim_v
+    port = _wgmma_port(m, n, d, True) + LATENT_CONSUMERS * _wgmma_port(m, d_v // LATENT_CONSUMERS, n, True)
+    return (Loop("O", m, n, _latent_units(traits, 2 * m * n * (d + d_v) / WGMMA_FLOPS, port)),)
+
+
+def _mla_sm80(traits: MlaTraitsSm80) -> tuple[Loop, ...]:
+    m, n, d, d_v = traits.tile_m, traits.tile_n, traits.head_dim, traits.head_dim_v
+    q = (traits.steps - traits.q_kept) * traits.k_parts * STEP * m * traits.warps_n  # what is not in registers
+    p = m * n * traits.num_warps  # every warp reads all of it
+    read = ELEMENT_BYTES * (traits.warps_m * n * d + n * d_v + q + p)
+    port = (read + ELEMENT_BYTES * n * d) / SMEM_BYTES  # cp.async writes the keys
+    return (Loop("O", m, n, _latent_units(traits, 2 * m * n * (d + d_v) / MMA_FLOPS, port)),)
+
+
+def _latent_units(traits: MlaTraitsSm80 | MlaTraitsSm90, products: float, port: float) -> dict[str, float]:
+    """Clocks by unit of a step, whose keys come from memory once, V being a part of them."""
+    nbytes = ELEMENT_BYTES * traits.tile_n * traits.head_dim
+    return _units(traits.tile_m * traits.tile_n, products, port, nbytes) | _from_memory(traits, nbytes)
 
 
 def _fwd_sm90(traits: FwdTraitsSm90) -> tuple[Loop, ...]:
@@ -193,6 +230,9 @@ LOOPS: dict[type[Any], Callable[[Any], tuple[Loop, ...]]] = {
     FwdTraitsSm90: _fwd_sm90,
     FwdTraitsFp8Sm90: _fwd_fp8_sm90,
     FwdTraitsCacheSm90: _fwd_cache_sm90,
+    FwdTraitsFewSm90: _fwd_few_sm90,
+    MlaTraitsSm80: _mla_sm80,
+    MlaTraitsSm90: _mla_sm90,
     BwdTraitsSm80: _bwd_sm80,
     BwdTraitsSm90: _bwd_sm90,
     BwdTwoPassTraitsSm90: _bwd_two_pass_sm90,

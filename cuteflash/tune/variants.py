@@ -48,7 +48,8 @@ class Variant:
             raise ValueError(f"traits are {dict(self.fields)}: {what}; {every}")
         try:
             kind = self.kind or fitting[0]
-            if cell.form:
+            padded = {name: value for name, value in padded.items() if name in field_types(kind)}
+            if cell.form and "splits" in field_types(kind):
                 padded["splits"] = True
             if "turns_v" in field_types(kind):
                 padded["turns_v"] = not cell.transposed_v

@@ -22,7 +22,7 @@ from cuteflash.tune.report.columns import Reasons, short, time_columns, trait_co
 from cuteflash.tune.report.links import LayoutPage
 from cuteflash.tune.report.slots import slot_facts
 from cuteflash.tune.report.verdict import PEER_WORDS, estimated, headline, measured
-from cuteflash.tune.results import Run, all_candidates, cells_of, load_runs, measured_gpu, swept_target
+from cuteflash.tune.results import Run, Slot, all_candidates, cells_of, load_runs, measured_gpu, swept_target
 from cuteflash.tune.select import shipped_defaults
 from cuteflash.tune.store import STAGES, Store, Timing, Verdict, candidate_id
 
@@ -287,7 +287,7 @@ def _cell(name: str, cell: Cell, ordered: Sequence[Run], found: Found, number: M
         "label": label if cell.inputs == PLAIN else f"{label} {cell.inputs}",
         "mask": cell.mask,
         "dtype": cell.dtype,
-        "lengths": cell.lengths,
+        "lengths": Slot.of(cell).shape,
         "matmul": short(_rate(found.rates, ordered)),
         "work": short(ordered[0].tflops * ordered[0].ms),
         "gigabytes": short(cell.nbytes / 1e9),

@@ -1,4 +1,4 @@
-"""Who wins each slot (mask, dtype, lengths), by how much before the default and the next, and against the peers."""
+"""Who wins each slot (mask, dtype, lengths, query rows), how far before the default and the next, and against peers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def slot_facts(
         slot = decision.slot
         row, default = rows.get(slot), defaults.get(slot)
         facts.append(
-            {"mask": slot.mask, "dtype": slot.dtype, "lengths": slot.lengths}
+            {"mask": slot.mask, "dtype": slot.dtype, "lengths": slot.shape}
             | {"default": number.get(default) if default is not None else None}
             | {"outcome": _outcome(decision, row, default)}
             | (_winner(decision, row, timed[slot], peers, number) if decision.standings else {"winner": None})

@@ -68,7 +68,7 @@ def _peers(slots: Sequence[Facts]) -> list[str]:
         return [f"nowhere behind {_and([PEER_WORDS[name] for name in present], 'or')}"]
     words = []
     for places, names in behind.items():
-        counts = collections.Counter(timed[place]["lengths"] for place in places)
+        counts = collections.Counter(timed[place]["lengths"].partition(",")[0] for place in places)
         some = [f"{counts[lengths]} {SHAPE_WORDS[lengths]}" for lengths in LENGTH_CLASSES if counts[lengths]]
         words.append(f"behind {_and(names)} in {_and(some)} {'one' if len(places) == 1 else 'ones'}")
     return [", ".join(words)] if words else []

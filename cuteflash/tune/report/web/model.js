@@ -100,6 +100,9 @@
     return named.length ? named : own;
   }
 
+  /** Whether a cell or slot is of few queries, whatever their number of rows. */
+  const isDecoding = ({ lengths }) => lengths.split(",")[0] === "decode";
+
   const mean = (numbers) => numbers.reduce((sum, one) => sum + one, 0) / numbers.length;
   const geometricMean = (numbers) => Math.exp(mean(numbers.map(Math.log)));
 
@@ -256,6 +259,7 @@
     ORDER,
     decode,
     stateWords,
+    isDecoding,
     traitNamed,
     valueOf,
     traitsOf,

@@ -28,12 +28,13 @@
     const groups = new Map();
     for (const cell of space.cells) {
       const [, ...inputs] = cell.label.split(" "); // after the lengths; none if they are plain
-      const title = [cell.mask, cell.dtype, ...inputs, ...(cell.lengths === "decode" ? ["decoding"] : [])].join(" · ");
+      const decoding = R.model.isDecoding(cell) ? ["decoding"] : [];
+      const title = [cell.mask, cell.dtype, ...inputs, ...decoding].join(" · ");
       groups.set(title, [...(groups.get(title) || []), cell]);
     }
     return [...groups].map(([title, cells]) => {
       const beside = cells.every((cell) => Object.keys(cell.peers).length);
-      return { title, cells, what: cells[0].lengths === "decode" ? TERABYTES : beside ? RATIO : TFLOPS };
+      return { title, cells, what: R.model.isDecoding(cells[0]) ? TERABYTES : beside ? RATIO : TFLOPS };
     });
   }
 
@@ -104,7 +105,7 @@
     const names = present(points);
     const rows = space.cells.map((cell, place) => {
       const series = Object.fromEntries(points[place].map((one) => [one.name, one]));
-      const what = cell.lengths === "decode" ? TERABYTES : TFLOPS;
+      const what = R.model.isDecoding(cell) ? TERABYTES : TFLOPS;
       const number = (name) => {
         const one = series[name];
         if (!one) return name === "default" ? "same" : "–";

@@ -42,7 +42,7 @@
   /** "612 TFLOP/s, 86 % of the product" of a slot's winner; decoding is bound by memory, so its rate is TB/s. */
   function rate(space, slot) {
     const { tflops, share, terabytes } = R.model.rates(R.model.cellsOf(space, slot), slot.winner);
-    if (slot.lengths === "decode") return `${words.digits(terabytes)} TB/s`;
+    if (R.model.isDecoding(slot)) return `${words.digits(terabytes)} TB/s`;
     return `${words.digits(tflops)} TFLOP/s${share === null ? "" : `, ${words.percent(share)} of the product`}`;
   }
 
