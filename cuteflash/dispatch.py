@@ -113,8 +113,9 @@ def choose(
         ValueError: no such target, family or length class.
         NotImplementedError: the target does not run the family, or no row of its tables can run the problem.
     """
-    key = table_key(problem.operation, target, family, lengths)
-    return _choose(problem, key, lengths, usertable.load(key), UNBOUNDED if tile_rows is None else tile_rows)
+    query_rows = UNBOUNDED if tile_rows is None else tile_rows
+    key = table_key(problem.operation, target, family, lengths, query_rows)
+    return _choose(problem, key, lengths, usertable.load(key), query_rows)
 
 
 @functools.cache
@@ -126,8 +127,8 @@ def choose_shipped(
     tile_rows: int | None = None,
 ) -> Choice:
     """`choose` on a machine without tables of the user's own."""
-    key = table_key(problem.operation, target, family, lengths)
-    return _choose(problem, key, lengths, (), UNBOUNDED if tile_rows is None else tile_rows)
+    query_rows = UNBOUNDED if tile_rows is None else tile_rows
+    return _choose(problem, table_key(problem.operation, target, family, lengths, query_rows), lengths, (), query_rows)
 
 
 def offers(
@@ -183,9 +184,7 @@ def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | Non
         ValueError: no such target or family.
         NotImplementedError: the target does not run the family, or no row of it.
     """
-    check_family(target, family)
-    family = family or ("sm80" if problem.is_e4m3 else get_arch(target).families[0])
-    key = TableKey(problem.operation, target, family)
+    key = table_key(problem.operation, target, family or ("sm80" if problem.is_e4m3 else None), "decode", rows)
     return cast(MlaTraits, _choose(problem, key, "decode", usertable.load(key), rows).traits)
 
 
@@ -206,11 +205,18 @@ def check_family(target: str, family: Family | None) -> None:
         raise NotImplementedError(f"family is {family!r}, which {arch.name} does not run; it runs: {runs}")
 
 
-def table_key(operation: AnyOperation, target: str, family: Family | None, lengths: LengthClass) -> TableKey:
-    """The table of an operation on a target; `family` None is the best for these lengths. Errors as `check_family`."""
+def table_key(
+    operation: AnyOperation, target: str, family: Family | None, lengths: LengthClass, query_rows: int
+) -> TableKey:
+    """The table of an operation on a target; `family` None is the best for these lengths and query rows.
+
+    Errors as `check_family`.
+    """
     check_family(target, family)
     if family is None:
-        family = BEST_FAMILIES.get((operation, target, lengths), get_arch(target).families[0])
+        family, most_rows = BEST_FAMILIES.get((operation, target, lengths), (None, 0))
+        if family is None or query_rows > most_rows:
+            family = get_arch(target).families[0]
     return TableKey(operation, target, family)
 
 

@@ -32,9 +32,6 @@ from cuteflash.traits.arch import Family
 from cuteflash.validate import ALIGNMENT
 
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Pages that are read in the time that a block takes between two tiles, if it has many of them. Of few sequences equal
-# lengths matter more, and they are cut into equal parts only if it does not count.
-TILE_COST = 3
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
 # Of the kernel that merges. Beyond so many blocks each merges several rows, one after the other, but not more than so
@@ -258,7 +255,8 @@ def plan_of(
             softmax_scale=softmax_scale,
             causal=int(causal),
             shares=shares.count,
-            tile_cost=TILE_COST * PAGE_ROWS // traits.tile_n if 2 * batch > shares.count else 0,
+            # Of few sequences equal lengths matter more, and they are cut into equal parts only if it does not count.
+            tile_cost=traits.tile_cost * PAGE_ROWS // traits.tile_n if 2 * batch > shares.count else 0,
             most_parts=shares.most_parts,
             rows_of_block=1 if many else rows_of_block(batch, seqlen_q * heads, num_sms),
             blocks_of_row=BLOCKS_OF_ROW if many else 1,

@@ -69,7 +69,8 @@ def test_rows_use_ampere_instructions_and_do_not_spill(
     assert compiled.count("HMMA.16816.F32") == (scores + values) // row.num_warps
     assert compiled.count("LDGSTS.E.BYPASS")  # cp.async past L1
     assert compiled.count(r"LDSM\.16\.M88\.4") and compiled.count(r"LDSM\.16\.MT88\.4")
-    assert "wgmma" not in compiled.ptx and "cp.async.bulk" not in compiled.ptx and "griddepcontrol" not in compiled.ptx
+    assert "wgmma" not in compiled.ptx and "cp.async.bulk" not in compiled.ptx
+    assert ("griddepcontrol.wait" in compiled.ptx) == row.early_launch
 
 
 @pytest.mark.parametrize("target", TILES)
@@ -78,8 +79,10 @@ def test_rows_are_chosen_by_what_a_sequence_asks_and_a_device_has(target: str) -
     found = [choose_mla(PROBLEM, rows, target, "sm80") for rows in NUMBERS]
     assert [(row.tile_m, row.tile_n) for row in found] == TILES[target]
     assert all(kernel_class(row) is FlashMlaDecodeSm80 for row in found)
-    best = choose_mla(PROBLEM, 16, target)
-    assert type(best) is (MlaTraitsSm90 if target == "sm_90a" else MlaTraitsSm80)
+    assert {row.early_launch for row in found} == ({True, False} if target == "sm_90a" else {False})
+    best = [choose_mla(PROBLEM, rows, target) for rows in NUMBERS]
+    assert best[:2] == found[:2]  # without a family, too
+    assert {type(row) for row in best[2:]} == {MlaTraitsSm90 if target == "sm_90a" else MlaTraitsSm80}
 
 
 def test_every_row_is_taken_somewhere() -> None:
@@ -131,6 +134,7 @@ def test_shared_memory_is_planned(row: MlaTraitsSm80) -> None:
         ({"chains": 3}, "chains 3"),
         ({"tile_m": 64, "tile_n": 32, "q_kept": 12}, "q_kept 12: Q ends at 73728, beyond the first stage of keys"),
         ({"headroom": 9.0}, "headroom 9.0 is not 0 to 8"),
+        ({"early_launch": True}, "early_launch: sm_80 has no programmatic dependent launch"),
         ({"kv_stage": 3}, "needs 238208 bytes of shared memory, sm_80 has 166912"),
         (
             {"tile_m": 64, "tile_n": 32, "q_kept": 0, "num_warps": 4},
@@ -219,5 +223,5 @@ def test_a_plan_has_tiles_and_steps_of_its_row(
     assert tensors.seats.shape == (batch, m_blocks, 2)
     assert tensors.partials.shape == (2 * scalars.shares * m_blocks, tile[0], 512)
     assert tensors.partials_lse.shape == tensors.partials.shape[:2]
-    assert scalars.tile_cost == mla_planning.TILE_COST * 64 // tile[1]
+    assert scalars.tile_cost == MlaTraitsSm80.tile_cost * 64 // tile[1]
     assert tile[0] % scalars.rows_of_block == 0

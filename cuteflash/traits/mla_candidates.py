@@ -44,6 +44,7 @@ SM80_FIELDS: dict[str, tuple[Any, ...]] = {
     "k_parts": (1, 2),
     "q_kept": (0, 4, 6, 9, 12, 14, STEPS),
     "chains": (1, 2, 4),
+    "early_launch": (False, True),
 }
 # Rows of a tile, with those of a sequence from which on it is considered: fewer would leave half of it empty.
 SM80_TILES = ((16, 1), (32, 17), (64, 33))
@@ -65,7 +66,7 @@ def mla_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[MlaTraitsSm8
     for tile_m, least_rows in SM80_TILES:
         for traits in _product(MlaTraitsSm80(tile_m, PAGE_ROWS, least_rows), SM80_FIELDS):
             tile = tile_m, traits.tile_n, traits.num_warps, traits.kv_stage
-            reason = traits.check(AMPERE)
+            reason = dataclasses.replace(traits, early_launch=False).check(AMPERE)
             if reason is None or tile not in hopeless:
                 yield traits
             if reason is not None:

@@ -14,6 +14,7 @@ from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.sm80 import MMA_M, WARP, registers_a_thread, residency_complaint
 
 ELEMENT_BYTES, STAT_BYTES = 2, 4
+EARLY_LAUNCH_CAPABILITY = 9, 0
 SMEM_ALIGN = 1024  # bytes: the period of the widest swizzle, so that a tile's offset never carries into it
 
 
@@ -36,6 +37,8 @@ class MlaTraitsMma(abc.ABC):
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
         blocks_per_sm: resident blocks of a multiprocessor: while one waits at a barrier, the other one computes.
+        early_launch: blocks begin where those of the launch before end, and wait for it themselves (programmatic
+            dependent launch), from compute capability 9.0 on.
     """
 
     operation: ClassVar[Literal["mla"]] = "mla"
@@ -46,6 +49,7 @@ class MlaTraitsMma(abc.ABC):
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     cluster: ClassVar[int] = 1
     columns: ClassVar[int]  # of 16 bits of a cached row
+    tile_cost: ClassVar[int] = 2  # pages that are read in the time that a block takes between two tiles
 
     tile_m: int
     tile_n: int
@@ -57,6 +61,7 @@ class MlaTraitsMma(abc.ABC):
     chains: int = 1
     headroom: float = 8.0
     blocks_per_sm: int = 1
+    early_launch: bool = False
 
     @property
     @abc.abstractmethod
@@ -119,6 +124,8 @@ class MlaTraitsMma(abc.ABC):
         """None if the row can run on `arch`, else the reason in words."""
         if self.family not in arch.families:
             return f"{arch.name} does not run the {self.family} family"
+        if self.early_launch and arch.capability < EARLY_LAUNCH_CAPABILITY:
+            return f"early_launch: {arch.name} has no programmatic dependent launch"
         return self._tiles_complaint() or residency_complaint(self, arch, "O, S and Q")
 
     def register_limit(self, arch: ArchSpec) -> int:

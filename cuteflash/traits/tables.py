@@ -41,6 +41,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from cuteflash.mla_problem import AnyOperation
+from cuteflash.problem import UNBOUNDED
 from cuteflash.traits import (
     rows_bwd_sm80,
     rows_bwd_sm80_hopper,
@@ -76,9 +77,11 @@ MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
     TableKey("bwd", "sm_89", "sm80"): (rows_bwd_sm80_small,),
     TableKey("bwd", "sm_120", "sm80"): (rows_bwd_sm80_small,),
 }
-# Which family a call gets that names none, where it is not the first of the target's: (operation, target, lengths).
-BEST_FAMILIES: dict[tuple[AnyOperation, str, LengthClass], Family] = {
-    ("bwd", "sm_90a", "tiny"): "sm80",  # a 64 x 128 block of the sm90 family has a multiprocessor to itself
+# Which family a call gets that names none, and of how many query rows at most, where it is not the first of the
+# target's: (operation, target, lengths).
+BEST_FAMILIES: dict[tuple[AnyOperation, str, LengthClass], tuple[Family, int]] = {
+    ("bwd", "sm_90a", "tiny"): ("sm80", UNBOUNDED),  # a block of the sm90 family has a multiprocessor to itself
+    ("mla", "sm_90a", "decode"): ("sm80", 16),  # a tile of the sm90 family is filled up to 64 rows
 }
 TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()

@@ -118,6 +118,7 @@ class MlaKernel:
             stream=stream,
             min_blocks_per_mp=traits.blocks_per_sm,
             preferred_smem_carveout=100,
+            use_pdl=traits.early_launch,
         )
         if const_expr(self.problem.is_split):
             batch, rows, _ = tensors.q.shape
@@ -125,6 +126,7 @@ class MlaKernel:
                 grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.blocks_of_row),
                 block=(THREADS, 1, 1),
                 stream=stream,
+                use_pdl=traits.early_launch,
             )
 
     @cute.kernel
@@ -141,6 +143,7 @@ class MlaKernel:
     ):
         base = SmemAllocator().allocate_array(Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         block = MlaBlock(gQ, gK, gO, mLSE, descale, launch, pages, parts, self.make_tiles(base))
+        self.await_launch()
         each_latent_tile(launch, functools.partial(self.compute, block))
 
     @cute.jit
@@ -156,4 +159,11 @@ class MlaKernel:
     def combine(
         self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, blocks_of_row: Int32
     ):
+        self.await_launch()
         combine(parts, gO, mLSE, rows_of_block, blocks_of_row, self.traits.tile_m)
+
+    def await_launch(self) -> None:
+        """Let the next launch begin where blocks of this one end, and wait for the end of the one before."""
+        if self.traits.early_launch:
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
