@@ -20,8 +20,6 @@ from cuteflash.core.split import Line, each_part
 from cuteflash.core.tile import QueryTile
 from cuteflash.mla_problem import MlaProblem, MlaScalars, MlaTensors
 
-LINE_WORDS = 32  # of four bytes, in a line of the caches
-
 
 @dataclasses.dataclass(frozen=True)
 class LatentMask(IntervalMask):
@@ -147,15 +145,6 @@ class LatentLaunch:
         """The rows and the keys of a sequence."""
         keys = cutlass.max(cutlass.min(self.lengths[index], self.capacity), 0)
         return Sequence(0, self.rows, 0, keys)
-
-    @cute.jit
-    def fetch_lengths(self):
-        """Bring the lengths into L2, a line a thread. The launch before this one may still write them: a copy in L2
-        follows what is written.
-        """
-        first = cute.arch.thread_idx()[0] * LINE_WORDS
-        if first < self.lengths.shape[0]:
-            cute.arch.prefetch((self.lengths.iterator + first).llvm_ptr, cache_level="L2")
 
     def mask_of(self, sequence: Sequence) -> LatentMask:
         """The keys that each row of a sequence sees."""

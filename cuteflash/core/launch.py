@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cuteflash.arguments import BwdScalars, BwdTensors, FwdScalars, FwdTensors, PackedTensors, SplitTensors
+from cuteflash.core.ahead import fetch_table, fetch_vectors
 from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.paged import Pages, seqlen_of_caches
@@ -177,6 +178,13 @@ class Launch:
         """The tile with number `index` of the order: what a role works on."""
         m_block, head, batch = self.order.tile(index)
         return self.tile_of(m_block, head, batch, self.sequence(batch))
+
+    def fetch_ahead(self) -> None:
+        """Bring into L2 what says where keys lie, before the wait for the launch ahead of this one."""
+        lengths = self.lengths
+        entries, table = (None, None) if self.pages is None else (self.pages.entries, self.pages.table)
+        fetch_vectors((lengths.cu_q, lengths.used_q, lengths.cu_k, lengths.used_k, lengths.left_k, entries))
+        fetch_table(table)
 
     def sequence(self, batch: Int32) -> Sequence:
         """The sequence of a batch entry, or the rows of Q after the last one."""

@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from cuteflash.atoms import row_copies
 from cuteflash.atoms import sm80 as atoms
+from cuteflash.core.ahead import fetch_table, fetch_vectors
 from cuteflash.core.latent import LatentLaunch, LatentPages, each_latent_tile, entries_last, rows_of_lse
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.tile import QueryTile
@@ -143,6 +144,9 @@ class MlaKernel:
     ):
         base = SmemAllocator().allocate_array(Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
         block = MlaBlock(gQ, gK, gO, mLSE, descale, launch, pages, parts, self.make_tiles(base))
+        if const_expr(self.traits.early_launch):
+            fetch_vectors((launch.lengths,))
+            fetch_table(pages.table)
         self.await_launch()
         each_latent_tile(launch, functools.partial(self.compute, block))
 

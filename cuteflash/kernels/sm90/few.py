@@ -199,6 +199,7 @@ class FlashFewSm90:
             with cute.arch.elect_one():
                 rings.init(WARPS, len(self.copying_threads))
             cute.arch.mbarrier_init_fence()
+        launch.fetch_ahead()
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
         cute.arch.griddepcontrol_wait()  # and this one has, perhaps
         cute.arch.sync_threads()

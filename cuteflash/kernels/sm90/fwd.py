@@ -330,6 +330,7 @@ class FlashFwdSm90:
                     handout.init(readers=consumer_warps + readers)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.problem.is_split):  # the next launch may begin where blocks end; this one has, perhaps
+            launch.fetch_ahead()
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         cute.arch.sync_threads()

@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
 from cuteflash.atoms import sm90 as atoms
+from cuteflash.core.ahead import fetch_table, fetch_vectors
 from cuteflash.core.latent import LatentLaunch, LatentPages, entries_last, rows_of_lse
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
@@ -173,7 +174,8 @@ class FlashMlaDecodeSm90:
             with cute.arch.elect_one():
                 rings.init()
             cute.arch.mbarrier_init_fence()
-        launch.fetch_lengths()
+        fetch_vectors((launch.lengths,))
+        fetch_table(pages.table)
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
         cute.arch.griddepcontrol_wait()  # and this one has, perhaps
         self.sync_cluster()
