@@ -23,7 +23,6 @@ from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
 TILE, PAGE, PAIR = "once a tile", "every page", "every page of a warpgroup's own, which is every other one"
 TMA_LOAD: Final = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
-MULTICAST: Final = TMA_LOAD.replace("shared::cta", "shared::cluster") + ".multicast::cluster"
 EXAMPLE_ROWS, EXAMPLE_PAGES = 128, 4096  # rows of Q, 128 heads of a token; pages of the cache
 LOADER = "one thread of the producer warp"
 
@@ -194,10 +193,8 @@ class ReaderMlaSm90:
 
     def _groups(self) -> str:
         """How the slabs of a page arrive."""
-        groups, cluster = self.traits.groups, self.traits.cluster
+        groups = self.traits.groups
         words = f"Groups of {', '.join(map(str, groups))} slabs have an mbarrier each: products begin with the first."
-        if cluster > 1:
-            words += f" {cluster} blocks of a cluster compute tiles of the same pages; each loads part of them for all."
         return f"{words} Each part of a page, two slabs, is refilled once its readers have released it."
 
     def _load(self, tensor: str, when: When, note: str) -> Step:
@@ -216,13 +213,12 @@ class ReaderMlaSm90:
         _, partition = tma_partition(atom, smem, boxes)
         box, _ = coordinates(partition.layout, (rows, 1, 0)).modes()
         tv = concatenate(Layout(1, 0), box, Layout(cols // SLAB, rows * SLAB if cols > SLAB else 0))
-        multicast = not is_q and self.traits.cluster > 1
         return Step(
             id=f"load_{tensor.lower()}",
             title=f"{tensor}: global → shared memory",
             kind="tma",
-            instruction=MULTICAST if multicast else TMA_LOAD,
-            role=f"{when.role} of either block of a cluster" if multicast else when.role,
+            instruction=TMA_LOAD,
+            role=when.role,
             repeat=when.repeat,
             phase=when.phase,
             touches=(Touch(f"g{tensor}", "read", tv), Touch(f"s{tensor}", "write", tv)),

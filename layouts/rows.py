@@ -150,7 +150,7 @@ def _latent_rows() -> Iterator[ShippedRow]:
     rows = tuple(Row(cast(Any, traits)) for traits in rows_mla_sm90.ROWS)
     peers = RowSet(TableKey(cast(Any, MLA), LATENT_TARGET, "sm90"), (rows_mla_sm90,), rows)
     for traits in rows_mla_sm90.ROWS:
-        problem, _, choice = latent_row(traits.cluster * PAGE_ROWS)
+        problem, _, choice = latent_row(PAGE_ROWS)
         if cast(Any, choice.traits) == traits:
             masks = MASK_KINDS[:2]
             yield ShippedRow(LATENT_TARGET, "sm90", problem, peers, masks, traits.dtypes, ("decode",), choice)
@@ -224,9 +224,7 @@ class Named(NamedTuple):
 def named(problem: Drawn, choice: Choice) -> Named:
     """Names for a problem, as the dispatcher chose to run it."""
     if isinstance(problem, MlaProblem):
-        traits = cast(MlaTraitsSm90, choice.traits)
-        blocks = "one-block" if traits.cluster == 1 else f"cluster-of-{traits.cluster}"
-        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype, blocks))
+        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype,))
     operands, mask = problem.operands, problem.scores.mask
     lengths = choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else ()
     words = (mask, operands.qk_dtype, *_features(problem), *lengths)

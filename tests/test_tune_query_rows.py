@@ -160,7 +160,7 @@ def test_a_gate_asks_for_no_more_rows_than_there_are(traits: FwdTraitsFewSm90, g
 @pytest.mark.parametrize("traits", [OTHER, SM80, MlaTraitsSm80(64, 32, 33, k_parts=2)], ids=["sm90", "16", "64"])
 def test_a_gate_of_latents_has_tiles_of_all_kinds(traits: Any) -> None:
     cells = gate_cells(LATENT, traits)
-    assert all(traits.serves(cell.query_rows) and cell.problem == LATENT and cell.kv_heads == 1 for cell in cells)
+    assert all(holds(traits, cell.query_rows) and cell.problem == LATENT and cell.kv_heads == 1 for cell in cells)
     rows = {cell.query_rows % traits.tile_m for cell in cells}
     assert 0 in rows and len(rows) > 1 and {cell.seqlen_q for cell in cells} > {1, 5}
     assert {cell.inputs for cell in cells} == {"plain", *cuda_backend.GATE_INPUTS}

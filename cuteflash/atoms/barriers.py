@@ -161,19 +161,3 @@ def arrive(barrier: cute.Pointer) -> None:
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
-
-
-def arrive_in_cluster(barrier: cute.Pointer, blocks: int) -> None:
-    """A warp arrives at this mbarrier of all blocks of its cluster once all of its lanes are here.
-
-    It says that tiles were read, and orders no writes of this thread for other blocks: that would take a barrier of the
-    whole memory. Addresses are computed with the arrival, not before a loop, since they would take registers.
-    """
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        for rank in range(blocks):
-            cute.arch.inline_ptx(
-                "{.reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; "
-                "mbarrier.arrive.shared::cluster.b64 _, [there];}",
-                read_only_args=[barrier, Int32(rank)],
-            )

@@ -87,11 +87,6 @@ def tma_load(tensor: cute.Tensor, tile: cute.ComposedLayout, box: cute.Tiler):
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box)
 
 
-def tma_multicast_load(tensor: cute.Tensor, tile: cute.ComposedLayout, box: cute.Tiler):
-    """As `tma_load`, of a box that the copy's `mcast_mask` says which blocks of the cluster get."""
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), tensor, tile, box)
-
-
 def tma_store(tensor: cute.Tensor, tile: cute.ComposedLayout, box: cute.Tiler):
     """(copy atom, coordinate tensor) of a shared-to-global box."""
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, tile, box)

@@ -29,22 +29,16 @@ class LatentMask(IntervalMask):
         heads: rows of a token.
         step: keys that a token sees less than the next one: 1, or 0 if all see all keys.
         tile_cost: pages that a tile is counted for beside those that it reads.
-        in_step: all tiles of a sequence read the same pages, also those of which they see no key.
     """
 
     heads: Index = 1
     step: Index = 1
     tile_cost: Index = 0
-    in_step: cutlass.Constexpr[bool] = False
 
     def kv_bounds(self, query: Index) -> tuple[Index, Index]:
         """The keys `[lo, hi)` that row `query` sees; empty if `hi <= lo`."""
         later = cutlass.max(self.seqlen_q // self.heads - 1 - query // self.heads, 0)  # tokens; 0 of a row past the end
         return 0, self.seqlen_k - self.step * later
-
-    def n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
-        """The pages `[lo, hi)` that a tile with the rows `first..last` (inclusive) reads."""
-        return super().n_blocks(first, self.seqlen_q - 1 if self.in_step else last, tile_n)
 
     def most_blocks(self, tokens: int, tile_n: int) -> Index:
         """What a tile costs, in pages, at least 1."""
@@ -102,7 +96,6 @@ class LatentLaunch:
         line: the sequences, whose keys blocks share; None if a tile has one block.
         tile_cost: see `LatentMask`.
         tile_m, tile_n: of the kernel.
-        in_step: see `LatentMask`.
     """
 
     lengths: cute.Tensor
@@ -116,7 +109,6 @@ class LatentLaunch:
     tile_cost: Int32
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
-    in_step: cutlass.Constexpr[bool]
 
     @classmethod
     def of(cls, traits, problem: MlaProblem, tensors: MlaTensors, scalars: MlaScalars) -> LatentLaunch:
@@ -138,7 +130,6 @@ class LatentLaunch:
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
             tile_cost=scalars.tile_cost,
-            in_step=traits.cluster > 1,
         )
 
     def sequence(self, index: Int32) -> Sequence:
@@ -157,7 +148,6 @@ class LatentLaunch:
             heads=self.heads,
             step=self.step,
             tile_cost=self.tile_cost,
-            in_step=self.in_step,
         )
 
     def tile_of(self, m_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> QueryTile:

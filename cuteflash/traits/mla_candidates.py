@@ -23,6 +23,8 @@ SM90_FIELDS: dict[str, tuple[Any, ...]] = {
         (1, 2, 2, 2, 2),
         (1, 4, 4),
         (1, 2, 2, 4),
+        (2, 2, 2, 2, 1),
+        (1, 3, 5),
         (3, 2, 2, 2),
         (3, 2, 4),
         (1, 2, 6),
@@ -32,8 +34,7 @@ SM90_FIELDS: dict[str, tuple[Any, ...]] = {
         (9,),
         (1,) * 9,
     ),
-    "cluster": (1, 2),
-    "headroom": (8.0, 4.0, 0.0),
+    "headroom": (8.0, 6.0, 4.0, 0.0),
 }
 SM90_REGS = tuple((producer, 252 - producer // 2) for producer in (24, 40, 56, 72))  # with those of two consumers
 SM80_FIELDS: dict[str, tuple[Any, ...]] = {

@@ -47,7 +47,6 @@ class MlaTraitsMma(abc.ABC):
     features: ClassVar[frozenset[Feature]] = frozenset({"split", "varlen"})
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
-    cluster: ClassVar[int] = 1
     columns: ClassVar[int]  # of 16 bits of a cached row
     tile_cost: ClassVar[int] = 2  # pages that are read in the time that a block takes between two tiles
 

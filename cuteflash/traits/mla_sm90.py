@@ -37,8 +37,6 @@ class MlaTraitsSm90:
     Attributes:
         groups: numbers of slabs of 64 columns of a page that arrive together, in `ORDER`; products of the first ones
             begin while the others are on their way.
-        cluster: blocks that load pages for each other, 1 or 2: query tiles of the same sequences. Each loads every
-            other group, for both; 2 needs an even number of query tiles.
         headroom: powers of two by which a score may exceed its row's maximum before that moves, and with it O and
             the row's sum are scaled: exponentials reach 2 to this power.
         producer_regs, mma_regs: registers a thread.
@@ -57,7 +55,6 @@ class MlaTraitsSm90:
     num_threads: ClassVar[int] = (1 + CONSUMERS) * WARPGROUP
 
     groups: tuple[int, ...] = (1, 2, 2, 2, 2)
-    cluster: int = 1
     headroom: float = 8.0
     producer_regs: int = 40
     mma_regs: int = 232
@@ -109,18 +106,12 @@ class MlaTraitsSm90:
         """Registers a thread of a consumer warpgroup needs for O, S, P and the last columns of Q."""
         return HELD_REGS
 
-    def serves(self, rows: int) -> bool:
-        """Whether sequences of so many query rows are decoded like this: a cluster has tiles of one sequence."""
-        return -(-rows // self.tile_m) % self.cluster == 0
-
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
         if self.family not in arch.families:
             return f"{arch.name} does not run the {self.family} family"
         if any(size < 1 for size in self.groups) or sum(self.groups) != SLABS:
             return f"groups {self.groups} are not {SLABS} slabs"
-        if self.cluster not in (1, 2):
-            return f"cluster {self.cluster} is not 1 or 2"
         if not 0 <= self.headroom <= 8:
             return f"headroom {self.headroom} is not 0 to 8: sums of 16-bit exponentials must not overflow"
         if self.smem_bytes > arch.smem_per_block:

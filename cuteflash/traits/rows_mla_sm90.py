@@ -1,7 +1,6 @@
 """Rows of the kernel that decodes latent attention on Hopper: the first that fits is taken.
 
-Query tiles of a sequence read the same pages at the same time, out of L2. Two blocks that load them for each other
-(`cluster=2`) are 1 % slower, for they wait for each other, too.
+Query tiles of a sequence read the same pages at the same time, out of L2 (docs/performance.md, "Latent attention").
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ class FlashMlaDecodeSm90:
         """TMA descriptors of Q and of the cache, a slab at a time."""
         slab = cute.select(self.smem_layout(SLAB), mode=[0, 1])
         load_q, gQ = atoms.tma_load(entries_last(tensors.q), slab, (WGMMA_M, SLAB))
-        make_load_k = atoms.tma_load if self.traits.cluster == 1 else atoms.tma_multicast_load
-        load_k, gK = make_load_k(entries_last(tensors.kv_cache), slab, (self.traits.tile_n, SLAB))
+        load_k, gK = atoms.tma_load(entries_last(tensors.kv_cache), slab, (self.traits.tile_n, SLAB))
         return MlaTma(load_q, load_k, gQ, gK)
 
     def make_tiles(self, base: cute.Pointer) -> MlaTiles:
@@ -138,7 +137,6 @@ class FlashMlaDecodeSm90:
         self.kernel(self.make_tma(tensors), gO, mLSE, launch, pages, parts).launch(
             grid=(scalars.shares * launch.m_blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
-            cluster=(traits.cluster, 1, 1) if traits.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
             use_pdl=True,
@@ -164,9 +162,7 @@ class FlashMlaDecodeSm90:
         traits, plan = self.traits, self.traits.smem_plan
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
-        rings = MlaRings.create(
-            cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups), traits.cluster
-        )
+        rings = MlaRings.create(cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups))
         block = MlaBlock(tma, self.make_tiles(base), rings, launch, gO, pages, mLSE, parts)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k):
@@ -178,7 +174,7 @@ class FlashMlaDecodeSm90:
         fetch_table(pages.table)
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
         cute.arch.griddepcontrol_wait()  # and this one has, perhaps
-        self.sync_cluster()
+        cute.arch.sync_threads()
 
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
@@ -190,17 +186,6 @@ class FlashMlaDecodeSm90:
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
             consume(self, block, 1)
-        if const_expr(traits.cluster > 1):
-            self.sync_cluster()  # nobody loads into a block that has ended, or arrives there
-
-    @cute.jit
-    def sync_cluster(self):
-        """A barrier of all threads of the cluster."""
-        if const_expr(self.traits.cluster == 1):
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.kernel
     def combine(

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cuteflash.atoms.barriers import arrive, arrive_in_cluster, wait_phase
+from cuteflash.atoms.barriers import arrive, wait_phase
 from cuteflash.core.latent import LatentLaunch, LatentPages
 from cuteflash.kernels.common.mla_combine import LatentParts
 from cuteflash.traits.mla_sm90 import PARTS
@@ -72,7 +72,6 @@ class MlaRings:
         full: of each page its groups of slabs.
         empty: of each page its parts.
         groups: groups of slabs of a page.
-        cluster: blocks that load pages for each other; a part is empty if it is so in all of them.
     """
 
     q_full: cute.Pointer
@@ -80,12 +79,11 @@ class MlaRings:
     full: cute.Pointer
     empty: cute.Pointer
     groups: cutlass.Constexpr[int]
-    cluster: cutlass.Constexpr[int]
 
     @classmethod
-    def create(cls, barriers: cute.Pointer, groups: int, cluster: int) -> MlaRings:
+    def create(cls, barriers: cute.Pointer, groups: int) -> MlaRings:
         """Over mbarriers at `barriers`, as many as the traits count."""
-        return cls(barriers, barriers + 2, barriers + 4, barriers + 4 + 2 * groups, groups, cluster)
+        return cls(barriers, barriers + 2, barriers + 4, barriers + 4 + 2 * groups, groups)
 
     def init(self) -> None:
         """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
@@ -97,7 +95,7 @@ class MlaRings:
         for page, halves in enumerate(READERS):
             for part in range(PARTS):
                 warps = CONSUMER_WARPS if part == ROPE else halves[part // HALF_PARTS]
-                cute.arch.mbarrier_init(self.empty + PARTS * page + part, warps * self.cluster)
+                cute.arch.mbarrier_init(self.empty + PARTS * page + part, warps)
 
     def wait_group(self, page: int, group: int, phase: Int32) -> None:
         """Consumer: wait until a group of slabs is there."""
@@ -105,10 +103,7 @@ class MlaRings:
 
     def release(self, page: int, part: int) -> None:
         """Consumer warp: it has finished reading a part of a page."""
-        if self.cluster == 1:
-            arrive(self.empty + PARTS * page + part)
-        else:
-            arrive_in_cluster(self.empty + PARTS * page + part, self.cluster)
+        arrive(self.empty + PARTS * page + part)
 
 
 def parity(kv_pos: Int32, page: Int32 | int) -> Int32:

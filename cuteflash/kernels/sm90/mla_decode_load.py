@@ -6,7 +6,7 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, const_expr
+from cutlass import Int32
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
@@ -103,10 +103,7 @@ def load_q(
 
 @cute.jit
 def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, Int32], page: Int32, phase: Int32):
-    """Load what lies at `place` as page 0 or 1, each part once its place is free in all blocks of the cluster.
-
-    Each block announces all groups at its own mbarriers, and loads its part of them for all blocks.
-    """
+    """Load what lies at `place` as page 0 or 1, each part once its place is free."""
     traits, rings, tma = kernel.traits, block.rings, block.tma
     inside, entry = place
     phase = phase ^ 1
@@ -119,14 +116,8 @@ def load_page(kernel: cutlass.Constexpr, block: MlaBlock, place: tuple[Int32, In
         barrier = rings.full + page * rings.groups + group
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(slabs) * rows * SLAB * ELEMENT_BYTES)
-        if const_expr(traits.cluster == 1):
-            for slab in slabs:
-                cute.copy(tma.load_k, tKgK[None, slab], tKsK[None, page * SLABS + slab], tma_bar_ptr=barrier)
-        elif cute.arch.block_idx_in_cluster() == group % traits.cluster:
-            everyone = Int16((1 << traits.cluster) - 1)
-            for slab in slabs:
-                target = tKsK[None, page * SLABS + slab]
-                cute.copy(tma.load_k, tKgK[None, slab], target, tma_bar_ptr=barrier, mcast_mask=everyone)
+        for slab in slabs:
+            cute.copy(tma.load_k, tKgK[None, slab], tKsK[None, page * SLABS + slab], tma_bar_ptr=barrier)
 
 
 def parts_from(slabs: tuple[int, ...]) -> list[int]:
