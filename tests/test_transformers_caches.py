@@ -195,6 +195,31 @@ def test_other_implementations_still_batch():
     assert [out.generated_tokens for out in results.values()] == [alone("llama", prompts(3)[0])]
 
 
+def test_a_step_comes_after_its_inputs_are_cleared(monkeypatch):
+    """Which transformers does on the current stream, without a wait, and copies the step's inputs on another one."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingIOs
+
+    integration.register()
+    happened = []
+
+    class Stream:
+        def synchronize(self):
+            happened.append("waited")
+
+    def streams(device):
+        happened.append(device.type)
+        return Stream()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", streams)
+    for kind in ("cuda", "cpu"):
+        inputs = object.__new__(ContinuousBatchingIOs)
+        inputs.device, inputs.compute_stream = torch.device(kind), None
+        inputs._reset_static_tensors = lambda full_reset: happened.append("cleared")
+        inputs.reset()
+        assert inputs.requests_in_batch == []
+    assert happened == ["cleared", "cuda", "waited", "cleared"]
+
+
 def test_outside_of_continuous_batching_its_implementation_is_refused():
     built = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation=PAGED_NAME))
     with pytest.raises(ValueError, match=r'cache is None; .* attn_implementation="cuteflash"'):

@@ -20,6 +20,7 @@ from tests.serving_parts import make_prompts  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 ANSWER = 20
+BUSY_CLOCKS = 200_000_000  # a tenth of a second
 PROMPTS = make_prompts(3, 40, 1, 70, 300)
 each_preset = pytest.mark.parametrize("preset", ["tiny", "tiny-qwen3", "tiny-mistral"])
 
@@ -79,11 +80,16 @@ def test_generate_compiles_steps_with_a_static_cache(cuda: torch.device) -> None
 
 @each_preset
 def test_continuous_batching(device: torch.device, preset: str) -> None:
-    """Twice with one manager: the second time its CUDA graphs are replayed with other lengths."""
+    """Twice with one manager: the second time its CUDA graphs are replayed with other lengths.
+
+    The stream is busy on which transformers clears the inputs of a step, and not the one on which it copies them.
+    """
     ours = model(preset, device, "cuteflash")
     generation = transformers.GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, max_requests_per_batch=8)
     for prompts in (PROMPTS, PROMPTS[1:3]):
+        if device.type == "cuda":
+            torch.cuda._sleep(BUSY_CLOCKS)
         results = ours.generate_batch(
             [list(prompt) for prompt in prompts],
             generation_config=generation,

@@ -12,6 +12,8 @@ import functools
 import sys
 from typing import Any
 
+import torch
+
 from cuteflash.integrations.transformers.load import FP8_NAME, NAME, NAMES, PAGED_NAME
 
 BATCHING = "transformers.generation.continuous_batching"
@@ -67,6 +69,7 @@ def join_batches() -> None:
     if switch is None or decide is None or getattr(switch, "knows_cuteflash", False):
         return
     manager.switch_to_cb_friendly_attn = _switches(switch)
+    api.ContinuousBatchingIOs.reset = _waits(api.ContinuousBatchingIOs.reset)
     initialization.ensure_decode_fast_path_is_available = _decides(decide)
 
 
@@ -96,6 +99,21 @@ def _switches(original: Any) -> Any:
 
     switch_to_cb_friendly_attn.knows_cuteflash = True  # type: ignore[attr-defined]
     return switch_to_cb_friendly_attn
+
+
+def _waits(original: Any) -> Any:
+    @functools.wraps(original)
+    def reset(self: Any) -> None:
+        """Clear the inputs of steps, and wait for it.
+
+        transformers clears them on the current stream and copies the next step's on another one, which does not wait: a
+        GPU that is busy clears them after that, and the step's tokens are wrong (transformers 5.17 and 5.23).
+        """
+        original(self)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    return reset
 
 
 def _decides(original: Any) -> Any:
