@@ -3,6 +3,7 @@
     python -m benchmarks.ladder --json benchmarks/results/ladder.json [--plot PNG] [--into docs/ladder.md]
     python -m benchmarks.ladder --backward --json PATH [--plot PNG]
     python -m benchmarks.ladder --fp8 --json PATH [--plot PNG]
+    python -m benchmarks.ladder --decode --json PATH [--plot PNG]
     python -m benchmarks.ladder --render benchmarks/results/ladder.json --plot PNG --into docs/ladder.md
 
 Every rung is a trait of the shipped kernels (`cuteflash/traits/`): the ladder shows the code that runs, no copy of it.
@@ -34,7 +35,7 @@ from cuteflash.tune.peers import missing_peer
 from cuteflash.tune.timing import ROUNDS, HangError
 from cuteflash.tune.variants import Variant
 
-from . import backward_ladder, device, fp8_ladder, ladder_report
+from . import backward_ladder, decode_ladder, device, fp8_ladder, ladder_report
 from .ahead import compile_all
 from .contest import Maker, measure, progress, write
 from .implementations import runner, target_of, unavailable, variant_runner
@@ -206,6 +207,7 @@ def run(ladders: Sequence[Climbable], cells: Sequence[Cell], arguments: argparse
     result: dict[str, Any] = {
         "environment": device.environment(where),
         "matmul_tflops": machine.make_matmul(where).tflops(where),
+        "copy_gbps": device.copy_gbps(where),
         "rungs": {item.name: item.told() for item in ladders},
         "cells": [],
     }
@@ -233,17 +235,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--backward", action="store_true", help="the ladders of the backward")
     which.add_argument("--fp8", action="store_true", help="the ladder of 8-bit operands")
+    which.add_argument("--decode", action="store_true", help="the ladders of decoding, on cells of their own")
     parser.add_argument("--family", choices=[item.family for item in LADDERS], help="only this family's")
-    parser.add_argument("--cells", default=CELLS, metavar="D:S:MASK,...", help=f"default: {CELLS}")
+    parser.add_argument("--cells", metavar="D:S:MASK,...", help=f"default: {CELLS}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compiler processes")
     arguments = parser.parse_args(argv)
-    try:
-        form: dict[str, Any] = {"dtype": "e4m3", "transposed_v": True} if arguments.fp8 else {}
-        arguments.cells = [parse_cell(text, **form) for text in arguments.cells.split(",")]
-    except ValueError as failure:
-        parser.error(f"--cells: {failure}")
     ladders: Sequence[Climbable] = LADDERS
+    if arguments.decode:
+        if arguments.cells is not None:
+            parser.error("--cells: the ladders of decoding have cells of their own")
+        arguments.cells, ladders = list(decode_ladder.CELLS), decode_ladder.LADDERS
+    else:
+        try:
+            form: dict[str, Any] = {"dtype": "e4m3", "transposed_v": True} if arguments.fp8 else {}
+            arguments.cells = [parse_cell(text, **form) for text in (arguments.cells or CELLS).split(",")]
+        except ValueError as failure:
+            parser.error(f"--cells: {failure}")
     if arguments.backward or arguments.fp8:
         ladders = backward_ladder.LADDERS if arguments.backward else fp8_ladder.LADDERS
     arguments.ladders = [item for item in ladders if arguments.family in (None, item.family)]

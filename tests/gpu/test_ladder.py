@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import backward_ladder
+from benchmarks import backward_ladder, decode_ladder
 from benchmarks.backward_ladder import BackwardLadder
+from benchmarks.decode_ladder import DecodeLadder, decode_cell, latent_cell
 from benchmarks.judges import GradientJudge
 from benchmarks.ladder import LADDERS, Ladder
 from cuteflash.problem import MaskKind
@@ -51,3 +52,21 @@ def test_a_rung_of_the_backward_is_right(steps: BackwardLadder, title: str, mask
     judge = GradientJudge.of(cell, cuda)
     run = bwd_runner(steps.traits(cell, arch.name)[title], arch.name, judge.inputs)
     assert judge.complaint(first_call(run, cuda), None) is None
+
+
+DECODE_CELLS = {"decoding": (decode_cell(3, 1363),), "latents": (latent_cell(3, 777, 16), latent_cell(3, 777, 128))}
+DECODE_RUNGS = [(item, rung["title"]) for item in decode_ladder.LADDERS for rung in item.told()]
+
+
+@pytest.mark.parametrize(("steps", "title"), DECODE_RUNGS, ids=[f"{item.name}-{title}" for item, title in DECODE_RUNGS])
+def test_a_rung_of_decoding_is_right(steps: DecodeLadder, title: str, cuda: torch.device) -> None:
+    arch = arch_of_capability(*torch.cuda.get_device_capability(cuda))
+    if steps.family not in arch.families:
+        pytest.skip(f"{arch.name} does not run the {steps.family} family")
+    cells = DECODE_CELLS[steps.name.split()[1]]
+    cell = next((one for one in cells if steps.serves(one, arch.name)), None)
+    if cell is None:
+        pytest.skip(f"{arch.name} runs other kernels")
+    judge = steps.judge(cell, cuda)
+    out = first_call(steps.makers(cell, arch.name)[title](judge.inputs), cuda)
+    assert judge.complaint(out, None) is judge.imprecision(out) is None
