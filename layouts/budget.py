@@ -13,6 +13,7 @@ from cuteflash.traits.bwd_sm80 import TURN_REGS, BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.mla_mma import MlaTraitsMma
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80, registers_a_thread
@@ -35,6 +36,9 @@ NAMES = {
     "statistics": "statistics",
     "arrival": "arrival",
     "pages": "sK",
+    "halves": "sS",
+    "maxima": "maxima",
+    "factors": "factors",
     "p0": "sP, warpgroup 0",
     "p1": "sP, warpgroup 1",
 }
@@ -72,7 +76,7 @@ def launch_registers(traits: Traits, arch: ArchSpec, turn_threads: int = 0) -> i
 
 
 def _shared_memory(traits: Traits, arch: ArchSpec, regions_of: Mapping[str, SmemRegion]) -> dict[str, Any]:
-    plan = {NAMES.get(name, f"s{name.upper()}"): region for name, region in regions_of.items()}
+    plan = {NAMES.get(name, f"s{name.upper()}"): region for name, region in regions_of.items() if region.nbytes}
     regions = []
     for name, region in plan.items():
         shared = [other for other, r in plan.items() if other != name and r.start < region.end and region.start < r.end]
@@ -106,7 +110,7 @@ def _registers(
             _role("warpgroups that compute", computing, traits.num_threads, traits.mma_regs(arch), parts),
             _role("warpgroup apart", turn_threads // WARPGROUP, turn_threads, TURN_REGS, []),
         ]
-    elif isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
+    elif isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80 | MlaTraitsMma):
         roles = [_role("all warps", 0, traits.num_threads, launch, _live_parts(traits, fragments))]
     else:
         own: Any = traits  # of the sm90 family

@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from cuteflash.compile import BuildReport
-from cuteflash.dispatch import KERNELS, Choice, choose_mla, choose_shipped
-from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS, MlaProblem
+from cuteflash.dispatch import KERNELS, MLA_ROWS, Choice, choose, choose_shipped, latent_rows
+from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V, MlaProblem
 from cuteflash.problem import (
     DTYPE_BYTES,
     FEATURES,
@@ -25,14 +26,16 @@ from cuteflash.problem import (
     Operation,
     Problem,
 )
-from cuteflash.traits import rows_mla_sm90
-from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits import rows_mla_sm80, rows_mla_sm90
+from cuteflash.traits.arch import ARCHS, Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.mla_mma import MlaTraitsMma
+from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -47,7 +50,7 @@ from .scene import Scene, Step, Touch
 Drawn = Problem | MlaProblem  # what a row that is drawn runs
 MLA = "mla"
 OPERATIONS: tuple[str, ...] = ("fwd", "bwd", MLA)  # whose rows are drawn
-LATENT_TARGET = "sm_90a"
+LATENT_MODULES: dict[Family, ModuleType] = {"sm80": rows_mla_sm80, "sm90": rows_mla_sm90}
 KERNELS_OWN: frozenset[Feature] = frozenset({"turned_v", "split", "e4m3_cache"})  # that a row's kernel always has
 # How a problem of an operation is made, and the features that one may ask for.
 ASKED: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
@@ -78,6 +81,7 @@ PARTS: dict[type[Any], tuple[Part, ...]] = {
     FwdTraitsSm90: (Part("read_sm90", "ReaderSm90"),),
     FwdTraitsFp8Sm90: (Part("read_fp8_sm90", "ReaderFp8Sm90"),),
     FwdTraitsCacheSm90: (Part("read_cache_sm90", "ReaderCacheSm90"),),
+    MlaTraitsSm80: (Part("read_mla_sm80", "ReaderMlaSm80"),),
     MlaTraitsSm90: (Part("read_mla_sm90", "ReaderMlaSm90"),),
     BwdTraitsSm80: (Part("read_bwd_sm80", "ReaderBwdSm80"),),
     BwdTraitsSm90: (Part("read_bwd_sm90", "ReaderBwdSm90"),),
@@ -146,30 +150,29 @@ def shipped_rows(operation: str = "fwd") -> Iterator[ShippedRow]:
 
 
 def _latent_rows() -> Iterator[ShippedRow]:
-    """The rows of latent attention, which serve all lengths and both masks."""
-    rows = tuple(Row(cast(Any, traits)) for traits in rows_mla_sm90.ROWS)
-    peers = RowSet(TableKey(cast(Any, MLA), LATENT_TARGET, "sm90"), (rows_mla_sm90,), rows)
-    for traits in rows_mla_sm90.ROWS:
-        problem, _, choice = latent_row(traits.cluster * PAGE_ROWS)
-        if cast(Any, choice.traits) == traits:
-            masks = MASK_KINDS[:2]
-            yield ShippedRow(LATENT_TARGET, "sm90", problem, peers, masks, traits.dtypes, ("decode",), choice)
+    """The rows of latent attention, which serve all lengths and both masks, with the query rows of a token."""
+    problem = MlaProblem("bf16")
+    for target, arch in ARCHS.items():
+        for family in arch.families:
+            rows = latent_rows(MLA_ROWS[family])
+            peers = RowSet(TableKey(cast(Any, MLA), target, family), (LATENT_MODULES[family],), rows)
+            chosen = (choose_shipped(problem, target, family, "decode", heads) for heads in range(1, HEADS_MAX + 1))
+            choices = {choice.row: choice for choice in chosen}
+            for row in (row for row in rows if row in choices):
+                yield ShippedRow(target, family, problem, peers, MASK_KINDS[:2], row.dtypes, row.lengths, choices[row])
 
 
-def latent_row(heads: int, dtype: HalfDtype = "bf16", target: str = LATENT_TARGET) -> tuple[Drawn, str, Choice]:
-    """(problem, target, choice) of decoding a token of so many query heads.
+def latent_row(
+    heads: int, dtype: HalfDtype = "bf16", target: str = "sm_90a", family: Family | None = None
+) -> tuple[Drawn, str, Choice]:
+    """(problem, target, choice) of decoding a token of so many query heads, as dispatch runs it.
 
     Raises:
-        NotImplementedError: a target whose rows are not drawn.
+        ValueError: no such target or family.
+        NotImplementedError: the target does not run the family.
     """
-    if target != LATENT_TARGET:
-        raise NotImplementedError(f"the target is {target}; rows of latent attention are drawn for: {LATENT_TARGET}")
     problem = MlaProblem(dtype)
-    traits = cast(MlaTraitsSm90, choose_mla(problem, heads, target, "sm90"))
-    number = rows_mla_sm90.ROWS.index(traits) + 1
-    source = f"shipped rows of latent attention, number {number} of {len(rows_mla_sm90.ROWS)}"
-    row = Row(cast(Any, traits), lengths=("decode",))
-    return problem, target, Choice("sm90", cast(Any, traits), row, source)
+    return problem, target, choose(problem, target, family, "decode", heads)
 
 
 def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
@@ -224,9 +227,10 @@ class Named(NamedTuple):
 def named(problem: Drawn, choice: Choice) -> Named:
     """Names for a problem, as the dispatcher chose to run it."""
     if isinstance(problem, MlaProblem):
-        traits = cast(MlaTraitsSm90, choice.traits)
-        blocks = "one-block" if traits.cluster == 1 else f"cluster-of-{traits.cluster}"
-        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype, blocks))
+        latent = cast("MlaTraitsMma | MlaTraitsSm90", choice.traits)
+        of_blocks = "one-block" if latent.cluster == 1 else f"cluster-of-{latent.cluster}"
+        word = f"{latent.tile_m}x{latent.tile_n}" if isinstance(latent, MlaTraitsMma) else of_blocks
+        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype, word))
     operands, mask = problem.operands, problem.scores.mask
     lengths = choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else ()
     words = (mask, operands.qk_dtype, *_features(problem), *lengths)

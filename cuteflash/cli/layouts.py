@@ -53,7 +53,7 @@ Split = Annotated[bool, typer.Option("--split", help="Of a forward: a row that s
 E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward on Hopper: a row of e4m3 caches.")]
 Heads = Annotated[
     int | None,
-    typer.Option(min=1, max=HEADS_MAX, help="Of mla: query heads, whose tiles of 64 choose the row; default: 128."),
+    typer.Option(min=1, max=HEADS_MAX, help="Of mla: query heads, which choose the row; default: 128."),
 ]
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
 Lengths = Annotated[
@@ -130,8 +130,8 @@ def layouts(
             raise typer.Exit(0 if good else 1)
         where, of_values = (arch, head_dim, family), (dtype or "bf16", transposed_v, split, e4m3_cache)
         if operation == "mla":
-            _refuse("with kernel mla, whose sizes are one", of_problem | {"head-dim": head_dim, "family": family})
-            row = _latent_row(arch, dtype or "bf16", heads or HEADS_MAX)
+            _refuse("with kernel mla, whose sizes are one", of_problem | {"head-dim": head_dim})
+            row = _latent_row(arch, family, dtype or "bf16", heads or HEADS_MAX)
         else:
             row = _row(operation, where, head_dim_v, (mask or "full", lengths or "long"), of_values)
         if form in PICTURES:
@@ -140,10 +140,12 @@ def layouts(
             _whole((*row, compile_now, part), form, output)
 
 
-def _latent_row(arch: str | None, dtype: str, heads: int) -> tuple[Any, str, Choice]:
+def _latent_row(arch: str | None, family: str | None, dtype: str, heads: int) -> tuple[Any, str, Choice]:
     """(problem, target, choice) of decoding latent attention."""
     target = information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
-    found: tuple[Any, str, Choice] = companion("layouts.rows").latent_row(heads, _one("dtype", dtype, DTYPES), target)
+    chosen = None if family is None else _one("family", family, FAMILIES)
+    latent_row = companion("layouts.rows").latent_row
+    found: tuple[Any, str, Choice] = latent_row(heads, _one("dtype", dtype, DTYPES), target, chosen)
     return found
 
 

@@ -227,13 +227,17 @@ def test_the_gallery_is_every_table_row_that_a_problem_reaches() -> None:
 
 
 def test_a_latent_row_is_chosen_by_the_query_heads(here: pathlib.Path) -> None:
-    for heads, cluster in (("128", 2), ("16", 1)):
-        result = call("--kernel", "mla", "--arch", "sm_90a", "--heads", heads, "--format", "json")
+    names = []
+    for asked in (("128",), ("64",), ("16",), ("16", "--family", "sm90")):
+        result = call("--kernel", "mla", "--arch", "sm_90a", "--format", "json", "--heads", *asked)
         assert result.exit_code == 0, result.output
         scene = json.loads(result.stdout)
-        assert (scene["kernel"]["operation"], scene["kernel"]["traits"]["cluster"]) == ("mla", cluster)
+        names.append((scene["kernel"]["name"], scene["id"].split("bf16-")[1]))
         assert scene["lanes"] == [["Q", "Qr"], ["K", "Kr"], ["S", "P"], ["V"], ["O"]]
-    result = call("--kernel", "mla", "--all", "-o", "site")
+    hopper = "FlashMlaDecodeSm90"
+    ampere = ("FlashMlaDecodeSm80", "16x64")
+    assert names == [(hopper, "cluster-of-2"), (hopper, "one-block"), ampere, (hopper, "one-block")]
+    result = call("--kernel", "mla", "--all", "--arch", "sm_86", "-o", "site")
     assert result.exit_code == 0 and "6 pages of 2 rows" in result.stdout
 
 
@@ -285,7 +289,7 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--e4m3-cache"), "no row of fwd/sm_80/sm80 runs head_dim 64"),
         ((*ROW, "--heads", "64"), "--heads is given without kernel mla"),
         (("--kernel", "mla", *ROW, "-o", "x"), "--head-dim is given with kernel mla, whose sizes are one"),
-        (("--kernel", "mla", "--arch", "sm_80", "-o", "x"), "the target is sm_80; rows of latent attention are drawn"),
+        (("--kernel", "mla", "--arch", "sm_80", "--family", "sm90", "-o", "x"), "family is 'sm90', which sm_80 does"),
         (("--kernel", "mla", "--arch", "sm_90a", "--dtype", "e4m3", "-o", "x"), "dtype is 'e4m3'; allowed: fp16, bf16"),
         (("--kernel", "mla", "--all", "--heads", "64", "-o", "x"), "--heads is given without kernel mla, or with"),
         ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
