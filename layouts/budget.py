@@ -13,6 +13,7 @@ from cuteflash.traits.bwd_sm80 import TURN_REGS, BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.mla_mma import MlaTraitsMma
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import Traits
@@ -32,6 +33,7 @@ NAMES = {
     "stored_v": "sV_stored",
     "handout": "handout",
     "stored_k": "sK_stored",
+    "found": "sO",
     "handed": "handed",
     "statistics": "statistics",
     "arrival": "arrival",
@@ -153,8 +155,8 @@ def _registers(
 
 def _consumers(traits: Any) -> int:
     """Warpgroups that compute products of keys."""
-    if isinstance(traits, BwdTwoPassTraitsSm90 | MlaTraitsSm90):
-        return CONSUMERS  # two of either
+    if isinstance(traits, BwdTwoPassTraitsSm90 | MlaTraitsSm90 | FwdTraitsFewSm90):
+        return CONSUMERS  # two of each
     found: int = traits.consumer_warpgroups if isinstance(traits, FwdTraitsSm90) else traits.mma_warpgroups
     return found
 

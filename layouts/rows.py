@@ -26,12 +26,13 @@ from cuteflash.problem import (
     Operation,
     Problem,
 )
-from cuteflash.traits import rows_mla_sm80, rows_mla_sm90
+from cuteflash.traits import rows_few_sm90, rows_mla_sm80, rows_mla_sm90
 from cuteflash.traits.arch import ARCHS, Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
 from cuteflash.traits.mla_mma import MlaTraitsMma
@@ -40,7 +41,7 @@ from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import RowSet, row_sets
+from cuteflash.traits.tables import FEW_ROWS, RowSet, row_sets, tables_of
 
 from .banks import WARP, ways
 from .budget import budget
@@ -81,6 +82,7 @@ PARTS: dict[type[Any], tuple[Part, ...]] = {
     FwdTraitsSm90: (Part("read_sm90", "ReaderSm90"),),
     FwdTraitsFp8Sm90: (Part("read_fp8_sm90", "ReaderFp8Sm90"),),
     FwdTraitsCacheSm90: (Part("read_cache_sm90", "ReaderCacheSm90"),),
+    FwdTraitsFewSm90: (Part("read_few_sm90", "ReaderFewSm90"),),
     MlaTraitsSm80: (Part("read_mla_sm80", "ReaderMlaSm80"),),
     MlaTraitsSm90: (Part("read_mla_sm90", "ReaderMlaSm90"),),
     BwdTraitsSm80: (Part("read_bwd_sm80", "ReaderBwdSm80"),),
@@ -133,7 +135,7 @@ def shipped_rows(operation: str = "fwd") -> Iterator[ShippedRow]:
     if operation == MLA:
         yield from _latent_rows()
         return
-    for peers in row_sets(cast(Operation, operation)):
+    for peers in (*row_sets(cast(Operation, operation)), *(_few_sets() if operation == "fwd" else ())):
         _, target, family = peers.table
         for row in peers.rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
@@ -147,6 +149,13 @@ def shipped_rows(operation: str = "fwd") -> Iterator[ShippedRow]:
                         found = (problems[0], peers, masks, dtypes, lengths, choices[0], part.name)
                         yield ShippedRow(target, family, *found)
                     break
+
+
+def _few_sets() -> Iterator[RowSet]:
+    """Those of few query rows and e4m3 caches."""
+    for table in tables_of("fwd"):
+        if FEW_ROWS[table.family]:
+            yield RowSet(table, (rows_few_sm90,), FEW_ROWS[table.family])
 
 
 def _latent_rows() -> Iterator[ShippedRow]:
@@ -193,7 +202,7 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
         for dtype, mask, lengths in itertools.product(dtypes, row.masks, reversed(row.lengths)):
             problem = dense(dtype, row.traits.head_dim, head_dim_v, mask, **extra)
             problem = problem.asking((problem.features | KERNELS_OWN) & row.traits.features)
-            choice = _shipped_choice(problem, target, family, cast(Any, lengths))
+            choice = _shipped_choice(problem, target, family, cast(Any, lengths), query_rows(row.traits))
             if choice is not None and choice.row == row:
                 served.append((problem, lengths, choice))
         if served:
@@ -201,10 +210,18 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
     return []
 
 
-def _shipped_choice(problem: Problem, target: str, family: Family, lengths: LengthClass) -> Choice | None:
+def query_rows(traits: Traits) -> int | None:
+    """The most query rows of a tile that traits are made for, if these are few; else None."""
+    few: Any = traits
+    return int(few.tile_m) if isinstance(few, FwdTraitsFewSm90) else None
+
+
+def _shipped_choice(
+    problem: Problem, target: str, family: Family, lengths: LengthClass, tile_rows: int | None
+) -> Choice | None:
     """The choice of the shipped tables; None if none of their rows runs the problem."""
     try:
-        return choose_shipped(problem, target, family, lengths)
+        return choose_shipped(problem, target, family, lengths, tile_rows)
     except NotImplementedError:
         return None
 
@@ -233,7 +250,9 @@ def named(problem: Drawn, choice: Choice) -> Named:
         return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype, word))
     operands, mask = problem.operands, problem.scores.mask
     lengths = choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else ()
-    words = (mask, operands.qk_dtype, *_features(problem), *lengths)
+    few = query_rows(choice.traits)
+    of_few = () if few is None else (f"{few}-rows",)
+    words = (mask, operands.qk_dtype, *_features(problem), *of_few, *lengths)
     return Named(operands.qk_dtype, operands.head_dim, operands.head_dim_v, mask, words)
 
 
@@ -279,6 +298,7 @@ def make_scene(
                 "mask": words.mask,
                 "features": list(_features(problem)),
                 "lengths": list(choice.row.lengths),
+                "query_rows": query_rows(traits),
                 "source": choice.source,
                 "part": chosen.title,
                 "traits": dataclasses.asdict(traits),

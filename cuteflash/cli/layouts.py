@@ -51,6 +51,10 @@ Dtype = Annotated[
 TransposedV = Annotated[bool, typer.Option("--transposed-v", help="V of 8 bits is given as V^T, not as its rows.")]
 Split = Annotated[bool, typer.Option("--split", help="Of a forward: a row that splits keys, as decoding does.")]
 E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward on Hopper: a row of e4m3 caches.")]
+QueryRows = Annotated[
+    int | None,
+    typer.Option(min=1, help="Of a forward: query rows of a tile, if they are few; default: as many as a tile has."),
+]
 Heads = Annotated[
     int | None,
     typer.Option(min=1, max=HEADS_MAX, help="Of mla: query heads, which choose the row; default: 128."),
@@ -88,6 +92,7 @@ def layouts(
     transposed_v: TransposedV = False,
     split: Split = False,
     e4m3_cache: E4m3Cache = False,
+    query_rows: QueryRows = None,
     heads: Heads = None,
     family: Family = None,
     lengths: Lengths = None,
@@ -116,7 +121,8 @@ def layouts(
         if mask is not None and causal:
             raise ValueError("mask and causal are both given; allowed: one of them")
         mask = "causal" if causal else mask
-        features = {"transposed-v": transposed_v or None, "split": split or None, "e4m3-cache": e4m3_cache or None}
+        flags = {"transposed-v": transposed_v, "split": split, "e4m3-cache": e4m3_cache}
+        features = {name: given or None for name, given in flags.items()} | {"query-rows": query_rows}
         of_problem = {"head-dim-v": head_dim_v, "mask": mask, "lengths": lengths, "part": part, **features}
         if operation != "fwd":
             _refuse(f"with kernel {operation}", features)
@@ -133,7 +139,8 @@ def layouts(
             _refuse("with kernel mla, whose sizes are one", of_problem | {"head-dim": head_dim})
             row = _latent_row(arch, family, dtype or "bf16", heads or HEADS_MAX)
         else:
-            row = _row(operation, where, head_dim_v, (mask or "full", lengths or "long"), of_values)
+            words = mask or "full", lengths or "long"
+            row = _row(operation, where, head_dim_v, words, of_values, query_rows)
         if form in PICTURES:
             _pictures((*row, compile_now, part), form, panel, (color, stage, swizzle), output)
         else:
@@ -155,6 +162,7 @@ def _row(
     head_dim_v: str | None,
     words: tuple[str, str],
     values: tuple[str, bool, bool, bool],
+    query_rows: int | None,
 ) -> tuple[Any, str, Choice]:
     """(problem, target, choice) of a forward or backward.
 
@@ -162,12 +170,13 @@ def _row(
         where: the texts of --arch, --head-dim and --family.
         words: mask and lengths.
         values: dtype, transposed_v, split, e4m3_cache.
+        query_rows: of a tile; None is as many as it has.
     """
     (arch, head_dim, family), (mask, lengths), (dtype, transposed_v, *features) = where, words, values
     problem, target = _problem(operation, arch, (head_dim, head_dim_v), mask, (dtype, transposed_v))
     problem = _asking(problem, *features)
     chosen = None if family is None else _one("family", family, FAMILIES)
-    return problem, target, choose(problem, target, chosen, _one("lengths", lengths, LENGTH_CLASSES))
+    return problem, target, choose(problem, target, chosen, _one("lengths", lengths, LENGTH_CLASSES), query_rows)
 
 
 def _asking(problem: Problem, split: bool, e4m3_cache: bool) -> Problem:

@@ -56,7 +56,8 @@
   }
 
   /** The command that compiles a kernel and reports its registers. */
-  function compileCommand({ operation, head_dim, head_dim_v, arch, dtype, mask, family, lengths, features, traits }) {
+  function compileCommand(kernel) {
+    const { operation, head_dim, head_dim_v, arch, dtype, mask, family, lengths, features, traits } = kernel;
     const drawn = (row) => `cuteflash layouts --kernel ${operation} ${row} --compile -o row.html`;
     if (operation === "mla") {
       const heads = traits.tile_m ?? LATENT_ROWS * traits.cluster;
@@ -66,7 +67,8 @@
     const row = `--head-dim ${head_dim}${own} --arch ${arch} --dtype ${dtype} --mask ${mask} --family ${family}`;
     const asked = Object.keys(FLAGS).filter((name) => features.includes(name));
     if (operation === "fwd" && !asked.length) return `cuteflash compile ${row}`;
-    return drawn([row, `--lengths ${lengths[0]}`, ...asked.map((name) => FLAGS[name])].join(" "));
+    const few = kernel.query_rows ? [`--query-rows ${kernel.query_rows}`] : [];
+    return drawn([row, `--lengths ${lengths[0]}`, ...asked.map((name) => FLAGS[name]), ...few].join(" "));
   }
 
   /* One part of a bar, from `start` of `scale` on; its label is inside if there is room. */

@@ -250,6 +250,14 @@ def test_a_row_that_splits_the_keys_of_an_8_bit_cache_is_asked_for_by_both() -> 
     assert {"sK_stored", "gO_part"} <= {tile["id"] for tile in scene["tiles"]}
 
 
+@pytest.mark.parametrize(("query_rows", "drawn"), [("5", "8-rows"), ("16", "16-rows"), ("17", "e4m3_cache")])
+def test_few_query_rows_of_an_8_bit_cache_have_rows_of_their_own(query_rows: str, drawn: str) -> None:
+    asked = ("--arch", "sm_90a", "--head-dim", "64", "--split", "--e4m3-cache", "--format", "json")
+    result = call(*asked, "--query-rows", query_rows)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["id"].endswith(drawn)
+
+
 def test_the_same_gallery_twice_is_the_same_files(here: pathlib.Path) -> None:
     options = ("--all", "--arch", "sm_86", "--head-dim", "32")
     for name in ("first", "second"):
@@ -286,6 +294,7 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--kernel", "bwd", "--dtype", "e4m3"), "dtype is 'e4m3'; allowed: fp16, bf16"),
         ((*ROW, "--dtype", "e4m3"), "no row of fwd/sm_80/sm80 runs head_dim 64, head_dim_v 64, mask full, dtype e4m3"),
         ((*ROW, "--kernel", "bwd", "--split"), "--split is given with kernel bwd"),
+        ((*ROW, "--kernel", "bwd", "--query-rows", "8"), "--query-rows is given with kernel bwd"),
         ((*ROW, "--e4m3-cache"), "no row of fwd/sm_80/sm80 runs head_dim 64"),
         ((*ROW, "--heads", "64"), "--heads is given without kernel mla"),
         (("--kernel", "mla", *ROW, "-o", "x"), "--head-dim is given with kernel mla, whose sizes are one"),

@@ -6,7 +6,6 @@ The scenes are read from the kernels of a few rows that differ in family, swizzl
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 from typing import Any
 
@@ -19,7 +18,7 @@ from cuteflash.problem import FwdProblem
 from layouts import banks
 from layouts.algebra import ComposedLayout, Layout
 from layouts.command import scene_json
-from layouts.rows import ShippedRow, latent_row, make_scene, scene_id, shipped_rows, touch_ways
+from layouts.rows import make_scene, touch_ways
 from layouts.scene import Scene
 from layouts.site import chosen_rows, make_entry
 from layouts.text import evaluate
@@ -188,16 +187,6 @@ def test_the_compile_command_is_one_that_the_cli_takes(scene: Scene) -> None:
     backward = budget("CF.budget.compileCommand(data)", {**scene.kernel, "operation": "bwd"})
     assert backward.startswith("cuteflash layouts --kernel bwd --head-dim ")
     assert "--compile" in backward  # `cuteflash compile` knows the forward alone
-
-
-@pytest.mark.parametrize("row", list(shipped_rows("mla")), ids=lambda row: row.name)
-def test_the_compile_command_of_a_latent_row_asks_for_that_row(row: ShippedRow) -> None:
-    kernel = make_scene(row.problem, row.target, row.choice).kernel
-    words = budget("CF.budget.compileCommand(data)", kernel).split()
-    options = dict(itertools.pairwise(words))
-    assert (options["--kernel"], options["--dtype"]) == ("mla", "bf16") and "--compile" in words
-    asked = latent_row(int(options["--heads"]), "bf16", options["--arch"], options["--family"])  # type: ignore[arg-type]
-    assert scene_id(*asked) == row.name
 
 
 COMPARED = (*FILES, "budget.js", "compare.js", "gallery.js", "explain.js")
