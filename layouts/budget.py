@@ -41,6 +41,7 @@ NAMES = {
     "halves": "sS",
     "maxima": "maxima",
     "factors": "factors",
+    "scales": "scales",
     "p0": "sP, warpgroup 0",
     "p1": "sP, warpgroup 1",
 }

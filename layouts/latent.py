@@ -9,19 +9,21 @@ from cuteflash.mla_problem import LATENT_DIM_V, MlaProblem
 
 from .algebra import Layout, composition, concatenate
 from .parts import IN_PLACE, part_tile, store_registers
-from .read import Frame, Placed
+from .read import ELEMENT_BYTES, Frame, Placed
 from .scene import Step, Tile
 
 ROWS: Final = "The rows of a tile are (token, head), heads first."
 SHARES: Final = "Nothing but another view of K: the same bytes, whose rows are the product's k extent."
+MERGED_LATER: Final = "A second kernel merges the parts of a tile."
 EXPONENTIALS: Final = "fma.rn.f32, ex2.approx.f32"
 RESCALE: Final = "mul.f32, vote.sync.any"
 
 
-def global_latent(frame: Frame, tensor: str, row: int, note: str) -> Tile:
+def global_latent(frame: Frame, tensor: str, row: int, note: str, element_bytes: int = ELEMENT_BYTES) -> Tile:
     """A tile of a tensor whose rows have `row` elements, from its first column on."""
     shape = frame.shape(tensor)
-    return Tile(f"g{tensor}", tensor, "global", shape, Layout(shape, (row, 1)), valid=shape, note=note)
+    layout = Layout(shape, (row, 1))
+    return Tile(f"g{tensor}", tensor, "global", shape, layout, valid=shape, note=note, element_bytes=element_bytes)
 
 
 def out_tiles(frame: Frame, problem: MlaProblem) -> tuple[Tile, ...]:
@@ -61,9 +63,24 @@ def store_out(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, ...
     part = _wide_store(
         frame, acc, "gO_part", 2,
         f"{IN_PLACE} A slot has the columns in the order in which lanes have them, two pairs of every 16 together. "
-        "A second kernel merges the parts of a tile.",
+        f"{MERGED_LATER}",
     )  # fmt: skip
     return whole, part
+
+
+def store_quads(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, ...]:
+    """O from an accumulator whose threads have four neighbours of each 16 columns, the even ones in a group of 8."""
+    atom, m, n = acc.values.modes()
+    pair, row = atom.modes()
+    parity, groups = composition(n, Layout(2)), composition(n, Layout(n.size() // 2, 2))
+    whole = concatenate(acc.threads, concatenate(parity, pair), concatenate(groups, row, m))
+    part = concatenate(acc.threads, parity, concatenate(pair, groups, row, m))
+    alone = "Rounded. A lane has four neighbouring columns of each 16."
+    of_part = f"{IN_PLACE} A slot has pairs of every 16 columns in another order. {MERGED_LATER}"
+    stores = [store_registers(frame, "gO", "st.global.v2.b32", (whole, whole), alone)]
+    if problem.is_split:
+        stores.append(store_registers(frame, "gO_part", "st.global.v2.b32", (part, part), of_part))
+    return tuple(stores)
 
 
 def _wide_store(frame: Frame, acc: Placed, target: str, together: int, note: str) -> Step:

@@ -289,9 +289,20 @@ def shared_tile(
     )
 
 
-def byte_tile(id: str, tensor: str, smem: Any, base: int, note: str) -> Tile:
-    """A tile of e4m3 as TMA brings it, from the kernel's layout of pairs of bytes, byte by byte; `base` as above."""
-    pairs = shared_tile(tensor, smem, base, True, note)
+def shuffled(placed: Placed, shape: tuple[int, int], of_16: Layout) -> Placed:
+    """An operand of a product that counts each 16 columns of the tile in another order: its number to the column."""
+    rows, columns = shape
+    modes = of_16.flat_modes()
+    size, steps = of_16.size(), (rows * step for _, step in modes)
+    extents = (extent for extent, _ in modes)
+    order = Layout((rows, *extents, columns // size), (1, *steps, size * rows))
+    threads, values = (composition(order, numbers) for numbers in (placed.threads, placed.values))
+    return dataclasses.replace(placed, threads=threads, values=values, order=order)
+
+
+def byte_tile(id: str, tensor: str, smem: Any, base: int, note: str, swizzle_bytes: bool = True) -> Tile:
+    """A tile of e4m3 from the kernel's layout of pairs of bytes, byte by byte; the arguments are `shared_tile`'s."""
+    pairs = shared_tile(tensor, smem, base, swizzle_bytes, note)
     rows, cols, *stages = (composition(Layout(mode.cosize(), WORD), mode) for mode in pairs.layout.modes())
     assert pairs.swizzle is not None
     bits, first, shift = dataclasses.astuple(pairs.swizzle)

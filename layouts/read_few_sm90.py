@@ -19,15 +19,15 @@ from cuteflash.traits.sm90 import WARPGROUP
 from .algebra import Layout, concatenate
 from .ampere import LDMATRIX, LDMATRIX_TRANS, AmpereSteps
 from .banks import WARP
+from .bytes_in_registers import CONVERSION, IN_FOURS, IN_PAIRS
 from .hopper import CONSUMERS, HopperSteps, Transfer, When, example_tensor
 from .parts import IN_PLACE, MERGED, TITLES, part_tile
-from .read import WORD, Frame, Placed, byte_tile, global_tile, no_launch, ptx_type, shared_tile, smem_start
+from .read import WORD, Frame, Placed, byte_tile, global_tile, no_launch, ptx_type, shared_tile, shuffled, smem_start
 from .scene import Axis, Fragment, Phase, Role, Step, Tile, Touch
 from .softmax_steps import EVERY, EXPONENTIAL
 
 TILE: Final = "once a tile"
 LOADER: Final = "one thread of the producer warp"
-CONVERSION: Final = "cvt.rn.f16x2.e4m3x2"
 
 
 class ReaderFewSm90:
@@ -53,27 +53,17 @@ class ReaderFewSm90:
 
     def _operands(self) -> dict[str, Placed]:
         """Those of both products, by tensor."""
-        mma, frame, sizes = self.kernel.tiled_mma(), self.frame, self.frame.sizes
-        # Of 16 columns of K a lane has 4 t to 4 t + 3, which the product counts as 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
-        in_fours = Layout((2, 4, 2), (1, 4, 2))
-        # Of 16 columns of V, and of O, a lane has 2 g and 2 g + 1, which the product counts as g and g + 8.
-        in_pairs = Layout((8, 2), (2, 1))
-
-        def order(rows: int, columns: int, of_16: Layout) -> Layout:
-            steps = (rows * step for _, step in of_16.flat_modes())
-            extents = (extent for extent, _ in of_16.flat_modes())
-            return Layout((rows, *extents, columns // MMA_KEYS), (1, *steps, rows * MMA_KEYS))
-
-        keys, rows = (order(sizes[axis], sizes["d"], in_fours) for axis in ("n", "m"))
-        values, out = (order(sizes[axis], sizes["e"], in_pairs) for axis in ("n", "m"))
-        return {
-            "Q": frame.placed(mma, "B", "Q", order=rows),
-            "K": frame.placed(mma, "A", "K", order=keys),
+        mma, frame = self.kernel.tiled_mma(), self.frame
+        found = {
+            "Q": frame.placed(mma, "B", "Q"),
+            "K": frame.placed(mma, "A", "K"),
             "S": frame.placed(mma, "C", "S", transposed=True),
             "P": frame.placed(mma, "B", "P"),
-            "V": frame.placed(mma, "A", "V", transposed=True, order=values),
-            "O": frame.placed(mma, "C", "O", transposed=True, order=out),
+            "V": frame.placed(mma, "A", "V", transposed=True),
+            "O": frame.placed(mma, "C", "O", transposed=True),
         }
+        orders = {"Q": IN_FOURS, "K": IN_FOURS, "V": IN_PAIRS, "O": IN_PAIRS}
+        return found | {name: shuffled(found[name], frame.shape(name), order) for name, order in orders.items()}
 
     def roles(self) -> tuple[Role, ...]:
         """The producer warpgroup, then the consumers, whose warps do the same on other keys."""

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cuteflash.compile import BuildReport
-from cuteflash.dispatch import KERNELS, MLA_ROWS, Choice, choose, choose_shipped, latent_rows
-from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V, MlaProblem
+from cuteflash.dispatch import KERNELS, MLA_E4M3_ROWS, MLA_ROWS, Choice, choose, choose_shipped, latent_rows
+from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V, AnyProblem, MlaProblem
 from cuteflash.problem import (
     DTYPE_BYTES,
     FEATURES,
@@ -26,7 +26,7 @@ from cuteflash.problem import (
     Operation,
     Problem,
 )
-from cuteflash.traits import rows_few_sm90, rows_mla_sm80, rows_mla_sm90
+from cuteflash.traits import rows_few_sm90, rows_mla_e4m3, rows_mla_sm80, rows_mla_sm90
 from cuteflash.traits.arch import ARCHS, Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
@@ -35,6 +35,7 @@ from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.mla_e4m3 import MlaTraitsE4m3
 from cuteflash.traits.mla_mma import MlaTraitsMma
 from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
@@ -51,7 +52,7 @@ from .scene import Scene, Step, Touch
 Drawn = Problem | MlaProblem  # what a row that is drawn runs
 MLA = "mla"
 OPERATIONS: tuple[str, ...] = ("fwd", "bwd", MLA)  # whose rows are drawn
-LATENT_MODULES: dict[Family, ModuleType] = {"sm80": rows_mla_sm80, "sm90": rows_mla_sm90}
+LATENT_MODULES: dict[Family, ModuleType] = {"sm80": rows_mla_sm80, "sm90": rows_mla_sm90}  # of caches of 16 bits
 KERNELS_OWN: frozenset[Feature] = frozenset({"turned_v", "split", "e4m3_cache"})  # that a row's kernel always has
 # How a problem of an operation is made, and the features that one may ask for.
 ASKED: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
@@ -84,6 +85,7 @@ PARTS: dict[type[Any], tuple[Part, ...]] = {
     FwdTraitsCacheSm90: (Part("read_cache_sm90", "ReaderCacheSm90"),),
     FwdTraitsFewSm90: (Part("read_few_sm90", "ReaderFewSm90"),),
     MlaTraitsSm80: (Part("read_mla_sm80", "ReaderMlaSm80"),),
+    MlaTraitsE4m3: (Part("read_mla_e4m3", "ReaderMlaE4m3"),),
     MlaTraitsSm90: (Part("read_mla_sm90", "ReaderMlaSm90"),),
     BwdTraitsSm80: (Part("read_bwd_sm80", "ReaderBwdSm80"),),
     BwdTraitsSm90: (Part("read_bwd_sm90", "ReaderBwdSm90"),),
@@ -160,28 +162,35 @@ def _few_sets() -> Iterator[RowSet]:
 
 def _latent_rows() -> Iterator[ShippedRow]:
     """The rows of latent attention, which serve all lengths and both masks, with the query rows of a token."""
-    problem = MlaProblem("bf16")
-    for target, arch in ARCHS.items():
+    for (target, arch), is_e4m3 in itertools.product(ARCHS.items(), (False, True)):
+        problem = MlaProblem("bf16", is_e4m3=is_e4m3)
         for family in arch.families:
-            rows = latent_rows(MLA_ROWS[family])
-            peers = RowSet(TableKey(cast(Any, MLA), target, family), (LATENT_MODULES[family],), rows)
-            chosen = (choose_shipped(problem, target, family, "decode", heads) for heads in range(1, HEADS_MAX + 1))
-            choices = {choice.row: choice for choice in chosen}
+            rows = latent_rows((MLA_E4M3_ROWS if is_e4m3 else MLA_ROWS)[family])
+            module = rows_mla_e4m3 if is_e4m3 else LATENT_MODULES[family]
+            peers = RowSet(TableKey(cast(Any, MLA), target, family), (module,), rows)
+            found = (_shipped_choice(problem, target, family, "decode", heads) for heads in range(1, HEADS_MAX + 1))
+            choices = {choice.row: choice for choice in found if choice is not None}
             for row in (row for row in rows if row in choices):
                 yield ShippedRow(target, family, problem, peers, MASK_KINDS[:2], row.dtypes, row.lengths, choices[row])
 
 
 def latent_row(
-    heads: int, dtype: HalfDtype = "bf16", target: str = "sm_90a", family: Family | None = None
+    heads: int,
+    dtype: HalfDtype = "bf16",
+    target: str = "sm_90a",
+    family: Family | None = None,
+    is_e4m3: bool = False,
 ) -> tuple[Drawn, str, Choice]:
-    """(problem, target, choice) of decoding a token of so many query heads, as dispatch runs it.
+    """(problem, target, choice) of decoding a token of so many query heads, from an e4m3 cache or one of 16 bits.
+
+    It is what dispatch runs.
 
     Raises:
         ValueError: no such target or family.
-        NotImplementedError: the target does not run the family.
+        NotImplementedError: the target does not run the family, or has no row.
     """
-    problem = MlaProblem(dtype)
-    return problem, target, choose(problem, target, family, "decode", heads)
+    problem = MlaProblem(dtype, is_e4m3=is_e4m3)
+    return problem, target, choose(problem, target, family or ("sm80" if is_e4m3 else None), "decode", heads)
 
 
 def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
@@ -217,7 +226,7 @@ def query_rows(traits: Traits) -> int | None:
 
 
 def _shipped_choice(
-    problem: Problem, target: str, family: Family, lengths: LengthClass, tile_rows: int | None
+    problem: AnyProblem, target: str, family: Family, lengths: LengthClass, tile_rows: int | None
 ) -> Choice | None:
     """The choice of the shipped tables; None if none of their rows runs the problem."""
     try:
@@ -247,7 +256,8 @@ def named(problem: Drawn, choice: Choice) -> Named:
         latent = cast("MlaTraitsMma | MlaTraitsSm90", choice.traits)
         of_blocks = "one-block" if latent.cluster == 1 else f"cluster-of-{latent.cluster}"
         word = f"{latent.tile_m}x{latent.tile_n}" if isinstance(latent, MlaTraitsMma) else of_blocks
-        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype, word))
+        words = problem.dtype, *_features(problem), word
+        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), words)
     operands, mask = problem.operands, problem.scores.mask
     lengths = choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else ()
     few = query_rows(choice.traits)
@@ -257,7 +267,9 @@ def named(problem: Drawn, choice: Choice) -> Named:
 
 
 def _features(problem: Drawn) -> tuple[str, ...]:
-    return () if isinstance(problem, MlaProblem) else tuple(name for name in FEATURES if name in problem.features)
+    """Those in use by which problems differ that are drawn: all of latent attention split keys and have pages."""
+    shown = ("e4m3_cache",) if isinstance(problem, MlaProblem) else FEATURES
+    return tuple(name for name in shown if name in problem.features)
 
 
 def make_scene(

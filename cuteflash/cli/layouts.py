@@ -50,7 +50,7 @@ Dtype = Annotated[
 ]
 TransposedV = Annotated[bool, typer.Option("--transposed-v", help="V of 8 bits is given as V^T, not as its rows.")]
 Split = Annotated[bool, typer.Option("--split", help="Of a forward: a row that splits keys, as decoding does.")]
-E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward on Hopper: a row of e4m3 caches.")]
+E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward on Hopper, of mla: a row of e4m3 caches.")]
 QueryRows = Annotated[
     int | None,
     typer.Option(min=1, help="Of a forward: query rows of a tile, if they are few; default: as many as a tile has."),
@@ -125,7 +125,8 @@ def layouts(
         features = {name: given or None for name, given in flags.items()} | {"query-rows": query_rows}
         of_problem = {"head-dim-v": head_dim_v, "mask": mask, "lengths": lengths, "part": part, **features}
         if operation != "fwd":
-            _refuse(f"with kernel {operation}", features)
+            served = ("e4m3-cache",) if operation == "mla" and not everything else ()
+            _refuse(f"with kernel {operation}", {name: features[name] for name in features if name not in served})
         if operation != "mla" or everything:
             _refuse("without kernel mla, or with --all", {"heads": heads})
         if everything:
@@ -136,8 +137,8 @@ def layouts(
             raise typer.Exit(0 if good else 1)
         where, of_values = (arch, head_dim, family), (dtype or "bf16", transposed_v, split, e4m3_cache)
         if operation == "mla":
-            _refuse("with kernel mla, whose sizes are one", of_problem | {"head-dim": head_dim})
-            row = _latent_row(arch, family, dtype or "bf16", heads or HEADS_MAX)
+            _refuse("with kernel mla, whose sizes are one", of_problem | {"e4m3-cache": None, "head-dim": head_dim})
+            row = _latent_row(arch, family, dtype or "bf16", heads or HEADS_MAX, e4m3_cache)
         else:
             words = mask or "full", lengths or "long"
             row = _row(operation, where, head_dim_v, words, of_values, query_rows)
@@ -147,12 +148,12 @@ def layouts(
             _whole((*row, compile_now, part), form, output)
 
 
-def _latent_row(arch: str | None, family: str | None, dtype: str, heads: int) -> tuple[Any, str, Choice]:
+def _latent_row(arch: str | None, family: str | None, dtype: str, heads: int, e4m3: bool) -> tuple[Any, str, Choice]:
     """(problem, target, choice) of decoding latent attention."""
     target = information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
     chosen = None if family is None else _one("family", family, FAMILIES)
     latent_row = companion("layouts.rows").latent_row
-    found: tuple[Any, str, Choice] = latent_row(heads, _one("dtype", dtype, DTYPES), target, chosen)
+    found: tuple[Any, str, Choice] = latent_row(heads, _one("dtype", dtype, DTYPES), target, chosen, e4m3)
     return found
 
 

@@ -61,7 +61,8 @@
     const drawn = (row) => `cuteflash layouts --kernel ${operation} ${row} --compile -o row.html`;
     if (operation === "mla") {
       const heads = traits.tile_m ?? LATENT_ROWS * traits.cluster;
-      return drawn(`--arch ${arch} --dtype ${dtype} --family ${family} --heads ${heads}`);
+      const cache = features.includes("e4m3_cache") ? ` ${FLAGS.e4m3_cache}` : "";
+      return drawn(`--arch ${arch} --dtype ${dtype} --family ${family} --heads ${heads}${cache}`);
     }
     const own = head_dim_v === head_dim ? "" : ` --head-dim-v ${head_dim_v}`;
     const row = `--head-dim ${head_dim}${own} --arch ${arch} --dtype ${dtype} --mask ${mask} --family ${family}`;

@@ -237,6 +237,8 @@ def test_a_latent_row_is_chosen_by_the_query_heads(here: pathlib.Path) -> None:
     hopper = "FlashMlaDecodeSm90"
     ampere = ("FlashMlaDecodeSm80", "16x64")
     assert names == [(hopper, "cluster-of-2"), (hopper, "one-block"), ampere, (hopper, "one-block")]
+    result = call("--kernel", "mla", "--arch", "sm_90a", "--format", "json", "--heads", "64", "--e4m3-cache")
+    assert json.loads(result.stdout)["kernel"]["name"] == "FlashMlaDecodeE4m3"
     result = call("--kernel", "mla", "--all", "--arch", "sm_86", "-o", "site")
     assert result.exit_code == 0 and "6 pages of 2 rows" in result.stdout
 
@@ -300,6 +302,8 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         (("--kernel", "mla", *ROW, "-o", "x"), "--head-dim is given with kernel mla, whose sizes are one"),
         (("--kernel", "mla", "--arch", "sm_80", "--family", "sm90", "-o", "x"), "family is 'sm90', which sm_80 does"),
         (("--kernel", "mla", "--arch", "sm_90a", "--dtype", "e4m3", "-o", "x"), "dtype is 'e4m3'; allowed: fp16, bf16"),
+        (("--kernel", "mla", "--arch", "sm_80", "--e4m3-cache", "-o", "x"), "sm_80 does not convert e4m3"),
+        (("--kernel", "mla", "--all", "--e4m3-cache", "-o", "x"), "--e4m3-cache is given with kernel mla"),
         (("--kernel", "mla", "--all", "--heads", "64", "-o", "x"), "--heads is given without kernel mla, or with"),
         ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
         (("--all", "--transposed-v", "-o", "x"), "--transposed-v is given with --all"),

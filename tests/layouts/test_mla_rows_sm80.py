@@ -23,7 +23,7 @@ from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 
 WARP = 32
 COLUMNS = 32  # of Q and K that a warp has beside each other, where two share them
-ROWS = {row.name: row for row in shipped_rows("mla") if row.family == "sm80"}
+ROWS = {row.name: row for row in shipped_rows("mla") if isinstance(row.choice.traits, MlaTraitsSm80)}
 # sm_89 and sm_120 have sm_86's rows, sm_90a has those of sm_80: what follows from the traits alone is the same.
 DISTINCT = list({ROWS[name].choice.traits: name for name in ROWS}.values())
 SHARING = [name for name in DISTINCT if ROWS[name].choice.traits.k_parts > 1]  # type: ignore[union-attr]
