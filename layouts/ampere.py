@@ -26,11 +26,13 @@ class AmpereSteps:
         frame: the block's tile.
         dtype: element type of the operands.
         often: how often the loop's steps run, "every key block".
+        role: the warps that compute.
     """
 
     frame: Frame
     dtype: str
     often: str
+    role: str = WARPS
 
     def _when(self, once: bool) -> tuple[str, Phase]:
         return (ONCE, "prologue") if once else (self.often, "loop")
@@ -74,7 +76,7 @@ class AmpereSteps:
             title=f"{tensor}: shared memory → registers",
             kind="ldmatrix",
             instruction=LDMATRIX_TRANS if trans else LDMATRIX,
-            role=WARPS,
+            role=self.role,
             repeat=repeat,
             phase=phase,
             touches=(Touch(f"s{tensor}", "read", source, lane_bytes=16), Touch(fragment, "write", target)),
@@ -85,13 +87,14 @@ class AmpereSteps:
         """mma.sync of operands A, B and an accumulator, each with its fragment."""
         (a, a_id), (b, b_id), (c, c_id) = operands
         counts = (a.values.mode(1).size(), b.values.mode(1).size(), a.values.mode(2).size())
+        first = self.frame.first_thread
         touches = (
-            a.touch(a_id, "read", counts, 0),
-            b.touch(b_id, "read", counts, 0),
-            c.touch(c_id, "write", counts, 0),
+            a.touch(a_id, "read", counts, first),
+            b.touch(b_id, "read", counts, first),
+            c.touch(c_id, "write", counts, first),
         )
         note = "An instruction is a tile of 16 x 8 and a k-block of 16, for all warps at once."
-        return Step(id, title, "mma", MMA.format(ptx_type(self.dtype)), WARPS, self.often, "loop", touches, note)
+        return Step(id, title, "mma", MMA.format(ptx_type(self.dtype)), self.role, self.often, "loop", touches, note)
 
     def stage(
         self, tensor: str, copy: Any, source: str, note: str, loop: bool = False, transposed: bool = False

@@ -13,6 +13,8 @@ from cuteflash.traits.bwd_sm80 import TURN_REGS, BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import CONSUMERS, BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
+from cuteflash.traits.mla_mma import MlaTraitsMma
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import Traits
 from cuteflash.traits.sm80 import MMA_K, FwdTraitsSm80, registers_a_thread
@@ -31,10 +33,15 @@ NAMES = {
     "stored_v": "sV_stored",
     "handout": "handout",
     "stored_k": "sK_stored",
+    "found": "sO",
     "handed": "handed",
     "statistics": "statistics",
     "arrival": "arrival",
     "pages": "sK",
+    "halves": "sS",
+    "maxima": "maxima",
+    "factors": "factors",
+    "scales": "scales",
     "p0": "sP, warpgroup 0",
     "p1": "sP, warpgroup 1",
 }
@@ -72,7 +79,7 @@ def launch_registers(traits: Traits, arch: ArchSpec, turn_threads: int = 0) -> i
 
 
 def _shared_memory(traits: Traits, arch: ArchSpec, regions_of: Mapping[str, SmemRegion]) -> dict[str, Any]:
-    plan = {NAMES.get(name, f"s{name.upper()}"): region for name, region in regions_of.items()}
+    plan = {NAMES.get(name, f"s{name.upper()}"): region for name, region in regions_of.items() if region.nbytes}
     regions = []
     for name, region in plan.items():
         shared = [other for other, r in plan.items() if other != name and r.start < region.end and region.start < r.end]
@@ -106,7 +113,7 @@ def _registers(
             _role("warpgroups that compute", computing, traits.num_threads, traits.mma_regs(arch), parts),
             _role("warpgroup apart", turn_threads // WARPGROUP, turn_threads, TURN_REGS, []),
         ]
-    elif isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80):
+    elif isinstance(traits, FwdTraitsSm80 | BwdTraitsSm80 | MlaTraitsMma):
         roles = [_role("all warps", 0, traits.num_threads, launch, _live_parts(traits, fragments))]
     else:
         own: Any = traits  # of the sm90 family
@@ -149,8 +156,8 @@ def _registers(
 
 def _consumers(traits: Any) -> int:
     """Warpgroups that compute products of keys."""
-    if isinstance(traits, BwdTwoPassTraitsSm90 | MlaTraitsSm90):
-        return CONSUMERS  # two of either
+    if isinstance(traits, BwdTwoPassTraitsSm90 | MlaTraitsSm90 | FwdTraitsFewSm90):
+        return CONSUMERS  # two of each
     found: int = traits.consumer_warpgroups if isinstance(traits, FwdTraitsSm90) else traits.mma_warpgroups
     return found
 

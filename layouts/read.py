@@ -18,6 +18,7 @@ EXAMPLE_HEADS = 16  # of the (batch, seqlen, heads, head_dim) tensor that a glob
 OPERAND_AXES = {"A": (0, 2), "B": (1, 2), "C": (0, 1)}  # of a product's (M, N, K)
 Operand = Literal["A", "B", "C"]
 ELEMENT_BYTES = DTYPE_BYTES["bf16"]  # of fp16, too
+WORD = 2  # bytes of an e4m3 cache that are moved as one element
 REGISTER_TYPES = {"Float32": "f32", "Float16": "f16", "BFloat16": "bf16", "Float8E4M3FN": "e4m3"}
 Strides = tuple[int, int]  # steps in a copy's or product's two coordinates, in elements of the whole tile
 
@@ -171,10 +172,13 @@ class Frame:
     def row_touch(self, id: str, mode: Literal["read", "write"], acc: Placed) -> Touch:
         """An accumulator row by row of each thread, as the softmax goes through it: one "instruction" is one row.
 
-        The atom's values are (2 columns, 2 rows[, column groups]) on both families; see `cuteflash.core.views`.
+        The atom's values are (2 columns, 2 rows[, column groups]) on both families; see `cuteflash.core.views`. They
+        are (2 rows, 2 columns) if the product's rows are the tile's columns.
         """
         atom, m, n = acc.values.modes()
         pair, row, *groups = atom.modes()
+        if acc.transposed:
+            (pair, row), (m, n) = (row, pair), (n, m)
         return Touch(
             id, mode, concatenate(acc.threads, concatenate(pair, *groups, n), concatenate(row, m)), self.first_thread
         )
@@ -282,4 +286,31 @@ def shared_tile(
         stages=layout.mode(2).size() if layout.rank == 3 else 1,
         note=note,
         element_bytes=element_bytes,
+    )
+
+
+def shuffled(placed: Placed, shape: tuple[int, int], of_16: Layout) -> Placed:
+    """An operand of a product that counts each 16 columns of the tile in another order: its number to the column."""
+    rows, columns = shape
+    modes = of_16.flat_modes()
+    size, steps = of_16.size(), (rows * step for _, step in modes)
+    extents = (extent for extent, _ in modes)
+    order = Layout((rows, *extents, columns // size), (1, *steps, size * rows))
+    threads, values = (composition(order, numbers) for numbers in (placed.threads, placed.values))
+    return dataclasses.replace(placed, threads=threads, values=values, order=order)
+
+
+def byte_tile(id: str, tensor: str, smem: Any, base: int, note: str, swizzle_bytes: bool = True) -> Tile:
+    """A tile of e4m3 from the kernel's layout of pairs of bytes, byte by byte; the arguments are `shared_tile`'s."""
+    pairs = shared_tile(tensor, smem, base, swizzle_bytes, note)
+    rows, cols, *stages = (composition(Layout(mode.cosize(), WORD), mode) for mode in pairs.layout.modes())
+    assert pairs.swizzle is not None
+    bits, first, shift = dataclasses.astuple(pairs.swizzle)
+    return dataclasses.replace(
+        pairs,
+        id=id,
+        shape=(rows.size(), WORD * cols.size()),
+        layout=concatenate(rows, concatenate(Layout(WORD, 1), cols), *stages),
+        swizzle=Swizzle(bits, first + 1, shift),
+        element_bytes=1,
     )

@@ -12,14 +12,13 @@ from typing import Any, Final
 from cuteflash.traits.cache_sm90 import CHUNK, WARPS, Share
 from cuteflash.traits.sm90 import WARPGROUP
 
-from .algebra import Layout, Swizzle, composition, concatenate
+from .algebra import Layout, Swizzle, concatenate
 from .banks import WARP
 from .hopper import CONSUMERS, HopperSteps, Transfer, When, example_tensor
-from .read import Frame, shared_tile
+from .read import WORD, Frame, byte_tile
 from .read_sm90 import BLOCK, TILE, ReaderSm90
 from .scene import Fragment, Role, Step, Tile, Touch
 
-WORD: Final = 2  # bytes that are moved as one element
 CONVERTING: Final = "every converting warp"
 HALF: Final = CHUNK // WORD  # elements of fp16 in a store
 
@@ -58,22 +57,11 @@ class ReaderCacheSm90(ReaderSm90):
         return (self._stored("V"), *super().tiles_of_v())
 
     def _stored(self, tensor: str) -> Tile:
-        """The tile as TMA brings it: the kernel's layout of pairs of bytes, byte by byte."""
+        """The tile as TMA brings it."""
         k_words, v_words = self.kernel.loaded_columns
         layout = self.kernel.smem_layout_loaded(k_words if tensor == "K" else v_words)
-        pairs = shared_tile(tensor, layout, self.traits.smem_plan[f"stored_{tensor.lower()}"].start, True, "")
-        rows, cols, *stages = (composition(Layout(mode.cosize(), WORD), mode) for mode in pairs.layout.modes())
-        assert pairs.swizzle is not None
-        bits, base, shift = dataclasses.astuple(pairs.swizzle)
-        return dataclasses.replace(
-            pairs,
-            id=f"s{tensor}_stored",
-            shape=(rows.size(), WORD * cols.size()),
-            layout=concatenate(rows, concatenate(Layout(WORD, 1), cols), *stages),
-            swizzle=Swizzle(bits, base + 1, shift),
-            note="e4m3, as TMA brings it.",
-            element_bytes=1,
-        )
+        start = self.traits.smem_plan[f"stored_{tensor.lower()}"].start
+        return byte_tile(f"s{tensor}_stored", tensor, layout, start, "e4m3, as TMA brings it.")
 
     def fragments(self) -> tuple[Fragment, ...]:
         """As of 16 bits, and what the lanes of the converting warpgroups hold of a tile."""

@@ -17,7 +17,7 @@ from cuteflash.traits.sm90 import WARPGROUP
 from .algebra import Layout, concatenate
 from .dsl import coordinates
 from .hopper import WARPGROUPS, Factor, HopperSteps, When
-from .parts import IN_PLACE, part_tile, store_registers
+from .latent import EXPONENTIALS, RESCALE, ROWS, SHARES, global_latent, out_tiles, rescale_note, row_move, store_out
 from .read import Frame, Placed, ptx_type, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
@@ -81,30 +81,22 @@ class ReaderMlaSm90:
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
-        rows = "The rows of a tile are (token, head), heads first."
+        make = global_latent
         of_page = "A page of the cache: one head, which all query heads read."
-        split = (self._part(),) if self.problem.is_split else ()
         return (
-            self._global("Q", LATENT_DIM, f"The latent columns. {rows}"),
-            self._global("Qr", LATENT_DIM, f"The last {SLAB} columns, which carry positions."),
-            self._global("K", LATENT_DIM, f"The latent columns. {of_page}"),
-            self._global("Kr", LATENT_DIM, f"The last {SLAB} columns, which carry positions; they are not V's."),
-            self._global("O", LATENT_DIM_V, rows),
-            *split,
+            make(self.frame, "Q", LATENT_DIM, f"The latent columns. {ROWS}"),
+            make(self.frame, "Qr", LATENT_DIM, f"The last {SLAB} columns, which carry positions."),
+            make(self.frame, "K", LATENT_DIM, f"The latent columns. {of_page}"),
+            make(self.frame, "Kr", LATENT_DIM, f"The last {SLAB} columns, which carry positions; they are not V's."),
+            *out_tiles(self.frame, self.problem),
             *self._shared(),
         )
-
-    def _global(self, tensor: str, row: int, note: str) -> Tile:
-        """A tile of a tensor whose rows have `row` elements, from its first column on."""
-        shape = self.frame.shape(tensor)
-        return Tile(f"g{tensor}", tensor, "global", shape, Layout(shape, (row, 1)), valid=shape, note=note)
 
     def _shared(self) -> tuple[Tile, ...]:
         plan, rows, kernel = self.traits.smem_plan, self.traits.tile_n, self.kernel
         slab = plan["p0"].nbytes
         q, pages = plan["q"].start, plan["pages"].start
         page_stride = rows * LATENT_DIM
-        shares = "Nothing but another view of K: the same bytes, whose rows are the product's k extent."
         latent, last = kernel.smem_layout(LATENT_DIM_V), kernel.smem_layout(SLAB)
         order = "Stage 0 is that of warpgroup 1, over Qr, which is in registers by then; stage 1 that of warpgroup 0."
         q_note = f"{SLABS_V} slabs of {SLAB} columns, one after the other."
@@ -115,7 +107,7 @@ class ReaderMlaSm90:
             _staged(shared_tile("K", latent, pages, True, of_pages), page_stride),
             _staged(shared_tile("Kr", last, pages + SLABS_V * slab, True, ""), page_stride),
             _staged(shared_tile("P", last, plan["p1"].start, True, order), self._p_stride),
-            _staged(shared_tile("V", latent, pages, True, shares), page_stride),
+            _staged(shared_tile("V", latent, pages, True, SHARES), page_stride),
         )
 
     @property
@@ -137,7 +129,6 @@ class ReaderMlaSm90:
 
     def steps(self) -> tuple[Step, ...]:
         """In the order of a tile."""
-        headroom = self.traits.headroom
         own, s = When("loop", PAIR, WARPGROUPS), Factor(self.of["S"], "acc_S")
         q, k, kr = self._descriptors()
         v = Factor(self.of["V"], "sV", self.half.tOrV[None, None, None, 0])
@@ -147,7 +138,7 @@ class ReaderMlaSm90:
         qk_note = "Of the own page, group by group as these arrive."
         last_note = "Q's last slab from registers, since P of warpgroup 1 lies in its place."
         publish = draw.stage("P", self.kernel.copy_p(), "rP", own, "For the other warpgroup, with the rows' maxima.")
-        ours = f"By exp2(old maximum - new maximum) of each row, if a maximum moved by more than {headroom:g}."
+        ours = rescale_note(self.traits.headroom)
         return (
             self._load("Q", When("prologue", TILE, LOADER), "Once the last tile's last scores are there."),
             self._load("Qr", When("prologue", TILE, LOADER), "Behind a tile's first page: until then P may lie there."),
@@ -159,7 +150,7 @@ class ReaderMlaSm90:
             self._softmax(),
             self._convert(),
             publish,
-            self._rows("rescale_o", "O: rescaled to the new maxima", "rescale", "mul.f32, vote.sync.any", "O", ours),
+            self._rows("rescale_o", "O: rescaled to the new maxima", "rescale", RESCALE, "O", ours),
             draw.product(
                 "wgmma_pv_own", "O += P V of the own page", (Factor(self.of["P"], "rP"), v, o), own,
                 "P from the registers that the scores were in.", frame=self.halves,
@@ -169,7 +160,7 @@ class ReaderMlaSm90:
                 "P from shared memory, once the other warpgroup has published it. Warpgroup 1 issues it behind its "
                 "own scores and before its own softmax, warpgroup 0 last.", frame=self.halves,
             ),
-            *self._store(),
+            *store_out(self.halves, self.of["O"], self.problem),
         )  # fmt: skip
 
     def _descriptors(self) -> tuple[Factor, Factor, Factor]:
@@ -242,11 +233,9 @@ class ReaderMlaSm90:
         return self.kernel.make_tma(MlaTensors(**{name: tensors.get(name) for name in MlaTensors._fields}))
 
     def _softmax(self) -> Step:
-        headroom = self.traits.headroom
-        moves = f"exceeds it by more than {headroom:g} powers of two" if headroom else "is larger"
         return self._rows(
-            "softmax", "Online softmax of S", "softmax", "max.f32, shfl.sync.bfly.b32, fma.rn.f32, ex2.approx.f32", "S",
-            f"A row's maximum moves only if a score {moves}. Maxima go from page to page, and so from one warpgroup to "
+            "softmax", "Online softmax of S", "softmax", f"max.f32, shfl.sync.bfly.b32, {EXPONENTIALS}", "S",
+            f"{row_move(self.traits.headroom)} Maxima go from page to page, and so from one warpgroup to "
             "the other through shared memory; each keeps the sums of its own pages, which are added once a tile. "
             "Warpgroup 1 takes its exponentials while its product with the first page's P runs.",
         )  # fmt: skip
@@ -267,44 +256,6 @@ class ReaderMlaSm90:
             "convert_p", "P: rounded to the element type", "convert", instruction, "every consumer warp", PAIR, "loop",
             touches, note,
         )  # fmt: skip
-
-    def _store(self) -> tuple[Step, ...]:
-        """O from registers: all shared memory that is large enough has the next tile's rows by then."""
-        whole = self._wide_store(
-            "gO", 4,
-            "Rounded; there is no shared memory left to stage it. Four lanes have pairs of the same 32 columns: they "
-            "trade them (shfl.sync.bfly.b32), so that each stores 8 neighbours.",
-        )  # fmt: skip
-        if not self.problem.is_split:
-            return (whole,)
-        part = self._wide_store(
-            "gO_part", 2,
-            f"{IN_PLACE} A slot has the columns in the order in which lanes have them, two pairs of every 16 together. "
-            "A second kernel merges the parts of a tile.",
-        )  # fmt: skip
-        return whole, part
-
-    def _wide_store(self, target: str, together: int, note: str) -> Step:
-        """The O accumulator to `target`, the pairs of so many neighbouring groups of 8 columns by an instruction."""
-        acc = self.of["O"]
-        atom, m, n = acc.values.modes()
-        pair, row, group = atom.modes()
-        ((groups, step),) = group.flat_modes()
-        others = concatenate(Layout(groups // together, step * together), n, row, m)
-        own = concatenate(acc.threads, concatenate(pair, Layout(together, step)), others)
-        stored = own
-        if target == "gO":  # after the trade
-            ((_, column),) = pair.flat_modes()
-            extents, strides = zip(*acc.threads.flat_modes(), strict=True)
-            threads = Layout((extents,), ((pair.size() * together * column, *strides[1:]),))
-            stored = concatenate(threads, Layout(pair.size() * together, column), others)
-        return store_registers(self.halves, target, "st.global.v4.b32", (own, stored), note)
-
-    def _part(self) -> Tile:
-        """The slot of a part: of every 16 columns, four lanes have two pairs each, which are neighbours in it."""
-        tile = part_tile(self.frame)
-        rows, columns = tile.shape
-        return dataclasses.replace(tile, layout=Layout((rows, (2, 4, 2, columns // 16)), (columns, (1, 4, 2, 16))))
 
 
 def _staged(tile: Tile, stride: int) -> Tile:

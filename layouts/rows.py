@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from cuteflash.compile import BuildReport
-from cuteflash.dispatch import KERNELS, Choice, choose_mla, choose_shipped
-from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, PAGE_ROWS, MlaProblem
+from cuteflash.dispatch import KERNELS, MLA_E4M3_ROWS, MLA_ROWS, Choice, choose, choose_shipped, latent_rows
+from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V, AnyProblem, MlaProblem
 from cuteflash.problem import (
     DTYPE_BYTES,
     FEATURES,
@@ -25,19 +26,23 @@ from cuteflash.problem import (
     Operation,
     Problem,
 )
-from cuteflash.traits import rows_mla_sm90
-from cuteflash.traits.arch import Family, get_arch
+from cuteflash.traits import rows_few_sm90, rows_mla_e4m3, rows_mla_sm80, rows_mla_sm90
+from cuteflash.traits.arch import ARCHS, Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
+from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, LengthClass
+from cuteflash.traits.mla_e4m3 import MlaTraitsE4m3
+from cuteflash.traits.mla_mma import MlaTraitsMma
+from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import RowSet, row_sets
+from cuteflash.traits.tables import FEW_ROWS, RowSet, row_sets, tables_of
 
 from .banks import WARP, ways
 from .budget import budget
@@ -47,7 +52,7 @@ from .scene import Scene, Step, Touch
 Drawn = Problem | MlaProblem  # what a row that is drawn runs
 MLA = "mla"
 OPERATIONS: tuple[str, ...] = ("fwd", "bwd", MLA)  # whose rows are drawn
-LATENT_TARGET = "sm_90a"
+LATENT_MODULES: dict[Family, ModuleType] = {"sm80": rows_mla_sm80, "sm90": rows_mla_sm90}  # of caches of 16 bits
 KERNELS_OWN: frozenset[Feature] = frozenset({"turned_v", "split", "e4m3_cache"})  # that a row's kernel always has
 # How a problem of an operation is made, and the features that one may ask for.
 ASKED: dict[Operation, tuple[Callable[..., Problem], tuple[str, ...]]] = {
@@ -78,6 +83,9 @@ PARTS: dict[type[Any], tuple[Part, ...]] = {
     FwdTraitsSm90: (Part("read_sm90", "ReaderSm90"),),
     FwdTraitsFp8Sm90: (Part("read_fp8_sm90", "ReaderFp8Sm90"),),
     FwdTraitsCacheSm90: (Part("read_cache_sm90", "ReaderCacheSm90"),),
+    FwdTraitsFewSm90: (Part("read_few_sm90", "ReaderFewSm90"),),
+    MlaTraitsSm80: (Part("read_mla_sm80", "ReaderMlaSm80"),),
+    MlaTraitsE4m3: (Part("read_mla_e4m3", "ReaderMlaE4m3"),),
     MlaTraitsSm90: (Part("read_mla_sm90", "ReaderMlaSm90"),),
     BwdTraitsSm80: (Part("read_bwd_sm80", "ReaderBwdSm80"),),
     BwdTraitsSm90: (Part("read_bwd_sm90", "ReaderBwdSm90"),),
@@ -129,7 +137,7 @@ def shipped_rows(operation: str = "fwd") -> Iterator[ShippedRow]:
     if operation == MLA:
         yield from _latent_rows()
         return
-    for peers in row_sets(cast(Operation, operation)):
+    for peers in (*row_sets(cast(Operation, operation)), *(_few_sets() if operation == "fwd" else ())):
         _, target, family = peers.table
         for row in peers.rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
@@ -145,31 +153,44 @@ def shipped_rows(operation: str = "fwd") -> Iterator[ShippedRow]:
                     break
 
 
+def _few_sets() -> Iterator[RowSet]:
+    """Those of few query rows and e4m3 caches."""
+    for table in tables_of("fwd"):
+        if FEW_ROWS[table.family]:
+            yield RowSet(table, (rows_few_sm90,), FEW_ROWS[table.family])
+
+
 def _latent_rows() -> Iterator[ShippedRow]:
-    """The rows of latent attention, which serve all lengths and both masks."""
-    rows = tuple(Row(cast(Any, traits)) for traits in rows_mla_sm90.ROWS)
-    peers = RowSet(TableKey(cast(Any, MLA), LATENT_TARGET, "sm90"), (rows_mla_sm90,), rows)
-    for traits in rows_mla_sm90.ROWS:
-        problem, _, choice = latent_row(PAGE_ROWS)
-        if cast(Any, choice.traits) == traits:
-            masks = MASK_KINDS[:2]
-            yield ShippedRow(LATENT_TARGET, "sm90", problem, peers, masks, traits.dtypes, ("decode",), choice)
+    """The rows of latent attention, which serve all lengths and both masks, with the query rows of a token."""
+    for (target, arch), is_e4m3 in itertools.product(ARCHS.items(), (False, True)):
+        problem = MlaProblem("bf16", is_e4m3=is_e4m3)
+        for family in arch.families:
+            rows = latent_rows((MLA_E4M3_ROWS if is_e4m3 else MLA_ROWS)[family])
+            module = rows_mla_e4m3 if is_e4m3 else LATENT_MODULES[family]
+            peers = RowSet(TableKey(cast(Any, MLA), target, family), (module,), rows)
+            found = (_shipped_choice(problem, target, family, "decode", heads) for heads in range(1, HEADS_MAX + 1))
+            choices = {choice.row: choice for choice in found if choice is not None}
+            for row in (row for row in rows if row in choices):
+                yield ShippedRow(target, family, problem, peers, MASK_KINDS[:2], row.dtypes, row.lengths, choices[row])
 
 
-def latent_row(heads: int, dtype: HalfDtype = "bf16", target: str = LATENT_TARGET) -> tuple[Drawn, str, Choice]:
-    """(problem, target, choice) of decoding a token of so many query heads.
+def latent_row(
+    heads: int,
+    dtype: HalfDtype = "bf16",
+    target: str = "sm_90a",
+    family: Family | None = None,
+    is_e4m3: bool = False,
+) -> tuple[Drawn, str, Choice]:
+    """(problem, target, choice) of decoding a token of so many query heads, from an e4m3 cache or one of 16 bits.
+
+    It is what dispatch runs.
 
     Raises:
-        NotImplementedError: a target whose rows are not drawn.
+        ValueError: no such target or family.
+        NotImplementedError: the target does not run the family, or has no row.
     """
-    if target != LATENT_TARGET:
-        raise NotImplementedError(f"the target is {target}; rows of latent attention are drawn for: {LATENT_TARGET}")
-    problem = MlaProblem(dtype)
-    traits = cast(MlaTraitsSm90, choose_mla(problem, heads, target, "sm90"))
-    number = rows_mla_sm90.ROWS.index(traits) + 1
-    source = f"shipped rows of latent attention, number {number} of {len(rows_mla_sm90.ROWS)}"
-    row = Row(cast(Any, traits), lengths=("decode",))
-    return problem, target, Choice("sm90", cast(Any, traits), row, source)
+    problem = MlaProblem(dtype, is_e4m3=is_e4m3)
+    return problem, target, choose(problem, target, family or ("sm80" if is_e4m3 else None), "decode", heads)
 
 
 def _own_and_smaller(head_dim_v: int) -> Iterator[int]:
@@ -190,7 +211,7 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
         for dtype, mask, lengths in itertools.product(dtypes, row.masks, reversed(row.lengths)):
             problem = dense(dtype, row.traits.head_dim, head_dim_v, mask, **extra)
             problem = problem.asking((problem.features | KERNELS_OWN) & row.traits.features)
-            choice = _shipped_choice(problem, target, family, cast(Any, lengths))
+            choice = _shipped_choice(problem, target, family, cast(Any, lengths), query_rows(row.traits))
             if choice is not None and choice.row == row:
                 served.append((problem, lengths, choice))
         if served:
@@ -198,10 +219,18 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
     return []
 
 
-def _shipped_choice(problem: Problem, target: str, family: Family, lengths: LengthClass) -> Choice | None:
+def query_rows(traits: Traits) -> int | None:
+    """The most query rows of a tile that traits are made for, if these are few; else None."""
+    few: Any = traits
+    return int(few.tile_m) if isinstance(few, FwdTraitsFewSm90) else None
+
+
+def _shipped_choice(
+    problem: AnyProblem, target: str, family: Family, lengths: LengthClass, tile_rows: int | None
+) -> Choice | None:
     """The choice of the shipped tables; None if none of their rows runs the problem."""
     try:
-        return choose_shipped(problem, target, family, lengths)
+        return choose_shipped(problem, target, family, lengths, tile_rows)
     except NotImplementedError:
         return None
 
@@ -224,15 +253,21 @@ class Named(NamedTuple):
 def named(problem: Drawn, choice: Choice) -> Named:
     """Names for a problem, as the dispatcher chose to run it."""
     if isinstance(problem, MlaProblem):
-        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), (problem.dtype,))
+        latent = cast("MlaTraitsMma | MlaTraitsSm90", choice.traits)
+        words = problem.dtype, *_features(problem), f"{latent.tile_m}x{latent.tile_n}"
+        return Named(problem.dtype, LATENT_DIM, LATENT_DIM_V, ", ".join(MASK_KINDS[:2]), words)
     operands, mask = problem.operands, problem.scores.mask
     lengths = choice.row.lengths if choice.row.lengths != LENGTH_CLASSES else ()
-    words = (mask, operands.qk_dtype, *_features(problem), *lengths)
+    few = query_rows(choice.traits)
+    of_few = () if few is None else (f"{few}-rows",)
+    words = (mask, operands.qk_dtype, *_features(problem), *of_few, *lengths)
     return Named(operands.qk_dtype, operands.head_dim, operands.head_dim_v, mask, words)
 
 
 def _features(problem: Drawn) -> tuple[str, ...]:
-    return () if isinstance(problem, MlaProblem) else tuple(name for name in FEATURES if name in problem.features)
+    """Those in use by which problems differ that are drawn: all of latent attention split keys and have pages."""
+    shown = ("e4m3_cache",) if isinstance(problem, MlaProblem) else FEATURES
+    return tuple(name for name in shown if name in problem.features)
 
 
 def make_scene(
@@ -273,6 +308,7 @@ def make_scene(
                 "mask": words.mask,
                 "features": list(_features(problem)),
                 "lengths": list(choice.row.lengths),
+                "query_rows": query_rows(traits),
                 "source": choice.source,
                 "part": chosen.title,
                 "traits": dataclasses.asdict(traits),

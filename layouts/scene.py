@@ -113,7 +113,7 @@ class Fragment:
         tv: (thread, register element) to element. A thread mode of stride 0 means copies.
         registers: 32-bit registers a thread.
         place_of: the fragment whose registers it takes over; empty if it has its own.
-        live: of `registers`, those that are live at a time; 0 is all.
+        live: 32-bit registers a thread that are live at a time, of all accumulators that take turns; 0 is `registers`.
         tv_swizzle: as of `Touch`.
     """
 

@@ -50,10 +50,14 @@ Dtype = Annotated[
 ]
 TransposedV = Annotated[bool, typer.Option("--transposed-v", help="V of 8 bits is given as V^T, not as its rows.")]
 Split = Annotated[bool, typer.Option("--split", help="Of a forward: a row that splits keys, as decoding does.")]
-E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward on Hopper: a row of e4m3 caches.")]
+E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward on Hopper, of mla: a row of e4m3 caches.")]
+QueryRows = Annotated[
+    int | None,
+    typer.Option(min=1, help="Of a forward: query rows of a tile, if they are few; default: as many as a tile has."),
+]
 Heads = Annotated[
     int | None,
-    typer.Option(min=1, max=HEADS_MAX, help="Of mla: query heads, whose tiles of 64 choose the row; default: 128."),
+    typer.Option(min=1, max=HEADS_MAX, help="Of mla: query heads, which choose the row; default: 128."),
 ]
 Family = Annotated[str | None, typer.Option(help=f"Kernel family, {' or '.join(FAMILIES)}; default: the best.")]
 Lengths = Annotated[
@@ -88,6 +92,7 @@ def layouts(
     transposed_v: TransposedV = False,
     split: Split = False,
     e4m3_cache: E4m3Cache = False,
+    query_rows: QueryRows = None,
     heads: Heads = None,
     family: Family = None,
     lengths: Lengths = None,
@@ -116,10 +121,12 @@ def layouts(
         if mask is not None and causal:
             raise ValueError("mask and causal are both given; allowed: one of them")
         mask = "causal" if causal else mask
-        features = {"transposed-v": transposed_v or None, "split": split or None, "e4m3-cache": e4m3_cache or None}
+        flags = {"transposed-v": transposed_v, "split": split, "e4m3-cache": e4m3_cache}
+        features = {name: given or None for name, given in flags.items()} | {"query-rows": query_rows}
         of_problem = {"head-dim-v": head_dim_v, "mask": mask, "lengths": lengths, "part": part, **features}
         if operation != "fwd":
-            _refuse(f"with kernel {operation}", features)
+            served = ("e4m3-cache",) if operation == "mla" and not everything else ()
+            _refuse(f"with kernel {operation}", {name: features[name] for name in features if name not in served})
         if operation != "mla" or everything:
             _refuse("without kernel mla, or with --all", {"heads": heads})
         if everything:
@@ -130,20 +137,23 @@ def layouts(
             raise typer.Exit(0 if good else 1)
         where, of_values = (arch, head_dim, family), (dtype or "bf16", transposed_v, split, e4m3_cache)
         if operation == "mla":
-            _refuse("with kernel mla, whose sizes are one", of_problem | {"head-dim": head_dim, "family": family})
-            row = _latent_row(arch, dtype or "bf16", heads or HEADS_MAX)
+            _refuse("with kernel mla, whose sizes are one", of_problem | {"e4m3-cache": None, "head-dim": head_dim})
+            row = _latent_row(arch, family, dtype or "bf16", heads or HEADS_MAX, e4m3_cache)
         else:
-            row = _row(operation, where, head_dim_v, (mask or "full", lengths or "long"), of_values)
+            words = mask or "full", lengths or "long"
+            row = _row(operation, where, head_dim_v, words, of_values, query_rows)
         if form in PICTURES:
             _pictures((*row, compile_now, part), form, panel, (color, stage, swizzle), output)
         else:
             _whole((*row, compile_now, part), form, output)
 
 
-def _latent_row(arch: str | None, dtype: str, heads: int) -> tuple[Any, str, Choice]:
+def _latent_row(arch: str | None, family: str | None, dtype: str, heads: int, e4m3: bool) -> tuple[Any, str, Choice]:
     """(problem, target, choice) of decoding latent attention."""
     target = information.local_target()[0] if arch is None else _one("arch", arch, ARCHS)
-    found: tuple[Any, str, Choice] = companion("layouts.rows").latent_row(heads, _one("dtype", dtype, DTYPES), target)
+    chosen = None if family is None else _one("family", family, FAMILIES)
+    latent_row = companion("layouts.rows").latent_row
+    found: tuple[Any, str, Choice] = latent_row(heads, _one("dtype", dtype, DTYPES), target, chosen, e4m3)
     return found
 
 
@@ -153,6 +163,7 @@ def _row(
     head_dim_v: str | None,
     words: tuple[str, str],
     values: tuple[str, bool, bool, bool],
+    query_rows: int | None,
 ) -> tuple[Any, str, Choice]:
     """(problem, target, choice) of a forward or backward.
 
@@ -160,12 +171,13 @@ def _row(
         where: the texts of --arch, --head-dim and --family.
         words: mask and lengths.
         values: dtype, transposed_v, split, e4m3_cache.
+        query_rows: of a tile; None is as many as it has.
     """
     (arch, head_dim, family), (mask, lengths), (dtype, transposed_v, *features) = where, words, values
     problem, target = _problem(operation, arch, (head_dim, head_dim_v), mask, (dtype, transposed_v))
     problem = _asking(problem, *features)
     chosen = None if family is None else _one("family", family, FAMILIES)
-    return problem, target, choose(problem, target, chosen, _one("lengths", lengths, LENGTH_CLASSES))
+    return problem, target, choose(problem, target, chosen, _one("lengths", lengths, LENGTH_CLASSES), query_rows)
 
 
 def _asking(problem: Problem, split: bool, e4m3_cache: bool) -> Problem:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
-from cuteflash.dispatch import Choice
+from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.kernels.sm90 import mla_decode_mma
-from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V
+from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V, MlaProblem
 from cuteflash.traits.mla_sm90 import CONSUMERS, MlaTraitsSm90
 
-from ..rows import Drawn, latent_row
+from ..rows import Drawn
 from .sources import source_of
 from .timeline import (
     EXPONENTIAL,
@@ -79,8 +79,9 @@ EVENTS = (
 
 
 def latent_lesson_row() -> tuple[Drawn, str, Choice]:
-    """The shipped row of 128 query heads."""
-    return latent_row(HEADS_MAX)
+    """The shipped row of 128 query heads on Hopper."""
+    problem, target = MlaProblem("bf16"), "sm_90a"
+    return problem, target, choose_shipped(problem, target, "sm90", "decode", HEADS_MAX)
 
 
 def clocks(traits: MlaTraitsSm90) -> dict[str, tuple[str, int]]:

@@ -8,12 +8,12 @@
   const WARPGROUP = 128;
   const REGISTER_STEP = 8; // the hardware allocates registers in units of 8 a thread
   const NARROW = 0.075; // share of a bar below which a part's label does not fit
-  const LATENT_ROWS = 64; // query heads of a tile of latent attention
+  const LATENT_ROWS = 64; // query heads of a tile of latent attention, in the sm90 family
   const FLAGS = { split: "--split", e4m3_cache: "--e4m3-cache" };
   const ROOM = 0.75; // place in a bar up to which a mark has room for its name
 
   /* A tensor has the same colour in shared memory and in registers. */
-  const HUES = { Q: 0, Qr: 0, K: 1, V: 2, O: 3, dO: 3, S: 5, P: 6, dP: 4, dS: 5, dV: 2, dK: 1, dQ: 0 };
+  const HUES = { Q: 0, Qr: 0, K: 1, V: 2, O: 3, dO: 3, S: 5, QK: 5, P: 6, dP: 4, dS: 5, dV: 2, dK: 1, dQ: 0 };
   const hue = (name) => HUES[name.replace(/^(acc_|[sr])|t$|_stored$|,.*$/g, "")] ?? 7;
 
   const bytes = (n) => `${CF.number(n)} B`;
@@ -56,14 +56,20 @@
   }
 
   /** The command that compiles a kernel and reports its registers. */
-  function compileCommand({ operation, head_dim, head_dim_v, arch, dtype, mask, family, lengths, features, traits }) {
+  function compileCommand(kernel) {
+    const { operation, head_dim, head_dim_v, arch, dtype, mask, family, lengths, features, traits } = kernel;
     const drawn = (row) => `cuteflash layouts --kernel ${operation} ${row} --compile -o row.html`;
-    if (operation === "mla") return drawn(`--arch ${arch} --dtype ${dtype} --heads ${LATENT_ROWS * traits.cluster}`);
+    if (operation === "mla") {
+      const heads = traits.tile_m ?? LATENT_ROWS;
+      const cache = features.includes("e4m3_cache") ? ` ${FLAGS.e4m3_cache}` : "";
+      return drawn(`--arch ${arch} --dtype ${dtype} --family ${family} --heads ${heads}${cache}`);
+    }
     const own = head_dim_v === head_dim ? "" : ` --head-dim-v ${head_dim_v}`;
     const row = `--head-dim ${head_dim}${own} --arch ${arch} --dtype ${dtype} --mask ${mask} --family ${family}`;
     const asked = Object.keys(FLAGS).filter((name) => features.includes(name));
     if (operation === "fwd" && !asked.length) return `cuteflash compile ${row}`;
-    return drawn([row, `--lengths ${lengths[0]}`, ...asked.map((name) => FLAGS[name])].join(" "));
+    const few = kernel.query_rows ? [`--query-rows ${kernel.query_rows}`] : [];
+    return drawn([row, `--lengths ${lengths[0]}`, ...asked.map((name) => FLAGS[name]), ...few].join(" "));
   }
 
   /* One part of a bar, from `start` of `scale` on; its label is inside if there is room. */

@@ -96,8 +96,7 @@
           P of the second warpgroup lies over the last slab of Q, which both have taken into registers (\`rQr\`).
 
           A page arrives in groups of ${traits.groups.join(", ")} slabs, so that the scores begin with the first. Each part of a
-          page is let go of as soon as it was read, for the next page but one.
-          ${traits.cluster > 1 ? `Tiles of the same sequence are computed by ${traits.cluster} blocks of a cluster: each loads every other group, for both.` : ""}`),
+          page is let go of as soon as it was read, for the next page but one.`),
         figure("The same bytes as K and as V", null, [
           CF.h(
             "div",

@@ -17,7 +17,7 @@ from layouts.scene import Scene, Touch
 from tests.layouts.dsl_oracle import smem_offsets
 
 WARP = 32
-ROWS = {row.name: row for row in shipped_rows() if "e4m3_cache" in row.features}
+ROWS = {row.name: row for row in shipped_rows() if isinstance(row.choice.traits, FwdTraitsCacheSm90)}
 every_row = pytest.mark.parametrize("name", ROWS)
 both_tensors = pytest.mark.parametrize("tensor", ["k", "v"])
 

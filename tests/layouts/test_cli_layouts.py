@@ -227,13 +227,20 @@ def test_the_gallery_is_every_table_row_that_a_problem_reaches() -> None:
 
 
 def test_a_latent_row_is_chosen_by_the_query_heads(here: pathlib.Path) -> None:
-    result = call("--kernel", "mla", "--arch", "sm_90a", "--heads", "128", "--format", "json")
-    assert result.exit_code == 0, result.output
-    scene = json.loads(result.stdout)
-    assert (scene["kernel"]["operation"], scene["kernel"]["traits"]["groups"]) == ("mla", [1, 2, 2, 2, 2])
-    assert scene["lanes"] == [["Q", "Qr"], ["K", "Kr"], ["S", "P"], ["V"], ["O"]]
-    result = call("--kernel", "mla", "--all", "-o", "site")
-    assert result.exit_code == 0 and " of 1 rows" in result.stdout
+    names = []
+    for asked in (("128",), ("64",), ("16",), ("16", "--family", "sm90")):
+        result = call("--kernel", "mla", "--arch", "sm_90a", "--format", "json", "--heads", *asked)
+        assert result.exit_code == 0, result.output
+        scene = json.loads(result.stdout)
+        names.append((scene["kernel"]["name"], scene["id"].split("bf16-")[1]))
+        assert scene["lanes"] == [["Q", "Qr"], ["K", "Kr"], ["S", "P"], ["V"], ["O"]]
+    hopper = "FlashMlaDecodeSm90"
+    ampere = ("FlashMlaDecodeSm80", "16x64")
+    assert names == [(hopper, "64x64"), (hopper, "64x64"), ampere, (hopper, "64x64")]
+    result = call("--kernel", "mla", "--arch", "sm_90a", "--format", "json", "--heads", "64", "--e4m3-cache")
+    assert json.loads(result.stdout)["kernel"]["name"] == "FlashMlaDecodeE4m3"
+    result = call("--kernel", "mla", "--all", "--arch", "sm_86", "-o", "site")
+    assert result.exit_code == 0 and "6 pages of 2 rows" in result.stdout
 
 
 def test_a_row_that_splits_the_keys_of_an_8_bit_cache_is_asked_for_by_both() -> None:
@@ -243,6 +250,14 @@ def test_a_row_that_splits_the_keys_of_an_8_bit_cache_is_asked_for_by_both() -> 
     scene = json.loads(result.stdout)
     assert scene["kernel"]["features"] == ["split", "e4m3_cache"]
     assert {"sK_stored", "gO_part"} <= {tile["id"] for tile in scene["tiles"]}
+
+
+@pytest.mark.parametrize(("query_rows", "drawn"), [("5", "8-rows"), ("16", "16-rows"), ("17", "e4m3_cache")])
+def test_few_query_rows_of_an_8_bit_cache_have_rows_of_their_own(query_rows: str, drawn: str) -> None:
+    asked = ("--arch", "sm_90a", "--head-dim", "64", "--split", "--e4m3-cache", "--format", "json")
+    result = call(*asked, "--query-rows", query_rows)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["id"].endswith(drawn)
 
 
 def test_the_same_gallery_twice_is_the_same_files(here: pathlib.Path) -> None:
@@ -281,11 +296,14 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         ((*ROW, "--kernel", "bwd", "--dtype", "e4m3"), "dtype is 'e4m3'; allowed: fp16, bf16"),
         ((*ROW, "--dtype", "e4m3"), "no row of fwd/sm_80/sm80 runs head_dim 64, head_dim_v 64, mask full, dtype e4m3"),
         ((*ROW, "--kernel", "bwd", "--split"), "--split is given with kernel bwd"),
+        ((*ROW, "--kernel", "bwd", "--query-rows", "8"), "--query-rows is given with kernel bwd"),
         ((*ROW, "--e4m3-cache"), "no row of fwd/sm_80/sm80 runs head_dim 64"),
         ((*ROW, "--heads", "64"), "--heads is given without kernel mla"),
         (("--kernel", "mla", *ROW, "-o", "x"), "--head-dim is given with kernel mla, whose sizes are one"),
-        (("--kernel", "mla", "--arch", "sm_80", "-o", "x"), "the target is sm_80; rows of latent attention are drawn"),
+        (("--kernel", "mla", "--arch", "sm_80", "--family", "sm90", "-o", "x"), "family is 'sm90', which sm_80 does"),
         (("--kernel", "mla", "--arch", "sm_90a", "--dtype", "e4m3", "-o", "x"), "dtype is 'e4m3'; allowed: fp16, bf16"),
+        (("--kernel", "mla", "--arch", "sm_80", "--e4m3-cache", "-o", "x"), "sm_80 does not convert e4m3"),
+        (("--kernel", "mla", "--all", "--e4m3-cache", "-o", "x"), "--e4m3-cache is given with kernel mla"),
         (("--kernel", "mla", "--all", "--heads", "64", "-o", "x"), "--heads is given without kernel mla, or with"),
         ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
         (("--all", "--transposed-v", "-o", "x"), "--transposed-v is given with --all"),

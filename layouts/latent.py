@@ -1,0 +1,100 @@
+"""What the drawings of latent attention share in both families: its tensors in memory, and O's way from registers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from cuteflash.mla_problem import LATENT_DIM_V, MlaProblem
+
+from .algebra import Layout, composition, concatenate
+from .parts import IN_PLACE, part_tile, store_registers
+from .read import ELEMENT_BYTES, Frame, Placed
+from .scene import Step, Tile
+
+ROWS: Final = "The rows of a tile are (token, head), heads first."
+SHARES: Final = "Nothing but another view of K: the same bytes, whose rows are the product's k extent."
+MERGED_LATER: Final = "A second kernel merges the parts of a tile."
+EXPONENTIALS: Final = "fma.rn.f32, ex2.approx.f32"
+RESCALE: Final = "mul.f32, vote.sync.any"
+
+
+def global_latent(frame: Frame, tensor: str, row: int, note: str, element_bytes: int = ELEMENT_BYTES) -> Tile:
+    """A tile of a tensor whose rows have `row` elements, from its first column on."""
+    shape = frame.shape(tensor)
+    layout = Layout(shape, (row, 1))
+    return Tile(f"g{tensor}", tensor, "global", shape, layout, valid=shape, note=note, element_bytes=element_bytes)
+
+
+def out_tiles(frame: Frame, problem: MlaProblem) -> tuple[Tile, ...]:
+    """O in global memory, and of split keys the slot of a part.
+
+    Of every 16 columns of a slot, four lanes have two pairs each, which are neighbours in it.
+    """
+    whole = global_latent(frame, "O", LATENT_DIM_V, ROWS)
+    if not problem.is_split:
+        return (whole,)
+    tile = part_tile(frame)
+    rows, columns = tile.shape
+    layout = Layout((rows, (2, 4, 2, columns // 16)), (columns, (1, 4, 2, 16)))
+    return whole, dataclasses.replace(tile, layout=layout)
+
+
+def row_move(headroom: float) -> str:
+    """When a row's maximum moves."""
+    moves = f"exceeds it by more than {headroom:g} powers of two" if headroom else "is larger"
+    return f"A row's maximum moves only if a score {moves}."
+
+
+def rescale_note(headroom: float) -> str:
+    """When O is rescaled, and by what."""
+    return f"By exp2(old maximum - new maximum) of each row, if a maximum moved by more than {headroom:g}."
+
+
+def store_out(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, ...]:
+    """O from its accumulator to memory, whole, and of split keys to the slot of a part."""
+    whole = _wide_store(
+        frame, acc, "gO", 4,
+        "Rounded; there is no shared memory left to stage it. Four lanes have pairs of the same 32 columns: they "
+        "trade them (shfl.sync.bfly.b32), so that each stores 8 neighbours.",
+    )  # fmt: skip
+    if not problem.is_split:
+        return (whole,)
+    part = _wide_store(
+        frame, acc, "gO_part", 2,
+        f"{IN_PLACE} A slot has the columns in the order in which lanes have them, two pairs of every 16 together. "
+        f"{MERGED_LATER}",
+    )  # fmt: skip
+    return whole, part
+
+
+def store_quads(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, ...]:
+    """O from an accumulator whose threads have four neighbours of each 16 columns, the even ones in a group of 8."""
+    atom, m, n = acc.values.modes()
+    pair, row = atom.modes()
+    parity, groups = composition(n, Layout(2)), composition(n, Layout(n.size() // 2, 2))
+    whole = concatenate(acc.threads, concatenate(parity, pair), concatenate(groups, row, m))
+    part = concatenate(acc.threads, parity, concatenate(pair, groups, row, m))
+    alone = "Rounded. A lane has four neighbouring columns of each 16."
+    of_part = f"{IN_PLACE} A slot has pairs of every 16 columns in another order. {MERGED_LATER}"
+    stores = [store_registers(frame, "gO", "st.global.v2.b32", (whole, whole), alone)]
+    if problem.is_split:
+        stores.append(store_registers(frame, "gO_part", "st.global.v2.b32", (part, part), of_part))
+    return tuple(stores)
+
+
+def _wide_store(frame: Frame, acc: Placed, target: str, together: int, note: str) -> Step:
+    """The O accumulator to `target`, the pairs of so many neighbouring groups of 8 columns by an instruction."""
+    atom, m, n = acc.values.modes()
+    pair, row, *groups = atom.modes()
+    columns = concatenate(*groups, n)  # groups of 8
+    near = composition(columns, Layout(together))
+    others = concatenate(composition(columns, Layout(columns.size() // together, together)), row, m)
+    own = concatenate(acc.threads, concatenate(pair, near), others)
+    stored = own
+    if target == "gO":  # after the trade
+        ((_, column),) = pair.flat_modes()
+        extents, strides = zip(*acc.threads.flat_modes(), strict=True)
+        threads = Layout((extents,), ((pair.size() * together * column, *strides[1:]),))
+        stored = concatenate(threads, Layout(pair.size() * together, column), others)
+    return store_registers(frame, target, "st.global.v4.b32", (own, stored), note)
