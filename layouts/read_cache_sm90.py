@@ -20,6 +20,8 @@ from .read_sm90 import BLOCK, TILE, ReaderSm90
 from .scene import Fragment, Role, Step, Tile, Touch
 
 CONVERTING: Final = "every converting warp"
+FIT: Final = "and.b32, shfl.sync.bfly.b32, mul.f32, cvt.rn.f16x2.f32"
+FITTED: Final = "Each row times a power of two that brings its largest element below 2^15; its scores are scaled back."
 HALF: Final = CHUNK // WORD  # elements of fp16 in a store
 
 
@@ -181,8 +183,7 @@ class ReaderCacheSm90(ReaderSm90):
 
     def _fit_q(self) -> Step:
         """bf16 into fp16, whose range is smaller."""
-        note = "Each row times a power of two that brings its largest element below 2^15; its scores are scaled back."
-        instruction = "and.b32, shfl.sync.bfly.b32, mul.f32, cvt.rn.f16x2.f32"
+        note = FITTED
         if self.traits.q_in_regs:
             q, first = self.of["Q"], self.frame.first_thread
             touches = tuple(q.touch_k_blocks("rQ", mode, first) for mode in ("read", "write"))
@@ -192,4 +193,4 @@ class ReaderCacheSm90(ReaderSm90):
             tv = concatenate(both, Layout(HALF, rows), Layout(columns // CHUNK, CHUNK * rows))
             touches = tuple(Touch("sQ", mode, tv, self.frame.first_thread, CHUNK) for mode in ("read", "write"))
             note += " Two lanes take a row, so that two rows of a phase share their banks."
-        return Step("fit_q", "Q: made into fp16", "convert", instruction, CONSUMERS, TILE, "prologue", touches, note)
+        return Step("fit_q", "Q: made into fp16", "convert", FIT, CONSUMERS, TILE, "prologue", touches, note)

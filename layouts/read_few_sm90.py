@@ -23,6 +23,7 @@ from .bytes_in_registers import CONVERSION, IN_FOURS, IN_PAIRS
 from .hopper import CONSUMERS, HopperSteps, Transfer, When, example_tensor
 from .parts import IN_PLACE, MERGED, TITLES, part_tile
 from .read import WORD, Frame, Placed, byte_tile, global_tile, no_launch, ptx_type, shared_tile, shuffled, smem_start
+from .read_cache_sm90 import FIT, FITTED
 from .scene import Axis, Fragment, Phase, Role, Step, Tile, Touch
 from .softmax_steps import EVERY, EXPONENTIAL
 
@@ -186,9 +187,7 @@ class ReaderFewSm90:
         """bf16 into fp16, whose range is smaller."""
         first = self.frame.first_thread
         touches = tuple(self.of["Q"].touch_k_blocks("rQ", mode, first) for mode in ("read", "write"))
-        note = "Each row times a power of two that brings its largest element below 2^15; its scores are scaled back."
-        instruction = "and.b32, shfl.sync.bfly.b32, mul.f32, cvt.rn.f16x2.f32"
-        return Step("fit_q", "Q: made into fp16", "convert", instruction, CONSUMERS, TILE, "prologue", touches, note)
+        return Step("fit_q", "Q: made into fp16", "convert", FIT, CONSUMERS, TILE, "prologue", touches, FITTED)
 
     def _fetch(self, tensor: Literal["K", "V"], instruction: str, conversion: str, why: str) -> Step:
         """ldmatrix of 16 keys and 32 columns, as pairs of bytes, and what makes two operands of them."""
