@@ -258,7 +258,10 @@ def test_rows_do_not_spill_if_rows_of_pages_are_looked_up(traits: FwdTraits, req
 
     storage = Storage("varlen", "paged", used_k=True, has_page_table=True, has_cache_batch_idx=True, has_leftpad=True)
     problem = dataclasses.replace(hardest((traits.head_dim, traits.head_dim_v)), storage=storage)
-    request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a").assert_clean()
+    compiled = request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a")
+    compiled.assert_clean()
+    before, _ = compiled.ptx.split("griddepcontrol.wait", 1)  # four vectors and the page table are asked for
+    assert before.count("prefetch.global.L2") == 5
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
