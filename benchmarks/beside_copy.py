@@ -12,7 +12,7 @@ import torch
 from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
 from . import device
-from .contest import one_line, write
+from .contest import add_shapes, one_line
 
 
 class Trial(NamedTuple):
@@ -89,13 +89,9 @@ def run(
     shapes: Sequence[Any], measure: Callable[[Any], dict[str, Any]], where: torch.device, path: pathlib.Path | None
 ) -> dict[str, Any]:
     """Measure all shapes; the file at `path` is rewritten after each."""
-    result: dict[str, Any] = {"environment": device.environment(where), "shapes": []}
+    result: dict[str, Any] = {"environment": device.environment(where)}
     result["copy_gbps"] = device.copy_gbps(where, *(() if where.type == "cuda" else (1 << 20,)))
-    for shape in shapes:
-        result["shapes"].append(measure(shape))
-        if path is not None:
-            write(result, path)
-    return result
+    return add_shapes(result, shapes, measure, where, path)
 
 
 def table(result: dict[str, Any], about: str, ways: Sequence[str], text: Callable[[dict[str, Any], str], str]) -> str:

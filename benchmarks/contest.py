@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,24 @@ def progress(cell: Mapping[str, Any]) -> str:
         for name, entry in cell["results"].items()
     ]
     return f"{cell['label']:<26} {'  '.join(texts)}"
+
+
+def add_shapes(
+    result: dict[str, Any],
+    shapes: Iterable[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    where: torch.device,
+    path: pathlib.Path | None,
+) -> dict[str, Any]:
+    """The result with what was measured of all shapes; the file at `path` is rewritten after each."""
+    result["shapes"] = []
+    for shape in shapes:
+        result["shapes"].append(measure(shape))
+        if path is not None:
+            write(result, path)
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    return result
 
 
 def write(result: Mapping[str, Any], path: pathlib.Path) -> None:

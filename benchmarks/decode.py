@@ -30,7 +30,7 @@ from cuteflash.tune.timing import Runner, first_call, interleaved, median
 from . import device
 from .beside_copy import copier
 from .command import Command
-from .contest import one_line, remarks, write
+from .contest import add_shapes, one_line, remarks
 from .decode_inputs import PAGES, Caches, Shape, attention_in_fp32, complaint, copies_of, make_caches
 from .rates import in_words
 
@@ -206,15 +206,9 @@ def measure(shape: Shape, where: torch.device, settings: Settings) -> dict[str, 
 
 def run(grid: Sequence[Shape], where: torch.device, path: pathlib.Path | None, settings: Settings) -> dict[str, Any]:
     """Measure all shapes; the file at `path` is rewritten after each."""
-    result: dict[str, Any] = {"environment": device.environment(where), "settings": settings._asdict(), "shapes": []}
+    result: dict[str, Any] = {"environment": device.environment(where), "settings": settings._asdict()}
     result["queries"] = grid[0].queries
-    for shape in grid:
-        result["shapes"].append(measure(shape, where, settings))
-        if path is not None:
-            write(result, path)
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
-    return result
+    return add_shapes(result, grid, lambda shape: measure(shape, where, settings), where, path)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
 from . import device
 from .beside_copy import copier
-from .contest import one_line, write
+from .contest import add_shapes, one_line
 from .decode import Replay, Rotation
 from .decode_inputs import complaint
 
@@ -216,15 +216,13 @@ def run(
     cache: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """Measure all shapes; the file at `path` is rewritten after each."""
-    result: dict[str, Any] = {"environment": device.environment(where), "shapes": []}
-    for shape in grid:
-        result["shapes"].append(measure(shape, where, rounds, cache))
-        print(lines_of(result["shapes"][-1]), file=sys.stderr, flush=True)
-        if path is not None:
-            write(result, path)
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
-    return result
+
+    def told(shape: Shape) -> dict[str, Any]:
+        cell = measure(shape, where, rounds, cache)
+        print(lines_of(cell), file=sys.stderr, flush=True)
+        return cell
+
+    return add_shapes({"environment": device.environment(where)}, grid, told, where, path)
 
 
 def lines_of(cell: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from cuteflash.tune.timing import Runner, first_call, interleaved, median
 
 from . import device
 from .command import Command
-from .contest import one_line, remarks, write
+from .contest import add_shapes, one_line, remarks
 from .decode_inputs import complaint
 from .mla import multiplier, product_tflops
 from .rates import in_words
@@ -176,14 +176,8 @@ def _repeat(call: Callable[[Prompts], Tensor], prompts: Prompts, calls: int) -> 
 
 def run(grid: Sequence[Shape], where: torch.device, path: pathlib.Path | None, rounds: int = ROUNDS) -> dict[str, Any]:
     """Measure all shapes; the file at `path` is rewritten after each."""
-    result: dict[str, Any] = {"environment": device.environment(where), "shapes": []}
-    for shape in grid:
-        result["shapes"].append(measure(shape, where, rounds))
-        if path is not None:
-            write(result, path)
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
-    return result
+    result: dict[str, Any] = {"environment": device.environment(where)}
+    return add_shapes(result, grid, lambda shape: measure(shape, where, rounds), where, path)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from layouts.scene import Descriptor, Scene, Touch
 
@@ -23,6 +24,22 @@ def by_issuer(touch: Touch) -> np.ndarray[Any, Any]:
     named = elements(touch)
     together = named.shape[2] % WARPGROUP == 0 and (named[:, :, 0] == named[:, :, 1]).all()
     return named[:, :, ::WARPGROUP] if together else named
+
+
+def byte_addresses(scene: Scene, touch: Touch) -> npt.NDArray[np.int64]:
+    """(instructions, threads): where each lane's access begins, in bytes from the tile's start."""
+    tile = scene.tile(touch.id)
+    return tile.offsets().reshape(-1)[touch.elements()[:, 0, :]] * tile.element_bytes
+
+
+def assert_operands_covered(scene: Scene) -> None:
+    """Each step touches every element of its tiles and fragments, and nothing beside them."""
+    parts = {part.id: part.shape for part in (*scene.tiles, *scene.fragments)}
+    for step in scene.steps:
+        assert len({touch.tv.mode(2).size() for touch in step.touches}) == 1  # threads
+        for touch in step.touches:
+            rows, cols = parts[touch.id]
+            assert set(touch.elements().reshape(-1)) == set(range(rows * cols)), (step.id, touch.id)
 
 
 def descriptors_of(scene: Scene) -> set[int]:

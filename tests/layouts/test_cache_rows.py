@@ -6,14 +6,14 @@ import functools
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cuteflash.kernels.sm90.convert import place
 from cuteflash.kernels.sm90.swizzle import swizzled
 from cuteflash.traits.cache_sm90 import WARPS, FwdTraitsCacheSm90
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways
-from layouts.scene import Scene, Touch
+from layouts.scene import Scene
+from tests.layouts.drawings import byte_addresses
 from tests.layouts.dsl_oracle import smem_offsets
 
 WARP = 32
@@ -31,12 +31,6 @@ def scene_of(name: str) -> Scene:
 def traits_of(row: ShippedRow) -> FwdTraitsCacheSm90:
     assert isinstance(row.choice.traits, FwdTraitsCacheSm90)
     return row.choice.traits
-
-
-def byte_addresses(scene: Scene, touch: Touch) -> npt.NDArray[np.int64]:
-    """(instructions, threads): where each lane's access begins, in bytes from the tile's start."""
-    tile = scene.tile(touch.id)
-    return tile.offsets().reshape(-1)[touch.elements()[:, 0, :]] * tile.element_bytes
 
 
 @every_row

@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cuteflash.kernels.sm90.few import FlashFewSm90
@@ -16,9 +15,10 @@ from cuteflash.kernels.sm90.swizzle import swizzled
 from cuteflash.traits.few_sm90 import PADDING, WARPS, FwdTraitsFewSm90
 from cuteflash.traits.tables import FEW_ROWS
 from layouts.rows import make_scene, shipped_rows, touch_ways
-from layouts.scene import Scene, Touch
+from layouts.scene import Scene
 from tests import test_few_rows
 from tests.cross_compile import KernelStore
+from tests.layouts.drawings import assert_operands_covered, byte_addresses
 from tests.layouts.dsl_oracle import smem_offsets
 from tests.layouts.test_cache_rows import Words
 
@@ -38,12 +38,6 @@ def traits_of(name: str) -> FwdTraitsFewSm90:
     traits: Any = ROWS[name].choice.traits
     assert isinstance(traits, FwdTraitsFewSm90)
     return traits
-
-
-def byte_addresses(scene: Scene, touch: Touch) -> npt.NDArray[np.int64]:
-    """(instructions, threads): where each lane's access begins, in bytes from the tile's start."""
-    tile = scene.tile(touch.id)
-    return tile.offsets().reshape(-1)[touch.elements()[:, 0, :]] * tile.element_bytes
 
 
 def test_every_shipped_row_is_drawn_once() -> None:
@@ -168,12 +162,7 @@ def test_warps_hand_over_what_they_found_and_merge_rows_of_their_own(name: str) 
 @every_row
 def test_every_product_and_copy_covers_its_operands(name: str) -> None:
     scene, traits = scene_of(name), traits_of(name)
-    parts = {part.id: part.shape for part in (*scene.tiles, *scene.fragments)}
-    for step in scene.steps:
-        assert len({touch.tv.mode(2).size() for touch in step.touches}) == 1
-        for touch in step.touches:
-            rows, cols = parts[touch.id]
-            assert set(touch.elements().reshape(-1)) == set(range(rows * cols)), (step.id, touch.id)
+    assert_operands_covered(scene)
     of_16_keys = traits.warp_keys // 16 * traits.tile_m // 8
     products = [scene.step(id).instructions for id in ("mma_qk", "mma_pv")]
     assert products == [of_16_keys * traits.head_dim // 16, of_16_keys * traits.head_dim_v // 16]

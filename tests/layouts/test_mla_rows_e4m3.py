@@ -7,7 +7,6 @@ import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cuteflash.dispatch import choose_mla
@@ -15,8 +14,9 @@ from cuteflash.kernels.sm80.mla_e4m3 import FlashMlaDecodeE4m3
 from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V, MlaProblem
 from cuteflash.traits.mla_e4m3 import MlaTraitsE4m3
 from layouts.rows import make_scene, shipped_rows, touch_ways, worst_ways
-from layouts.scene import Scene, Touch
+from layouts.scene import Scene
 from tests.cross_compile import KernelStore
+from tests.layouts.drawings import assert_operands_covered, byte_addresses
 
 WARP, CHUNK = 32, 16  # lanes; bytes
 ROWS = {row.name: row for row in shipped_rows("mla") if isinstance(row.choice.traits, MlaTraitsE4m3)}
@@ -109,12 +109,6 @@ def operands(traits: MlaTraitsE4m3, who: Lane) -> dict[str, Places]:
 def numbers(places: Places, rows: int) -> list[int]:
     """The elements at these (row, column)."""
     return [row + rows * column for row, column in places]
-
-
-def byte_addresses(scene: Scene, touch: Touch) -> npt.NDArray[np.int64]:
-    """(instructions, threads): where each lane's access begins, in bytes from the tile's start."""
-    tile = scene.tile(touch.id)
-    return tile.offsets().reshape(-1)[touch.elements()[:, 0, :]] * tile.element_bytes
 
 
 def test_every_row_that_dispatch_takes_is_drawn_once() -> None:
@@ -231,12 +225,7 @@ def test_warps_that_share_columns_leave_products_for_each_other(name: str) -> No
 @distinct_rows
 def test_every_step_covers_its_operands_without_conflicts(name: str) -> None:
     scene, traits = scene_of(name), traits_of(name)
-    parts = {part.id: part.shape for part in (*scene.tiles, *scene.fragments)}
-    for step in scene.steps:
-        assert len({touch.tv.mode(2).size() for touch in step.touches}) == 1
-        for touch in step.touches:
-            rows, cols = parts[touch.id]
-            assert set(touch.elements().reshape(-1)) == set(range(rows * cols)), (step.id, touch.id)
+    assert_operands_covered(scene)
     scores, values = (scene.step(id).instructions * traits.num_warps for id in ("mma_qk", "mma_pv"))
     assert scores == traits.tile_m // 16 * traits.tile_n // 8 * LATENT_DIM // 16
     assert values == traits.tile_m // 16 * LATENT_DIM_V // 8 * traits.tile_n // 16

@@ -19,6 +19,7 @@ from layouts.rows import latent_row, make_scene, scene_id, shipped_rows, touch_w
 from layouts.scene import Scene
 from tests import test_mla_decode_sm80
 from tests.cross_compile import KernelStore
+from tests.layouts.drawings import assert_operands_covered
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 
 WARP = 32
@@ -185,12 +186,7 @@ def test_warps_that_share_columns_add_up_what_the_kernel_adds(name: str) -> None
 @distinct_rows
 def test_every_product_and_copy_covers_its_operands(name: str) -> None:
     scene, traits = scene_of(name), kernel_of(name).traits
-    parts = {part.id: part.shape for part in (*scene.tiles, *scene.fragments)}
-    for step in scene.steps:
-        assert len({touch.tv.mode(2).size() for touch in step.touches}) == 1
-        for touch in step.touches:
-            rows, cols = parts[touch.id]
-            assert set(touch.elements().reshape(-1)) == set(range(rows * cols)), (step.id, touch.id)
+    assert_operands_covered(scene)
     scores, values = (scene.step(id).instructions * traits.num_warps for id in ("mma_qk", "mma_pv"))
     assert scores == traits.tile_m // 16 * traits.tile_n // 8 * LATENT_DIM // 16
     assert values == traits.tile_m // 16 * LATENT_DIM_V // 8 * traits.tile_n // 16
