@@ -124,11 +124,7 @@ def layouts(
         flags = {"transposed-v": transposed_v, "split": split, "e4m3-cache": e4m3_cache}
         features = {name: given or None for name, given in flags.items()} | {"query-rows": query_rows}
         of_problem = {"head-dim-v": head_dim_v, "mask": mask, "lengths": lengths, "part": part, **features}
-        if operation != "fwd":
-            served = ("e4m3-cache",) if operation == "mla" and not everything else ()
-            _refuse(f"with kernel {operation}", {name: features[name] for name in features if name not in served})
-        if operation != "mla" or everything:
-            _refuse("without kernel mla, or with --all", {"heads": heads})
+        _refuse_of_others(operation, everything, features, heads)
         if everything:
             if form != "html":
                 raise ValueError(f"format is {form!r}; with --all allowed: html")
@@ -146,6 +142,15 @@ def layouts(
             _pictures((*row, compile_now, part), form, panel, (color, stage, swizzle), output)
         else:
             _whole((*row, compile_now, part), form, output)
+
+
+def _refuse_of_others(operation: str, everything: bool, features: dict[str, Any], heads: int | None) -> None:
+    """Refuse what only other operations have."""
+    if operation != "fwd":
+        served = ("e4m3-cache",) if operation == "mla" and not everything else ()
+        _refuse(f"with kernel {operation}", {name: features[name] for name in features if name not in served})
+    if operation != "mla" or everything:
+        _refuse("without kernel mla, or with --all", {"heads": heads})
 
 
 def _latent_row(arch: str | None, family: str | None, dtype: str, heads: int, e4m3: bool) -> tuple[Any, str, Choice]:

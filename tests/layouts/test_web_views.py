@@ -319,7 +319,7 @@ def test_every_filter_keeps_the_rows_that_serve_its_value(gallery: list[dict[str
     fields |= {"dtype": ["dtype"], "lengths": ["lengths"]}
     choices = of_gallery(gallery, "CF.gallery.FILTERS.map((f) => [f.key, CF.gallery.choices(data, f)])")
     assert [key for key, _ in choices] == list(fields)
-    assert dict(choices)["dim"] == ["32", "64", "128", "192"]
+    assert dict(choices)["dim"] == ["32", "64", "96", "128", "192"]
     for key, values in choices:
         for value in values:
             found = of_gallery(gallery, f"CF.gallery.filtered(data, {json.dumps({key: value})})")
