@@ -22,6 +22,7 @@ from cuteflash.mla_problem import (
     LATENT_DIM,
     LATENT_DIM_V,
     PAGE_ROWS,
+    ROWS_OF_BLOCK,
     MlaProblem,
     MlaScalars,
     MlaTensors,
@@ -34,9 +35,7 @@ from cuteflash.validate import ALIGNMENT
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-# Of the kernel that merges. Beyond so many blocks each merges several rows, one after the other, but not more than so
-# many: a sequence with one part needs none of its blocks, one with many needs them all.
-BLOCKS_PER_SM, ROWS_OF_BLOCK = 32, 4
+BLOCKS_PER_SM = 24  # of the kernel that merges; beyond them each block merges several rows at the same time
 MANY_PARTS = 16  # of a row: more are shared by several blocks
 PLANS_MAX = 4096
 
@@ -77,9 +76,8 @@ class Shares:
 
 
 def rows_of_block(batch: int, rows: int, num_sms: int) -> int:
-    """How many rows a block merges: a power of two, and so a divisor of the rows of a query tile."""
-    wanted = -(-batch * rows // (num_sms * BLOCKS_PER_SM))
-    return int(min(1 << max(wanted - 1, 0).bit_length(), ROWS_OF_BLOCK))
+    """How many rows a block merges."""
+    return ROWS_OF_BLOCK if batch * rows > num_sms * BLOCKS_PER_SM else 1
 
 
 def row_strides(q: Tensor) -> tuple[int, int] | None:

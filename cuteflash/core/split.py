@@ -39,6 +39,7 @@ from cuteflash.problem import FwdProblem
 
 Index = Any  # a Python int or a traced cutlass.Int32
 WARP = 32
+TOGETHER = 4  # lengths that a lane loads at once
 
 
 def share_size(total: Index, blocks: Index, widest: Index, most_parts: Index, least: Index) -> Index:
@@ -95,14 +96,15 @@ class Line:
         """Whether the launch has a tile; starts of other lengths may lead to one that does not exist."""
         return tile.exists() & (tile.head >= 0) & (tile.head < self.heads * self.lanes)
 
-    @cute.jit
-    def units(self, launch: Any, index: Int32):
-        """(units of a line's tiles, units of one) of sequence `index`; 0 if there is none."""
-        total, width = Int32(0), Int32(0)
-        if index < self.sequences:
-            m_blocks, width = self.tiles(launch, launch.sequence(index))
-            total = m_blocks * width * self.heads
-        return total, width
+    def units(self, launch: Any, index: Int32) -> tuple[Int32, Int32]:
+        """(units of a line's tiles, units of one) of sequence `index`; 0 if there is none.
+
+        Without branches, so that the lengths of several sequences are loaded together.
+        """
+        m_blocks, width = self.tiles(launch, launch.sequence(cutlass.min(index, self.sequences - 1)))
+        exists = index < self.sequences
+        total = m_blocks * width * self.heads
+        return cutlass.select_(exists, total, Int32(0)), cutlass.select_(exists, width, Int32(0))
 
     @cute.jit
     def size(self, launch: Any):
@@ -111,10 +113,11 @@ class Line:
             total, widest = Int32(0), Int32(0)
             first = Int32(0)
             while first < self.sequences:
-                units, width = self.units(launch, first + cute.arch.lane_idx())
-                total += units
-                widest = cutlass.max(widest, width)
-                first += WARP
+                for step in cutlass.range_constexpr(TOGETHER):
+                    units, width = self.units(launch, first + step * WARP + cute.arch.lane_idx())
+                    total += units
+                    widest = cutlass.max(widest, width)
+                first += TOGETHER * WARP
             total, widest = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_max(widest)
         else:
             total, widest = self.units(launch, Int32(0))

@@ -20,7 +20,7 @@ from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
-from cuteflash.mla_problem import BLOCKS_OF_ROW, LATENT_DIM_V
+from cuteflash.mla_problem import BLOCKS_OF_ROW, LATENT_DIM_V, ROWS_OF_BLOCK
 
 PAIR, QUAD = 2, 4  # neighbouring elements of O in a thread, and fp32 elements of a store and of a load
 GROUP = 8  # columns of which four lanes of a product have a pair each
@@ -130,29 +130,30 @@ def combine(
         parts: all partial results.
         gO: O as (rows, 512, batch).
         mLSE: (batch, 1, rows).
-        rows_of_block: how many rows a block takes, a divisor of those of a query tile.
+        rows_of_block: how many rows a block takes, 1 or ROWS_OF_BLOCK.
         blocks_of_row: 1 if a block merges whole rows; 16 if it merges 32 columns of one, for many parts.
         tile_m: rows of a query tile.
     """
     sequence, number, columns = cute.arch.block_idx()
     first_row = number * rows_of_block
-    m_block = first_row // tile_m
+    m_block, row_of_tile = first_row // tile_m, first_row % tile_m
     place = Workplace.allocate()
     owner, last = parts.seats[sequence, m_block, 0], parts.seats[sequence, m_block, 1]
     if last > owner:
         seats = owner, last - owner + 1
         out, lse = gO[None, None, sequence], mLSE[sequence, 0, None]
         if blocks_of_row == 1:
-            end = cutlass.min(first_row + rows_of_block, out.shape[0])
-            for row in cutlass.range(first_row, end, unroll=1):
-                merge_row(parts, seats, row % tile_m, place, out[row, None], lse, row)
+            if rows_of_block == 1:
+                merge_rows(parts, seats, row_of_tile, place, out, lse, first_row, 1)
+            else:
+                merge_rows(parts, seats, row_of_tile, place, out, lse, first_row, ROWS_OF_BLOCK)
         else:
-            row = first_row
-            merge_columns(parts, seats, row % tile_m, columns * TEAM_COLUMNS, place, out[row, None], lse, row)
+            column = columns * TEAM_COLUMNS
+            merge_columns(parts, seats, row_of_tile, column, place, out[first_row, None], lse, first_row)
 
 
 @cute.jit
-def merge_row(
+def merge_rows(
     parts: LatentParts,
     seats: tuple[Int32, Int32],
     row_of_tile: Int32,
@@ -160,38 +161,54 @@ def merge_row(
     out: cute.Tensor,
     lse: cute.Tensor,
     row: Int32,
+    count_rows: cutlass.Constexpr[int],
 ):
-    """Merge a row, of which each warp takes 128 columns; a block calls it.
+    """Merge some rows at the same time, of which each warp takes 128 columns; a block calls it.
+
+    The loads that a thread has in flight are shared between the rows, and so are 16 lanes: each has the log-sum-exp of
+    the part and row that a load is of.
 
     Args:
         seats: the first one of the tile, and how many there are.
-        out: (512,), the row of O.
-        lse: (rows,), of which `row` is written.
+        row_of_tile: the first row in its tile.
+        out: (rows, 512), of O.
+        lse: (rows,).
+        row: the first row; those past the last one are left out.
+        count_rows: how many rows.
     """
     owner, count = seats
+    together = LOADS // count_rows  # parts of a row
     thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+    of_lane = lane % LOADS // together
     stage = place.stage[None, None, thread]
-    acc = cute.make_rmem_tensor(QUAD, Float32)
+    acc = cute.make_rmem_tensor((QUAD, count_rows), Float32)
     acc.fill(0.0)
-    peak, weight = -Float32.inf, Float32(0.0)
-    for first in cutlass.range(0, count, LOADS, unroll=1):
+    exist = out.shape[0] - row
+    parts_of_lane = cutlass.select_(of_lane < exist, count, Int32(0))
+    peak, weight = -Float32.inf, Float32(0.0)  # of this lane's row
+    for first in cutlass.range(0, count, together, unroll=1):
         for i in cutlass.range_constexpr(LOADS):
-            part = first + i
-            if part < count:
-                line = parts.values[slot_of(owner + part, Int32(part == 0)), row_of_tile, None]
+            part, r = first + i % together, i // together
+            if (part < count) & (r < exist):
+                line = parts.values[slot_of(owner + part, Int32(part == 0)), row_of_tile + r, None]
                 load_chunk(chunk_of(line, thread * QUAD, QUAD), stage[None, i])
         end_of_copies()
-        of_lane = parts.lse_of(owner, first + lane % LOADS, count, row_of_tile)
-        new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(of_lane, threads_in_group=LOADS))
+        found = parts.lse_of(owner, first + lane % together, parts_of_lane, row_of_tile + of_lane)
+        new = cute.arch.fmax(peak, cute.arch.warp_reduction_max(found, threads_in_group=together))
         shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-        scale, factor = exp2((peak - shift) * LOG2_E), exp2((of_lane - shift) * LOG2_E)
+        scale, factor = exp2((peak - shift) * LOG2_E), exp2((found - shift) * LOG2_E)
         peak = new
-        weight = weight * scale + cute.arch.warp_reduction_sum(factor, threads_in_group=LOADS)
-        scale_all(acc, scale)
+        weight = weight * scale + cute.arch.warp_reduction_sum(factor, threads_in_group=together)
+        for r in cutlass.range_constexpr(count_rows):
+            scale_all(acc[None, r], cute.arch.shuffle_sync(scale, r * together))
         cute.arch.cp_async_wait_group(0)
         for i in cutlass.range_constexpr(LOADS):
-            add_chunk(acc, cute.arch.shuffle_sync(factor, i), stage[None, i])
-    write_row(acc, peak, weight, out, lse, row, thread * QUAD)
+            add_chunk(acc[None, i // together], cute.arch.shuffle_sync(factor, i), stage[None, i])
+    for r in cutlass.range_constexpr(count_rows):
+        of_row = (cute.arch.shuffle_sync(x, r * together) for x in (peak, weight))
+        statistics = tuple(of_row)
+        if r < exist:
+            write_row(acc[None, r], *statistics, out[row + r, None], lse, row + r, thread * QUAD)
 
 
 @cute.jit
@@ -207,7 +224,8 @@ def merge_columns(
 ):
     """Merge 32 columns of a row, places of partial results from `first_column` on; a block calls it.
 
-    Teams of 8 threads have all of these columns of different parts. Arguments as of `merge_row`.
+    Teams of 8 threads have all of these columns of different parts. Arguments as of `merge_rows`, but for one row, of
+    which `out` is that of O.
     """
     owner, count = seats
     thread = cute.arch.thread_idx()[0]
