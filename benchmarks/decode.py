@@ -282,12 +282,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pages", type=int, nargs="*", default=list(PAGES), metavar="SIZE")
     parser.add_argument("--cache", choices=CACHES, default=CACHES[0], help="element type of the caches; Q is bf16")
     parser.add_argument("--quick", action="store_true", help="three shapes of a head dim, three rounds")
+    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name contains this")
     options = parser.parse_args(argv)
+    grid = shapes(options.head_dims, options.queries, options.quick, options.cache)
+    grid = [shape for shape in grid if options.only in shape.label]
+    if not grid:
+        parser.error(f"--only is {options.only!r}, which is in no shape's name")
 
     def measured(where: torch.device) -> dict[str, Any]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
         settings = Settings(rounds, options.one_cache, tuple(options.peers), tuple(options.pages), options.cache)
-        grid = shapes(options.head_dims, options.queries, options.quick, options.cache)
         return run(grid, where, options.json, settings)
 
     return COMMAND.main(options, measured)

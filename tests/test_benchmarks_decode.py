@@ -159,3 +159,9 @@ def test_the_grid() -> None:
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert decode.main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_only_some_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        decode.main(["--only", "32/3 heads"])
+    assert "'32/3 heads'" in capsys.readouterr().err

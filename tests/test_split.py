@@ -247,6 +247,22 @@ def test_rows_do_not_spill(target: str, traits: FwdTraits, problem: FwdProblem, 
     request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, target).assert_clean()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "storage", "expected"),
+    [(256, Storage(), 12), (224, Storage("dense", "paged", used_k=True, has_page_table=True), 4)],
+)
+def test_two_kernels_spill(head_dim: int, storage: Storage, expected: int, request: pytest.FixtureRequest) -> None:
+    """Those whose rows are faster than what does not spill, see row 18 of Decoding in docs/performance.md."""
+    pytest.importorskip("cutlass")
+    from cuteflash.dispatch import kernel_class
+
+    problem = FwdProblem(Operands.of("bf16", head_dim, head_dim), Scores("full"), storage, is_split=True)
+    traits = choose_shipped(problem, "sm_90a", "sm80").traits
+    used = request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a").resources
+    assert (used.spill_store_bytes, used.spill_load_bytes) == (expected, expected)
+
+
 # Every third row: a kernel compiles for some ten seconds.
 @pytest.mark.slow
 @pytest.mark.parametrize(
