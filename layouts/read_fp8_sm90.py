@@ -12,7 +12,7 @@ from typing import Any, Final
 from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS
 from cuteflash.traits.sm90 import WARPGROUP
 
-from .algebra import Layout, composition, concatenate, right_inverse
+from .algebra import Layout, Swizzle, composition, concatenate, right_inverse
 from .banks import WARP
 from .hopper import EXAMPLE_TOKENS, MATRIX_ROWS, STMATRIX, Transfer, When
 from .read import Placed, products, shared_tile
@@ -110,8 +110,7 @@ class ReaderFp8Sm90(ReaderSm90):
             note = "One block's product: the tensor cores keep 13 fraction bits of a sum, so that sums stay short."
             found.append(self.frame.fragment("acc_PV", self.of["O"], self.warpgroup.acc_PV, note))
         if self.kernel.turns_v:
-            beside, _ = self._warps()[1].modes()
-            live = PART_REGS * (1 if beside.size() % 2 else 2)  # two parts at once, if they come in pairs
+            live = 2 * PART_REGS  # a part is loaded while the one before is stored
             size = self.traits.tile_n * self.traits.head_dim_v // WARPGROUP // 4
             shape = self.frame.shape("V")
             loaded, sorted_bytes = (
@@ -122,7 +121,8 @@ class ReaderFp8Sm90(ReaderSm90):
                 "Four keys of a column a register.",
             )
             found.append(Fragment("rV", "V", shape, "", "e4m3", 0, loaded, size, "", live, notes[0]))
-            found.append(Fragment("rVt", "V", shape, "", "e4m3", 0, sorted_bytes, size, "rV", live, notes[1]))
+            mixed = self._mixed()
+            found.append(Fragment("rVt", "V", shape, "", "e4m3", 0, sorted_bytes, size, "rV", live, notes[1], mixed))
         return tuple(found)
 
     def steps(self) -> tuple[Step, ...]:
@@ -153,6 +153,7 @@ class ReaderFp8Sm90(ReaderSm90):
         """Shared memory to registers, bytes sorted, and back: by each warp 16 keys and 32 columns at a time."""
         loaded, sorted_bytes = self._turned()
         rows, columns = self._addressed()
+        mixed = self._mixed()
         return (
             Step(
                 "ldmatrix_v", "V: shared memory → registers, transposed by pairs of bytes", "ldmatrix",
@@ -162,16 +163,28 @@ class ReaderFp8Sm90(ReaderSm90):
             ),
             Step(
                 "permute_v", "V: bytes sorted by column", "permute", "prmt.b32", TURNING, BLOCK, "loop",
-                (Touch("rV", "read", loaded), Touch("rVt", "write", sorted_bytes)),
+                (Touch("rV", "read", loaded), Touch("rVt", "write", sorted_bytes, tv_swizzle=mixed)),
                 "Two byte permutes make of two registers one of an even and one of an odd column, four keys each, in "
-                "the order in which P's registers have them.",
+                "the order in which P's registers have them."
+                + (" The upper half of a warp's lanes begins with the odd one." if mixed else ""),
             ),
             Step(
                 "stmatrix_v", "V^T: registers → shared memory", "stmatrix", STMATRIX, TURNING, BLOCK, "loop",
-                (Touch("rVt", "read", sorted_bytes), Touch("sV", "write", columns, lane_bytes=16)),
-                "A matrix is eight even or eight odd columns, which is why rows of two matrices share banks.",
+                (
+                    Touch("rVt", "read", sorted_bytes, tv_swizzle=mixed),
+                    Touch("sV", "write", columns, lane_bytes=16, tv_swizzle=mixed),
+                ),
+                "A matrix is four even and four odd columns, so that none of its rows are 8 apart, which would share "
+                "their banks."
+                if mixed
+                else "A matrix is eight even or eight odd columns, of which those 8 apart share their banks.",
             ),
         )  # fmt: skip
+
+    def _mixed(self) -> Swizzle | None:
+        """What exchanges even and odd columns in the second half of each 16, on the numbers of V's elements."""
+        keys = self.frame.shape("V")[0]
+        return Swizzle(1, keys.bit_length() - 1, 3) if self.traits.mixes_columns else None
 
     def _warps(self) -> tuple[Layout, Layout]:
         """(warp) and (part of a warp) to the first element of the part."""

@@ -35,6 +35,7 @@ from cuteflash.arguments import SplitTensors
 from cuteflash.core.lengths import Sequence
 from cuteflash.core.split_slots import LEAST_KEYS, START_WORDS, metadata_blocks
 from cuteflash.core.tile import KeyShare, QueryTile
+from cuteflash.core.views import aligned
 from cuteflash.problem import FwdProblem
 
 Index = Any  # a Python int or a traced cutlass.Int32
@@ -223,7 +224,7 @@ def given_start(starts: cute.Tensor, block: Int32) -> Start:
     """The `Start` of a block that was computed before the launch."""
     words = cute.make_rmem_tensor(START_WORDS, Int32)
     atom = cute.make_copy_atom(CopyUniversalOp(), Int32, num_bits_per_copy=START_WORDS * Int32.width)
-    source = (starts.iterator + block * START_WORDS).align(START_WORDS * Int32.width // 8)
+    source = aligned(starts.iterator + block * START_WORDS, START_WORDS * Int32.width // 8)
     cute.copy(atom, cute.make_tensor(source, cute.make_layout(START_WORDS)), words)
     return Start(*(cute.arch.make_warp_uniform(words[i]) for i in range(START_WORDS)))
 

@@ -1,4 +1,4 @@
-"""Other ways to look at a fragment: accumulators by row and column, accumulators as A operands."""
+"""Other ways to look at data: accumulators by row and column, or as A operands; tensors with other modes; pointers."""
 
 from __future__ import annotations
 
@@ -75,3 +75,13 @@ def rows_first(tensor: cute.Tensor) -> cute.Tensor:
 def columns_first(tensor: cute.Tensor) -> cute.Tensor:
     """A (batch, heads, head_dim, keys) tensor seen as (head_dim, keys, heads, batch)."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 3, 1, 0]))
+
+
+def aligned(pointer: cute.Pointer, nbytes: int) -> cute.Pointer:
+    """A pointer that is known to be a multiple of `nbytes`: nothing checks it.
+
+    `Pointer.align` computes the next such address, which takes two instructions wherever one is used.
+    """
+    if nbytes <= pointer.alignment:
+        return pointer
+    return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=nbytes)

@@ -17,7 +17,7 @@ CACHE_FEATURES: frozenset[Feature] = PLAIN_FEATURES | {"varlen", "e4m3_cache"}
 P_OFFSET = 8.0
 # Registers a thread of the producer, of converting and of consumer warpgroups, by the number of the last two.
 CACHE_SPLIT = {(1, 1): (56, 104, 240), (1, 2): (56, 88, 240), (2, 1): (56, 72, 192)}
-FEW_LOADS = 8  # see `MERGE_LOADS`: blocks of so many threads have fewer registers
+FEW_LOADS = 16  # see `MERGE_LOADS`: blocks of so many threads have fewer registers
 STATISTICS = 4  # that a thread of a consumer hands over with its part of O: maxima and sums of two rows
 
 

@@ -86,6 +86,15 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
         """Warps that share the columns of a tile of V which is turned; the others share its keys."""
         return 1 if self.tile_n % (TURNING_WARPS * TURNED_KEYS) == 0 else 2
 
+    @property
+    def mixes_columns(self) -> bool:
+        """Whether a warp that turns V stores four even and four odd columns at a time, instead of eight of a kind.
+
+        All even, or all odd, those 8 apart share their banks. Tiles whose keys are no power of two keep that: the
+        explorer draws the exchange as a swizzle of the numbers of elements.
+        """
+        return self.tile_n & (self.tile_n - 1) == 0
+
     def check(self, arch: ArchSpec) -> str | None:
         """None if the row can run on `arch`, else the reason in words."""
         if not (self.warp_specialized and self.overlap and self.p_in_regs):

@@ -20,6 +20,7 @@ from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import aligned
 from cuteflash.mla_problem import BLOCKS_OF_ROW, LATENT_DIM_V, ROWS_OF_BLOCK
 
 PAIR, QUAD = 2, 4  # neighbouring elements of O in a thread, and fp32 elements of a store and of a load
@@ -337,7 +338,7 @@ def columns_at(place: Int32) -> tuple[Int32, Int32]:
 
 def chunk_of(line: cute.Tensor, column: Int32, size: int) -> cute.Tensor:
     """`size` neighbouring elements of a contiguous line, from `column` on, a multiple of `size`."""
-    start = (line.iterator + column).align(size * line.element_type.width // 8)
+    start = aligned(line.iterator + column, size * line.element_type.width // 8)
     return cute.make_tensor(start, cute.make_layout(size))
 
 

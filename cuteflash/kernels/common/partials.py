@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.arguments import FwdTensors, SplitTensors
@@ -24,9 +24,10 @@ from cuteflash.core.softmax import LN_2, LOG2_E, exp2
 from cuteflash.core.split import arrivals_of
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import aligned
 
 PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
-FEW_ROWS, MANY_ROWS = 2, 4  # rows of a warp that are merged one by one, at most; rows that are merged together
+FEW_LINES, MANY_LINES = 2, 4  # of a warp that are merged one by one, at most; that are merged together
 WARP = 32
 MEETING_ROWS = 12  # of a tile, from which on its blocks meet; between the numbers that were timed
 
@@ -103,7 +104,7 @@ class Partials:
                     pair = cute.make_rmem_tensor(PAIR, Float32)
                     for i in cutlass.range_constexpr(PAIR):
                         pair[i] = out[r, c + i]
-                    target = self.at(slot, row, columns[0, c][1]).align(PAIR * Float32.width // 8)
+                    target = aligned(self.at(slot, row, columns[0, c][1]), PAIR * Float32.width // 8)
                     cute.copy(atom, pair, cute.make_tensor(target, cute.make_layout(PAIR)))
                 if scores.first_key == 0:
                     self.values[self.lse_at(slot, row)] = lse[r]
@@ -142,7 +143,7 @@ class Partials:
         Nobody waits for a block that waits before it has written its part. `sync` is a barrier of these threads.
         """
         number, mates = self.place(tile)
-        merging = cutlass.min(mates, tile.rows())
+        merging = cutlass.min(mates, self.lines(tile))
         sync()
         if thread == 0:
             counter = self.arrivals.iterator + tile.share.owner
@@ -163,7 +164,7 @@ class Partials:
             mates = self.place(tile)[1]
             counter = self.arrivals.iterator + tile.share.owner
             before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-            if before == mates + cutlass.min(mates, tile.rows()):
+            if before == mates + cutlass.min(mates, self.lines(tile)):
                 self.arrivals[tile.share.owner] = Int32(0)
 
     @cute.jit
@@ -182,13 +183,17 @@ class Partials:
         """
         meets = tile.rows() >= MEETING_ROWS
         if const_expr(is_scheduled):
-            meets = False
+            meets = Boolean(False)
+        merges, number, mates = Boolean(False), Int32(0), Int32(1)
         if meets:
-            if self.meet(tile, thread, sync):
-                self.merge(tile, thread, warps, self.place(tile))
+            number, mates = self.place(tile)
+            merges = self.meet(tile, thread, sync)
+        else:
+            merges = self.come(tile, thread, word, sync)
+        if merges:
+            self.merge(tile, thread, warps, (number, mates))
+            if meets:
                 self.leave(tile, thread)
-        elif self.come(tile, thread, word, sync):
-            self.merge(tile, thread, warps)
 
     @cute.jit
     def merge(
@@ -196,42 +201,74 @@ class Partials:
         tile: QueryTile,
         thread: Int32,
         warps: cutlass.Constexpr[int],
-        place: tuple[Int32, Int32] = (0, 1),
+        place: tuple[Int32, Int32],
     ):
         """Merge all parts of a tile, and write O and the log-sum-exp; `warps` warps of each block of `place` call it.
 
-        A warp takes a row, its lanes four columns each. What takes time is to wait for memory, so that each thread has
-        many loads in flight: of all parts of one row or, if there are many rows, of some parts of several.
+        A warp takes a line, which is a row or 128 columns of one: its lanes four columns each, of narrow rows groups of
+        lanes the same columns of other parts. What takes time is to wait for memory, so that each lane has many loads
+        in flight: of all parts of one line, half of a warp's if there are no more, or, if there are many lines, of
+        some parts of several.
         """
         number, mates = place
         first = number + mates * cute.arch.make_warp_uniform(thread // WARP)
-        rows, step = tile.rows(), mates * warps
-        for first_column in cutlass.range_constexpr(0, self.head_dim_v, QUAD * WARP):
-            if rows <= step * FEW_ROWS:
-                for row in cutlass.range(first, rows, step, unroll=1):
-                    self.merge_rows(tile, (row, step), first_column, 1, self.loads)
-            else:
-                for row in cutlass.range(first, rows, step * MANY_ROWS, unroll=1):
-                    self.merge_rows(tile, (row, step), first_column, MANY_ROWS, self.loads // MANY_ROWS)
+        lines, step = self.lines(tile), mates * warps
+        most, some = (n // self.lane_groups for n in (WARP, self.loads // MANY_LINES))
+        if lines > step * FEW_LINES:
+            for line in cutlass.range(first, lines, step * MANY_LINES, unroll=1):
+                self.merge_lines(tile, (line, step), MANY_LINES, some)
+        elif self.parts_of(tile) <= WARP // 2:
+            for line in cutlass.range(first, lines, step, unroll=1):
+                self.merge_lines(tile, (line, step), 1, min(self.loads, most // 2), WARP // 2)
+        else:
+            for line in cutlass.range(first, lines, step, unroll=1):
+                self.merge_lines(tile, (line, step), 1, min(self.loads, most))
+
+    @property
+    def lines_of_row(self) -> int:
+        """Lines of a row, see `merge`."""
+        return -(-self.head_dim_v // (QUAD * WARP))
+
+    def lines(self, tile: QueryTile) -> Int32:
+        """Lines of a tile."""
+        return tile.rows() * self.lines_of_row
+
+    @property
+    def lane_groups(self) -> int:
+        """Groups of a warp's lanes that have all columns of a line, each of other parts."""
+        return max(QUAD * WARP // (1 << (self.columns - 1).bit_length()), 1)
+
+    def parts_of(self, tile: QueryTile) -> Int32:
+        """How many parts a tile has."""
+        return tile.share.last_owner - tile.share.owner + 1
 
     @cute.jit
-    def merge_rows(
+    def merge_lines(
         self,
         tile: QueryTile,
         place: tuple[Int32, Int32],
-        first_column: cutlass.Constexpr[int],
         many: cutlass.Constexpr[int],
         at_once: cutlass.Constexpr[int],
+        most: cutlass.Constexpr[int] = WARP,
     ):
-        """Merge 128 columns of `many` rows, the first one and the step between them being `place`, by one warp.
+        """Merge `many` lines, the first one and the step between them being `place`, by one warp.
 
-        Parts are weighed a warp's lanes together, and added in their order: how many are loaded at a time, and so who
-        merges, changes no bit of the result. A row that does not exist is the last one that does.
+        Parts are weighed a warp's lanes together, and each group of lanes adds its own in their order: how many are
+        loaded at a time, and so who merges, changes no bit of the result. A line that does not exist is the last one
+        that does.
+
+        Args:
+            at_once: parts that a lane loads at once, of each line.
+            most: parts of the tile, at most; a warp's lanes if they come in turns.
         """
-        owner, count = tile.share.owner, tile.share.last_owner - tile.share.owner + 1
-        column = cutlass.min(first_column + QUAD * (cute.arch.lane_idx()), self.columns - QUAD)
-        first_row, step = place
-        rows = [cutlass.min(first_row + i * step, tile.rows() - 1) for i in range(many)]
+        owner, count = tile.share.owner, self.parts_of(tile)
+        lane, groups, of_row = cute.arch.lane_idx(), self.lane_groups, self.lines_of_row
+        group, lane_column = lane // (WARP // groups), QUAD * (lane % (WARP // groups))
+        first_line, step = place
+        last = self.lines(tile) - 1
+        lines = [cutlass.min(first_line + i * step, last) for i in range(many)]
+        rows, columns = [line // of_row for line in lines], [line % of_row * (QUAD * WARP) for line in lines]
+        places = [(row, cutlass.min(column + lane_column, self.columns - QUAD)) for row, column in zip(rows, columns)]
         acc = cute.make_rmem_tensor((QUAD, many), Float32)
         peak, weight = (cute.make_rmem_tensor(many, Float32) for _ in range(2))
         acc.fill(0.0)
@@ -244,8 +281,8 @@ class Partials:
         for first in cutlass.range(0, count, WARP, unroll=1):
             parts = first, cutlass.min(count - first, WARP)
             lses = [self.load_lse(owner, parts, row) for row in rows]
-            if const_expr(at_once == WARP):  # one wait for both
-                all_parts = [self.load_parts(owner, parts, Int32(0), row, column, at_once) for row in rows]
+            if const_expr(at_once * groups >= most):  # one wait for both
+                all_parts = [self.load_parts(owner, parts, group, place, at_once) for place in places]
                 lses = [after(lse, found, self.arrivals.shape[0]) for lse, found in zip(lses, all_parts, strict=True)]
             factors = cute.make_rmem_tensor(many, Float32)
             for i in cutlass.range_constexpr(many):
@@ -257,17 +294,20 @@ class Partials:
                 weight[i] = weight[i] * scale + cute.arch.warp_reduction_sum(factors[i])
                 for e in cutlass.range_constexpr(QUAD):
                     acc[e, i] = acc[e, i] * scale
-                if const_expr(at_once == WARP):
-                    add_parts(acc[None, i], factors[i], Int32(0), all_parts[i])
-            if const_expr(at_once < WARP):
-                for skipped in cutlass.range(0, parts[1], at_once, unroll=1):
-                    found = [self.load_parts(owner, parts, skipped, row, column, at_once) for row in rows]
+                if const_expr(at_once * groups >= most):
+                    add_parts(acc[None, i], factors[i], group, groups, all_parts[i])
+            if const_expr(at_once * groups < most):
+                for skipped in cutlass.range(group, parts[1] + group, at_once * groups, unroll=1):
+                    found = [self.load_parts(owner, parts, skipped, place, at_once) for place in places]
                     for i in cutlass.range_constexpr(many):
-                        add_parts(acc[None, i], factors[i], skipped, found[i])
+                        add_parts(acc[None, i], factors[i], skipped, groups, found[i])
         for i in cutlass.range_constexpr(many):
-            if first_row + i * step < tile.rows():
-                column = first_column + QUAD * (cute.arch.lane_idx())
-                self.write_row(tile, rows[i], column, acc[None, i], (peak[i], weight[i]))
+            for distance in lane_distances(groups):
+                for e in cutlass.range_constexpr(QUAD):
+                    acc[e, i] = acc[e, i] + cute.arch.shuffle_sync_bfly(acc[e, i], offset=distance)
+            if first_line + i * step <= last:
+                column = columns[i] + QUAD * lane  # beyond the row's end in all groups but the first
+                self.write_line(tile, rows[i], column, acc[None, i], (peak[i], weight[i]))
 
     def load_lse(self, owner: Int32, parts: tuple[Int32, Int32], row: Int32) -> Float32:
         """The log-sum-exp of a row in this lane's part, or -inf.
@@ -277,27 +317,29 @@ class Partials:
             parts: the first part, and how many of a warp's lanes have one.
         """
         lane, (first, count) = cute.arch.lane_idx(), parts
-        lse = self.values[self.lse_at(part_slot(owner, first, cutlass.min(lane, count - 1)), row)]
+        lse = self.values[self.lse_at(part_slot(owner, first + cutlass.min(lane, count - 1)), row)]
         return cutlass.select_(lane < count, lse, -Float32.inf)
 
     def load_parts(
-        self, owner: Int32, parts: tuple[Int32, Int32], skipped: Int32, row: Int32, column: Int32, at_once: int
+        self, owner: Int32, parts: tuple[Int32, Int32], skipped: Int32, place: tuple[Int32, Int32], at_once: int
     ) -> cute.Tensor:
-        """Four columns of a row in each of `at_once` parts, `skipped` after the first of `parts`.
+        """Four columns of a row, from `place` on, in each of `at_once` parts: `skipped` after the first, and so on.
 
-        The last one of `parts`, which `load_lse` describes, stands for those that do not exist.
+        From one to the next it is as many as there are groups of lanes. The last one of `parts`, which `load_lse`
+        describes, stands for those that do not exist.
         """
-        first, count = parts
+        (first, count), (row, column) = parts, place
         values = cute.make_rmem_tensor((QUAD, at_once), Float32)
         atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=QUAD * Float32.width)
         for i in range(at_once):
-            slot = part_slot(owner, first, cutlass.min(skipped + i, count - 1), may_be_first=i == 0)
-            source = self.at(slot, row, column).align(QUAD * Float32.width // 8)
+            part = cutlass.min(skipped + i * self.lane_groups, count - 1)
+            slot = part_slot(owner, first + part, may_be_first=i == 0)
+            source = aligned(self.at(slot, row, column), QUAD * Float32.width // 8)
             cute.copy(atom, cute.make_tensor(source, cute.make_layout(QUAD)), values[None, i])
         return values
 
     @cute.jit
-    def write_row(self, tile: QueryTile, row: Int32, column: Int32, acc: cute.Tensor, sums: tuple[Float32, Float32]):
+    def write_line(self, tile: QueryTile, row: Int32, column: Int32, acc: cute.Tensor, sums: tuple[Float32, Float32]):
         """Write four columns of a row, and by one lane its log-sum-exp; `sums` are its peak and sum of weights."""
         peak, weight = sums
         is_empty = weight == 0.0
@@ -321,27 +363,47 @@ class Partials:
         origin = tile.first_row if tile.packed_heads == 1 else (0, tile.first_row)
         rows = cute.domain_offset((origin, 0), self.gO[None, None, tile.head, tile.batch])
         line = rows[row_coord(row, tile.packed_heads), None]
-        start = cute.zipped_divide(line, (QUAD,))[None, chunk].iterator.align(QUAD * dtype.width // 8)
+        start = aligned(cute.zipped_divide(line, (QUAD,))[None, chunk].iterator, QUAD * dtype.width // 8)
         atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=QUAD * dtype.width)
         cute.copy(atom, rounded, cute.make_tensor(start, cute.make_layout(QUAD)))
 
 
-def part_slot(owner: Int32, first: Int32, number: Int32, may_be_first: bool = True) -> Int32:
-    """The slot of the `first + number`-th part of a tile whose first part is that of the seat `owner`."""
-    part = first + number
+def part_slot(owner: Int32, part: Int32, may_be_first: bool = True) -> Int32:
+    """The slot of a part of a tile, of two at least, whose first part is that of the seat `owner`."""
     return slot_of(owner + part, Int32(part == 0) if may_be_first else Int32(0))
 
 
-def add_parts(acc: cute.Tensor, factor: Float32, skipped: Int32, values: cute.Tensor) -> None:
+def lane_distances(groups: int) -> list[int]:
+    """What lies between lanes with the same columns, of `groups` groups of a warp's lanes, as bits of their numbers."""
+    distances, distance = [], WARP // groups
+    while distance < WARP:
+        distances.append(distance)
+        distance *= 2
+    return distances
+
+
+def add_parts(acc: cute.Tensor, factor: Float32, skipped: Int32, step: int, values: cute.Tensor) -> None:
     """Add (4, parts) values to acc (4,), each times the factor of its part, which the lane of its number has.
 
-    A part of factor 0 may hold anything, and lanes past the last part have that factor.
+    A part of factor 0 may hold anything, and lanes past the last part have that factor. Parts are `step` apart.
     """
-    for part in range(cute.size(values.shape[1])):
-        of_part = cute.arch.shuffle_sync(factor, skipped + part)
-        for e in range(QUAD):
-            product = of_part * values[e, part]
-            acc[e] += cutlass.select_(of_part == 0.0, Float32(0.0), product)
+    for i in range(cute.size(values.shape[1])):
+        add_unless_zero(acc, cute.arch.shuffle_sync(factor, skipped + i * step), values[None, i])
+
+
+def add_unless_zero(acc: cute.Tensor, factor: Float32, values: cute.Tensor) -> None:
+    """acc (4,) += factor * values (4,), but nothing if the factor is 0: by predicates, which cost no instruction."""
+    adds = ""
+    for e in range(QUAD):
+        total, added, value = f"{{$w{e}}}", f"{{$r{1 + e}}}", f"{{$r{1 + QUAD + e}}}"
+        adds += f"mov.f32 {total}, {added}; @weighs fma.rn.f32 {total}, {{$r0}}, {value}, {added}; "
+    sums = cute.arch.inline_ptx(
+        f"{{.reg .pred weighs; setp.neu.f32 weighs, {{$r0}}, 0f00000000; {adds}}}",
+        write_only_types=[Float32] * QUAD,
+        read_only_args=[factor, *(acc[e] for e in range(QUAD)), *(values[e] for e in range(QUAD))],
+    )
+    for e in range(QUAD):
+        acc[e] = sums[e]
 
 
 def after(lse: Float32, values: cute.Tensor, count: Int32) -> Float32:

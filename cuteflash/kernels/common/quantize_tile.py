@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
+from cuteflash.core.views import aligned
 from cuteflash.problem import FP8_MAX, Fp8Dtype
 from cuteflash.quantize_problem import QuantizeProblem
 from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
@@ -362,7 +363,7 @@ def put_columns(
             column, group = piece // pieces, piece % pieces
             place = (group * WORDS) ^ bank_turn(column // COLUMNS, traits, head_dim)
             found = cute.make_rmem_tensor(WORDS, Uint32)
-            source = (stage.iterator + column * traits.quads + place).align(ALIGN_BYTES)
+            source = aligned(stage.iterator + column * traits.quads + place, ALIGN_BYTES)
             cute.copy(atom, cute.make_tensor(source, cute.make_layout(WORDS)), found)
             address = target[column, None].iterator.toint() + first + group * COLUMNS
             pointer = cute.make_ptr(Uint32, address, AddressSpace.gmem, assumed_align=ALIGN_BYTES)

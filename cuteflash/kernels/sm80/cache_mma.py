@@ -27,6 +27,7 @@ from cuteflash.core.fit_half import TOP, exponent_of, fitted, larger_exponent, p
 from cuteflash.core.mask import Index
 from cuteflash.core.scales import Scales
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import aligned
 from cuteflash.kernels.sm80.bundles import Fragments
 from cuteflash.traits.sm80 import MMA_K
 
@@ -97,7 +98,7 @@ def fit_row(f: Fragments, words: cute.Tensor, places: list[int], row: int) -> No
 def elements_at(tile: cute.Tensor, row: Index, column: Index, count: int) -> cute.Tensor:
     """So many neighbours in a swizzled tile, of which they are a multiple from the first column on."""
     start = tile.iterator + cute.crd2idx((row, column), tile.layout)
-    return cute.make_tensor(start.align(count * tile.element_type.width // 8), cute.make_layout(count))
+    return cute.make_tensor(aligned(start, count * tile.element_type.width // 8), cute.make_layout(count))
 
 
 def product_qk(kernel, f: Fragments, stage: Index) -> None:

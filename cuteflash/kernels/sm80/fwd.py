@@ -208,7 +208,7 @@ class FlashFwdSm80:
             word = cute.recast_ptr(base + self.traits.smem_plan["arrival"].start, dtype=Int32)
             arrival = cute.make_tensor(word, cute.make_layout(1))
             if partials.come(tile, f.thread, arrival, cute.arch.sync_threads):
-                partials.merge(tile, f.thread, self.traits.num_warps)
+                partials.merge(tile, f.thread, self.traits.num_warps, (Int32(0), Int32(1)))
         return kv_pos
 
     def columns_of_out(self, f: Fragments) -> cute.Tensor:

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warp as warp_instructions
 from cuteflash.core.convert import halves_of_e4m3
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import QueryTile
-from cuteflash.core.views import rows_view
+from cuteflash.core.views import aligned, rows_view
 from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments
@@ -125,7 +125,7 @@ def load_matrices(address: cute.Pointer, turn: bool) -> cute.Tensor:
     """Four registers by ldmatrix; `turn` transposes."""
     atom = cute.make_copy_atom(warp_instructions.LdMatrix8x8x16bOp(transpose=turn, num_matrices=4), cutlass.Uint16)
     found = cute.make_rmem_tensor((2 * WORDS, 1), cutlass.Uint16)
-    pointer = cute.recast_ptr(address.align(CHUNK_BYTES), dtype=cutlass.Uint16)
+    pointer = cute.recast_ptr(aligned(address, CHUNK_BYTES), dtype=cutlass.Uint16)
     cute.copy(atom, cute.make_tensor(pointer, cute.make_layout((2 * WORDS, 1))), found)
     return cute.recast_tensor(found, Uint32)
 

@@ -9,6 +9,7 @@ from cutlass import Float16, Float32, Int32, Uint32
 from cuteflash.core.convert import round_pair, unpack_pair
 from cuteflash.core.fit_half import TOP, bits_of, exponent_of, power_of_two
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import aligned
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments
 from cuteflash.mla_problem import LATENT_DIM
@@ -56,5 +57,5 @@ def word_of_q(kernel, block: MlaBlock, row: Int32, slab: int, word: Int32) -> cu
     words = CHUNK_BYTES // 4
     chunk = word // words ^ row % (WARP // words)
     at = slab * kernel.traits.tile_m * SLAB_BYTES_Q + row * SLAB_BYTES_Q + chunk * CHUNK_BYTES + word % words * 4
-    pointer = cute.recast_ptr((block.tiles.start_q + at).align(4), dtype=Uint32)
+    pointer = cute.recast_ptr(aligned(block.tiles.start_q + at, 4), dtype=Uint32)
     return cute.make_tensor(pointer, cute.make_layout(1))

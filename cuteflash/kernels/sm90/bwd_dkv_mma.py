@@ -21,7 +21,7 @@ from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import KeyTile
-from cuteflash.core.views import acc_as_operand_a, transposed
+from cuteflash.core.views import acc_as_operand_a, aligned, transposed
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm90.bwd_bundles import Tma, Visit
 from cuteflash.kernels.sm90.bwd_load import key_partition, key_rows
@@ -229,7 +229,7 @@ def thread_weights(side: Side, block: Block, stage: Int32) -> cute.Tensor:
     """This thread's pairs of weights in shared memory."""
     mine = block.tiles.sWeights[None, side.thread, stage]
     chunk = mine.shape[0][0]
-    return cute.make_tensor(mine.iterator.align(4 * chunk), mine.layout)
+    return cute.make_tensor(aligned(mine.iterator, 4 * chunk), mine.layout)
 
 
 @cute.jit

@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
-from cuteflash.core.views import transposed
+from cuteflash.core.views import aligned, transposed
 from cuteflash.kernels.sm90.bwd_bundles import Block, NamedBarrier, Tiles, Visit, readers_of_keys
 from cuteflash.traits.sm90 import WARPGROUP
 
@@ -97,7 +97,7 @@ def store_dq(dq: DqProduct, block: Block, stage: Int32, count: Int32):
     """Fill a stage of sdQ for the `count`-th time: each thread's fragment by 16 bytes, neighbours side by side."""
     block.rings.dq_of(stage).acquire(count)
     chunks = cute.size(dq.acc) // 4
-    start = (block.tiles.sdQ[None, stage].iterator + dq.thread * 4).align(16)
+    start = aligned(block.tiles.sdQ[None, stage].iterator + dq.thread * 4, 16)
     target = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
     cute.autovec_copy(cute.make_tensor(dq.acc.iterator, cute.make_layout((4, chunks))), target)
 

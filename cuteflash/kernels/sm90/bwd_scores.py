@@ -10,13 +10,14 @@ from cuteflash.core.convert import round_pair, unpack_pair
 from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile, computed_here, stay_a_branch
 from cuteflash.core.softmax import exp2
+from cuteflash.core.views import aligned
 from cuteflash.kernels.sm90.bwd_bundles import Visit
 from cuteflash.kernels.sm90.bwd_warpgroup import ROWS, KeyWarpgroup
 
 
 def column_statistics(sX: cute.Tensor, thread: Int32) -> cute.Tensor:
     """The numbers of the queries that this thread's columns of S^T belong to, (2, column groups)."""
-    start = (sX.iterator + 2 * (thread % 4)).align(8)
+    start = aligned(sX.iterator + 2 * (thread % 4), 8)
     layout = cute.make_layout((2, cute.size(sX) // 8), stride=(1, 8))
     mine = cute.make_rmem_tensor(layout.shape, Float32)
     cute.autovec_copy(cute.make_tensor(start, layout), mine)

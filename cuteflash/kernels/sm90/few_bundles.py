@@ -61,6 +61,7 @@ class FewWarp:
     Attributes:
         index: of the consumer warps.
         lane: of the warp.
+        lane_rows: where the first of the lane's rows of K, and of V, begins in a tile, in bytes.
         mma: m16n8k16.
         rQ: Qᵀ, ((2, 2), rows / 8, head_dim / 16), permuted as K is.
         acc_S, acc_O: Sᵀ and Oᵀ, ((2, 2), keys or columns / 16, rows / 8).
@@ -71,6 +72,7 @@ class FewWarp:
 
     index: Int32
     lane: Int32
+    lane_rows: tuple[Int32, Int32]
     mma: cute.TiledMma
     rQ: cute.Tensor
     acc_S: cute.Tensor

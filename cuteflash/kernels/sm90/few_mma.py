@@ -22,12 +22,11 @@ from cuteflash.core.fit_half import TOP, exponent_of, fitted, larger_exponent, p
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
-from cuteflash.core.views import rows_view, transposed
+from cuteflash.core.views import aligned, rows_view, transposed
 from cuteflash.kernels.sm90.few_bundles import FewBlock, FewWarp
 from cuteflash.kernels.sm90.few_finish import ColumnSoftmax, finish_tile
-from cuteflash.kernels.sm90.fp8_load import chunk
 from cuteflash.kernels.sm90.handout import visit_tiles
-from cuteflash.kernels.sm90.swizzle import swizzled
+from cuteflash.kernels.sm90.swizzle import chunk_beside, swizzled
 from cuteflash.traits.few_sm90 import MMA_KEYS, MMA_ROWS
 from cuteflash.traits.sm90 import WARPGROUP
 
@@ -51,6 +50,10 @@ def make_warp(kernel, block: FewBlock) -> FewWarp:
     return FewWarp(
         index=index,
         lane=lane,
+        lane_rows=tuple(
+            swizzled(index * traits.warp_keys + lane % MMA_KEYS, lane // MMA_KEYS, traits.tile_n, columns)
+            for columns in (traits.head_dim, traits.head_dim_v)
+        ),
         mma=mma,
         rQ=cute.make_rmem_tensor(slice_.partition_shape_B((traits.tile_m, traits.head_dim)), kernel.dtype),
         acc_S=acc_S,
@@ -104,7 +107,7 @@ def load_q(kernel: cutlass.Constexpr, own: FewWarp, base: cute.Pointer):
     for k in cutlass.range_constexpr(traits.head_dim // MMA_KEYS):
         for n in cutlass.range_constexpr(tiles):
             place = swizzled(n * MMA_ROWS + group, 2 * k + t // 2, rows, columns) + t % 2 * 8
-            pair = cute.recast_ptr((start + place).align(8), dtype=Uint32)
+            pair = cute.recast_ptr(aligned(start + place, 8), dtype=Uint32)
             source = cute.make_tensor(pair, cute.make_layout(2))
             for i in cutlass.range_constexpr(2):
                 words[i + 2 * (n + tiles * k)] = source[i]
@@ -166,17 +169,15 @@ def tile_start(kernel, block: FewBlock, name: str, position: Int32) -> cute.Poin
     return block.tiles.base + traits.smem_plan[name].start + cute.assume(stage * nbytes, divby=nbytes)
 
 
-def fetch(own: FewWarp, start: cute.Pointer, place: tuple[int, int], shape: tuple[int, int], keys: int, turn: bool):
-    """Four registers with 16 keys of 32 columns of a tile of `shape`, which begin at `place` of the warp's `keys`.
+def fetch(lane_row: Int32, place: tuple[int, int], shape: tuple[int, int], turn: bool) -> cute.Tensor:
+    """Four registers with 16 keys of 32 columns of a tile of `shape`, which begin at `place` of the warp's keys.
 
-    The first two have eight keys each of the first 16 columns; `turn` as of ldmatrix.
+    The first two have eight keys each of the first 16 columns. `lane_row` is where the lane's first row begins; `turn`
+    as of ldmatrix.
     """
-    key, column_chunk = place
-    row = own.index * keys + key + own.lane % MMA_KEYS
-    at = swizzled(row, column_chunk + own.lane // MMA_KEYS, *shape)
     atom = cute.make_copy_atom(warp_instructions.LdMatrix8x8x16bOp(transpose=turn, num_matrices=4), cutlass.Uint16)
     found = cute.make_rmem_tensor((2 * WORDS, 1), cutlass.Uint16)
-    cute.copy(atom, chunk(start + at), found)
+    cute.copy(atom, chunk_beside(lane_row, *place, shape), found)
     return cute.recast_tensor(found, Uint32)
 
 
@@ -185,10 +186,11 @@ def multiply_k(kernel: cutlass.Constexpr, own: FewWarp, start: cute.Pointer):
     """Sᵀ = K Qᵀ of the warp's keys."""
     traits = kernel.traits
     keys, shape = traits.warp_keys, (traits.tile_n, traits.head_dim)
+    lane_row = start.toint() + own.lane_rows[0]
     own.acc_S.fill(0.0)
     for pair in cutlass.range_constexpr(traits.head_dim // (2 * MMA_KEYS)):
         for j in cutlass.range_constexpr(keys // MMA_KEYS):
-            found = fetch(own, start, (j * MMA_KEYS, 2 * pair), shape, keys, False)
+            found = fetch(lane_row, (j * MMA_KEYS, 2 * pair), shape, False)
             for half in cutlass.range_constexpr(2):
                 rA, words = operand_a(kernel)
                 for i in cutlass.range_constexpr(2):
@@ -203,10 +205,11 @@ def multiply_v(kernel: cutlass.Constexpr, own: FewWarp, start: cute.Pointer):
     """Oᵀ += Vᵀ Pᵀ of the warp's keys, P being in S's registers."""
     traits = kernel.traits
     keys, shape = traits.warp_keys, (traits.tile_n, traits.head_dim_v)
+    lane_row = start.toint() + own.lane_rows[1]
     for j in cutlass.range_constexpr(keys // MMA_KEYS):
         rP = operand_p(kernel, own, j)
         for pair in cutlass.range_constexpr(traits.head_dim_v // (2 * MMA_KEYS)):
-            found = fetch(own, start, (j * MMA_KEYS, 2 * pair), shape, keys, True)
+            found = fetch(lane_row, (j * MMA_KEYS, 2 * pair), shape, True)
             for half in cutlass.range_constexpr(2):
                 rA, words = operand_a(kernel)
                 for i in cutlass.range_constexpr(2):

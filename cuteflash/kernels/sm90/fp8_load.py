@@ -12,7 +12,9 @@ The four keys of a register are those that a lane's P has in its register, see `
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 
 import cutlass
 import cutlass.cute as cute
@@ -23,8 +25,8 @@ from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm90.bundles import Block
 from cuteflash.kernels.sm90.handout import hand_out, tile_of_words, visit_tiles
 from cuteflash.kernels.sm90.load import make_tile_loads
-from cuteflash.kernels.sm90.swizzle import CHUNK, swizzled
-from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS
+from cuteflash.kernels.sm90.swizzle import CHUNK, chunk_beside, swizzled
+from cuteflash.traits.fp8_sm90 import TURNED_COLUMNS, TURNED_KEYS, TURNING_WARPS, FwdTraitsFp8Sm90
 
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # selectors of a byte permute
 HANDING_WARP = 1  # that finds the tiles of packed sequences: meanwhile its share of V waits
@@ -36,31 +38,36 @@ def load_and_turn(kernel: cutlass.Constexpr, block: Block):
 
     One of them also hands out the tiles of packed sequences.
     """
-    visit = functools.partial(load_and_turn_tile, kernel, block)
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    turning = Turning.of(kernel.traits, warp)
+    visit = functools.partial(load_and_turn_tile, kernel, block, turning)
     if const_expr(block.handout is None):
         visit_tiles(None, block.launch, visit)
-    elif cute.arch.make_warp_uniform(cute.arch.warp_idx()) == HANDING_WARP:
-        hand_out(block.handout, block.launch, functools.partial(turn_until, kernel, block), (Int32(0), Int32(0)))
+    elif warp == HANDING_WARP:
+        follow = functools.partial(turn_until, kernel, block, turning)
+        hand_out(block.handout, block.launch, follow, (Int32(0), Int32(0)))
     else:
         visit_tiles(block.handout, block.launch, visit)
 
 
 @cute.jit
-def turn_until(kernel: cutlass.Constexpr, block: Block, done: tuple[Int32, Int32], position: Int32):
+def turn_until(kernel: cutlass.Constexpr, block: Block, turning: Turning, done: tuple[Int32, Int32], position: Int32):
     """Turn this warp's share of the tiles before `position`; `done` is (tiles, position of the next V)."""
     tiles, kv_pos = done
     while tiles < position:
         tile = tile_of_words(block.launch, block.handout.handed(tiles))
         blocks = tile.visited_blocks()
         for _ in cutlass.range(blocks.hi - blocks.lo, unroll=1):
-            turn(kernel, block, Int32(HANDING_WARP), kv_pos)
+            turn(kernel, block, turning, kv_pos)
             kv_pos += 1
         tiles += 1
     return tiles, kv_pos
 
 
 @cute.jit
-def load_and_turn_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
+def load_and_turn_tile(
+    kernel: cutlass.Constexpr, block: Block, turning: Turning, tile: QueryTile, q_pos: Int32, kv_pos: Int32
+):
     """As `load_tile`, by the first warp, one key block ahead of that whose V all warps turn."""
     blocks = tile.visited_blocks()
     n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
@@ -79,67 +86,91 @@ def load_and_turn_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile,
                 loads.k(kv_pos + 1, n_hi - 1 - i)
                 if const_expr(ahead):
                     loads.v(kv_pos + 1, n_hi - 1 - i)
-            turn(kernel, block, warp, kv_pos)
+            turn(kernel, block, turning, kv_pos)
             if warp == 0:
                 if const_expr(not ahead):
                     loads.v(kv_pos + 1, n_hi - 1 - i)
             kv_pos += 1
-        turn(kernel, block, warp, kv_pos)
+        turn(kernel, block, turning, kv_pos)
         kv_pos += 1
     return kv_pos
 
 
+@dataclasses.dataclass(frozen=True)
+class Turning:
+    """How the warps of the producer share a tile of V, (keys, columns), and where this lane's rows of matrices lie.
+
+    A part is 16 keys x 32 columns. Those of a warp follow each other at constant distances, so that an address is one
+    of the lane's, XORed with a constant if the swizzle asks for it, and a constant beside it.
+
+    Attributes:
+        keys, columns: of the tile, and of V^T the other way around.
+        over_columns: warps that share the columns of the same keys; the others have other keys.
+        loaded, stored: where this lane's row of the first part begins, in V as it is stored and in V^T.
+        selectors: of the byte permutes that make the first and the second word of two registers.
+    """
+
+    keys: cutlass.Constexpr[int]
+    columns: cutlass.Constexpr[int]
+    over_columns: cutlass.Constexpr[int]
+    loaded: Int32
+    stored: Int32
+    selectors: tuple[Int32, Int32]
+
+    @classmethod
+    def of(cls, traits: FwdTraitsFp8Sm90, warp: Int32) -> Turning:
+        """That of a warp."""
+        keys, columns, over_columns = traits.tile_n, traits.head_dim_v, traits.turning_columns
+        lane = cute.arch.lane_idx()
+        matrix, row = lane // 8, lane % 8
+        key, column = warp // over_columns * TURNED_KEYS, warp % over_columns * TURNED_COLUMNS
+        # Matrices: keys 0 to 7 and 8 to 15 of columns 0 to 15, then of columns 16 to 31.
+        loaded = swizzled(key + matrix % 2 * 8 + row, column // CHUNK + matrix // 2, keys, columns)
+        # Matrices: one of two neighbouring columns, each, of 0 to 15, then of 16 to 31.
+        is_odd, first, second = matrix % 2, Int32(EVEN_BYTES), Int32(ODD_BYTES)
+        if const_expr(traits.mixes_columns):
+            is_odd = is_odd ^ row // 4
+            first, second = (Int32(a ^ lane // 16 * (EVEN_BYTES ^ ODD_BYTES)) for a in (EVEN_BYTES, ODD_BYTES))
+        stored = swizzled(column + matrix // 2 * CHUNK + is_odd + 2 * row, key // CHUNK, columns, keys)
+        return cls(keys, columns, over_columns, loaded, stored, (first, second))
+
+    def parts(self) -> list[tuple[int, int]]:
+        """The first key and the first column of each part of a warp, less those of its first one."""
+        step_keys = TURNING_WARPS // self.over_columns * TURNED_KEYS
+        step_columns = self.over_columns * TURNED_COLUMNS
+        return list(itertools.product(range(0, self.keys, step_keys), range(0, self.columns, step_columns)))
+
+    def load(self, tile: Int32, part: tuple[int, int]) -> cute.Tensor:
+        """Four registers: two columns of two neighbouring keys, and of the keys 8 further; then 16 columns further."""
+        key, column = part
+        found = cute.make_rmem_tensor((8, 1), cutlass.Uint16)
+        atom = cute.make_copy_atom(warp_instructions.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), cutlass.Uint16)
+        cute.copy(atom, chunk_beside(tile + self.loaded, key, column // CHUNK, (self.keys, self.columns)), found)
+        return found
+
+    def sort_and_store(self, tile: Int32, part: tuple[int, int], found: cute.Tensor) -> None:
+        """Make words of four keys of a column each, and store them as rows of V^T."""
+        key, column = part
+        sorted_bytes = cute.make_rmem_tensor((8, 1), cutlass.Uint16)
+        pairs, words = cute.recast_tensor(found, Int32), cute.recast_tensor(sorted_bytes, Int32)
+        for half in range(2):
+            for i, selector in enumerate(self.selectors):
+                words[2 * half + i] = cute.arch.prmt(pairs[2 * half], pairs[2 * half + 1], selector)
+        atom = cute.make_copy_atom(warp_instructions.StMatrix8x8x16bOp(transpose=False, num_matrices=4), cutlass.Uint16)
+        cute.copy(atom, sorted_bytes, chunk_beside(tile + self.stored, column, key // CHUNK, (self.columns, self.keys)))
+
+
 @cute.jit
-def turn(kernel: cutlass.Constexpr, block: Block, warp: Int32, position: Int32):
+def turn(kernel: cutlass.Constexpr, block: Block, turning: Turning, position: Int32):
     """Turn this warp's share of V at `position`, once it is there and its place is free."""
     traits, tiles, rings = kernel.traits, block.tiles, block.rings
     nbytes = traits.tile_n * traits.head_dim_v
     rings.stored_v.wait(position)
     rings.v.wait_free(position)
-    stored = tiles.stored_v + rings.stored_v.stage(position) * nbytes
-    turned = tiles.turned_v + rings.v.stage(position) * nbytes
-    over_columns = traits.turning_columns
-    over_keys = TURNING_WARPS // over_columns
-    parts = traits.head_dim_v // (over_columns * TURNED_COLUMNS)  # more at a time do not fit into the registers
-    first_key, first_columns = warp // over_columns * TURNED_KEYS, warp % over_columns * TURNED_COLUMNS
-    for i in cutlass.range(traits.tile_n // (over_keys * TURNED_KEYS), unroll=1):
-        key = first_key + i * (over_keys * TURNED_KEYS)
-        for j in cutlass.range(parts, unroll=1 if parts % 2 else 2):
-            column = first_columns + j * (over_columns * TURNED_COLUMNS)
-            turn_part(stored, turned, key, column, traits.tile_n, traits.head_dim_v)
+    stored = (tiles.stored_v + rings.stored_v.stage(position) * nbytes).toint()
+    turned = (tiles.turned_v + rings.v.stage(position) * nbytes).toint()
+    for part in turning.parts():
+        turning.sort_and_store(turned, part, turning.load(stored, part))
     cute.arch.fence_view_async_shared()
     rings.v.publish(position)
     rings.stored_v.release(position)
-
-
-@cute.jit
-def turn_part(
-    stored: cute.Pointer,
-    turned: cute.Pointer,
-    key: Int32,
-    column: Int32,
-    keys: cutlass.Constexpr[int],
-    columns: cutlass.Constexpr[int],
-):
-    """Turn 16 keys x 32 columns of a (keys, columns) tile from `key` and `column` on, by a warp."""
-    lane = cute.arch.lane_idx()
-    matrix, row = lane // 8, lane % 8
-    load = cute.make_copy_atom(warp_instructions.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), cutlass.Uint16)
-    store = cute.make_copy_atom(warp_instructions.StMatrix8x8x16bOp(transpose=False, num_matrices=4), cutlass.Uint16)
-    found, sorted_bytes = (cute.make_rmem_tensor((8, 1), cutlass.Uint16) for _ in range(2))
-    # Matrices: keys 0 to 7 and 8 to 15 of columns 0 to 15, then of columns 16 to 31.
-    offset = swizzled(key + matrix % 2 * 8 + row, column // CHUNK + matrix // 2, keys, columns)
-    cute.copy(load, chunk(stored + offset), found)
-    pairs, words = cute.recast_tensor(found, Int32), cute.recast_tensor(sorted_bytes, Int32)
-    for half in cutlass.range_constexpr(2):
-        low, high = pairs[2 * half], pairs[2 * half + 1]
-        words[2 * half] = cute.arch.prmt(low, high, EVEN_BYTES)
-        words[2 * half + 1] = cute.arch.prmt(low, high, ODD_BYTES)
-    # Matrices: even and odd columns of 0 to 15, then of 16 to 31.
-    offset = swizzled(column + matrix // 2 * CHUNK + matrix % 2 + 2 * row, key // CHUNK, columns, keys)
-    cute.copy(store, sorted_bytes, chunk(turned + offset))
-
-
-def chunk(start: cute.Pointer) -> cute.Tensor:
-    """The 16 bytes of a matrix's row at `start`."""
-    return cute.make_tensor(cute.recast_ptr(start.align(CHUNK), dtype=cutlass.Uint16), cute.make_layout((8, 1)))

@@ -27,6 +27,7 @@ from cuteflash.atoms.barriers import arrive, wait_phase
 from cuteflash.core.latent import each_latent_tile
 from cuteflash.core.scores import computed_here
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import aligned
 from cuteflash.kernels.sm90.mla_decode_bundles import (
     BOTH_PAGES,
     FIRST_PAGE,
@@ -229,5 +230,5 @@ def clear_rows(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, first: In
     page = block.tiles.pages + half.who * (rows * LATENT_DIM * ELEMENT_BYTES)
     start = page + thread // (together * lanes) * (rows * row_bytes) + thread % lanes * LOAD_BYTES
     for row in cutlass.range(first + thread // lanes % together, rows, together, unroll=1):
-        target = cute.recast_ptr((start + row * row_bytes).align(LOAD_BYTES), dtype=Int64)
+        target = cute.recast_ptr(aligned(start + row * row_bytes, LOAD_BYTES), dtype=Int64)
         cute.make_tensor(target, cute.make_layout(LOAD_BYTES // 8)).fill(0)
