@@ -35,7 +35,7 @@ def dealt(widths: list[int], shares: int, most_parts: int, least: int, lane: int
         found.append([])
         while at < end:
             tile = max(i for i, begin in enumerate(begins[:-1]) if begin <= at)
-            part = share_of_tile(at, end, at - begins[tile], widths[tile], share, lane * shares)
+            part = share_of_tile(at, end, at - begins[tile], widths[tile], share, number, lane * shares)
             found[-1].append((tile, part))
             at += part.last - part.first
     return found
@@ -249,18 +249,19 @@ def test_rows_do_not_spill(target: str, traits: FwdTraits, problem: FwdProblem, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("head_dim", "storage", "expected"),
-    [(256, Storage(), 12), (224, Storage("dense", "paged", used_k=True, has_page_table=True), 4)],
+    ("head_dim", "storage", "packed_heads"),
+    [(256, Storage(), 1), (256, Storage(), 4), (224, Storage("dense", "paged", used_k=True, has_page_table=True), 1)],
 )
-def test_two_kernels_spill(head_dim: int, storage: Storage, expected: int, request: pytest.FixtureRequest) -> None:
-    """Those whose rows are faster than what does not spill, see row 18 of Decoding in docs/performance.md."""
+def test_rows_without_masks_do_not_spill(
+    head_dim: int, storage: Storage, packed_heads: int, request: pytest.FixtureRequest
+) -> None:
+    """Of the sm80 family's widest heads, which leave no register, each of these has spilled once."""
     pytest.importorskip("cutlass")
     from cuteflash.dispatch import kernel_class
 
-    problem = FwdProblem(Operands.of("bf16", head_dim, head_dim), Scores("full"), storage, is_split=True)
+    problem = FwdProblem(Operands.of("bf16", head_dim, head_dim, packed_heads), Scores("full"), storage, is_split=True)
     traits = choose_shipped(problem, "sm_90a", "sm80").traits
-    used = request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a").resources
-    assert (used.spill_store_bytes, used.spill_load_bytes) == (expected, expected)
+    request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a").assert_no_complaint()
 
 
 # Every third row: a kernel compiles for some ten seconds.

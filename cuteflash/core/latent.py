@@ -118,6 +118,9 @@ class LatentLaunch:
         capacity = tensors.kv_cache.shape[1]
         if problem.is_paged:
             capacity = tensors.page_table.shape[1] * capacity
+        line = None
+        if problem.is_split:
+            line = LatentLine.of(batch, Int32(1), m_blocks, scalars.shares, scalars.most_parts, differs=True)
         return cls(
             lengths=tensors.cache_seqlens,
             capacity=capacity,
@@ -126,7 +129,7 @@ class LatentLaunch:
             step=scalars.causal,
             scale_log2=scalars.softmax_scale * LOG2_E,
             m_blocks=m_blocks,
-            line=LatentLine(batch, Int32(1), m_blocks, scalars.most_parts, differs=True) if problem.is_split else None,
+            line=line,
             tile_m=traits.tile_m,
             tile_n=traits.tile_n,
             tile_cost=scalars.tile_cost,

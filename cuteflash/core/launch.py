@@ -17,7 +17,7 @@ from cuteflash.core.paged import Pages, seqlen_of_caches
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
 from cuteflash.core.sinks import Sinks
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.split import Line, starts_of
+from cuteflash.core.split import Line, arrivals_of, starts_of
 from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
 from cuteflash.core.tree import Tree
 from cuteflash.core.views import with_batch
@@ -227,8 +227,9 @@ def line_of(kernel, tensors: FwdTensors, packed: PackedTensors, split: SplitTens
     if storage.q == "varlen":
         sequences = packed.cu_seqlens_q.shape[0]  # one more than there are: the rows after the last one
     heads = tensors.q.shape[2] // kernel.problem.operands.packed_heads
-    heads, starts = heads // split.lanes, starts_of(split, kernel.problem)
-    return Line(sequences, heads, split.lanes, split.most_parts, differs=storage != DENSE, starts=starts)
+    heads, shares = (n // split.lanes for n in (heads, arrivals_of(split, kernel.problem).shape[0]))
+    starts = starts_of(split, kernel.problem)
+    return Line.of(sequences, heads, split.lanes, shares, split.most_parts, differs=storage != DENSE, starts=starts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cuteflash.arguments import SplitTensors
 from cuteflash.core.lengths import Sequence
 from cuteflash.core.split_slots import LEAST_KEYS, START_WORDS, metadata_blocks
+from cuteflash.core.scores import computed_here
 from cuteflash.core.tile import KeyShare, QueryTile
 from cuteflash.core.views import aligned
 from cuteflash.problem import FwdProblem
@@ -43,40 +44,65 @@ WARP = 32
 TOGETHER = 4  # lengths that a lane loads at once
 
 
-def share_size(total: Index, blocks: Index, widest: Index, most_parts: Index, least: Index) -> Index:
+def share_size(
+    total: Index, shares: Index, widest: Index, most_parts: Index, least: Index, by: tuple[Any, Any] | None = None
+) -> Index:
     """Units of a share.
 
     Args:
         total: units of all tiles.
-        blocks: shares, at most.
+        shares: how many there are, at most.
         widest: the most units of a tile.
         most_parts: parts of a tile at most, 2 or more. A tile of w units touches `(w - 2) // share + 2` shares at most.
         least: units of a share at least.
+        by: what to divide by in place of `shares` and of `most_parts - 1`.
     """
-    share = cutlass.max((total + blocks - 1) // blocks, least)
-    return cutlass.max(share, cutlass.max(widest - 2, 0) // (most_parts - 1) + 1)
+    by_shares, by_parts = by or (shares, most_parts - 1)
+    share = cutlass.max((total + shares - 1) // by_shares, least)
+    return cutlass.max(share, cutlass.max(widest - 2, 0) // by_parts + 1)
 
 
-def share_of_tile(at: Index, end: Index, first: Index, width: Index, share: Index, first_seat: Index = 0) -> KeyShare:
-    """The part of a tile of `width` units, whose unit `first` lies `at`, that a share has which ends at `end`.
+def share_of_tile(
+    at: Index, end: Index, first: Index, width: Index, share: Index, number: Index, first_seat: Index = 0
+) -> KeyShare:
+    """The part of a tile of `width` units, whose unit `first` lies `at`, that share `number` has, which ends at `end`.
 
     `first_seat` is that of the line's first share.
     """
     begin = at - first
     last = cutlass.min(width, end - begin)
-    seats = (first_seat + unit // share for unit in (at, begin, begin + width - 1))
-    return KeyShare(first, last, *seats)
+    ends = (first_seat + unit // share for unit in (begin, begin + width - 1))
+    return KeyShare(first, last, first_seat + number, *ends)
+
+
+class Window(NamedTuple):
+    """32 sequences of a line, one for each lane of a warp.
+
+    Attributes:
+        first: the first one.
+        begin: its first unit.
+        ends: where the units of this lane's sequence end.
+    """
+
+    first: Int32
+    begin: Int32
+    ends: Int32
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
     """The tiles of a launch's lines, laid end to end: sequence by sequence, head by head.
 
+    What comes before a block's first load delays all that follows, and a division takes as long as a tenth of it.
+    So the host prepares divisors.
+
     Attributes:
         sequences: of the batch, and one with the rows after them if queries are packed.
         heads: of one line, as the tiles see them.
         lanes: how many lines there are.
+        shares: of a line, the blocks of a launch for each lane.
         most_parts: see `share_size`.
+        by_lanes, by_shares, by_parts: what to divide by in place of `lanes`, of `shares` and of `most_parts - 1`.
         differs: whether lengths differ from sequence to sequence, and only the device knows them.
         starts: as `starts_of` has them.
     """
@@ -84,9 +110,28 @@ class Line:
     sequences: Int32
     heads: Int32
     lanes: Int32
+    shares: Int32
     most_parts: Int32
+    by_lanes: Any
+    by_shares: Any
+    by_parts: Any
     differs: cutlass.Constexpr[bool]
     starts: cute.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Int32,
+        heads: Int32,
+        lanes: Int32,
+        shares: Int32,
+        most_parts: Int32,
+        differs: bool,
+        starts: cute.Tensor | None = None,
+    ) -> Line:
+        """That of a launch, with divisors; made before it."""
+        by = (cute.fast_divmod_create_divisor_v2(divisor) for divisor in (lanes, shares, most_parts - 1))
+        return cls(sequences, heads, lanes, shares, most_parts, *by, differs=differs, starts=starts)
 
     def tiles(self, launch, sequence: Sequence) -> tuple[Int32, Int32]:
         """(query tiles of a head, units of each) of a sequence."""
@@ -96,6 +141,11 @@ class Line:
     def has(self, tile: QueryTile) -> Boolean:
         """Whether the launch has a tile; starts of other lengths may lead to one that does not exist."""
         return tile.exists() & (tile.head >= 0) & (tile.head < self.heads * self.lanes)
+
+    def share(self, launch: Any, total: Int32, widest: Int32) -> Int32:
+        """Units of a share, see `share_size`."""
+        least = Int32(cutlass.max(LEAST_KEYS // launch.tile_n, 1))
+        return share_size(total, self.shares, widest, self.most_parts, least, (self.by_shares, self.by_parts))
 
     def units(self, launch: Any, index: Int32) -> tuple[Int32, Int32]:
         """(units of a line's tiles, units of one) of sequence `index`; 0 if there is none.
@@ -109,66 +159,73 @@ class Line:
 
     @cute.jit
     def size(self, launch: Any):
-        """(units of a line, the most of a tile); a whole warp calls it."""
+        """(units of a line, the most of a tile, the first `Window`); a whole warp calls it."""
+        window = Window(Int32(0), Int32(0), Int32(0))
         if const_expr(self.differs):
-            total, widest = Int32(0), Int32(0)
-            first = Int32(0)
-            while first < self.sequences:
-                for step in cutlass.range_constexpr(TOGETHER):
-                    units, width = self.units(launch, first + step * WARP + cute.arch.lane_idx())
-                    total += units
-                    widest = cutlass.max(widest, width)
-                first += TOGETHER * WARP
-            total, widest = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_max(widest)
+            units, widest = self.units(launch, cute.arch.lane_idx())
+            window = Window(Int32(0), Int32(0), up_to_lane(units))
+            total = cute.arch.shuffle_sync(window.ends, WARP - 1)
+            first = Int32(WARP)
+            if first < self.sequences:
+                further = Int32(0)
+                while first < self.sequences:
+                    for step in cutlass.range_constexpr(TOGETHER):
+                        units, width = self.units(launch, first + step * WARP + cute.arch.lane_idx())
+                        further += units
+                        widest = cutlass.max(widest, width)
+                    first += TOGETHER * WARP
+                total += cute.arch.warp_reduction_sum(further)
+            widest = cute.arch.warp_reduction_max(widest)
         else:
             total, widest = self.units(launch, Int32(0))
             total *= self.sequences
-        return total, widest
+        return total, widest, window
+
+    def window(self, launch: Any, first: Int32, begin: Int32) -> Window:
+        """The sequences from `first` on, whose first unit is `begin`; a whole warp calls it."""
+        units, _ = self.units(launch, first + cute.arch.lane_idx())
+        return Window(first, begin, begin + up_to_lane(units))
 
     @cute.jit
-    def find(self, launch: Any, at: Int32, sequence: Int32, begin: Int32):
-        """(the sequence that unit `at` belongs to, its first unit); a whole warp calls it.
+    def find(self, launch: Any, at: Int32, window: Window):
+        """(the sequence that unit `at` belongs to, its first unit, a `Window` with it); a whole warp calls it.
 
-        It is looked for from `sequence` on, whose first unit is `begin`.
+        It is looked for from the first one of `window` on.
         """
         if const_expr(self.differs):
-            ends = self.ends(launch, sequence, begin)
-            passed = passed_by(ends, at)
-            while self.goes_on(passed, sequence):
-                begin = cute.arch.shuffle_sync(ends, WARP - 1)
-                sequence += WARP
-                ends = self.ends(launch, sequence, begin)
-                passed = passed_by(ends, at)
-            before = cute.arch.shuffle_sync(ends, cutlass.max(passed - 1, 0))
-            begin = cutlass.select_(passed > 0, before, begin)
-            sequence += passed
+            passed = passed_by(window.ends, at)
+            while self.goes_on(passed, window.first):
+                window = self.window(launch, window.first + WARP, cute.arch.shuffle_sync(window.ends, WARP - 1))
+                passed = passed_by(window.ends, at)
+            before = cute.arch.shuffle_sync(window.ends, cutlass.max(passed - 1, 0))
+            begin = cutlass.select_(passed > 0, before, window.begin)
+            sequence = window.first + passed
             if const_expr(self.starts is not None):
                 sequence = cutlass.min(sequence, self.sequences - 1)
         else:
             units, _ = self.units(launch, Int32(0))
             sequence = at // units
             begin = sequence * units
-        return sequence, begin
+        return sequence, begin, window
 
-    def goes_on(self, passed: Int32, sequence: Int32) -> Boolean:
-        """Whether `find` has to look at the sequences after the 32 from `sequence` on, all of which end before.
+    def goes_on(self, passed: Int32, first: Int32) -> Boolean:
+        """Whether `find` has to look at the sequences after the 32 from `first` on, all of which end before.
 
         Starts may be those of other lengths, by whose units the last sequence ends too soon.
         """
         if self.starts is None:
             return passed == WARP
-        return (passed == WARP) & (sequence < self.sequences)
+        return (passed == WARP) & (first < self.sequences)
 
-    @cute.jit
-    def ends(self, launch: Any, sequence: Int32, begin: Int32):
-        """Where the units of this lane's sequence end, of a warp's from `sequence` on, the first of which is `begin`"""
-        lane = cute.arch.lane_idx()
-        total, _ = self.units(launch, sequence + lane)
-        for step in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
-            if lane >= 1 << step:
-                total += other
-        return begin + total
+
+@cute.jit
+def up_to_lane(count: Int32):
+    """The sum of the counts of all lanes up to this one; a whole warp calls it."""
+    for step in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(count, 1 << step, mask_and_clamp=0)
+        if cute.arch.lane_idx() >= 1 << step:
+            count += other
+    return count
 
 
 def starts_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor | None:
@@ -201,22 +258,16 @@ class Start(NamedTuple):
     total: Int32
 
 
-def share_in(launch: Any, total: Int32, widest: Int32, shares: Int32) -> Int32:
-    """Units of a share of a line, see `share_size`."""
-    least = cutlass.max(LEAST_KEYS // launch.tile_n, 1)
-    return share_size(total, shares, widest, launch.line.most_parts, Int32(least))
-
-
 @cute.jit
-def start_of(launch: Any, block: Int32, blocks: Int32):
+def start_of(launch: Any, block: Int32):
     """The `Start` of a block, from the lengths of the sequences; a whole warp calls it."""
     line = launch.line
-    total, widest = line.size(launch)
-    share = share_in(launch, total, widest, blocks // line.lanes)
-    at = block // line.lanes * share
+    total, widest, window = line.size(launch)
+    share = line.share(launch, total, widest)
+    at = block // line.by_lanes * share
     sequence, begin = Int32(0), Int32(0)
     if at < total:
-        sequence, begin = line.find(launch, at, sequence, begin)
+        sequence, begin, window = line.find(launch, at, window)
     return Start(sequence, begin, share, total)
 
 
@@ -235,26 +286,24 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
 
     A whole warp calls it.
     """
-    line = launch.line
+    line, block = launch.line, cute.arch.block_idx()[0]
+    number = block // line.by_lanes
     if const_expr(line.starts is None):
-        total, widest = line.size(launch)
-        shares = cute.arch.grid_dim()[0] // line.lanes
-        share = share_in(launch, total, widest, shares)
-        lane, number = cute.arch.block_idx()[0] % line.lanes, cute.arch.block_idx()[0] // line.lanes
+        total, widest, window = line.size(launch)
+        share = line.share(launch, total, widest)
+        sequence, begin = Int32(0), Int32(0)
     else:
-        shares = cute.arch.grid_dim()[0] // line.lanes
-        lane, number = cute.arch.block_idx()[0] % line.lanes, cute.arch.block_idx()[0] // line.lanes
-        sequence, begin, share, total = given_start(line.starts, cute.arch.block_idx()[0])
+        sequence, begin, share, total = given_start(line.starts, block)
+        window = Window(sequence, begin, Int32(0))
     at = number * share
     end = cutlass.min(at + share, total)
-    if const_expr(line.starts is None):
-        sequence, begin = Int32(0), Int32(0)
     q_pos, kv_pos = Int32(0), Int32(0)
     while at < end:
         if const_expr(line.starts is None):
-            sequence, begin = line.find(launch, at, sequence, begin)
+            sequence, begin, window = line.find(launch, at, window)
+        lane = computed_here(block) % line.by_lanes  # kept across a tile it would take a register
         found, part = tile_at(launch, lane, (sequence, begin), at)
-        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, lane * shares))
+        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, number, lane * line.shares))
         if const_expr(line.starts is None):
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
@@ -264,10 +313,11 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
         at += tile.share.last - tile.share.first
         if const_expr(line.starts is not None):
             if at < end:
-                sequence, begin = line.find(launch, at, sequence, begin)
+                sequence, begin, window = line.find(launch, at, line.window(launch, sequence, begin))
 
 
-def tile_at(launch, lane: Int32, place: tuple[Int32, Int32], at: Int32) -> tuple[QueryTile, tuple[Int32, Int32]]:
+@cute.jit
+def tile_at(launch: Any, lane: Int32, place: tuple[Int32, Int32], at: Int32):
     """The tile that unit `at` of a line belongs to, and (which of its units that is, how many it has).
 
     `place` is (a sequence, its first unit).
@@ -275,6 +325,8 @@ def tile_at(launch, lane: Int32, place: tuple[Int32, Int32], at: Int32) -> tuple
     number, begin = place
     sequence = launch.sequence(number)
     m_blocks, width = launch.line.tiles(launch, sequence)
-    tile, first = (at - begin) // width, (at - begin) % width
-    head = tile // m_blocks * launch.line.lanes + lane
-    return launch.tile_of(tile % m_blocks, head, number, sequence), (first, width)
+    first, tile, head = at - begin, Int32(0), Int32(0)
+    if first >= width:  # not the first tile of the sequence, which is found without a division
+        tile, first = first // width, first % width
+        head, tile = tile // m_blocks, tile % m_blocks
+    return launch.tile_of(tile, head * launch.line.lanes + lane, number, sequence), (first, width)

@@ -66,7 +66,7 @@ def shares_of_line(widths: Sequence[int], shares: int, tile_n: int) -> list[list
         while at < end:
             begins = [sum(widths[:i]) for i in range(len(widths))]
             tile = max(i for i, begin in enumerate(begins) if begin <= at)
-            part = share_of_tile(at, end, at - begins[tile], widths[tile], share)
+            part = share_of_tile(at, end, at - begins[tile], widths[tile], share, number)
             parts.append({"tile": tile, "begin": at, "first": part.first, "last": part.last, "owner": part.owner,
                           "last_owner": part.last_owner})  # fmt: skip
             at += part.last - part.first

@@ -213,7 +213,7 @@ class Partials:
         number, mates = place
         first = number + mates * cute.arch.make_warp_uniform(thread // WARP)
         lines, step = self.lines(tile), mates * warps
-        most, some = (n // self.lane_groups for n in (WARP, self.loads // MANY_LINES))
+        most, some = (max(n // self.lane_groups, 1) for n in (WARP, self.loads // MANY_LINES))
         if lines > step * FEW_LINES:
             for line in cutlass.range(first, lines, step * MANY_LINES, unroll=1):
                 self.merge_lines(tile, (line, step), MANY_LINES, some)

@@ -92,14 +92,14 @@ class SplitSchedule:
         blocks = metadata_blocks(metadata.shape[0])
         block = cute.arch.block_idx()[0] * self.traits.num_warps + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if block < blocks:
-            start = start_of(self.extent(tensors, scalars), block, blocks)
+            start = start_of(self.extent(tensors, scalars, blocks), block)
             if cute.arch.lane_idx() == 0:
                 for i in cutlass.range_constexpr(START_WORDS):
                     metadata[block * START_WORDS + i] = start[i]
                 metadata[blocks * START_WORDS + block] = Int32(0)
 
-    def extent(self, tensors: ScheduleTensors, scalars: ScheduleScalars) -> Extent:
-        """The launches that are scheduled."""
+    def extent(self, tensors: ScheduleTensors, scalars: ScheduleScalars, blocks: Int32) -> Extent:
+        """The launches that are scheduled, of so many blocks."""
         batch = tensors.seqused_k.shape[0]
         lengths = Lengths(
             seqlen_q=scalars.seqlen_q,
@@ -110,8 +110,10 @@ class SplitSchedule:
             left_k=tensors.cache_leftpad,
         )
         sequences = batch + 1 if const_expr(self.problem.is_packed) else batch  # the last one: rows after all others
-        heads = scalars.heads // scalars.lanes
-        line = Line(sequences, heads, scalars.lanes, scalars.most_parts, differs=True)
+        lanes, most_parts = scalars.lanes, scalars.most_parts
+        shares, heads = blocks // lanes, scalars.heads // lanes
+        by = lanes, shares, most_parts - 1
+        line = Line(sequences, heads, lanes, shares, most_parts, *by, differs=True)
         return Extent(
             lengths=lengths,
             window_left=scalars.window_left,

@@ -146,6 +146,7 @@ class FlashFwdSm80:
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=traits.blocks_per_sm,
+            cooperative=self.problem.is_split,  # its blocks may wait for each other
             preferred_smem_carveout=100,
         )
 
@@ -195,7 +196,7 @@ class FlashFwdSm80:
         q_pos: Int32,
         kv_pos: Int32,
     ):
-        """Attend and write a tile, or this block's share of its keys; the last block merges all of these."""
+        """Attend and write a tile, or this block's share of its keys, and merge what is due."""
         cute.arch.sync_threads()  # every warp is done with the shared memory of the tile before
         f, tiles = self.attend_tile(operands, scales, launch, base, tile)
         lse = finish_rows(f.softmax, f.scores, tile, scale_of_v(scales, tile), launch.sinks)
@@ -207,8 +208,8 @@ class FlashFwdSm80:
             partials.write(f.scores, f.out, self.columns_of_out(f), lse, tile)
             word = cute.recast_ptr(base + self.traits.smem_plan["arrival"].start, dtype=Int32)
             arrival = cute.make_tensor(word, cute.make_layout(1))
-            if partials.come(tile, f.thread, arrival, cute.arch.sync_threads):
-                partials.merge(tile, f.thread, self.traits.num_warps, (Int32(0), Int32(1)))
+            warps, is_scheduled = self.traits.num_warps, self.problem.is_scheduled
+            partials.merge_if_due(tile, f.thread, warps, arrival, cute.arch.sync_threads, is_scheduled)
         return kv_pos
 
     def columns_of_out(self, f: Fragments) -> cute.Tensor:
