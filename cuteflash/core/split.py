@@ -33,8 +33,8 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.arguments import SplitTensors
 from cuteflash.core.lengths import Sequence
-from cuteflash.core.split_slots import LEAST_KEYS, START_WORDS, metadata_blocks
 from cuteflash.core.scores import computed_here
+from cuteflash.core.split_slots import LEAST_KEYS, START_WORDS, metadata_blocks
 from cuteflash.core.tile import KeyShare, QueryTile
 from cuteflash.core.views import aligned
 from cuteflash.problem import FwdProblem

@@ -25,10 +25,10 @@ from cuteflash.core.split import arrivals_of
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import aligned
+from cuteflash.kernels.common.weighted_sum import QUAD, WARP, add_parts, after, lane_distances
 
-PAIR, QUAD = 2, 4  # fp32 elements of a store and of a load
+PAIR = 2  # fp32 elements of a store
 FEW_LINES, MANY_LINES = 2, 4  # of a warp that are merged one by one, at most; that are merged together
-WARP = 32
 MEETING_ROWS = 12  # of a tile, from which on its blocks meet; between the numbers that were timed
 
 
@@ -371,50 +371,3 @@ class Partials:
 def part_slot(owner: Int32, part: Int32, may_be_first: bool = True) -> Int32:
     """The slot of a part of a tile, of two at least, whose first part is that of the seat `owner`."""
     return slot_of(owner + part, Int32(part == 0) if may_be_first else Int32(0))
-
-
-def lane_distances(groups: int) -> list[int]:
-    """What lies between lanes with the same columns, of `groups` groups of a warp's lanes, as bits of their numbers."""
-    distances, distance = [], WARP // groups
-    while distance < WARP:
-        distances.append(distance)
-        distance *= 2
-    return distances
-
-
-def add_parts(acc: cute.Tensor, factor: Float32, skipped: Int32, step: int, values: cute.Tensor) -> None:
-    """Add (4, parts) values to acc (4,), each times the factor of its part, which the lane of its number has.
-
-    A part of factor 0 may hold anything, and lanes past the last part have that factor. Parts are `step` apart.
-    """
-    for i in range(cute.size(values.shape[1])):
-        add_unless_zero(acc, cute.arch.shuffle_sync(factor, skipped + i * step), values[None, i])
-
-
-def add_unless_zero(acc: cute.Tensor, factor: Float32, values: cute.Tensor) -> None:
-    """acc (4,) += factor * values (4,), but nothing if the factor is 0: by predicates, which cost no instruction."""
-    adds = ""
-    for e in range(QUAD):
-        total, added, value = f"{{$w{e}}}", f"{{$r{1 + e}}}", f"{{$r{1 + QUAD + e}}}"
-        adds += f"mov.f32 {total}, {added}; @weighs fma.rn.f32 {total}, {{$r0}}, {value}, {added}; "
-    sums = cute.arch.inline_ptx(
-        f"{{.reg .pred weighs; setp.neu.f32 weighs, {{$r0}}, 0f00000000; {adds}}}",
-        write_only_types=[Float32] * QUAD,
-        read_only_args=[factor, *(acc[e] for e in range(QUAD)), *(values[e] for e in range(QUAD))],
-    )
-    for e in range(QUAD):
-        acc[e] = sums[e]
-
-
-def after(lse: Float32, values: cute.Tensor, count: Int32) -> Float32:
-    """`lse`, once all `values` are there: otherwise most loads are issued after the first use of `lse`.
-
-    Args:
-        count: not negative, which the compiler does not know.
-    """
-    words, one = cute.recast_tensor(values, Int32), cute.make_rmem_tensor(1, Float32)
-    one[0] = lse
-    bits = cute.recast_tensor(one, Int32)
-    for i in range(0, cute.size(words), QUAD):
-        bits[0] = bits[0] | words[i] & (count >> 31)
-    return one[0]

@@ -1,0 +1,56 @@
+"""Sums of the parts of a row of O whose keys are split, by a warp whose lanes have the factors of parts."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+WARP = 32
+QUAD = 4  # fp32 elements of a load
+
+
+def lane_distances(groups: int) -> list[int]:
+    """What lies between lanes with the same columns, of `groups` groups of a warp's lanes, as bits of their numbers."""
+    distances, distance = [], WARP // groups
+    while distance < WARP:
+        distances.append(distance)
+        distance *= 2
+    return distances
+
+
+def add_parts(acc: cute.Tensor, factor: Float32, skipped: Int32, step: int, values: cute.Tensor) -> None:
+    """Add (4, parts) values to acc (4,), each times the factor of its part, which the lane of its number has.
+
+    A part of factor 0 may hold anything, and lanes past the last part have that factor. Parts are `step` apart.
+    """
+    for i in range(cute.size(values.shape[1])):
+        add_unless_zero(acc, cute.arch.shuffle_sync(factor, skipped + i * step), values[None, i])
+
+
+def add_unless_zero(acc: cute.Tensor, factor: Float32, values: cute.Tensor) -> None:
+    """acc (4,) += factor * values (4,), but nothing if the factor is 0: by predicates, which cost no instruction."""
+    adds = ""
+    for e in range(QUAD):
+        total, added, value = f"{{$w{e}}}", f"{{$r{1 + e}}}", f"{{$r{1 + QUAD + e}}}"
+        adds += f"mov.f32 {total}, {added}; @weighs fma.rn.f32 {total}, {{$r0}}, {value}, {added}; "
+    sums = cute.arch.inline_ptx(
+        f"{{.reg .pred weighs; setp.neu.f32 weighs, {{$r0}}, 0f00000000; {adds}}}",
+        write_only_types=[Float32] * QUAD,
+        read_only_args=[factor, *(acc[e] for e in range(QUAD)), *(values[e] for e in range(QUAD))],
+    )
+    for e in range(QUAD):
+        acc[e] = sums[e]
+
+
+def after(lse: Float32, values: cute.Tensor, count: Int32) -> Float32:
+    """`lse`, once all `values` are there: otherwise most loads are issued after the first use of `lse`.
+
+    Args:
+        count: not negative, which the compiler does not know.
+    """
+    words, one = cute.recast_tensor(values, Int32), cute.make_rmem_tensor(1, Float32)
+    one[0] = lse
+    bits = cute.recast_tensor(one, Int32)
+    for i in range(0, cute.size(words), QUAD):
+        bits[0] = bits[0] | words[i] & (count >> 31)
+    return one[0]
