@@ -8,7 +8,7 @@ from typing import Final
 from cuteflash.mla_problem import LATENT_DIM_V, MlaProblem
 
 from .algebra import Layout, composition, concatenate
-from .parts import IN_PLACE, part_tile, store_registers
+from .parts import IN_PLACE, octets, part_tile, store_octets, store_registers
 from .read import ELEMENT_BYTES, Frame, Placed
 from .scene import Step, Tile
 
@@ -53,19 +53,15 @@ def rescale_note(headroom: float) -> str:
 
 def store_out(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, ...]:
     """O from its accumulator to memory, whole, and of split keys to the slot of a part."""
-    whole = _wide_store(
-        frame, acc, "gO", 4,
-        "Rounded; there is no shared memory left to stage it. Four lanes have pairs of the same 32 columns: they "
-        "trade them (shfl.sync.bfly.b32), so that each stores 8 neighbours.",
-    )  # fmt: skip
+    whole = store_octets(frame, acc)
     if not problem.is_split:
         return (whole,)
-    part = _wide_store(
-        frame, acc, "gO_part", 2,
+    own, _ = octets(acc, 2)
+    note = (
         f"{IN_PLACE} A slot has the columns in the order in which lanes have them, two pairs of every 16 together. "
-        f"{MERGED_LATER}",
-    )  # fmt: skip
-    return whole, part
+        f"{MERGED_LATER}"
+    )
+    return whole, store_registers(frame, "gO_part", "st.global.v4.b32", (own, own), note)
 
 
 def store_quads(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, ...]:
@@ -81,20 +77,3 @@ def store_quads(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, .
     if problem.is_split:
         stores.append(store_registers(frame, "gO_part", "st.global.v2.b32", (part, part), of_part))
     return tuple(stores)
-
-
-def _wide_store(frame: Frame, acc: Placed, target: str, together: int, note: str) -> Step:
-    """The O accumulator to `target`, the pairs of so many neighbouring groups of 8 columns by an instruction."""
-    atom, m, n = acc.values.modes()
-    pair, row, *groups = atom.modes()
-    columns = concatenate(*groups, n)  # groups of 8
-    near = composition(columns, Layout(together))
-    others = concatenate(composition(columns, Layout(columns.size() // together, together)), row, m)
-    own = concatenate(acc.threads, concatenate(pair, near), others)
-    stored = own
-    if target == "gO":  # after the trade
-        ((_, column),) = pair.flat_modes()
-        extents, strides = zip(*acc.threads.flat_modes(), strict=True)
-        threads = Layout((extents,), ((pair.size() * together * column, *strides[1:]),))
-        stored = concatenate(threads, Layout(pair.size() * together, column), others)
-    return store_registers(frame, target, "st.global.v4.b32", (own, stored), note)

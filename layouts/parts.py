@@ -5,7 +5,7 @@ How keys are shared is in `cuteflash/core/split.py`, and drawn in the lesson on 
 
 from __future__ import annotations
 
-from .algebra import Layout, concatenate
+from .algebra import Layout, composition, concatenate
 from .read import Frame, Placed
 from .scene import Step, Tile, Touch
 
@@ -40,6 +40,32 @@ def store_part(frame: Frame, acc: Placed) -> Step:
     pair, row, *groups = atom.modes()
     tv = concatenate(acc.threads, pair, concatenate(*groups, n, row, m))
     return store_registers(frame, "gO_part", "st.global.v2.b32", (tv, tv), f"{IN_PLACE} {MERGED}")
+
+
+def store_octets(frame: Frame, acc: Placed) -> Step:
+    """O's way from its accumulator to memory, if it is not staged."""
+    note = (
+        "Rounded; there is no shared memory left to stage it. Four lanes have pairs of the same 32 columns: they trade "
+        "them (shfl.sync.bfly.b32), so that each stores 8 neighbours."
+    )
+    return store_registers(frame, "gO", "st.global.v4.b32", octets(acc, 4), note)
+
+
+def octets(acc: Placed, together: int) -> tuple[Layout, Layout]:
+    """What a thread has of an accumulator, the pairs of so many neighbouring groups of 8 columns by an instruction.
+
+    And what it stores if four lanes trade the pairs of so many groups.
+    """
+    atom, m, n = acc.values.modes()
+    pair, row, *groups = atom.modes()
+    columns = concatenate(*groups, n)  # groups of 8
+    near = composition(columns, Layout(together))
+    others = concatenate(composition(columns, Layout(columns.size() // together, together)), row, m)
+    ((_, column),) = pair.flat_modes()
+    extents, strides = zip(*acc.threads.flat_modes(), strict=True)
+    threads = Layout((extents,), ((pair.size() * together * column, *strides[1:]),))
+    stored = concatenate(threads, Layout(pair.size() * together, column), others)
+    return concatenate(acc.threads, concatenate(pair, near), others), stored
 
 
 def store_registers(frame: Frame, target: str, instruction: str, tvs: tuple[Layout, Layout], note: str) -> Step:

@@ -17,7 +17,7 @@ from .hopper import (
     example_tensor,
     example_vt,
 )
-from .parts import part_tile, store_part
+from .parts import part_tile, store_octets, store_part
 from .read import Frame, Placed, global_tile, no_launch, products, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile
 from .softmax_steps import SoftmaxSteps
@@ -78,8 +78,9 @@ class ReaderSm90:
             shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, True, share or ahead, parts, self.element_bytes),
             *self.tiles_of_k(),
             *self.tiles_of_v(),
-            shared_tile("O", kernel.smem_layout_o(), plan["o"].start, True, share, parts),
         ]
+        if self.traits.stages_o:
+            shared.append(shared_tile("O", kernel.smem_layout_o(), plan["o"].start, True, share, parts))
         if not self.traits.p_in_regs:
             shared.insert(-1, shared_tile("P", kernel.smem_layout_p(), plan["p"].start, True, "", parts))
         return (
@@ -146,15 +147,20 @@ class ReaderSm90:
         load_q = draw.load(self._moved("Q", tma.load_q, tma.gQ, smem.sQ), once, "Once for each warpgroup.")
         load_k = self.load_k(tma, often, ahead)
         load_v = self.load_v(tma, often, ahead)
-        storing = When("epilogue", TILE, "warp 0 of every consumer warpgroup")
-        moved_o = self._moved("O", tma.store_o, tma.gO, smem.sO)
-        store_o = self.finishing.store(moved_o, storing, "Clipped to the rows that exist.")
         fetch = (draw.fetch("Q", self.kernel.copy_q(), When("prologue", TILE)),) if self.traits.q_in_regs else ()
         qk, pv = self._products()
+        part = (store_part(self.finishing.frame, self.of["O"]),) if self.problem.is_split else ()
+        return (load_q, *fetch, *load_k, qk, *self._softmax(), *load_v, pv, *self._storing(tma), *part)
+
+    def _storing(self, tma: Any) -> tuple[Step, ...]:
+        """O's way to memory: through shared memory, or from registers."""
+        if not self.traits.stages_o:
+            return (store_octets(self.finishing.frame, self.of["O"]),)
         rounded = "Divided by the row sums and rounded."
         stage_o = self.finishing.stage("O", self.kernel.copy_o(), "acc_O", When("epilogue", TILE), rounded)
-        part = (store_part(self.finishing.frame, self.of["O"]),) if self.problem.is_split else ()
-        return (load_q, *fetch, *load_k, qk, *self._softmax(), *load_v, pv, stage_o, store_o, *part)
+        storing = When("epilogue", TILE, "warp 0 of every consumer warpgroup")
+        moved_o = self._moved("O", tma.store_o, tma.gO, self.smem.sO)
+        return stage_o, self.finishing.store(moved_o, storing, "Clipped to the rows that exist.")
 
     @property
     def finishing(self) -> HopperSteps:

@@ -20,6 +20,13 @@ def row_token(row: Index, packed_heads: int) -> tuple[Index, Index]:
     return (row, Int32(0)) if packed_heads == 1 else (row // packed_heads, row % packed_heads)
 
 
+def output_row(view: cute.Tensor, tile: Any, row: Int32) -> cute.Tensor:
+    """(head_dim,) of a tile's row, in a `query_view` of O; of packed sequences O has no batch, but one entry."""
+    origin = tile.first_row if tile.packed_heads == 1 else (0, tile.first_row)
+    rows = cute.domain_offset((origin, 0), view[None, None, tile.head, tile.batch])
+    return rows[row_coord(row, tile.packed_heads), None]
+
+
 def query_view(tensor: cute.Tensor, packed_heads: int) -> cute.Tensor:
     """A (batch, seqlen, heads, head_dim) tensor as (rows, head_dim, heads / packed_heads, batch).
 

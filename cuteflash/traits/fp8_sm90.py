@@ -31,6 +31,8 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
             unless the mask has a left edge, too. Costs code, pays if such blocks are many.
         turns_v: the producer warpgroup turns tiles of V as it is stored into Vᵀ. Without it only Vᵀ can be given.
         stored_v_stage: with `turns_v`, tiles of V in flight that are not turned yet; `kv_stage` counts those that are.
+        stages_o: O goes through shared memory and leaves it by TMA. Without, four lanes trade pairs, and each stores 16
+            bytes: some more instructions a tile, for memory that the wide heads need for V.
     """
 
     element_bytes: ClassVar[int] = 1
@@ -41,6 +43,7 @@ class FwdTraitsFp8Sm90(FwdTraitsSm90):
     masked_by_fixed_max: bool = False
     turns_v: bool = False
     stored_v_stage: int = 2
+    stages_o: bool = True
 
     @property
     def p_offset(self) -> float:

@@ -44,7 +44,8 @@ ROWS: tuple[Row, ...] = (
     fwd_fp8_sm90(192, 128, 128, **AHEAD),
     fwd_fp8_sm90(192, 128, 128, turns_v=True, **FIXED),
     fwd_fp8_sm90(224, 128, 128, **AHEAD),
-    fwd_fp8_sm90(224, 128, 64, q_stage=2, turns_v=True, **AHEAD),
+    fwd_fp8_sm90(224, 128, 128, turns_v=True, stages_o=False, **AHEAD),
     fwd_fp8_sm90(256, 128, 128, **AHEAD),
+    fwd_fp8_sm90(256, 128, 128, without=VARLEN, turns_v=True, stages_o=False, **AHEAD),
     fwd_fp8_sm90(256, 128, 64, kv_stage=3, turns_v=True, **AHEAD),
 )

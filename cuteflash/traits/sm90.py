@@ -108,6 +108,10 @@ class FwdTraitsSm90:
         return False
 
     @property
+    def stages_o(self) -> bool:
+        return True
+
+    @property
     def stored_v_stage(self) -> int:
         return 0
 
@@ -202,7 +206,7 @@ class FwdTraitsSm90:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Barriers, Q, K, V, `stored_tiles`, O (over Q with `share_q_o`), P without `p_in_regs`."""
+        """Barriers, Q, K, V, `stored_tiles`, O (over Q with `share_q_o`) if it is staged, P without `p_in_regs`."""
         return self.plan_of_tiles()
 
     def plan_of_tiles(self) -> dict[str, SmemRegion]:
@@ -223,7 +227,7 @@ class FwdTraitsSm90:
             append(name, count * nbytes, count, 1)
         if self.share_q_o:
             plan["o"] = SmemRegion(plan["q"].start, self.tile_m * self.head_dim_v * OUT_BYTES, wgs)
-        else:
+        elif self.stages_o:
             append("o", self.tile_m * self.head_dim_v, wgs, OUT_BYTES)
         if not self.p_in_regs:
             append("p", self.tile_m * self.tile_n, wgs)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32
 
-from cuteflash.core.convert import round_pair
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.common.mla_combine import QUAD, chunk_of, copy_chunk
-
-OCTET = 8  # 16-bit elements of a store
+from cuteflash.kernels.common.octets import LANES, OCTET, octet_of_lane, store_octet
 
 
 def end_of_row(total: Float32, maximum: Float32) -> tuple[Float32, Float32]:
@@ -42,31 +39,12 @@ def write_rows(gO: cute.Tensor, scores: ScoreTile, out: cute.Tensor, columns: cu
     """
     dtype = gO.element_type
     rows = tile.rows()
-    place = cute.arch.lane_idx() % QUAD  # among the lanes of a row
+    place = cute.arch.lane_idx() % LANES  # among the lanes of a row
     for r in cutlass.range_constexpr(cute.size(out.shape[0])):
         row = scores.row(r)
         line = gO[tile.first_row + row, None, tile.batch]
         for c in cutlass.range_constexpr(0, cute.size(out.shape[1]), OCTET):
-            pairs = [round_pair(out[r, c + i], out[r, c + i + 1], dtype) for i in range(0, OCTET, 2)]
-            octet = cute.make_rmem_tensor(OCTET, dtype)
-            words = cute.recast_tensor(octet, Uint32)
-            for i, word in enumerate(transposed_in_quads(pairs, place)):
-                words[i] = word
+            octet = octet_of_lane([out[r, c + i] for i in range(OCTET)], place, dtype)
             if row < rows:
                 start = columns[0, c][1] + place * (OCTET - 2)  # the thread's first pair is the place-th of its group
-                copy_chunk(octet, chunk_of(line, start, OCTET))
-
-
-def transposed_in_quads(words: list[Uint32], place: Int32) -> list[Uint32]:
-    """Of four neighbouring lanes with four words each, lane `place` gets word `place` of each lane, in their order."""
-    words = list(words)
-    for bit in (1, 2):
-        upper = place & bit != 0
-        for low in (i for i in range(QUAD) if not i & bit):
-            high = low | bit
-            other = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, words[low], words[high]), offset=bit)
-            words[low], words[high] = (
-                cutlass.select_(upper, other, words[low]),
-                cutlass.select_(upper, words[high], other),
-            )
-    return words
+                store_octet(octet, line, start)

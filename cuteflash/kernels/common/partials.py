@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.arguments import FwdTensors, SplitTensors
-from cuteflash.core.gqa import query_view, row_coord, row_token
+from cuteflash.core.gqa import output_row, query_view, row_token
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.sinks import Sinks
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
@@ -360,9 +360,7 @@ class Partials:
         dtype = self.gO.element_type
         rounded = cute.make_rmem_tensor(QUAD, dtype)
         rounded.store(acc.load().to(dtype))
-        origin = tile.first_row if tile.packed_heads == 1 else (0, tile.first_row)
-        rows = cute.domain_offset((origin, 0), self.gO[None, None, tile.head, tile.batch])
-        line = rows[row_coord(row, tile.packed_heads), None]
+        line = output_row(self.gO, tile, row)
         start = aligned(cute.zipped_divide(line, (QUAD,))[None, chunk].iterator, QUAD * dtype.width // 8)
         atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=QUAD * dtype.width)
         cute.copy(atom, rounded, cute.make_tensor(start, cute.make_layout(QUAD)))

@@ -34,7 +34,7 @@ class Tma:
     load_q: cute.CopyAtom
     load_k: cute.CopyAtom | None  # None: rows of K and V are looked up one by one, and gK and gV are the caches
     load_v: cute.CopyAtom | None
-    store_o: cute.CopyAtom
+    store_o: cute.CopyAtom | None  # None: O is not staged, and gO is O itself
     gQ: cute.Tensor
     gK: cute.Tensor
     gV: cute.Tensor
@@ -55,8 +55,8 @@ class Tiles:
     sVt: (
         cute.Tensor
     )  # as the product reads it: (head_dim_v, tile_n, kv_stage), the same data unless V is turned or converted
-    sO: cute.Tensor  # (64, head_dim_v, warpgroups)
-    sO_boxes: cute.Tensor  # (box rows, head_dim_v, warpgroups), the same data
+    sO: cute.Tensor | None  # (64, head_dim_v, warpgroups), if it is staged
+    sO_boxes: cute.Tensor | None  # (box rows, head_dim_v, warpgroups), the same data
     sP: cute.Tensor | None  # (64, tile_n, warpgroups)
     turned_v: cute.Pointer | None = None  # the bytes of sVt, and
     stored_v: cute.Pointer | None = None  # those of sV, if V is turned

@@ -1,4 +1,7 @@
-"""The output sink of the forward: V's mean is added if it was taken out; O is rounded, staged, and stored with TMA."""
+"""The output sink of the forward: V's mean is added if it was taken out; O is rounded, staged, and stored with TMA.
+
+O that is not staged leaves the registers in stores of 16 bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from cutlass import Float32, const_expr
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.finish import finish_rows, write_lse
+from cuteflash.core.gqa import output_row
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
+from cuteflash.kernels.common.octets import LANES, OCTET, octet_of_lane, store_octet
 from cuteflash.kernels.sm90.bundles import Block, NamedBarrier, Tiles, Tma
 from cuteflash.kernels.sm90.load import query_rows
 from cuteflash.kernels.sm90.warpgroup import ROWS, Warpgroup
@@ -51,6 +56,20 @@ def finish_share(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: Q
         block.partials.write(wg.scores, wg.out, columns, lse, tile)
         is_scheduled = kernel.problem.is_scheduled
         block.partials.merge_if_due(tile, wg.thread, WARPGROUP // 32, block.arrival, sync, is_scheduled)
+
+
+@cute.jit
+def store_rows(kernel: cutlass.Constexpr, wg: Warpgroup, gO: cute.Tensor, tile: QueryTile):
+    """Store this warpgroup's O, whose rows are those of `tile`, 16 bytes at a time."""
+    rows, place = tile.rows(), wg.thread % LANES
+    for r in cutlass.range_constexpr(cute.size(wg.out.shape[0])):
+        row = wg.scores.row(r)
+        line = output_row(gO, tile, row)
+        for c in cutlass.range_constexpr(0, cute.size(wg.out.shape[1]), OCTET):
+            octet = octet_of_lane([wg.out[r, c + i] for i in range(OCTET)], place, kernel.out_dtype)
+            column = LANES * c + OCTET * place
+            if row < rows and column < kernel.problem.operands.head_dim_v:
+                store_octet(octet, line, column)
 
 
 @cute.jit

@@ -221,7 +221,9 @@ class FlashFwdSm90:
         )
         load_q, gQ = atoms.tma_load(queries(mQ), smem_q, self.query_box(d))
         load_k, gK, load_v, gV = self.make_kv_tma(mK, mV)
-        store_o, gO = atoms.tma_store(queries(mO), smem_o, self.query_box(dv))
+        store_o, gO = None, query_view(mO, packed)
+        if traits.stages_o:
+            store_o, gO = atoms.tma_store(queries(mO), smem_o, self.query_box(dv))
         return Tma(load_q, load_k, load_v, store_o, gQ, gK, gV, gO, *self.make_shared_k_tma(mShared_k))
 
     def make_kv_tma(self, mK: cute.Tensor, mV: cute.Tensor) -> tuple:

@@ -13,7 +13,7 @@ from cuteflash.core.finish import normalize
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
-from cuteflash.kernels.sm90.epilogue import add_mean, finish_share, write_output
+from cuteflash.kernels.sm90.epilogue import add_mean, finish_share, store_rows, write_output
 from cuteflash.kernels.sm90.fit_q import fit_q, fit_q_registers, with_row_factors
 from cuteflash.kernels.sm90.fixed_max import fixed_steps
 from cuteflash.kernels.sm90.handout import visit_tiles
@@ -140,7 +140,10 @@ def finish_tile(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: Qu
         normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
         if const_expr(kernel.problem.operands.has_v_mean):
             add_mean(kernel, wg, block.scales.mean_of_v(tile))
-        write_output(kernel, wg, block.tma, block.tiles, tile)
+        if const_expr(kernel.traits.stages_o):
+            write_output(kernel, wg, block.tma, block.tiles, tile)
+        else:
+            store_rows(kernel, wg, block.tma.gO, own)
 
 
 @cute.jit

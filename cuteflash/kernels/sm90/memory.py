@@ -67,7 +67,8 @@ def make_tiles(kernel, base: cute.Pointer) -> Tiles:
     def boxed(tensor: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
         return cute.make_tensor(tensor.iterator, kernel.smem_box_layout(layout).outer)
 
-    sQ, sO = tile("q", kernel.smem_layout_q()), tile("o", kernel.smem_layout_o())
+    sQ = tile("q", kernel.smem_layout_q())
+    sO = tile("o", kernel.smem_layout_o()) if kernel.traits.stages_o else None
     sK = loaded_k = tile("k", kernel.smem_layout_k())
     turned_v = stored_v = None
     if kernel.problem.operands.is_fp8:
@@ -91,7 +92,7 @@ def make_tiles(kernel, base: cute.Pointer) -> Tiles:
         sV=sV,
         sVt=sVt,
         sO=sO,
-        sO_boxes=boxed(sO, kernel.smem_layout_o()),
+        sO_boxes=None if sO is None else boxed(sO, kernel.smem_layout_o()),
         sP=None if kernel.traits.p_in_regs else tile("p", kernel.smem_layout_p()),
         turned_v=turned_v,
         stored_v=stored_v,
