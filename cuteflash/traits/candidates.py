@@ -145,6 +145,8 @@ def fwd_candidates_fp8_sm90(head_dim: int, head_dim_v: int, *, turns_v: bool) ->
             turns_v=turns_v,
             **place,
         )
+        if turns_v and not runs_somewhere(base):  # perhaps for want of memory
+            base = dataclasses.replace(base, stages_o=False)
         yield base
         if runs_somewhere(base):
             yield from changed(base, FP8_ORDERS if stages == SM90_STAGES[0] else FP8_ORDERS[-3:-1])

@@ -148,7 +148,7 @@ def _fwd_fp8_sm90(traits: FwdTraitsFp8Sm90) -> tuple[Loop, ...]:
     loaded = n * (d + d_v)
     operands = traits.mma_warpgroups * loaded + m * d
     if traits.turns_v:
-        operands += 3 * n * d_v  # ldmatrix reads V; stmatrix writes V^T with conflicts of two ways
+        operands += (2 if traits.mixes_columns else 3) * n * d_v  # stmatrix may write V^T with conflicts of two ways
     clocks = _units(m * n, 2 * m * n * (d + d_v) / FP8_FLOPS, operands / SMEM_BYTES, loaded)
     if traits.two_level:
         clocks[POINTWISE] += m * d_v / LANES  # the product beside O is added to it
