@@ -19,6 +19,7 @@ from cuteflash.problem import (
     Fp8Dtype,
     FwdProblem,
     HalfDtype,
+    MaskKind,
     Operands,
     Scores,
     packs_block_scales,
@@ -34,9 +35,9 @@ from cuteflash.validate_fp8 import Fp8Inputs, check_fp8
 FP8_NAMES: dict[torch.dtype, Fp8Dtype] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FAMILY = "sm90"  # that has products of 8-bit operands
-# Columns of V, and how many queries of a KV head pay for a kernel that transposes V. To turn it beside the products
-# costs a few percent at 64 columns, a tenth at 128 and a third at 256, where tiles get smaller.
-QUERIES_BEFORE = (64, 4096), (160, 2048), (HEAD_DIM_MAX, 512)
+# Columns of V, and how many readers of each key pay for a kernel that transposes V, which takes 15 us for 34 MB of it.
+# To turn it beside the products costs 2 to 5 % up to 128 columns, 10 to 16 % at 256, a fifth at 224.
+READERS_BEFORE = (128, 4096), (192, 2048), (224, 512), (HEAD_DIM_MAX, 2048)
 
 Launch = Callable[[Fp8Inputs], Result]
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of O and of LSE
@@ -100,7 +101,8 @@ class Fp8Planner:
         )
         heads_per_kv = heads // k.shape[2]
         transpose = None
-        if not options.transposed_v and transposes_before(seqlen_q * heads_per_kv, head_dim_v):
+        readers = heads_per_kv * readers_of(mask, seqlen_q, seqlen_k)
+        if not options.transposed_v and transposes_before(readers, head_dim_v):
             transpose = transposition(FP8_NAMES[q.dtype], head_dim_v, target)
             operands = dataclasses.replace(operands, transposed_v=True, transposed_before=True)
         problem = FwdProblem(operands, Scores(mask, softcap=options.softcap > 0), has_lse=self.has_lse)
@@ -128,14 +130,22 @@ class Fp8Planner:
         return launch
 
 
-def transposes_before(queries: int, head_dim_v: int) -> bool:
-    """Whether a kernel of its own makes Vᵀ, which many queries get back: it moves V once, however many read it.
+def readers_of(mask: MaskKind, seqlen_q: int, seqlen_k: int) -> int:
+    """How many queries of a head read a key, on average; of a window all."""
+    if mask != "causal":
+        return seqlen_q
+    seeing = min(seqlen_q, seqlen_k)  # the others see no key
+    return seeing - seeing**2 // (2 * seqlen_k)
+
+
+def transposes_before(readers: int, head_dim_v: int) -> bool:
+    """Whether a kernel of its own makes Vᵀ, which many readers get back: it moves V once, however many read it.
 
     Args:
-        queries: that read a KV head.
+        readers: queries that read a key of V.
         head_dim_v: columns of V.
     """
-    return queries >= next(least for columns, least in QUERIES_BEFORE if head_dim_v <= columns)
+    return readers >= next(least for columns, least in READERS_BEFORE if head_dim_v <= columns)
 
 
 def transposition(dtype: Fp8Dtype, head_dim_v: int, target: str) -> Callable[[Tensor], Tensor]:

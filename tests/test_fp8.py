@@ -345,7 +345,7 @@ def test_a_launch_gets_tensors_scales_and_scalars(monkeypatch: pytest.MonkeyPatc
 
 def test_many_queries_have_v_transposed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
-    tensors = inputs(s_q=2048, s_k=200)  # two query heads read a KV head
+    tensors = inputs(s_q=2048, s_k=200)  # two query heads read a KV head: 4096 readers
     gpu.fwd(*tensors)
     (transpose, (v, vt)), (attend, arguments) = gpu.launches
     assert transpose == TransposeProblem("e4m3", 16)
@@ -353,8 +353,17 @@ def test_many_queries_have_v_transposed_before(monkeypatch: pytest.MonkeyPatch) 
     assert v is tensors[2] and arguments[2] is vt and vt.shape == (2, 2, 16, 256)
     gpu.fwd(*inputs(s_q=2047, s_k=200))
     assert not gpu.launches[2][0].operands.transposed_v
-    for queries, columns, is_before in ((2047, 128, False), (2048, 128, True), (511, 256, False), (512, 176, True)):
-        assert fp8_planning.transposes_before(queries, columns) == is_before
+    for readers, columns, is_before in ((4095, 128, False), (4096, 128, True), (511, 208, False), (512, 224, True)):
+        assert fp8_planning.transposes_before(readers, columns) == is_before
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 8), (8, 8), (3, 8), (12, 8), (64, 64), (1, 1)])
+def test_readers_are_pairs_that_see_each_other(seqlen_q: int, seqlen_k: int) -> None:
+    """Those of a causal mask, whose diagonal a query is half of, are not more than half a query off."""
+    pairs = sum(key <= query + seqlen_k - seqlen_q for query in range(seqlen_q) for key in range(seqlen_k))
+    assert abs(fp8_planning.readers_of("causal", seqlen_q, seqlen_k) - pairs / seqlen_k) <= 0.5
+    for mask in ("full", "window"):
+        assert fp8_planning.readers_of(mask, seqlen_q, seqlen_k) == seqlen_q
 
 
 def test_scales_of_128_tokens_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

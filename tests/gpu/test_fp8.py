@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import FwdProblem, MaskKind, Operands, Scores
+from cuteflash.problem import DENSE, FwdProblem, MaskKind, Operands, Scores, Storage
 from cuteflash.reference.fp8 import dequantised, permuted_keys
 from cuteflash.reference.fp8_accumulator import modelled_attention
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
@@ -91,13 +91,13 @@ class Operands8:
         )
 
 
-def traits_of(case: Case, operands: Operands8, is_transposed: bool) -> Any:
+def traits_of(case: Case, operands: Operands8, is_transposed: bool, storage: Storage = DENSE) -> Any:
     """Those of the row that runs a call with the case's mask."""
     made = Operands.of("e4m3", operands.q.shape[3], operands.v.shape[3])
     made = dataclasses.replace(made, transposed_v=is_transposed)
     mask: MaskKind = "causal" if case.causal else "full" if case.window == (-1, -1) else "window"
     lengths = length_class_of(operands.q.shape[1], operands.k.shape[1])
-    return choose_shipped(FwdProblem(made, Scores(mask), has_lse=True), "sm_90a", "sm90", lengths).traits
+    return choose_shipped(FwdProblem(made, Scores(mask), storage, has_lse=True), "sm_90a", "sm90", lengths).traits
 
 
 def assert_as_modelled(

@@ -293,7 +293,7 @@ def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(n
     # Matrices of V that are every other column; Q that is made into fp16, two lanes a row, once a tile.
     alike = not getattr(ROWS[name].choice.traits, "mixes_columns", True)
     in_pairs = [one for one in scene.steps if {touch.id for touch in one.touches} == {"sQ"}]
-    assert worst_ways(scene) == (2 if in_pairs or alike and "stmatrix_v" in {one.id for one in scene.steps} else 1)
+    assert worst_ways(scene) == (2 if in_pairs or (alike and "stmatrix_v" in {one.id for one in scene.steps}) else 1)
     unswizzled = [
         int(touch_ways(scene, step, touch, swizzled=False).max())
         for step in scene.steps
