@@ -39,11 +39,10 @@ def traits_of(head_dim: int, tile_rows: int | None, scores: Scores = HARD) -> An
 
 @pytest.mark.parametrize("head_dim", ROW_HEAD_DIMS)
 def test_rows_of_a_tile_decide(head_dim: int) -> None:
-    """Up to 8 rows; up to 16 of narrow heads, except of windows; others and calls whose rows are not known have 64."""
-    is_narrow = head_dim <= 128
+    """Up to 8 rows; of narrow heads up to 16, of the narrowest up to 32; others, and calls of unknown rows, have 64."""
+    most = 32 if head_dim <= 64 else 16 if head_dim <= 128 else 8
     for scores in (HARD, UNCUT):
-        most = 16 if is_narrow and scores is UNCUT else 8
-        for tile_rows in (1, 7, 8, 9, 16, 17, 64, None):
+        for tile_rows in (1, 7, 8, 9, 16, 17, 32, 33, 64, None):
             traits = traits_of(head_dim, tile_rows, scores)
             assert traits.check(ARCH) is None
             if tile_rows is not None and tile_rows <= most:
@@ -58,7 +57,7 @@ def test_calls_that_do_not_split_keys_have_other_rows() -> None:
 
 
 def test_every_row_is_chosen() -> None:
-    found = {traits_of(dim, rows, scores) for dim in ROW_HEAD_DIMS for rows in (8, 16) for scores in (HARD, UNCUT)}
+    found = {traits_of(dim, rows, scores) for dim in ROW_HEAD_DIMS for rows in (8, 16, 32) for scores in (HARD, UNCUT)}
     assert {row.traits for row in ROWS} <= found
 
 
@@ -152,7 +151,7 @@ def test_rows_do_not_spill(row: Any, request: pytest.FixtureRequest) -> None:
     from cuteflash.dispatch import kernel_class
 
     traits = row.traits
-    problem = problem_of(traits.head_dim, HARD if "window" in row.masks else UNCUT)
+    problem = problem_of(traits.head_dim)
     compiled = request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a")
     compiled.assert_clean()
     products = (traits.head_dim + traits.head_dim_v) // 16 * (traits.tile_n // WARPS // 16) * (traits.tile_m // 8)

@@ -48,7 +48,8 @@ WIDE = FwdTraitsCacheSm90(64, 64, 128, 128, pingpong=False, splits=True, stored_
 OTHER = MlaTraitsSm90(groups=(1, 8))
 SM80 = MlaTraitsSm80(16, 32, num_warps=4, q_kept=14)
 MLA90, MLA80 = TableKey("mla", "sm_90a", "sm90"), TableKey("mla", "sm_80", "sm80")
-CLASSES = ((1, 8), (9, 16), (17, UNBOUNDED))
+CLASSES = ((1, 8), (9, 16), (17, 32), (33, UNBOUNDED))
+FROM_17 = (17, UNBOUNDED)
 LATENT_CLASSES = ((1, 16), (17, 32), (33, 64), (65, UNBOUNDED))
 
 
@@ -89,8 +90,8 @@ def test_cells_that_no_kernel_of_latents_computes(changes: dict[str, Any], compl
 
 
 def test_slots_tell_numbers_of_query_rows_apart_where_dispatch_does() -> None:
-    found = [Slot.of(cached(queries)).query_rows for queries in (1, 2, 3, 4, 5, 16)]
-    assert found == [CLASSES[place] for place in (0, 0, 1, 1, 2, 2)]
+    found = [Slot.of(cached(queries)).query_rows for queries in (1, 2, 3, 4, 5, 8, 9, 16)]
+    assert found == [CLASSES[place] for place in (0, 0, 1, 1, 2, 2, 3, 3)]
     found = [Slot.of(latents(heads)).query_rows for heads in (1, 16, 17, 32, 33, 64, 65, 128)]
     assert found == [LATENT_CLASSES[place] for place in (0, 0, 1, 1, 2, 2, 3, 3)]
     assert Slot.of(dataclasses.replace(cached(), form="decode")).query_rows == ANY_ROWS
@@ -256,11 +257,11 @@ def run(candidate: str, rows: tuple[int, int], ms: float) -> Run:
 
 
 def test_a_row_serves_the_numbers_of_query_rows_that_it_won() -> None:
-    times = {"few": (1.0, 2.0, 9.0), "more": (1.5, 1.0, 9.0), "wide": (2.0, 2.0, 1.0)}
+    times = {"few": (1.0, 2.0, 9.0, 9.0), "more": (1.5, 1.0, 9.0, 9.0), "wide": (2.0, 2.0, 1.0, 1.0)}
     runs = [run(name, rows, ms) for name, own in times.items() for rows, ms in zip(CLASSES, own, strict=True)]
     picks = select(runs, {}, {"few": FEW, "more": MORE, "wide": WIDE})
     assert {(pick.row.traits, pick.row.query_rows) for pick in picks} == set(
-        zip((FEW, MORE, WIDE), CLASSES, strict=True)
+        zip((FEW, MORE, WIDE), (*CLASSES[:2], FROM_17), strict=True)
     )
     assert {pick.row.lengths for pick in picks} == {("decode",)}
 
@@ -270,7 +271,7 @@ def test_numbers_of_query_rows_that_follow_each_other_are_one_row() -> None:
     ((_, _, _, rows), held), *others = boxes(slots, ())
     assert rows == CLASSES and held == slots and not others
     apart = boxes({slot for slot in slots if slot.query_rows != (9, 16)}, ())
-    assert [rows for (*_, rows), _ in apart] == [((1, 8),), ((17, UNBOUNDED),)]
+    assert [rows for (*_, rows), _ in apart] == [CLASSES[:1], CLASSES[2:]]
 
 
 def test_timings_become_a_row_of_the_users_table(own_tables: OwnTables, tmp_path: pathlib.Path) -> None:
@@ -313,7 +314,7 @@ def test_a_users_row_comes_before_the_shipped_ones_where_it_was_measured_alone(o
     """A tile of 64 rows that won with few rows is taken for these; one that was timed with many is not."""
     few = choice(4).traits
     assert isinstance(few, FwdTraitsFewSm90)
-    own_tables.write("sm_90a", "sm90", [MEASURED(Row(WIDE, lengths=("decode",), query_rows=CLASSES[2]))])
+    own_tables.write("sm_90a", "sm90", [MEASURED(Row(WIDE, lengths=("decode",), query_rows=FROM_17))])
     assert choice(4).traits == few and choice(17).traits == choice(None).traits == WIDE
     own_tables.write("sm_90a", "sm90", [MEASURED(Row(WIDE, lengths=("decode",), query_rows=CLASSES[0]))])
     assert choice(4).traits == WIDE and choice(17).traits != WIDE
@@ -323,7 +324,7 @@ def test_few_rows_stay_in_a_users_table_beside_others(own_tables: OwnTables) -> 
     rows = [MEASURED(Row(FEW, ("full",), lengths=("decode",), query_rows=CLASSES[0]))]
     rows.append(MEASURED(Row(MORE, ("full",), lengths=("decode",), query_rows=CLASSES[1])))
     tables.write_user(SM90, rows)
-    tables.write_user(SM90, [MEASURED(Row(WIDE, ("full",), lengths=("decode",), query_rows=CLASSES[2]))])
+    tables.write_user(SM90, [MEASURED(Row(WIDE, ("full",), lengths=("decode",), query_rows=FROM_17))])
     assert {own.row.traits for own in usertable.load(SM90)} == {FEW, MORE, WIDE}
     better = dataclasses.replace(FEW, tile_n=128)
     tables.write_user(SM90, [MEASURED(Row(better, ("full",), lengths=("decode",), query_rows=CLASSES[0]))])

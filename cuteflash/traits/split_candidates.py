@@ -34,7 +34,7 @@ SM80_WARPS = 4
 CACHE_TILE_N = (32, 64, 96, 128)
 CACHE_STAGES = (2, 3)
 # Of few query rows, whose warps share the keys of a block: one or two instructions' keys each.
-FEW_TILE_M = (8, 16)
+FEW_TILE_M = (8, 16, 32)
 FEW_TILE_N = (WARPS * MMA_KEYS, 2 * WARPS * MMA_KEYS)
 # Consumer warpgroups that share a tile's rows, and keep Q in registers; two warpgroups that convert have fewer.
 PAIR: dict[str, Any] = {"key_warpgroups": 2, "q_in_regs": True, "exp_rows_before_wait": 0}

@@ -173,7 +173,7 @@ SPECS: dict[Task, Spec] = {
             family: (*FEW_ROWS[family], *(row for row in rows if "split" in row.traits.features))
             for family, rows in SWEPT_CACHE_ROWS.items()
         },
-        classes_of_rows=_classes(8, 16),  # of the tiles of few rows
+        classes_of_rows=_classes(8, 16, 32),  # of the tiles of few rows
     ),
     "mla": dataclasses.replace(
         DECODE,

@@ -108,9 +108,9 @@ FEW_ROWS: dict[tuple[int, int], tuple[int | None, ...]] = {
     ("head_dims", "page_size"), [(dims, page) for dims, pages in FEW_ROWS.items() for page in pages]
 )
 def test_few_rows(head_dims: tuple[int, int], page_size: int | None, converting: torch.device, family: str) -> None:
-    """Tiles of 8 or 16 rows, some of which may be empty; sequences that blocks share, and others."""
+    """Tiles of 8, 16 or 32 rows, some of which may be empty; sequences that blocks share, and others."""
     case = dataclasses.replace(DECODE, head_dim=head_dims[0], head_dim_v=head_dims[1])
-    for queries, heads in ((1, (2, 2)), (2, (8, 2)), (3, (8, 2)), (4, (4, 1))):
+    for queries, heads in ((1, (2, 2)), (2, (8, 2)), (3, (8, 2)), (4, (4, 1)), (3, (7, 1)), (4, (8, 1))):
         one = dataclasses.replace(case, seqlen_q=queries, heads=heads[0], kv_heads=heads[1])
         check(family, LONG_KEYS, page_size, one, converting, num_splits=1000)
     check(family, KEYS, page_size, case, converting, queries=(1, 0, 1, 2, 1, 1, 1, 1, 0, 2), num_splits=3)
@@ -118,8 +118,8 @@ def test_few_rows(head_dims: tuple[int, int], page_size: int | None, converting:
 
 @pytest.mark.parametrize(("mask", "dtype"), [("full", "fp16"), ("causal", "bf16"), ("window", "fp16")])
 def test_masks_of_few_rows(mask: str, dtype: str, converting: torch.device, family: str) -> None:
-    for queries in (2, 4):
-        case = dataclasses.replace(MASKS[mask], seqlen_q=queries, dtype=dtype, softcap=15.0)
+    for queries, head_dim in ((2, 128), (4, 128), (8, 64)):
+        case = dataclasses.replace(MASKS[mask], seqlen_q=queries, head_dim=head_dim, dtype=dtype, softcap=15.0)
         check(family, (*LONG_KEYS, 0, 2, 130), 16, case, converting, num_splits=40)
         check(family, (*LONG_KEYS, 0, 2, 130), None, dataclasses.replace(case, softcap=0.0), converting, num_splits=40)
 
