@@ -131,7 +131,7 @@
           "fp8",
           { panel: "rVt", step: "permute_v", instruction: 0 },
           "V on its way through the producer's registers",
-          "round_p, cuteflash/kernels/sm90/warpgroup.py; turn_part, cuteflash/kernels/sm90/fp8_load.py; await_pv, cuteflash/kernels/sm90/products.py; accumulate, cuteflash/reference/fp8_accumulator.py",
+          "round_p, cuteflash/kernels/sm90/warpgroup.py; Turning, cuteflash/kernels/sm90/fp8_load.py; await_pv, cuteflash/kernels/sm90/products.py; accumulate, cuteflash/reference/fp8_accumulator.py",
         ),
         checks(
           [

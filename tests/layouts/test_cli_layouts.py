@@ -252,7 +252,9 @@ def test_a_row_that_splits_the_keys_of_an_8_bit_cache_is_asked_for_by_both() -> 
     assert {"sK_stored", "gO_part"} <= {tile["id"] for tile in scene["tiles"]}
 
 
-@pytest.mark.parametrize(("query_rows", "drawn"), [("5", "8-rows"), ("16", "16-rows"), ("17", "e4m3_cache")])
+@pytest.mark.parametrize(
+    ("query_rows", "drawn"), [("5", "8-rows"), ("16", "16-rows"), ("17", "32-rows"), ("33", "e4m3_cache")]
+)
 def test_few_query_rows_of_an_8_bit_cache_have_rows_of_their_own(query_rows: str, drawn: str) -> None:
     asked = ("--arch", "sm_90a", "--head-dim", "64", "--split", "--e4m3-cache", "--format", "json")
     result = call(*asked, "--query-rows", query_rows)

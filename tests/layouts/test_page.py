@@ -54,6 +54,7 @@ def test_a_page_explains_the_traits_of_its_kernels(text: str, scene: dict[str, A
         "masked_by_fixed_max",
         "turns_v",
         "stored_v_stage",
+        "stages_o",
         "stored_stage",
         "converting_warpgroups",
         "key_warpgroups",
