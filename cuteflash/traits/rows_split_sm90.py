@@ -22,7 +22,7 @@ PAIR: dict[str, Any] = {"blocks_per_sm": 2, "without": SOFTCAP + LSE + SINK + VA
 ROWS: tuple[Row, ...] = (
     _split(32, 128, 5, FULL, **PAIR),
     _split(32, 128, 8),
-    _split(64, 128, 3),
+    _split(64, 128, 3, q_in_regs=True),
     _split(96, 64, 3, FULL, **PAIR),
     _split(96, 96, 4),
     _split(128, 64, 3, q_in_regs=True, exp_rows_before_wait=0),
