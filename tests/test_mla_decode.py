@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 
 import pytest
 import torch
 
-from cuteflash.core.latent import LatentMask, LatentPages
-from cuteflash.core.tile import QueryTile
+from cuteflash.core.latent import LatentLine, LatentMask, LatentPages
+from cuteflash.core.lengths import Sequence
+from cuteflash.core.tile import KeyShare, QueryTile
 from cuteflash.dispatch import choose_mla
 from cuteflash.kernels.common.mla_combine import columns_at
 from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
@@ -127,8 +129,19 @@ def test_rows_see_the_keys_of_their_token(heads: int, tokens: int) -> None:
             assert lo == 0 and list(range(hi)) == needed
             assert all(all(row[: 64 * full]) and 64 * full <= length for row in of_tile)
         assert mask.most_blocks(rows, 64) == max(-(-length // 64), 1)
-        assert dataclasses.replace(mask, tile_cost=2).most_blocks(rows, 64) == max(-(-length // 64), 1) + 2
     assert mask.kv_bounds(rows + 63)[1] <= length  # a row past the last one sees no key past the last one
+
+
+def test_a_line_has_pages_and_behind_them_what_a_tile_costs() -> None:
+    for length, pages in ((0, 1), (1, 1), (64, 1), (65, 2), (640, 10)):
+        mask = LatentMask("causal", 40, length, 0, 0, heads=40)
+        launch = types.SimpleNamespace(mask_of=lambda sequence, mask=mask: mask, tile_m=64, tile_n=64, tile_cost=3)
+        line = LatentLine(1, 1, 1, 1, 2, 1, 1, 1, differs=True)
+        assert line.tiles(launch, Sequence(0, 40, 0, length)) == (1, pages + 3) and line.cost(launch) == 3
+        tile = QueryTile(0, 0, 0, 0, 0, 1, 0, 0, 0, mask, 64, 64, 1)
+        for first in range(pages + 3):
+            part = dataclasses.replace(tile, share=KeyShare(first, pages + 3, 0, 0, 0))
+            assert line.has(part) == (first < pages) and not line.is_sure
 
 
 def test_pages_of_several_times_64_rows() -> None:

@@ -25,8 +25,14 @@ from cuteflash.traits.row import ROW_HEAD_DIMS
 from cuteflash.traits.tables import MODULES, SPLIT_ROWS
 
 
-def dealt(widths: list[int], shares: int, most_parts: int, least: int, lane: int) -> list[list[tuple[int, KeyShare]]]:
-    """For each share of a line the tiles of `widths` units that it has a part of, and the part."""
+def dealt(
+    keys: list[int], shares: int, most_parts: int, least: int, lane: int, cost: int = 0
+) -> list[list[tuple[int, KeyShare]]]:
+    """For each share of a line the tiles with so many key blocks that it has some of, and its part.
+
+    `cost`: units of a tile beside its key blocks.
+    """
+    widths = [blocks + cost for blocks in keys]
     begins = list(itertools.accumulate(widths, initial=0))
     share = share_size(begins[-1], shares, max(widths), most_parts, least)
     found: list[list[tuple[int, KeyShare]]] = []
@@ -35,8 +41,10 @@ def dealt(widths: list[int], shares: int, most_parts: int, least: int, lane: int
         found.append([])
         while at < end:
             tile = max(i for i, begin in enumerate(begins[:-1]) if begin <= at)
-            part = share_of_tile(at, end, at - begins[tile], widths[tile], share, number, lane * shares)
-            found[-1].append((tile, part))
+            first = at - begins[tile]
+            part = share_of_tile(at, end, first, widths[tile], share, number, lane * shares, cost)
+            if first < keys[tile]:
+                found[-1].append((tile, part))
             at += part.last - part.first
     return found
 
@@ -54,8 +62,8 @@ def some_widths(choose: random.Random) -> list[int]:
 def test_shares(seed: int) -> None:
     choose = random.Random(seed)
     widths, blocks, lane = some_widths(choose), choose.choice((1, 2, 7, 132)), choose.choice((0, 1, 5))
-    most_parts, least = choose.choice((2, 3, 8, 1 << 30)), choose.choice((1, 2, 4))
-    shares = dealt(widths, blocks, most_parts, least, lane)
+    most_parts, least, cost = choose.choice((2, 3, 8, 1 << 30)), choose.choice((1, 2, 4)), choose.choice((0, 0, 1, 3))
+    shares = dealt(widths, blocks, most_parts, least, lane, cost)
     first_seat = lane * blocks
     units: dict[int, list[int]] = {tile: [] for tile in range(len(widths))}
     owners: dict[int, list[int]] = {tile: [] for tile in units}
@@ -64,10 +72,10 @@ def test_shares(seed: int) -> None:
         for tile, part in parts:
             assert part.seat == seat
             assert part.first < part.last
-            units[tile] += range(part.first, part.last)
+            units[tile] += range(part.first, min(part.last, widths[tile]))
             owners[tile].append(seat)
             assert part.owner == owners[tile][0]
-            assert part.is_whole() == (part.last - part.first == widths[tile])
+            assert part.is_whole() == (part.first == 0 and part.last >= widths[tile])
             if not part.is_whole():
                 slot = slot_of(seat, int(part.owner == seat))
                 assert slot not in slots
@@ -86,6 +94,20 @@ def test_work_is_even() -> None:
     for widths in ([1024] * 8, [64] * 128, [8] * 504 + [1024] * 8):
         work = [sum(part.last - part.first for _, part in parts) for parts in dealt(widths, 132, 1 << 30, 1, 0)]
         assert max(work) == -(-sum(widths) // 132)
+
+
+def test_what_a_tile_costs_beside_its_keys_is_never_cut_off() -> None:
+    """Borders of shares among those units: a part without keys would have to be merged for nothing."""
+    parts = dealt([5, 4, 9], 3, 1 << 30, 1, 0, cost=3)  # 27 units: borders behind 9 and 18, tiles end at 8, 15, 27
+    assert [[(tile, part.first, part.last, part.is_whole()) for tile, part in share] for share in parts] == [
+        [(0, 0, 8, True), (1, 0, 1, False)],
+        [(1, 1, 7, False), (2, 0, 3, False)],
+        [(2, 3, 12, False)],
+    ]
+    for second, cost in ((5, 1), (4, 2), (5, 3)):  # the border lies behind 7, 8 and 9 units, the first tile has 7 keys
+        first_share, second_share = dealt([7, second], 2, 1 << 30, 1, 0, cost=cost)
+        assert [(tile, part.is_whole()) for tile, part in first_share] == [(0, True)]
+        assert [(tile, part.is_whole()) for tile, part in second_share] == [(1, True)]
 
 
 def test_the_key_blocks_of_a_share() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cuteflash.core.lengths import Index, Sequence
 from cuteflash.core.mask import IntervalMask
@@ -28,12 +28,10 @@ class LatentMask(IntervalMask):
     Attributes:
         heads: rows of a token.
         step: keys that a token sees less than the next one: 1, or 0 if all see all keys.
-        tile_cost: pages that a tile is counted for beside those that it reads.
     """
 
     heads: Index = 1
     step: Index = 1
-    tile_cost: Index = 0
 
     def kv_bounds(self, query: Index) -> tuple[Index, Index]:
         """The keys `[lo, hi)` that row `query` sees; empty if `hi <= lo`."""
@@ -41,8 +39,8 @@ class LatentMask(IntervalMask):
         return 0, self.seqlen_k - self.step * later
 
     def most_blocks(self, tokens: int, tile_n: int) -> Index:
-        """What a tile costs, in pages, at least 1."""
-        return cutlass.max((self.seqlen_k + tile_n - 1) // tile_n, 1) + self.tile_cost
+        """The pages of a tile, at least 1."""
+        return cutlass.max((self.seqlen_k + tile_n - 1) // tile_n, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +72,27 @@ class LatentPages:
 
 
 class LatentLine(Line):
-    """The sequences laid end to end; query tiles are lanes, so that a line has one tile of each."""
+    """The sequences laid end to end; query tiles are lanes, so that a line has one tile of each.
+
+    Its units are pages, and behind them what it costs beside these.
+    """
 
     def tiles(self, launch: LatentLaunch, sequence: Sequence) -> tuple[int, Index]:
-        """(query tiles of a line, units of each) of a sequence: a constant, by which nothing has to be divided."""
-        return 1, launch.mask_of(sequence).most_blocks(launch.tile_m, launch.tile_n)
+        """(query tiles of a line, units of each) of a sequence."""
+        return 1, launch.mask_of(sequence).most_blocks(launch.tile_m, launch.tile_n) + launch.tile_cost
+
+    def cost(self, launch: LatentLaunch) -> Index:
+        """See `LatentLaunch.tile_cost`."""
+        return launch.tile_cost
+
+    @property
+    def is_sure(self) -> bool:
+        """A share may begin behind a tile's pages."""
+        return False
+
+    def has(self, tile: QueryTile) -> Boolean:
+        """Whether a share begins before the end of a tile's pages; a sequence without keys counts for one."""
+        return tile.share.first < tile.mask.most_blocks(tile.tokens, tile.tile_n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +108,7 @@ class LatentLaunch:
         scale_log2: exp2 is taken of `scale_log2 * q k`.
         m_blocks: query tiles of a sequence; neighbouring blocks compute the same keys of them.
         line: the sequences, whose keys blocks share; None if a tile has one block.
-        tile_cost: see `LatentMask`.
+        tile_cost: what a tile costs beside its pages, in pages.
         tile_m, tile_n: of the kernel.
     """
 
@@ -150,7 +164,6 @@ class LatentLaunch:
             window_right=0,
             heads=self.heads,
             step=self.step,
-            tile_cost=self.tile_cost,
         )
 
     def tile_of(self, m_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> QueryTile:

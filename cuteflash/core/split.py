@@ -10,7 +10,9 @@ ends after it. So two slots a block hold all partial results, whatever the lengt
 parts of the tile that begins in its share and ends in another (`cuteflash.core.split_slots`).
 
 All tiles of a sequence get as many units, those of the tile that visits the most: a mask may leave some of the others
-without work. Arithmetic on shares runs on Python ints and on traced values alike.
+without work. The last units of a tile may be no key blocks, but count the time that it takes beside them; a border
+among those cuts nothing: the share before it has all of the tile's keys, and the one after it begins with the next
+tile. Arithmetic on shares runs on Python ints and on traced values alike.
 
 Heads go in step: there are as many equal lines as the launch has lanes, line i with heads i, i + lanes and so on, and
 as many blocks for each. Neighbouring blocks have the same share of neighbouring lines, so that they read the rows of a
@@ -63,15 +65,22 @@ def share_size(
 
 
 def share_of_tile(
-    at: Index, end: Index, first: Index, width: Index, share: Index, number: Index, first_seat: Index = 0
+    at: Index,
+    end: Index,
+    first: Index,
+    width: Index,
+    share: Index,
+    number: Index,
+    first_seat: Index = 0,
+    cost: Index = 0,
 ) -> KeyShare:
     """The part of a tile of `width` units, whose unit `first` lies `at`, that share `number` has, which ends at `end`.
 
-    `first_seat` is that of the line's first share.
+    `first_seat` is that of the line's first share; the last `cost` of the units are no key blocks.
     """
     begin = at - first
     last = cutlass.min(width, end - begin)
-    ends = (first_seat + unit // share for unit in (begin, begin + width - 1))
+    ends = (first_seat + unit // share for unit in (begin, begin + width - cost - 1))
     return KeyShare(first, last, first_seat + number, *ends)
 
 
@@ -138,8 +147,17 @@ class Line:
         m_blocks = (sequence.seqlen_q + launch.tile_tokens - 1) // launch.tile_tokens
         return m_blocks, launch.mask_of(sequence).most_blocks(launch.tile_tokens, launch.tile_n)
 
+    def cost(self, launch: Any) -> Index:
+        """How many of a tile's units are no key blocks."""
+        return 0
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether all tiles that a share has units of are its own to compute."""
+        return self.starts is None
+
     def has(self, tile: QueryTile) -> Boolean:
-        """Whether the launch has a tile; starts of other lengths may lead to one that does not exist."""
+        """Whether a tile is one that a share computes; starts of other lengths may lead to one that does not exist."""
         return tile.exists() & (tile.head >= 0) & (tile.head < self.heads * self.lanes)
 
     def share(self, launch: Any, total: Int32, widest: Int32) -> Int32:
@@ -303,11 +321,12 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
             sequence, begin, window = line.find(launch, at, window)
         lane = computed_here(block) % line.by_lanes  # kept across a tile it would take a register
         found, part = tile_at(launch, lane, (sequence, begin), at)
-        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, number, lane * line.shares))
-        if const_expr(line.starts is None):
+        numbers = number, lane * line.shares, line.cost(launch)
+        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, *numbers))
+        if const_expr(line.is_sure):
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
-        elif line.has(found):
+        elif line.has(tile):
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
         at += tile.share.last - tile.share.first
