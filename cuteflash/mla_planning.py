@@ -15,28 +15,25 @@ import torch
 from torch import Tensor
 
 from cuteflash.compile import compiled
+from cuteflash.core.split_slots import partials_size
 from cuteflash.dispatch import MlaTraits, choose_mla, current_target, kernel_class
 from cuteflash.mla_problem import (
-    BLOCKS_OF_ROW,
     HEADS_MAX,
     LATENT_DIM,
     LATENT_DIM_V,
     PAGE_ROWS,
-    ROWS_OF_BLOCK,
     MlaProblem,
     MlaScalars,
     MlaTensors,
 )
 from cuteflash.problem import HalfDtype
+from cuteflash.split_planning import MOST_PARTS, arrivals
 from cuteflash.strides import compacted, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.validate import ALIGNMENT
 
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-MOST_PARTS = 1 << 30  # of a tile, if nothing limits them
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-BLOCKS_PER_SM = 24  # of the kernel that merges; beyond them each block merges several rows at the same time
-MANY_PARTS = 16  # of a row: more are shared by several blocks
 PLANS_MAX = 4096
 
 Result = tuple[Tensor, Tensor]
@@ -72,12 +69,7 @@ class Shares:
         if cut:
             costs[batch * cut] = min(pages // cut + PART_COST, costs.get(batch * cut, MOST_PARTS))
         count = min(costs, key=lambda n: (costs[n], n))
-        return cls(count, is_split=True, most_parts=num_splits or MOST_PARTS)
-
-
-def rows_of_block(batch: int, rows: int, num_sms: int) -> int:
-    """How many rows a block merges."""
-    return ROWS_OF_BLOCK if batch * rows > num_sms * BLOCKS_PER_SM else 1
+        return cls(count, is_split=count > 1, most_parts=num_splits or MOST_PARTS)
 
 
 def row_strides(q: Tensor) -> tuple[int, int] | None:
@@ -149,17 +141,15 @@ class MlaPlan:
             out=out.view(batch, rows, LATENT_DIM_V),
             lse=q.new_empty((batch, heads, seqlen_q), dtype=torch.float32),
             descale=None if descale is None else descale.expand(batch),
-            **(self._workspace(q, batch) if self.shares.is_split else {}),
+            **(self._workspace(q) if self.shares.is_split else {}),
         )
         self.kernel(*tensors, *self.scalars)
         return out, tensors.lse
 
-    def _workspace(self, q: Tensor, batch: int) -> dict[str, Tensor]:
-        slots, m_blocks = 2 * self.blocks, self.blocks // self.shares.count
+    def _workspace(self, q: Tensor) -> dict[str, Tensor]:
         return {
-            "partials": q.new_empty((slots, self.tile_m, LATENT_DIM_V), dtype=torch.float32),
-            "partials_lse": q.new_empty((slots, self.tile_m), dtype=torch.float32),
-            "seats": q.new_empty((batch, m_blocks, 2), dtype=torch.int32),
+            "partials": q.new_empty(partials_size(self.blocks, self.tile_m, LATENT_DIM_V), dtype=torch.float32),
+            "arrivals": arrivals.of(q.device, self.blocks),
         }
 
 
@@ -237,13 +227,13 @@ def plan_of(
     traits = traits or choose_mla(problem, seqlen_q * heads, target, family)
     m_blocks = -(-seqlen_q * heads // traits.tile_m)
     capacity = entry_rows if page_table is None else page_table.shape[1] * entry_rows
-    num_sms = _multiprocessors(q.device)
-    shares = Shares.of(batch, m_blocks, -(-capacity // PAGE_ROWS), num_splits, num_sms * traits.blocks_per_sm)
+    blocks = _multiprocessors(q.device) * traits.blocks_per_sm
+    shares = Shares.of(batch, m_blocks, -(-capacity // PAGE_ROWS), num_splits, blocks)
     step, cache_step = (ALIGNMENT // x.element_size() for x in (q, kv_cache))
     found = row_strides(q)
     q_strides = None if found is None else usable_strides((*found, 1), step) or (*found, 1)
     of_rows = kv_cache.stride()[:2]
-    many = shares.count > MANY_PARTS * batch
+    problem = dataclasses.replace(problem, is_split=shares.is_split)
     return MlaPlan(
         kernel=compiled(kernel_class(traits), traits, problem, target),
         q_strides=q_strides,
@@ -256,8 +246,6 @@ def plan_of(
             # Of few sequences equal lengths matter more, and they are cut into equal parts only if it does not count.
             tile_cost=traits.tile_cost * PAGE_ROWS // traits.tile_n if 2 * batch > shares.count else 0,
             most_parts=shares.most_parts,
-            rows_of_block=1 if many else rows_of_block(batch, seqlen_q * heads, num_sms),
-            blocks_of_row=BLOCKS_OF_ROW if many else 1,
         ),
         blocks=shares.count * m_blocks,
         tile_m=traits.tile_m,

@@ -12,8 +12,6 @@ LATENT_DIM = 576  # columns of Q and of the cache, whose one head is K
 LATENT_DIM_V = 512  # of these, the first are V, too
 PAGE_ROWS = 64  # rows of a page, or a divisor of them; a step of a kernel reads as many, or a divisor of these
 HEADS_MAX = 128  # query heads
-BLOCKS_OF_ROW = 16  # that merge a row's parts of split keys if there are many, each some columns
-ROWS_OF_BLOCK = 4  # that a block merges if there are many
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,9 +94,8 @@ class MlaTensors(NamedTuple):
     cache_seqlens: Any  # (batch,) int32
     out: Any  # (batch, rows, 512)
     lse: Any  # (batch, query heads, tokens) fp32
-    partials: Any = None  # (slots, tile_m, 512) fp32, of split keys: see `cuteflash.core.split_slots`
-    partials_lse: Any = None  # (slots, tile_m) fp32
-    seats: Any = None  # (batch, query tiles, 2) int32: the first and the last seat that has keys of a tile
+    partials: Any = None  # (n,) fp32, of split keys: see `cuteflash.core.split_slots`
+    arrivals: Any = None  # (blocks,) int32, of split keys: 0 before a launch and after it
     descale: Any = None  # (batch,) fp32, of an e4m3 cache: what its elements are multiplied with
 
 
@@ -110,5 +107,3 @@ class MlaScalars(NamedTuple):
     shares: Any  # Int32: blocks between which the keys of a query tile of all sequences are shared
     tile_cost: Any  # Int32: what a query tile costs beside its keys, in steps of the kernel, as shares count it
     most_parts: Any  # Int32: parts of a query tile's keys at most, 2 or more; of split keys
-    rows_of_block: Any  # Int32: rows whose parts a block merges, 1 or ROWS_OF_BLOCK
-    blocks_of_row: Any  # Int32: 1, or BLOCKS_OF_ROW if rows may have many parts

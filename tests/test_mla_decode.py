@@ -13,11 +13,11 @@ from cuteflash.core.latent import LatentLine, LatentMask, LatentPages
 from cuteflash.core.lengths import Sequence
 from cuteflash.core.tile import KeyShare, QueryTile
 from cuteflash.dispatch import choose_mla
-from cuteflash.kernels.common.mla_combine import columns_at
+from cuteflash.kernels.common.mla_parts import LatentParts, columns_at
 from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
 from cuteflash.kernels.sm90.mla_decode_bundles import BOTH_PAGES, FIRST_PAGE, READERS, parity
 from cuteflash.kernels.sm90.mla_decode_load import parts_from
-from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides, rows_of_block
+from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides
 from cuteflash.mla_problem import MlaProblem
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.mla_sm90 import HELD_REGS, ORDER, PART_SLABS, PARTS, MlaTraitsSm90
@@ -186,7 +186,8 @@ def test_positions_are_parities_of_what_each_page_was_used() -> None:
 def test_blocks_get_equal_shares(sizes: tuple[int, int, int], count: int) -> None:
     batch, m_blocks, pages = sizes
     shares = Shares.of(batch, m_blocks, pages, 0, 132)
-    assert shares.is_split and shares.count == count
+    assert shares.count == count and shares.is_split == (count > 1)  # all in one share: nothing is merged
+    assert not shares.is_split or count * m_blocks <= 132  # blocks that may wait for each other run at the same time
     whole = Shares.of(batch, m_blocks, pages, 1, 132)
     assert not whole.is_split and whole.count <= max(132 // m_blocks, 1)
     rounds = -(-batch // whole.count)
@@ -195,12 +196,18 @@ def test_blocks_get_equal_shares(sizes: tuple[int, int, int], count: int) -> Non
     assert Shares.of(batch, m_blocks, pages, 3, 132).most_parts == 3
 
 
-def test_blocks_merge_rows_of_one_tile() -> None:
-    for batch, rows in itertools.product((1, 3, 128), (1, 16, 40, 128, 640)):
-        found = rows_of_block(batch, rows, 132)
-        assert 64 % found == 0
-        assert found == 1 or -(-batch * rows // found) >= 132 * 24 / 4
-    assert [rows_of_block(128, heads, 132) for heads in (1, 16, 32, 128)] == [1, 1, 4, 4]
+@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+def test_blocks_that_meet_merge_each_line_once(rows: int) -> None:
+    """A row is four lines of 128 columns. Blocks without a line are not counted: they would be waited for."""
+    parts = LatentParts(None, None, None, None, None, 512, 64, 512, 32)  # type: ignore[arg-type]
+    lines = parts.lines(types.SimpleNamespace(rows=lambda: rows))  # type: ignore[arg-type]
+    assert (lines, parts.lane_groups) == (4 * rows, 1)
+    for mates, warps in itertools.product((1, 2, 3, 7, 63, 64, 65, 131, 263), (4, 8)):
+        firsts = [
+            [line for warp in range(warps) for line in range(number + mates * warp, lines, mates * warps)]
+            for number in range(min(mates, lines))
+        ]
+        assert all(firsts) and sorted(itertools.chain(*firsts)) == list(range(lines))
 
 
 def test_places_of_partial_results_are_those_of_lanes() -> None:

@@ -212,6 +212,8 @@ def test_a_plan_has_tiles_and_steps_of_its_row(
     monkeypatch.setattr(mla_planning, "compiled", compiled)
     monkeypatch.setattr(mla_planning, "current_target", lambda index: target)
     monkeypatch.setattr(mla_planning, "_multiprocessors", lambda device: 108)
+    counters = torch.zeros(7, dtype=torch.int32)
+    monkeypatch.setattr(mla_planning.arrivals, "of", lambda device, blocks: counters if blocks > 1 else None)
     batch = 100
     q, cache = (torch.empty(*shape, 576, dtype=torch.bfloat16) for shape in ((batch, 2, heads), (batch, 640, 1)))
     lengths = torch.zeros(batch, dtype=torch.int32)
@@ -220,8 +222,6 @@ def test_a_plan_has_tiles_and_steps_of_its_row(
     ((tensors, scalars),) = launches
     m_blocks = -(-2 * heads // tile[0])
     assert out.shape == (batch, 2, heads, 512)
-    assert tensors.seats.shape == (batch, m_blocks, 2)
-    assert tensors.partials.shape == (2 * scalars.shares * m_blocks, tile[0], 512)
-    assert tensors.partials_lse.shape == tensors.partials.shape[:2]
+    assert tensors.partials.shape == (2 * scalars.shares * m_blocks * tile[0] * (512 + 1),)
+    assert tensors.arrivals is counters
     assert scalars.tile_cost == MlaTraitsSm80.tile_cost * 64 // tile[1]
-    assert tile[0] % scalars.rows_of_block == 0

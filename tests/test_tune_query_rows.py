@@ -235,6 +235,7 @@ def test_a_trial_runs_the_kernel_of_its_traits_into_its_output(monkeypatch: pyte
     monkeypatch.setattr(mla_planning, "compiled", compiled)
     monkeypatch.setattr(mla_planning, "current_target", lambda _: "sm_90a")
     monkeypatch.setattr(mla_planning, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(mla_planning.arrivals, "of", lambda device, blocks: torch.zeros(blocks, dtype=torch.int32))
     trial = MlaTrial(latents(128), CPU, heads=1)
     assert trial.kernel(OTHER, "sm_90a")(2) is trial.out and len(given) == 2
     (kernel_cls, *asked), arguments = given[0]

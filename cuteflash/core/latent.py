@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from cuteflash.core.lengths import Index, Sequence
 from cuteflash.core.mask import IntervalMask
+from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import LOG2_E
 from cuteflash.core.split import Line, each_part
 from cuteflash.core.tile import QueryTile
@@ -168,6 +169,7 @@ class LatentLaunch:
 
     def tile_of(self, m_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> QueryTile:
         """Query tile `head` of a sequence, as lines count heads; all of its keys."""
+        head = computed_here(head)  # all of a block's tiles have the same, by which nothing is to be kept in registers
         return QueryTile(
             m_block=head,
             head=Int32(0),

@@ -13,8 +13,8 @@ from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
 
 
-def mla_fake_args(problem: MlaProblem, tile_m: int) -> tuple[Any, ...]:
-    """Fake arguments of a kernel with tiles of `tile_m` rows: `MlaTensors`, `MlaScalars`, and torch's current stream.
+def mla_fake_args(problem: MlaProblem) -> tuple[Any, ...]:
+    """Fake arguments of a kernel: `MlaTensors`, `MlaScalars`, and torch's current stream.
 
     Every length is symbolic, and every stride but the last of Q, the cache and O a symbolic 64-bit multiple of 16
     bytes; O, LSE and the lengths are compact.
@@ -31,13 +31,11 @@ def mla_fake_args(problem: MlaProblem, tile_m: int) -> tuple[Any, ...]:
     table = None
     if problem.is_paged:
         table = make_fake_tensor(Int32, (batch, pages), stride=(cute.sym_int64(), 1), assumed_align=4)
-    partials = partials_lse = seats = None
+    partials = arrivals = None
     if problem.is_split:
-        slots, m_blocks = (cute.sym_int32(symbol=name) for name in ("slots", "m_blocks"))
-        shape = slots, tile_m, LATENT_DIM_V
-        partials = make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=ALIGN_BYTES)
-        partials_lse = make_fake_compact_tensor(Float32, shape[:2], stride_order=(1, 0), assumed_align=4)
-        seats = make_fake_compact_tensor(Int32, (batch, m_blocks, 2), stride_order=(2, 1, 0), assumed_align=4)
+        size, blocks = cute.sym_int32(symbol="size"), cute.sym_int32(symbol="blocks")
+        partials = make_fake_compact_tensor(Float32, (size,), assumed_align=ALIGN_BYTES)
+        arrivals = make_fake_compact_tensor(Int32, (blocks,), assumed_align=4)
     tensors = MlaTensors(
         q=operand(dtype, batch, rows, LATENT_DIM),
         kv_cache=operand(CUTE_DTYPES["e4m3"] if problem.is_e4m3 else dtype, entries, entry_rows, LATENT_DIM),
@@ -46,9 +44,8 @@ def mla_fake_args(problem: MlaProblem, tile_m: int) -> tuple[Any, ...]:
         out=operand(dtype, batch, rows, LATENT_DIM_V),
         lse=make_fake_compact_tensor(Float32, (batch, heads, tokens), stride_order=(2, 1, 0), assumed_align=4),
         partials=partials,
-        partials_lse=partials_lse,
-        seats=seats,
+        arrivals=arrivals,
         descale=make_fake_tensor(Float32, (batch,), stride=(cute.sym_int64(),)) if problem.is_e4m3 else None,
     )
-    scalars = MlaScalars(Float32(0.0), Int32(0), Int32(1), Int32(0), Int32(2), Int32(1), Int32(1))
+    scalars = MlaScalars(Float32(0.0), Int32(0), Int32(1), Int32(0), Int32(2))
     return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -12,7 +12,7 @@ from cutlass import Int32
 
 from cuteflash.core.latent import LatentLaunch, LatentPages
 from cuteflash.core.scores import ScoreTile
-from cuteflash.kernels.common.mla_combine import LatentParts
+from cuteflash.kernels.common.mla_parts import LatentParts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

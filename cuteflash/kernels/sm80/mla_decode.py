@@ -10,9 +10,9 @@ A tile is 16, 32 or 64 rows of (token, head). Its fp32 output takes up to half o
 some of its columns: P has to pass through shared memory, and a step has three barriers: keys loaded, maxima known, P
 written. The next step's keys arrive meanwhile.
 
-Keys of all sequences are shared between the blocks, as in the sm90 family (`cuteflash.core.split`), and what these
-computed of a tile is merged afterwards (`cuteflash.kernels.common.mla_combine`). Not here: other widths, pages that are
-not a multiple of 64 rows, 8-bit caches, gradients.
+Keys of all sequences are shared between the blocks, as in the sm90 family (`cuteflash.core.split`), which merge what
+they computed of a tile (`cuteflash.kernels.common.mla_parts`). Not here: other widths, pages that are not a multiple of
+64 rows, 8-bit caches, gradients.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
@@ -11,6 +13,7 @@ from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
 from cuteflash.kernels.common.mla_output import end_of_row, write_rows
+from cuteflash.kernels.common.mla_parts import quads_of
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock, MlaFragments
 from cuteflash.kernels.sm80.mla_softmax import ROWS
 from cuteflash.mla_problem import LATENT_DIM_V
@@ -18,7 +21,7 @@ from cuteflash.mla_problem import LATENT_DIM_V
 
 @cute.jit
 def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments, tile: QueryTile):
-    """Write O and the log-sum-exp of a tile, or of a block's share of its keys, which are merged afterwards."""
+    """Write O and the log-sum-exp of a tile, or of a block's share of its keys, together with those of others."""
     lse = cute.make_rmem_tensor(cute.size(f.out.values.shape[0]), Float32)
     normalize(kernel, block, f, lse)
     columns = cute.make_identity_tensor((kernel.traits.tile_m, LATENT_DIM_V))
@@ -26,11 +29,9 @@ def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments, tile: Qu
     if const_expr(block.parts is None):
         write_whole(block, f, columns, tile, lse)
     else:
-        block.parts.note(tile, f.thread)
-        if tile.share.is_whole():
-            write_whole(block, f, columns, tile, lse)
-        else:
-            block.parts.write(f.out, f.out.values, columns, lse, tile)
+        threads = f.thread, kernel.traits.num_warps, cute.arch.sync_threads
+        whole = functools.partial(write_whole, block, f, columns, tile, lse)
+        block.parts.finish(f.out, f.out.values, quads_of(columns), lse, tile, threads, whole)
 
 
 @cute.jit

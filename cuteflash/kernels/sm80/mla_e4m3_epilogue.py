@@ -6,15 +6,16 @@ product, the odd ones in the next.
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Uint32, const_expr
 
 from cuteflash.core.convert import round_pair
 from cuteflash.core.finish import write_lse
-from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.common.mla_combine import PAIR, QUAD, LatentParts, chunk_of, copy_chunk
+from cuteflash.kernels.common.mla_parts import PAIR, QUAD, Chunk, chunk_of, copy_chunk
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock
 from cuteflash.kernels.sm80.mla_decode_epilogue import normalize
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments
@@ -25,7 +26,7 @@ PAIRS_APART = 4  # places between neighbouring pairs of columns of partial resul
 
 @cute.jit
 def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: E4m3Fragments, tile: QueryTile):
-    """Write O and the log-sum-exp of a tile, or of a block's share of its keys, which are merged afterwards."""
+    """Write O and the log-sum-exp of a tile, or of a block's share of its keys, together with those of others."""
     lse = cute.make_rmem_tensor(cute.size(f.out.values.shape[0]), Float32)
     normalize(kernel, block, f, lse)
     values, descale = f.out.values, block.descale[tile.batch]
@@ -35,11 +36,20 @@ def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: E4m3Fragments, tile: Q
     if const_expr(block.parts is None):
         write_whole(kernel, block, f, tile, lse)
     else:
-        block.parts.note(tile, f.thread)
-        if tile.share.is_whole():
-            write_whole(kernel, block, f, tile, lse)
-        else:
-            write_part(kernel, block.parts, f, tile, lse)
+        threads = f.thread, kernel.traits.num_warps, cute.arch.sync_threads
+        whole = functools.partial(write_whole, kernel, block, f, tile, lse)
+        block.parts.finish(f.out, values, pairs_of(kernel, f), lse, tile, threads, whole)
+
+
+def pairs_of(kernel, f: E4m3Fragments) -> list[Chunk]:
+    """The chunks of a thread, pairs at their places in a row of partial results."""
+    columns, t = kernel.traits.warp_columns, f.lane % QUAD
+    first = f.warp * columns + t % 2 * (2 * QUAD) + t // 2 * PAIR
+    return [
+        ((2 * PAIR * group + i, 2 * PAIR * group + PAIR + i), first + group * MMA_K + i * PAIRS_APART)
+        for group in range(columns // MMA_K)
+        for i in range(QUAD // PAIR)
+    ]
 
 
 def quad_of(f: E4m3Fragments, r: int, group: int) -> cute.Tensor:
@@ -66,24 +76,3 @@ def write_whole(kernel: cutlass.Constexpr, block: MlaBlock, f: E4m3Fragments, ti
                 for i in cutlass.range_constexpr(QUAD // PAIR):
                     words[i] = round_pair(quad[PAIR * i], quad[PAIR * i + 1], dtype)
                 copy_chunk(rounded, chunk_of(line, first + group * MMA_K, QUAD))
-
-
-@cute.jit
-def write_part(kernel: cutlass.Constexpr, parts: LatentParts, f: E4m3Fragments, tile: QueryTile, lse: cute.Tensor):
-    """Write a block's part of a tile, pairs of columns at their places in `LatentParts.values`."""
-    slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
-    columns, rows, t = kernel.traits.warp_columns, tile.rows(), f.lane % QUAD
-    first = f.warp * columns + t % 2 * (2 * QUAD) + t // 2 * PAIR
-    for r in cutlass.range_constexpr(cute.size(lse)):
-        row = f.out.row(r)
-        if row < rows:
-            line = parts.values[slot, row, None]
-            for group in cutlass.range_constexpr(columns // MMA_K):
-                quad = quad_of(f, r, group)
-                for i in cutlass.range_constexpr(QUAD // PAIR):
-                    pair = cute.make_rmem_tensor(PAIR, Float32)
-                    for e in cutlass.range_constexpr(PAIR):
-                        pair[e] = quad[PAIR * i + e]
-                    copy_chunk(pair, chunk_of(line, first + group * MMA_K + i * PAIRS_APART, PAIR))
-            if f.out.first_key == 0:
-                parts.lse[slot, row] = lse[r]

@@ -16,7 +16,7 @@ from cuteflash.core.convert import halves_of_e4m3
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import aligned, rows_view
-from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
+from cuteflash.kernels.common.mla_parts import QUAD, copy_chunk
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments
 from cuteflash.kernels.sm80.mla_e4m3_query import CHUNK_BYTES, SLAB_BYTES_Q, prepare_q

@@ -21,7 +21,7 @@ from cuteflash.core.ahead import fetch_table, fetch_vectors
 from cuteflash.core.latent import LatentLaunch, LatentPages, each_latent_tile, entries_last, rows_of_lse
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.common.mla_combine import QUAD, THREADS, LatentParts, combine
+from cuteflash.kernels.common.mla_parts import QUAD, LatentParts
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock, MlaFragments
 from cuteflash.kernels.sm80.mla_steps import attend
 from cuteflash.mla_problem import LATENT_DIM, MlaProblem, MlaScalars, MlaTensors
@@ -51,7 +51,7 @@ class MlaKernel:
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with."""
-        return mla_fake_args(self.problem, self.traits.tile_m)
+        return mla_fake_args(self.problem)
 
     # Layouts and atoms, callable without a launch.
 
@@ -111,7 +111,7 @@ class MlaKernel:
         gQ, gK, gO = (entries_last(x) for x in (*self.views(tensors), tensors.out))
         parts = None
         if const_expr(self.problem.is_split):
-            parts = LatentParts(tensors.partials, tensors.partials_lse, tensors.seats)
+            parts = LatentParts.of_launch(tensors, gO, mLSE, traits.tile_m)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True)
         self.kernel(gQ, gK, gO, mLSE, tensors.descale, launch, pages, parts).launch(
             grid=(scalars.shares * launch.m_blocks, 1, 1),
@@ -120,15 +120,8 @@ class MlaKernel:
             min_blocks_per_mp=traits.blocks_per_sm,
             preferred_smem_carveout=100,
             use_pdl=traits.early_launch,
+            cooperative=self.problem.is_split,  # its blocks may wait for each other
         )
-        if const_expr(self.problem.is_split):
-            batch, rows, _ = tensors.q.shape
-            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.blocks_of_row).launch(
-                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.blocks_of_row),
-                block=(THREADS, 1, 1),
-                stream=stream,
-                use_pdl=traits.early_launch,
-            )
 
     @cute.kernel
     def kernel(
@@ -158,13 +151,6 @@ class MlaKernel:
         attend(self, block, f, tile)
         self.finish(block, f, tile)
         return kv_pos
-
-    @cute.kernel
-    def combine(
-        self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, blocks_of_row: Int32
-    ):
-        self.await_launch()
-        combine(parts, gO, mLSE, rows_of_block, blocks_of_row, self.traits.tile_m)
 
     def await_launch(self) -> None:
         """Let the next launch begin where blocks of this one end, and wait for the end of the one before."""

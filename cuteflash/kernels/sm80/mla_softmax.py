@@ -12,7 +12,7 @@ from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import exp2, quad_max
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.common.mla_combine import QUAD, copy_chunk
+from cuteflash.kernels.common.mla_parts import QUAD, copy_chunk
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock, MlaFragments
 from cuteflash.traits.sm80 import WARP
 

@@ -9,8 +9,8 @@ trade P and the maxima of rows through shared memory (`mla_decode_mma.py`). Of t
 keys take nearly all: a page arrives in groups of columns, and each part of it is refilled as soon as it was read.
 
 The query tiles of a sequence are computed side by side, so that they find its pages in L2. Keys of all sequences are
-shared between the blocks (`cuteflash.core.split`), and what these computed of a tile is merged afterwards
-(`mla_combine.py`). Not here: other widths, pages that are not a multiple of 64 rows, 8-bit caches, gradients.
+shared between the blocks (`cuteflash.core.split`), which merge what they computed of a tile (`mla_parts.py`). Not here:
+other widths, pages that are not a multiple of 64 rows, 8-bit caches, gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
@@ -30,7 +30,7 @@ from cuteflash.core.latent import LatentLaunch, LatentPages, entries_last, rows_
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.views import transposed
-from cuteflash.kernels.common.mla_combine import THREADS, LatentParts, combine
+from cuteflash.kernels.common.mla_parts import LatentParts
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
 from cuteflash.kernels.sm90.mla_decode_load import load
 from cuteflash.kernels.sm90.mla_decode_mma import consume
@@ -57,7 +57,7 @@ class FlashMlaDecodeSm90:
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with."""
-        return mla_fake_args(self.problem, self.traits.tile_m)
+        return mla_fake_args(self.problem)
 
     # Layouts and atoms, callable without a launch.
 
@@ -126,28 +126,20 @@ class FlashMlaDecodeSm90:
         *scalars, stream = arguments[len(MlaTensors._fields) :]
         scalars = MlaScalars(*scalars)
         traits = self.traits
-        batch, rows, _ = tensors.q.shape
         launch = LatentLaunch.of(traits, self.problem, tensors, scalars)
         pages = LatentPages.of(self.problem, tensors, traits.tile_n)
         mLSE = rows_of_lse(tensors.lse)
-        parts = None
+        gO, parts = entries_last(tensors.out), None
         if const_expr(self.problem.is_split):
-            parts = LatentParts(tensors.partials, tensors.partials_lse, tensors.seats)
-        gO = entries_last(tensors.out)
+            parts = LatentParts.of_launch(tensors, gO, mLSE, traits.tile_m)
         self.kernel(self.make_tma(tensors), gO, mLSE, launch, pages, parts).launch(
             grid=(scalars.shares * launch.m_blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
             use_pdl=True,
+            cooperative=self.problem.is_split,  # its blocks may wait for each other
         )
-        if const_expr(self.problem.is_split):
-            self.combine(parts, gO, mLSE, scalars.rows_of_block, scalars.blocks_of_row).launch(
-                grid=(batch, cute.ceil_div(rows, scalars.rows_of_block), scalars.blocks_of_row),
-                block=(THREADS, 1, 1),
-                stream=stream,
-                use_pdl=True,
-            )
 
     @cute.kernel
     def kernel(
@@ -186,11 +178,3 @@ class FlashMlaDecodeSm90:
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
             consume(self, block, 1)
-
-    @cute.kernel
-    def combine(
-        self, parts: LatentParts, gO: cute.Tensor, mLSE: cute.Tensor, rows_of_block: Int32, blocks_of_row: Int32
-    ):
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
-        combine(parts, gO, mLSE, rows_of_block, blocks_of_row, self.traits.tile_m)

@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from cuteflash.atoms.barriers import arrive, wait_phase
 from cuteflash.core.latent import LatentLaunch, LatentPages
-from cuteflash.kernels.common.mla_combine import LatentParts
+from cuteflash.kernels.common.mla_parts import LatentParts
 from cuteflash.traits.mla_sm90 import PARTS
 
 SLABS_BUT_LAST, LAST_SLAB = 0, 1  # parts of Q

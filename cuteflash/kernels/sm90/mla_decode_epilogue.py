@@ -14,6 +14,7 @@ from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
 from cuteflash.kernels.common.mla_output import end_of_row, write_rows
+from cuteflash.kernels.common.mla_parts import WARP, quads_of
 from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
 from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M
@@ -24,7 +25,7 @@ sync_both = functools.partial(cute.arch.barrier, barrier_id=MlaBarrier.BOTH, num
 
 @cute.jit
 def finish(block: MlaBlock, half: Half, tile: QueryTile):
-    """Write O and the log-sum-exp of a tile, or of a block's share of its keys, which are merged afterwards.
+    """Write O and the log-sum-exp of a tile, or of a block's share of its keys, together with those of other blocks.
 
     The last slab of Q is released, as nobody reads P in its place any more.
     """
@@ -37,12 +38,9 @@ def finish(block: MlaBlock, half: Half, tile: QueryTile):
     if const_expr(block.parts is None):
         write_whole(block, half, columns, tile, lse)
     else:
-        if const_expr(half.who == 0):
-            block.parts.note(tile, half.thread)
-        if tile.share.is_whole():
-            write_whole(block, half, columns, tile, lse)
-        else:
-            block.parts.write(half.scores, half.out, columns, lse, tile)
+        threads = half.who * WARPGROUP + half.thread, CONSUMERS * WARPGROUP // WARP, sync_both
+        whole = functools.partial(write_whole, block, half, columns, tile, lse)
+        block.parts.finish(half.scores, half.out, quads_of(columns), lse, tile, threads, whole)
 
 
 @cute.jit

@@ -1,0 +1,217 @@
+"""Split keys of the latent-attention decode: parts of a tile go to memory, and the blocks that have them merge them.
+
+As in `partials.py`, where blocks meet. Of a tile with two parts the second one alone goes to memory: the block with the
+first keys, for which the tile is the last one, keeps its part in registers and adds the other one to it (`join`).
+
+The launch has to be a cooperative one, all of whose blocks run at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cute.nvgpu import CopyUniversalOp
+
+from cuteflash.core.convert import round_pair
+from cuteflash.core.scores import ScoreTile
+from cuteflash.core.softmax import LN_2, LOG2_E, exp2
+from cuteflash.core.split_slots import slot_of
+from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import aligned
+from cuteflash.kernels.common.partials import Partials
+from cuteflash.mla_problem import LATENT_DIM_V, MlaTensors
+
+PAIR, QUAD = 2, 4  # neighbouring elements of O in a thread, and fp32 elements of a store and of a load
+GROUP = 8  # columns of which four lanes of a product have a pair each
+WARP = 32
+LOADS = 32  # of four elements, that a thread has in flight when it merges
+JOINED = 8  # of what a thread has of the other part of a tile, when it adds that to its own
+
+# What lies next to each other in memory of a thread's elements of a row of O: their numbers, and the first one's place.
+Chunk = tuple[tuple[int, ...], Int32]
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentParts(Partials):
+    """The partial results of a launch, of every 16 columns in the order of `columns_at`.
+
+    `gO` is O as (rows, 512, batch), and `mLSE` (batch, 1, rows).
+    """
+
+    @classmethod
+    def of_launch(cls, tensors: MlaTensors, gO: cute.Tensor, mLSE: cute.Tensor, tile_m: int) -> LatentParts:
+        """Those of a launch with tiles of `tile_m` rows."""
+        return cls(
+            values=tensors.partials,
+            arrivals=tensors.arrivals,
+            gO=gO,
+            mLSE=mLSE,
+            sinks=None,
+            head_dim_v=LATENT_DIM_V,
+            rows=tile_m,
+            columns=LATENT_DIM_V,
+            loads=LOADS,
+        )
+
+    def line(self, slot: Int32, row: Int32) -> cute.Tensor:
+        """A row of a slot's O, (512,)."""
+        return cute.make_tensor(self.at(slot, row, Int32(0)), cute.make_layout(LATENT_DIM_V))
+
+    @cute.jit
+    def finish(
+        self,
+        scores: ScoreTile,
+        out: cute.Tensor,
+        chunks: cutlass.Constexpr[list[Chunk]],
+        lse: cute.Tensor,
+        tile: QueryTile,
+        threads: tuple[Int32, cutlass.Constexpr[int], cutlass.Constexpr[Callable[[], None]]],
+        write_whole: cutlass.Constexpr[Callable[[], None]],
+    ):
+        """Bring a block's part of a tile together with the others. All threads with some of the part call it.
+
+        Args:
+            scores: for the rows of this thread's elements.
+            out: its elements of O, normalized, as (rows, columns).
+            chunks: where those of a row belong in a row of partial results.
+            lse: of its rows.
+            threads: this one's number, how many warps they are, and their barrier.
+            write_whole: writes `out` and `lse` as those of all keys.
+        """
+        thread, warps, sync = threads
+        share = tile.share
+        joins = (share.seat == share.owner) & (share.last_owner == share.owner + 1)
+        if share.is_whole() | joins:
+            if joins:
+                self.join(scores, out, chunks, lse, tile, (thread, sync))
+            write_whole()
+        else:  # O is not needed any more when parts are merged
+            self.write_chunks(scores, out, chunks, lse, tile)
+            if share.seat == share.last_owner:
+                self.announce(tile, thread, sync)
+            elif self.meet(tile, thread, sync):
+                self.merge(tile, thread, warps, self.place(tile))
+                self.leave(tile, thread)
+
+    @cute.jit
+    def write_chunks(
+        self,
+        scores: ScoreTile,
+        out: cute.Tensor,
+        chunks: cutlass.Constexpr[list[Chunk]],
+        lse: cute.Tensor,
+        tile: QueryTile,
+    ):
+        """Write a block's part of a tile; arguments as of `finish`."""
+        slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
+        rows = tile.rows()
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = scores.row(r)
+            if row < rows:
+                line = self.line(slot, row)
+                for numbers, start in chunks:
+                    chunk = cute.make_rmem_tensor(len(numbers), Float32)
+                    for i, number in enumerate(numbers):
+                        chunk[i] = out[r, number]
+                    copy_chunk(chunk, chunk_of(line, start, len(numbers)))
+                if scores.first_key == 0:
+                    self.values[self.lse_at(slot, row)] = lse[r]
+
+    @cute.jit
+    def announce(self, tile: QueryTile, thread: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
+        """As `meet` for the block with the last part, which merges nothing: nobody waits until the others see it."""
+        sync()
+        if thread == 0:
+            cute.arch.atomic_add(self.arrivals.iterator + tile.share.owner, Int32(1), sem="release", scope="gpu")
+
+    @cute.jit
+    def join(
+        self,
+        scores: ScoreTile,
+        out: cute.Tensor,
+        chunks: cutlass.Constexpr[list[Chunk]],
+        lse: cute.Tensor,
+        tile: QueryTile,
+        threads: tuple[Int32, cutlass.Constexpr[Callable[[], None]]],
+    ):
+        """Add the second part of a tile with two of them to the first one, which this block has; see `finish`."""
+        thread, sync = threads
+        owner = tile.share.owner
+        if thread == 0:
+            counter = self.arrivals.iterator + owner
+            came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            while came == 0:
+                came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            self.arrivals[owner] = Int32(0)
+        sync()
+        slot, rows = slot_of(owner + 1, 0), tile.rows()
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = scores.row(r)
+            if row < rows:
+                line = self.line(slot, row)
+                other = self.values[self.lse_at(slot, row)]
+                peak = cute.arch.fmax(lse[r], other)
+                shift = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
+                own_weight, weight = (exp2((x - shift) * LOG2_E) for x in (lse[r], other))
+                total = own_weight + weight
+                is_empty = total == 0.0
+                inverse = cutlass.select_(is_empty, Float32(0.0), 1.0 / total)
+                lse[r] = cutlass.select_(is_empty, -Float32.inf, peak + cute.math.log2(total, fastmath=True) * LN_2)
+                own_factor, factor = own_weight * inverse, weight * inverse
+                for some in batches(chunks):
+                    loaded = [cute.make_rmem_tensor(len(numbers), Float32) for numbers, _ in some]
+                    for chunk, (numbers, start) in zip(loaded, some):
+                        copy_chunk(chunk_of(line, start, len(numbers)), chunk)
+                    for chunk, (numbers, _) in zip(loaded, some):
+                        for i, number in enumerate(numbers):
+                            out[r, number] = out[r, number] * own_factor + chunk[i] * factor
+
+    def write_chunk(self, tile: QueryTile, row: Int32, chunk: Int32, acc: cute.Tensor) -> None:
+        """Round four columns of a row and store them."""
+        line = self.gO[tile.first_row + row, None, tile.batch]
+        for pair, start in enumerate(columns_at(chunk * QUAD)):
+            rounded = cute.make_rmem_tensor(PAIR, line.element_type)
+            values = (acc[PAIR * pair + i] for i in range(PAIR))
+            cute.recast_tensor(rounded, Uint32)[0] = round_pair(*values, line.element_type)
+            copy_chunk(rounded, chunk_of(line, start, PAIR))
+
+
+def quads_of(columns: cute.Tensor) -> list[Chunk]:
+    """The chunks of a thread whose elements have these coordinates in the tile, as (rows, columns).
+
+    They are pairs of every other group of four, of which four lanes have all: what is next to each other in a thread is
+    so in memory.
+    """
+    found = []
+    for c in range(0, cute.size(columns.shape[1]), QUAD):
+        first = columns[0, c][1]
+        found.append((tuple(range(c, c + QUAD)), first + first % GROUP))
+    return found
+
+
+def batches(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
+    """Chunks that are loaded together."""
+    for first in range(0, len(chunks), JOINED):
+        yield chunks[first : first + JOINED]
+
+
+def columns_at(place: Int32) -> tuple[Int32, Int32]:
+    """The columns of O whose pairs lie at `place`, a multiple of 4, of a row of partial results, as lanes have them."""
+    first = place - place % (2 * GROUP) // PAIR
+    return first, first + GROUP
+
+
+def chunk_of(line: cute.Tensor, column: Int32, size: int) -> cute.Tensor:
+    """`size` neighbouring elements of a contiguous line, from `column` on, a multiple of `size`."""
+    start = aligned(line.iterator + column, size * line.element_type.width // 8)
+    return cute.make_tensor(start, cute.make_layout(size))
+
+
+def copy_chunk(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Copy some elements with one load or store."""
+    bits = cute.size(source) * source.element_type.width
+    cute.copy(cute.make_copy_atom(CopyUniversalOp(), source.element_type, num_bits_per_copy=bits), source, target)
