@@ -34,6 +34,7 @@ from cuteflash.validate import ALIGNMENT
 
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
+FEW_PAGES = 40  # that a block reads at most if it reads few, between the numbers that were timed
 PLANS_MAX = 4096
 
 Result = tuple[Tensor, Tensor]
@@ -224,11 +225,11 @@ def plan_of(
     is_e4m3 = kv_cache.dtype == torch.float8_e4m3fn
     problem = MlaProblem(DTYPE_NAMES[q.dtype], page_table is not None, num_splits != 1, is_e4m3)
     target = current_target(q.device.index)
-    traits = traits or choose_mla(problem, seqlen_q * heads, target, family)
-    m_blocks = -(-seqlen_q * heads // traits.tile_m)
     capacity = entry_rows if page_table is None else page_table.shape[1] * entry_rows
-    blocks = _multiprocessors(q.device) * traits.blocks_per_sm
-    shares = Shares.of(batch, m_blocks, -(-capacity // PAGE_ROWS), num_splits, blocks)
+    pages, num_sms = -(-capacity // PAGE_ROWS), _multiprocessors(q.device)
+    traits = traits or choose_mla(problem, seqlen_q * heads, target, family, batch * pages <= FEW_PAGES * num_sms)
+    m_blocks = -(-seqlen_q * heads // traits.tile_m)
+    shares = Shares.of(batch, m_blocks, pages, num_splits, num_sms * traits.blocks_per_sm)
     step, cache_step = (ALIGNMENT // x.element_size() for x in (q, kv_cache))
     found = row_strides(q)
     q_strides = None if found is None else usable_strides((*found, 1), step) or (*found, 1)

@@ -9,6 +9,7 @@ from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 
 ROWS: tuple[MlaTraitsSm80, ...] = (
     MlaTraitsSm80(64, 32, least_rows=33, k_parts=2, q_kept=6),
+    MlaTraitsSm80(32, 64, least_rows=17, k_parts=2, q_kept=9, early_launch=True),
     MlaTraitsSm80(32, 64, least_rows=17, k_parts=2, q_kept=9),
     MlaTraitsSm80(32, 32, least_rows=17, k_parts=2, q_kept=9),
     MlaTraitsSm80(16, 64, chains=2, early_launch=True),

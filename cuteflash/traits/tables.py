@@ -83,6 +83,10 @@ BEST_FAMILIES: dict[tuple[AnyOperation, str, LengthClass], tuple[Family, int]] =
     ("bwd", "sm_90a", "tiny"): ("sm80", UNBOUNDED),  # a block of the sm90 family has a multiprocessor to itself
     ("mla", "sm_90a", "decode"): ("sm80", 16),  # a tile of the sm90 family is filled up to 64 rows
 }
+# The same of calls of latent attention whose blocks read few pages each: beginning and end count for more then.
+BEST_FAMILIES_OF_FEW: dict[tuple[AnyOperation, str, LengthClass], tuple[Family, int]] = {
+    ("mla", "sm_90a", "decode"): ("sm80", 32),
+}
 TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()
 }

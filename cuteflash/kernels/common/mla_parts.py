@@ -9,7 +9,7 @@ The launch has to be a cooperative one, all of whose blocks run at the same time
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
@@ -29,7 +29,7 @@ PAIR, QUAD = 2, 4  # neighbouring elements of O in a thread, and fp32 elements o
 GROUP = 8  # columns of which four lanes of a product have a pair each
 WARP = 32
 LOADS = 32  # of four elements, that a thread has in flight when it merges
-JOINED = 8  # of what a thread has of the other part of a tile, when it adds that to its own
+JOINED = 16  # of what a thread has of the other part of a tile, when it adds that to its own
 
 # What lies next to each other in memory of a thread's elements of a row of O: their numbers, and the first one's place.
 Chunk = tuple[tuple[int, ...], Int32]
@@ -148,27 +148,18 @@ class LatentParts(Partials):
                 came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
             self.arrivals[owner] = Int32(0)
         sync()
-        slot, rows = slot_of(owner + 1, 0), tile.rows()
-        for r in cutlass.range_constexpr(cute.size(lse)):
-            row = scores.row(r)
-            if row < rows:
-                line = self.line(slot, row)
-                other = self.values[self.lse_at(slot, row)]
-                peak = cute.arch.fmax(lse[r], other)
-                shift = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
-                own_weight, weight = (exp2((x - shift) * LOG2_E) for x in (lse[r], other))
-                total = own_weight + weight
-                is_empty = total == 0.0
-                inverse = cutlass.select_(is_empty, Float32(0.0), 1.0 / total)
-                lse[r] = cutlass.select_(is_empty, -Float32.inf, peak + cute.math.log2(total, fastmath=True) * LN_2)
-                own_factor, factor = own_weight * inverse, weight * inverse
-                for some in batches(chunks):
-                    loaded = [cute.make_rmem_tensor(len(numbers), Float32) for numbers, _ in some]
-                    for chunk, (numbers, start) in zip(loaded, some):
-                        copy_chunk(chunk_of(line, start, len(numbers)), chunk)
-                    for chunk, (numbers, _) in zip(loaded, some):
-                        for i, number in enumerate(numbers):
-                            out[r, number] = out[r, number] * own_factor + chunk[i] * factor
+        slot, count = slot_of(owner + 1, 0), cute.size(lse)
+        together = max(JOINED // len(chunks), 1)
+        for first in cutlass.range_constexpr(0, count, together):
+            rows = range(first, min(first + together, count))  # those past the tile's last one are not used
+            others = [self.values[self.lse_at(slot, scores.row(r))] for r in rows]
+            loaded = [[load_chunk(self.line(slot, scores.row(r)), *chunk) for chunk in chunks] for r in rows]
+            for r, other, values in zip(rows, others, loaded, strict=True):
+                own_factor, factor, lse_of_both = weighed(lse[r], other)
+                lse[r] = lse_of_both
+                for (numbers, _), chunk in zip(chunks, values, strict=True):
+                    for i, number in enumerate(numbers):
+                        out[r, number] = out[r, number] * own_factor + chunk[i] * factor
 
     def write_chunk(self, tile: QueryTile, row: Int32, chunk: Int32, acc: cute.Tensor) -> None:
         """Round four columns of a row and store them."""
@@ -178,6 +169,18 @@ class LatentParts(Partials):
             values = (acc[PAIR * pair + i] for i in range(PAIR))
             cute.recast_tensor(rounded, Uint32)[0] = round_pair(*values, line.element_type)
             copy_chunk(rounded, chunk_of(line, start, PAIR))
+
+
+def weighed(lse: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
+    """What a row of each of two parts is multiplied with, and the log-sum-exp of both, by those of the parts."""
+    peak = cute.arch.fmax(lse, other)
+    shift = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
+    weight, other_weight = (exp2((x - shift) * LOG2_E) for x in (lse, other))
+    total = weight + other_weight
+    is_empty = total == 0.0
+    inverse = cutlass.select_(is_empty, Float32(0.0), 1.0 / total)
+    both = peak + cute.math.log2(total, fastmath=True) * LN_2
+    return weight * inverse, other_weight * inverse, cutlass.select_(is_empty, -Float32.inf, both)
 
 
 def quads_of(columns: cute.Tensor) -> list[Chunk]:
@@ -193,16 +196,17 @@ def quads_of(columns: cute.Tensor) -> list[Chunk]:
     return found
 
 
-def batches(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks that are loaded together."""
-    for first in range(0, len(chunks), JOINED):
-        yield chunks[first : first + JOINED]
-
-
 def columns_at(place: Int32) -> tuple[Int32, Int32]:
     """The columns of O whose pairs lie at `place`, a multiple of 4, of a row of partial results, as lanes have them."""
     first = place - place % (2 * GROUP) // PAIR
     return first, first + GROUP
+
+
+def load_chunk(line: cute.Tensor, numbers: tuple[int, ...], start: Int32) -> cute.Tensor:
+    """A chunk of a row of partial results."""
+    chunk = cute.make_rmem_tensor(len(numbers), Float32)
+    copy_chunk(chunk_of(line, start, len(numbers)), chunk)
+    return chunk
 
 
 def chunk_of(line: cute.Tensor, column: Int32, size: int) -> cute.Tensor:
