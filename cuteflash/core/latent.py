@@ -189,13 +189,15 @@ class LatentLaunch:
 
 @cute.jit
 def place_of(block: Any, tile: QueryTile, page: Int32, end: Int32):
-    """Where a page of a tile lies, by the block's `LatentPages`, or (0, 0) if the tile does not read it.
+    """Where a page of a tile lies, by the block's `LatentPages`; anything if the tile does not read it.
 
-    Looked up while the page before it loads.
+    It is looked up in the table, if there is one, while the page before it loads.
     """
-    inside, entry = Int32(0), Int32(0)
-    if page < end:
-        inside, entry = block.pages.place(tile.sequence, page)
+    inside, entry = page, tile.sequence
+    if const_expr(block.pages.table is not None):
+        inside, entry = Int32(0), Int32(0)
+        if page < end:
+            inside, entry = block.pages.place(tile.sequence, page)
     return inside, entry
 
 
