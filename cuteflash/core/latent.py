@@ -11,13 +11,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cuteflash.core.lengths import Index, Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.split import Line, each_part
+from cuteflash.core.split import Line, share_of_tile
 from cuteflash.core.tile import QueryTile
 from cuteflash.mla_problem import MlaProblem, MlaScalars, MlaTensors
 
@@ -81,19 +81,6 @@ class LatentLine(Line):
     def tiles(self, launch: LatentLaunch, sequence: Sequence) -> tuple[int, Index]:
         """(query tiles of a line, units of each) of a sequence."""
         return 1, launch.mask_of(sequence).most_blocks(launch.tile_m, launch.tile_n) + launch.tile_cost
-
-    def cost(self, launch: LatentLaunch) -> Index:
-        """See `LatentLaunch.tile_cost`."""
-        return launch.tile_cost
-
-    @property
-    def is_sure(self) -> bool:
-        """A share may begin behind a tile's pages."""
-        return False
-
-    def has(self, tile: QueryTile) -> Boolean:
-        """Whether a share begins before the end of a tile's pages; a sequence without keys counts for one."""
-        return tile.share.first < tile.mask.most_blocks(tile.tokens, tile.tile_n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +156,6 @@ class LatentLaunch:
 
     def tile_of(self, m_block: Int32, head: Int32, number: Int32, sequence: Sequence) -> QueryTile:
         """Query tile `head` of a sequence, as lines count heads; all of its keys."""
-        head = computed_here(head)  # all of a block's tiles have the same, by which nothing is to be kept in registers
         return QueryTile(
             m_block=head,
             head=Int32(0),
@@ -214,10 +200,37 @@ def rows_of_lse(lse: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
+def each_latent_part(launch: LatentLaunch, visit: cutlass.Constexpr):
+    """As `cuteflash.core.split.each_part`; the first tile alone is looked for, as a line has one of each sequence."""
+    line, block = launch.line, cute.arch.block_idx()[0]
+    total, widest, window = line.size(launch)
+    share, number = line.share(launch, total, widest), block // line.by_lanes
+    at = number * share
+    end = cutlass.min(at + share, total)
+    sequence, begin = Int32(0), Int32(0)
+    if at < end:
+        sequence, begin, window = line.find(launch, at, window)
+    first = at - begin
+    q_pos, kv_pos = Int32(0), Int32(0)
+    while begin + first < end:
+        lane = computed_here(block) % line.by_lanes  # kept across a tile it would take a register
+        found = launch.tile_of(Int32(0), lane, sequence, launch.sequence(sequence))
+        pages = found.mask.most_blocks(launch.tile_m, launch.tile_n)
+        width = pages + launch.tile_cost
+        place = begin + first, end, first, width, share, number, lane * line.shares
+        tile = dataclasses.replace(found, share=share_of_tile(*place, launch.tile_cost))
+        sequence, begin = sequence + 1, begin + width
+        if first < pages:  # otherwise the share before this one has all of the tile's
+            kv_pos = visit(tile, q_pos, kv_pos)
+            q_pos += 1
+        first = Int32(0)
+
+
+@cute.jit
 def each_latent_tile(launch: LatentLaunch, visit: cutlass.Constexpr):
     """Visit this block's query tiles, or its parts of them; `visit` as `cuteflash.core.split.each_part` has it."""
     if const_expr(launch.line is not None):
-        each_part(launch, visit)
+        each_latent_part(launch, visit)
     else:
         q_pos, kv_pos = Int32(0), Int32(0)
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]

@@ -147,17 +147,8 @@ class Line:
         m_blocks = (sequence.seqlen_q + launch.tile_tokens - 1) // launch.tile_tokens
         return m_blocks, launch.mask_of(sequence).most_blocks(launch.tile_tokens, launch.tile_n)
 
-    def cost(self, launch: Any) -> Index:
-        """How many of a tile's units are no key blocks."""
-        return 0
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether all tiles that a share has units of are its own to compute."""
-        return self.starts is None
-
     def has(self, tile: QueryTile) -> Boolean:
-        """Whether a tile is one that a share computes; starts of other lengths may lead to one that does not exist."""
+        """Whether the launch has a tile; starts of other lengths may lead to one that does not exist."""
         return tile.exists() & (tile.head >= 0) & (tile.head < self.heads * self.lanes)
 
     def share(self, launch: Any, total: Int32, widest: Int32) -> Int32:
@@ -321,12 +312,11 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
             sequence, begin, window = line.find(launch, at, window)
         lane = computed_here(block) % line.by_lanes  # kept across a tile it would take a register
         found, part = tile_at(launch, lane, (sequence, begin), at)
-        numbers = number, lane * line.shares, line.cost(launch)
-        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, *numbers))
-        if const_expr(line.is_sure):
+        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, number, lane * line.shares))
+        if const_expr(line.starts is None):
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
-        elif line.has(tile):
+        elif line.has(found):
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
         at += tile.share.last - tile.share.first

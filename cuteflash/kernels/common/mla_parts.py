@@ -57,7 +57,7 @@ class LatentParts(Partials):
             loads=LOADS,
         )
 
-    def line(self, slot: Int32, row: Int32) -> cute.Tensor:
+    def row(self, slot: Int32, row: Int32) -> cute.Tensor:
         """A row of a slot's O, (512,)."""
         return cute.make_tensor(self.at(slot, row, Int32(0)), cute.make_layout(LATENT_DIM_V))
 
@@ -112,7 +112,7 @@ class LatentParts(Partials):
         for r in cutlass.range_constexpr(cute.size(lse)):
             row = scores.row(r)
             if row < rows:
-                line = self.line(slot, row)
+                line = self.row(slot, row)
                 for numbers, start in chunks:
                     chunk = cute.make_rmem_tensor(len(numbers), Float32)
                     for i, number in enumerate(numbers):
@@ -153,7 +153,7 @@ class LatentParts(Partials):
         for first in cutlass.range_constexpr(0, count, together):
             rows = range(first, min(first + together, count))  # those past the tile's last one are not used
             others = [self.values[self.lse_at(slot, scores.row(r))] for r in rows]
-            loaded = [[load_chunk(self.line(slot, scores.row(r)), *chunk) for chunk in chunks] for r in rows]
+            loaded = [[load_chunk(self.row(slot, scores.row(r)), *chunk) for chunk in chunks] for r in rows]
             for r, other, values in zip(rows, others, loaded, strict=True):
                 own_factor, factor, lse_of_both = weighed(lse[r], other)
                 lse[r] = lse_of_both
