@@ -210,20 +210,19 @@ def each_latent_part(launch: LatentLaunch, visit: cutlass.Constexpr):
     sequence, begin = Int32(0), Int32(0)
     if at < end:
         sequence, begin, window = line.find(launch, at, window)
-    first = at - begin
     q_pos, kv_pos = Int32(0), Int32(0)
-    while begin + first < end:
+    while at < end:
         lane = computed_here(block) % line.by_lanes  # kept across a tile it would take a register
         found = launch.tile_of(Int32(0), lane, sequence, launch.sequence(sequence))
         pages = found.mask.most_blocks(launch.tile_m, launch.tile_n)
-        width = pages + launch.tile_cost
-        place = begin + first, end, first, width, share, number, lane * line.shares
+        first, width = at - begin, pages + launch.tile_cost
+        place = at, end, first, width, share, number, lane * line.shares
         tile = dataclasses.replace(found, share=share_of_tile(*place, launch.tile_cost))
-        sequence, begin = sequence + 1, begin + width
         if first < pages:  # otherwise the share before this one has all of the tile's
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
-        first = Int32(0)
+        begin += width
+        at, sequence = begin, sequence + 1
 
 
 @cute.jit

@@ -90,7 +90,7 @@ def test_query_heads_draw_what_dispatch_runs(asked: tuple[int, str, str | None],
     heads, target, family = asked
     problem, found, choice = latent_row(heads, "bf16", target, family)  # type: ignore[arg-type]
     assert scene_id(problem, found, choice) == name
-    assert getattr(choice.traits, "early_launch", False) == (target == "sm_90a" and name.endswith("16x64"))
+    assert getattr(choice.traits, "early_launch", False) == (target == "sm_90a" and choice.family == "sm80")
 
 
 @distinct_rows
