@@ -36,8 +36,10 @@ CASES = [
     LatentCase((20000, 3), 128, num_splits=2),
     LatentCase((3000, *(70,) * 150), 16),
     *(LatentCase((700, 31, 33, 0), heads, seqlen_q=3) for heads in (5, 6, 10, 11, 21, 22)),  # around 16, 32, 64 rows
-    *(LatentCase((3000, *(70,) * 150), heads) for heads in (40, 65)),  # a block merges four rows
-    LatentCase((40000, *(70,) * 150), 16),  # more parts of one sequence than a block loads at a time
+    *(LatentCase((3000, *(70,) * 150), heads) for heads in (40, 65)),
+    LatentCase((40000, *(70,) * 150), 16),  # more parts of one sequence than a warp has lanes
+    *(LatentCase((1000,) * 100, heads) for heads in (16, 32, 128)),  # many tiles with two parts
+    *(LatentCase(tuple(max(8192 // n, 1) for n in range(1, 129)), heads) for heads in (16, 40, 128)),
 ]
 ROW_CASES = [LatentCase((129, 0, 1, 700, 64), heads, seqlen_q=tokens) for heads, tokens in ((1, 1), (16, 1), (40, 3))]
 
