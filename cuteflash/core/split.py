@@ -184,7 +184,8 @@ class Line:
                         widest = cutlass.max(widest, width)
                     first += TOGETHER * WARP
                 total += cute.arch.warp_reduction_sum(further)
-            widest = cute.arch.warp_reduction_max(widest)
+            widest = cute.arch.make_warp_uniform(cute.arch.warp_reduction_max(widest))
+            total = cute.arch.make_warp_uniform(total)
         else:
             total, widest = self.units(launch, Int32(0))
             total *= self.sequences
@@ -208,7 +209,8 @@ class Line:
                 passed = passed_by(window.ends, at)
             before = cute.arch.shuffle_sync(window.ends, cutlass.max(passed - 1, 0))
             begin = cutlass.select_(passed > 0, before, window.begin)
-            sequence = window.first + passed
+            sequence = cute.arch.make_warp_uniform(window.first + passed)
+            begin = cute.arch.make_warp_uniform(begin)
             if const_expr(self.starts is not None):
                 sequence = cutlass.min(sequence, self.sequences - 1)
         else:

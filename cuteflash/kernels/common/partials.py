@@ -297,7 +297,8 @@ class Partials:
                 if const_expr(at_once * groups >= most):
                     add_parts(acc[None, i], factors[i], group, groups, all_parts[i])
             if const_expr(at_once * groups < most):
-                for skipped in cutlass.range(group, parts[1] + group, at_once * groups, unroll=1):
+                for number in cutlass.range(0, parts[1], at_once * groups, unroll=1):
+                    skipped = number + group  # apart from the loop's number, which is a warp's
                     found = [self.load_parts(owner, parts, skipped, place, at_once) for place in places]
                     for i in cutlass.range_constexpr(many):
                         add_parts(acc[None, i], factors[i], skipped, groups, found[i])
