@@ -81,7 +81,7 @@ def share_of_tile(
     begin = at - first
     last = cutlass.min(width, end - begin)
     ends = (first_seat + unit // share for unit in (begin, begin + width - cost - 1))
-    return KeyShare(first, last, first_seat + number, *ends, goes_on=end > begin + width)
+    return KeyShare(first, last, first_seat + number, *ends)
 
 
 class Window(NamedTuple):

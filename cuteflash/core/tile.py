@@ -42,7 +42,6 @@ class KeyShare:
         first, last: of the tile's units, `[first, last)`; unit i is the i-th key block that the tile visits.
         seat: that of this block.
         owner, last_owner: the seats of the blocks with the tile's first and its last part.
-        goes_on: whether this block has more to compute after the tile.
     """
 
     first: Index
@@ -50,7 +49,6 @@ class KeyShare:
     seat: Index
     owner: Index
     last_owner: Index
-    goes_on: Boolean | bool = False
 
     def is_whole(self) -> Boolean:
         """Whether the tile has one part."""

@@ -31,7 +31,6 @@ class MlaTraitsE4m3(MlaTraitsMma):
 
     features: ClassVar[frozenset[Feature]] = frozenset({"split", "varlen", "e4m3_cache"})
     columns: ClassVar[int] = PAIRS
-    tile_cost: ClassVar[int] = 3
 
     q_kept: int = STEPS
     trades_rows: bool = False

@@ -48,7 +48,7 @@ class MlaTraitsMma(abc.ABC):
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     columns: ClassVar[int]  # of 16 bits of a cached row
-    tile_cost: ClassVar[int] = 2  # pages that are read in the time that a block takes between two tiles
+    tile_cost: ClassVar[int] = 1  # pages that are read in the time that a block takes between two tiles
 
     tile_m: int
     tile_n: int

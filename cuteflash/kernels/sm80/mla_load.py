@@ -11,11 +11,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from cuteflash.atoms import row_copies
-from cuteflash.core.scores import computed_here
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock
-
-LINE_BYTES = 128  # of L2
 
 
 @cute.jit
@@ -50,36 +47,3 @@ def load_keys(
 def load_q(kernel, block: MlaBlock, tile: QueryTile) -> None:
     """Issue the copies of a tile's rows of Q."""
     load_rows(kernel, block.gQ[None, None, tile.batch], block.tiles.sQ, tile.m_block, tile.rows())
-
-
-@cute.jit
-def entry_after(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile):
-    """The entry of the cache with the first keys of this block's next tile, of kernels that fetch them early.
-
-    It is -1 if the block has no other tile, or that has no keys.
-    """
-    found = Int32(-1)
-    if const_expr(kernel.traits.early_launch and tile.share is not None):
-        if tile.share.goes_on:
-            following = tile.sequence + 1
-            if block.launch.sequence(following).seqlen_k > 0:
-                _, found = block.pages.place(following, Int32(0))
-    return found
-
-
-@cute.jit
-def fetch_step(kernel: cutlass.Constexpr, block: MlaBlock, entry: Int32):
-    """Bring the first step's keys of an entry into L2: memory has less to do while one tile ends and the next begins.
-
-    Rows past the last key come along, if the entry has them.
-    """
-    traits = kernel.traits
-    elements = LINE_BYTES * 8 // block.gK.element_type.width
-    lines = -(-traits.columns // elements)  # of a row, the last one perhaps in part
-    keys, thread = block.gK[None, None, entry], computed_here(cute.arch.thread_idx()[0])
-    for first in cutlass.range_constexpr(0, traits.tile_n * lines, traits.num_threads):
-        number = first + thread
-        row = number // lines
-        if (row < traits.tile_n) & (row < keys.shape[0]):
-            start = cute.domain_offset((row, number % lines * elements), keys).iterator
-            cute.arch.prefetch(start.llvm_ptr, cache_level="L2")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from cuteflash.core.latent import place_of
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock, MlaFragments
-from cuteflash.kernels.sm80.mla_load import entry_after, fetch_step, load_keys, load_q
+from cuteflash.kernels.sm80.mla_load import load_keys, load_q
 from cuteflash.kernels.sm80.mla_softmax import scale_out, soften
 
 NO_MAXIMUM = -1e30  # of a row before its first key; finite, so that no difference of maxima is NaN
@@ -32,25 +32,22 @@ def attend(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments, tile: Qu
     f.row_max.fill(NO_MAXIMUM)
     blocks = tile.visited_blocks()
     if blocks.hi > blocks.lo:
-        place, after = load_first(kernel, block, f, tile, blocks.lo, blocks.hi)
-        attend_steps(kernel, block, f, tile, (blocks.lo, blocks.hi), place, after)
+        place = load_first(kernel, block, f, tile, blocks.lo, blocks.hi)
+        attend_steps(kernel, block, f, tile, (blocks.lo, blocks.hi), place)
 
 
 @cute.jit
 def load_first(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments, tile: QueryTile, first: Int32, end: Int32):
-    """Issue the loads of Q and of all stages but the last, and prepare Q.
-
-    Returns where the next keys lie, and the entry with those of the tile after this one.
-    """
+    """Issue the loads of Q and of all stages but the last, and prepare Q; where the next keys lie."""
     stages = kernel.traits.kv_stage
     load_q(kernel, block, tile)
     cute.arch.cp_async_commit_group()
     for stage in cutlass.range_constexpr(stages - 1):
         page = first + stage
         load_step(kernel, block, tile, (page, end), place_of(block, tile, page, end), Int32(stage + 1))
-    place, after = place_of(block, tile, first + stages - 1, end), entry_after(kernel, block, tile)
+    place = place_of(block, tile, first + stages - 1, end)
     kernel.keep_q(block, f, tile)
-    return place, after
+    return place
 
 
 @cute.jit
@@ -61,12 +58,10 @@ def attend_steps(
     tile: QueryTile,
     pages: tuple[Int32, Int32],
     place: tuple[Int32, Int32],
-    after: Int32,
 ):
     """`attend` of the steps `pages`, one or more, each after the other.
 
-    A step's keys are loaded `kv_stage - 1` steps ahead, and looked up one more; `place` is that of the next ones, and
-    `after` the entry with the next tile's.
+    A step's keys are loaded `kv_stage - 1` steps ahead, and looked up one more; `place` is that of the next ones.
     """
     first, end = pages
     stages = kernel.traits.kv_stage
@@ -75,9 +70,6 @@ def attend_steps(
         following = page + stages - 1
         load_step(kernel, block, tile, (following, end), place, stage_of(kernel, first, following))
         place = place_of(block, tile, following + 1, end)
-        if const_expr(kernel.traits.early_launch):
-            if (page + 1 == end) & (after >= 0):
-                fetch_step(kernel, block, after)
         stage = stage_of(kernel, first, page)
         kernel.product_qk(block, f, stage)
         soften(kernel, block, f, tile, page)
