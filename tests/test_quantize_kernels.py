@@ -80,7 +80,7 @@ def test_every_block_of_a_mix_runs_once(first: int, second: int) -> None:
 
 
 def test_a_mix_backwards_is_the_same_order_from_its_end_on() -> None:
-    work = Work(HeadTiles(2, 3, 4), HeadTiles(2, 3, 1), HeadTiles(2, 3, 1)).mixed()
+    work = Work(HeadTiles.of(2, 3, 4), HeadTiles.of(2, 3, 1), HeadTiles.of(2, 3, 1)).mixed()
     order = [int(work.number(place)) for place in range(work.size())]
     assert [int(work.number(place, is_backwards=True)) for place in range(work.size())] == order[::-1]
     assert [int(dataclasses.replace(work, mix=None).number(place)) for place in range(4)] == [0, 1, 2, 3]

@@ -114,6 +114,8 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     if problem.smooths_v and not problem.measures_heads:  # little to measure: more blocks; and what of V is in L2 first
         traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
     measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
+    if problem.mixes_rotated:
+        measuring = FEW_THREADS
     threads = measuring if problem.rotary_dim else THREADS
     many_rows = problem.scales_by_block and (problem.is_grouped or not problem.holds_rows)
     if many_rows or (problem.rotary_dim and problem.hadamard):

@@ -19,15 +19,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.kernels.common.quantize_products import PTX_TYPES, SIGNS, mma, signs_of
 from cuteflash.kernels.common.quantize_tile import WORDS, Rows, Tile, peak_of
 from cuteflash.problem import Dtype
 from cuteflash.traits.quantize import COLUMNS, ROWS
 
 FIRST_KEY = 1 << 24  # of zero: twice its bits, plus what carries an infinity beyond 32 bits
 PAIRS = COLUMNS // 2  # words of a thread in a row
-PTX_TYPES = {"fp16": "f16", "bf16": "bf16"}
-ONES = {"fp16": 0x3C003C00, "bf16": 0x3F803F80}  # a pair of 1
-MAGNITUDES, SIGNS, SECOND_SIGN = 0x7FFF7FFF, 0x80008000, 0x80000000  # of a pair
+MAGNITUDES = 0x7FFF7FFF  # of a pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,20 +110,6 @@ class Held:
         return size_of(functools.reduce(larger, map(finite_key, values)))
 
 
-def signs_of(dtype: Dtype) -> Uint32:
-    """What a thread has of the matrix as the second operand of a product, up to its sign: two elements, 1 or -1.
-
-    Row 16t + 2p + f and column 16g' + 2n + g'' of the matrix meet in thread 4g + t, if g is 2g' + g''; the element is
-    negative if their numbers have an odd number of bits in common. Those of p and n are `Held.sign`'s.
-    """
-    lane = cute.arch.lane_idx()
-    t, g = lane % 4, lane // 4
-    common = t & (g >> 1)
-    is_negative = (common ^ (common >> 1)) & 1
-    pair = Uint32(ONES[dtype]) ^ cutlass.select_(is_negative == 1, Uint32(SIGNS), Uint32(0))
-    return pair ^ cutlass.select_(g & 1 == 1, Uint32(SECOND_SIGN), Uint32(0))
-
-
 def finite_key(value: Float32) -> Uint32:
     """A number that grows with the magnitude of a finite value; those of infinities and NaN are smaller than all.
 
@@ -176,15 +161,3 @@ def pair_extreme(name: str, a: Uint32, b: Uint32, *, dtype: Dtype) -> Uint32:
     return cute.arch.inline_ptx(
         f"{name}.{PTX_TYPES[dtype]}x2 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[a, b]
     )
-
-
-def mma(
-    c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ...], dtype: Dtype, use: str
-) -> tuple[Float32, ...]:
-    """c + a b of a warp: 16 rows, 8 columns, sums over 16. The compiler merges equal ones of one `use` only."""
-    code = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32 "
-        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
-    ).replace("T", PTX_TYPES[dtype]) + f" // {use}"
-    found = cute.arch.inline_ptx(code, write_only_types=[Float32] * len(c), read_only_args=[*a, *b, *c])
-    return tuple(found)

@@ -18,7 +18,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.tile_numbers import first_tile
+from cuteflash.kernels.common.quantize_centred import add_tile, clear_missing, nothing_of, take_extremes
 from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of, pair_extreme
+from cuteflash.kernels.common.quantize_products import Identity
+from cuteflash.kernels.common.quantize_rotate import RotatedHeads
 from cuteflash.kernels.common.quantize_tile import Rows, Tile, block_max, descale_of, largest_magnitude
 from cuteflash.kernels.common.quantize_work import (
     HeadTiles,
@@ -47,6 +50,7 @@ class Measure:
     def __init__(self, traits: QuantizeTraits, problem: QuantizeProblem) -> None:
         self.traits = traits
         self.problem = problem
+        self.rotated = RotatedHeads(traits, problem)
 
     def launch(self, tensors: QuantizeTensors, stream) -> None:
         """Launch both: afterwards the descales and V's mean that have to be computed are there."""
@@ -78,12 +82,12 @@ class Measure:
             heads_q, heads_k = 0, 0
         else:
             heads_q, heads_k = heads, kv_heads
-        return Work(HeadTiles(batch, of_q, heads_q), HeadTiles(batch, of_k, heads_k), HeadTiles(batch, of_k, kv_heads))
+        return Work(HeadTiles.of(batch, of_q, heads_q), HeadTiles.of(batch, of_k, heads_k), HeadTiles.of(batch, of_k, kv_heads))
 
     def blocks(self, tensors: QuantizeTensors) -> Work:
         """The blocks that measure them: one of Q or K has the same part of several heads."""
         work, visits = self.work(tensors), self.traits.visits
-        q, k = (dataclasses.replace(x, heads=cute.ceil_div(x.heads, visits)) for x in (work.q, work.k))
+        q, k = (HeadTiles.of(x.batch, x.tiles, cute.ceil_div(x.heads, visits)) for x in (work.q, work.k))
         blocks = dataclasses.replace(work, q=q, k=k)
         return blocks.mixed() if self.traits.mixes else blocks
 
@@ -123,15 +127,32 @@ class Measure:
 
     @cute.jit
     def measure_heads(self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32):
-        """The largest magnitudes of a part of as many heads of Q or K as a block visits, row by row.
+        """The largest magnitudes of a part of as many heads of Q or K as a block visits.
 
         If there are fewer heads the last one is measured again.
         """
         traits, problem = self.traits, self.problem
         is_q, place = blocks.place(number)
         span = self.span(tensors, is_q, place)
-        parts = HeadTiles(work.q.batch, *(choose(is_q, *x) for x in zip(work.sizes(work.q), work.sizes(work.k))))
-        heads = [cutlass.min(place.head * traits.visits + h, parts.heads - 1) for h in range(traits.visits)]
+        last = choose(is_q, work.q.heads, work.k.heads) - 1
+        heads = [cutlass.min(place.head * traits.visits + h, last) for h in range(traits.visits)]
+        if const_expr(problem.mixes_rotated):
+            first = place.head * traits.visits
+            count = cutlass.min(traits.visits, last + 1 - first)
+            peaks = self.rotated.sizes(tensors, is_q, span, first, count, self.tiles(span))
+        else:
+            peaks = self.sizes(tensors, is_q, span, heads)
+        warps = -(-traits.num_threads // WARP)
+        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.visits)))
+        for h, head in enumerate(heads):
+            peak = block_max(peaks[h], numbers[None, h], warps) * problem.hadamard_scale
+            if cute.arch.thread_idx()[0] == 0:
+                tensors.workspace[work.number_of(is_q, Place(place.batch, place.tile, head))] = peak
+
+    @cute.jit
+    def sizes(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, heads: list[Int32]):
+        """(heads,) the largest magnitude that a thread has seen of each of some heads."""
+        traits, problem = self.traits, self.problem
         sources = [choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))) for head in heads]
         peaks = cute.make_rmem_tensor(traits.visits, Float32)
         peaks.fill(0.0)
@@ -140,13 +161,7 @@ class Measure:
             for row in cutlass.range(ROWS, unroll=1):
                 for h, values in enumerate(rotated_heads(problem, tensors, sources, tile, row)):
                     peaks[h] = cute.arch.fmax(peaks[h], largest_magnitude([values]))
-        warps = -(-traits.num_threads // WARP)
-        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.visits)))
-        for h, head in enumerate(heads):
-            peak = block_max(peaks[h], numbers[None, h], warps) * problem.hadamard_scale
-            if cute.arch.thread_idx()[0] == 0:
-                target = choose(is_q, Int32(0), work.q.size()) + parts.number(place.batch, place.tile, head)
-                tensors.workspace[target] = peak
+        return peaks
 
     @cute.jit
     def measure_v(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -154,28 +169,47 @@ class Measure:
         traits, problem = self.traits, self.problem
         place = work.v.place(number - work.first_v())
         span = self.span(tensors, None, place)
-        part = span.origin, place.head
         tiles = self.tiles(span)
         if const_expr(problem.smooths_v):
             sums = cute.make_rmem_tensor(COLUMNS, Float32)
             sums.fill(0.0)
             extremes = cute.make_rmem_tensor((PAIRS, len(EXTREMES)), Uint32)
             extremes.fill(NAN_PAIR)
+            identity = Identity.of(problem.dtype, span.rows)
             for i in cutlass.range(tiles, unroll=1):
-                tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
-                held = Held.load(Rows.of(tensors.v, *part), tile, problem.dtype)
-                add_rows(sums, held)
+                held = self.values(tensors, span, place, i)
+                if held.tile.first + traits.tokens > held.tile.last + 1:
+                    clear_missing(held)
+                add_tile(sums, held, identity)
                 if const_expr(problem.measures_heads):
-                    add_extremes(extremes, held)
+                    take_extremes(extremes, held, EXTREMES)
+            if not cute.arch.vote_all_sync(nothing_of(sums) == Float32(0.0)):
+                self.measure_again(tensors, span, place, tiles, sums, extremes)
             tile = span.tile(span.first, problem.head_dim_v, traits.quads)
             self.put_columns(tensors, work, number, tile, (sums, extremes))
         else:
             peak = Float32(0.0)
             for i in cutlass.range(tiles, unroll=1):
-                tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
-                held = Held.load(Rows.of(tensors.v, *part), tile, problem.dtype)
-                peak = cute.arch.fmax(peak, held.magnitude())
+                peak = cute.arch.fmax(peak, self.values(tensors, span, place, i).magnitude())
             self.put_magnitude(tensors, number, peak)
+
+    def values(self, tensors: QuantizeTensors, span: Span, place: Place, i: Int32) -> Held:
+        """A thread's rows of tile `i` of a part of V."""
+        tile = span.tile(span.first + i * self.traits.tokens, self.problem.head_dim_v, self.traits.quads)
+        return Held.load(Rows.of(tensors.v, span.origin, place.head), tile, self.problem.dtype)
+
+    @cute.jit
+    def measure_again(
+        self, tensors: QuantizeTensors, span: Span, place: Place, tiles: Int32, sums: cute.Tensor, extremes: cute.Tensor
+    ):
+        """Sums and extremes of a part's columns without elements that are not finite."""
+        sums.fill(0.0)
+        extremes.fill(NAN_PAIR)
+        for i in cutlass.range(tiles, unroll=1):
+            held = self.values(tensors, span, place, i)
+            add_rows(sums, held)
+            if const_expr(self.problem.measures_heads):
+                add_extremes(extremes, held)
 
     def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
         """The rows of a part of Q or K; `is_q` is None for one of V."""

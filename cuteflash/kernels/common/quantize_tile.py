@@ -165,6 +165,13 @@ def own_columns(vector: cute.Tensor, tile: Tile) -> cute.Tensor:
     return values
 
 
+@cute.jit
+def put_row(target: Rows, tile: Tile, i: int | Int32, words: cute.Tensor):
+    """Write a thread's row `i` if the result has it."""
+    if tile.is_written(i):
+        tile.store_row(target, i, words)
+
+
 def widened(row: cute.Tensor) -> cute.Tensor:
     """A copy in fp32."""
     values = cute.make_rmem_tensor_like(row, Float32)
@@ -189,11 +196,11 @@ class Rotary:
         """Cosines and sines of the thread's columns in its row `i`, fp32: of each pair's, or of each column's."""
         if self.problem.rotary_interleaved:
             column = cutlass.min(tile.lane * COLUMNS, self.problem.rotary_dim - COLUMNS)
-            return self._tables(tile, (column // 2,), i)
+            return self.tables(tile, (column // 2,), i)
         if tile.half:
-            return self._tables(tile, (tile.lane * ALIGN_ELEMENTS,), i)
+            return self.tables(tile, (tile.lane * ALIGN_ELEMENTS,), i)
         half = self._half()
-        return self._tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in tile.chunks()), i)
+        return self.tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in tile.chunks()), i)
 
     def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int, angles) -> None:
         """Rotate a thread's row `i` by `angles`; it comes from `rows` of element type `dtype`."""
@@ -216,7 +223,7 @@ class Rotary:
         """Chunks of 8 columns in half of those that are rotated."""
         return self.problem.rotary_dim // 2 // ALIGN_ELEMENTS
 
-    def _tables(self, tile: Tile, columns: tuple[Int32, ...], i: int) -> tuple[cute.Tensor, cute.Tensor]:
+    def tables(self, tile: Tile, columns: tuple[Int32, ...], i: int) -> tuple[cute.Tensor, cute.Tensor]:
         """8 neighbouring cosines and sines from each of `columns` on, for row `i`, fp32."""
         nbytes = self.dtype.width // 8
         steps = range(0, ALIGN_ELEMENTS * nbytes, ALIGN_BYTES)

@@ -1,0 +1,226 @@
+"""Blocks of Q and K whose rows `quantize_mixed` rotates: a tile of several heads, one after the other.
+
+Heads share the cosines and sines of the tile. While a head's rows are measured or written, the next one's are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, eight_bits, is_finite, size_of
+from cuteflash.kernels.common.quantize_scales import Scales
+from cuteflash.kernels.common.quantize_tile import Rows
+from cuteflash.kernels.common.quantize_work import Place, Span, Work, choose, rotary_of, tile_span
+from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
+from cuteflash.traits.quantize import QuantizeTraits
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRows:
+    """The rows of heads that follow each other: of the first one, and bytes from a head to the next."""
+
+    rows: Rows
+    step: Int64
+
+    @classmethod
+    def of(cls, is_q: Boolean, both: tuple[cute.Tensor, cute.Tensor], origin: Int32, first: Int32) -> HeadRows:
+        """Of Q or K from head `first` on, see `Rows.of`."""
+        rows = choose(is_q, *(Rows.of(x, origin, first) for x in both))
+        return cls(rows, choose(is_q, *(Int64(x.stride[-2]) * (x.element_type.width // 8) for x in both)))
+
+    def __getitem__(self, number: Int32) -> Rows:
+        return Rows(self.rows.address + self.step * number, self.rows.stride)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """What a block has of Q or K: a tile of heads `first` to `first + count`.
+
+    Attributes:
+        sharing: how many of the heads follow each other with one scale.
+    """
+
+    is_q: Boolean
+    place: Place
+    span: Span
+    first: Int32
+    count: Int32
+    sharing: Int32
+    source: HeadRows
+    target: HeadRows
+
+    def kv_head(self, number: Int32) -> Int32:
+        """The KV head of the head with this number among those that the block visits."""
+        return (self.first + number) // self.sharing
+
+    def is_listed(self, scales: Scales, tensors: QuantizeTensors) -> Boolean | bool:
+        """Whether the tile has a scale."""
+        return scales.has_qk(tensors, self.is_q, self.place)
+
+
+class RotatedHeads:
+    """The parts of blocks of Q and K in the kernel that converts and in that which measures."""
+
+    def __init__(self, traits: QuantizeTraits, problem: QuantizeProblem) -> None:
+        self.traits = traits
+        self.problem = problem
+        self.scales = Scales(traits, problem)
+
+    def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
+        """How many heads of Q and of K a block visits: with one scale all that share it, otherwise some."""
+        sharing = self.problem.is_grouped
+        return tensors.q.shape[-2] // tensors.k.shape[-2] if sharing else self.traits.visits, self.traits.visits
+
+    def visit(self, tensors: QuantizeTensors, work: Work, number: Int32) -> Visit:
+        """What block `number` converts."""
+        is_q, place = work.place(number)
+        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
+        visits = choose(is_q, *(Int32(x) for x in self.visits(tensors)))
+        span = tile_span(self.problem, self.traits, tensors, is_q, place)
+        first = place.head * visits
+        return Visit(
+            is_q=is_q,
+            place=place,
+            span=span,
+            first=first,
+            count=cutlass.min(visits, heads - first),
+            sharing=choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1)),
+            source=HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first),
+            target=HeadRows.of(is_q, (tensors.q8, tensors.k8), span.origin, first),
+        )
+
+    @cute.jit
+    def convert(self, tensors: QuantizeTensors, work: Work, number: Int32):
+        """Convert a tile of some heads."""
+        problem = self.problem
+        visit = self.visit(tensors, work, number)
+        span = visit.span
+        tile = MixedTile.at(span.first, span.rows, span.end, problem.head_dim, self.traits.tokens)
+        mixer = Mixer.of(tile, problem.dtype, self.traits)
+        words = [tile.words() for _ in range(tile.rows)]
+        self.load(visit.source[Int32(0)], tile, words)
+        mixer.put_angles(rotary_of(problem, tensors))
+        if const_expr(problem.scales_by_block):
+            self.convert_blocks(tensors, visit, mixer, words)
+        else:
+            for step in cutlass.range(visit.count, unroll=1):
+                place = Place(span.entry, visit.place.tile, visit.kv_head(step))
+                factor = problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
+                target, is_fine = visit.target[step], Boolean(True)
+                for i in cutlass.range_constexpr(tile.rows):
+                    mixed = mixer.row(words[i], i)
+                    is_fine = is_fine & is_finite(mixed)
+                    self.put(target, tile, mixed, factor, i)
+                if step + 1 < visit.count:
+                    self.load(visit.source[step + 1], tile, words)
+                if not cute.arch.vote_all_sync(is_fine):
+                    self.put_again(visit.source[step], target, mixer, factor)
+
+    @cute.jit
+    def convert_blocks(self, tensors: QuantizeTensors, visit: Visit, mixer: Mixer, words: list[cute.Tensor]):
+        """The same with scales of blocks, which are found.
+
+        Heads that share a scale come twice, and the second time out of L2: all but the last one, whose rows the block
+        still has.
+        """
+        problem, tile, count = self.problem, mixer.tile, visit.count
+        numbers = self.scales.numbers(2)  # steps take turns, so that one barrier suffices
+        is_alone, steps = visit.sharing == 1, count
+        if const_expr(problem.is_grouped):
+            steps = Int32(cutlass.select_(is_alone, count, 2 * count - 1))
+        peak, factor = Float32(0.0), Float32(1.0)
+        for step in cutlass.range(steps, unroll=1):
+            head = self.head_of(step, count)
+            rows = [mixer.row(words[i], i) for i in range(tile.rows)]
+            is_fine = functools.reduce(operator.and_, map(is_finite, rows))
+            if step + 1 < steps:
+                self.load(visit.source[self.head_of(step + 1, count)], tile, words)
+            size = size_of(rows)
+            if const_expr(not problem.is_grouped):
+                factor = self.find_factor(tensors, visit, head, tile, size, numbers[None, step & 1])
+                self.put_all(visit, head, mixer, rows, factor, is_fine)
+            else:
+                peak = cutlass.select_(is_alone, size, cute.arch.fmax(peak, size))
+                if is_alone or step == count - 1:
+                    factor = self.find_factor(tensors, visit, head, tile, peak, numbers[None, step & 1])
+                if is_alone or step >= count - 1:
+                    self.put_all(visit, head, mixer, rows, factor, is_fine)
+
+    def head_of(self, step: Int32, count: Int32) -> Int32:
+        """The head that comes at a step, counted from the first one that the block visits."""
+        return Int32(cutlass.select_(step < count, step, step - count)) if self.problem.is_grouped else step
+
+    def find_factor(
+        self, tensors: QuantizeTensors, visit: Visit, head: Int32, tile: MixedTile, size: Float32, numbers: cute.Tensor
+    ) -> Float32:
+        """What rows are multiplied with, from the largest magnitude of a thread's; writes their scale."""
+        found = self.scales.find(size * self.problem.hadamard_scale, tile, numbers)
+        place = Place(visit.span.entry, visit.place.tile, visit.kv_head(head))
+        self.scales.put(self.scales.of_qk(tensors, visit.is_q, place), found, visit.is_listed(self.scales, tensors))
+        return self.problem.hadamard_scale / found
+
+    @cute.jit
+    def put_all(
+        self, visit: Visit, head: Int32, mixer: Mixer, rows: list[cute.Tensor], factor: Float32, is_fine: Boolean
+    ):
+        """Write a thread's rows of a head; `is_fine` says whether all of their elements were finite."""
+        target = visit.target[head]
+        for i in cutlass.range_constexpr(mixer.tile.rows):
+            self.put(target, mixer.tile, rows[i], factor, i)
+        if not cute.arch.vote_all_sync(is_fine):
+            self.put_again(visit.source[head], target, mixer, factor)
+
+    @cute.jit
+    def sizes(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, first: Int32, count: Int32, tiles: Int32):
+        """(heads,) the largest magnitude that a thread has seen in the first `tiles` tiles of `span`, of each head."""
+        problem, traits = self.problem, self.traits
+        source = HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first)
+        shape = traits.num_threads, traits.visits
+        found = SmemAllocator().allocate_tensor(Float32, cute.make_layout(shape))[cute.arch.thread_idx()[0], None]
+        found.fill(0.0)
+        tile = MixedTile.at(span.first, span.rows, span.end, problem.head_dim, traits.tokens)
+        mixer = Mixer.of(tile, problem.dtype, traits)
+        words = [tile.words() for _ in range(tile.rows)]
+        for t in cutlass.range(tiles, unroll=1):
+            tile = dataclasses.replace(tile, first=span.first + t * traits.tokens)
+            mixer = dataclasses.replace(mixer, tile=tile)
+            self.load(source[Int32(0)], tile, words)
+            mixer.put_angles(rotary_of(problem, tensors))
+            for step in cutlass.range(count, unroll=1):
+                rows = [mixer.row(words[i], i) for i in range(tile.rows)]
+                if step + 1 < count:
+                    self.load(source[step + 1], tile, words)
+                found[step] = cute.arch.fmax(found[step], size_of(rows))
+        return found
+
+    def load(self, source: Rows, tile: MixedTile, words: list[cute.Tensor]) -> None:
+        """Load a thread's rows."""
+        for i, row in enumerate(words):
+            tile.load_words(source, i, row, self.problem.dtype)
+
+    @cute.jit
+    def put(self, target: Rows, tile: MixedTile, mixed: cute.Tensor, factor: Float32, i: int | Int32):
+        """Round a thread's row `i`, times a factor, and write it if the result has it."""
+        words = eight_bits(mixed, factor, self.problem.to)
+        if const_expr(self.problem.is_packed):
+            for w in cutlass.range_constexpr(cute.size(words)):
+                words[w] = cutlass.select_(tile.has(i), words[w], cutlass.Uint32(0))
+        if tile.is_written(i):
+            tile.store_words(target, i, words)
+
+    @cute.jit
+    def put_again(self, source: Rows, target: Rows, mixer: Mixer, factor: Float32):
+        """Write a thread's rows once more, rotated so that infinities and NaN stay what they are."""
+        tile = mixer.tile
+        for i in cutlass.range(tile.rows, unroll=1):
+            words = tile.words()
+            tile.load_words(source, i, words, self.problem.dtype)
+            self.put(target, tile, mixer.row(words, i, is_careful=True), factor, i)
