@@ -127,10 +127,7 @@ class Measure:
 
     @cute.jit
     def measure_heads(self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32):
-        """The largest magnitudes of a part of as many heads of Q or K as a block visits.
-
-        If there are fewer heads the last one is measured again.
-        """
+        """The largest magnitudes of a part of as many heads of Q or K as a block visits."""
         traits, problem = self.traits, self.problem
         is_q, place = blocks.place(number)
         span = self.span(tensors, is_q, place)
@@ -146,12 +143,12 @@ class Measure:
         numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.visits)))
         for h, head in enumerate(heads):
             peak = block_max(peaks[h], numbers[None, h], warps) * problem.hadamard_scale
-            if cute.arch.thread_idx()[0] == 0:
+            if cute.arch.thread_idx()[0] == 0 and place.head * traits.visits + h <= last:
                 tensors.workspace[work.number_of(is_q, Place(place.batch, place.tile, head))] = peak
 
     @cute.jit
     def sizes(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, heads: list[Int32]):
-        """(heads,) the largest magnitude that a thread has seen of each of some heads."""
+        """(heads,) the largest magnitude that a thread has seen of each of some heads, of one that is twice there twice."""
         traits, problem = self.traits, self.problem
         sources = [choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))) for head in heads]
         peaks = cute.make_rmem_tensor(traits.visits, Float32)
