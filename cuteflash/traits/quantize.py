@@ -29,6 +29,8 @@ class QuantizeTraits:
         tiles_of_part: tiles that a block measures.
         resident: blocks of the converting kernel that a multiprocessor must have registers for.
         measuring: likewise of the kernel that measures.
+        centres_v: V minus its mean is fp32 until it is rounded, which takes 64 of a thread's registers.
+        tiles_of_v: tiles of V that a block converts, if `centres_v`: each is loaded ahead.
         mixes: blocks of V, which wait for memory, run beside those of Q and K, which may have more to compute; without
             it after them.
         backwards: tiles are converted in the reverse of the order in which they are measured, so that those measured
@@ -41,6 +43,8 @@ class QuantizeTraits:
     tiles_of_part: int = 4
     resident: int = 1
     measuring: int = 1
+    centres_v: bool = False
+    tiles_of_v: int = 1
     mixes: bool = False
     backwards: bool = False
 
@@ -122,6 +126,8 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         threads = FEW_THREADS
     elif problem.smooths_v and (problem.is_packed or problem.scales_by_block or head_dim <= 64):
         threads = min(threads, SOME_THREADS)  # with 64 registers each these spilled
+    if problem.mixes_rotated and problem.smooths_v:
+        traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=1 if problem.is_packed else 4)
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
 

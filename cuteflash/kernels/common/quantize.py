@@ -86,7 +86,7 @@ class Quantize:
         tokens, batch, heads, kv_heads = self.traits.tokens, batch_of(tensors), tensors.q.shape[-2], tensors.k.shape[-2]
         visits_q, visits_k = self.visits(tensors)
         of_q, of_k = (tiles_of(tensors, x.shape[-3], tokens, BLOCK_TOKENS) for x in (tensors.q, tensors.k))
-        of_v = cute.ceil_div(tensors.v8.shape[-1], tokens) if self.problem.transposes_v else of_k
+        of_v = cute.ceil_div(self.values.tiles(tensors), self.traits.tiles_of_v)
         work = Work(
             q=HeadTiles.of(batch, of_q, cute.ceil_div(heads, visits_q)),
             k=HeadTiles.of(batch, of_k, cute.ceil_div(kv_heads, visits_k)),

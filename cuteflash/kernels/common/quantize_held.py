@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
 from cuteflash.kernels.common.quantize_products import PTX_TYPES, SIGNS, mma, signs_of
 from cuteflash.kernels.common.quantize_tile import WORDS, Rows, Tile, peak_of
 from cuteflash.problem import Dtype
@@ -52,6 +52,12 @@ class Held:
         """Of `rows`; a tile's rows after the last are loaded as the last."""
         words = cute.recast_tensor(tile.elements(rows, CUTE_DTYPES[dtype]), Uint32)
         return cls(words, tile, dtype, hadamard, signs_of(dtype) if hadamard else None)
+
+    def load_again(self, rows: Rows, tile: Tile, j: int) -> None:
+        """Load `j` of each row comes from another tile."""
+        for i in range(ROWS):
+            target = cute.zipped_divide(self.words[None, i], (WORDS,))[None, j]
+            tile.load_row(rows, (tile.chunks()[j] * ALIGN_BYTES,), i, cute.recast_tensor(target, CUTE_DTYPES[self.dtype]))
 
     def value(self, e: int, i: int, mean: cute.Tensor | None = None) -> Float32:
         """Column `e` of row `i` as it was loaded, minus a mean (columns,) if there is one, fp32."""

@@ -180,7 +180,7 @@ class Measure:
                 add_tile(sums, held, identity)
                 if const_expr(problem.measures_heads):
                     take_extremes(extremes, held, EXTREMES)
-            if not cute.arch.vote_all_sync(nothing_of(sums) == Float32(0.0)):
+            if not cute.arch.vote_all_sync(nothing_of([sums[e] for e in range(COLUMNS)]) == Float32(0.0)):
                 self.measure_again(tensors, span, place, tiles, sums, extremes)
             tile = span.tile(span.first, problem.head_dim_v, traits.quads)
             self.put_columns(tensors, work, number, tile, (sums, extremes))

@@ -23,11 +23,10 @@ from cutlass.memory import SmemAllocator
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.kernels.common.quantize_held import half_of
 from cuteflash.kernels.common.quantize_products import QUAD, ZEROS, Identity, first_bits, mma_tf32, tf32_signs
-from cuteflash.kernels.common.quantize_tile import WORDS, Rotary, Rows, Tile, peak_of, rounded
+from cuteflash.kernels.common.quantize_tile import NUMBERS, WORDS, Rotary, Rows, Tile, peak_of, rounded
 from cuteflash.problem import Dtype, Fp8Dtype
 from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
 
-NUMBERS = ALIGN_BYTES // 4  # of fp32 in 16 bytes
 TABLES = 2  # cosines and sines
 
 

@@ -141,9 +141,9 @@ class RotatedHeads:
             head = self.head_of(step, count)
             rows = [mixer.row(words[i], i) for i in range(tile.rows)]
             is_fine = functools.reduce(operator.and_, map(is_finite, rows))
-            if step + 1 < steps:
-                self.load(visit.source[self.head_of(step + 1, count)], tile, words)
             size = size_of(rows)
+            if step + 1 < steps:  # not sooner, or the compiler computes some of the rows later
+                self.load(visit.source[self.head_of(step + 1, count)], tile, words)
             if const_expr(not problem.is_grouped):
                 factor = self.find_factor(tensors, visit, head, tile, size, numbers[None, step & 1])
                 self.put_all(visit, head, mixer, rows, factor, is_fine)

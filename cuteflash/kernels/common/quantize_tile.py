@@ -24,6 +24,7 @@ Numeric = type[cutlass.Numeric]
 
 CHUNKS = COLUMNS // ALIGN_ELEMENTS  # loads of 16 bytes of a thread in a row of 16-bit elements
 WORDS = COLUMNS // ROWS  # of a thread in a row of 8-bit elements
+NUMBERS = ALIGN_BYTES // 4  # of fp32 in 16 bytes
 TINY = 2.0**-126  # the smallest normal number of fp32
 ROUND_PAIR = "cvt.rn.satfinite.{}x2.f32"
 
@@ -88,9 +89,9 @@ class Tile:
     half: cutlass.Constexpr[int] = 0
 
     @classmethod
-    def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int) -> Tile:
+    def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int, thread: Int32 | None = None) -> Tile:
         """The part of the calling thread in a tile of `head_dim` columns, which begins at row `first`."""
-        thread, lanes = cute.arch.thread_idx()[0], head_dim // COLUMNS
+        thread, lanes = own_thread(thread), head_dim // COLUMNS
         quad = thread // lanes
         return cls(first, seqlen - 1, thread % lanes, cutlass.min(quad, quads - 1), quad < quads)
 
@@ -154,6 +155,11 @@ class Tile:
     def elements(self, rows: Rows, dtype: Numeric) -> cute.Tensor:
         """(columns, rows) the thread's elements of fp16 or bf16 rows."""
         return self.load(rows, tuple(chunk * ALIGN_BYTES for chunk in self.chunks()), dtype)
+
+
+def own_thread(thread: Int32 | None) -> Int32:
+    """The calling thread's number, if it is not at hand."""
+    return cute.arch.thread_idx()[0] if thread is None else thread
 
 
 def own_columns(vector: cute.Tensor, tile: Tile) -> cute.Tensor:
@@ -347,6 +353,7 @@ def put_columns(
     traits: cutlass.Constexpr[QuantizeTraits],
     head_dim: cutlass.Constexpr[int],
     first_key: Int32 | None = None,
+    thread: Int32 | None = None,
 ):
     """Write a tile of 8-bit rows into V^T, by way of shared memory.
 
@@ -355,6 +362,7 @@ def put_columns(
         words: of each of the thread's columns its four rows, the first in the lowest byte.
         head_dim: columns of the tile.
         first_key: where the tile's rows begin in `target`; None is where they begin in their sequence.
+        thread: the calling thread's number, if it is at hand.
     """
     first = tile.first if const_expr(first_key is None) else first_key
     stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
@@ -363,7 +371,7 @@ def put_columns(
     cute.arch.sync_threads()
     atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=ALIGN_BYTES * 8)
     pieces = traits.quads // WORDS  # of 16 keys in a column
-    piece, total = cute.arch.thread_idx()[0], pieces * head_dim
+    piece, total = own_thread(thread), pieces * head_dim
     for _ in cutlass.range_constexpr(-(-total // traits.num_threads)):
         if piece < total:
             column, group = piece // pieces, piece % pieces

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.memory import SmemAllocator
 
-from cuteflash.core.signature import ALIGN_ELEMENTS
-from cuteflash.kernels.common.quantize_centred import Centred, Eight
+from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
+from cuteflash.kernels.common.quantize_centred import less_than_mean, size_of_values
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_scales import Scales
-from cuteflash.kernels.common.quantize_tile import CHUNKS, WORDS, Rows, Tile, own_columns, put_columns, put_row, rounded
-from cuteflash.kernels.common.quantize_work import Place, Work, tile_span
-from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
+from cuteflash.kernels.common.quantize_tile import (
+    CHUNKS,
+    NUMBERS,
+    WORDS,
+    Rows,
+    Tile,
+    own_columns,
+    put_columns,
+    put_row,
+    rounded,
+)
+from cuteflash.kernels.common.quantize_work import Place, Span, Work, tile_span, tiles_of
+from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
+
+MOST_THREADS = 1024  # of a block
+Value = Callable[[int, int], Float32]  # an element in fp32, of a thread's column and row
 
 
 class Values:
@@ -29,100 +45,154 @@ class Values:
 
     @cute.jit
     def convert(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of a head."""
-        problem, traits = self.problem, self.traits
+        """Convert a tile of a head, or several."""
         place = work.v.place(number - work.first_v())
-        span = tile_span(problem, traits, tensors, None, place)
-        tile = span.tile(span.first, problem.head_dim_v, traits.quads)
-        held = Held.load(Rows.of(tensors.v, span.origin, place.head), tile, problem.dtype)
-        mean = None
-        if const_expr(problem.smooths_v):
-            cute.arch.griddepcontrol_wait()
-            mean = own_columns(tensors.v_mean[span.entry, place.head, None], tile)
-        descale = self.scales.at(tensors.v_descale, Place(span.entry, place.tile, place.head))
-        if const_expr(problem.scales_by_block):
-            size, is_finite = self.size(held, mean)
-            found = self.scales.find(size, tile, self.scales.numbers()[None, 0])
-            self.scales.put(descale, found, self.scales.has(tensors.v_descale, place))
-            words = self.words(held, mean, 1.0 / found, is_finite)
+        if const_expr(self.traits.centres_v):
+            self.convert_tiles(tensors, place)
         else:
-            words = self.words(held, mean, 1.0 / descale[0], None)
+            span = tile_span(self.problem, self.traits, tensors, None, place)
+            tile = span.tile(span.first, self.problem.head_dim_v, self.traits.quads)
+            held = Held.load(Rows.of(tensors.v, span.origin, place.head), tile, self.problem.dtype)
+            mean = None
+            if const_expr(self.problem.smooths_v):
+                mean = self.mean(tensors, span, place, tile)
+            size = held.magnitude(mean) if self.problem.scales_by_block else None
+            factor = self.factor(tensors, span, place, tile, size, self.scales.numbers()[None, 0])
+            words = cute.make_rmem_tensor(COLUMNS, Uint32)
+            for j in range(CHUNKS):
+                self.put_words(words, functools.partial(held.value, mean=mean), factor, j)
+            self.put(tensors, span, place, tile, words, None)
+
+    @cute.jit
+    def convert_tiles(self, tensors: QuantizeTensors, place: Place):
+        """Convert tiles of a head that follow each other: while one is written, the next one is loaded.
+
+        Elements minus their mean stay fp32 in between.
+        """
+        problem, traits = self.problem, self.traits
+        first = place.tile * traits.tiles_of_v
+        span = tile_span(problem, traits, tensors, None, Place(place.batch, first, place.head))
+        tile = span.tile(span.first, problem.head_dim_v, traits.quads)
+        rows = Rows.of(tensors.v, span.origin, place.head)
+        held = Held.load(rows, tile, problem.dtype)
+        mean = self.kept(self.mean(tensors, span, place, tile))
+        numbers = self.scales.numbers(2)  # tiles take turns, so that one barrier suffices
+        count = cutlass.min(traits.tiles_of_v, self.tiles(tensors) - first)
+        for step in cutlass.range(count, unroll=1):
+            tile = dataclasses.replace(tile, first=span.first + step * traits.tokens)
+            values = less_than_mean(dataclasses.replace(held, tile=tile), rows, mean)
+            following = dataclasses.replace(tile, first=tile.first + traits.tokens)
+            if step + 1 < count:
+                held.load_again(rows, following, 0)
+            size = None
+            if const_expr(problem.scales_by_block):
+                size = size_of_values(values)
+            else:
+                cute.arch.sync_threads()  # what the last tile had in shared memory is read
+            own = Place(place.batch, first + step, place.head)
+            factor = -self.factor(tensors, span, own, tile, size, numbers[None, step & 1])
+            words = cute.make_rmem_tensor(COLUMNS, Uint32)
+            for j in cutlass.range_constexpr(CHUNKS):
+                self.put_words(words, functools.partial(value_of, values), factor, j)
+                if const_expr(j + 1 < CHUNKS):
+                    if step + 1 < count:  # not sooner, which would take registers
+                        held.load_again(rows, following, j + 1)
+            thread = thread_again(step)
+            again = Tile.of(tile.first, span.rows, problem.head_dim_v, traits.quads, thread)
+            self.put(tensors, span, own, dataclasses.replace(again, end=span.end), words, thread)
+
+    def tiles(self, tensors: QuantizeTensors) -> Int32:
+        """How many tiles a head has."""
+        if self.problem.transposes_v:
+            return cute.ceil_div(tensors.v8.shape[-1], self.traits.tokens)
+        return tiles_of(tensors, tensors.v.shape[-3], self.traits.tokens, BLOCK_TOKENS)
+
+    def mean(self, tensors: QuantizeTensors, span: Span, place: Place, tile: Tile) -> cute.Tensor:
+        """(columns,) of a thread; other kernels bring it."""
+        cute.arch.griddepcontrol_wait()
+        return own_columns(tensors.v_mean[span.entry, place.head, None], tile)
+
+    def kept(self, mean: cute.Tensor) -> cute.Tensor:
+        """A thread's columns in shared memory, where they take no registers beside a tile."""
+        shape = cute.make_layout((NUMBERS, self.traits.num_threads, COLUMNS // NUMBERS))
+        stage = SmemAllocator().allocate_tensor(Float32, shape, byte_alignment=ALIGN_BYTES)
+        target = stage[None, cute.arch.thread_idx()[0], None]
+        for e in range(COLUMNS):
+            target[e % NUMBERS, e // NUMBERS] = mean[e]
+        return target
+
+    def factor(
+        self,
+        tensors: QuantizeTensors,
+        span: Span,
+        place: Place,
+        tile: Tile,
+        size: Float32 | None,
+        numbers: cute.Tensor,
+    ) -> Float32:
+        """What a tile's elements are multiplied with: that of a scale which is there, or is found and written.
+
+        Args:
+            size: if it is to be found, the largest magnitude that a thread has seen.
+            numbers: see `Scales.numbers`.
+        """
+        descale = self.scales.at(tensors.v_descale, Place(span.entry, place.tile, place.head))
+        if size is None:
+            return 1.0 / descale[0]
+        found = self.scales.find(size, tile, numbers)
+        self.scales.put(descale, found, self.scales.has(tensors.v_descale, place))
+        return 1.0 / found
+
+    def put_words(self, words: cute.Tensor, value: Value, factor: Float32, j: int) -> None:
+        """Elements of load `j` times a factor in 8 bits, four in a word: of a column if V is transposed, else of a row.
+
+        All 16 words are those of a thread's columns, or of its rows.
+        """
+        for x in range(COLUMNS):
+            if self.problem.transposes_v:
+                places = [(x, i) for i in range(ROWS)]
+            else:
+                places = [(x % WORDS * ROWS + b, x // WORDS) for b in range(4)]
+            if places[0][0] // ALIGN_ELEMENTS == j:
+                words[x] = rounded(*(value(e, i) * factor for e, i in places), self.problem.to)
+
+    @cute.jit
+    def put(
+        self, tensors: QuantizeTensors, span: Span, place: Place, tile: Tile, words: cute.Tensor, thread: Int32 | None
+    ):
+        """Write a tile, zeros in place of rows that do not count."""
+        problem, traits = self.problem, self.traits
+        has = [tile.has(i) for i in range(ROWS)]
         if const_expr(problem.transposes_v):
+            of_rows = [cutlass.select_(has[i], Uint32(0xFF << 8 * i), Uint32(0)) for i in range(ROWS)]
+            mask = functools.reduce(operator.or_, of_rows)
+            columns = [words[e] & mask for e in range(COLUMNS)]
             if const_expr(problem.is_packed):
                 target, first_key = tensors.v8[place.head, None, None], place.tile * traits.tokens
             else:
                 target, first_key = tensors.v8[place.batch, place.head, None, None], None
-            put_columns(target, tile, words, traits, problem.head_dim_v, first_key)
+            put_columns(target, tile, columns, traits, problem.head_dim_v, first_key, thread)
         else:
-            self.put_rows(Rows.of(tensors.v8, span.origin, place.head), tile, words)
-
-    @cute.jit
-    def size(self, held: Held, mean: cute.Tensor | None):
-        """The largest magnitude of a thread's finite elements, minus their mean if there is one.
-
-        With a mean also whether all elements of the warp are finite.
-        """
-        size, is_finite = Float32(0.0), Boolean(True)
-        if const_expr(mean is None):
-            size = held.magnitude()
-        else:
-            size = Centred.of(held, mean).size()
-            is_finite = cute.arch.vote_all_sync(size < Float32.inf)
-            if not is_finite:
-                size = held.magnitude(mean)
-        return size, is_finite
-
-    @cute.jit
-    def words(self, held: Held, mean: cute.Tensor | None, factor: Float32, is_finite: Boolean | None):
-        """(16,) a thread's elements, minus their mean if there is one, times a factor in 8 bits.
-
-        A word has four neighbouring elements: of a column if V is transposed, of a row otherwise.
-        """
-        if const_expr(mean is None):
-            words = self.rounded(functools.partial(loaded, held, None), factor)
-        else:
-            centred = Centred.of(held, mean)
-            words = self.rounded(centred.eight, -factor)
-            if const_expr(is_finite is None):
-                is_finite = cute.arch.vote_all_sync(centred.nothing() == Float32(0.0))
-            if not is_finite:
-                words.store(self.rounded(functools.partial(loaded, held, mean), factor).load())
-        return self.counted(held, words)
-
-    def rounded(self, eight: Eight, factor: Float32) -> cute.Tensor:
-        """Words of elements in fp32."""
-        words = cute.make_rmem_tensor(COLUMNS, Uint32)
-        for j in range(CHUNKS):
-            rows = eight(j)
-            for x in range(ALIGN_ELEMENTS):
-                if self.problem.transposes_v:
-                    of_word, place = [row[x] for row in rows], ALIGN_ELEMENTS * j + x
-                else:
-                    i, w = x // 2, x % 2
-                    of_word, place = rows[i][4 * w : 4 * w + 4], WORDS * i + 2 * j + w
-                words[place] = rounded(*(value * factor for value in of_word), self.problem.to)
-        return words
-
-    def counted(self, held: Held, words: cute.Tensor) -> cute.Tensor:
-        """The same with zeros in place of rows that do not count, if there is a place for these."""
-        has = [held.tile.has(i) for i in range(ROWS)]
-        if self.problem.transposes_v:
-            of_rows = (cutlass.select_(has[i], Uint32(0xFF << 8 * i), Uint32(0)) for i in range(ROWS))
-            mask = functools.reduce(operator.or_, of_rows)
-            for e in range(COLUMNS):
-                words[e] = words[e] & mask
-        elif self.problem.is_packed:
-            for x in range(COLUMNS):
-                words[x] = cutlass.select_(has[x // WORDS], words[x], Uint32(0))
-        return words
-
-    def put_rows(self, target: Rows, tile: Tile, words: cute.Tensor) -> None:
-        """Write a thread's rows."""
-        for i, row in enumerate(cute.zipped_divide(words, (WORDS,))[None, i] for i in range(ROWS)):
-            put_row(target, tile, i, row)
+            target = Rows.of(tensors.v8, span.origin, place.head)
+            for i in cutlass.range_constexpr(ROWS):
+                row = cute.make_rmem_tensor(WORDS, Uint32)
+                for w in cutlass.range_constexpr(WORDS):
+                    row[w] = words[WORDS * i + w]
+                    if const_expr(problem.is_packed):
+                        row[w] = cutlass.select_(has[i], row[w], Uint32(0))
+                put_row(target, tile, i, row)
 
 
-def loaded(held: Held, mean: cute.Tensor | None, j: int) -> list[list[Float32]]:
-    """Of each row the eight columns of load `j`, fp32, minus their mean if there is one."""
-    columns = range(ALIGN_ELEMENTS * j, ALIGN_ELEMENTS * (j + 1))
-    return [[held.value(e, i, mean) for e in columns] for i in range(ROWS)]
+def thread_again(step: Int32) -> Int32:
+    """The calling thread's number, of which the compiler does not know that it is the same at each step.
+
+    So nothing that follows from it takes registers from one step to the next.
+    """
+    numbers = [cute.arch.thread_idx()[0], step]
+    copy = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0}; // {$r1}", write_only_types=[Int32], read_only_args=numbers)
+    return copy & (MOST_THREADS - 1)  # it is not negative
+
+
+def value_of(values: cute.Tensor, e: int, i: int) -> Float32:
+    """Column `e` of row `i` of what `less_than_mean` gives."""
+    return values[e % ALIGN_ELEMENTS, i, e // ALIGN_ELEMENTS]
